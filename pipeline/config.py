@@ -1,0 +1,407 @@
+"""The configuration of a run: one frozen `RunConfig`, a section per stage, unknown keys refused with the nearest valid name.
+
+Precedence, lowest first: defaults here < the deployment's config < the execution's input < `--set a.b=value`. `prepare`
+merges and validates once and writes the result into `plan.json`; every later stage trusts it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from pipeline.contract import REGISTRY_NAME_PATTERN, RUN_ID_PATTERN, SHARE_PATTERN
+from pipeline.errors import BadConfig, MissingInput
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no silent coercion of numbers to strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataConfig(Section):
+    """What is read. Folders are listed recursively; `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` count as shards."""
+
+    train: tuple[str, ...] = Field((), description="URIs of training shards or folders of them: rows {id, query, document}.")
+    corpus: tuple[str, ...] = Field(
+        (), description="URIs of corpus shards or folders: rows {id, text}. Empty: the documents of all training rows."
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="Our column name -> the file's, e.g. {query: title, document: body}."
+    )
+    holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.02, description="Share of rows kept from training, chosen by hash of the normalized document text."
+    )
+    replay_fraction: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
+        0.1, description="Rows of earlier shards to train on again, as a share of the number of new rows."
+    )
+    max_bad_fraction: Fraction = Field(
+        0.001, description="Rows that may be refused (and quarantined) before the run ends with 65."
+    )
+    require_new: bool = Field(True, description="End with 66 when no shard is new since the parent; false: replay only.")
+
+
+class HeadConfig(Section):
+    """Residual MLP head after pooling: x + W2 relu(W1 x + b1) + b2, W2 and b2 zero at first."""
+
+    hidden: PositiveInt = 1024
+
+
+class ModelConfig(Section):
+    """The encoder and where it starts."""
+
+    parent: str | None = Field(
+        None,
+        description="URI of the checkpoint to continue from (Hugging Face or sentence-transformers folder, .safetensors, "
+        ".pt/.bin/.pth state_dict, training checkpoint). None: what the registry points at.",
+    )
+    base: str | None = Field(None, description="Folder with config.json and tokenizer for a parent that is a bare weight file.")
+    weights_key: str | None = Field(None, description="Key under which a training checkpoint holds the weights; None: found.")
+    pooling: Literal["mean", "cls"] = "mean"
+    normalize: bool = True
+    head: HeadConfig | None = None
+
+
+class DeviceConfig(Section):
+    """The kind of device and its numbers per node."""
+
+    kind: Literal["auto", "cpu", "cuda", "xla", "neuron"] = "auto"
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="auto: bf16 where the device computes in it, else fp32."
+    )
+    ranks_per_node: PositiveInt | None = Field(None, description="None: 32 on neuron, all GPUs on cuda, else 1.")
+    threads_per_rank: PositiveInt | None = Field(None, description="Host threads of a rank; None: cores / ranks on the host.")
+
+
+class HealthCheckConfig(Section):
+    """Thresholds under which a host counts as unhealthy. A floor of 0 measures without judging."""
+
+    matmul_size: PositiveInt = 256
+    relative_tolerance_fp32: float = Field(1e-4, gt=0)
+    relative_tolerance_bf16: float = Field(2e-2, gt=0)
+    memory_mib: PositiveInt = Field(256, description="Device memory that is written and read back.")
+    min_memory_gbps: float = Field(0.0, ge=0, description="Floor of the memory bandwidth probe, GB/s.")
+    collective_bytes: tuple[PositiveInt, ...] = Field((4096, 1 << 20, 16 << 20), description="Message sizes of each collective.")
+    min_collective_gbps: float = Field(0.0, ge=0, description="Floor of the largest message's bus bandwidth, GB/s.")
+    collective_timeout_seconds: PositiveInt = 300
+    storage_mib: PositiveInt = Field(4, description="Size of the object written to and read from the run folder.")
+
+
+class CompileConfig(Section):
+    """Ahead-of-time compilation."""
+
+    enabled: bool = True
+
+
+class TrainConfig(Section):
+    """Contrastive training of the bi-encoder."""
+
+    steps: PositiveInt | None = Field(None, description="Optimizer steps; None: `epochs` over the run's rows.")
+    epochs: PositiveInt = 1
+    batch_size: PositiveInt = Field(64, description="Pairs per rank and step.")
+    query_length: Annotated[int, Field(ge=4)] = Field(32, description="Static length of queries in tokens.")
+    buckets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
+        (64, 128, 256), description="Static lengths of documents, ascending."
+    )
+    learning_rate: float = Field(2e-5, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_fraction: Fraction = 0.1
+    final_lr_fraction: Fraction = 0.0
+    weight_decay: float = Field(0.01, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    clip_norm: float | None = Field(1.0, gt=0)
+    temperature: float = Field(0.05, gt=0)
+    log_every: PositiveInt = 10
+    validate_every: PositiveInt = 100
+    validation_queries: PositiveInt = Field(512, description="Hold-out queries of the evaluation inside training.")
+    checkpoint_every: PositiveInt = 200
+    keep_checkpoints: PositiveInt = 3
+
+    @field_validator("buckets")
+    @classmethod
+    def _ascending(cls, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        if not buckets or list(buckets) != sorted(set(buckets)):
+            raise ValueError(f"buckets must ascend without repeats, found {list(buckets)}")
+        return buckets
+
+
+class EvaluateConfig(Section):
+    """Retrieval metrics on the hold-out."""
+
+    candidates: PositiveInt = Field(
+        10_000, description="Documents beside the hold-out's own that a query is ranked against, at most."
+    )
+    bootstrap_samples: PositiveInt = 1000
+
+
+class GateConfig(Section):
+    """When a model may be published: new >= parent - max_drop on `metric`."""
+
+    metric: Literal["ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100"] = "ndcg@10"
+    max_drop: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.001, description="Absolute, 0.001 = 0.1 %.")
+    min_queries: PositiveInt = Field(2000, description="A hold-out smaller than this cannot show 0.1 %.")
+    allow_small: bool = Field(False, description="Judge even on a hold-out smaller than min_queries.")
+
+
+class EmbedConfig(Section):
+    """Offline embedding of the whole corpus."""
+
+    children: Annotated[int, Field(ge=1, le=10_000)] = Field(4, description="Array size: independent jobs that share the parts.")
+    rows_per_part: PositiveInt = 100_000
+    dtype: Literal["float32", "float16"] = "float32"
+    buckets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
+        (32, 64, 128, 256), description="Static lengths in tokens, ascending."
+    )
+    tokens_per_batch: PositiveInt = Field(16_384, description="Tokens of a batch; a bucket's batch size is this / its length.")
+
+    @field_validator("buckets")
+    @classmethod
+    def _ascending(cls, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        if not buckets or list(buckets) != sorted(set(buckets)):
+            raise ValueError(f"buckets must ascend without repeats, found {list(buckets)}")
+        return buckets
+
+
+class PublishConfig(Section):
+    """Publishing. `registry: null` at the top level publishes nowhere."""
+
+
+class ReportConfig(Section):
+    """The HTML page of the run."""
+
+    title: str | None = None
+
+
+class LockConfig(Section):
+    """One run per registry name at a time."""
+
+    wait_minutes: Annotated[int, Field(ge=0, le=7 * 24 * 60)] = Field(
+        0, description="How long to wait for a running owner; 0: refuse."
+    )
+
+
+class RunConfig(Section):
+    """The whole configuration of one run."""
+
+    run: str | None = Field(None, description="An earlier run's id, to take it up where it stopped. None: a new run.")
+    share: str = Field("manual", description="Fair-share identifier under which all jobs are submitted.")
+    registry: str | None = Field("current", description="Name under which the run publishes; null: nowhere.")
+    time_budget: timedelta = Field(
+        timedelta(hours=12), description="After this the run counts as overdue (an alarm, not a stop)."
+    )
+    nodes: PositiveInt = 1
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    device: DeviceConfig = DeviceConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    health_check: HealthCheckConfig = HealthCheckConfig()
+    compile: CompileConfig = CompileConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    gate: GateConfig = GateConfig()
+    embed: EmbedConfig = EmbedConfig()
+    publish: PublishConfig = PublishConfig()
+    report: ReportConfig = ReportConfig()
+    lock: LockConfig = LockConfig()
+
+    @field_validator("run")
+    @classmethod
+    def _run_id(cls, run: str | None) -> str | None:
+        if run is not None and not RUN_ID_PATTERN.fullmatch(run):
+            raise ValueError(f"must match {RUN_ID_PATTERN.pattern}")
+        return run
+
+    @field_validator("share")
+    @classmethod
+    def _share(cls, share: str) -> str:
+        if not SHARE_PATTERN.fullmatch(share):
+            raise ValueError(f"AWS Batch share identifiers are alphanumeric: must match {SHARE_PATTERN.pattern}")
+        return share
+
+    @field_validator("registry")
+    @classmethod
+    def _registry(cls, registry: str | None) -> str | None:
+        if registry is not None and not REGISTRY_NAME_PATTERN.fullmatch(registry):
+            raise ValueError(f"must match {REGISTRY_NAME_PATTERN.pattern}")
+        return registry
+
+    @field_validator("time_budget")
+    @classmethod
+    def _positive_budget(cls, budget: timedelta) -> timedelta:
+        if budget <= timedelta(0):
+            raise ValueError("must be positive")
+        return budget
+
+    @model_validator(mode="after")
+    def _query_fits(self) -> RunConfig:
+        if self.train.query_length > max(self.train.buckets):
+            raise ValueError(
+                f"train.query_length {self.train.query_length} is longer than every one of train.buckets {list(self.train.buckets)}"
+            )
+        return self
+
+
+class Deployment(Section):
+    """What the state machine adds to an execution's input: the deployment's own config and limits.
+
+    Attributes:
+        config: partial RunConfig that stands under the execution's input.
+        allowed_nodes: node counts that have job definitions.
+    """
+
+    config: dict[str, Any] = Field(default_factory=dict)
+    allowed_nodes: tuple[int, ...] = (1,)
+
+
+class RunInput(Section):
+    """`input.json`, written by the state machine into the run folder before prepare starts."""
+
+    deployment: Deployment = Deployment()
+    execution: dict[str, Any] = Field(default_factory=dict)
+    execution_arn: str = ""
+
+
+def build_config(*layers: Mapping[str, Any]) -> RunConfig:
+    """Merge partial configurations, later ones over earlier ones, and validate the result.
+
+    Raises:
+        BadConfig: unknown key (with the nearest valid name), wrong type, or a value out of range.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer)
+    problems = list(_unknown_keys(merged, RunConfig, ()))
+    if problems:
+        raise BadConfig(
+            "unknown configuration key",
+            value=problems,
+            rule="only the keys of the schema are allowed: `trnpipe config schema`",
+            remedy="correct the spelling or remove the key",
+        )
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        raise _bad_config(error) from error
+
+
+def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `under`, section by section; lists and scalars are replaced whole."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def load_config_file(path: Path) -> dict[str, Any]:
+    """Read a partial configuration from YAML or JSON.
+
+    Raises:
+        MissingInput: no such file.
+        BadConfig: not YAML or JSON, or not an object.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise MissingInput("the configuration file does not exist", value=path, remedy="check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig("the configuration file cannot be read", value=f"{path}: {error}") from error
+    try:
+        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise BadConfig("the configuration file is not valid YAML or JSON", value=f"{path}: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise BadConfig("the configuration file does not hold an object", value=path, rule="the top level maps keys to values")
+    return loaded
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Turn `--set train.steps=500` items into a partial configuration. Values are YAML (`null`, `true`, `[1, 2]`).
+
+    Raises:
+        BadConfig: an item without `=`, or with an empty key.
+    """
+    merged: dict[str, Any] = {}
+    for setting in settings:
+        key, separator, text = setting.partition("=")
+        names = key.strip().split(".")
+        if not separator or not all(names):
+            raise BadConfig("cannot read the setting", value=setting, rule="a setting is KEY=VALUE, e.g. train.steps=500")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise BadConfig("the setting's value is not valid YAML", value=setting) from error
+        if isinstance(value, str):
+            value = _number(value)
+        for name in reversed(names):
+            value = {name: value}
+        merged = merge(merged, value)
+    return merged
+
+
+def _number(text: str) -> Any:
+    # YAML 1.1 reads `1e-5` as a string because it lacks a dot; people write it all the time.
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _unknown_keys(values: Mapping[str, Any], section: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        here = ".".join((*path, str(key)))
+        if field is None:
+            known = [".".join((*path, name)) for name in section.model_fields]
+            near = difflib.get_close_matches(here, known, n=1, cutoff=0.6) or difflib.get_close_matches(
+                here, _all_keys(RunConfig), n=1
+            )
+            yield here + (f" (did you mean {near[0]}?)" if near else "")
+        elif isinstance(value, Mapping):
+            inner = _section_of(field.annotation)
+            if inner is not None:
+                yield from _unknown_keys(value, inner, (*path, key))
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _all_keys(section: type[BaseModel], path: tuple[str, ...] = ()) -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(".".join((*path, name)))
+        inner = _section_of(field.annotation)
+        if inner is not None:
+            keys += _all_keys(inner, (*path, name))
+    return keys
+
+
+def _bad_config(error: ValidationError) -> BadConfig:
+    found = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "configuration"
+        found.append(f"{where} = {item['input']!r}: {item['msg']}" if item["loc"] else f"{where}: {item['msg']}")
+    return BadConfig(
+        "the configuration is not valid",
+        value=found,
+        rule="see `trnpipe config schema`",
+        remedy="correct the values named above",
+    )

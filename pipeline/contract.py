@@ -1,0 +1,291 @@
+"""What the stages, the infrastructure and the operator commands agree on: stages, run folder, result files.
+
+Everything that crosses a process boundary is named here and nowhere else. Standard library only, so that `cdk synth` and
+the local Batch runner can import it without loading a framework.
+
+Words: node (one instance, one Batch node), gang (all nodes of a multi-node job), rank (one process = one accelerator
+core), step (one optimizer update), graph (one compiled program), bucket (one static sequence length with its batch
+size), shard (one input file), part (one output file), parent (the model a run continues from), run, plan, gate.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from enum import Enum
+from typing import Any
+
+RESULT_LIMIT_BYTES = 32 * 1024
+"""Step Functions reads a result file into its state, and a state is limited to 256 KiB: keep each file far below."""
+
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
+"""Run ids are execution names (Step Functions: 80 characters) and path segments, hence no dots, slashes or spaces."""
+
+REGISTRY_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+SHARE_PATTERN = re.compile(r"[A-Za-z0-9]{1,255}")
+"""AWS Batch share identifiers are alphanumeric only."""
+
+
+class Stage(str, Enum):
+    """The stages of a run in their order."""
+
+    PREPARE = "prepare"
+    HEALTH_CHECK = "health_check"
+    COMPILE = "compile"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    EMBED = "embed"
+    PUBLISH = "publish"
+    REPORT = "report"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Shape(str, Enum):
+    """How Batch runs a stage: one container, a gang of nodes, or an array of independent children."""
+
+    SINGLE = "single"
+    GANG = "gang"
+    ARRAY = "array"
+
+
+class Queue(str, Enum):
+    """The fair-share queues: `train` (gangs), `embed` (single accelerator hosts), `cpu` (Fargate)."""
+
+    TRAIN = "train"
+    EMBED = "embed"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """What the infrastructure needs to know of a stage; job definitions are derived from it.
+
+    Attributes:
+        queue: the job queue.
+        shape: how Batch runs it.
+        timeout_minutes: Batch attempt timeout; a state's timeout also covers the wait for hosts.
+        attempts: Batch attempts, the first included.
+        always_runs: does not skip itself when its result is already there (hosts change; the report shows the newest).
+    """
+
+    queue: Queue
+    shape: Shape
+    timeout_minutes: int
+    attempts: int = 4
+    always_runs: bool = False
+
+
+STAGES: dict[Stage, StageSpec] = {
+    Stage.PREPARE: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120),
+    Stage.HEALTH_CHECK: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=30, always_runs=True),
+    Stage.COMPILE: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=240),
+    Stage.TRAIN: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=24 * 60, attempts=8),
+    Stage.EVALUATE: StageSpec(queue=Queue.EMBED, shape=Shape.SINGLE, timeout_minutes=120),
+    Stage.EMBED: StageSpec(queue=Queue.EMBED, shape=Shape.ARRAY, timeout_minutes=12 * 60, attempts=6),
+    Stage.PUBLISH: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120),
+    Stage.REPORT: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=30, attempts=2, always_runs=True),
+}
+
+RUN_PARAMETER = "run"
+"""Batch job parameter that carries the run folder's URI; it stands as `Ref::run` in every command."""
+
+
+def stage_command(stage: Stage) -> list[str]:
+    """The container command of a stage, as it stands in its Batch job definition."""
+    return ["trnpipe", "stage", stage.value, "--run", f"Ref::{RUN_PARAMETER}"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """URIs inside one run folder.
+
+    Args:
+        root: the run folder, `s3://BUCKET/runs/RUN_ID` or a local folder, without a trailing slash.
+    """
+
+    root: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", self.root.rstrip("/"))
+
+    @property
+    def run_id(self) -> str:
+        return self.root.rsplit("/", 1)[-1]
+
+    @property
+    def bucket_root(self) -> str:
+        """The folder that holds `runs/` and `registry/`."""
+        return self.root.rsplit("/", 2)[0]
+
+    @property
+    def input(self) -> str:
+        """What the state machine was started with: `{deployment, execution, execution_arn}`; written by its first states."""
+        return f"{self.root}/input.json"
+
+    @property
+    def plan(self) -> str:
+        return f"{self.root}/plan.json"
+
+    def stage(self, stage: Stage) -> str:
+        return f"{self.root}/{stage.value}"
+
+    def result(self, stage: Stage) -> str:
+        return f"{self.root}/{stage.value}/result.json"
+
+    def failure(self, stage: Stage) -> str:
+        """Why the stage's newest attempt failed; removed by an attempt that succeeds."""
+        return f"{self.root}/{stage.value}/failure.json"
+
+    def progress(self, stage: Stage, node: int) -> str:
+        """`{done, total, unit, rate, note}` of a running stage, rewritten every few seconds by the node's supervisor."""
+        return f"{self.root}/{stage.value}/progress-{node:05d}.json"
+
+    def node_exit(self, stage: Stage, attempt: int, node: int) -> str:
+        """How one node of a gang ended in one attempt: `{exit_code, time, failure}`."""
+        return f"{self.root}/{stage.value}/exits/attempt-{attempt}/node-{node:05d}.json"
+
+    def node_health(self, node: int) -> str:
+        return f"{self.root}/health_check/node-{node:05d}.json"
+
+    @property
+    def rows(self) -> str:
+        """Tokenized rows that prepare fixed for this run (Arrow files)."""
+        return f"{self.root}/prepare/rows"
+
+    @property
+    def quarantine(self) -> str:
+        """One JSON line per refused input row: `{at: "file:line", reason, row}`."""
+        return f"{self.root}/prepare/quarantine.jsonl"
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.root}/train/checkpoints"
+
+    def checkpoint(self, step: int) -> str:
+        return f"{self.checkpoints}/step-{step:08d}"
+
+    @property
+    def metrics(self) -> str:
+        return f"{self.root}/train/metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> str:
+        return f"{self.root}/train/tensorboard"
+
+    @property
+    def model(self) -> str:
+        """The finished model as a Hugging Face / sentence-transformers folder."""
+        return f"{self.root}/model"
+
+    @property
+    def scorecard(self) -> str:
+        return f"{self.root}/evaluate/scorecard.json"
+
+    def part(self, index: int, count: int) -> str:
+        """One part of the embeddings: Parquet with `id` and `embedding` (fixed-size list)."""
+        return f"{self.root}/embed/part-{index:05d}-of-{count:05d}.parquet"
+
+    def part_manifest(self, index: int, count: int) -> str:
+        """What a finished part holds, written after it: `{sha256, rows, ids, dimension, dtype, seconds}`."""
+        return f"{self.root}/embed/part-{index:05d}-of-{count:05d}.json"
+
+    @property
+    def embed_manifest(self) -> str:
+        return f"{self.root}/embed/manifest.json"
+
+    @property
+    def report(self) -> str:
+        return f"{self.root}/report/index.html"
+
+
+def registry_uri(bucket_root: str, name: str) -> str:
+    """The pointer to what was last published under `name`: `{model, embeddings, run}` together."""
+    return f"{bucket_root.rstrip('/')}/registry/{name}.json"
+
+
+def now() -> str:
+    """The present time as ISO 8601 in UTC, seconds resolution in microseconds."""
+    return datetime.now(timezone.utc).isoformat()
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One input or output: where it is and what it was when we saw it (sha256 in hex; size in bytes)."""
+
+    uri: str
+    sha256: str
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """`STAGE/result.json`: written once, last, when the stage has succeeded.
+
+    Attributes:
+        stage: the stage's name.
+        run: the run id.
+        status: `done`.
+        started, finished: ISO 8601 in UTC.
+        fingerprint: the plan's; a result with another fingerprint does not count.
+        inputs, outputs: name -> Artifact.
+        metrics: small JSON values that Choice states, report and people read.
+        versions: package -> version.
+    """
+
+    stage: str
+    run: str
+    status: str
+    started: str
+    finished: str
+    fingerprint: str
+    inputs: dict[str, Artifact] = field(default_factory=dict)
+    outputs: dict[str, Artifact] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """Serialized form.
+
+        Raises:
+            ValueError: larger than RESULT_LIMIT_BYTES; long lists belong in files beside the result.
+        """
+        data = json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+        if len(data) > RESULT_LIMIT_BYTES:
+            raise ValueError(f"{self.stage}/result.json has {len(data)} bytes; the limit is {RESULT_LIMIT_BYTES}")
+        return data
+
+    @classmethod
+    def from_json(cls, data: bytes) -> StageResult:
+        record = json.loads(data)
+        for name in ("inputs", "outputs"):
+            record[name] = {key: Artifact(**value) for key, value in record.get(name, {}).items()}
+        return cls(**record)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFailure:
+    """`STAGE/failure.json`: why an attempt failed, for the report, the notification and the person at the terminal."""
+
+    stage: str
+    run: str
+    exit_code: int
+    what: str
+    value: list[str] = field(default_factory=list)
+    rule: str = ""
+    remedy: str = ""
+    node: int = 0
+    rank: int = 0
+    attempt: int = 1
+    host: str = ""
+    time: str = ""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> StageFailure:
+        return cls(**json.loads(data))

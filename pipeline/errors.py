@@ -1,0 +1,121 @@
+"""Every way a stage can end badly, one exception per cause, each with the exit code that tells AWS Batch what to do next.
+
+A message has four parts: what was wrong, the value found, the rule it broke, and the remedy. They are the last lines of a
+failing log and the content of `STAGE/failure.json`. Standard library only.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+
+class ExitCode(IntEnum):
+    """Process exit codes. Batch retries the 70s (prefix `7`) and signals (prefix `13`); everything else ends the job."""
+
+    DONE = 0
+    BAD_CONFIG = 64
+    BAD_DATA = 65
+    MISSING_INPUT = 66
+    GATE_REFUSED = 67
+    SUPERSEDED = 68
+    DEFECT = 69
+    TRANSIENT = 75
+    UNHEALTHY_HOST = 76
+    NO_PROGRESS = 77
+
+    @property
+    def retryable(self) -> bool:
+        """Whether a new attempt may succeed without anybody changing anything."""
+        return 70 <= self < 80
+
+
+class TrnpipeError(Exception):
+    """Base of all expected failures.
+
+    Args:
+        what: what was wrong, one sentence.
+        value: the offending value, or several as a list.
+        rule: the rule that the value broke.
+        remedy: what a person can do about it.
+    """
+
+    exit_code: ExitCode = ExitCode.DEFECT
+
+    def __init__(self, what: str, *, value: Any = None, rule: str = "", remedy: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.value = value
+        self.rule = rule
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """The message as `error:`, `value:`, `rule:`, `remedy:` lines, parts that are empty left out."""
+        lines = [f"error:  {self.what}"]
+        if self.value is not None:
+            values = self.value if isinstance(self.value, (list, tuple)) else [self.value]
+            lines += [f"value:  {value}" for value in values[:20]]
+            if len(values) > 20:
+                lines.append(f"value:  ... and {len(values) - 20} more")
+        if self.rule:
+            lines.append(f"rule:   {self.rule}")
+        if self.remedy:
+            lines.append(f"remedy: {self.remedy}")
+        return lines
+
+
+class BadConfig(TrnpipeError):
+    """A setting, or a checkpoint's shape, that cannot work: exit 64, no retry."""
+
+    exit_code = ExitCode.BAD_CONFIG
+
+
+class BadData(TrnpipeError):
+    """Input that was found but is not what it should be: exit 65, no retry."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+class MissingInput(TrnpipeError):
+    """A bucket, object or file that is not there or not readable: exit 66, no retry."""
+
+    exit_code = ExitCode.MISSING_INPUT
+
+
+class GateRefused(TrnpipeError):
+    """The new model is worse than its parent: exit 67 (of `trnpipe local` and `trnpipe start --watch`)."""
+
+    exit_code = ExitCode.GATE_REFUSED
+
+
+class Superseded(TrnpipeError):
+    """Another run published first: exit 68, no retry."""
+
+    exit_code = ExitCode.SUPERSEDED
+
+
+class Defect(TrnpipeError):
+    """Our own mistake: exit 69, no retry."""
+
+    exit_code = ExitCode.DEFECT
+
+
+class Transient(TrnpipeError):
+    """Storage, network or peer trouble that a new attempt may not meet: exit 75, retried."""
+
+    exit_code = ExitCode.TRANSIENT
+
+
+class UnhealthyHost(TrnpipeError):
+    """A host whose devices fail a check: exit 76, retried on another host."""
+
+    exit_code = ExitCode.UNHEALTHY_HOST
+
+
+class NoProgress(TrnpipeError):
+    """A rank that stopped making progress: exit 77, retried."""
+
+    exit_code = ExitCode.NO_PROGRESS

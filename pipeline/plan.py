@@ -1,0 +1,178 @@
+"""`plan.json`: everything prepare fixed for a run. Written once; every later stage reads it and decides nothing again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.config import RunConfig
+
+
+class PlanSection(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Shard(PlanSection):
+    """One input file as prepare saw it.
+
+    Attributes:
+        uri, sha256, size: where, what, how large (bytes).
+        rows: good rows.
+        bad_rows: refused rows, which every reader skips by the same rules.
+        holdout_rows: good rows on the hold-out side.
+        first_run: the run that trained on it first.
+    """
+
+    uri: str
+    sha256: str
+    size: int
+    rows: int
+    bad_rows: int = 0
+    holdout_rows: int = 0
+    first_run: str = ""
+
+
+class Parent(PlanSection):
+    """The model the run continues from, resolved into the run folder's own terms.
+
+    Attributes:
+        uri: as configured, or the registry's model.
+        folder: a model folder that every stage can load (the uri itself, or a conversion under `prepare/parent`).
+        sha256: of its weight file.
+        run: the run that published it, if one did.
+        registry_etag: the registry pointer's version at planning time; publish replaces exactly that one. None: no pointer yet.
+    """
+
+    uri: str
+    folder: str
+    sha256: str
+    run: str | None = None
+    registry_etag: str | None = None
+
+
+class World(PlanSection):
+    """Who computes: nodes x ranks per node, on which kind of device, in which precision."""
+
+    kind: str
+    precision: str
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class TrainPlan(PlanSection):
+    """Numbers every rank needs so that no rank runs out of batches before another.
+
+    Attributes:
+        new: shards trained on for the first time.
+        replay: earlier shards of which some rows are trained on again.
+        rows: training rows in `prepare/rows/train.arrow`, new and replayed.
+        new_rows, replay_rows: their split.
+        bucket_rows: document bucket -> rows, after moving remainders (see pipeline/data/schedule).
+        steps_per_epoch, steps, warmup_steps: optimizer steps.
+    """
+
+    new: tuple[Shard, ...]
+    replay: tuple[Shard, ...]
+    rows: int
+    new_rows: int
+    replay_rows: int
+    bucket_rows: dict[str, int]
+    steps_per_epoch: int
+    steps: int
+    warmup_steps: int
+
+
+class Span(PlanSection):
+    """Good rows [start, stop) of one corpus shard."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+class PartPlan(PlanSection):
+    """One output part and the corpus rows it holds."""
+
+    spans: tuple[Span, ...]
+    rows: int
+
+
+class EmbedPlan(PlanSection):
+    """The corpus and how its rows are cut into parts.
+
+    Attributes:
+        source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
+        shards: all corpus shards.
+        rows: good rows = ids that must be in the embeddings exactly once.
+        ids: order-independent digest of those ids (pipeline/data/ids).
+        parts: output parts, in order.
+        children: array size; child i takes parts i, i + children, ...
+    """
+
+    source: str
+    shards: tuple[Shard, ...]
+    rows: int
+    ids: str
+    parts: tuple[PartPlan, ...]
+    children: int
+
+
+class HoldoutPlan(PlanSection):
+    """The hold-out set, over all shards of all weeks: `queries` distinct ones against `candidates` documents."""
+
+    rows: int
+    queries: int
+    candidates: int
+
+
+class RunPlan(PlanSection):
+    """The whole plan. `fingerprint` covers everything but `created`, so a stage's result names exactly what it ran."""
+
+    run: str
+    created: str
+    config: RunConfig
+    parent: Parent
+    world: World
+    train: TrainPlan
+    holdout: HoldoutPlan
+    embed: EmbedPlan
+    seen: tuple[str, ...]
+    """sha256 of every training shard this model and its ancestors have been trained on, this run's included."""
+    fingerprint: str = ""
+
+    def sealed(self) -> RunPlan:
+        """The plan with its fingerprint filled in."""
+        record = self.model_dump(mode="json", exclude={"created", "fingerprint"})
+        canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+        return self.model_copy(update={"fingerprint": hashlib.sha256(canonical).hexdigest()})
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json(indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> RunPlan:
+        return cls.model_validate_json(data)
+
+    def summary(self) -> dict[str, Any]:
+        """The few numbers that the state machine and people need (prepare's metrics)."""
+        return {
+            "nodes": self.world.nodes,
+            "device": self.world.kind,
+            "precision": self.world.precision,
+            "ranks": self.world.ranks,
+            "steps": self.train.steps,
+            "new_shards": len(self.train.new),
+            "new_rows": self.train.new_rows,
+            "replay_rows": self.train.replay_rows,
+            "holdout_queries": self.holdout.queries,
+            "corpus_rows": self.embed.rows,
+            "embed_parts": len(self.embed.parts),
+            "embed_children": self.embed.children,
+        }

@@ -1,0 +1,33 @@
+"""The `cpu` kind: eager torch on host cores, gloo between ranks, bf16 autocast where the processor has the instructions."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from pipeline.runtime.device import resolve_precision
+from pipeline.runtime.eager import EagerDevice
+from pipeline.runtime.world import World
+
+
+class CpuDevice(EagerDevice):
+    kind = "cpu"
+
+
+def open_device(precision: str, world: World, *, threads: int | None, timeout_seconds: int) -> CpuDevice:
+    """Join the gang with gloo. Threads: as given, else OMP_NUM_THREADS, else the host's cores shared among its ranks."""
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, available_cores() // world.local_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    # Denormals cost far more than they are worth here, and only some processors treat them alike.
+    torch.set_flush_denormal(True)
+    return CpuDevice(
+        torch.device("cpu"), resolve_precision("cpu", precision), world, backend="gloo", timeout_seconds=timeout_seconds
+    )
+
+
+def available_cores() -> int:
+    """Cores this process may run on (macOS has no affinity: all of them)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

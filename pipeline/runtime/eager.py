@@ -1,0 +1,177 @@
+"""What `cpu` and `cuda` share: eager torch with torch.distributed. Gradients are reduced explicitly, without the DDP wrapper."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.runtime.device import Batch, ModuleT
+from pipeline.runtime.world import World
+
+PREFETCH_BATCHES = 4
+REDUCE_BUCKET_ELEMENTS = 8 << 20
+"""Gradients are joined into pieces of this many elements (32 MiB in fp32) before they are reduced: fewer, larger messages."""
+
+
+class EagerDevice:
+    """A `Device` on which every operation runs when it is written. See `pipeline.runtime.device.Device`."""
+
+    kind = "eager"
+
+    def __init__(self, torch_device: torch.device, precision: str, world: World, *, backend: str, timeout_seconds: int) -> None:
+        self.torch_device = torch_device
+        self.precision = precision
+        self.world = world
+        if world.size > 1:
+            os.environ.update(
+                MASTER_ADDR=world.leader, MASTER_PORT=str(world.port), RANK=str(world.rank), WORLD_SIZE=str(world.size)
+            )
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+
+    def place(self, module: ModuleT) -> ModuleT:
+        return module.to(self.torch_device)
+
+    def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in _ahead(batches, PREFETCH_BATCHES):
+            yield {name: self._put(value) for name, value in batch.items()}
+
+    def _put(self, value: Tensor) -> Tensor:
+        return value
+
+    def autocast(self) -> AbstractContextManager[None]:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.torch_device.type, dtype=torch.bfloat16)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        if self.world.size == 1:
+            return rows
+        gathered: Tensor = _Gather.apply(rows, self.world)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self.world.size == 1:
+            return
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for group in _groups(gradients, REDUCE_BUCKET_ELEMENTS):
+            flat = torch.cat([gradient.reshape(-1) for gradient in group])
+            dist.all_reduce(flat)
+            flat /= self.world.size
+            offset = 0
+            for gradient in group:
+                gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
+                offset += gradient.numel()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def sync(self) -> None:
+        pass
+
+    def read(self, value: Tensor) -> list[float]:
+        return [float(item) for item in value.detach().reshape(-1).tolist()]
+
+    def all_reduce(self, value: Tensor) -> Tensor:
+        result = value.clone()
+        if self.world.size > 1:
+            dist.all_reduce(result)
+        return result
+
+    def reduce_scatter(self, value: Tensor) -> Tensor:
+        if self.world.size == 1:
+            return value.clone()
+        result = value.new_empty((value.shape[0] // self.world.size, *value.shape[1:]))
+        dist.reduce_scatter_tensor(result, value.contiguous())
+        return result
+
+    def broadcast(self, value: Tensor) -> Tensor:
+        result = value.clone()
+        if self.world.size > 1:
+            dist.broadcast(result, src=0)
+        return result
+
+    def barrier(self) -> None:
+        if self.world.size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of rows whose backward adds up what every rank's loss says about this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, world: World) -> Tensor:
+        ctx.world, ctx.rows = world, rows.shape[0]
+        gathered = rows.new_empty((world.size * rows.shape[0], *rows.shape[1:]))
+        dist.all_gather_into_tensor(gathered, rows.contiguous())
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient)
+        start = ctx.world.rank * ctx.rows
+        return gradient[start : start + ctx.rows], None
+
+
+def _groups(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    group: list[Tensor] = []
+    elements = 0
+    for tensor in tensors:
+        if group and elements + tensor.numel() > limit:
+            yield group
+            group, elements = [], 0
+        group.append(tensor)
+        elements += tensor.numel()
+    if group:
+        yield group
+
+
+def _ahead(batches: Iterable[Batch], depth: int) -> Iterator[Batch]:
+    """Iterate in a background thread, `depth` items ahead; its exceptions surface here."""
+    ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+    end = object()
+
+    def put(item: Any) -> bool:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def produce() -> None:
+        try:
+            for batch in batches:
+                if not put(batch):
+                    return
+            put(end)
+        except BaseException as error:  # noqa: BLE001 - handed over to the consumer, which raises it
+            put(error)
+
+    thread = threading.Thread(target=produce, name="batches", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item = ready.get()
+            if item is end:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()

@@ -1,0 +1,87 @@
+"""Who this process is: node and gang from AWS Batch's environment, rank and leader from the launcher's. Nothing else reads them.
+
+Batch sets AWS_BATCH_JOB_{NUM_NODES,NODE_INDEX,MAIN_NODE_INDEX,ATTEMPT,ID,ARRAY_INDEX}; the main node's address only on the
+other nodes. The supervisor hands each rank torchrun's names: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LEADER_PORT = 41000
+"""Rendezvous port of the main node. Not 62182, which the Neuron root communicator takes (reference: torch-xla 2.9 neuron.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeWorld:
+    """This node within its Batch job.
+
+    Attributes:
+        node, nodes: index and number of nodes of the gang (0 and 1 outside a multi-node job).
+        main_node: index of the main node, whose exit code is the job's.
+        leader: address of the main node; its own loopback address on the main node of a single-node job.
+        port: rendezvous port.
+        attempt: from 1.
+        job_id: Batch job id, empty outside Batch.
+        array_index: index of an array child, 0 outside an array job.
+    """
+
+    node: int = 0
+    nodes: int = 1
+    main_node: int = 0
+    leader: str = "127.0.0.1"
+    port: int = LEADER_PORT
+    attempt: int = 1
+    job_id: str = ""
+    array_index: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.node == self.main_node
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> NodeWorld:
+        nodes = int(environment.get("AWS_BATCH_JOB_NUM_NODES", "1"))
+        return cls(
+            node=int(environment.get("AWS_BATCH_JOB_NODE_INDEX", "0")),
+            nodes=nodes,
+            main_node=int(environment.get("AWS_BATCH_JOB_MAIN_NODE_INDEX", "0")),
+            # On the main node itself Batch leaves the address out: it listens on all its addresses.
+            leader=environment.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS") or "127.0.0.1",
+            port=int(environment.get("TRNPIPE_LEADER_PORT", str(LEADER_PORT))),
+            attempt=int(environment.get("AWS_BATCH_JOB_ATTEMPT", "1")),
+            job_id=environment.get("AWS_BATCH_JOB_ID", ""),
+            array_index=int(environment.get("AWS_BATCH_JOB_ARRAY_INDEX", "0")),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This rank among all ranks of the stage."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    leader: str = "127.0.0.1"
+    port: int = LEADER_PORT
+    node: NodeWorld = NodeWorld()
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
+        return cls(
+            rank=int(environment.get("RANK", "0")),
+            size=int(environment.get("WORLD_SIZE", "1")),
+            local_rank=int(environment.get("LOCAL_RANK", "0")),
+            local_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+            leader=environment.get("MASTER_ADDR", "127.0.0.1"),
+            port=int(environment.get("MASTER_PORT", str(LEADER_PORT))),
+            node=NodeWorld.from_environment(environment),
+        )
