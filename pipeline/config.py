@@ -248,7 +248,7 @@ class RunConfig(Section):
     def _query_fits(self) -> RunConfig:
         if self.train.query_length > max(self.train.buckets):
             raise ValueError(
-                f"train.query_length {self.train.query_length} is longer than every one of train.buckets {list(self.train.buckets)}"
+                f"train.query_length {self.train.query_length} is longer than the longest bucket, {max(self.train.buckets)}"
             )
         return self
 

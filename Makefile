@@ -1,0 +1,46 @@
+# Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
+.DEFAULT_GOAL := help
+.PHONY: help setup local test check lock clean
+
+PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
+	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
+VENV := .venv
+UV := uv==0.13.8
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(VENV)/ready ## Create the virtual environment with the locked dependencies
+
+$(VENV)/ready: requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "trnpipe needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=/path/to/python"; exit 64; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(UV)"
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --require-hashes -r requirements.lock
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --no-deps --no-build-isolation -e .
+	touch $@
+
+local: setup ## Run the weekly pipeline on this machine (ARGS="--set train.steps=50" and the like)
+	$(VENV)/bin/trnpipe local $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+
+test: check ## Lint, type check and run every test
+	$(VENV)/bin/pytest
+
+check: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+COMPILE = $(VENV)/bin/uv pip compile pyproject.toml --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet
+CONTAINER = --python-version 3.12 --python-platform x86_64-manylinux_2_28
+# What the Neuron base image brings, in its own builds.
+IN_NEURON_IMAGE = torch torch-xla triton numpy setuptools $(shell sed -nE 's/^(nvidia-[a-z0-9-]+)==.*/\1/p' requirements.lock)
+
+lock: setup ## Resolve the dependencies again
+	$(COMPILE) --extra infra --extra demo --extra dev --universal --python-version 3.10 -o requirements.lock
+	$(COMPILE) $(CONTAINER) -o containers/cpu/requirements.lock
+	$(COMPILE) $(CONTAINER) $(foreach name,$(IN_NEURON_IMAGE),--no-emit-package $(name)) -o containers/neuron/requirements.lock
+
+clean: ## Remove the virtual environment and the local run's state
+	rm -rf $(VENV) .trnpipe cdk.out

@@ -1,0 +1,151 @@
+"""The `trnpipe` command: what people and containers type. Parses, calls, prints, maps errors to exit codes; nothing else.
+
+Every command imports what it needs when it runs, so that help and mistakes are answered at once. This is the one module
+of `pipeline` that knows `infra.local`: the local run drives the deployment's own state machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from pipeline.contract import Stage
+from pipeline.errors import ExitCode, TrnpipeError
+
+DEFAULT_STATE = Path(".trnpipe")
+
+app = typer.Typer(
+    name="trnpipe",
+    help="Retrain a text encoder every week on AWS Trainium and publish fresh embeddings; on one machine with `trnpipe local`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+config_app = typer.Typer(no_args_is_help=True, help="The run's configuration: its schema, and checking a file against it.")
+app.add_typer(config_app, name="config")
+
+StateOption = Annotated[Path, typer.Option("--state", help="Folder of the local run: its bucket as plain files, logs, registry.")]
+
+
+@app.command()
+def local(
+    input_files: Annotated[
+        list[Path] | None,
+        typer.Option("--input", metavar="FILE", help="Training shard (JSONL, .gz, .zst, Parquet) or folder; repeat for more."),
+    ] = None,
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option("--corpus", metavar="FILE", help="Corpus shard or folder to embed; without it the documents of the input."),
+    ] = None,
+    parent: Annotated[
+        str | None, typer.Option("--parent", help="Checkpoint to continue from; without it what was last published here.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting, e.g. train.steps=200; repeat for more.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="YAML or JSON file with part of the configuration.")] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the gang, each a process of its own here.")] = 2,
+    device: Annotated[str, typer.Option("--device", help="Kind of device: auto, cpu or cuda.")] = "auto",
+    run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to take up where it stopped.")] = None,
+    state: StateOption = DEFAULT_STATE,
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")] = False,
+) -> None:
+    """Run the whole weekly pipeline on this machine: the state machine that `cdk deploy` creates, with local processes.
+
+    Without --input it runs the demo: real docstrings of the installed Python packages, continued from all-MiniLM-L6-v2. Each
+    demo run releases the next weekly shard.
+    """
+    from infra.local.run import LocalOptions, run_local
+
+    options = LocalOptions(
+        inputs=tuple(input_files or ()),
+        corpus=tuple(corpus or ()),
+        parent=parent,
+        settings=tuple(settings or ()),
+        config_file=config,
+        nodes=nodes,
+        device=device,
+        run=run,
+        state=state,
+        plain=plain,
+    )
+    raise typer.Exit(run_local(options))
+
+
+@app.command()
+def stage(
+    name: Annotated[Stage, typer.Argument(help="Which stage.")],
+    run: Annotated[str, typer.Option("--run", help="URI of the run folder, s3://BUCKET/runs/RUN_ID.")],
+) -> None:
+    """Run one stage on this node: the command of every container. Starts and supervises the node's ranks."""
+    from pipeline.runtime.supervisor import run as supervise
+
+    raise typer.Exit(supervise(name, run))
+
+
+@app.command()
+def search(
+    query: Annotated[str, typer.Argument(help="What to look for.")],
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many documents.")] = 5,
+    registry: Annotated[str, typer.Option("--registry", help="Name under which the embeddings were published.")] = "current",
+    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
+    state: StateOption = DEFAULT_STATE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per hit.")] = False,
+) -> None:
+    """Search the published embeddings: the result of the run, usable at once."""
+    from pipeline.search import search as find
+
+    hits = find(query, bucket=bucket, state=state, registry=registry, count=count)
+    if as_json:
+        for hit in hits:
+            typer.echo(json.dumps({"id": hit.id, "score": hit.score, "text": hit.text}, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for hit in hits:
+        console.print(Text.assemble((f"{hit.score:6.3f}", "bold green"), "  ", (hit.id, "bold")))
+        snippet = " ".join(hit.text.split())
+        console.print(Text("        " + (snippet if len(snippet) <= 160 else snippet[:159] + "…"), style="dim"))
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of the configuration."""
+    from pipeline.config import RunConfig
+
+    typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+
+
+@config_app.command("check")
+def config_check(
+    file: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Settings laid over the file.")] = None,
+) -> None:
+    """Check a configuration file; prints the whole resolved configuration."""
+    from pipeline.config import build_config, load_config_file, parse_settings
+
+    typer.echo(build_config(load_config_file(file), parse_settings(settings or [])).model_dump_json(indent=2))
+
+
+def main() -> NoReturn:
+    """Entry point: expected failures become four plain lines and their exit code."""
+    try:
+        app()
+    except TrnpipeError as error:
+        for line in error.lines():
+            sys.stderr.write(line + "\n")
+        sys.exit(int(error.exit_code))
+    except BrokenPipeError:
+        sys.exit(int(ExitCode.DONE))
+    sys.exit(int(ExitCode.DONE))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Fixtures that several test folders share: a real S3 endpoint over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import boto3
+import pytest
+from hypothesis import HealthCheck, settings
+from moto.server import ThreadedMotoServer
+
+from pipeline.runtime import store
+
+BUCKET = "trnpipe-tests"
+
+# Shared machines stall: how long an example takes says nothing about the code.
+settings.register_profile("trnpipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("trnpipe")
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """A local S3 endpoint on a free loopback port, for the whole session."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    yield f"http://127.0.0.1:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3_root(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URI of an empty bucket that the store and child processes reach through the environment."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    store._s3_client_of.cache_clear()
+    bucket = boto3.resource("s3").Bucket(BUCKET)
+    bucket.create()
+    yield f"s3://{BUCKET}"
+    bucket.objects.delete()
+    bucket.delete()
+    store._s3_client_of.cache_clear()

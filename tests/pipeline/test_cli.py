@@ -1,0 +1,63 @@
+"""The command as people type it: real processes, their output and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ([], ["local"], ["stage"], ["search"], ["config"], ["config", "schema"], ["config", "check"])
+
+
+def trnpipe(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_explains_every_option(command: list[str]) -> None:
+    result = trnpipe(*command, "--help")
+    assert result.returncode == 0
+    assert "Usage:" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_schema_is_json_schema() -> None:
+    schema = json.loads(trnpipe("config", "schema").stdout)
+    assert schema["additionalProperties"] is False
+    assert {"train", "embed", "gate", "share", "registry", "time_budget", "nodes"} <= schema["properties"].keys()
+
+
+def test_check_prints_the_resolved_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train: {steps: 12}")
+    result = trnpipe("config", "check", tmp_path / "run.yaml", "--set", "nodes=2")
+    resolved = json.loads(result.stdout)
+    assert (resolved["train"]["steps"], resolved["nodes"]) == (12, 2)
+
+
+def test_misspelt_key_ends_with_64_and_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train: {stepz: 12}")
+    result = trnpipe("config", "check", tmp_path / "run.yaml")
+    assert result.returncode == 64
+    assert "did you mean train.steps?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_missing_file_ends_with_66(tmp_path: Path) -> None:
+    assert trnpipe("config", "check", tmp_path / "absent.yaml").returncode == 66
+
+
+def test_local_refuses_a_misspelt_setting_before_anything_starts(tmp_path: Path) -> None:
+    result = trnpipe("local", "--set", "trian.steps=3", "--state", tmp_path / "state")
+    assert result.returncode == 64
+    assert "did you mean train" in result.stderr
+    assert not (tmp_path / "state" / "bucket").exists()
+
+
+def test_search_before_the_first_run_says_what_to_do(tmp_path: Path) -> None:
+    result = trnpipe("search", "read a csv file", "--state", tmp_path)
+    assert result.returncode == 66
+    assert "make local" in result.stderr

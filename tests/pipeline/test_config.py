@@ -1,0 +1,123 @@
+"""Merging, precedence and refusals of the configuration."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import RunConfig, build_config, load_config_file, merge, parse_settings
+from pipeline.errors import BadConfig, ExitCode, MissingInput
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = build_config({})
+    assert config == RunConfig()
+    with pytest.raises(ValueError, match="frozen"):
+        config.nodes = 3
+
+
+def test_later_layers_win_key_by_key() -> None:
+    config = build_config({"train": {"steps": 1, "epochs": 2}}, {"train": {"steps": 5}}, parse_settings(["train.steps=7"]))
+    assert (config.train.steps, config.train.epochs) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("train.stepz", "train.steps"),
+        ("trian.steps", "train"),
+        ("gate.metrik", "gate.metric"),
+        ("replay_fraction", "data.replay_fraction"),
+    ],
+)
+def test_unknown_key_names_the_nearest_valid_one(key: str, nearest: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        build_config(parse_settings([f"{key}=1"]))
+    assert caught.value.exit_code == ExitCode.BAD_CONFIG
+    assert f"did you mean {nearest}?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["train.steps=0"],
+        ["train.batch_size=-1"],
+        ["nodes=0"],
+        ["train.buckets=[128, 64]"],
+        ["train.query_length=512"],
+        ["data.holdout_fraction=1.0"],
+        ["share=not-alphanumeric"],
+        ["registry=../x"],
+        ["run=a/b"],
+        ["time_budget=PT0S"],
+        ["device.kind=tpu"],
+        ["gate.metric=accuracy"],
+        ["train=5"],
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(settings: list[str]) -> None:
+    with pytest.raises(BadConfig) as caught:
+        build_config(parse_settings(settings))
+    assert settings[0].split("=")[0].split(".")[-1] in str(caught.value)
+
+
+def test_settings_are_yaml_and_numbers_without_a_dot_are_numbers() -> None:
+    parsed = parse_settings(["registry=null", "train.learning_rate=1e-5", "embed.buckets=[8, 16]", "time_budget=PT3H"])
+    config = build_config(parsed)
+    assert config.registry is None
+    assert config.train.learning_rate == 1e-5
+    assert config.embed.buckets == (8, 16)
+    assert config.time_budget == timedelta(hours=3)
+
+
+@pytest.mark.parametrize("setting", ["train.steps", "=3", "train..steps=3", "a=[1"])
+def test_malformed_settings_are_refused(setting: str) -> None:
+    with pytest.raises(BadConfig):
+        parse_settings([setting])
+
+
+def test_files_in_yaml_and_json(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("train: {steps: 4}\n")
+    (tmp_path / "a.json").write_text(json.dumps({"train": {"steps": 4}}))
+    (tmp_path / "empty.yaml").write_text("")
+    assert load_config_file(tmp_path / "a.yaml") == load_config_file(tmp_path / "a.json") == {"train": {"steps": 4}}
+    assert load_config_file(tmp_path / "empty.yaml") == {}
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("[1]")
+    (tmp_path / "torn.json").write_text("{")
+    with pytest.raises(MissingInput):
+        load_config_file(tmp_path / "absent.yaml")
+    for name in ("list.yaml", "torn.json"):
+        with pytest.raises(BadConfig):
+            load_config_file(tmp_path / name)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=10,
+)
+known = st.sampled_from([*RunConfig.model_fields, "steps", "kind", "bogus"])
+
+
+@given(st.dictionaries(known, st.dictionaries(known, json_values, max_size=3) | json_values, max_size=4))
+def test_any_object_is_accepted_or_refused_in_our_own_words(values: dict[str, object]) -> None:
+    try:
+        config = build_config(values)
+    except BadConfig:
+        return
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@given(st.dictionaries(st.text(), json_values), st.dictionaries(st.text(), json_values))
+def test_merge_keeps_what_is_not_overridden(under: dict[str, object], over: dict[str, object]) -> None:
+    merged = merge(under, over)
+    assert merged.keys() == under.keys() | over.keys()
+    assert all(merged[key] == under[key] for key in under.keys() - over.keys())
