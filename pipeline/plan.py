@@ -74,6 +74,8 @@ class TrainPlan(PlanSection):
         replay: earlier shards of which some rows are trained on again.
         rows: training rows in `prepare/rows/train.arrow`, new and replayed.
         new_rows, replay_rows: their split.
+        bad_rows: refused rows of all training shards.
+        not_positive: good rows of all training shards with a label of 0 or less, which are no pairs to train on.
         bucket_rows: document bucket -> rows, after moving remainders (see pipeline/data/schedule).
         steps_per_epoch, steps, warmup_steps: optimizer steps.
     """
@@ -83,6 +85,8 @@ class TrainPlan(PlanSection):
     rows: int
     new_rows: int
     replay_rows: int
+    bad_rows: int = 0
+    not_positive: int = 0
     bucket_rows: dict[str, int]
     steps_per_epoch: int
     steps: int
@@ -111,6 +115,7 @@ class EmbedPlan(PlanSection):
         source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
         shards: all corpus shards.
         rows: good rows = ids that must be in the embeddings exactly once.
+        bad_rows: refused rows, which have no embedding.
         ids: order-independent digest of those ids (pipeline/data/ids).
         parts: output parts, in order.
         children: array size; child i takes parts i, i + children, ...
@@ -119,17 +124,29 @@ class EmbedPlan(PlanSection):
     source: str
     shards: tuple[Shard, ...]
     rows: int
+    bad_rows: int = 0
     ids: str
     parts: tuple[PartPlan, ...]
     children: int
 
 
 class HoldoutPlan(PlanSection):
-    """The hold-out set, over all shards of all weeks: `queries` distinct ones against `candidates` documents."""
+    """The hold-out set, over all shards of all weeks: `queries` distinct ones against `candidates` documents.
+
+    A query is a text and a locale, and counts if one of its documents is relevant (label above 0).
+    """
 
     rows: int
     queries: int
     candidates: int
+
+
+class RowFile(PlanSection):
+    """One of the Arrow files in `prepare/rows`."""
+
+    sha256: str
+    size: int
+    rows: int
 
 
 class RunPlan(PlanSection):
@@ -143,6 +160,8 @@ class RunPlan(PlanSection):
     train: TrainPlan
     holdout: HoldoutPlan
     embed: EmbedPlan
+    row_files: dict[str, RowFile] = {}
+    """`train.arrow`, `holdout.arrow` and `candidates.arrow` as they were written."""
     seen: tuple[str, ...]
     """sha256 of every training shard this model and its ancestors have been trained on, this run's included."""
     fingerprint: str = ""
@@ -171,7 +190,10 @@ class RunPlan(PlanSection):
             "new_shards": len(self.train.new),
             "new_rows": self.train.new_rows,
             "replay_rows": self.train.replay_rows,
+            "bad_rows": self.train.bad_rows + (self.embed.bad_rows if self.embed.source == "corpus" else 0),
+            "not_positive_rows": self.train.not_positive,
             "holdout_queries": self.holdout.queries,
+            "holdout_candidates": self.holdout.candidates,
             "corpus_rows": self.embed.rows,
             "embed_parts": len(self.embed.parts),
             "embed_children": self.embed.children,

@@ -1,0 +1,373 @@
+"""Reading rows out of shards: JSON Lines (plain, gzip, zstd) and Parquet as one stream of good rows and refused rows.
+
+The only reader of input data. prepare, and embed through `read_documents`, decide by the same code which rows are good, so that
+"good row number n of this shard" means the same row everywhere. A shard is never held in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from pipeline.errors import BadConfig, BadData
+from pipeline.plan import Shard
+from pipeline.runtime import store
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+TRAINING_COLUMNS = ("id", "query", "document", "locale", "task", "label")
+CORPUS_COLUMNS = ("id", "text", "locale")
+OPTIONAL_COLUMNS = frozenset({"locale", "task", "label"})
+
+MAX_ROW_BYTES = 16 << 20
+"""A longer line is refused, not read: a JSON array saved as one line must not fill the memory."""
+
+EXCERPT_CHARACTERS = 200
+READ_BYTES = 1 << 20
+COMPRESSED_READ_BYTES = 64 << 10
+"""Compressed input is taken in small pieces because one may expand a thousandfold."""
+
+PARQUET_BATCH_ROWS = 1024
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class TrainingRow(NamedTuple):
+    """A pair to train or evaluate on; `line` counts from 1 (Parquet: the row's number), texts are stripped and not empty."""
+
+    id: str
+    query: str
+    document: str
+    locale: str | None
+    task: str | None
+    label: float
+    line: int
+
+
+class CorpusRow(NamedTuple):
+    """A document to embed."""
+
+    id: str
+    text: str
+    locale: str | None
+    line: int
+
+
+class BadRow(NamedTuple):
+    """A refused row: where (`file:line`), why, and how it begins."""
+
+    at: str
+    reason: str
+    row: str
+
+
+RowT = TypeVar("RowT", TrainingRow, CorpusRow)
+Record = dict[str, Any]
+
+
+class _Refused(Exception):
+    """Why a record is no row."""
+
+
+def is_shard(uri: str) -> bool:
+    """Whether the name's ending is one that is read."""
+    return uri.endswith(SUFFIXES)
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Refuse a mapping of a column we do not have.
+
+    Raises:
+        BadConfig: naming the keys that `data.columns` takes.
+    """
+    known = sorted({*TRAINING_COLUMNS, *CORPUS_COLUMNS})
+    unknown = [f"data.columns.{name}" for name in columns if name not in known]
+    if unknown:
+        raise BadConfig("unknown column", value=unknown, rule=f"keys of data.columns are our names: {', '.join(known)}")
+
+
+def read_training_rows(uri: str, columns: Mapping[str, str]) -> Iterator[TrainingRow | BadRow]:
+    """Every row of a training shard, in the file's order.
+
+    Args:
+        columns: our column name -> the file's; names that are not in it stand for themselves.
+
+    Raises:
+        BadData: the file is cut off, damaged, or a Parquet file without a column.
+        BadConfig: its name does not say what it is.
+        MissingInput, Transient: it cannot be read.
+    """
+    return _rows(uri, _file_columns(TRAINING_COLUMNS, columns), _training_row)
+
+
+def read_corpus_rows(uri: str, columns: Mapping[str, str]) -> Iterator[CorpusRow | BadRow]:
+    """Every row of a corpus shard; otherwise as `read_training_rows`."""
+    return _rows(uri, _file_columns(CORPUS_COLUMNS, columns), _corpus_row)
+
+
+def read_documents(shard: Shard, source: str, columns: Mapping[str, str], start: int, stop: int) -> Iterator[tuple[str, str]]:
+    """Ids and texts of the good rows [start, stop) of a shard, as the plan counted them.
+
+    Args:
+        source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
+
+    Raises:
+        BadData: the shard is not the one that was planned with.
+    """
+    info = store.stat(shard.uri)
+    if info is not None and info.size != shard.size:
+        raise _changed(shard, f"{info.size} bytes, {shard.size} when the run was planned")
+    found: Iterable[TrainingRow | CorpusRow | BadRow]
+    found = read_corpus_rows(shard.uri, columns) if source == "corpus" else read_training_rows(shard.uri, columns)
+    good = (row for row in found if not isinstance(row, BadRow))
+    count = 0
+    for row in islice(good, start, stop):
+        yield row.id, row.text if isinstance(row, CorpusRow) else row.document
+        count += 1
+    if count != stop - start:
+        raise _changed(shard, f"rows [{start}, {stop}) were planned, {count} of them are there")
+
+
+def normalized_hash(text: str) -> int:
+    """First 8 bytes of the SHA-256 of the text after NFKC, case folding and collapsing white space, as an unsigned integer."""
+    if not text.isascii():  # NFKC leaves ASCII as it is
+        text = unicodedata.normalize("NFKC", text)
+    normalized = " ".join(text.casefold().split())
+    return int.from_bytes(hashlib.sha256(normalized.encode()).digest()[:8], "big")
+
+
+def _rows(uri: str, names: Mapping[str, str], make: Callable[[Record, Mapping[str, str], int], RowT]) -> Iterator[RowT | BadRow]:
+    if not is_shard(uri):
+        raise BadConfig("this kind of file is not read", value=uri, rule=f"a shard's name ends in one of {', '.join(SUFFIXES)}")
+    records = _parquet_records(uri, names) if uri.endswith(".parquet") else _json_records(uri)
+    for line, record in records:
+        if isinstance(record, BadRow):
+            yield record
+            continue
+        try:
+            yield make(record, names, line)
+        except _Refused as refusal:
+            yield _bad(uri, line, str(refusal), json.dumps(record, ensure_ascii=False, default=str))
+
+
+def _training_row(record: Record, names: Mapping[str, str], line: int) -> TrainingRow:
+    return TrainingRow(
+        _identifier(record, names["id"]),
+        _text(record, names["query"]),
+        _text(record, names["document"]),
+        _optional_text(record, names["locale"]),
+        _optional_text(record, names["task"]),
+        _label(record, names["label"]),
+        line,
+    )
+
+
+def _corpus_row(record: Record, names: Mapping[str, str], line: int) -> CorpusRow:
+    return CorpusRow(
+        _identifier(record, names["id"]), _text(record, names["text"]), _optional_text(record, names["locale"]), line
+    )
+
+
+def _identifier(record: Record, column: str) -> str:
+    value = record.get(column)
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if value is None:
+        raise _Refused(f"lacks the field {column!r}")
+    raise _Refused(f"{column!r} is neither text nor an integer" if value != "" else f"{column!r} is empty")
+
+
+def _text(record: Record, column: str) -> str:
+    value = record.get(column)
+    if value is None:
+        raise _Refused(f"lacks the field {column!r}")
+    if not isinstance(value, str):
+        raise _Refused(f"{column!r} is not text")
+    value = value.strip()
+    if not value:
+        raise _Refused(f"{column!r} is empty")
+    return value
+
+
+def _optional_text(record: Record, column: str) -> str | None:
+    value = record.get(column)
+    if value is not None and not isinstance(value, str):
+        raise _Refused(f"{column!r} is not text")
+    return value
+
+
+def _label(record: Record, column: str) -> float:
+    value = record.get(column)
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _Refused(f"{column!r} is not a number")
+    return float(value)
+
+
+def _json_records(uri: str) -> Iterator[tuple[int, Record | BadRow]]:
+    for number, line in enumerate(_lines(uri), 1):
+        if line is None:
+            yield number, _bad(uri, number, f"is longer than {MAX_ROW_BYTES >> 20} MiB", "")
+            continue
+        if not line or line.isspace():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            if SURROGATE_ESCAPE.search(line):
+                # Half of an escaped surrogate pair parses, but is no text that can be written down again.
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeError:
+            yield number, _bad(uri, number, "is not UTF-8", line.decode(errors="replace"))
+        except (ValueError, RecursionError) as error:
+            yield number, _bad(uri, number, f"is not JSON: {error}", line.decode(errors="replace"))
+        else:
+            is_object = isinstance(record, dict)
+            yield number, record if is_object else _bad(uri, number, "is not a JSON object", line.decode())
+
+
+def _lines(uri: str) -> Iterator[bytes | None]:
+    """Lines without their ends; None stands for a line that is too long."""
+    with store.open_read(uri) as stream:
+        tail: bytes | None = b""
+        for piece in _pieces(uri, stream):
+            first, newline, rest = piece.partition(b"\n")
+            if tail is not None:
+                tail += first
+                if len(tail) > MAX_ROW_BYTES:
+                    tail = None
+            if newline:
+                yield tail
+                *lines, tail = rest.split(b"\n")
+                yield from lines
+        if tail is None or tail:
+            yield tail
+
+
+def _pieces(uri: str, stream: BinaryIO) -> Iterator[bytes]:
+    """The stream's content, decompressed.
+
+    Raises:
+        BadData: it ends before it is complete, or is damaged.
+    """
+    if uri.endswith(".gz"):
+        yield from _decompressed(uri, stream, lambda: zlib.decompressobj(wbits=31))
+    elif uri.endswith(".zst"):
+        yield from _decompressed(uri, stream, lambda: zstandard.ZstdDecompressor().decompressobj())
+    else:
+        while piece := stream.read(READ_BYTES):
+            yield piece
+
+
+def _decompressed(uri: str, stream: BinaryIO, decompressor: Callable[[], Any]) -> Iterator[bytes]:
+    # Written out because zstandard's own readers take the end of a cut-off file for the end of its data.
+    member = None
+    finished = False
+    while chunk := stream.read(COMPRESSED_READ_BYTES):
+        while chunk:
+            if member is None:
+                # gzip files may be padded with zeros after the last member.
+                chunk = chunk.lstrip(b"\0") if finished else chunk
+                if not chunk:
+                    break
+                member, finished = decompressor(), False
+            try:
+                piece = member.decompress(chunk)
+            except (zlib.error, zstandard.ZstdError) as error:
+                raise _damaged(uri, str(error)) from error
+            if piece:
+                yield piece
+            chunk = b""
+            if member.eof:
+                chunk, member, finished = member.unused_data, None, True
+    if not finished:
+        raise _damaged(uri, "the file ends in the middle of its compressed data")
+
+
+def _parquet_records(uri: str, names: Mapping[str, str]) -> Iterator[tuple[int, Record | BadRow]]:
+    with store.open_read(uri) as stream:
+        try:
+            file = pq.ParquetFile(stream, buffer_size=READ_BYTES, pre_buffer=False)
+            present = set(file.schema_arrow.names)
+            missing = [name for column, name in names.items() if name not in present and column not in OPTIONAL_COLUMNS]
+            if missing:
+                raise BadData(
+                    "a Parquet file lacks a column",
+                    value=[f"{uri}: {name}" for name in missing],
+                    rule=f"its columns are {', '.join(sorted(present))}",
+                    remedy="name the file's column under data.columns, or remove the file from the folder",
+                )
+            wanted = [name for name in names.values() if name in present]
+            line = 0
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=wanted):
+                values = [_column_values(column) for column in batch.columns]
+                for row in zip(*values, strict=True):
+                    line += 1
+                    record = dict(zip(batch.schema.names, row, strict=True))
+                    if any(isinstance(value, UnicodeDecodeError) for value in row):
+                        yield line, _bad(uri, line, "is not UTF-8", str(record))
+                    else:
+                        yield line, record
+        except (pa.ArrowException, EOFError) as error:
+            raise _damaged(uri, str(error).splitlines()[0]) from error
+        except OSError as error:
+            # Storage trouble has causes of its own (translated by the store); what Arrow finds wrong in a file has none.
+            if error.__cause__ or error.errno:
+                raise
+            raise _damaged(uri, str(error).splitlines()[0]) from error
+
+
+def _column_values(column: pa.Array) -> list[Any]:
+    """Python values; text that is not UTF-8 stands as the error that reading it raised."""
+    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        return [_decoded(value) for value in column.to_pylist()]
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_decoded(value) for value in column.cast(pa.large_binary()).to_pylist()]
+
+
+def _decoded(value: bytes | None) -> str | UnicodeDecodeError | None:
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _file_columns(ours: tuple[str, ...], columns: Mapping[str, str]) -> dict[str, str]:
+    return {name: columns.get(name, name) for name in ours}
+
+
+def _bad(uri: str, line: int, reason: str, row: str) -> BadRow:
+    # The excerpt is written to a UTF-8 file, so half surrogates are replaced.
+    excerpt = row[:EXCERPT_CHARACTERS].encode(errors="replace").decode()
+    return BadRow(f"{uri}:{line}", reason, excerpt)
+
+
+def _damaged(uri: str, detail: str) -> BadData:
+    return BadData(
+        "an input file is cut off or damaged",
+        value=f"{uri}: {detail}",
+        rule="every file must be readable to its end",
+        remedy="upload it again, or remove it, and start the run again",
+    )
+
+
+def _changed(shard: Shard, detail: str) -> BadData:
+    return BadData(
+        "a shard has changed since the run was planned",
+        value=f"{shard.uri}: {detail}",
+        rule="shards are never changed; new data is a new file",
+        remedy="put the old file back, or start a new run",
+    )

@@ -1,0 +1,731 @@
+"""prepare: decide everything about a run, once. Reads input.json, the parent and all shards; writes plan.json and the row files.
+
+In this order, cheap refusals first: configuration, parent, shards that are new, every row of every shard, and only then
+tokenizing. The row files are in place before the plan, and the plan is written only if there is none: a run that is taken up
+again keeps the plan it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from pipeline.config import RunConfig, RunInput, build_config
+from pipeline.contract import Artifact, RunPaths, Stage, now, registry_uri
+from pipeline.data.arrow import SCHEMAS, Lengths, WrittenRows, write_rows
+from pipeline.data.ids import IdDigest, repeated
+from pipeline.data.increments import Selection, select, split_new
+from pipeline.data.rows import BadRow, check_columns
+from pipeline.data.schedule import Schedule
+from pipeline.data.shards import (
+    CorpusScan,
+    InputFile,
+    ShardScan,
+    find_shards,
+    hash_shards,
+    locate_repeats,
+    scan_corpus,
+    scan_training,
+)
+from pipeline.data.tokens import TextTokenizer
+from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.model.encoder import family_of
+from pipeline.model.folder import inspect_folder, transformer_folder
+from pipeline.model.parent import ResolvedParent, resolve_parent
+from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, RowFile, RunPlan, Shard, Span, TrainPlan, World
+from pipeline.runtime import store
+from pipeline.runtime.context import StageContext, StageOutput
+from pipeline.runtime.device import default_ranks_per_node, resolve_kind, resolve_precision
+
+log = logging.getLogger("trnpipe")
+
+NOT_PLANNED = frozenset({"run", "share", "lock", "time_budget"})
+"""Settings of how an execution is carried out, not of what it computes: they may differ when a run is taken up again."""
+
+LISTED_SHARDS = 20
+"""Shards named in result.json, which must stay small; all of them are in the plan."""
+
+LISTED_PROBLEMS = 20
+
+
+def run(context: StageContext) -> StageOutput:
+    """Plan the run, or keep the plan that is there."""
+    request = read_request(context.paths)
+    plan = kept_plan(context.paths, request) or new_plan(context, request)
+    for name, value in plan.summary().items():
+        log.info("plan: %s = %s", name, value)
+    return output(context.paths, plan)
+
+
+def read_request(paths: RunPaths) -> RunInput:
+    """What the state machine was started with.
+
+    Raises:
+        MissingInput: no input.json.
+        BadConfig: it does not have the form that the state machine writes.
+    """
+    try:
+        return RunInput.model_validate_json(store.read_bytes(paths.input))
+    except ValidationError as error:
+        raise BadConfig(
+            "the run's input cannot be read",
+            value=[f"{paths.input}: {'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()],
+            rule="{deployment: {config, allowed_nodes}, execution, execution_arn}, as the state machine writes it",
+        ) from error
+
+
+# ---- a run that is taken up again ------------------------------------------------------------------------------------
+
+
+def kept_plan(paths: RunPaths, request: RunInput) -> RunPlan | None:
+    """The plan that an earlier execution made, if there is one and it can still be followed.
+
+    Raises:
+        BadConfig: the execution asks for something else than was planned.
+        MissingInput: the row files are gone.
+    """
+    if not store.exists(paths.plan):
+        return None
+    plan = RunPlan.from_json(store.read_bytes(paths.plan))
+    contradictions = list(_contradictions(plan, request.execution))
+    if contradictions:
+        raise BadConfig(
+            "the execution's input contradicts the plan of the run it takes up",
+            value=contradictions,
+            rule="a plan is immutable",
+            remedy="leave these keys out to continue the run, or start a new one",
+        )
+    check_nodes(plan.world.nodes, request.deployment.allowed_nodes)
+    check_row_files(paths, plan)
+    log.info("keeping the plan of %s", plan.created)
+    return plan
+
+
+def check_row_files(paths: RunPaths, plan: RunPlan, *, content: bool = False) -> None:
+    """Refuse to go on without the row files that the plan speaks of.
+
+    Args:
+        content: compare their hashes too, not only their sizes.
+    """
+    gone = []
+    for name, file in plan.row_files.items():
+        uri = store.join(paths.rows, name)
+        info = store.stat(uri)
+        if info is None or info.size != file.size or (content and store.sha256(uri) != file.sha256):
+            gone.append(uri)
+    if gone:
+        raise MissingInput(
+            "row files of the run are gone or have changed",
+            value=gone,
+            rule="they stay as prepare wrote them for as long as the run lasts",
+            remedy="start a new run",
+        )
+
+
+def _contradictions(plan: RunPlan, execution: Mapping[str, Any]) -> Iterator[str]:
+    planned = plan.config.model_dump(mode="json")
+    asked = build_config(planned, execution).model_dump(mode="json")
+    for path in _leaves(execution, asked):
+        there, given = _at(planned, path), _at(asked, path)
+        if path[0] not in NOT_PLANNED and there != given:
+            yield f"{'.'.join(path)}: the plan has {json.dumps(there)}, the input {json.dumps(given)}"
+
+
+def _leaves(values: Mapping[str, Any], known: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        inner = known.get(key)
+        if isinstance(value, Mapping) and value and isinstance(inner, Mapping):
+            yield from _leaves(value, inner, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def _at(record: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        record = record.get(name) if isinstance(record, Mapping) else None
+    return record
+
+
+# ---- a new run -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a run continues from, before its weights are looked at.
+
+    Attributes:
+        uri: of the model.
+        run: the run that made it, None if none of this bucket did.
+        registry_etag: version of the registry pointer, None if there is none yet.
+        first_runs: sha256 of every shard that the model has been trained on -> the run that was first to (empty: unknown).
+    """
+
+    uri: str
+    run: str | None
+    registry_etag: str | None
+    first_runs: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scans:
+    """All rows of all shards, checked; `corpus` is None where the training rows' documents are the corpus."""
+
+    new: list[ShardScan]
+    earlier: list[ShardScan]
+    corpus: list[CorpusScan] | None
+    digest: IdDigest
+
+    @property
+    def embedded(self) -> Sequence[ShardScan | CorpusScan]:
+        """What embed reads, by URI, so that parts hold much the same rows every week."""
+        found: Sequence[ShardScan | CorpusScan] = [*self.new, *self.earlier] if self.corpus is None else self.corpus
+        return sorted(found, key=lambda scan: scan.file.uri)
+
+
+def new_plan(context: StageContext, request: RunInput) -> RunPlan:
+    """Decide everything, write the row files, then the plan.
+
+    Raises:
+        BadConfig, BadData, MissingInput: see the functions below.
+    """
+    paths, scratch = context.paths, context.scratch
+    config = build_config(request.deployment.config, request.execution)
+    check_columns(config.data.columns)
+    check_nodes(config.nodes, request.deployment.allowed_nodes)
+    world = plan_world(config)
+    origin = find_origin(config, paths)
+    new, earlier = training_files(context, config, origin)
+    corpus = corpus_files(context, config)
+    resolved = resolve_parent(origin.uri, config.model, scratch)
+    tokenizer = check_parent(resolved.folder, config)
+
+    scans = scan(context, config, new, earlier, corpus)
+    check_repeats(context, scans, config.data.columns)
+    selection = select(
+        scans.new,
+        scans.earlier,
+        holdout_fraction=config.data.holdout_fraction,
+        replay_fraction=config.data.replay_fraction,
+        distractors=config.evaluate.candidates,
+        seed=config.seed,
+    )
+    check_selection(selection, config)
+    shards = plan_shards(selection, origin, paths.run_id)
+    rows_folder = scratch / "rows"
+    written = tokenize(context, config, selection, shards, tokenizer, rows_folder)
+    check_holdout(written.queries, config)
+
+    plan = RunPlan(
+        run=paths.run_id,
+        created=now(),
+        config=config,
+        parent=place_parent(paths, origin, resolved),
+        world=world,
+        train=plan_training(config, world, selection, shards, written),
+        holdout=HoldoutPlan(
+            rows=written.rows["holdout.arrow"], queries=written.queries, candidates=written.rows["candidates.arrow"]
+        ),
+        embed=plan_embedding(config, scans, shards),
+        row_files=upload_rows(paths, rows_folder, written),
+        seen=tuple(sorted({*origin.first_runs, *(file.sha256 for file in new)})),
+    ).sealed()
+    return write_plan(paths, plan)
+
+
+def check_nodes(nodes: int, allowed: Sequence[int]) -> None:
+    """Refuse a node count without job definitions: Batch cannot change a gang's size when it submits it."""
+    if nodes not in allowed:
+        raise BadConfig(
+            "this number of nodes is not deployed",
+            value=f"nodes = {nodes}",
+            rule=f"one of {', '.join(map(str, sorted(allowed)))}",
+            remedy="choose one of these, or add it to the deployment's node counts and deploy",
+        )
+
+
+def plan_world(config: RunConfig) -> World:
+    """Who computes.
+
+    Raises:
+        BadConfig: more ranks than the kind of device can have.
+    """
+    kind = resolve_kind(config.device.kind)
+    world = World(
+        kind=kind,
+        precision=resolve_precision(kind, config.device.precision),
+        nodes=config.nodes,
+        ranks_per_node=config.device.ranks_per_node or default_ranks_per_node(kind),
+    )
+    if kind == "xla" and world.ranks > 1:
+        raise BadConfig(
+            "the xla kind of device has one rank",
+            value=f"nodes = {world.nodes}, device.ranks_per_node = {world.ranks_per_node}",
+            rule="on a CPU every process is an XLA world of its own: nodes x ranks per node = 1",
+            remedy="set nodes=1 and device.ranks_per_node=1, or another device.kind",
+        )
+    return world
+
+
+def find_origin(config: RunConfig, paths: RunPaths) -> Origin:
+    """The parent: the configured one, else the one that was published last.
+
+    The registry's version is noted either way, because publish replaces exactly that one.
+
+    Raises:
+        MissingInput: neither is there, or the parent's plan is gone.
+        BadData: the registry's pointer or that plan cannot be read.
+    """
+    pointer, etag = read_pointer(config, paths)
+    if config.model.parent is not None:
+        run_id = _run_of(config.model.parent, paths)
+        seen = seen_shards(paths, run_id) if run_id and store.exists(_sibling(paths, run_id).plan) else {}
+        log.info("parent: %s, as configured", config.model.parent)
+        return Origin(uri=config.model.parent, run=run_id, registry_etag=etag, first_runs=seen)
+    if pointer is None:
+        where = "" if config.registry is None else f"; {registry_uri(paths.bucket_root, config.registry)} is not there"
+        raise MissingInput(
+            "there is no model to start from",
+            value=f"registry = {config.registry}, model.parent = null{where}",
+            rule="a run continues from model.parent, else from what the registry points at",
+            remedy="for the first run set model.parent to a model folder or checkpoint",
+        )
+    log.info("parent: %s, published by run %s", pointer["model"], pointer["run"])
+    return Origin(uri=pointer["model"], run=pointer["run"], registry_etag=etag, first_runs=seen_shards(paths, pointer["run"]))
+
+
+def read_pointer(config: RunConfig, paths: RunPaths) -> tuple[dict[str, str] | None, str | None]:
+    """The registry's pointer and its version, (None, None) where nothing was published or the run publishes nowhere."""
+    if config.registry is None:
+        return None, None
+    uri = registry_uri(paths.bucket_root, config.registry)
+    if not store.exists(uri):
+        return None, None
+    data, etag = store.read_versioned(uri)
+    try:
+        pointer = json.loads(data)
+        return {name: str(pointer[name]) for name in ("model", "run")}, etag
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadData(
+            "the registry's pointer cannot be read",
+            value=f"{uri}: {error!r}",
+            rule="{model, embeddings, run}, written by publish",
+            remedy="restore an earlier version of it",
+        ) from error
+
+
+def seen_shards(paths: RunPaths, run_id: str) -> dict[str, str]:
+    """Shards that a run's model has been trained on: sha256 -> the run that was first to, empty if unknown.
+
+    Read with as few expectations as possible: the plan may be one of an earlier version of trnpipe.
+    """
+    uri = _sibling(paths, run_id).plan
+    try:
+        record = json.loads(store.read_bytes(uri))
+        seen = dict.fromkeys(record["seen"], "")
+        shards = [*record["train"]["new"], *record["train"]["replay"], *record["embed"]["shards"]]
+        seen.update((shard["sha256"], shard["first_run"]) for shard in shards if shard["sha256"] in seen)
+        return seen
+    except MissingInput as error:
+        raise MissingInput(
+            "the plan of the parent's run is gone, so nobody can say which shards are new",
+            value=uri,
+            remedy="restore it, or set model.parent to the model itself: every shard then counts as new",
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadData("the plan of the parent's run cannot be read", value=f"{uri}: {error!r}", remedy="restore it") from error
+
+
+def _sibling(paths: RunPaths, run_id: str) -> RunPaths:
+    return RunPaths(f"{paths.bucket_root}/runs/{run_id}")
+
+
+def _run_of(uri: str, paths: RunPaths) -> str | None:
+    """The run in whose folder a model is, None if it is elsewhere."""
+    folder = f"{paths.bucket_root}/runs/"
+    return uri[len(folder) :].split("/")[0] if uri.startswith(folder) else None
+
+
+def training_files(context: StageContext, config: RunConfig, origin: Origin) -> tuple[list[InputFile], list[InputFile]]:
+    """New and earlier training shards.
+
+    Raises:
+        BadConfig: data.train is empty.
+        MissingInput: a URI names nothing, or nothing is new.
+    """
+    if not config.data.train:
+        raise BadConfig(
+            "there is nothing to train on",
+            value="data.train = []",
+            rule="data.train names at least one shard or folder of shards",
+            remedy="set data.train",
+        )
+    files = _hashed(context, config.data.train, "data.train")
+    new, earlier = split_new(files, origin.first_runs)
+    log.info("training shards: %d new, %d the parent has been trained on", len(new), len(earlier))
+    if not new and config.data.require_new:
+        raise MissingInput(
+            "no training shard is new",
+            value=f"{len(files)} shards under {', '.join(config.data.train)}, all of them seen by run {origin.run}",
+            rule="data.require_new: a run needs shards that its parent has not been trained on",
+            remedy="upload new shards, or set data.require_new=false to train on earlier rows only",
+        )
+    return new, earlier
+
+
+def corpus_files(context: StageContext, config: RunConfig) -> list[InputFile] | None:
+    """Corpus shards, None if the documents of the training rows are the corpus."""
+    return _hashed(context, config.data.corpus, "data.corpus") if config.data.corpus else None
+
+
+def _hashed(context: StageContext, uris: Sequence[str], setting: str) -> list[InputFile]:
+    shards = find_shards(uris, setting)
+    total = sum(shard.size for shard in shards)
+    log.info("%s: %d shards, %.1f MB", setting, len(shards), total / 1e6)
+    return hash_shards(shards, lambda done: context.heartbeat.beat(done, total, unit="bytes", note=f"hashing {setting}"))
+
+
+def check_parent(folder: Path, config: RunConfig) -> TextTokenizer:
+    """The parent's tokenizer, once the configured lengths fit the model.
+
+    Raises:
+        BadConfig: a length above the model's positions, or a tokenizer that is not the model's.
+    """
+    backbone, _ = inspect_folder(folder, config.model)
+    # RoBERTa and its like count positions from the padding token's id on: 514 of them are 512 tokens.
+    padding = 1 + (backbone.pad_token_id or 0) if family_of(backbone).counts_from_padding else 0
+    positions = int(backbone.max_position_embeddings) - padding
+    lengths = {
+        "train.query_length": config.train.query_length,
+        "train.buckets": max(config.train.buckets),
+        "embed.buckets": max(config.embed.buckets),
+    }
+    problems = [f"{key}: {length}" for key, length in lengths.items() if length > positions]
+    if problems:
+        raise BadConfig(
+            "a length is more than the model has positions for",
+            value=problems,
+            rule=f"at most {positions} tokens ({backbone.model_type})",
+            remedy=f"choose lengths up to {positions}",
+        )
+    tokenizer = TextTokenizer(transformer_folder(folder))
+    if tokenizer.vocabulary > backbone.vocab_size:
+        raise BadConfig(
+            "the tokenizer does not belong to the model",
+            value=f"{tokenizer.vocabulary} token ids, {backbone.vocab_size} rows in the embedding table",
+            rule="every token id has a row",
+            remedy="put the model's own tokenizer into its folder",
+        )
+    return tokenizer
+
+
+class Quarantine:
+    """Every refused row, in a local file that is uploaded at the end, whichever way it comes; use as a context manager."""
+
+    def __init__(self, path: Path, uri: str) -> None:
+        self.first: list[BadRow] = []
+        self._uri = uri
+        self._path = path
+        self._stream = path.open("w", encoding="utf-8")
+
+    def __enter__(self) -> Quarantine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stream.close()
+        if self.first:
+            store.upload(self._path, self._uri)
+            log.warning("refused rows are listed in %s", self._uri)
+        else:
+            store.delete(self._uri)  # of an earlier attempt on other data
+
+    def refuse(self, row: BadRow) -> None:
+        self._stream.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
+        if len(self.first) < LISTED_PROBLEMS:
+            self.first.append(row)
+
+
+def scan(
+    context: StageContext,
+    config: RunConfig,
+    new: Sequence[InputFile],
+    earlier: Sequence[InputFile],
+    corpus: Sequence[InputFile] | None,
+) -> Scans:
+    """Check every row of every shard.
+
+    Raises:
+        BadData: a damaged file, or more bad rows than allowed.
+    """
+    columns = config.data.columns
+    digest = IdDigest()
+    training_ids = digest if corpus is None else IdDigest()
+    beat = partial(_beat_rows, context, "checking rows")
+    with Quarantine(context.scratch / "quarantine.jsonl", context.paths.quarantine) as quarantine:
+        scans = Scans(
+            new=scan_training(new, columns, training_ids, quarantine.refuse, beat),
+            earlier=scan_training(earlier, columns, training_ids, quarantine.refuse, beat),
+            corpus=None if corpus is None else scan_corpus(corpus, columns, digest, quarantine.refuse, beat),
+            digest=digest,
+        )
+        # Each by itself, or a long history would hide a spoilt week.
+        limit = config.data.max_bad_fraction
+        check_bad_rows("new training shards", scans.new, limit, quarantine)
+        check_bad_rows("earlier training shards", scans.earlier, limit, quarantine)
+        check_bad_rows("corpus", scans.corpus or [], limit, quarantine)
+    return scans
+
+
+def _beat_rows(context: StageContext, note: str, done: int) -> None:
+    context.heartbeat.beat(done, unit="rows", note=note)
+
+
+def check_bad_rows(name: str, scans: Sequence[ShardScan | CorpusScan], limit: float, quarantine: Quarantine) -> None:
+    """Refuse data of which more than `limit` (a fraction) is bad."""
+    bad = sum(scan.bad_rows for scan in scans)
+    total = bad + sum(scan.rows for scan in scans)
+    log.info("%s: %d rows, %d of them refused", name, total, bad)
+    if bad > limit * total:
+        raise BadData(
+            f"too many rows of the {name} are bad: {bad} of {total}",
+            value=[f"{row.at}: {row.reason}" for row in quarantine.first],
+            rule=f"data.max_bad_fraction = {limit:g}",
+            remedy="correct the rows, all of which are listed in prepare/quarantine.jsonl, or raise data.max_bad_fraction",
+        )
+
+
+def check_repeats(context: StageContext, scans: Scans, columns: Mapping[str, str]) -> None:
+    """Refuse a corpus in which two rows have one id: each id gets one embedding.
+
+    Raises:
+        BadData: with both places of each repeated id.
+    """
+    suspects = repeated([scan.ids for scan in scans.embedded])
+    if not len(suspects):
+        return
+    source = "documents" if scans.corpus is None else "corpus"
+    beat = partial(_beat_rows, context, "locating repeated ids")
+    found = locate_repeats([scan.file for scan in scans.embedded], source, columns, suspects, beat)
+    if found:
+        listed = [f"id {identifier!r}: {' and '.join(places[:2])}" for identifier, places in found.items()]
+        raise BadData(
+            f"{len(found)} ids occur more than once in the corpus",
+            value=listed,
+            rule="an id names one row among all shards of all weeks",
+            remedy="remove the repeated rows, or give them ids of their own",
+        )
+
+
+def check_selection(selection: Selection, config: RunConfig) -> None:
+    """Refuse a run without rows to train on or to evaluate with.
+
+    Raises:
+        BadData: naming the counts that led there.
+    """
+    good = sum(scan.rows for scan in selection.scans)
+    held = sum(int((mask & scan.positive).sum()) for mask, scan in zip(selection.holdout, selection.scans, strict=True))
+    trained = selection.train_rows(new=True) + selection.train_rows(new=False)
+    if not trained:
+        raise BadData(
+            "there is no row to train on",
+            value=[
+                f"{good} good rows, {held} positive ones held out, {sum(selection.new)} new shards",
+                f"data.replay_fraction = {config.data.replay_fraction:g}",
+            ],
+            rule="a row is trained on if its label is above 0 and its document is not held out",
+            remedy="add rows; without new shards, data.replay_fraction says which share of the earlier rows is used",
+        )
+    if not held:
+        raise BadData(
+            "the hold-out is empty",
+            value=f"{good} good rows, data.holdout_fraction = {config.data.holdout_fraction:g}",
+            rule="rows with a label above 0 are held out by hash of their document",
+            remedy="add rows or raise data.holdout_fraction",
+        )
+
+
+def check_holdout(queries: int, config: RunConfig) -> None:
+    """Refuse now what evaluate would refuse after days of training."""
+    if queries < config.gate.min_queries and not config.gate.allow_small:
+        raise BadConfig(
+            "the hold-out is too small to judge a model",
+            value=f"{queries} distinct queries",
+            rule=f"gate.min_queries = {config.gate.min_queries}",
+            remedy="raise data.holdout_fraction, add data, or set gate.allow_small=true to judge all the same",
+        )
+
+
+def plan_shards(selection: Selection, origin: Origin, run_id: str) -> dict[str, Shard]:
+    """URI -> training shard, new ones first, as the plan has it."""
+    return {
+        scan.file.uri: Shard(
+            uri=scan.file.uri,
+            sha256=scan.file.sha256,
+            size=scan.file.size,
+            rows=scan.rows,
+            bad_rows=scan.bad_rows,
+            holdout_rows=int(held.sum()),
+            first_run=run_id if is_new else origin.first_runs[scan.file.sha256],
+        )
+        for scan, held, is_new in zip(selection.scans, selection.holdout, selection.new, strict=True)
+    }
+
+
+def _trained_shards(selection: Selection, shards: Mapping[str, Shard], *, new: bool) -> tuple[Shard, ...]:
+    """New shards, all of them; or the earlier ones that rows are replayed of."""
+    return tuple(
+        shards[scan.file.uri]
+        for scan, train, is_new in zip(selection.scans, selection.train, selection.new, strict=True)
+        if is_new == new and (is_new or train.any())
+    )
+
+
+def tokenize(
+    context: StageContext,
+    config: RunConfig,
+    selection: Selection,
+    shards: Mapping[str, Shard],
+    tokenizer: TextTokenizer,
+    folder: Path,
+) -> WrittenRows:
+    """Write the row files into a local folder."""
+    folder.mkdir(exist_ok=True)
+    trained = [*_trained_shards(selection, shards, new=True), *_trained_shards(selection, shards, new=False)]
+    written = write_rows(
+        folder,
+        selection,
+        {shard.uri: number for number, shard in enumerate(trained)},
+        config.data.columns,
+        tokenizer,
+        Lengths(query=config.train.query_length, document=max(config.train.buckets), candidate=max(config.embed.buckets)),
+        partial(_beat_rows, context, "tokenizing"),
+    )
+    log.info("tokenized: %s", ", ".join(f"{rows} rows in {name}" for name, rows in written.rows.items()))
+    return written
+
+
+def plan_training(
+    config: RunConfig, world: World, selection: Selection, shards: Mapping[str, Shard], written: WrittenRows
+) -> TrainPlan:
+    """Steps and shards of training."""
+    schedule = Schedule(written.document_lengths, config.train.buckets, config.train.batch_size, world.ranks, config.seed)
+    steps = config.train.steps or config.train.epochs * schedule.steps_per_epoch
+    return TrainPlan(
+        new=_trained_shards(selection, shards, new=True),
+        replay=_trained_shards(selection, shards, new=False),
+        rows=written.rows["train.arrow"],
+        new_rows=selection.train_rows(new=True),
+        replay_rows=selection.train_rows(new=False),
+        bad_rows=sum(scan.bad_rows for scan in selection.scans),
+        not_positive=sum(int((~scan.positive).sum()) for scan in selection.scans),
+        bucket_rows={str(bucket): rows for bucket, rows in schedule.bucket_rows.items()},
+        steps_per_epoch=schedule.steps_per_epoch,
+        steps=steps,
+        warmup_steps=round(steps * config.train.warmup_fraction),
+    )
+
+
+def plan_embedding(config: RunConfig, scans: Scans, shards: Mapping[str, Shard]) -> EmbedPlan:
+    """The corpus and its parts."""
+    embedded = scans.embedded
+    rows = [scan.rows for scan in embedded]
+    if not sum(rows):
+        raise BadData("the corpus is empty", value=list(config.data.corpus), rule="there is at least one document to embed")
+    parts = plan_parts(rows, config.embed.rows_per_part, config.embed.children)
+    return EmbedPlan(
+        source="documents" if scans.corpus is None else "corpus",
+        shards=tuple(shards[scan.file.uri] if scans.corpus is None else _corpus_shard(scan) for scan in embedded),
+        rows=sum(rows),
+        bad_rows=sum(scan.bad_rows for scan in embedded),
+        ids=str(scans.digest),
+        parts=parts,
+        children=min(config.embed.children, len(parts)),
+    )
+
+
+def _corpus_shard(scan: ShardScan | CorpusScan) -> Shard:
+    file = scan.file
+    return Shard(uri=file.uri, sha256=file.sha256, size=file.size, rows=scan.rows, bad_rows=scan.bad_rows)
+
+
+def plan_parts(rows: Sequence[int], rows_per_part: int, children: int) -> tuple[PartPlan, ...]:
+    """Cut the rows of consecutive shards into parts of nearly equal size.
+
+    Args:
+        rows: good rows of each shard, at least one in all.
+        rows_per_part: at most this many in a part.
+        children: at least this many parts, as long as each has a row.
+    """
+    total = sum(rows)
+    count = max(-(-total // rows_per_part), min(children, total))
+    starts = np.concatenate([[0], np.cumsum(rows)]).tolist()
+    parts = []
+    for index in range(count):
+        first, last = index * total // count, (index + 1) * total // count
+        spans = [
+            Span(shard=shard, start=max(first, start) - start, stop=min(last, start + size) - start)
+            for shard, (start, size) in enumerate(zip(starts, rows, strict=False))
+            if max(first, start) < min(last, start + size)
+        ]
+        parts.append(PartPlan(spans=tuple(spans), rows=last - first))
+    return tuple(parts)
+
+
+def place_parent(paths: RunPaths, origin: Origin, resolved: ResolvedParent) -> Parent:
+    """The parent where every stage can load it: where it is, or converted into the run folder."""
+    folder = origin.uri
+    if resolved.converted:
+        folder = store.join(paths.stage(Stage.PREPARE), "parent")
+        store.upload_folder(resolved.folder, folder)
+    return Parent(uri=origin.uri, folder=folder, sha256=resolved.sha256, run=origin.run, registry_etag=origin.registry_etag)
+
+
+def upload_rows(paths: RunPaths, folder: Path, written: WrittenRows) -> dict[str, RowFile]:
+    """Copy the row files into the run folder."""
+    files = {}
+    for name in SCHEMAS:
+        artifact = store.upload(folder / name, store.join(paths.rows, name))
+        files[name] = RowFile(sha256=artifact.sha256, size=artifact.size, rows=written.rows[name])
+    return files
+
+
+def write_plan(paths: RunPaths, plan: RunPlan) -> RunPlan:
+    """Write the plan unless there is one by now; returns the one that is there.
+
+    Raises:
+        MissingInput: another prepare planned this run at the same time, on other data.
+    """
+    try:
+        store.write_bytes(paths.plan, plan.to_json(), if_absent=True)
+    except store.Conflict:
+        log.warning("another prepare of this run was faster; keeping its plan")
+        plan = RunPlan.from_json(store.read_bytes(paths.plan))
+        check_row_files(paths, plan, content=True)
+    return plan
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
+    """What result.json says."""
+    shards = [("train", shard) for shard in (*plan.train.new, *plan.train.replay)]
+    if plan.embed.source == "corpus":
+        shards += [("corpus", shard) for shard in plan.embed.shards]
+    inputs = {"parent": Artifact(plan.parent.folder, plan.parent.sha256)}
+    for number, (kind, shard) in enumerate(shards[:LISTED_SHARDS]):
+        inputs[f"{kind}-{number:05d}"] = Artifact(shard.uri, shard.sha256, shard.size)
+    data = store.read_bytes(paths.plan)
+    outputs = {"plan": Artifact(paths.plan, hashlib.sha256(data).hexdigest(), len(data))}
+    for name, file in plan.row_files.items():
+        outputs[name] = Artifact(store.join(paths.rows, name), file.sha256, file.size)
+    return StageOutput(inputs=inputs, outputs=outputs, metrics=plan.summary())

@@ -1,0 +1,228 @@
+"""What tests of stages share: a tiny real encoder with its tokenizer, and run folders planned over real shards by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import BertConfig, BertTokenizerFast
+
+from pipeline.config import ModelConfig, RunConfig, build_config
+from pipeline.contract import RunPaths, Stage, StageResult, now
+from pipeline.data.arrow import SCHEMAS
+from pipeline.data.ids import IdDigest
+from pipeline.data.rows import normalized_hash
+from pipeline.data.tokens import TextTokenizer
+from pipeline.model.encoder import Encoder, new_encoder
+from pipeline.model.folder import WEIGHTS, save_folder
+from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, RunPlan, Shard, Span, TrainPlan
+from pipeline.plan import World as PlannedWorld
+from pipeline.runtime import store
+from pipeline.runtime.context import StageContext, StageOutput
+from pipeline.runtime.heartbeat import Heartbeat
+from pipeline.runtime.world import NodeWorld, World
+
+SYLLABLES = ("ba", "ke", "li", "mo", "nu", "ra", "se", "ti", "vo", "zu")
+WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]
+SMALL = {
+    "device": {"kind": "cpu", "precision": "fp32", "threads_per_rank": 1},
+    "train": {"query_length": 12, "buckets": [16, 32]},
+    "embed": {"buckets": [8, 16, 32], "tokens_per_batch": 256},
+    "evaluate": {"bootstrap_samples": 200},
+    "gate": {"allow_small": True},
+}
+Text = tuple[str, str]
+
+
+def make_model(folder: Path, *, seed: int = 0, head: int | None = None) -> Encoder:
+    """Write a random two-layer BERT (32 dimensions, 100 words) as a model folder; a head, if wanted, that changes them."""
+    source = folder.parent / f"{folder.name}-tokenizer"
+    source.mkdir(parents=True)
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (source / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizerFast(str(source / "vocab.txt")).save_pretrained(source)
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    encoder = new_encoder(config, ModelConfig(head={"hidden": head} if head else None))  # type: ignore[arg-type]
+    with torch.no_grad():
+        # Larger than BERT's own start, so that different words give clearly different embeddings.
+        encoder.backbone.embeddings.word_embeddings.weight.normal_()
+        if encoder.head is not None:
+            encoder.head.outer.weight.normal_(std=0.3)
+            encoder.head.outer.bias.normal_(std=0.3)
+    save_folder(encoder.eval(), folder, source)
+    return encoder
+
+
+def make_texts(count: int, seed: int = 0) -> list[Text]:
+    """(id, text) of documents of 2 to 40 words; some are longer than every bucket."""
+    rng = np.random.default_rng(seed)
+    return [(f"doc-{index:04d}", " ".join(rng.choice(WORDS, size=rng.integers(2, 41)))) for index in range(count)]
+
+
+@dataclass
+class PlannedRun:
+    """A run folder whose plan is written; stages are called in this process."""
+
+    paths: RunPaths
+    plan: RunPlan
+    scratch: Path
+    texts: list[Text]
+
+    def context(self, stage: Stage, child: int = 0) -> StageContext:
+        scratch = self.scratch / f"{stage}-{child}"
+        scratch.mkdir(parents=True, exist_ok=True)
+        world = World(node=NodeWorld(array_index=child))
+        return StageContext(stage=stage, paths=self.paths, world=world, scratch=scratch, heartbeat=Heartbeat(None, 0))
+
+    def finish(self, stage: Stage, output: StageOutput) -> StageResult:
+        """Write a stage's result as its rank does."""
+        result = StageResult(
+            stage=stage.value,
+            run=self.plan.run,
+            status="done",
+            started=now(),
+            finished=now(),
+            fingerprint=self.plan.fingerprint,
+            inputs=output.inputs,
+            outputs=output.outputs,
+            metrics=output.metrics,
+            versions={"torch": torch.__version__},
+        )
+        store.write_bytes(self.paths.result(stage), result.to_json())
+        return result
+
+    def replan(self, **changes: Any) -> None:
+        """Write another plan in the place of this one."""
+        self.plan = self.plan.model_copy(update=changes).sealed()
+        store.write_bytes(self.paths.plan, self.plan.to_json())
+
+
+PlanRun = Callable[..., PlannedRun]
+
+
+@pytest.fixture
+def plan_run(tmp_path: Path) -> PlanRun:
+    """A function that makes a bucket with a corpus, a parent, a finished model, and a run planned over them."""
+
+    def plan_run(
+        root: str | None = None,
+        *,
+        run: str = "week-01",
+        texts: Sequence[Text] | None = None,
+        shard_rows: int = 40,
+        part_rows: int = 30,
+        children: int = 2,
+        model_seed: int = 0,
+        head: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        registry_etag: str | None = None,
+    ) -> PlannedRun:
+        root = root or str(tmp_path / "bucket")
+        texts = list(texts if texts is not None else make_texts(100))
+        config = build_config(SMALL, {"model": {"head": {"hidden": head}}} if head else {}, settings or {})
+        local = tmp_path / f"models-{run}"
+        for name, seed in (("parent", 0), ("model", model_seed)):
+            make_model(local / name, seed=seed, head=head)
+        paths = RunPaths(store.join(root, "runs", run))
+        store.upload_folder(local / "parent", store.join(root, "models", "parent"))
+        store.upload_folder(local / "model", paths.model)
+        shards = [
+            _write_shard(root, index, texts[start : start + shard_rows])
+            for index, start in enumerate(range(0, len(texts), shard_rows))
+        ]
+        parent = Parent(
+            uri=store.join(root, "models", "parent"),
+            folder=store.join(root, "models", "parent"),
+            sha256=store.sha256_file(local / "parent" / WEIGHTS),
+            registry_etag=registry_etag,
+        )
+        plan = RunPlan(
+            run=run,
+            created=now(),
+            config=config,
+            parent=parent,
+            world=PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1),
+            train=TrainPlan(
+                new=tuple(shards),
+                replay=(),
+                rows=90,
+                new_rows=90,
+                replay_rows=0,
+                bucket_rows={"16": 60, "32": 30},
+                steps_per_epoch=10,
+                steps=10,
+                warmup_steps=1,
+            ),
+            holdout=HoldoutPlan(rows=30, queries=30, candidates=len(texts)),
+            embed=_plan_embedding(texts, shards, part_rows, children),
+            seen=tuple(shard.sha256 for shard in shards),
+        ).sealed()
+        store.write_bytes(paths.plan, plan.to_json())
+        _write_rows(paths, config, local / "model", texts, tmp_path / f"rows-{run}")
+        return PlannedRun(paths, plan, tmp_path / f"scratch-{run}", texts)
+
+    return plan_run
+
+
+def _write_shard(root: str, index: int, texts: Sequence[Text]) -> Shard:
+    uri = store.join(root, "corpus", f"shard-{index}.jsonl")
+    data = "".join(json.dumps({"id": identifier, "text": text}) + "\n" for identifier, text in texts).encode()
+    store.write_bytes(uri, data)
+    return Shard(uri=uri, sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=len(texts))
+
+
+def _plan_embedding(texts: Sequence[Text], shards: Sequence[Shard], part_rows: int, children: int) -> EmbedPlan:
+    digest = IdDigest()
+    for identifier, _ in texts:
+        digest.add(identifier)
+    places = [(index, row) for index, shard in enumerate(shards) for row in range(shard.rows)]
+    parts = []
+    for start in range(0, len(places), part_rows):
+        chosen = places[start : start + part_rows]
+        rows = {shard: [row for owner, row in chosen if owner == shard] for shard, _ in chosen}
+        spans = tuple(Span(shard=shard, start=found[0], stop=found[-1] + 1) for shard, found in rows.items())
+        parts.append(PartPlan(spans=spans, rows=len(chosen)))
+    return EmbedPlan(
+        source="corpus", shards=tuple(shards), rows=len(texts), ids=str(digest), parts=tuple(parts), children=children
+    )
+
+
+def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence[Text], folder: Path) -> None:
+    """A hold-out of 30 queries, each the first words of one document, in two locales; every document is a candidate."""
+    tokenizer = TextTokenizer(model)
+    held = texts[:30]
+    queries = [" ".join(text.split()[:4]) for _, text in held]
+    holdout = {
+        "id": [identifier for identifier, _ in held],
+        "query_tokens": tokenizer.encode(queries, config.train.query_length),
+        "query_hash": [normalized_hash(query) for query in queries],
+        "document_hash": [normalized_hash(text) for _, text in held],
+        "label": [1.0] * len(held),
+        "locale": [("de", "en", None)[index % 3] for index in range(len(held))],
+    }
+    candidates = {
+        "document_tokens": tokenizer.encode([text for _, text in texts], max(config.embed.buckets)),
+        "document_hash": [normalized_hash(text) for _, text in texts],
+    }
+    folder.mkdir()
+    for name, columns in (("holdout.arrow", holdout), ("candidates.arrow", candidates)):
+        table = pa.table(columns, schema=SCHEMAS[name])
+        with pa.ipc.new_file(str(folder / name), table.schema) as writer:
+            writer.write_table(table)
+    store.upload_folder(folder, paths.rows)

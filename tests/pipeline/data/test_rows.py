@@ -1,0 +1,265 @@
+"""Reading rows: every format gives the same rows, every bad row is named with its place, damaged files are refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data import rows as rows_module
+from pipeline.data.rows import (
+    BadRow,
+    CorpusRow,
+    TrainingRow,
+    check_columns,
+    normalized_hash,
+    read_corpus_rows,
+    read_documents,
+    read_training_rows,
+)
+from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.plan import Shard
+from pipeline.runtime import store
+
+RECORDS: list[dict[str, Any]] = [
+    {"id": "a", "query": " first query ", "document": "Erstes Dokument – größer", "locale": "de", "label": 2, "other": [1]},
+    {"id": "7", "query": "second", "document": "second document", "task": "search", "label": 0.5},
+    {"id": "c", "query": "third", "document": "third document", "locale": None, "label": None},
+]
+ROWS = [
+    TrainingRow("a", "first query", "Erstes Dokument – größer", "de", None, 2.0, 1),
+    TrainingRow("7", "second", "second document", None, "search", 0.5, 2),
+    TrainingRow("c", "third", "third document", None, None, 1.0, 3),
+]
+
+
+def jsonl(records: list[Any]) -> bytes:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+
+
+def write_shard(path: Path, records: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        columns = ["id", "query", "document", "locale", "task", "label"]
+        pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in records]), path)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(jsonl(records)))
+    elif path.suffix == ".zst":
+        path.write_bytes(zstandard.compress(jsonl(records)))
+    else:
+        path.write_bytes(jsonl(records))
+    return path
+
+
+def only_row(data: bytes, folder: Path) -> TrainingRow | BadRow:
+    path = folder / "one.jsonl"
+    path.write_bytes(data)
+    (row,) = read_training_rows(str(path), {})
+    return row
+
+
+@pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz", "s.jsonl.zst", "s.parquet"])
+def test_every_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+    assert list(read_training_rows(str(write_shard(tmp_path / name, RECORDS)), {})) == ROWS
+
+
+@pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz", "s.jsonl.zst", "s.parquet"])
+def test_object_storage_gives_the_same_rows(name: str, tmp_path: Path, s3_root: str) -> None:
+    uri = store.join(s3_root, "data", name)
+    store.upload(write_shard(tmp_path / name, RECORDS), uri)
+    assert list(read_training_rows(uri, {})) == ROWS
+
+
+def test_columns_are_mapped_and_integer_ids_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(jsonl([{"key": 12, "title": "q", "body": "d"}]))
+    columns = {"id": "key", "query": "title", "document": "body"}
+    assert list(read_training_rows(str(path), columns)) == [TrainingRow("12", "q", "d", None, None, 1.0, 1)]
+    path.write_bytes(jsonl([{"key": 12, "text": "t", "locale": "fr"}]))
+    assert list(read_corpus_rows(str(path), {"id": "key"})) == [CorpusRow("12", "t", "fr", 1)]
+
+
+def test_unknown_columns_are_refused() -> None:
+    check_columns({"text": "body", "id": "key"})
+    with pytest.raises(BadConfig, match=r"data\.columns\.querry"):
+        check_columns({"querry": "title"})
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"not json", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'["a"]', "is not a JSON object"),
+        (b'{"id": "a", "query": "q"}', "lacks the field 'document'"),
+        (b'{"id": "a", "query": null, "document": "d"}', "lacks the field 'query'"),
+        (b'{"query": "q", "document": "d"}', "lacks the field 'id'"),
+        (b'{"id": "a", "query": " \\u00a0", "document": "d"}', "'query' is empty"),
+        (b'{"id": "a", "query": ["q"], "document": "d"}', "'query' is not text"),
+        (b'{"id": "", "query": "q", "document": "d"}', "'id' is empty"),
+        (b'{"id": true, "query": "q", "document": "d"}', "'id' is neither text nor an integer"),
+        (b'{"id": 1.5, "query": "q", "document": "d"}', "'id' is neither text nor an integer"),
+        (b'{"id": "a", "query": "q", "document": "d", "label": "1"}', "'label' is not a number"),
+        (b'{"id": "a", "query": "q", "document": "d", "label": NaN}', "'label' is not a number"),
+        (b'{"id": "a", "query": "q", "document": "d", "label": true}', "'label' is not a number"),
+        (b'{"id": "a", "query": "q", "document": "d", "locale": 3}', "'locale' is not text"),
+        (b'{"id": "a", "query": "q\xff", "document": "d"}', "is not UTF-8"),
+        (b'{"id": "a", "query": "q\\ud800", "document": "d"}', "is not UTF-8"),
+        ('{"id": "a", "query": "q", "document": "d"}'.encode("utf-16"), "is not UTF-8"),
+    ],
+)
+def test_a_bad_row_is_named(line: bytes, reason: str, tmp_path: Path) -> None:
+    good = b'{"id": "g", "query": "q", "document": "d"}'
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"\n".join([good, line.replace(b"\n", b""), good]))
+    first, bad, last = read_training_rows(str(path), {})
+    assert isinstance(bad, BadRow)
+    assert bad.at == f"{path}:2"
+    assert bad.reason.startswith(reason)
+    json.dumps(bad._asdict(), ensure_ascii=False).encode()  # can be quarantined
+    assert [row.line for row in (first, last) if isinstance(row, TrainingRow)] == [1, 3]
+
+
+def test_what_is_not_wrong_with_a_line(tmp_path: Path) -> None:
+    assert isinstance(only_row(b'\xef\xbb\xbf{"id": "a", "query": "q", "document": "d"}\r\n', tmp_path), TrainingRow)
+    assert isinstance(only_row(b'\n  \n{"id": "a", "query": "\\ud83d\\ude00", "document": "d"}', tmp_path), TrainingRow)
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "MAX_ROW_BYTES", 1 << 20)
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"[" + b"1," * (3 << 20) + b"1]\n" + jsonl(RECORDS[:1]))
+    bad, good = read_training_rows(str(path), {})
+    assert isinstance(bad, BadRow)
+    assert bad.reason.startswith("is longer than")
+    assert good == ROWS[0]._replace(line=2)
+
+
+@given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=12), st.integers(1, 7), st.booleans())
+def test_lines_are_the_same_whatever_the_size_of_the_pieces(lines: list[bytes], size: int, ends: bool) -> None:
+    data = b"\n".join(lines) + (b"\n" if ends else b"")
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "_pieces", lambda uri, stream: iter(pieces))
+        found = list(rows_module._lines(__file__))
+    expected = data.split(b"\n")
+    assert found == (expected if expected[-1] else expected[:-1])
+
+
+@pytest.mark.parametrize("name", ["s.jsonl.gz", "s.jsonl.zst", "s.parquet"])
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.98])
+def test_a_cut_off_file_is_refused(name: str, keep: float, tmp_path: Path) -> None:
+    records = [{"id": str(number), "query": f"query {number**5}", "document": f"document {number**7}"} for number in range(2000)]
+    path = write_shard(tmp_path / name, records)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(BadData, match="cut off or damaged") as caught:
+        list(read_training_rows(str(path), {}))
+    assert str(path) in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["s.jsonl.gz", "s.jsonl.zst", "s.parquet"])
+def test_a_file_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(jsonl(RECORDS) * 10)
+    with pytest.raises(BadData, match="cut off or damaged"):
+        list(read_training_rows(str(path), {}))
+
+
+def test_a_damaged_parquet_page_is_refused(tmp_path: Path) -> None:
+    records = [{"id": str(number), "query": f"query {number**5}", "document": f"document {number**7}"} for number in range(5000)]
+    path = write_shard(tmp_path / "s.parquet", records)
+    data = bytearray(path.read_bytes())
+    data[2000:6000] = b"\xa5" * 4000
+    path.write_bytes(data)
+    with pytest.raises(BadData, match="cut off or damaged"):
+        list(read_training_rows(str(path), {}))
+
+
+@pytest.mark.parametrize(("name", "compress"), [("s.jsonl.gz", gzip.compress), ("s.jsonl.zst", zstandard.compress)])
+def test_files_of_several_members_are_read_to_the_end(name: str, compress: Any, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"".join(compress(jsonl([record])) for record in RECORDS))
+    assert list(read_training_rows(str(path), {})) == ROWS
+    if name.endswith(".gz"):
+        path.write_bytes(path.read_bytes() + b"\0" * 100)  # as tapes and some tools pad
+        assert list(read_training_rows(str(path), {})) == ROWS
+
+
+def test_bad_rows_in_parquet_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "s.parquet"
+    queries = pa.array([b"q", None, b"q\xff", b" "], pa.binary())
+    pq.write_table(pa.table({"id": pa.array([1, 2, 3, 4]), "query": queries, "document": ["d"] * 4}), path)
+    good, *bad = read_training_rows(str(path), {})
+    assert good == TrainingRow("1", "q", "d", None, None, 1.0, 1)
+    assert [(row.at, row.reason) for row in bad if isinstance(row, BadRow)] == [
+        (f"{path}:2", "lacks the field 'query'"),
+        (f"{path}:3", "is not UTF-8"),
+        (f"{path}:4", "'query' is empty"),
+    ]
+
+
+def test_text_columns_of_parquet_that_hold_other_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "s.parquet"
+    text = pa.StringArray.from_buffers(3, pa.py_buffer(b"\0\0\0\0\x01\0\0\0\x02\0\0\0\x03\0\0\0"), pa.py_buffer(b"a\xffb"))
+    pq.write_table(pa.table({"id": ["1", "2", "3"], "query": text, "document": ["d"] * 3}), path)
+    first, bad, last = read_training_rows(str(path), {})
+    assert isinstance(first, TrainingRow)
+    assert isinstance(bad, BadRow)
+    assert bad.reason == "is not UTF-8"
+    assert isinstance(last, TrainingRow)
+
+
+def test_a_parquet_file_without_a_column_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s.parquet"
+    pq.write_table(pa.table({"id": ["1"], "title": ["q"], "document": ["d"]}), path)
+    with pytest.raises(BadData, match="lacks a column"):
+        list(read_training_rows(str(path), {}))
+    assert len(list(read_training_rows(str(path), {"query": "title"}))) == 1
+
+
+def test_other_names_and_absent_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=r"s\.csv"):
+        list(read_training_rows(str(tmp_path / "s.csv"), {}))
+    with pytest.raises(MissingInput):
+        list(read_training_rows(str(tmp_path / "s.jsonl"), {}))
+
+
+def shard(path: Path, rows: int) -> Shard:
+    return Shard(uri=str(path), sha256="", size=path.stat().st_size, rows=rows)
+
+
+def test_documents_are_numbered_by_good_rows(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(jsonl(RECORDS[:1]) + b"bad\n" + jsonl(RECORDS[1:]))
+    found = list(read_documents(shard(path, 3), "documents", {}, 1, 3))
+    assert found == [("7", "second document"), ("c", "third document")]
+    path.write_bytes(jsonl([{"id": "x", "text": "one"}, {"id": "y", "text": "two"}]))
+    assert list(read_documents(shard(path, 2), "corpus", {}, 0, 1)) == [("x", "one")]
+
+
+def test_a_shard_that_changed_is_not_embedded(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "s.jsonl", RECORDS)
+    with pytest.raises(BadData, match="changed"):
+        list(read_documents(shard(path, 4), "documents", {}, 2, 4))
+    planned = shard(path, 3)
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(BadData, match="changed"):
+        list(read_documents(planned, "documents", {}, 0, 1))
+
+
+def test_normalized_hash() -> None:
+    # Fixed: which side of the hold-out a document is on must never change.
+    assert normalized_hash("hello world") == 0xB94D27B9934D3E08
+    assert normalized_hash("  Hello\t\nWORLD ") == normalized_hash("hello world")
+    assert normalized_hash("Ｓtraße") == normalized_hash("strasse")  # full width S, sharp s
+    assert normalized_hash("hello worlds") != normalized_hash("hello world")
