@@ -14,8 +14,11 @@ from pipeline.runtime.world import World
 class CudaDevice(EagerDevice):
     kind = "cuda"
 
+    def _prepare(self, value: Tensor) -> Tensor:
+        return value.pin_memory()
+
     def _put(self, value: Tensor) -> Tensor:
-        return value.pin_memory().to(self.torch_device, non_blocking=True)
+        return value.to(self.torch_device, non_blocking=True)
 
 
 def open_device(precision: str, world: World, *, threads: int | None, timeout_seconds: int) -> CudaDevice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -32,19 +31,30 @@ class EagerDevice:
         self.precision = precision
         self.world = world
         if world.size > 1:
-            os.environ.update(
-                MASTER_ADDR=world.leader, MASTER_PORT=str(world.port), RANK=str(world.rank), WORLD_SIZE=str(world.size)
+            dist.init_process_group(
+                backend,
+                init_method=f"tcp://{world.leader}:{world.port}",
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=timeout_seconds),
+                # NCCL must know which GPU a rank's barriers are on; gloo wants none.
+                device_id=torch_device if torch_device.type == "cuda" else None,
             )
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
 
     def place(self, module: ModuleT) -> ModuleT:
         return module.to(self.torch_device)
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in _ahead(batches, PREFETCH_BATCHES):
+        prepared = ({name: self._prepare(value) for name, value in batch.items()} for batch in batches)
+        for batch in _ahead(prepared, PREFETCH_BATCHES):
             yield {name: self._put(value) for name, value in batch.items()}
 
+    def _prepare(self, value: Tensor) -> Tensor:
+        """What can be done to a tensor in the background."""
+        return value
+
     def _put(self, value: Tensor) -> Tensor:
+        """The tensor on the device, in the order of the consumer's operations."""
         return value
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -113,7 +123,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, world: World) -> Tensor:
-        ctx.world, ctx.rows = world, rows.shape[0]
+        ctx.rows = rows.shape[0]
         gathered = rows.new_empty((world.size * rows.shape[0], *rows.shape[1:]))
         dist.all_gather_into_tensor(gathered, rows.contiguous())
         return gathered
@@ -121,9 +131,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         gradient = gradients[0].contiguous()
-        dist.all_reduce(gradient)
-        start = ctx.world.rank * ctx.rows
-        return gradient[start : start + ctx.rows], None
+        own = gradient.new_empty((ctx.rows, *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(own, gradient)
+        return own, None
 
 
 def _groups(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:

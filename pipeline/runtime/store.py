@@ -19,16 +19,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-import smart_open
-from boto3.s3.transfer import TransferConfig
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
 
 from pipeline.contract import Artifact
 from pipeline.errors import BadConfig, MissingInput, Transient
 
 CHUNK_BYTES = 1 << 20
-TRANSFER = TransferConfig(multipart_threshold=64 << 20, multipart_chunksize=32 << 20, max_concurrency=4)
-
 
 class Conflict(Exception):
     """A conditional write found another version than it was told to replace."""
@@ -60,6 +56,8 @@ def open_read(uri: str) -> Iterator[BinaryIO]:
     """
     with _translated(uri):
         if is_s3(uri):
+            import smart_open  # here, because it loads for a third of a second and a supervisor starts without it
+
             with smart_open.open(uri, "rb", compression="disable", transport_params={"client": s3_client()}) as stream:
                 yield cast(BinaryIO, stream)
         else:
@@ -196,7 +194,7 @@ def upload(path: Path, uri: str) -> Artifact:
     with _translated(uri):
         if is_s3(uri):
             bucket, key = split(uri)
-            s3_client().upload_file(str(path), bucket, key, Config=TRANSFER)
+            s3_client().upload_file(str(path), bucket, key, Config=_transfer_config())
         else:
             target = _local(uri)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +215,7 @@ def download(uri: str, path: Path) -> Path:
         with _translated(uri):
             if is_s3(uri):
                 bucket, key = split(uri)
-                s3_client().download_file(bucket, key, str(temporary), Config=TRANSFER)
+                s3_client().download_file(bucket, key, str(temporary), Config=_transfer_config())
             else:
                 shutil.copyfile(_local(uri), temporary)
         temporary.replace(path)
@@ -300,6 +298,12 @@ def _s3_client_of(_process: int) -> Any:
 def s3_client() -> Any:
     """This process's S3 client (region, credentials and endpoint from the environment). Never shared over a fork."""
     return _s3_client_of(os.getpid())
+
+
+def _transfer_config() -> Any:
+    from boto3.s3.transfer import TransferConfig
+
+    return TransferConfig(multipart_threshold=64 << 20, multipart_chunksize=32 << 20, max_concurrency=4)
 
 
 def _local(uri: str) -> Path:

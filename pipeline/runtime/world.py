@@ -8,6 +8,8 @@ MASTER_PORT.
 from __future__ import annotations
 
 import os
+import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,11 +24,12 @@ class NodeWorld:
     Attributes:
         node, nodes: index and number of nodes of the gang (0 and 1 outside a multi-node job).
         main_node: index of the main node, whose exit code is the job's.
-        leader: address of the main node; its own loopback address on the main node of a single-node job.
+        leader: address of the main node; on the main node itself the loopback address.
         port: rendezvous port.
         attempt: from 1.
         job_id: Batch job id, empty outside Batch.
         array_index: index of an array child, 0 outside an array job.
+        host: name of the machine, for people; TRNPIPE_HOST where several stand for one (local runs).
     """
 
     node: int = 0
@@ -37,10 +40,21 @@ class NodeWorld:
     attempt: int = 1
     job_id: str = ""
     array_index: int = 0
+    host: str = ""
 
     @property
     def is_main(self) -> bool:
         return self.node == self.main_node
+
+    @property
+    def job(self) -> str:
+        """The id under which the job was submitted: without the suffix `#n` of a gang's node or `:n` of an array's child."""
+        return re.split("[#:]", self.job_id, maxsplit=1)[0]
+
+    @property
+    def index(self) -> int:
+        """The number under which this node reports in the run folder: its place in the gang, or in the array."""
+        return self.node if self.nodes > 1 else self.array_index
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> NodeWorld:
@@ -49,12 +63,13 @@ class NodeWorld:
             node=int(environment.get("AWS_BATCH_JOB_NODE_INDEX", "0")),
             nodes=nodes,
             main_node=int(environment.get("AWS_BATCH_JOB_MAIN_NODE_INDEX", "0")),
-            # On the main node itself Batch leaves the address out: it listens on all its addresses.
+            # On the main node itself Batch leaves the address out. Loopback will do there: its rank 0 listens on all addresses.
             leader=environment.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS") or "127.0.0.1",
             port=int(environment.get("TRNPIPE_LEADER_PORT", str(LEADER_PORT))),
             attempt=int(environment.get("AWS_BATCH_JOB_ATTEMPT", "1")),
             job_id=environment.get("AWS_BATCH_JOB_ID", ""),
             array_index=int(environment.get("AWS_BATCH_JOB_ARRAY_INDEX", "0")),
+            host=environment.get("TRNPIPE_HOST") or platform.node(),
         )
 
 

@@ -1,4 +1,4 @@
-"""One rank of one stage: `python -m pipeline.runtime.rank STAGE --run URI`, started by the node's supervisor only.
+"""One rank of one stage: `python -m pipeline.rank STAGE --run URI`, started by the node's supervisor only.
 
 Reads who it is from the environment, calls the stage function, writes `STAGE/result.json` on the rank that returned an
 output, and turns whatever went wrong into `failure-RANK.json` in the node folder plus an exit code.
@@ -7,21 +7,24 @@ output, and turns whatever went wrong into `failure-RANK.json` in the node folde
 from __future__ import annotations
 
 import argparse
-import json
+import ctypes
+import errno
 import logging
 import os
 import platform
+import signal
 import sys
 import tempfile
 import traceback
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from pipeline.contract import RunPaths, Stage, StageFailure, StageResult, now
-from pipeline.errors import Defect, ExitCode, Transient, TrnpipeError
-from pipeline.runtime import store
-from pipeline.runtime.context import Heartbeat, StageContext, StageOutput, node_folder
+from pipeline.contract import RunPaths, Stage, StageResult, now
+from pipeline.errors import BadConfig, Defect, ExitCode, MissingInput, Transient, TrnpipeError
+from pipeline.runtime import failure, store
+from pipeline.runtime.context import StageContext, StageOutput, node_folder
+from pipeline.runtime.heartbeat import Heartbeat
+from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.world import World
 from pipeline.stages import stage_function
 
@@ -38,24 +41,21 @@ REPORTED_PACKAGES = (
     "pyarrow",
     "numpy",
 )
-PEER_TROUBLE = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connect timeout",
-    "timed out waiting",
-    "socket timeout",
-    "nccl",
-)
-"""Words of gloo's and NCCL's errors when another rank went away (torch 2.9: gloo/transport/tcp/pair.cc, TCPStore)."""
+PEER_TROUBLE = ("gloo/transport", "connection closed by peer", "connection reset by peer", "timed out waiting", "nccl")
+"""Words of gloo's and NCCL's plain RuntimeErrors when another rank went away (torch 2.9: gloo/transport/tcp/*.cc)."""
+
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.runtime.rank")
+    parser = argparse.ArgumentParser(prog="python -m pipeline.rank")
     parser.add_argument("stage", type=Stage)
     parser.add_argument("--run", required=True)
     options = parser.parse_args(arguments)
+    die_with_supervisor()
     world = World.from_environment()
-    configure_logging(world)
+    configure_logging(f"node {world.node.index} rank {world.rank}")
     paths = RunPaths(options.run)
     try:
         run_stage(options.stage, paths, world)
@@ -64,6 +64,20 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return fail(options.stage, paths, world, error)
     return ExitCode.DONE
+
+
+def die_with_supervisor() -> None:
+    """Have Linux kill this process when the supervisor is gone, however it went; a rank alone would compute for nobody.
+
+    Elsewhere (macOS: local runs only) a rank that lost its supervisor ends with its next collective or by hand.
+    """
+    supervisor = os.environ.get("TRNPIPE_SUPERVISOR_PID")
+    if supervisor is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The kernel tells only of deaths from now on.
+    if os.getppid() != int(supervisor):
+        os._exit(ExitCode.TRANSIENT)
 
 
 def run_stage(stage: Stage, paths: RunPaths, world: World) -> None:
@@ -87,7 +101,7 @@ def write_result(context: StageContext, started: str, output: StageOutput) -> No
         status="done",
         started=started,
         finished=now(),
-        fingerprint=context.plan.fingerprint,
+        fingerprint=fingerprint(context),
         inputs=output.inputs,
         outputs=output.outputs,
         metrics=output.metrics,
@@ -96,48 +110,57 @@ def write_result(context: StageContext, started: str, output: StageOutput) -> No
     store.write_bytes(context.paths.result(context.stage), result.to_json())
 
 
+def fingerprint(context: StageContext) -> str:
+    """The plan's; empty for the report of a run that never got as far as a plan."""
+    try:
+        return context.plan.fingerprint
+    except MissingInput:
+        if context.stage == Stage.REPORT:
+            return ""
+        raise
+
+
 def fail(stage: Stage, paths: RunPaths, world: World, error: BaseException) -> int:
     """Log the failure with its four parts last, leave it for the supervisor, and return the exit code."""
     expected = as_expected(error, world)
     if expected is not error or expected.exit_code == ExitCode.DEFECT:
         log.error("".join(traceback.format_exception(error)).rstrip())
-    for line in expected.lines():
+    record = failure.describe(expected, stage=stage, run=paths.run_id, node=world.node, rank=world.rank)
+    for line in failure.lines(record):
         log.error(line)
-    values = expected.value if isinstance(expected.value, (list, tuple)) else [] if expected.value is None else [expected.value]
-    failure = StageFailure(
-        stage=stage.value,
-        run=paths.run_id,
-        exit_code=int(expected.exit_code),
-        what=expected.what,
-        value=[str(value) for value in values[:20]],
-        rule=expected.rule,
-        remedy=expected.remedy,
-        node=world.node.node,
-        rank=world.rank,
-        attempt=world.node.attempt,
-        host=platform.node(),
-        time=now(),
-    )
     folder = node_folder()
     if folder:
-        (folder / f"failure-{world.rank}.json").write_text(json.dumps(asdict(failure)))
+        failure.write_failure(folder, record)
     return int(expected.exit_code)
 
 
 def as_expected(error: BaseException, world: World) -> TrnpipeError:
-    """The error in our own terms: ours as it is, a lost peer as transient, a full disk by name, anything else as a defect."""
+    """The error in our own terms: ours as it is, a lost peer as transient, exhausted memory and disks by name, else a defect."""
     if isinstance(error, TrnpipeError):
         return error
-    text = str(error).lower()
-    if world.size > 1 and isinstance(error, RuntimeError) and any(words in text for words in PEER_TROUBLE):
-        return Transient(
-            "another rank went away during a collective", value=str(error).splitlines()[0], remedy="see the other nodes' logs"
-        )
-    if isinstance(error, OSError) and error.errno == 28:
-        return Transient("the disk is full", value=str(error), remedy="use a larger root volume or fewer kept checkpoints")
+    if world.size > 1 and is_peer_trouble(error):
+        return failure.lost_peer(first_line(error))
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return Transient("the disk is full", value=error, remedy="use a larger root volume or fewer kept checkpoints")
     if isinstance(error, MemoryError):
-        return Defect("out of host memory", value=str(error), remedy="use a smaller batch or a larger instance")
+        return Defect("out of host memory", value=error, remedy="use a smaller batch or a larger instance")
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; the framework need not be loaded for a stage to fail
+        return BadConfig("out of device memory", value=first_line(error), remedy="use a smaller batch, or a device with more")
     return Defect(f"{type(error).__name__}: {error}", rule="this is a mistake in trnpipe", remedy="report it with the log above")
+
+
+def is_peer_trouble(error: BaseException) -> bool:
+    """Whether a collective or the rendezvous failed because of another rank."""
+    if not isinstance(error, RuntimeError):
+        return False
+    from torch.distributed import DistError
+
+    text = str(error).lower()
+    return isinstance(error, DistError) or any(words in text for words in PEER_TROUBLE)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def versions() -> dict[str, str]:
@@ -148,18 +171,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def configure_logging(world: World) -> None:
-    """One line per record on stderr, with node and rank; Batch and the local runner keep them per node."""
-    where = f"node {world.node.node} rank {world.rank}"
-    logging.basicConfig(
-        level=os.environ.get("TRNPIPE_LOG_LEVEL", "INFO"),
-        format=f"%(asctime)s %(levelname)-7s [{where}] %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""How a failure travels: from an exception in a rank, over `failure-RANK.json` in the node folder, to the run folder.
+
+Also decides which of several failures is the cause: the first one, except that losing a peer is a consequence as long as
+anybody has something better to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipeline.contract import Stage, StageFailure, now
+from pipeline.errors import Transient, TrnpipeError
+from pipeline.runtime.world import NodeWorld
+
+LOST_PEER = "another rank went away during a collective"
+"""What a rank says that noticed only that somebody else is gone."""
+
+VALUES_KEPT = 20
+
+
+def lost_peer(detail: str) -> Transient:
+    return Transient(LOST_PEER, value=detail, remedy="see the log of the node that failed first; the run is retried")
+
+
+def describe(error: TrnpipeError, *, stage: Stage, run: str, node: NodeWorld, rank: int) -> StageFailure:
+    """The record of an exception that happened just now on this rank."""
+    values = error.value if isinstance(error.value, (list, tuple)) else [] if error.value is None else [error.value]
+    return StageFailure(
+        stage=stage.value,
+        run=run,
+        exit_code=int(error.exit_code),
+        what=error.what,
+        value=[str(value) for value in values[:VALUES_KEPT]],
+        rule=error.rule,
+        remedy=error.remedy,
+        node=node.index,
+        rank=rank,
+        attempt=node.attempt,
+        host=node.host,
+        time=now(),
+    )
+
+
+def lines(failure: StageFailure) -> list[str]:
+    """The four parts as they end a log."""
+    return TrnpipeError(failure.what, value=failure.value or None, rule=failure.rule, remedy=failure.remedy).lines()
+
+
+def cause(failures: Iterable[StageFailure]) -> StageFailure | None:
+    """The failure that explains the others: the earliest that is not merely a lost peer, else the earliest."""
+    return min(failures, key=lambda failure: (failure.what == LOST_PEER, failure.time), default=None)
+
+
+def is_lost_peer(failure: StageFailure) -> bool:
+    return failure.what == LOST_PEER
+
+
+def write_failure(folder: Path, failure: StageFailure) -> None:
+    """Leave a rank's failure for its supervisor; whole or not at all."""
+    temporary = folder / f"failure-{failure.rank}.tmp"
+    temporary.write_bytes(failure.to_json())
+    temporary.replace(_path(folder, failure.rank))
+
+
+def read_failure(folder: Path, rank: int) -> StageFailure | None:
+    try:
+        return StageFailure.from_json(_path(folder, rank).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}.json"

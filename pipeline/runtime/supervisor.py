@@ -1,0 +1,386 @@
+"""One supervisor per node, for every kind of device: `trnpipe stage NAME --run URI` in a container ends up here.
+
+Starts the node's ranks, watches them, and turns what happened into one exit code, because Batch sees nothing else. It goes
+through these states and never back:
+
+    checking   which run, is the stage done already, how many ranks
+    watching   ranks run; ended by: all done, a rank failed, a rank stands still, SIGTERM, a node of the gang failed or vanished
+    stopping   the node's other ranks are ended; this node writes how it ended
+    settling   main node of a gang only: whose failure came first? wait for the nodes that are still at work
+    ended      `failure.json` written or removed, the four parts of the failure as the last log lines, exit
+
+Loads no framework: it starts at once and survives whatever happens to its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+
+from pipeline.contract import RUN_PARAMETER, STAGES, RunPaths, Shape, Stage, StageFailure, StageResult
+from pipeline.errors import BadConfig, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError
+from pipeline.runtime import failure, gang, store
+from pipeline.runtime.heartbeat import Stall, Watchdog
+from pipeline.runtime.logs import configure_logging
+from pipeline.runtime.ranks import Launch, Ranks
+from pipeline.runtime.world import NodeWorld
+
+log = logging.getLogger("trnpipe")
+
+TICK_SECONDS = 0.1
+STAGES_WITHOUT_PLAN = (Stage.PREPARE, Stage.REPORT)
+"""prepare writes the plan; the report is also of runs that never got one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Every wait of the supervisor in seconds; each can be set by TRNPIPE_<NAME>, e.g. TRNPIPE_PROGRESS_SECONDS=1800.
+
+    Attributes:
+        startup_seconds: from a rank's start to its first heartbeat. Importing the frameworks from a cold image takes a minute.
+        progress_seconds: between two heartbeats. The slowest single things between two are the rendezvous of a gang whose
+            hosts are still being started and the upload of a large checkpoint.
+        publish_seconds: between two looks into the run folder, and two signs of life left there.
+        peer_grace_seconds: from one rank's failure until the node's other ranks are ended: time to say what they saw.
+        stop_seconds: from SIGTERM to SIGKILL. Batch leaves a container 30 seconds between its own two.
+        stale_seconds: silence after which a node of the gang counts as gone: several publications long, and short enough for
+            the main node to end within a minute of the loss.
+        peer_start_seconds: for the other nodes of a gang to show themselves. Batch starts them after the main node, and each
+            pulls an image; less than progress_seconds, so that the missing node is named rather than the waiting rank.
+        settle_seconds: for the nodes of a gang to say how they ended, once one has failed.
+        outlive_seconds: for other nodes to finish what they still upload, when the main node is done.
+    """
+
+    startup_seconds: float = 600
+    progress_seconds: float = 900
+    publish_seconds: float = 2
+    peer_grace_seconds: float = 5
+    stop_seconds: float = 20
+    stale_seconds: float = 30
+    peer_start_seconds: float = 720
+    settle_seconds: float = 15
+    outlive_seconds: float = 600
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Deadlines:
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: float(text) for name in names if (text := environment.get(f"TRNPIPE_{name.upper()}"))})
+
+
+def run(stage: Stage, run_uri: str) -> int:
+    """Run this node's share of a stage and return the exit code for Batch.
+
+    Args:
+        run_uri: the run folder; the literal `Ref::run` where Batch did not replace it.
+    """
+    node = NodeWorld.from_environment()
+    configure_logging(f"node {node.index}")
+    try:
+        paths = RunPaths(resolve_run(run_uri, node))
+    except TrnpipeError as error:
+        return conclude(failure.describe(error, stage=stage, run="", node=node, rank=0))
+    return Supervisor(stage, paths, node, Deadlines.from_environment()).run()
+
+
+def resolve_run(run_uri: str, node: NodeWorld) -> str:
+    """The run folder, asked of Batch where the command's `Ref::run` arrived as it stands."""
+    if run_uri != f"Ref::{RUN_PARAMETER}":
+        return run_uri
+    from pipeline.runtime.batch import run_uri_of_job
+
+    uri = run_uri_of_job(node.job)
+    log.info("the command holds a literal Ref::%s; the job's own parameter says %s", RUN_PARAMETER, uri)
+    return uri
+
+
+def conclude(ended: StageFailure | None) -> int:
+    """Write the last lines of the log and return the exit code."""
+    if ended is None:
+        return ExitCode.DONE
+    for line in failure.lines(ended):
+        log.error(line)
+    return ended.exit_code
+
+
+class Supervisor:
+    """One attempt of one stage on one node.
+
+    Methods that end something return the failure that ended it; None means that all is well.
+    """
+
+    def __init__(self, stage: Stage, paths: RunPaths, node: NodeWorld, deadlines: Deadlines) -> None:
+        self._stage = stage
+        self._paths = paths
+        self._node = node
+        self._deadlines = deadlines
+        self._in_gang = STAGES[stage].shape == Shape.GANG and node.nodes > 1
+        self._peers: gang.Peers | None = None
+        if self._in_gang and node.is_main:
+            self._peers = gang.Peers(
+                paths, stage, node, stale_seconds=deadlines.stale_seconds, start_seconds=deadlines.peer_start_seconds
+            )
+        self._signal: signal.Signals | None = None
+
+    def run(self) -> int:
+        """Go through all states; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        # An aborted rank has written its stacks; gigabytes of core dump would only fill the host's disk.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        done = False
+        try:
+            numbers = PlanNumbers.read(self._stage, self._paths)
+            done = self._is_done(numbers)
+            ended = None if done else self._attempt(numbers)
+        except TrnpipeError as error:
+            ended = self._describe(error)
+        if self._in_gang:
+            self._best_effort(lambda: gang.write_exit(self._paths, self._stage, self._node, ended))
+        if self._peers and not done:
+            ended = self._settle(self._peers, ended)
+        if self._node.is_main:
+            self._best_effort(lambda: self._publish_failure(ended, done))
+        return conclude(ended)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number)
+
+    # Checking.
+
+    def _is_done(self, numbers: PlanNumbers) -> bool:
+        if STAGES[self._stage].always_runs:
+            return False
+        try:
+            result = StageResult.from_json(store.read_bytes(self._paths.result(self._stage)))
+        except MissingInput:
+            return False
+        done = result.fingerprint == numbers.fingerprint
+        if done:
+            log.info("%s is done already: %s", self._stage, self._paths.result(self._stage))
+        return done
+
+    def _launch(self, numbers: PlanNumbers, folder: Path) -> Launch:
+        if STAGES[self._stage].shape != Shape.GANG:
+            nodes, ranks_per_node = 1, 1
+        elif numbers.nodes != self._node.nodes:
+            raise BadConfig(
+                "the job's gang is not the plan's",
+                value=f"{self._node.nodes} nodes in the job, {numbers.nodes} in the plan",
+                rule="the world size is fixed by the plan: it is part of every compiled graph",
+                remedy="submit the job definition for the plan's node count, or plan a new run",
+            )
+        else:
+            nodes, ranks_per_node = numbers.nodes, numbers.ranks_per_node
+        return Launch(
+            stage=self._stage,
+            run=self._paths.root,
+            node=self._node,
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            kind=numbers.kind,
+            folder=folder,
+        )
+
+    # Watching and stopping.
+
+    def _attempt(self, numbers: PlanNumbers) -> StageFailure | None:
+        with tempfile.TemporaryDirectory(prefix="trnpipe-node-", ignore_cleanup_errors=True) as name:
+            launch = self._launch(numbers, Path(name))
+            log.info("%s: %d rank(s) on node %d of %d", self._stage, launch.ranks_per_node, self._node.node, launch.nodes)
+            ranks = Ranks(launch)
+            watchdog = Watchdog(
+                launch.folder,
+                ranks.numbers,
+                startup_seconds=self._deadlines.startup_seconds,
+                progress_seconds=self._deadlines.progress_seconds,
+            )
+            reporter = Reporter(lambda: self._report(watchdog.read(ranks.numbers[0])), self._deadlines.publish_seconds)
+            try:
+                return self._watch(ranks, watchdog, reporter)
+            finally:
+                ranks.kill()
+                # The main node goes on to use what the reporter used; elsewhere a slow storage keeps nobody from ending.
+                reporter.stop(wait=self._peers is not None and self._signal is None)
+
+    def _watch(self, ranks: Ranks, watchdog: Watchdog, reporter: Reporter) -> StageFailure | None:
+        while True:
+            running = ranks.running()
+            if self._signal:
+                ranks.stop(self._deadlines.stop_seconds)
+                return self._interrupted()
+            if ranks.failures():
+                self._end_ranks(ranks)
+                return failure.cause(ranks.failures())
+            if not running:
+                return None
+            if stalls := watchdog.stalls(running):
+                ranks.abort_with_stacks([stall.rank for stall in stalls])
+                return self._describe(no_progress(stalls))
+            if trouble := reporter.trouble:
+                self._end_ranks(ranks)
+                return failure.cause([trouble, *ranks.failures()])
+            if not reporter.is_alive():
+                raise Defect("the supervisor's reporting thread ended", remedy="report it with the log above")
+            time.sleep(TICK_SECONDS)
+
+    def _end_ranks(self, ranks: Ranks) -> None:
+        """End the ranks that still run, which have lost a peer, after time to say what they saw of it."""
+        if not ranks.wait(self._deadlines.peer_grace_seconds):
+            ranks.stop(self._deadlines.stop_seconds)
+
+    def _report(self, heartbeat: dict[str, object]) -> StageFailure | None:
+        """Leave a sign of life and, on the main node, look for trouble on the other nodes. Runs in the reporter's thread.
+
+        Storage that cannot be reached just now is no trouble; storage that refuses is, and will refuse the result too.
+        """
+        try:
+            gang.write_progress(self._paths, self._stage, self._node, heartbeat)
+            if self._peers is None:
+                return None
+            self._peers.poll()
+            lost = self._peers.lost()
+            return failure.cause(self._peers.failures()) or (self._describe(lost) if lost else None)
+        except (Transient, OSError) as error:
+            log.warning("progress could not be published: %s", " | ".join(str(error).splitlines()))
+            return None
+        except TrnpipeError as error:
+            return self._describe(error)
+
+    # Settling.
+
+    def _settle(self, peers: gang.Peers, own: StageFailure | None) -> StageFailure | None:
+        """How the gang ended: the failure that explains the others, once every node has said how it ended or had its time."""
+        deadline = time.monotonic() + self._deadlines.outlive_seconds
+        while True:
+            self._best_effort(peers.poll)
+            ended = failure.cause([*peers.failures(), *([own] if own else [])])
+            if not peers.running():
+                return ended
+            if self._signal:
+                return ended or self._interrupted()
+            if ended:
+                deadline = min(deadline, time.monotonic() + self._deadlines.settle_seconds)
+            elif lost := peers.lost():
+                return self._describe(lost)
+            if time.monotonic() > deadline:
+                return ended if ended and not failure.is_lost_peer(ended) else self._unsettled(peers, ended)
+            time.sleep(min(1.0, self._deadlines.publish_seconds))
+
+    def _unsettled(self, peers: gang.Peers, ended: StageFailure | None) -> StageFailure:
+        """What to say when nodes owe their last word: they are gone without it, or still at work long after the others."""
+        suspects = peers.silent(3 * self._deadlines.publish_seconds) + peers.absent()
+        if suspects:
+            return self._describe(gang.gone(suspects, "left no record of how it ended"))
+        return ended or self._describe(
+            Transient(
+                "nodes of the gang are still at work long after the main node is done",
+                value=[f"node {node}" for node in peers.running()],
+                rule=f"all end within {self._deadlines.outlive_seconds:g} seconds",
+                remedy="see their logs",
+            )
+        )
+
+    # Ended.
+
+    def _publish_failure(self, ended: StageFailure | None, done: bool) -> None:
+        """Write `failure.json`, or remove an earlier attempt's; a child of an array leaves its sisters' failures alone."""
+        uri = self._paths.failure(self._stage)
+        if ended is not None:
+            store.write_bytes(uri, ended.to_json())
+        elif store.exists(uri):
+            earlier = StageFailure.from_json(store.read_bytes(uri))
+            if done or earlier.node == self._node.index or STAGES[self._stage].shape != Shape.ARRAY:
+                store.delete(uri)
+
+    def _best_effort(self, action: Callable[[], None]) -> None:
+        """Do something in the run folder whose failure must not hide how the stage ended."""
+        try:
+            action()
+        except (TrnpipeError, OSError) as error:
+            log.warning("the run folder could not be read or written: %s", " | ".join(str(error).splitlines()))
+
+    def _interrupted(self) -> StageFailure:
+        assert self._signal is not None
+        return self._describe(
+            Transient(
+                f"the node was told to end by {self._signal.name}",
+                value=f"{self._stage} on node {self._node.index}",
+                rule="an interrupted stage is taken up again by the next attempt",
+                remedy="none is needed, unless this was not meant: a job timeout, a terminated job, a host taken away",
+            )
+        )
+
+    def _describe(self, error: TrnpipeError) -> StageFailure:
+        return failure.describe(error, stage=self._stage, run=self._paths.run_id, node=self._node, rank=0)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanNumbers:
+    """What the supervisor needs of the plan. Read without pipeline.plan, whose validation was done when the plan was written."""
+
+    fingerprint: str = ""
+    kind: str = ""
+    nodes: int = 1
+    ranks_per_node: int = 1
+
+    @classmethod
+    def read(cls, stage: Stage, paths: RunPaths) -> PlanNumbers:
+        """The run's numbers; defaults where a stage may be without a plan.
+
+        Raises:
+            MissingInput: there is no plan.
+        """
+        try:
+            plan = json.loads(store.read_bytes(paths.plan))
+        except MissingInput:
+            if stage in STAGES_WITHOUT_PLAN:
+                return cls()
+            raise
+        world = plan["world"]
+        return cls(plan["fingerprint"], world["kind"], world["nodes"], world["ranks_per_node"])
+
+
+class Reporter(threading.Thread):
+    """Calls `report` every few seconds beside the watching, because storage may be slow and watching may not.
+
+    Attributes:
+        trouble: the first failure that `report` returned.
+    """
+
+    def __init__(self, report: Callable[[], StageFailure | None], seconds: float) -> None:
+        super().__init__(name="reporter", daemon=True)
+        self.trouble: StageFailure | None = None
+        self._report = report
+        self._seconds = seconds
+        self._stop_asked = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._stop_asked.is_set():
+            self.trouble = self.trouble or self._report()
+            self._stop_asked.wait(self._seconds)
+
+    def stop(self, *, wait: bool) -> None:
+        self._stop_asked.set()
+        if wait:
+            self.join()
+
+
+def no_progress(stalls: list[Stall]) -> NoProgress:
+    longest = stalls[0]
+    return NoProgress(
+        f"rank {longest.rank} made no progress",
+        value=f"no heartbeat for {longest.seconds:.0f} seconds" + (f" after `{longest.last}`" if longest.last else ""),
+        rule=f"a heartbeat at least every {longest.deadline:g} seconds",
+        remedy="see the stacks of all ranks above; the run is retried",
+    )

@@ -1,0 +1,292 @@
+"""Whole executions of the synthesized state machine by `trnpipe local`: real processes, a real gang, a tiny real encoder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from pipeline.contract import Stage
+from tests.tiny import make_model, write_pairs
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {
+    "device.precision": "fp32",
+    "train.epochs": 3,
+    "train.batch_size": 16,
+    "train.query_length": 8,
+    "train.buckets": "[16, 32]",
+    "train.learning_rate": "2e-3",
+    "train.log_every": 2,
+    "train.checkpoint_every": 5,
+    "train.validate_every": 10,
+    "data.holdout_fraction": 0.2,
+    "data.replay_fraction": 0.5,
+    "evaluate.bootstrap_samples": 100,
+    "gate.allow_small": "true",
+    "embed.children": 2,
+    "embed.rows_per_part": 100,
+    "embed.buckets": "[16, 32]",
+    "embed.tokens_per_batch": 512,
+}
+
+
+@dataclass
+class LocalState:
+    """One state folder and the runs made in it."""
+
+    folder: Path
+    parent: Path
+
+    def command(self, *inputs: Path, arguments: tuple[str, ...] = (), **settings: Any) -> list[str]:
+        merged = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
+        command = [sys.executable, "-m", "pipeline.cli", "local", "--state", str(self.folder), "--device", "cpu", *arguments]
+        for path in inputs:
+            command += ["--input", str(path)]
+        for key, value in merged.items():
+            command += ["--set", f"{key}={value}"]
+        return command
+
+    def run(self, *inputs: Path, arguments: tuple[str, ...] = (), **settings: Any) -> subprocess.CompletedProcess[str]:
+        command = self.command(*inputs, arguments=arguments, **settings)
+        return subprocess.run(command, capture_output=True, text=True, timeout=400)
+
+    @property
+    def bucket(self) -> Path:
+        (registry,) = self.folder.rglob("registry")
+        return registry.parent
+
+    @property
+    def runs(self) -> list[Path]:
+        return sorted((path.parent for path in self.folder.rglob("input.json")), key=lambda path: path.stat().st_mtime)
+
+    def published(self) -> dict[str, Any]:
+        return json.loads((self.bucket / "registry" / "current.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tiny_parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "parent"
+    make_model(folder)
+    return folder
+
+
+@pytest.fixture
+def state(tmp_path: Path, tiny_parent: Path) -> LocalState:
+    return LocalState(tmp_path / "state", tiny_parent)
+
+
+@pytest.fixture(scope="module")
+def two_weeks(tmp_path_factory: pytest.TempPathFactory, tiny_parent: Path) -> Iterator[LocalState]:
+    """A first run from a parent, and next week's from what it published."""
+    folder = tmp_path_factory.mktemp("weeks")
+    state = LocalState(folder / "state", tiny_parent)
+    first = state.run(write_pairs(folder / "week-1.jsonl", 600), arguments=("--parent", str(tiny_parent)))
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = state.run(write_pairs(folder / "week-2.jsonl", 200, seed=1, prefix="new"))
+    assert second.returncode == 0, second.stdout + second.stderr
+    return state
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def embeddings(run: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for part in sorted((run / "embed").glob("part-*.parquet")):
+        table = pq.read_table(part)
+        vectors = np.stack(table["embedding"].to_numpy(zero_copy_only=False))
+        identifiers = table["id"].to_pylist()
+        assert not found.keys() & set(identifiers)
+        found |= dict(zip(identifiers, vectors, strict=True))
+    return found
+
+
+def test_every_stage_leaves_its_result(two_weeks: LocalState) -> None:
+    for run in two_weeks.runs:
+        fingerprint = load(run / "plan.json")["fingerprint"]
+        for stage in Stage:
+            if stage is Stage.REPORT:
+                continue
+            result = load(run / stage.value / "result.json")
+            assert (result["status"], result["fingerprint"]) == ("done", fingerprint)
+        assert (run / "report" / "index.html").stat().st_size > 1000
+
+
+def test_the_new_model_beats_its_parent(two_weeks: LocalState) -> None:
+    metrics = load(two_weeks.runs[0] / "evaluate" / "result.json")["metrics"]
+    assert metrics["new"]["ndcg@10"] > metrics["parent"]["ndcg@10"]
+    assert metrics["gate"]["verdict"] == "accepted"
+
+
+def test_model_and_embeddings_are_published_together(two_weeks: LocalState) -> None:
+    published = two_weeks.published()
+    last = two_weeks.runs[-1]
+    assert published["run"] == last.name
+    assert published["model"].endswith(f"runs/{last.name}/model")
+    assert published["embeddings"].endswith(f"runs/{last.name}/embed/manifest.json")
+
+
+def test_every_document_is_embedded_exactly_once(two_weeks: LocalState) -> None:
+    expected = {f"row-{index:05d}" for index in range(600)} | {f"new-{index:05d}" for index in range(200)}
+    assert embeddings(two_weeks.runs[-1]).keys() == expected
+
+
+def test_the_second_run_is_incremental(two_weeks: LocalState) -> None:
+    first, second = (load(run / "plan.json") for run in two_weeks.runs)
+    assert second["parent"]["run"] == first["run"]
+    assert [shard["uri"].rsplit("/", 1)[-1] for shard in second["train"]["new"]] == ["week-2.jsonl"]
+    assert {shard["sha256"] for shard in second["train"]["replay"]} <= {shard["sha256"] for shard in first["train"]["new"]}
+    assert 0 < second["train"]["replay_rows"] <= second["train"]["new_rows"]
+
+
+def test_sentence_transformers_gives_the_published_vectors(two_weeks: LocalState) -> None:
+    run = two_weeks.runs[-1]
+    vectors = embeddings(run)
+    rows = [json.loads(line) for path in two_weeks.bucket.rglob("week-*.jsonl") for line in path.read_text().splitlines()][:50]
+    theirs = SentenceTransformer(str(run / "model"), device="cpu").encode([row["document"] for row in rows])
+    ours = np.stack([vectors[row["id"]] for row in rows])
+    cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
+    assert cosine.min() > 0.9999
+
+
+def test_search_finds_a_document_by_its_words(two_weeks: LocalState) -> None:
+    command = [sys.executable, "-m", "pipeline.cli", "search", "bake limo", "--state", str(two_weeks.folder), "--json", "-n", "7"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    hits = [json.loads(line) for line in result.stdout.splitlines()]
+    assert result.returncode == 0, result.stderr
+    assert len(hits) == 7
+    assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
+    assert all(hit["text"] for hit in hits)
+
+
+def test_a_worse_model_is_refused_and_nothing_is_published(state: LocalState, tmp_path: Path) -> None:
+    result = state.run(
+        write_pairs(tmp_path / "a.jsonl", 300),
+        arguments=("--parent", str(state.parent), "--nodes", "1"),
+        train__learning_rate=1.0,
+        train__clip_norm="null",
+        train__epochs=1,
+    )
+    assert result.returncode == 67, result.stdout + result.stderr
+    assert "ndcg@10" in result.stdout + result.stderr
+    (run,) = state.runs
+    assert not list(state.folder.rglob("current.json"))
+    assert not (run / "embed").exists()
+    assert (run / "report" / "index.html").exists()
+
+
+def test_bad_rows_over_the_limit_end_with_65_and_a_quarantine(state: LocalState, tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "a.jsonl", 100)
+    path.write_text(path.read_text() + '{"id": "x", "query": "no document"}\nnot json\n')
+    result = state.run(path, arguments=("--parent", str(state.parent)))
+    assert result.returncode == 65, result.stdout + result.stderr
+    (run,) = state.runs
+    quarantined = [json.loads(line)["at"] for line in (run / "prepare" / "quarantine.jsonl").read_text().splitlines()]
+    assert [place.rsplit(":", 1)[-1] for place in quarantined] == ["101", "102"]
+    assert load(run / "prepare" / "failure.json")["exit_code"] == 65
+    assert (run / "report" / "index.html").exists()
+
+
+def test_a_failed_run_is_taken_up_where_it_stopped(state: LocalState, tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "a.jsonl", 300)
+    # The hold-out is too small to judge, which only evaluate finds out: training is done by then.
+    failed = state.run(path, arguments=("--parent", str(state.parent)), gate__allow_small="false", train__epochs=1)
+    assert failed.returncode == 64, failed.stdout + failed.stderr
+    (run,) = state.runs
+    trained = (run / "train" / "result.json").read_bytes() if (run / "train" / "result.json").exists() else None
+    command = [sys.executable, "-m", "pipeline.cli", "local", "--state", str(state.folder), "--run", run.name, "--device", "cpu"]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 64, again.stdout + again.stderr
+    if trained is not None:
+        assert (run / "train" / "result.json").read_bytes() == trained
+
+
+KILLS: dict[str, Callable[[str], bool]] = {
+    "supervisor of the main node": lambda command: "stage train" in command,
+    "rank": lambda command: "rank train" in command,
+}
+
+
+@pytest.mark.parametrize("victim", sorted(KILLS))
+def test_sigkill_of_a_training_process_leads_to_a_retry_and_success(state: LocalState, tmp_path: Path, victim: str) -> None:
+    command = state.command(
+        write_pairs(tmp_path / "a.jsonl", 600),
+        arguments=("--parent", str(state.parent)),
+        train__epochs=20,
+        train__checkpoint_every=5,
+    )
+    with (tmp_path / "out.txt").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _wait_for_checkpoint(state, process)
+            killed = _kill_descendant(process.pid, KILLS[victim])
+            code = process.wait(timeout=400)
+        finally:
+            process.kill()
+    assert killed
+    text = (tmp_path / "out.txt").read_text()
+    assert code == 0, text
+    (run,) = state.runs
+    metrics = load(run / "train" / "result.json")["metrics"]
+    assert metrics["resumed_from"], metrics
+    assert not _alive(killed)
+
+
+def _wait_for_checkpoint(state: LocalState, process: subprocess.Popen[bytes], timeout: float = 200) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if list(state.folder.rglob("train/checkpoints/*/manifest.json")):
+            return
+        assert process.poll() is None, "the run ended before its first checkpoint"
+        time.sleep(0.05)
+    raise AssertionError("no checkpoint in time")
+
+
+def _kill_descendant(root: int, wanted: Callable[[str], bool]) -> int | None:
+    for pid in _descendants(root):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except FileNotFoundError:
+            continue
+        if wanted(re.sub(r"pipeline\.(runtime\.)?", "", command)):
+            os.kill(pid, signal.SIGKILL)
+            return pid
+    return None
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found, todo = [], [root]
+    while todo:
+        todo += children.get(todo.pop(), [])
+        found = sorted({*found, *todo})
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

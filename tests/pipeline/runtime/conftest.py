@@ -1,0 +1,98 @@
+"""What the tests of the runtime share: supervisors as real processes on this host, in Batch's environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.contract import Stage
+
+PROGRAM = """
+import sys
+from pipeline.contract import Stage
+from pipeline.runtime.supervisor import run
+sys.exit(run(Stage(sys.argv[1]), sys.argv[2]))
+"""
+FAST = {"TRNPIPE_PUBLISH_SECONDS": "0.2", "TRNPIPE_SETTLE_SECONDS": "2", "TRNPIPE_PEER_GRACE_SECONDS": "2"}
+
+
+class Node:
+    """One supervisor process and its log."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait(self, seconds: float = 60) -> int:
+        """The exit code; the log is shown if there is none in time."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds} s:\n{self.log}")
+
+    def rank_process(self, seconds: float = 20) -> int:
+        """Process id of the node's first rank, once it is started."""
+        self.wait_until(lambda: "is process" in self.log, seconds)
+        found = re.search(r"rank \d+ is process (\d+)", self.log)
+        assert found
+        return int(found.group(1))
+
+    def wait_until(self, condition: Callable[[], object], seconds: float = 60) -> None:
+        """Wait for something that this node brings about; its log is shown if it does not."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"did not happen within {seconds} s:\n{self.log}")
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def supervise(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """A function that starts the supervisor of one node of a job as Batch would."""
+    port = free_port()
+    started: list[Node] = []
+
+    def supervise(stage: Stage, run: str, *, node: int = 0, nodes: int = 1, job: str = "job-1", **extra: str) -> Node:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_BATCH", "TRNPIPE"))}
+        environment |= {"OMP_NUM_THREADS": "1", "TRNPIPE_LEADER_PORT": str(port), "AWS_BATCH_JOB_ID": job, **FAST}
+        if nodes > 1:
+            environment |= {
+                "AWS_BATCH_JOB_ID": f"{job}#{node}",
+                "AWS_BATCH_JOB_NUM_NODES": str(nodes),
+                "AWS_BATCH_JOB_NODE_INDEX": str(node),
+                "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+            }
+        if node > 0:
+            environment["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"] = "127.0.0.1"
+        log = tmp_path / f"log-{len(started)}.txt"
+        with open(log, "wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, stage.value, run], env=environment | extra, stdout=stream, stderr=stream
+            )
+        started.append(Node(process, log))
+        return started[-1]
+
+    yield supervise
+    for node in started:
+        if node.process.poll() is None:
+            node.process.send_signal(signal.SIGKILL)
+            node.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

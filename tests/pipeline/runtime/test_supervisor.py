@@ -1,0 +1,209 @@
+"""The supervisor with real rank processes: how nodes and gangs end, and what they leave in the run folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
+from pipeline.errors import ExitCode
+from pipeline.plan import World as PlannedWorld
+from pipeline.runtime import gang, store
+from pipeline.runtime.supervisor import Deadlines, Supervisor
+from pipeline.runtime.world import NodeWorld
+
+QUICK = {"health_check": {"matmul_size": 64, "memory_mib": 8, "collective_bytes": [4096, 65536], "storage_mib": 1}}
+LONG = {"health_check": {"matmul_size": 64, "memory_mib": 8, "collective_bytes": [16 << 20] * 400, "storage_mib": 1}}
+
+
+@pytest.fixture
+def planned(plan_run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that plans a run on some nodes and returns the run folder's paths."""
+
+    def planned(nodes: int = 1, ranks_per_node: int = 1, settings: dict[str, Any] = QUICK, root: str | None = None) -> Any:
+        run = plan_run(root, settings=settings)
+        run.replan(world=PlannedWorld(kind="cpu", precision="fp32", nodes=nodes, ranks_per_node=ranks_per_node))
+        return run.paths
+
+    return planned
+
+
+def failure_of(paths: Any, stage: Stage = Stage.HEALTH_CHECK) -> StageFailure:
+    return StageFailure.from_json(store.read_bytes(paths.failure(stage)))
+
+
+def last_lines(log: str, count: int = 4) -> list[str]:
+    return [line.split("] ", 1)[-1].split(":")[0] for line in log.strip().splitlines()[-count:]]
+
+
+def is_gone(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    # An orphan in a container whose first process reaps nobody stays as a zombie.
+    state = Path(f"/proc/{process}/stat")
+    return state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def note(paths: Any, node: int = 0) -> str:
+    """What the node said last that it was doing."""
+    uri = paths.progress(Stage.HEALTH_CHECK, node)
+    return str(store.read_json(uri)["note"]) if store.exists(uri) else ""
+
+
+def test_a_gang_passes_its_health_check_and_runs_it_again_when_asked_again(planned: Any, supervise: Any) -> None:
+    paths = planned(nodes=2)
+    # What an earlier execution of this run left behind says nothing about this one.
+    earlier = StageFailure(stage="health_check", run="week-01", exit_code=76, what="a sick host", node=1)
+    store.write_bytes(paths.failure(Stage.HEALTH_CHECK), earlier.to_json())
+    record = {"exit_code": 76, "time": "", "failure": asdict(earlier), "node": 1, "attempt": 1, "job": "another", "host": ""}
+    store.write_json(paths.node_exit(Stage.HEALTH_CHECK, 1, 1), record)
+
+    main, child = (supervise(Stage.HEALTH_CHECK, paths.root, node=node, nodes=2) for node in range(2))
+
+    assert (main.wait(), child.wait()) == (0, 0), main.log + child.log
+    result = StageResult.from_json(store.read_bytes(paths.result(Stage.HEALTH_CHECK)))
+    assert result.metrics["nodes"] == 2
+    assert all(gbps > 0 for name in ("memory_gbps", "collective_gbps") for gbps in result.metrics[name])
+    for node in range(2):
+        report = store.read_json(paths.node_health(node))
+        assert report["passed"]
+        assert {"matmul_fp32", "memory", "storage", "all_reduce_65536"} <= {test["name"] for test in report["tests"]}
+        assert store.read_json(paths.node_exit(Stage.HEALTH_CHECK, 1, node))["exit_code"] == 0
+        assert store.read_json(paths.progress(Stage.HEALTH_CHECK, node))["job"] == "job-1"
+    assert not store.exists(paths.failure(Stage.HEALTH_CHECK))
+
+
+def test_a_stage_that_is_done_does_nothing_again_unless_the_plan_is_another(planned: Any, supervise: Any, plan_run: Any) -> None:
+    paths = planned()
+    assert supervise(Stage.COMPILE, paths.root).wait() == 0
+    first = store.read_bytes(paths.result(Stage.COMPILE))
+    assert StageResult.from_json(first).metrics["compiles"] is False
+
+    again = supervise(Stage.COMPILE, paths.root)
+    assert again.wait() == 0
+    assert "done already" in again.log
+    assert "is process" not in again.log
+    assert store.read_bytes(paths.result(Stage.COMPILE)) == first
+
+    plan = store.read_json(paths.plan)
+    store.write_json(paths.plan, plan | {"fingerprint": "another"})
+    assert supervise(Stage.COMPILE, paths.root).wait() == 0
+    assert StageResult.from_json(store.read_bytes(paths.result(Stage.COMPILE))).fingerprint == "another"
+
+
+def test_a_run_without_a_plan_ends_with_66_and_four_parts(tmp_path: Path, supervise: Any) -> None:
+    node = supervise(Stage.COMPILE, str(tmp_path / "runs" / "nothing"))
+    assert node.wait() == ExitCode.MISSING_INPUT
+    assert last_lines(node.log, 3) == ["error", "value", "remedy"]
+    failure = failure_of(RunPaths(str(tmp_path / "runs" / "nothing")), Stage.COMPILE)
+    assert failure.exit_code == 66
+    assert "plan.json" in failure.value[0]
+
+
+def test_a_killed_rank_is_75_and_names_the_signal(planned: Any, supervise: Any) -> None:
+    paths = planned()
+    node = supervise(Stage.HEALTH_CHECK, paths.root)
+    os.kill(node.rank_process(), signal.SIGKILL)
+    assert node.wait() == ExitCode.TRANSIENT
+    assert last_lines(node.log) == ["error", "value", "rule", "remedy"]
+    assert "rank 0 was killed by SIGKILL" in failure_of(paths).what
+
+
+def test_sigterm_ends_the_ranks_and_is_75(planned: Any, supervise: Any) -> None:
+    paths = planned()
+    node = supervise(Stage.HEALTH_CHECK, paths.root)
+    rank = node.rank_process()
+    node.process.send_signal(signal.SIGTERM)
+    assert node.wait(25) == ExitCode.TRANSIENT
+    assert "SIGTERM" in failure_of(paths).what
+    assert is_gone(rank)
+
+
+def test_ranks_that_stand_still_are_77_with_all_their_stacks_in_the_log(planned: Any, supervise: Any) -> None:
+    paths = planned(ranks_per_node=2)
+    node = supervise(Stage.HEALTH_CHECK, paths.root, TRNPIPE_PROGRESS_SECONDS="4")
+    rank = node.rank_process()
+    node.wait_until(lambda: note(paths))
+    # The other rank gets no further than the rendezvous.
+    os.kill(rank, signal.SIGSTOP)
+    assert node.wait() == ExitCode.NO_PROGRESS
+    for number in range(2):
+        assert "run_stage" in node.log.split(f"stacks of rank {number}:")[1].split("stacks of rank")[0]
+    assert failure_of(paths).value[0].endswith("after `starting`")
+    assert last_lines(node.log) == ["error", "value", "rule", "remedy"]
+    assert is_gone(rank)
+
+
+def test_a_node_that_never_comes_is_named(planned: Any, supervise: Any) -> None:
+    paths = planned(nodes=2)
+    main = supervise(Stage.HEALTH_CHECK, paths.root, nodes=2, TRNPIPE_PEER_START_SECONDS="1", TRNPIPE_SETTLE_SECONDS="0")
+    assert main.wait() == ExitCode.TRANSIENT
+    assert "node 1" in failure_of(paths).what
+
+
+def test_a_child_that_vanishes_ends_the_main_node_within_a_minute(planned: Any, supervise: Any) -> None:
+    paths = planned(nodes=2, settings=LONG)
+    main, child = (supervise(Stage.HEALTH_CHECK, paths.root, node=node, nodes=2) for node in range(2))
+    main.wait_until(lambda: note(paths).startswith("collectives"))
+    rank = child.rank_process()
+    child.process.send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    assert main.wait(60) == ExitCode.TRANSIENT
+    assert time.monotonic() - began < 60
+    assert "node 1" in failure_of(paths).what
+    assert "node 1" in main.log.splitlines()[-4]
+    main.wait_until(lambda: is_gone(rank), 5)
+
+
+def test_a_silent_child_is_noticed_while_the_main_nodes_ranks_run_on(planned: Any, supervise: Any) -> None:
+    paths = planned(nodes=2)
+    main = supervise(Stage.HEALTH_CHECK, paths.root, nodes=2, TRNPIPE_STALE_SECONDS="2", TRNPIPE_SETTLE_SECONDS="0")
+    # One sign of life of a node whose ranks never reach the rendezvous, so that no collective tells.
+    gang.write_progress(paths, Stage.HEALTH_CHECK, NodeWorld(node=1, nodes=2, job_id="job-1#1"), {})
+    assert main.wait() == ExitCode.TRANSIENT
+    assert failure_of(paths).what == "no sign of life from node 1"
+    assert failure_of(paths).value == ["silent for 2 seconds"]
+
+
+def test_the_first_failing_nodes_code_is_the_gangs_over_s3(planned: Any, supervise: Any, s3_root: str) -> None:
+    paths = planned(nodes=2, root=s3_root)
+    main = supervise(Stage.HEALTH_CHECK, paths.root, nodes=2)
+    child = supervise(Stage.HEALTH_CHECK, paths.root, node=1, nodes=2, AWS_BATCH_JOB_NUM_NODES="3")
+    assert child.wait() == ExitCode.BAD_CONFIG
+    assert main.wait() == ExitCode.BAD_CONFIG
+    failure = failure_of(paths)
+    assert (failure.node, failure.exit_code) == (1, 64)
+    assert "3 nodes in the job, 2 in the plan" in main.log
+    assert last_lines(main.log) == ["error", "value", "rule", "remedy"]
+
+
+def test_the_supervisor_loads_no_framework() -> None:
+    program = "import sys, pipeline.runtime.supervisor; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "pydantic", "numpy", "pyarrow"} & set(loaded)
+
+
+def test_deadlines_come_from_the_environment() -> None:
+    deadlines = Deadlines.from_environment({"TRNPIPE_PROGRESS_SECONDS": "3600", "TRNPIPE_STOP_SECONDS": ""})
+    assert deadlines == replace(Deadlines(), progress_seconds=3600)
+
+
+def test_a_child_of_an_array_leaves_its_sisters_failure(tmp_path: Path) -> None:
+    paths = RunPaths(str(tmp_path / "runs" / "run"))
+    failure = StageFailure(stage="embed", run="run", exit_code=65, what="bad rows", node=3)
+    store.write_bytes(paths.failure(Stage.EMBED), failure.to_json())
+    for child, left in ((2, True), (3, False)):
+        supervisor = Supervisor(Stage.EMBED, paths, NodeWorld(array_index=child), Deadlines())
+        supervisor._publish_failure(None, done=False)
+        assert store.exists(paths.failure(Stage.EMBED)) is left

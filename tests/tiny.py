@@ -1,0 +1,56 @@
+"""A tiny real encoder with its tokenizer, and texts that it can learn from: what tests run the real stages on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import BertConfig, BertTokenizerFast
+
+from pipeline.config import ModelConfig
+from pipeline.model.encoder import Encoder, new_encoder
+from pipeline.model.folder import save_folder
+
+SYLLABLES = ("ba", "ke", "li", "mo", "nu", "ra", "se", "ti", "vo", "zu")
+WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]
+
+
+def make_model(folder: Path, *, seed: int = 0, head: int | None = None) -> Encoder:
+    """Write a random two-layer BERT (32 dimensions, 100 words) as a model folder; a head, if wanted, that changes them."""
+    source = folder.parent / f"{folder.name}-tokenizer"
+    source.mkdir(parents=True)
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (source / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizerFast(str(source / "vocab.txt")).save_pretrained(source)
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    encoder = new_encoder(config, ModelConfig(head={"hidden": head} if head else None))  # type: ignore[arg-type]
+    with torch.no_grad():
+        # Larger than BERT's own start, so that different words give clearly different embeddings.
+        encoder.backbone.embeddings.word_embeddings.weight.normal_()
+        if encoder.head is not None:
+            encoder.head.outer.weight.normal_(std=0.3)
+            encoder.head.outer.bias.normal_(std=0.3)
+    save_folder(encoder.eval(), folder, source)
+    return encoder
+
+
+def write_pairs(path: Path, count: int, *, seed: int = 0, prefix: str = "row") -> Path:
+    """Write training rows whose queries are two words of their documents in another order: random at first, learnable."""
+    rng = np.random.default_rng(seed)
+    with path.open("w", encoding="utf-8") as stream:
+        for index in range(count):
+            words = list(rng.choice(WORDS, size=rng.integers(3, 24)))
+            query = " ".join(rng.permutation(words)[:2])
+            row = {"id": f"{prefix}-{index:05d}", "query": query, "document": " ".join(words)}
+            stream.write(json.dumps(row) + "\n")
+    return path
