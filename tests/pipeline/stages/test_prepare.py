@@ -25,7 +25,7 @@ from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput, TrnpipeE
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
 from pipeline.runtime.context import Heartbeat, StageContext, StageOutput
-from pipeline.runtime.rank import write_result
+from pipeline.rank import write_result
 from pipeline.runtime.world import World
 from pipeline.stages import prepare
 

@@ -1,0 +1,200 @@
+"""The encoder: a BERT-like backbone, pooling, an optional residual head, normalization. Static shapes, no branch on data.
+
+The backbone is the library's model, given an additive attention mask and position ids of our own: what the library derives from a
+2D mask by itself depends on the values in it (it skips a mask that masks nothing), and every such choice is another graph on a
+device that compiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertModel, MPNetModel, PreTrainedConfig, PreTrainedModel, RobertaModel, XLMRobertaModel
+from transformers.models.bert.modeling_bert import BertSelfAttention
+from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
+from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
+from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
+
+from pipeline.config import ModelConfig
+from pipeline.errors import BadConfig
+
+SELF_ATTENTION = (BertSelfAttention, RobertaSelfAttention, XLMRobertaSelfAttention, MPNetSelfAttention)
+
+MASKED = -30_000.0
+"""Added to the score of a masked position: its probability is exactly 0, and the number is finite in fp32, bf16 and fp16."""
+
+HEAD_SEED = 0x7E57
+"""A new head's first layer is the same on every rank and in every stage that makes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What differs between families of backbones.
+
+    Attributes:
+        model: the library's class.
+        attention: `sdpa` where the library has it for this family.
+        counts_from_padding: position ids start after the padding token's id, as in RoBERTa, instead of at 0.
+        token_types: whether there are token type embeddings.
+    """
+
+    model: Any
+    attention: str
+    counts_from_padding: bool
+    token_types: bool
+
+
+FAMILIES = {
+    "bert": Family(BertModel, "sdpa", False, True),
+    "roberta": Family(RobertaModel, "sdpa", True, True),
+    "xlm-roberta": Family(XLMRobertaModel, "sdpa", True, True),
+    # Its relative position bias is added to the scores in the library's own code, which has no sdpa form.
+    "mpnet": Family(MPNetModel, "eager", True, False),
+}
+"""By `model_type` of config.json."""
+
+
+class ResidualHead(nn.Module):
+    """x + W2 relu(W1 x + b1) + b2. With W2 and b2 zero, as they are at first, embeddings pass unchanged.
+
+    Args:
+        dimension: of the embeddings.
+        hidden: width of the inner layer.
+    """
+
+    def __init__(self, dimension: int, hidden: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dimension, hidden)
+        self.outer = nn.Linear(hidden, dimension)
+        generator = torch.Generator().manual_seed(HEAD_SEED)
+        with torch.no_grad():
+            bound = dimension**-0.5
+            self.inner.weight.uniform_(-bound, bound, generator=generator)
+            self.inner.bias.zero_()
+            self.outer.weight.zero_()
+            self.outer.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual: Tensor = self.outer(F.relu(self.inner(x)))
+        return x + residual
+
+
+class Encoder(nn.Module):
+    """Token ids to embeddings.
+
+    Args:
+        backbone: one of FAMILIES' models, without its pooler.
+        pooling: `mean` over the tokens or the first (`cls`).
+        normalize: to unit length.
+        head: between pooling and normalization.
+
+    Attributes:
+        dimension: of the embeddings.
+        max_length: tokens that the position embeddings allow.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, *, pooling: str, normalize: bool, head: ResidualHead | None = None) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        self.pooling = pooling
+        self.normalize = normalize
+        self._family = family_of(self.config)
+        self.dimension = int(self.config.hidden_size)
+        embeddings: Any = self.backbone.get_submodule("embeddings")
+        self._first_position = int(embeddings.padding_idx) + 1 if self._family.counts_from_padding else 0
+        self.max_length = int(self.config.max_position_embeddings) - self._first_position
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The backbone's configuration."""
+        return self.backbone.config
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Embed a batch.
+
+        Args:
+            tokens: (B, L) int64, padded with any valid id.
+            mask: (B, L) int64, 1 for tokens and 0 for padding; every row has at least one token.
+
+        Returns:
+            (B, D) fp32.
+        """
+        length = tokens.shape[1]
+        additive = ((1 - mask) * MASKED)[:, None, None, :]
+        positions = torch.arange(length, device=tokens.device)[None, :] + self._first_position
+        arguments = {"token_type_ids": torch.zeros_like(tokens)} if self._family.token_types else {}
+        hidden = self.backbone(
+            input_ids=tokens, attention_mask=additive, position_ids=positions.expand_as(tokens), **arguments
+        ).last_hidden_state
+        # From here on in fp32, whatever the backbone computed in: a mean over 256 tokens loses too much in bf16.
+        with torch.autocast(tokens.device.type, enabled=False):
+            pooled = pool(hidden.float(), mask, self.pooling)
+            if self.head is not None:
+                pooled = self.head(pooled)
+            return F.normalize(pooled, dim=-1) if self.normalize else pooled
+
+
+def prepare_for_training(encoder: Encoder, *, fused_attention: bool) -> None:
+    """Choose how attention is computed in training; the saved configuration keeps its own values.
+
+    Attention probabilities are trained without dropout (hidden states keep theirs): fused kernels cannot drop them everywhere, and
+    drawing them costs more than the attention itself.
+
+    Args:
+        fused_attention: False on processors, whose fused kernel has a backward pass far slower than plain products (torch 2.9).
+    """
+    for module in encoder.backbone.modules():
+        if isinstance(module, SELF_ATTENTION):
+            module.dropout.p = 0.0
+    if not fused_attention:
+        encoder.backbone.set_attn_implementation("eager")
+
+
+def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """(B, L, D) to (B, D): the first token, or the mean over the tokens that are not padding."""
+    if pooling == "cls":
+        return hidden[:, 0]
+    weights = mask.to(hidden.dtype)
+    return (hidden * weights[:, :, None]).sum(dim=1) / weights.sum(dim=1, keepdim=True)
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a backbone's configuration.
+
+    Raises:
+        BadConfig: none of ours.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise BadConfig(
+            "this kind of encoder is not supported",
+            value=f"model_type: {config.model_type}",
+            rule=f"one of {', '.join(FAMILIES)}",
+        )
+    if getattr(config, "position_embedding_type", "absolute") not in (None, "absolute"):
+        raise BadConfig(
+            "this kind of position embedding is not supported", value=config.position_embedding_type, rule="absolute positions"
+        )
+    return family
+
+
+def new_encoder(backbone: PreTrainedConfig, config: ModelConfig) -> Encoder:
+    """An encoder with random weights (a new head changes nothing, see ResidualHead).
+
+    Args:
+        backbone: the backbone's configuration.
+        config: pooling, normalization and head.
+
+    Raises:
+        BadConfig: unsupported family.
+    """
+    family = family_of(backbone)
+    backbone._attn_implementation = family.attention
+    head = ResidualHead(int(backbone.hidden_size), config.head.hidden) if config.head else None
+    model = family.model(backbone, add_pooling_layer=False).float()
+    return Encoder(model, pooling=config.pooling, normalize=config.normalize, head=head)

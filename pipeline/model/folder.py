@@ -1,0 +1,294 @@
+"""Model folders in the Hugging Face / sentence-transformers form: what this pipeline continues from, writes and publishes.
+
+`SentenceTransformer(folder)` gives the same embeddings as our own encoder, without code of ours. It has no residual layer of our
+kind, so the head x + W2 relu(W1 x + b1) + b2 is written as two of its `Dense` modules, exactly: relu([W1; I; -I] x + [b1; 0; 0])
+and then [W2, I, -I], since x = relu(x) - relu(-x). `head.safetensors` keeps the head as it is for our own loader.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from pipeline.config import ModelConfig
+from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.model.encoder import FAMILIES, Encoder, ResidualHead, new_encoder
+from pipeline.model.weights import fill, read_weights, weight_files
+
+log = logging.getLogger("trnpipe")
+
+WEIGHTS = "model.safetensors"
+HEAD = "head.safetensors"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+)
+VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
+"""A tokenizer is there if one of these is."""
+
+CONFIG_FILES = (
+    "config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+    *TOKENIZER_FILES,
+)
+"""What a model folder has beside its weights."""
+
+MODULE_TYPE = "sentence_transformers.models.{}"
+"""These names are understood by every version of sentence-transformers."""
+
+POOLING_KEYS = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
+"""The older of two forms of a pooling module's configuration, which every version reads."""
+
+
+def load_encoder(folder: Path, config: ModelConfig) -> Encoder:
+    """The encoder of a model folder, on the host in fp32.
+
+    Args:
+        folder: in the form of sentence-transformers, or a plain Hugging Face model (which says nothing about pooling).
+        config: pooling, normalization and head; must agree with what the folder says. A head that the folder does not have yet
+            starts as one that changes nothing.
+
+    Raises:
+        MissingInput: no config.json, or no weights.
+        BadConfig: an unsupported encoder or module, a setting that contradicts the folder, or weights that do not fit.
+        BadData: a file that cannot be read.
+    """
+    backbone, has_head = inspect_folder(folder, config)
+    encoder = new_encoder(backbone, config)
+    files = weight_files(transformer_folder(folder))
+    weights = {name: tensor for path in files for name, tensor in read_weights(path, config.weights_key).items()}
+    fill(encoder, weights, files[0])
+    if has_head:
+        _load_head(encoder, folder / HEAD)
+    return encoder.eval()
+
+
+def inspect_folder(folder: Path, config: ModelConfig) -> tuple[PreTrainedConfig, bool]:
+    """The backbone's configuration, and whether the folder has a head; contradictions between folder and config are errors.
+
+    Raises:
+        MissingInput, BadConfig, BadData: as `load_encoder`, weights aside.
+    """
+    modules = _modules(folder)
+    backbone = _backbone_config(transformer_folder(folder))
+    has_head = (folder / HEAD).is_file()
+    if modules:
+        _check_modules(folder, modules, has_head)
+        pooling = _pooling(folder, modules)
+        normalize = _kinds(modules)[-1] == "Normalize"
+        _agree("model.pooling", config.pooling, pooling)
+        _agree("model.normalize", config.normalize, normalize)
+    if has_head and config.head is None:
+        raise BadConfig(
+            "the model has a head that the configuration does not know",
+            value=str(folder),
+            rule="model.head says how wide the head is; dropping it would change every embedding",
+            remedy=f"set model.head.hidden to {_read_head(folder / HEAD)['w1'].shape[0]}",
+        )
+    return backbone, has_head
+
+
+def transformer_folder(folder: Path) -> Path:
+    """Where config.json and the weights are: the folder itself, or the one that modules.json names (`0_Transformer`)."""
+    modules = _modules(folder)
+    return folder / modules[0]["path"] if modules else folder
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is a vocabulary in any form."""
+    return any((folder / name).is_file() for name in VOCABULARIES)
+
+
+def save_folder(encoder: Encoder, folder: Path, source: Path) -> None:
+    """Write an encoder as a model folder.
+
+    Args:
+        folder: created; files of the same names are replaced.
+        source: a model folder from which tokenizer, maximum length and prompts are taken.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = transformer_folder(source)
+    for name in TOKENIZER_FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
+    if (source / "config_sentence_transformers.json").is_file():
+        shutil.copyfile(source / "config_sentence_transformers.json", folder / "config_sentence_transformers.json")
+    encoder.config.save_pretrained(folder)
+    _save(folder / WEIGHTS, encoder.backbone.state_dict())
+    names = [
+        "Transformer",
+        "Pooling",
+        *(["Dense", "Dense"] if encoder.head else []),
+        *(["Normalize"] if encoder.normalize else []),
+    ]
+    paths = [f"{index}_{name}" if index else "" for index, name in enumerate(names)]
+    _write_json(
+        folder / "modules.json",
+        [
+            {"idx": index, "name": str(index), "path": path, "type": MODULE_TYPE.format(name)}
+            for index, (name, path) in enumerate(zip(names, paths, strict=True))
+        ],
+    )
+    _write_json(folder / "sentence_bert_config.json", _sentence_config(origin, encoder.max_length))
+    _write_json(
+        folder / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": encoder.dimension, **{key: mode == encoder.pooling for mode, key in POOLING_KEYS.items()}},
+    )
+    if encoder.head is not None:
+        _save_head(encoder.head, folder)
+
+
+def max_length(folder: Path) -> int:
+    """Tokens that a text may have under this model, special tokens included."""
+    origin = transformer_folder(folder)
+    config = _backbone_config(origin)
+    allowed = int(config.max_position_embeddings) - (0 if config.model_type == "bert" else 2)
+    return min(allowed, int(_sentence_config(origin, allowed)["max_seq_length"]))
+
+
+def _modules(folder: Path) -> list[dict[str, Any]]:
+    return _read_json(folder / "modules.json") if (folder / "modules.json").is_file() else []
+
+
+def _kinds(modules: list[dict[str, Any]]) -> list[str]:
+    return [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
+
+
+def _check_modules(folder: Path, modules: list[dict[str, Any]], has_head: bool) -> None:
+    kinds = _kinds(modules)
+    ours = ["Transformer", "Pooling", *(["Dense", "Dense"] if has_head else [])]
+    if kinds not in (ours, [*ours, "Normalize"]):
+        raise BadConfig(
+            "the model folder has modules that are not supported",
+            value=f"{folder}: {', '.join(kinds)}",
+            rule="Transformer, Pooling, optionally Normalize; Dense only as this pipeline writes its own head",
+            remedy="export the model without them",
+        )
+
+
+def _pooling(folder: Path, modules: list[dict[str, Any]]) -> str:
+    path = folder / modules[1]["path"] / "config.json"
+    if not path.is_file():
+        raise MissingInput("the model folder has no pooling configuration", value=path)
+    record = _read_json(path)
+    if "pooling_mode" in record:
+        mode = record["pooling_mode"]
+        modes = [mode] if isinstance(mode, str) else list(mode)
+    else:
+        names = {POOLING_KEYS["mean"]: "mean", POOLING_KEYS["cls"]: "cls"}
+        modes = [names.get(key, key) for key, on in record.items() if key.startswith("pooling_mode_") and on] or ["mean"]
+    if len(modes) != 1 or modes[0] not in ("mean", "cls"):
+        raise BadConfig("this pooling is not supported", value=f"{path}: {', '.join(modes)}", rule="mean or cls")
+    return str(modes[0])
+
+
+def _agree(key: str, configured: object, found: object) -> None:
+    if configured != found:
+        raise BadConfig(
+            "the configuration contradicts the model folder",
+            value=f"{key} = {configured}, the folder says {found}",
+            rule="a model keeps the form of its embeddings",
+            remedy=f"set {key} to {str(found).lower()}",
+        )
+
+
+def _backbone_config(folder: Path) -> PreTrainedConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise MissingInput("the model folder has no config.json", value=folder, remedy="check the URI, or set model.base")
+    record = _read_json(path)
+    if not isinstance(record, dict) or record.get("model_type") not in FAMILIES:
+        kind = record.get("model_type") if isinstance(record, dict) else type(record).__name__
+        raise BadConfig(
+            "this kind of encoder is not supported", value=f"{path}: model_type {kind}", rule=f"one of {', '.join(FAMILIES)}"
+        )
+    try:
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadData("config.json cannot be used", value=f"{path}: {error}") from error
+
+
+def _sentence_config(folder: Path, longest: int) -> dict[str, Any]:
+    """`sentence_bert_config.json` with a maximum length that the position embeddings allow."""
+    path = folder / "sentence_bert_config.json"
+    record = _read_json(path) if path.is_file() else {}
+    configured = record.get("max_seq_length")
+    if configured is None and (folder / "tokenizer_config.json").is_file():
+        configured = _read_json(folder / "tokenizer_config.json").get("model_max_length")
+    return {"max_seq_length": min(int(configured or longest), longest), "do_lower_case": bool(record.get("do_lower_case", False))}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadData("the file is not valid JSON", value=f"{path}: {error}") from error
+
+
+def _write_json(path: Path, record: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _read_head(path: Path) -> dict[str, Tensor]:
+    return read_weights(path)
+
+
+def _load_head(encoder: Encoder, path: Path) -> None:
+    assert encoder.head is not None
+    stored = _read_head(path)
+    names = {"w1": "inner.weight", "b1": "inner.bias", "w2": "outer.weight", "b2": "outer.bias"}
+    expected = encoder.head.state_dict()
+    problems = [
+        f"{name}: {tuple(stored[name].shape) if name in stored else 'missing'}, expected {tuple(expected[own].shape)}"
+        for name, own in names.items()
+        if name not in stored or stored[name].shape != expected[own].shape
+    ]
+    if problems:
+        raise BadConfig(
+            "the model's head does not fit the configuration",
+            value=problems,
+            rule="model.head.hidden is the width of the parent's head",
+            remedy="set model.head.hidden accordingly",
+        )
+    encoder.head.load_state_dict({own: stored[name].float() for name, own in names.items()})
+
+
+def _save_head(head: ResidualHead, folder: Path) -> None:
+    w1, b1 = head.inner.weight.detach().cpu(), head.inner.bias.detach().cpu()
+    w2, b2 = head.outer.weight.detach().cpu(), head.outer.bias.detach().cpu()
+    _save(folder / HEAD, {"w1": w1, "b1": b1, "w2": w2, "b2": b2})
+    identity, zero = torch.eye(w1.shape[1]), torch.zeros(2 * w1.shape[1])
+    widen = torch.cat([w1, identity, -identity]), torch.cat([b1, zero])
+    narrow = torch.cat([w2, identity, -identity], dim=1), b2
+    activations = ("torch.nn.modules.activation.ReLU", "torch.nn.modules.linear.Identity")
+    for index, ((weight, bias), activation) in enumerate(zip((widen, narrow), activations, strict=True), start=2):
+        path = folder / f"{index}_Dense"
+        _write_json(
+            path / "config.json",
+            {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": True, "activation_function": activation},
+        )
+        _save(path / WEIGHTS, {"linear.weight": weight, "linear.bias": bias})

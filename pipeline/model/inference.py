@@ -1,0 +1,155 @@
+"""Encoding many token lists with one encoder: sorted by length, cut into batches of few shapes, results in input order.
+
+The same function serves the evaluation inside training, the evaluate stage and the embed stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from pipeline.runtime.device import Batch, Device
+
+EAGER_KINDS = ("cpu", "cuda")
+"""Devices that run any shape at once. All others compile a graph per shape, so shapes come from the buckets alone."""
+
+EncodeFunction = Callable[[Tensor, Tensor], Tensor]
+"""(tokens (B, L) int64, mask (B, L) int64) -> embeddings (B, D): an Encoder, or a compiled form of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeBatch:
+    """Which token lists are encoded together and how large the batch is with its padding.
+
+    Attributes:
+        rows: indices into the token lists.
+        slots: rows of the batch, padding rows included.
+        length: tokens of a row, padding included.
+    """
+
+    rows: npt.NDArray[np.int64]
+    slots: int
+    length: int
+
+
+def encode(
+    encoder: EncodeFunction,
+    device: Device,
+    token_lists: Sequence[Sequence[int]],
+    buckets: Sequence[int],
+    tokens_per_batch: int,
+    *,
+    on_progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Embeddings of all token lists.
+
+    Args:
+        encoder: already on the device; a module is switched to evaluation mode meanwhile.
+        token_lists: token ids with special tokens, each at least 1 and at most max(buckets) long.
+        buckets: static lengths in tokens, ascending.
+        tokens_per_batch: a bucket's batch size is this / its length, at least 1.
+        on_progress: called after every batch with the number of token lists done.
+
+    Returns:
+        (N, D) fp32 on the host, row i for token list i; (0, 0) when there are none.
+    """
+    lengths = np.fromiter((len(tokens) for tokens in token_lists), dtype=np.int64, count=len(token_lists))
+    plan = plan_batches(lengths, buckets, tokens_per_batch, static=device.kind not in EAGER_KINDS)
+    if not plan:
+        return torch.empty((0, 0))
+    result: Tensor | None = None
+    done = 0
+    with _evaluation(encoder), torch.inference_mode(), device.autocast():
+        # One batch stays in flight: the host fetches a batch's embeddings while the device computes the next.
+        waiting: tuple[EncodeBatch, Tensor] | None = None
+        for batch, tensors in zip(plan, device.batches(_padded(token_lists, plan)), strict=True):
+            embeddings = encoder(tensors["tokens"], tensors["mask"])
+            device.sync()
+            if result is None:
+                result = torch.empty((len(token_lists), embeddings.shape[1]), dtype=torch.float32)
+            if waiting is not None:
+                _store(result, *waiting)
+            waiting = batch, embeddings
+            done += len(batch.rows)
+            if on_progress:
+                on_progress(done)
+        assert result is not None
+        assert waiting is not None
+        _store(result, *waiting)
+    return result.clone()  # an ordinary tensor again: inference tensors are refused by autograd
+
+
+def plan_batches(
+    lengths: npt.NDArray[np.int64], buckets: Sequence[int], tokens_per_batch: int, *, static: bool
+) -> list[EncodeBatch]:
+    """Cut token lists of these lengths into batches, longest first (a batch too large for the memory shows at once).
+
+    Args:
+        static: only the buckets' own shapes: rows are padded to the bucket, and its last batch is filled up with padding rows.
+            False: batches are only as long as their longest row, and the last one has only the rows that are left.
+
+    Raises:
+        ValueError: a length of 0, or one above the largest bucket.
+    """
+    if len(lengths) == 0:
+        return []
+    if lengths.min() < 1 or lengths.max() > buckets[-1]:
+        raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit the buckets {list(buckets)}")
+    order = np.argsort(-lengths, kind="stable")
+    bucket_of = np.searchsorted(np.asarray(buckets), lengths[order])
+    batches = []
+    for bucket in range(len(buckets) - 1, -1, -1):
+        rows = order[bucket_of == bucket]
+        size = max(1, tokens_per_batch // buckets[bucket])
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            if static:
+                batches.append(EncodeBatch(part, size, buckets[bucket]))
+            else:
+                # Multiples of 8 suit matrix units, and keep the number of shapes small.
+                longest = int(-(-lengths[part[0]] // 8) * 8)
+                batches.append(EncodeBatch(part, len(part), min(longest, buckets[bucket])))
+    return batches
+
+
+def pad(token_lists: Sequence[Sequence[int] | npt.NDArray[np.int32]], slots: int, length: int) -> tuple[Tensor, Tensor]:
+    """Token lists as tokens and mask, both (slots, length) int64.
+
+    The padding token is 0 in every family: masked positions reach nothing. Padding rows keep one token, because a softmax over
+    nothing is not a number.
+    """
+    tokens = np.zeros((slots, length), dtype=np.int64)
+    mask = np.zeros((slots, length), dtype=np.int64)
+    for row, values in enumerate(token_lists):
+        tokens[row, : len(values)] = values
+        mask[row, : len(values)] = 1
+    mask[len(token_lists) :, 0] = 1
+    return torch.from_numpy(tokens), torch.from_numpy(mask)
+
+
+def _padded(token_lists: Sequence[Sequence[int]], plan: Sequence[EncodeBatch]) -> Iterator[Batch]:
+    for batch in plan:
+        tokens, mask = pad([token_lists[row] for row in batch.rows.tolist()], batch.slots, batch.length)
+        yield {"tokens": tokens, "mask": mask}
+
+
+def _store(result: Tensor, batch: EncodeBatch, embeddings: Tensor) -> None:
+    result[torch.from_numpy(batch.rows)] = embeddings.cpu()[: len(batch.rows)].float()
+
+
+@contextmanager
+def _evaluation(encoder: EncodeFunction) -> Iterator[None]:
+    training = isinstance(encoder, nn.Module) and encoder.training
+    if training:
+        encoder.eval()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if training:
+            encoder.train()  # type: ignore[attr-defined]

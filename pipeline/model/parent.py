@@ -1,0 +1,140 @@
+"""The model a run continues from, wherever it comes from, as a model folder that every stage can load.
+
+Accepted: a Hugging Face or sentence-transformers folder, one of our checkpoint folders, a `.safetensors` file, what `torch.save`
+wrote (a state_dict, also from a GPU, or a training checkpoint around one). Bare weight files take config.json and tokenizer from
+`model.base`, or from the files beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import ModelConfig
+from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.model.encoder import new_encoder
+from pipeline.model.folder import (
+    CONFIG_FILES,
+    WEIGHTS,
+    has_tokenizer,
+    inspect_folder,
+    load_encoder,
+    save_folder,
+    transformer_folder,
+)
+from pipeline.model.weights import fill, read_weights, weight_files
+from pipeline.runtime import store
+
+log = logging.getLogger("trnpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedParent:
+    """A parent that was loaded once to prove that it can be.
+
+    Attributes:
+        folder: local model folder.
+        sha256: of the weight file as it was found (of all of them, if it is sharded).
+        converted: `folder` was made here and stands nowhere else; otherwise it is (a copy of) the parent itself.
+    """
+
+    folder: Path
+    sha256: str
+    converted: bool
+
+
+def resolve_parent(uri: str, config: ModelConfig, scratch: Path) -> ResolvedParent:
+    """Fetch a parent, check every tensor of it, and convert it where it is not a model folder already.
+
+    Args:
+        uri: s3:// or local; a folder or a weight file.
+        config: the form of the encoder, `base` and `weights_key`.
+        scratch: local folder for downloads and the conversion.
+
+    Raises:
+        MissingInput: nothing there, or no config.json.
+        BadConfig: weights that do not fit, a pickle with code in it, an unsupported encoder, no tokenizer.
+        BadData: truncated or corrupt files.
+    """
+    if store.exists(uri):
+        weights = store.local_file(uri, scratch / "parent")
+        return _convert([weights], _base_folder(config, scratch) or _beside(uri, scratch), config, scratch)
+    folder = store.local_folder(uri, scratch / "parent")
+    _verify_manifest(folder)
+    files = weight_files(transformer_folder(folder))
+    base = _base_folder(config, scratch)
+    complete = has_tokenizer(transformer_folder(folder)) and (transformer_folder(folder) / "config.json").is_file()
+    if not complete and base is not None:
+        return _convert(files, base, config, scratch)
+    _need_tokenizer(transformer_folder(folder), uri)
+    if [path.name for path in files] != [WEIGHTS]:
+        return _convert(files, folder, config, scratch)
+    load_encoder(folder, config)
+    return ResolvedParent(folder, _digest(files), converted=False)
+
+
+def _convert(files: list[Path], base: Path, config: ModelConfig, scratch: Path) -> ResolvedParent:
+    backbone, _ = inspect_folder(base, config)
+    _need_tokenizer(transformer_folder(base), str(base))
+    encoder = new_encoder(backbone, config)
+    weights = {name: tensor for path in files for name, tensor in read_weights(path, config.weights_key).items()}
+    fill(encoder, weights, files[0])
+    folder = scratch / "converted"
+    save_folder(encoder, folder, base)
+    log.info("converted %s with %d tensors into a model folder", files[0].name, len(weights))
+    return ResolvedParent(folder, _digest(files), converted=True)
+
+
+def _base_folder(config: ModelConfig, scratch: Path) -> Path | None:
+    return store.local_folder(config.base, scratch / "base") if config.base else None
+
+
+def _beside(uri: str, scratch: Path) -> Path:
+    """Configuration and tokenizer from the folder that a weight file stands in."""
+    if not store.is_s3(uri):
+        return Path(uri.removeprefix("file://")).parent
+    parent, folder = uri.rsplit("/", 1)[0], scratch / "beside"
+    for name in CONFIG_FILES:
+        if store.exists(store.join(parent, name)):
+            store.download(store.join(parent, name), folder / name)
+    return folder
+
+
+def _need_tokenizer(folder: Path, where: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise MissingInput(
+            "there is no config.json for the parent's weights",
+            value=where,
+            rule="a bare weight file needs a folder with config.json and tokenizer",
+            remedy="set model.base to such a folder",
+        )
+    if not has_tokenizer(folder):
+        raise BadConfig(
+            "the parent has no tokenizer", value=where, remedy="set model.base to a folder with config.json and tokenizer"
+        )
+
+
+def _verify_manifest(folder: Path) -> None:
+    """A checkpoint of ours says what its files were; one that has changed since is not loaded."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        return
+    try:
+        files = json.loads(path.read_text())["files"]
+        changed = [name for name, entry in files.items() if not _is_whole(folder / name, entry["sha256"])]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadData("the checkpoint's manifest cannot be read", value=f"{path}: {error}") from error
+    if changed:
+        raise BadData("the checkpoint's files are not what its manifest says", value=[str(folder / name) for name in changed])
+
+
+def _is_whole(path: Path, sha256: str) -> bool:
+    return path.is_file() and store.sha256_file(path) == sha256
+
+
+def _digest(files: list[Path]) -> str:
+    digests = [store.sha256_file(path) for path in files]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -1,0 +1,157 @@
+"""Search in what a run has published: the query is embedded with the published model and compared with every embedding.
+
+Exact and simple, for people who want to see what a run is worth; a service would load the parts into an index. Reads the
+registry's pointer, the manifest, the parts one after another, and the texts of the best documents from the corpus shards.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import tempfile
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.contract import RunPaths, registry_uri
+from pipeline.data.parts import read_part
+from pipeline.data.rows import read_documents
+from pipeline.data.tokens import TextTokenizer
+from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.model.folder import load_encoder
+from pipeline.model.inference import encode
+from pipeline.plan import RunPlan
+from pipeline.runtime import store
+from pipeline.runtime.device import open_device
+from pipeline.runtime.world import World
+
+log = logging.getLogger("trnpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A document, its inner product with the query, and its text (empty if its shard is gone)."""
+
+    id: str
+    score: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an embedding stands: part and row in it, which the plan maps to a corpus shard's row."""
+
+    score: float
+    part: int
+    row: int
+    id: str
+
+
+def search(
+    query: str, *, bucket: str | None = None, state: Path = Path(".trnpipe"), registry: str = "current", count: int = 5
+) -> list[Hit]:
+    """The best documents for a query, best first.
+
+    Args:
+        query: any text.
+        bucket: `s3://BUCKET` of a deployment; None: the local run's bucket, as files in `state`.
+        state: folder of the local run.
+        registry: name under which the embeddings were published.
+        count: how many documents at most.
+
+    Raises:
+        BadConfig: an empty query.
+        MissingInput: nothing is published under this name.
+    """
+    if not query.strip():
+        raise BadConfig("the query is empty", rule="a query has at least one word")
+    bucket_root = bucket.rstrip("/") if bucket else str(state / "bucket")
+    pointer = read_pointer(bucket_root, registry)
+    # Files of a local run name the bucket that stood for its state folder.
+    mirror = None if bucket else bucket_root
+    manifest = store.read_json(mirrored(pointer["embeddings"], mirror))
+    plan = RunPlan.from_json(store.read_bytes(RunPaths(store.join(bucket_root, "runs", pointer["run"])).plan))
+    with tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
+        model = store.local_folder(mirrored(pointer["model"], mirror), Path(scratch) / "model")
+        vector = embed_query(query, model, plan)
+        places = best_places(vector, manifest, mirror, Path(scratch), count)
+    return [Hit(place.id, place.score, read_text(place, plan, mirror)) for place in places]
+
+
+def read_pointer(bucket_root: str, registry: str) -> dict[str, Any]:
+    """The registry's pointer.
+
+    Raises:
+        MissingInput: there is none.
+    """
+    uri = registry_uri(bucket_root, registry)
+    if not store.exists(uri):
+        raise MissingInput(
+            "nothing is published under this name",
+            value=uri,
+            rule="search reads what the last accepted run published",
+            remedy="run `make local` first, or name the right --state, --bucket or --registry",
+        )
+    pointer: dict[str, Any] = store.read_json(uri)
+    return pointer
+
+
+def mirrored(uri: str, mirror: str | None) -> str:
+    """Where the object is to be read: in the local run's mirror of its bucket, if there is one."""
+    return store.join(mirror, store.split(uri)[1]) if mirror and store.is_s3(uri) else uri
+
+
+def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float32]:
+    """The query's embedding, (D,), on the host's processor, cut to the length that the model was trained with."""
+    device = open_device("cpu", "fp32", World())
+    encoder = device.place(load_encoder(model, plan.config.model))
+    length = plan.config.train.query_length
+    tokens = TextTokenizer(model).encode([query.strip()], length)
+    vector: npt.NDArray[np.float32] = encode(encoder, device, tokens, (length,), length)[0].numpy()
+    return vector
+
+
+def best_places(
+    vector: npt.NDArray[np.float32], manifest: dict[str, Any], mirror: str | None, scratch: Path, count: int
+) -> list[Place]:
+    """The embeddings with the largest inner product, best first. Parts are fetched and forgotten one by one.
+
+    Args:
+        vector: (D,).
+    """
+    best: list[Place] = []
+    for index, part in enumerate(manifest["parts"]):
+        uri = mirrored(part["uri"], mirror)
+        path = store.local_file(uri, scratch)
+        start = 0
+        for ids, embeddings in read_part(path):
+            scores = embeddings.astype(np.float32, copy=False) @ vector
+            rows = np.argsort(-scores, kind="stable")[:count].tolist()
+            found = (Place(float(scores[row]), index, start + row, ids[row]) for row in rows)
+            best = heapq.nlargest(count, chain(best, found), key=lambda place: place.score)
+            start += len(ids)
+        if store.is_s3(uri):
+            path.unlink()
+    return best
+
+
+def read_text(place: Place, plan: RunPlan, mirror: str | None) -> str:
+    """A document's text from the shard it came from, empty if that is no longer there as it was."""
+    row = place.row
+    for span in plan.embed.parts[place.part].spans:
+        if row < span.stop - span.start:
+            shard = plan.embed.shards[span.shard]
+            shard = shard.model_copy(update={"uri": mirrored(shard.uri, mirror)})
+            start = span.start + row
+            try:
+                [(_, text)] = read_documents(shard, plan.embed.source, plan.config.data.columns, start, start + 1)
+            except (MissingInput, BadData) as error:
+                log.warning("the text of %s cannot be read: %s", place.id, error.what)
+                return ""
+            return text
+        row -= span.stop - span.start
+    raise AssertionError(f"part {place.part} has no row {place.row}")

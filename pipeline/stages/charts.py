@@ -1,0 +1,129 @@
+"""Geometry of the report's charts: from numbers to the coordinates, ticks and labels that the template draws as inline SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Points = Sequence[tuple[float, float]]
+
+WIDTH, HEIGHT = 440, 230
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 10, 42
+MOST_POINTS = 500
+"""More are thinned out by averaging neighbours: a screen shows no more, and the page stays small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One mark on an axis: its pixel position and label."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One series as SVG polyline points, with its last point for a dot."""
+
+    name: str
+    points: str
+    end: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineChart:
+    """A chart of lines in a WIDTH x HEIGHT view box, plotted between the margins."""
+
+    x_label: str
+    y_label: str
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    lines: list[Line]
+    averaged: int
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    right: int = WIDTH - RIGHT
+    top: int = TOP
+    bottom: int = HEIGHT - BOTTOM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One bar of the timeline, in percent of its width."""
+
+    left: float
+    width: float
+
+
+def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> LineChart | None:
+    """Lay out lines over a common pair of axes.
+
+    Args:
+        series: name -> (x, y) in ascending x; points that are not finite are left out.
+
+    Returns:
+        None when there is nothing to draw.
+    """
+    finite = {name: [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)] for name, points in series.items()}
+    longest = max((len(points) for points in finite.values()), default=0)
+    if longest == 0:
+        return None
+    averaged = math.ceil(longest / MOST_POINTS)
+    drawn = {name: _thin(points, averaged) for name, points in finite.items() if points}
+    xs = [x for points in drawn.values() for x, _ in points]
+    ys = [y for points in drawn.values() for _, y in points]
+    x_ticks, x_low, x_high = _axis(min(xs), max(xs), 5, whole=True)
+    y_ticks, y_low, y_high = _axis(min(ys), max(ys), 4)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+        down = HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+        return round(across, 1), round(down, 1)
+
+    lines = []
+    for name, points in drawn.items():
+        placed = [place(x, y) for x, y in points]
+        lines.append(Line(name, " ".join(f"{x},{y}" for x, y in placed), placed[-1]))
+    return LineChart(
+        x_label=x_label,
+        y_label=y_label,
+        x_ticks=[Tick(place(value, y_low)[0], label) for value, label in x_ticks],
+        y_ticks=[Tick(place(x_low, value)[1], label) for value, label in y_ticks],
+        lines=lines,
+        averaged=averaged,
+    )
+
+
+def bar(start: float, stop: float, low: float, high: float) -> Bar:
+    """Where [start, stop] lies within [low, high]; never thinner than can be seen."""
+    extent = max(high - low, 1e-9)
+    left = 100 * (start - low) / extent
+    return Bar(left=round(min(left, 99.6), 3), width=round(max(100 * (stop - start) / extent, 0.4), 3))
+
+
+def _thin(points: Points, group: int) -> Points:
+    if group == 1:
+        return points
+    groups = [points[start : start + group] for start in range(0, len(points), group)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in groups]
+
+
+def _axis(low: float, high: float, count: int, *, whole: bool = False) -> tuple[list[tuple[float, str]], float, float]:
+    """Ticks at round values around [low, high], about `count` of them, and the axis' bounds."""
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):  # flat, as far as labels can tell
+        margin = abs(low) * 0.1 or 1.0
+        low, high = (low - 1, high + 1) if whole else (low - margin, high + margin)
+    rough = (high - low) / count
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * 0.999)
+    if whole:
+        step = max(step, 1.0)
+        # The x axis ends where the data ends: a curve should fill its chart.
+        first, last, bounds = math.ceil(low / step), math.floor(high / step), (low, high)
+    else:
+        first, last = math.floor(low / step), math.ceil(high / step)
+        bounds = (first * step, last * step)
+    digits = max(0, -math.floor(math.log10(step)))
+    return [(number * step, f"{number * step:,.{digits}f}") for number in range(first, last + 1)], *bounds

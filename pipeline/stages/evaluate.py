@@ -1,0 +1,238 @@
+"""evaluate: rank the hold-out's candidates with the parent and with the new model, and say whether the new one may be published.
+
+Reads `prepare/rows/{holdout,candidates}.arrow`, the parent and `model/`; writes everything to `evaluate/scorecard.json`.
+The verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts on what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from torch import Tensor
+
+from pipeline.config import GateConfig, RunConfig
+from pipeline.contract import Artifact
+from pipeline.data.arrow import read_table
+from pipeline.errors import BadConfig, BadData
+from pipeline.model.folder import WEIGHTS, load_encoder
+from pipeline.model.inference import EAGER_KINDS, encode
+from pipeline.model.retrieval import METRICS, retrieve
+from pipeline.runtime import store
+from pipeline.runtime.context import StageContext, StageOutput
+from pipeline.runtime.device import Device, open_device
+
+log = logging.getLogger("trnpipe")
+
+CONFIDENCE = 0.95
+ROUNDING = 1e-12
+"""Slack of the gate's comparison: means differ by about 1e-16 for no reason, and equal models must not be refused."""
+
+Values = npt.NDArray[np.float64]
+PerQuery = dict[str, Values]
+"""Metric -> its value for every query, in the order of `Holdout.queries`."""
+
+
+def run(context: StageContext) -> StageOutput:
+    """Compare both models on the whole hold-out.
+
+    Raises:
+        BadConfig: the hold-out is smaller than the gate asks for.
+        BadData: a model whose embeddings are not finite.
+    """
+    plan, config = context.plan, context.plan.config
+    holdout = read_holdout(context)
+    check_size(len(holdout.queries), config.gate)
+    device = open_device(plan.world.kind, plan.world.precision, context.world, threads=config.device.threads_per_rank)
+    started = time.monotonic()
+    parent = measure(context, device, holdout, "parent", plan.parent.folder)
+    new = measure(context, device, holdout, "new", context.paths.model)
+    seconds = time.monotonic() - started
+    device.close()
+
+    scores = compare(parent, new, samples=config.evaluate.bootstrap_samples, seed=config.seed)
+    gate = judge(scores, config.gate)
+    log.info("gate: %s: %s", gate["verdict"], gate["reason"])
+    counts = {"queries": len(holdout.queries), "candidates": len(holdout.candidates)}
+    scorecard = {**counts, **scores, "gate": gate, "locales": compare_locales(parent, new, holdout.locales, config)}
+    store.write_json(context.paths.scorecard, scorecard)
+    weights = store.join(context.paths.model, WEIGHTS)
+    return StageOutput(
+        inputs={
+            "parent": Artifact(plan.parent.folder, plan.parent.sha256),
+            "model": Artifact(weights, store.sha256(weights)),
+        },
+        outputs={"scorecard": Artifact(context.paths.scorecard, store.sha256(context.paths.scorecard))},
+        metrics={**counts, **scores, "gate": gate, "queries_per_second": 2 * len(holdout.queries) / seconds},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdout:
+    """Distinct queries of the hold-out with their relevant documents among the candidates.
+
+    Attributes:
+        queries: token ids of each query.
+        candidates: token ids of each candidate document.
+        relevant: per query, index of a relevant candidate -> its gain (> 0).
+        locales: per query, None where the rows have none.
+    """
+
+    queries: Sequence[Sequence[int]]
+    candidates: Sequence[Sequence[int]]
+    relevant: list[dict[int, float]]
+    locales: list[str | None]
+
+
+def read_holdout(context: StageContext) -> Holdout:
+    """The hold-out that prepare fixed, joined to its candidates.
+
+    Raises:
+        BadData: a held-out document is not among the candidates.
+    """
+    tables = (store.join(context.paths.rows, name) for name in ("holdout.arrow", "candidates.arrow"))
+    return join_holdout(*(read_table(store.local_file(uri, context.scratch)) for uri in tables))
+
+
+def join_holdout(holdout: pa.Table, candidates: pa.Table) -> Holdout:
+    """Group the hold-out's rows into distinct queries (text and locale). A query without a relevant document does not count."""
+    position = {value: index for index, value in enumerate(candidates["document_hash"].to_pylist())}
+    rows_of: dict[tuple[int, str | None], int] = {}
+    relevant_of: dict[tuple[int, str | None], dict[int, float]] = {}
+    columns = (holdout[name].to_pylist() for name in ("query_hash", "locale", "document_hash", "label"))
+    for row, (query, locale, document, label) in enumerate(zip(*columns, strict=True)):
+        if document not in position:
+            raise BadData(
+                "a held-out document is not among the candidates",
+                value=f"row {row}",
+                rule="candidates hold all hold-out documents",
+            )
+        if label > 0:
+            gains = relevant_of.setdefault((query, locale), {})
+            gains[position[document]] = max(label, gains.get(position[document], 0.0))
+            rows_of.setdefault((query, locale), row)
+    return Holdout(
+        queries=holdout["query_tokens"].take(pa.array(rows_of.values(), pa.int64())).to_pylist(),
+        candidates=candidates["document_tokens"].to_pylist(),
+        relevant=[relevant_of[key] for key in rows_of],
+        locales=[locale for _, locale in rows_of],
+    )
+
+
+def check_size(queries: int, gate: GateConfig) -> None:
+    """Refuse to judge on a hold-out that cannot show what the gate asks for.
+
+    Raises:
+        BadConfig: fewer queries than `gate.min_queries`, and `gate.allow_small` is not set; or none at all.
+    """
+    if queries == 0 or (queries < gate.min_queries and not gate.allow_small):
+        raise BadConfig(
+            "the hold-out is too small to judge the model",
+            value=f"{queries} distinct queries",
+            rule=f"gate.min_queries = {gate.min_queries}; fewer cannot show a difference of {gate.max_drop:.3%}",
+            remedy="raise data.holdout_fraction, add data, or set gate.allow_small=true to judge all the same",
+        )
+
+
+def measure(context: StageContext, device: Device, holdout: Holdout, name: str, folder: str) -> PerQuery:
+    """Every metric of one model for every query."""
+    config = context.plan.config
+    context.heartbeat.beat(note=f"loading the {name} model")
+    encoder = device.place(load_encoder(store.local_folder(folder, context.scratch / name), config.model))
+    total = len(holdout.queries) + len(holdout.candidates)
+    begun = time.monotonic()
+
+    def vectors(token_lists: Sequence[Sequence[int]], buckets: Sequence[int], before: int) -> Tensor:
+        def beat(done: int) -> None:
+            rate = (before + done) / max(time.monotonic() - begun, 1e-9)
+            context.heartbeat.beat(before + done, total, unit="texts", rate=rate, note=f"encoding with the {name} model")
+
+        return encode(encoder, device, token_lists, buckets, config.embed.tokens_per_batch, on_progress=beat)
+
+    candidates = vectors(holdout.candidates, config.embed.buckets, 0)
+    queries = vectors(holdout.queries, (config.train.query_length,), len(holdout.candidates))
+    context.heartbeat.beat(note=f"ranking with the {name} model")
+    if device.kind in EAGER_KINDS:
+        candidates, queries = candidates.to(device.torch_device), queries.to(device.torch_device)
+    return retrieve(queries, candidates, holdout.relevant)
+
+
+def compare(parent: PerQuery, new: PerQuery, *, samples: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Means of both models and the difference new - parent with its paired bootstrap interval.
+
+    Returns:
+        `{parent: {metric: mean}, new: {metric: mean}, difference: {metric: {value, low, high}}}`.
+    """
+    differences = np.stack([new[metric] - parent[metric] for metric in METRICS], axis=1)
+    low, high = bootstrap(differences, samples=samples, seed=seed)
+    return {
+        "parent": {metric: float(parent[metric].mean()) for metric in METRICS},
+        "new": {metric: float(new[metric].mean()) for metric in METRICS},
+        "difference": {
+            metric: {"value": float(differences[:, column].mean()), "low": float(low[column]), "high": float(high[column])}
+            for column, metric in enumerate(METRICS)
+        },
+    }
+
+
+def bootstrap(differences: Values, *, samples: int, seed: int) -> tuple[Values, Values]:
+    """Bounds of the interval that holds the mean difference with 95 %, by resampling queries with replacement.
+
+    Args:
+        differences: new - parent, shape (queries, metrics). Paired: both models saw the same query, so the spread among queries,
+            which is far larger than the difference, cancels out.
+
+    Returns:
+        Lower and upper bounds, shape (metrics,) each.
+    """
+    rng = np.random.default_rng(seed)
+    queries = len(differences)
+    means = np.empty((samples, differences.shape[1]))
+    for sample in range(samples):
+        # How often each query was drawn: one product instead of a gather, and no (samples, queries) array.
+        drawn = np.bincount(rng.integers(0, queries, size=queries), minlength=queries)
+        means[sample] = drawn @ differences / queries
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    return low, high
+
+
+def judge(scores: Mapping[str, Mapping[str, Any]], gate: GateConfig) -> dict[str, Any]:
+    """The verdict: `accepted` if the new model's metric is at most `gate.max_drop` below its parent's, else `refused`."""
+    parent, new = scores["parent"][gate.metric], scores["new"][gate.metric]
+    difference = scores["difference"][gate.metric]["value"]
+    accepted = difference >= -gate.max_drop - ROUNDING
+    change = "is unchanged" if difference == 0 else f"{'rose' if difference > 0 else 'fell'} by {abs(difference):.5f}"
+    return {
+        "verdict": "accepted" if accepted else "refused",
+        "metric": gate.metric,
+        "parent": parent,
+        "new": new,
+        "difference": difference,
+        "allowed": gate.max_drop,
+        "reason": f"{gate.metric} {change}, from {parent:.5f} to {new:.5f}; a drop of up to {gate.max_drop:g} is allowed",
+    }
+
+
+def compare_locales(
+    parent: PerQuery, new: PerQuery, locales: Sequence[str | None], config: RunConfig
+) -> dict[str, dict[str, Any]]:
+    """The same comparison for the queries of each locale; empty where rows have none."""
+    scores = {}
+    for locale in sorted({locale for locale in locales if locale is not None}):
+        chosen = np.array([item == locale for item in locales])
+        scores[locale] = {
+            "queries": int(chosen.sum()),
+            **compare(
+                {metric: parent[metric][chosen] for metric in METRICS},
+                {metric: new[metric][chosen] for metric in METRICS},
+                samples=config.evaluate.bootstrap_samples,
+                seed=config.seed,
+            ),
+        }
+    return scores

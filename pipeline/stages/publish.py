@@ -1,0 +1,300 @@
+"""publish: prove that the embeddings are whole, join their parts in one manifest, and move the registry's pointer.
+
+Reads `evaluate/result.json` (the verdict) and every part of `embed/`; writes `embed/manifest.json` and then, in one conditional
+write, `registry/NAME.json`, which names the model and the embeddings together. Needs no framework and no accelerator.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.contract import Artifact, Stage, StageResult, now, registry_uri
+from pipeline.data.ids import IdDigest, repeated
+from pipeline.data.parts import PartRecord, read_ids
+from pipeline.data.rows import read_documents
+from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
+from pipeline.runtime import store
+from pipeline.runtime.context import StageContext, StageOutput
+
+log = logging.getLogger("trnpipe")
+
+READERS = 4
+"""Parts that are fetched and read at once, so that waiting for storage overlaps."""
+EXAMPLES = 20
+WEIGHTS = "model.safetensors"
+AGAIN = "delete the part's record (.json) and embed/result.json, then start the run again under its id"
+
+Hashes = npt.NDArray[np.uint64]
+
+
+def run(context: StageContext) -> StageOutput:
+    """Check everything, write the manifest, then replace the pointer.
+
+    Raises:
+        GateRefused: evaluate has not accepted this model under this plan.
+        MissingInput, BadData: a part that is absent, damaged or of another model; ids that are missing or there twice.
+        Superseded: another run has published under this name since this one was planned.
+    """
+    plan, paths = context.plan, context.paths
+    weights = store.join(paths.model, WEIGHTS)
+    model = Artifact(weights, store.sha256(weights))
+    check_verdict(context, model)
+    parts = check_parts(context, model)
+    check_ids(context, parts)
+
+    # Invariant: whoever follows the pointer finds the manifest, so it is written first.
+    store.write_json(paths.embed_manifest, manifest_of(context, model, parts))
+    log.info("publish: %d embeddings in %d parts are complete", plan.embed.rows, len(parts))
+    published = move_pointer(context, model) if plan.config.registry is not None else None
+    if published is None:
+        log.info("publish: registry is null, nothing points at this run")
+    return StageOutput(
+        inputs={"model": model},
+        outputs={"embeddings": Artifact(paths.embed_manifest, store.sha256(paths.embed_manifest))},
+        metrics={
+            "published": published is not None,
+            "registry": published,
+            "replaced": plan.parent.run,
+            "documents": plan.embed.rows,
+            "parts": len(parts),
+        },
+    )
+
+
+def check_verdict(context: StageContext, model: Artifact) -> None:
+    """Nothing is published that evaluate did not accept: these very weights, under this plan.
+
+    Raises:
+        GateRefused: refused, or not judged.
+        MissingInput: evaluate has left no result.
+    """
+    result = StageResult.from_json(store.read_bytes(context.paths.result(Stage.EVALUATE)))
+    gate = result.metrics.get("gate", {})
+    if gate.get("verdict") != "accepted":
+        raise GateRefused(
+            "the new model was not accepted", value=gate.get("reason"), rule="only a model that the gate accepted is published"
+        )
+    judged = result.inputs["model"].sha256 if "model" in result.inputs else None
+    if result.fingerprint != context.plan.fingerprint or judged != model.sha256:
+        raise GateRefused(
+            "the verdict is about another model",
+            value=[
+                f"judged: plan {result.fingerprint}, weights {judged}",
+                f"here: plan {context.plan.fingerprint}, weights {model.sha256}",
+            ],
+            rule="only a model that the gate accepted is published",
+            remedy="delete evaluate/result.json and start the run again under its id",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedPart:
+    """A part whose content is what its record says.
+
+    Attributes:
+        uri: of the Parquet file.
+        hashes: lower 64 bits of each id's hash, (rows,).
+    """
+
+    index: int
+    uri: str
+    record: PartRecord
+    digest: IdDigest
+    hashes: Hashes
+
+
+def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
+    """Read every part's ids and compare everything known about it with what is there.
+
+    Raises:
+        MissingInput, BadData.
+    """
+    count = len(context.plan.embed.parts)
+    rows = 0
+    parts = []
+    with ThreadPoolExecutor(READERS, "parts") as readers:
+        for part in readers.map(lambda index: check_part(context, model, index), range(count)):
+            parts.append(part)
+            rows += part.record.rows
+            context.heartbeat.beat(rows, context.plan.embed.rows, unit="ids", note="checking the parts")
+    forms = {(part.record.dimension, part.record.dtype) for part in parts}
+    if len(forms) > 1:
+        raise BadData("parts of different form", value=sorted(forms), rule="one dimension and dtype", remedy=AGAIN)
+    return parts
+
+
+def check_part(context: StageContext, model: Artifact, index: int) -> CheckedPart:
+    """One part against its record and the plan.
+
+    Raises:
+        MissingInput: it or its record is absent.
+        BadData: they do not fit each other, the plan or the model.
+    """
+    paths, plan = context.paths, context.plan
+    count = len(plan.embed.parts)
+    uri = paths.part(index, count)
+    record = PartRecord.from_json(store.read_bytes(paths.part_manifest(index, count)))
+    digest = IdDigest()
+    with local_part(context, uri) as path:
+        facts = {
+            "sha256": (store.sha256_file(path), record.sha256),
+            "model": (record.model, model.sha256),
+            "fingerprint": (record.fingerprint, plan.fingerprint),
+            "rows": (record.rows, plan.embed.parts[index].rows),
+        }
+        wrong = [f"{name} {found}, expected {expected}" for name, (found, expected) in facts.items() if found != expected]
+        if not wrong:
+            hashes = np.fromiter((digest.add(identifier) for ids in read_ids(path) for identifier in ids), np.uint64)
+            if str(digest) != record.ids:
+                wrong = [f"ids {digest}, expected {record.ids}"]
+    if wrong:
+        raise BadData("a part is not what it should be", value=[f"{uri}: {fact}" for fact in wrong], remedy=AGAIN)
+    return CheckedPart(index=index, uri=uri, record=record, digest=digest, hashes=hashes)
+
+
+@contextmanager
+def local_part(context: StageContext, uri: str) -> Iterator[Path]:
+    """The part as a local file, for as long as it is read: the disk never holds more than READERS of them."""
+    path = store.local_file(uri, context.scratch / "parts")
+    try:
+        yield path
+    finally:
+        if store.is_s3(uri):
+            path.unlink()
+
+
+def check_ids(context: StageContext, parts: Sequence[CheckedPart]) -> None:
+    """Prove that every id of the corpus is there exactly once.
+
+    The digest of all parts equals the corpus' own, so both hold the same ids equally often; and no id is there twice.
+
+    Raises:
+        BadData: naming ids that are missing or repeated.
+    """
+    total = IdDigest()
+    for part in parts:
+        total.merge(part.digest)
+    suspects = repeated([part.hashes for part in parts])
+    twice = repeated_ids(context, parts, suspects)
+    if not twice and str(total) == context.plan.embed.ids and total.count == context.plan.embed.rows:
+        return
+    missing = missing_ids(context, parts)
+    raise BadData(
+        "the embeddings do not hold every document exactly once",
+        value=[
+            f"{total.count} ids, {context.plan.embed.rows} documents",
+            *(f"repeated: {identifier}" for identifier in twice),
+            *(f"missing: {identifier}" for identifier in missing),
+        ],
+        rule="each id of the corpus is in the embeddings exactly once",
+        remedy="remove repeated ids from the corpus and start a new run" if twice else AGAIN,
+    )
+
+
+def repeated_ids(context: StageContext, parts: Sequence[CheckedPart], suspects: Hashes) -> list[str]:
+    """Ids that really occur more than once among those whose hashes do (two ids may share one), the first few."""
+    if not len(suspects):
+        return []
+    counts: Counter[str] = Counter()
+    for part in parts:
+        rows = set(np.flatnonzero(np.isin(part.hashes, suspects)).tolist())
+        if rows:
+            with local_part(context, part.uri) as path:
+                ids = (identifier for batch in read_ids(path) for identifier in batch)
+                counts.update(identifier for row, identifier in enumerate(ids) if row in rows)
+    return [identifier for identifier, count in counts.items() if count > 1][:EXAMPLES]
+
+
+def missing_ids(context: StageContext, parts: Sequence[CheckedPart]) -> list[str]:
+    """Ids of the corpus that no part has, the first few."""
+    plan = context.plan
+    present = np.sort(np.concatenate([part.hashes for part in parts]))
+    missing: list[str] = []
+    for part in plan.embed.parts:
+        for span in part.spans:
+            shard = plan.embed.shards[span.shard]
+            documents = read_documents(shard, plan.embed.source, plan.config.data.columns, span.start, span.stop)
+            for identifier, _ in documents:
+                context.heartbeat.beat(note="looking for missing ids")
+                value = np.uint64(IdDigest().add(identifier))
+                place = np.searchsorted(present, value)
+                if place == len(present) or present[place] != value:
+                    missing.append(identifier)
+                    if len(missing) == EXAMPLES:
+                        return missing
+    return missing
+
+
+def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedPart]) -> dict[str, Any]:
+    """`embed/manifest.json`: the whole set of embeddings, with the model that understands them."""
+    plan = context.plan
+    return {
+        "run": plan.run,
+        "model": {"uri": context.paths.model, "sha256": model.sha256},
+        "dimension": parts[0].record.dimension,
+        "dtype": parts[0].record.dtype,
+        "rows": plan.embed.rows,
+        "ids": plan.embed.ids,
+        "parts": [{"uri": part.uri, "sha256": part.record.sha256, "rows": part.record.rows} for part in parts],
+    }
+
+
+def move_pointer(context: StageContext, model: Artifact) -> str:
+    """Point the registry at this run, if it still is what it was when the run was planned.
+
+    Returns:
+        The pointer's URI.
+
+    Raises:
+        Superseded: it names another run.
+    """
+    plan, paths = context.plan, context.paths
+    assert plan.config.registry is not None
+    uri = registry_uri(paths.bucket_root, plan.config.registry)
+    pointer = {
+        "model": paths.model,
+        "model_sha256": model.sha256,
+        "embeddings": paths.embed_manifest,
+        "run": plan.run,
+        "published": now(),
+        "fingerprint": plan.fingerprint,
+        "previous": plan.parent.run,
+    }
+    etag = plan.parent.registry_etag
+    try:
+        store.write_json(uri, pointer, **({"if_match": etag} if etag else {"if_absent": True}))
+    except store.Conflict as conflict:
+        check_ours(context, uri, conflict)
+    log.info("publish: %s now points at %s", uri, plan.run)
+    return uri
+
+
+def check_ours(context: StageContext, uri: str, conflict: store.Conflict) -> None:
+    """The pointer has changed: fine if this run changed it, in an attempt whose answer was lost.
+
+    Raises:
+        Superseded: somebody else did.
+    """
+    try:
+        owner = store.read_json(uri)
+    except MissingInput:
+        owner = {}
+    if (owner.get("run"), owner.get("fingerprint")) == (context.plan.run, context.plan.fingerprint):
+        return
+    raise Superseded(
+        f"run {owner['run']} published first" if owner.get("run") else "the registry's pointer was removed meanwhile",
+        value=f"{uri}: {json.dumps(owner)}",
+        rule="a run replaces only what it was planned upon",
+        remedy="start a new run: it continues from what is published now",
+    ) from conflict

@@ -1,0 +1,364 @@
+"""report: one self-contained HTML page per run, after success, refusal and failure alike.
+
+Reads whatever the run folder holds; a piece that is missing or unreadable is shown as such and never fails the run. Writes
+`report/index.html`. Everything shown passes through the template's escaping.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+
+from pipeline.contract import Artifact, RunPaths, Stage, StageFailure, StageResult, now
+from pipeline.errors import ExitCode, TrnpipeError
+from pipeline.plan import RunPlan
+from pipeline.runtime import store
+from pipeline.runtime.context import StageContext, StageOutput
+from pipeline.stages.charts import Bar, LineChart, bar, line_chart
+
+log = logging.getLogger("trnpipe")
+
+TEMPLATE = "report.html.j2"
+SHOWN_SHARDS = 50
+METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100")
+"""Order of the metrics on the page."""
+Read = TypeVar("Read")
+
+
+def run(context: StageContext) -> StageOutput | None:
+    """Write the page; nothing that is missing or unreadable stops it."""
+    context.heartbeat.beat(note="reading the run folder")
+    record = read_run(context.paths)
+    page = render(record).encode()
+    store.write_bytes(context.paths.report, page)
+    log.info("report: %s: %s", record.verdict.headline, context.paths.report)
+    if record.plan is None and store.exists(context.paths.plan):
+        return None  # a result names its plan, and this one cannot be read
+    return StageOutput(
+        outputs={"report": Artifact(context.paths.report, store.sha256(context.paths.report), len(page))},
+        metrics={"verdict": record.verdict.kind, "headline": record.verdict.headline, "missing": record.problems[:20]},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How the run ended.
+
+    Attributes:
+        kind: `published`, `finished` (publishes nowhere), `refused`, `failed` or `unfinished`.
+        headline: a few words.
+        reason: one sentence.
+        stage: the stage where it ended, unless it went through.
+    """
+
+    kind: str
+    headline: str
+    reason: str
+    stage: Stage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """One stage on the timeline."""
+
+    stage: Stage
+    status: str
+    started: datetime | None = None
+    finished: datetime | None = None
+    bar: Bar | None = None
+
+    @property
+    def duration(self) -> timedelta | None:
+        return self.finished - self.started if self.started and self.finished else None
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """All that the run folder says, as far as it could be read.
+
+    Attributes:
+        files: URIs of everything in the run folder.
+        problems: pieces that are there but could not be read, with the reason.
+    """
+
+    paths: RunPaths
+    plan: RunPlan | None = None
+    results: dict[Stage, StageResult] = field(default_factory=dict)
+    failures: dict[Stage, StageFailure] = field(default_factory=dict)
+    scorecard: dict[str, Any] = field(default_factory=dict)
+    training: list[dict[str, Any]] = field(default_factory=list)
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        return judge(self)
+
+    def metrics(self, stage: Stage) -> dict[str, Any]:
+        """A stage's metrics, empty if it has no result."""
+        result = self.results.get(stage)
+        return result.metrics if result else {}
+
+
+def read_run(paths: RunPaths) -> RunRecord:
+    """Collect the pieces. Absent ones stay empty; unreadable ones are listed in `problems`."""
+    record = RunRecord(paths=paths, files=[info.uri for info in store.list_objects(paths.root)])
+    present = set(record.files)
+
+    def read(uri: str, parse: Callable[[bytes], Read]) -> Read | None:
+        try:
+            return parse(store.read_bytes(uri)) if uri in present else None
+        except (TrnpipeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = error.what if isinstance(error, TrnpipeError) else f"{type(error).__name__}: {error}".splitlines()[0]
+            record.problems.append(f"{uri.removeprefix(paths.root + '/')}: {reason}")
+            return None
+
+    record.plan = read(paths.plan, RunPlan.from_json)
+    for stage in Stage:
+        result = read(paths.result(stage), StageResult.from_json)
+        # A result of another plan does not count, for this page as for every stage.
+        if result and stage is not Stage.REPORT and record.plan and result.fingerprint == record.plan.fingerprint:
+            record.results[stage] = result
+        failure = read(paths.failure(stage), StageFailure.from_json)
+        if failure and stage is not Stage.REPORT:
+            record.failures[stage] = failure
+    record.scorecard = read(paths.scorecard, _object) or {}
+    record.training = read(paths.metrics, _json_lines) or []
+    nodes = record.plan.world.nodes if record.plan else 1
+    health = (read(paths.node_health(node), _object) for node in range(nodes))
+    record.nodes = [{"node": node, **found} for node, found in enumerate(health) if found]
+    return record
+
+
+def judge(record: RunRecord) -> Verdict:
+    """How the run ended, from what its stages left behind. What was published counts whatever failed on the way."""
+    gate = _gate(record)
+    if Stage.PUBLISH in record.results:
+        if record.results[Stage.PUBLISH].metrics.get("published"):
+            return Verdict(kind="published", headline="Published", reason=f"{gate.get('reason', '')}".strip())
+        return Verdict(kind="finished", headline="Finished", reason="The run publishes nowhere (registry: null).", stage=None)
+    if record.failures:
+        stage, failure = list(record.failures.items())[-1]
+        headline = "Superseded" if failure.exit_code == ExitCode.SUPERSEDED else f"Failed in {stage}"
+        return Verdict(kind="failed", headline=headline, reason=failure.what, stage=stage)
+    if gate.get("verdict") == "refused":
+        return Verdict(kind="refused", headline="Refused", reason=str(gate.get("reason", "")), stage=Stage.EVALUATE)
+    missing = [stage for stage in Stage if stage not in record.results and stage is not Stage.REPORT]
+    return Verdict(
+        kind="unfinished", headline="Not finished", reason=f"{missing[0]} left neither a result nor a failure.", stage=missing[0]
+    )
+
+
+def states(record: RunRecord) -> list[State]:
+    """The stages in their order, placed on one time axis."""
+    ended = record.verdict.stage
+    found = []
+    for stage in Stage:
+        result, failure = record.results.get(stage), record.failures.get(stage)
+        if stage is Stage.REPORT:
+            continue
+        if result:
+            refused = record.verdict.kind == "refused" and stage is ended
+            status, started, finished = "refused" if refused else "done", _time(result.started), _time(result.finished)
+        elif failure:
+            status, started, finished = "failed", None, _time(failure.time)
+        else:
+            status, started, finished = "not finished" if stage is ended else "not reached", None, None
+        found.append(State(stage=stage, status=status, started=started, finished=finished))
+    moments = [moment.timestamp() for state in found for moment in (state.started, state.finished) if moment]
+    if not moments:
+        return found
+    low, high = min(moments), max(moments)
+    return [_placed(state, low, high) for state in found]
+
+
+def _placed(state: State, low: float, high: float) -> State:
+    stop = state.finished or state.started
+    if stop is None:
+        return state
+    start = state.started or stop
+    return State(
+        stage=state.stage,
+        status=state.status,
+        started=state.started,
+        finished=state.finished,
+        bar=bar(start.timestamp(), stop.timestamp(), low, high),
+    )
+
+
+def render(record: RunRecord) -> str:
+    """The page. The template engine escapes every value, whatever it holds."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment, short=_short)
+    plan, scores = record.plan, record.scorecard or record.metrics(Stage.EVALUATE)
+    return environment.get_template(TEMPLATE).render(
+        title=(plan.config.report.title if plan else None) or f"Run {record.paths.run_id}",
+        record=record,
+        run_id=record.paths.run_id,
+        root=record.paths.root,
+        plan=plan,
+        written=now(),
+        verdict=record.verdict,
+        failure=record.failures.get(record.verdict.stage) if record.verdict.stage else None,
+        states=states(record),
+        metrics={stage.value: record.metrics(stage) for stage in Stage},
+        took=_took(record),
+        refused_rows=plan.train.bad_rows + (plan.embed.bad_rows if plan.embed.source == "corpus" else 0) if plan else None,
+        gate=_gate(record),
+        scores=scores,
+        metric_names=METRICS,
+        whiskers=whiskers(scores.get("difference", {})),
+        charts=training_charts(record.training, plan.config.gate.metric if plan else METRICS[0]),
+        configuration=json.dumps(plan.config.model_dump(mode="json"), indent=2) if plan else "",
+        versions=_versions(record),
+        shown_shards=SHOWN_SHARDS,
+        files=_files(record),
+    )
+
+
+def training_charts(logged: list[dict[str, Any]], metric: str) -> list[LineChart]:
+    """The curves of training: the loss, and the gate's metric on part of the hold-out, as far as they were logged."""
+    loss: list[tuple[float, float]] = []
+    validation: list[tuple[float, float]] = []
+    for line in logged:
+        step, measured = line.get("step"), line.get("validation")
+        if not isinstance(step, int):
+            continue
+        if isinstance(line.get("loss"), float):
+            loss.append((step, line["loss"]))
+        if isinstance(measured, dict) and isinstance(measured.get(metric), float):
+            validation.append((step, measured[metric]))
+    charts = (
+        line_chart({"loss": loss}, x_label="step", y_label="Training loss"),
+        line_chart({metric: validation}, x_label="step", y_label=f"{metric} on part of the hold-out"),
+    )
+    return [chart for chart in charts if chart]
+
+
+def whiskers(differences: Any) -> dict[str, dict[str, float]]:
+    """Metric -> where its interval, its value and zero lie on one common scale, in percent."""
+    if not isinstance(differences, Mapping):
+        return {}
+    intervals = {
+        metric: (change["low"], change["value"], change["high"])
+        for metric, change in differences.items()
+        if isinstance(change, Mapping) and all(isinstance(change.get(key), (int, float)) for key in ("low", "value", "high"))
+    }
+    extent = max((abs(value) for interval in intervals.values() for value in interval), default=0.0) or 1.0
+    return {
+        metric: {
+            "zero": 50.0,
+            **{key: round(50 + 46 * value / extent, 2) for key, value in zip(("low", "value", "high"), interval, strict=True)},
+        }
+        for metric, interval in intervals.items()
+    }
+
+
+def _took(record: RunRecord) -> timedelta | None:
+    moments = [moment for state in states(record) for moment in (state.started, state.finished) if moment]
+    return max(moments) - min(moments) if moments else None
+
+
+def _gate(record: RunRecord) -> Mapping[str, Any]:
+    gate = record.metrics(Stage.EVALUATE).get("gate")
+    return gate if isinstance(gate, Mapping) else {}
+
+
+def _versions(record: RunRecord) -> dict[str, str]:
+    """Package -> version; stages that ran with another version are named."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for stage, result in record.results.items():
+        for package, version in result.versions.items():
+            found.setdefault(package, {}).setdefault(str(version), []).append(stage.value)
+    return {
+        package: ", ".join(
+            f"{version} ({', '.join(stages)})" if len(versions) > 1 else version for version, stages in versions.items()
+        )
+        for package, versions in sorted(found.items())
+    }
+
+
+def _files(record: RunRecord) -> list[tuple[str, str]]:
+    """(name relative to the run folder, what it is) of the files and folders worth opening."""
+    paths = record.paths
+    described = {
+        paths.plan: "everything this run was told to do",
+        paths.quarantine: "input rows that were refused, with the reason",
+        paths.metrics: "every logged training step",
+        paths.tensorboard: "the same for TensorBoard",
+        paths.scorecard: "all evaluation numbers",
+        paths.model: "the model, a sentence-transformers folder",
+        paths.embed_manifest: "the embeddings: every part with its checksum",
+    }
+    return [
+        (uri.removeprefix(f"{paths.root}/"), what)
+        for uri, what in described.items()
+        if any(found == uri or found.startswith(f"{uri}/") for found in record.files)
+    ]
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    loaded = json.loads(data)
+    if not isinstance(loaded, dict):
+        raise ValueError("not a JSON object")
+    return loaded
+
+
+def _json_lines(data: bytes) -> list[dict[str, Any]]:
+    return [_object(line) for line in data.splitlines() if line.strip()]
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def _number(value: Any, digits: int = 0) -> str:
+    """1234.5 as `1,234` or, with digits, `1,234.50`; a dash for what is not a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return "–"
+    return f"{value:,.{digits}f}".replace("-", "−")
+
+
+def _signed(value: Any, digits: int) -> str:
+    text = _number(value, digits)
+    return text if text[0] in "–−" else f"+{text}"
+
+
+def _span(value: Any) -> str:
+    """A timedelta as `2 h 05 min`, `3 min 20 s` or `4.2 s`."""
+    if not isinstance(value, timedelta):
+        return "–"
+    seconds = value.total_seconds()
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _moment(value: Any) -> str:
+    """An ISO time or datetime as `2025-01-31 14:05 UTC`."""
+    moment = _time(value) if isinstance(value, str) else value
+    return moment.strftime("%Y-%m-%d %H:%M UTC") if isinstance(moment, datetime) else "–"
+
+
+def _short(value: Any) -> str:
+    """The first digits of a hash."""
+    return str(value)[:12] if value else "–"

@@ -1,0 +1,226 @@
+"""publish: only what was accepted and is whole goes out, in one write that never overwrites somebody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.contract import Stage, registry_uri
+from pipeline.data.ids import IdDigest
+from pipeline.data.parts import PartWriter
+from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
+from pipeline.runtime import store
+from pipeline.stages import embed, evaluate, publish
+
+
+@pytest.fixture(params=["local", "s3"])
+def root(request: pytest.FixtureRequest) -> str | None:
+    return None if request.param == "local" else request.getfixturevalue("s3_root")
+
+
+def finished(plan_run: Any, root: str | None = None, **options: Any) -> Any:
+    """A run that is evaluated and embedded."""
+    run = plan_run(root, children=1, **options)
+    run.finish(Stage.EVALUATE, evaluate.run(run.context(Stage.EVALUATE)))
+    run.finish(Stage.EMBED, embed.run(run.context(Stage.EMBED)))
+    return run
+
+
+def run_publish(run: Any) -> Any:
+    return publish.run(run.context(Stage.PUBLISH))
+
+
+def pointer(run: Any, name: str = "current") -> Any:
+    return store.read_json(registry_uri(run.paths.bucket_root, name))
+
+
+def rewrite_part(run: Any, tmp_path: Path, ids: list[str], index: int = 1) -> None:
+    """Replace a part by one with other ids, with a record that fits it."""
+    path = tmp_path / "rewritten.parquet"
+    with PartWriter(path, 32, "float32") as writer:
+        writer.write(ids, np.ones((len(ids), 32), np.float32))
+    artifact = store.upload(path, run.paths.part(index, 4))
+    digest = IdDigest()
+    for identifier in ids:
+        digest.add(identifier)
+    uri = run.paths.part_manifest(index, 4)
+    store.write_json(uri, store.read_json(uri) | {"sha256": artifact.sha256, "size": artifact.size, "ids": str(digest)})
+
+
+def test_first_run_publishes(plan_run: Any, root: str | None) -> None:
+    run = finished(plan_run, root)
+    output = run_publish(run)
+    assert output.metrics["published"] is True
+    assert output.metrics["documents"] == 100
+    found = pointer(run)
+    assert found["run"] == "week-01"
+    assert found["model"] == run.paths.model
+    assert found["embeddings"] == run.paths.embed_manifest
+    assert found["previous"] is None
+    assert found["fingerprint"] == run.plan.fingerprint
+    manifest = store.read_json(found["embeddings"])
+    assert (manifest["rows"], manifest["dimension"], manifest["dtype"]) == (100, 32, "float32")
+    assert manifest["ids"] == run.plan.embed.ids
+    assert manifest["model"]["uri"] == run.paths.model
+    assert manifest["model"]["sha256"] == found["model_sha256"]
+    assert sum(part["rows"] for part in manifest["parts"]) == 100
+    for part in manifest["parts"]:
+        assert store.sha256(part["uri"]) == part["sha256"]
+    assert output.outputs["embeddings"].sha256 == store.sha256(run.paths.embed_manifest)
+
+
+def test_next_run_replaces_the_pointer_it_was_planned_upon(plan_run: Any, root: str | None) -> None:
+    first = finished(plan_run, root)
+    run_publish(first)
+    uri = registry_uri(first.paths.bucket_root, "current")
+    second = finished(plan_run, first.paths.bucket_root, run="week-02", registry_etag=store.read_versioned(uri)[1])
+    run_publish(second)
+    assert pointer(second)["run"] == "week-02"
+
+
+def test_publishing_again_changes_nothing(plan_run: Any, root: str | None) -> None:
+    run = finished(plan_run, root)
+    run_publish(run)
+    before = pointer(run)
+    # The answer to the first write was lost: the attempt that follows finds its own pointer.
+    assert run_publish(run).metrics["published"] is True
+    assert pointer(run) == before
+
+
+def test_superseded_names_the_other_run(plan_run: Any, root: str | None) -> None:
+    first = finished(plan_run, root)
+    second = finished(plan_run, first.paths.bucket_root, run="week-02")
+    run_publish(second)
+    with pytest.raises(Superseded, match="week-02") as refusal:
+        run_publish(first)
+    assert refusal.value.exit_code == 68
+    assert pointer(first)["run"] == "week-02"
+    assert store.exists(first.paths.embed_manifest)
+
+
+def test_pointer_that_was_removed_is_not_written_again(plan_run: Any) -> None:
+    run = finished(plan_run, registry_etag="0" * 64)
+    with pytest.raises(Superseded, match="removed"):
+        run_publish(run)
+    assert not store.exists(registry_uri(run.paths.bucket_root, "current"))
+
+
+def test_registry_null_publishes_nowhere(plan_run: Any) -> None:
+    run = finished(plan_run, settings={"registry": None})
+    output = run_publish(run)
+    assert output.metrics["published"] is False
+    assert store.exists(run.paths.embed_manifest)
+    assert store.list_objects(store.join(run.paths.bucket_root, "registry")) == []
+
+
+def test_manifest_is_there_before_the_pointer(plan_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finished(plan_run)
+    written: list[str] = []
+    write_bytes = store.write_bytes
+
+    def note(uri: str, data: bytes, **condition: Any) -> str:
+        written.append(uri)
+        return write_bytes(uri, data, **condition)
+
+    monkeypatch.setattr(store, "write_bytes", note)
+    run_publish(run)
+    assert written == [run.paths.embed_manifest, registry_uri(run.paths.bucket_root, "current")]
+
+
+def unpublished(run: Any) -> bool:
+    return not store.exists(run.paths.embed_manifest) and not store.exists(registry_uri(run.paths.bucket_root, "current"))
+
+
+def test_missing_id_is_named(plan_run: Any, tmp_path: Path) -> None:
+    run = finished(plan_run)
+    ids = [identifier for identifier, _ in run.texts[30:60]]
+    rewrite_part(run, tmp_path, [*ids[:-1], "stranger"])
+    with pytest.raises(BadData, match="exactly once") as refusal:
+        run_publish(run)
+    assert "missing: doc-0059" in refusal.value.value
+    assert unpublished(run)
+
+
+def test_repeated_id_is_named(plan_run: Any, tmp_path: Path) -> None:
+    run = finished(plan_run)
+    ids = [identifier for identifier, _ in run.texts[30:60]]
+    rewrite_part(run, tmp_path, [*ids[:-1], "doc-0000"])
+    with pytest.raises(BadData) as refusal:
+        run_publish(run)
+    assert "repeated: doc-0000" in refusal.value.value
+    assert "missing: doc-0059" in refusal.value.value
+    assert unpublished(run)
+
+
+def test_hashes_that_collide_are_told_apart(plan_run: Any) -> None:
+    run = finished(plan_run)
+    context = run.context(Stage.PUBLISH)
+    weights = store.join(run.paths.model, publish.WEIGHTS)
+    parts = publish.check_parts(context, publish.Artifact(weights, store.sha256(weights)))
+    suspects = np.sort(parts[0].hashes[:3])
+    assert publish.repeated_ids(context, parts, suspects) == []
+
+
+@pytest.mark.parametrize("damage", ["torn", "gone", "no record"])
+def test_damaged_part_is_refused(plan_run: Any, damage: str) -> None:
+    run = finished(plan_run)
+    uri = run.paths.part(2, 4)
+    if damage == "torn":
+        store.write_bytes(uri, store.read_bytes(uri)[:-10])
+    else:
+        store.delete(uri if damage == "gone" else run.paths.part_manifest(2, 4))
+    with pytest.raises(BadData if damage == "torn" else MissingInput):
+        run_publish(run)
+    assert unpublished(run)
+
+
+def test_parts_of_another_model_are_refused(plan_run: Any) -> None:
+    run = finished(plan_run)
+    uri = run.paths.part_manifest(0, 4)
+    store.write_json(uri, store.read_json(uri) | {"model": "0" * 64})
+    with pytest.raises(BadData) as refusal:
+        run_publish(run)
+    assert "model" in refusal.value.value[0]
+
+
+def test_model_that_was_not_judged_is_refused(plan_run: Any) -> None:
+    run = finished(plan_run)
+    weights = store.join(run.paths.model, publish.WEIGHTS)
+    store.write_bytes(weights, store.read_bytes(weights) + b" ")
+    with pytest.raises(GateRefused, match="another model"):
+        run_publish(run)
+    assert unpublished(run)
+
+
+def test_verdict_of_another_plan_is_refused(plan_run: Any) -> None:
+    run = finished(plan_run)
+    uri = run.paths.result(Stage.EVALUATE)
+    store.write_json(uri, store.read_json(uri) | {"fingerprint": "0" * 64})
+    with pytest.raises(GateRefused) as refusal:
+        run_publish(run)
+    assert refusal.value.exit_code == 67
+
+
+def test_refused_verdict_is_refused(plan_run: Any) -> None:
+    run = finished(plan_run)
+    uri = run.paths.result(Stage.EVALUATE)
+    result = store.read_json(uri)
+    result["metrics"]["gate"]["verdict"] = "refused"
+    store.write_json(uri, result)
+    with pytest.raises(GateRefused, match="not accepted"):
+        run_publish(run)
+    store.delete(uri)
+    with pytest.raises(MissingInput):
+        run_publish(run)
+    assert unpublished(run)
+
+
+def test_needs_no_framework() -> None:
+    import subprocess
+    import sys
+
+    script = "import pipeline.stages.publish, pipeline.stages.report, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,276 @@
+"""report: one page for every ending of a run, whatever is missing or broken, with everything from outside escaped."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from pipeline.contract import Stage, StageFailure, now
+from pipeline.plan import Shard
+from pipeline.runtime import store
+from pipeline.runtime.context import StageOutput
+from pipeline.stages import embed, evaluate, publish, report
+
+EVIL = "<script>alert('x')</script>"
+
+
+class Page(HTMLParser):
+    """Text of a page, its tags, and the targets it refers to."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.tags: list[str] = []
+        self.targets: list[str] = []
+        self.feed(html)
+        self.text = " ".join(self.text.split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.targets += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+
+    def handle_data(self, data: str) -> None:
+        if self.lasttag != "style":
+            self.text += data
+
+
+@pytest.fixture(params=["local", "s3"])
+def root(request: pytest.FixtureRequest) -> str | None:
+    return None if request.param == "local" else request.getfixturevalue("s3_root")
+
+
+def page_of(run: Any) -> Page:
+    output = report.run(run.context(Stage.REPORT))
+    assert output is None or output.outputs["report"].uri == run.paths.report
+    page = Page(store.read_bytes(run.paths.report).decode())
+    assert "script" not in page.tags
+    assert all(target.startswith("../") for target in page.targets), "a page has no resources of its own"
+    return page
+
+
+def fail(run: Any, stage: Stage, **facts: Any) -> None:
+    failure = StageFailure(stage=stage.value, run=run.plan.run, **({"exit_code": 65, "what": "it broke", "time": now()} | facts))
+    store.write_bytes(run.paths.failure(stage), failure.to_json())
+
+
+def log_training(run: Any, steps: int = 50) -> None:
+    lines: list[dict[str, Any]] = [{"step": step, "loss": 3.0 - step / 50, "lr": 1e-5} for step in range(1, steps + 1)]
+    lines += [{"step": step, "validation": {"ndcg@10": 0.4 + step / 1000}} for step in (0, 25, 50)]
+    store.write_bytes(run.paths.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def go_on(run: Any, until: Stage) -> None:
+    """The stages from prepare to `until`, those of this package for real."""
+    real = {Stage.EVALUATE: evaluate.run, Stage.EMBED: embed.run, Stage.PUBLISH: publish.run}
+    for stage in list(Stage)[: list(Stage).index(until) + 1]:
+        run.finish(stage, real[stage](run.context(stage)) if stage in real else StageOutput())
+        if stage is Stage.TRAIN:
+            log_training(run)
+
+
+def test_published(plan_run: Any, root: str | None) -> None:
+    run = plan_run(root, children=1)
+    go_on(run, Stage.PUBLISH)
+    tests = [{"name": "memory", "rank": 0, "passed": True, "value": 1.0, "unit": "GB/s", "detail": ""}]
+    store.write_json(run.paths.node_health(0), {"node": 0, "host": "host-17", "passed": True, "tests": tests})
+    page = page_of(run)
+    assert "Published" in page.text
+    assert "ndcg@10 is unchanged" in page.text
+    assert page.tags.count("polyline") == 2
+    assert page.tags.count("rect") == 7
+    for words in ("recall@100", "host-17", "healthy", "de", "30 held-out queries", "documents/s", "torch", "shard-0.jsonl"):
+        assert words in page.text, words
+    assert {"../plan.json", "../model", "../embed/manifest.json", "../train/metrics.jsonl"} <= set(page.targets)
+    assert "../train/tensorboard" not in page.targets
+
+
+def test_result_of_the_page_itself(plan_run: Any) -> None:
+    run = plan_run(children=1)
+    go_on(run, Stage.EVALUATE)
+    fail(run, Stage.EMBED, what="no host")
+    output = report.run(run.context(Stage.REPORT))
+    assert output is not None
+    assert output.metrics == {"verdict": "failed", "headline": "Failed in embed", "missing": []}
+    assert output.outputs["report"].sha256 == store.sha256(run.paths.report)
+
+
+def test_registry_null(plan_run: Any) -> None:
+    run = plan_run(children=1, settings={"registry": None})
+    go_on(run, Stage.PUBLISH)
+    page = page_of(run)
+    assert "Finished" in page.text
+    assert "publishes nowhere" in page.text
+
+
+def test_refused(plan_run: Any) -> None:
+    run = plan_run()
+    go_on(run, Stage.EVALUATE)
+    result = store.read_json(run.paths.result(Stage.EVALUATE))
+    result["metrics"]["gate"] |= {"verdict": "refused", "reason": "ndcg@10 fell by 0.02, from 0.5 to 0.48"}
+    store.write_json(run.paths.result(Stage.EVALUATE), result)
+    page = page_of(run)
+    assert "Refused" in page.text
+    assert "ndcg@10 fell by 0.02, from 0.5 to 0.48" in page.text
+    assert "evaluate refused" in page.text
+    assert "embed not reached" in page.text
+
+
+def test_failed_shows_the_four_parts(plan_run: Any) -> None:
+    run = plan_run()
+    go_on(run, Stage.COMPILE)
+    log_training(run, steps=7)
+    fail(
+        run,
+        Stage.TRAIN,
+        what="the loss is not finite",
+        value=["step 8", "row 5"],
+        rule="loss is a number",
+        remedy="lower the rate",
+        node=2,
+        rank=71,
+        host="host-3",
+    )
+    page = page_of(run)
+    for words in (
+        "Failed in train",
+        "the loss is not finite",
+        "step 8",
+        "row 5",
+        "loss is a number",
+        "lower the rate",
+        "rank 71",
+    ):
+        assert words in page.text, words
+    assert "train failed" in page.text
+    assert "The model was not evaluated" in page.text
+    assert "polyline" in page.tags
+
+
+def test_superseded(plan_run: Any) -> None:
+    run = plan_run(children=1)
+    go_on(run, Stage.EMBED)
+    fail(run, Stage.PUBLISH, exit_code=68, what="run week-02 published first")
+    page = page_of(run)
+    assert "Superseded" in page.text
+    assert "run week-02 published first" in page.text
+
+
+def test_failure_that_was_overcome_does_not_count(plan_run: Any) -> None:
+    run = plan_run(children=1)
+    fail(run, Stage.HEALTH_CHECK, what="a sick host", exit_code=76)
+    go_on(run, Stage.PUBLISH)
+    assert "Published" in page_of(run).text
+
+
+def test_stage_that_left_nothing(plan_run: Any) -> None:
+    run = plan_run()
+    go_on(run, Stage.COMPILE)
+    page = page_of(run)
+    assert "Not finished" in page.text
+    assert "train left neither a result nor a failure" in page.text
+
+
+def test_run_without_a_plan(plan_run: Any) -> None:
+    run = plan_run()
+    store.delete(run.paths.plan)
+    fail(run, Stage.PREPARE, exit_code=64, what="unknown configuration key")
+    page = page_of(run)
+    assert "Failed in prepare" in page.text
+    assert "ended before it had a plan" in page.text
+
+
+def test_empty_run_folder(plan_run: Any) -> None:
+    run = plan_run()
+    store.delete_folder(run.paths.root)
+    page = page_of(run)
+    assert "Not finished" in page.text
+    assert "prepare left neither" in page.text
+
+
+def test_results_of_another_plan_do_not_count(plan_run: Any) -> None:
+    run = plan_run()
+    go_on(run, Stage.COMPILE)
+    run.replan(seen=("another",))
+    assert "prepare left neither" in page_of(run).text
+
+
+BROKEN = [b"", b"{", b"[]", b"null", b'{"stage": 3}', b"\xff\xfe"]
+
+
+@pytest.mark.parametrize("data", BROKEN)
+def test_broken_pieces_are_listed_and_harmless(plan_run: Any, data: bytes) -> None:
+    run = plan_run()
+    pieces = {
+        "train/result.json": run.paths.result(Stage.TRAIN),
+        "compile/failure.json": run.paths.failure(Stage.COMPILE),
+        "train/metrics.jsonl": run.paths.metrics,
+        "evaluate/scorecard.json": run.paths.scorecard,
+        "health_check/node-00000.json": run.paths.node_health(0),
+        "plan.json": run.paths.plan,
+    }
+    for name, uri in pieces.items():
+        if name != "plan.json" or data != b'{"stage": 3}':
+            store.write_bytes(uri, data)
+    page = page_of(run)
+    assert "Not finished" in page.text
+    assert "train/result.json:" in page.text
+
+
+def test_numbers_of_the_wrong_kind_are_dashes(plan_run: Any) -> None:
+    run = plan_run()
+    go_on(run, Stage.EVALUATE)
+    store.write_json(
+        run.paths.scorecard,
+        {"queries": "many", "parent": {"ndcg@10": None}, "new": 3, "difference": {"ndcg@10": {"value": "x"}, "mrr@10": 5}},
+    )
+    page = page_of(run)
+    assert "– held-out queries" in page.text
+
+
+def test_everything_from_outside_is_escaped(plan_run: Any) -> None:
+    run = plan_run(settings={"report": {"title": EVIL}, "data": {"train": [EVIL]}})
+    shard = Shard(uri=f"s3://b/{EVIL}.jsonl", sha256="0" * 64, size=1, rows=1, first_run=EVIL)
+    parent = run.plan.parent.model_copy(update={"uri": EVIL, "run": EVIL})
+    run.replan(train=run.plan.train.model_copy(update={"new": (shard,), "replay": (shard,)}), parent=parent)
+    go_on_output = StageOutput(metrics={"gate": {"verdict": "refused", "reason": EVIL, "metric": "ndcg@10"}})
+    run.finish(Stage.EVALUATE, go_on_output)
+    change = {"value": -0.1, "low": -0.2, "high": -0.05}
+    scores = {"parent": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.4}, "difference": {"ndcg@10": change}, "queries": 1}
+    store.write_json(run.paths.scorecard, {**scores, "locales": {EVIL: scores}})
+    test = {"name": EVIL, "rank": EVIL, "passed": False, "value": 1.0, "unit": EVIL, "detail": EVIL}
+    store.write_json(run.paths.node_health(0), {"node": 0, "host": EVIL, "passed": False, "tests": [test]})
+    store.write_bytes(run.paths.result(Stage.COMPILE), f'{{"{EVIL}": 1}}'.encode())
+    fail(run, Stage.EMBED, what=EVIL, value=[EVIL], rule=EVIL, remedy=EVIL, host=EVIL)
+    page = page_of(run)
+    assert page.text.count(EVIL) >= 12
+    html = store.read_bytes(run.paths.report).decode()
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+
+
+def test_a_failed_node_is_shown(plan_run: Any) -> None:
+    run = plan_run()
+    bad = {"name": "memory", "rank": 3, "passed": False, "value": 0.5, "unit": "GB/s", "detail": "7 of 8 words read back wrong"}
+    store.write_json(run.paths.node_health(0), {"node": 0, "host": "host-9", "passed": False, "tests": [bad]})
+    fail(run, Stage.HEALTH_CHECK, exit_code=76, what="node 0 (host-9) failed its health check")
+    page = page_of(run)
+    assert "memory on rank 3: 0.5000 GB/s (7 of 8 words read back wrong)" in page.text
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (1234.5, 0, "1,234"),
+        (0.12345, 4, "0.1235"),
+        (-2, 1, "−2.0"),
+        (None, 2, "–"),
+        ("7", 0, "–"),
+        (True, 0, "–"),
+        (float("nan"), 0, "–"),
+    ],
+)
+def test_numbers(value: Any, digits: int, text: str) -> None:
+    assert report._number(value, digits) == text
