@@ -49,7 +49,9 @@ def local(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting, e.g. train.steps=200; repeat for more.")
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="YAML or JSON file with part of the configuration.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the gang, each a process of its own here (2).")] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Nodes of the gang, each a process of its own here (2).")
+    ] = None,
     device: Annotated[str | None, typer.Option("--device", help="Kind of device: auto, cpu or cuda (auto).")] = None,
     run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to take up where it stopped.")] = None,
     state: StateOption = DEFAULT_STATE,

@@ -139,11 +139,29 @@ class Encoder(nn.Module):
             return F.normalize(pooled, dim=-1) if self.normalize else pooled
 
 
+def require_length(encoder: Encoder, length: int, setting: str) -> None:
+    """A static length needs that many positions, however short the texts are.
+
+    Args:
+        setting: where the length comes from, for the message.
+
+    Raises:
+        BadConfig: the encoder has fewer.
+    """
+    if length > encoder.max_length:
+        raise BadConfig(
+            "a static length is longer than the encoder allows",
+            value=f"{setting}: {length}",
+            rule=f"at most {encoder.max_length}, the number of its position embeddings",
+            remedy=f"shorten {setting}",
+        )
+
+
 def prepare_for_training(encoder: Encoder, *, fused_attention: bool) -> None:
     """Choose how attention is computed in training; the saved configuration keeps its own values.
 
-    Attention probabilities are trained without dropout (hidden states keep theirs): fused kernels cannot drop them everywhere, and
-    drawing them costs more than the attention itself.
+    Attention probabilities are trained without dropout (hidden states keep theirs): fused kernels cannot drop them everywhere,
+    and drawing them costs more than the attention itself.
 
     Args:
         fused_attention: False on processors, whose fused kernel has a backward pass far slower than plain products (torch 2.9).

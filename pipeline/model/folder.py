@@ -157,14 +157,6 @@ def save_folder(encoder: Encoder, folder: Path, source: Path) -> None:
         _save_head(encoder.head, folder)
 
 
-def max_length(folder: Path) -> int:
-    """Tokens that a text may have under this model, special tokens included."""
-    origin = transformer_folder(folder)
-    config = _backbone_config(origin)
-    allowed = int(config.max_position_embeddings) - (0 if config.model_type == "bert" else 2)
-    return min(allowed, int(_sentence_config(origin, allowed)["max_seq_length"]))
-
-
 def _modules(folder: Path) -> list[dict[str, Any]]:
     return _read_json(folder / "modules.json") if (folder / "modules.json").is_file() else []
 

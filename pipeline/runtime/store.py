@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mimetypes
 import os
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ from pipeline.contract import Artifact
 from pipeline.errors import BadConfig, MissingInput, Transient
 
 CHUNK_BYTES = 1 << 20
+
 
 class Conflict(Exception):
     """A conditional write found another version than it was told to replace."""
@@ -99,7 +101,9 @@ def write_bytes(uri: str, data: bytes, *, if_absent: bool = False, if_match: str
             bucket, key = split(uri)
             condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
             try:
-                return str(s3_client().put_object(Bucket=bucket, Key=key, Body=data, **condition)["ETag"])
+                return str(
+                    s3_client().put_object(Bucket=bucket, Key=key, Body=data, ContentType=content_type(uri), **condition)["ETag"]
+                )
             except ClientError as error:
                 if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409") or (
                     if_match and error.response["Error"]["Code"] in ("NoSuchKey", "404")
@@ -194,7 +198,9 @@ def upload(path: Path, uri: str) -> Artifact:
     with _translated(uri):
         if is_s3(uri):
             bucket, key = split(uri)
-            s3_client().upload_file(str(path), bucket, key, Config=_transfer_config())
+            s3_client().upload_file(
+                str(path), bucket, key, Config=_transfer_config(), ExtraArgs={"ContentType": content_type(uri)}
+            )
         else:
             target = _local(uri)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -272,6 +278,11 @@ def sha256(uri: str) -> str:
 def sha256_file(path: Path) -> str:
     with open(path, "rb") as stream:
         return _digest(stream)
+
+
+def content_type(uri: str) -> str:
+    """Media type by name, so that a browser shows a report instead of saving it."""
+    return mimetypes.guess_type(uri)[0] or "application/octet-stream"
 
 
 def split(uri: str) -> tuple[str, str]:

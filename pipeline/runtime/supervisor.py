@@ -170,8 +170,12 @@ class Supervisor:
         return done
 
     def _launch(self, numbers: PlanNumbers, folder: Path) -> Launch:
-        if STAGES[self._stage].shape != Shape.GANG:
+        shape = STAGES[self._stage].shape
+        if shape == Shape.SINGLE:
             nodes, ranks_per_node = 1, 1
+        elif shape == Shape.ARRAY:
+            # A child's ranks share its parts and need no collectives.
+            nodes, ranks_per_node = 1, numbers.ranks_per_node
         elif numbers.nodes != self._node.nodes:
             raise BadConfig(
                 "the job's gang is not the plan's",

@@ -235,7 +235,7 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
         holdout=HoldoutPlan(
             rows=written.rows["holdout.arrow"], queries=written.queries, candidates=written.rows["candidates.arrow"]
         ),
-        embed=plan_embedding(config, scans, shards),
+        embed=plan_embedding(config, scans, shards, world),
         row_files=upload_rows(paths, rows_folder, written),
         seen=tuple(sorted({*origin.first_runs, *(file.sha256 for file in new)})),
     ).sealed()
@@ -634,13 +634,13 @@ def plan_training(
     )
 
 
-def plan_embedding(config: RunConfig, scans: Scans, shards: Mapping[str, Shard]) -> EmbedPlan:
-    """The corpus and its parts."""
+def plan_embedding(config: RunConfig, scans: Scans, shards: Mapping[str, Shard], world: World) -> EmbedPlan:
+    """The corpus and its parts: enough of them for every rank of every child."""
     embedded = scans.embedded
     rows = [scan.rows for scan in embedded]
     if not sum(rows):
         raise BadData("the corpus is empty", value=list(config.data.corpus), rule="there is at least one document to embed")
-    parts = plan_parts(rows, config.embed.rows_per_part, config.embed.children)
+    parts = plan_parts(rows, config.embed.rows_per_part, config.embed.children * world.ranks_per_node)
     return EmbedPlan(
         source="documents" if scans.corpus is None else "corpus",
         shards=tuple(shards[scan.file.uri] if scans.corpus is None else _corpus_shard(scan) for scan in embedded),
@@ -657,16 +657,16 @@ def _corpus_shard(scan: ShardScan | CorpusScan) -> Shard:
     return Shard(uri=file.uri, sha256=file.sha256, size=file.size, rows=scan.rows, bad_rows=scan.bad_rows)
 
 
-def plan_parts(rows: Sequence[int], rows_per_part: int, children: int) -> tuple[PartPlan, ...]:
+def plan_parts(rows: Sequence[int], rows_per_part: int, least: int) -> tuple[PartPlan, ...]:
     """Cut the rows of consecutive shards into parts of nearly equal size.
 
     Args:
         rows: good rows of each shard, at least one in all.
         rows_per_part: at most this many in a part.
-        children: at least this many parts, as long as each has a row.
+        least: at least this many parts, as long as each has a row.
     """
     total = sum(rows)
-    count = max(-(-total // rows_per_part), min(children, total))
+    count = max(-(-total // rows_per_part), min(least, total))
     starts = np.concatenate([[0], np.cumsum(rows)]).tolist()
     parts = []
     for index in range(count):

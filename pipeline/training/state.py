@@ -1,0 +1,58 @@
+"""What a training run is besides weights and optimizer: how far it is and what it has measured. Stored in checkpoints as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(kw_only=True)
+class Window:
+    """Sums since the last line of metrics.
+
+    Attributes:
+        losses, norms: of each step.
+        pairs, tokens, slots, seconds: as in Progress.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    pairs: int = 0
+    tokens: int = 0
+    slots: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a run stands. Data position and dropout follow from `step` alone.
+
+    Attributes:
+        step: optimizer steps done.
+        pairs: valid pairs trained on, over all ranks.
+        tokens, slots: tokens trained on, and with padding.
+        seconds: time spent training, without validation, checkpoints and start.
+        checkpoints: checkpoints written.
+        first_validation, last_validation: metrics before the first step, and the newest.
+        loss: mean of the newest line of metrics.
+        window: what has happened since that line.
+    """
+
+    step: int = 0
+    pairs: int = 0
+    tokens: int = 0
+    slots: int = 0
+    seconds: float = 0.0
+    checkpoints: int = 0
+    first_validation: dict[str, float] = field(default_factory=dict)
+    last_validation: dict[str, float] = field(default_factory=dict)
+    loss: float | None = None
+    window: Window = field(default_factory=Window)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Progress:
+        record = json.loads(text)
+        return cls(**{**record, "window": Window(**record["window"])})

@@ -1,0 +1,145 @@
+"""What the tests of the CDK app share: two synthesized deployments, and validation against the services' own models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pytest
+from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
+from botocore.validate import ParamValidator
+
+from infra.app import read_context
+from infra.node import choose_node
+
+choose_node()  # before any test module imports CDK
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One synthesized deployment: the app (for packs that walk constructs) and both templates as plain data."""
+
+    app: Any
+    data: dict[str, Any]
+    pipeline: dict[str, Any]
+
+    def resources(self, kind: str) -> list[dict[str, Any]]:
+        """Properties of every resource of a type, in both stacks."""
+        found = (*self.data["Resources"].values(), *self.pipeline["Resources"].values())
+        return [resource.get("Properties", {}) for resource in found if resource["Type"] == kind]
+
+    def only(self, kind: str) -> dict[str, Any]:
+        [properties] = self.resources(kind)
+        return properties
+
+    def named(self, kind: str, key: str, name: str) -> dict[str, Any]:
+        [properties] = [properties for properties in self.resources(kind) if properties.get(key) == name]
+        return properties
+
+
+def deploy(folder: Path, **settings: Any) -> Deployment:
+    from infra.stacks import build
+
+    context = read_context()
+    # The CDK CLI sets the flag: every resource then says where in the construct tree it comes from.
+    paths = {"aws:cdk:enable-path-metadata": True}
+    app = build({**context, **paths, "trnpipe": {**context["trnpipe"], **settings}}, str(folder))
+    app.synth()
+    name = settings.get("name", "trnpipe")
+    read = lambda stack: json.loads((folder / f"{stack}.template.json").read_text())  # noqa: E731
+    return Deployment(app=app, data=read(f"{name}-data"), pipeline=read(name))
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """What cdk.json describes."""
+    return deploy(tmp_path_factory.mktemp("cdk"))
+
+
+@pytest.fixture(scope="session")
+def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """Everything that can be set to something else, set to something else."""
+    return deploy(
+        tmp_path_factory.mktemp("cdk-other"),
+        name="ranker",
+        account="123456789012",
+        region="us-east-2",
+        zone="us-east-2a",
+        vpc={
+            "vpc_id": "vpc-0a1b2c",
+            "subnet_id": "subnet-0a1b2c",
+            "route_table_id": "rtb-0a1b2c",
+            "default_security_group_id": "sg-0a1b2c",
+        },
+        instance_type="trn1n.32xlarge",
+        embed_instance_type="inf2.8xlarge",
+        allowed_nodes=[2],
+        config={"nodes": 2, "registry": None, "data": {"train": ["s3://their-data/pairs/"]}},
+        ami="ami-0123456789abcdef0",
+        capacity_reservation_id="cr-0a1b2c",
+        images={"neuron": "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7", "cpu": "example.com/cpu:7"},
+        schedule={"enabled": False, "flexible_minutes": 0},
+        gang_submit="poll",
+        notify=["team@example.com"],
+    )
+
+
+@lru_cache
+def _service(name: str) -> Any:
+    return botocore.session.get_session().get_service_model(name)
+
+
+class ServiceModel:
+    """AWS's own description of an operation's input, as botocore ships it."""
+
+    def problems(self, service: str, operation: str, request: Mapping[str, Any]) -> str:
+        """What the service would refuse: unknown or missing members, wrong types, values outside an enumeration."""
+        shape = _service(service).operation_model(operation).input_shape
+        report = ParamValidator().validate(dict(request), shape)
+        return "; ".join([report.generate_report(), *_outside_enumeration(request, shape)]).strip("; ")
+
+    def from_template(self, service: str, operation: str, properties: Mapping[str, Any]) -> dict[str, Any]:
+        """CloudFormation properties spelled as the API spells them; references become text."""
+        shape = _service(service).operation_model(operation).input_shape
+        converted = _spelled(properties, shape)
+        assert isinstance(converted, dict)
+        return converted
+
+
+@pytest.fixture(scope="session")
+def service_model() -> ServiceModel:
+    return ServiceModel()
+
+
+def _spelled(value: Any, shape: Shape | None) -> Any:
+    if isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith(("Ref", "Fn::")):
+        return json.dumps(value)
+    if isinstance(value, dict) and isinstance(shape, StructureShape):
+        members = {name.lower(): (name, member) for name, member in shape.members.items()}
+        spelled = {}
+        for key, inner in value.items():
+            name, member = members.get(key.lower(), (key, None))
+            spelled[name] = _spelled(inner, member)
+        return spelled
+    if isinstance(value, list):
+        return [_spelled(inner, shape.member if isinstance(shape, ListShape) else None) for inner in value]
+    if isinstance(value, dict):
+        return {key: _spelled(inner, shape.value if isinstance(shape, MapShape) else None) for key, inner in value.items()}
+    return value
+
+
+def _outside_enumeration(value: Any, shape: Shape) -> Iterator[str]:
+    if isinstance(shape, StructureShape) and isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key in shape.members:
+                yield from _outside_enumeration(inner, shape.members[key])
+    elif isinstance(shape, ListShape) and isinstance(value, list):
+        for inner in value:
+            yield from _outside_enumeration(inner, shape.member)
+    elif isinstance(shape, StringShape) and shape.enum and value not in shape.enum:
+        yield f"{shape.name}: {value!r} is none of {shape.enum}"

@@ -1,0 +1,141 @@
+"""Job definitions, as Batch would take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.contract import STAGES, Queue, Shape, Stage, stage_command
+
+JOB_DEFINITION = "AWS::Batch::JobDefinition"
+GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
+
+
+def definition(deployment: Any, stage: Stage, nodes: int | None = None, prefix: str = "trnpipe") -> dict[str, Any]:
+    name = f"{prefix}-{stage}" + (f"-{nodes}" if nodes else "")
+    found: dict[str, Any] = deployment.named(JOB_DEFINITION, "JobDefinitionName", name)
+    return found
+
+
+def container(properties: dict[str, Any]) -> dict[str, Any]:
+    if "NodeProperties" in properties:
+        [group] = properties["NodeProperties"]["NodeRangeProperties"]
+        found: dict[str, Any] = group["Container"]
+        return found
+    return dict(properties["ContainerProperties"])
+
+
+def needs(properties: dict[str, Any]) -> dict[str, int]:
+    return {item["Type"]: int(item["Value"]) for item in container(properties)["ResourceRequirements"]}
+
+
+def test_batch_takes_every_definition(deployment: Any, other_deployment: Any, service_model: Any) -> None:
+    for properties in (*deployment.resources(JOB_DEFINITION), *other_deployment.resources(JOB_DEFINITION)):
+        request = service_model.from_template("batch", "RegisterJobDefinition", properties)
+        # What to do with earlier revisions is CloudFormation's business, not the API's.
+        assert request.pop("ResourceRetentionPolicy") == {"SkipDeregisterOnUpdate": True}
+        assert service_model.problems("batch", "RegisterJobDefinition", request) == "", properties["JobDefinitionName"]
+
+
+def test_there_is_one_per_stage_and_for_gangs_per_node_count(deployment: Any) -> None:
+    expected = {f"trnpipe-{stage}" for stage in STAGES if stage not in GANGS}
+    expected |= {f"trnpipe-{stage}-{nodes}" for stage in GANGS for nodes in (1, 2, 4)}
+    assert {properties["JobDefinitionName"] for properties in deployment.resources(JOB_DEFINITION)} == expected
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_attempts_timeout_and_command_are_the_contracts(deployment: Any, stage: Stage) -> None:
+    spec = STAGES[stage]
+    properties = definition(deployment, stage, 2 if stage in GANGS else None)
+    assert properties["RetryStrategy"]["Attempts"] == spec.attempts
+    assert properties["Timeout"]["AttemptDurationSeconds"] == 60 * spec.timeout_minutes
+    assert container(properties)["Command"] == stage_command(stage)
+    assert properties["PropagateTags"] is True
+
+
+def test_five_rules_decide_what_is_tried_again(deployment: Any) -> None:
+    for properties in deployment.resources(JOB_DEFINITION):
+        assert properties["RetryStrategy"]["EvaluateOnExit"] == [
+            {"OnReason": "OutOfMemory*", "Action": "EXIT"},
+            {"OnExitCode": "7*", "Action": "RETRY"},
+            {"OnExitCode": "13*", "Action": "RETRY"},
+            {"OnStatusReason": "Host EC2*", "Action": "RETRY"},
+            {"OnReason": "*", "Action": "EXIT"},
+        ]
+
+
+@pytest.mark.parametrize("stage", GANGS)
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_a_gang_has_one_open_range_on_one_instance_type(deployment: Any, stage: Stage, nodes: int) -> None:
+    properties = definition(deployment, stage, nodes)["NodeProperties"]
+    assert (properties["NumNodes"], properties["MainNode"]) == (nodes, 0)
+    [group] = properties["NodeRangeProperties"]
+    assert group["TargetNodes"] == "0:"
+    assert group["InstanceTypes"] == ["trn1.32xlarge"]
+
+
+@pytest.mark.parametrize(("fixture", "prefix", "interfaces"), [("deployment", "trnpipe", 8), ("other_deployment", "ranker", 16)])
+def test_a_gangs_container_has_every_chip_and_network_device(
+    request: pytest.FixtureRequest, fixture: str, prefix: str, interfaces: int
+) -> None:
+    properties = container(definition(request.getfixturevalue(fixture), Stage.TRAIN, 2, prefix))
+    linux = properties["LinuxParameters"]
+    paths = [f"/dev/neuron{chip}" for chip in range(16)] + [f"/dev/infiniband/uverbs{card}" for card in range(interfaces)]
+    assert [device["HostPath"] for device in linux["Devices"]] == paths
+    assert all(device["ContainerPath"] == device["HostPath"] for device in linux["Devices"])
+    assert all(device["Permissions"] == ["READ", "WRITE", "MKNOD"] for device in linux["Devices"])
+    assert linux["SharedMemorySize"] >= 8192
+    limits = {limit["Name"]: (limit["SoftLimit"], limit["HardLimit"]) for limit in properties["Ulimits"]}
+    assert limits == {"memlock": (-1, -1), "nofile": (65535, 65535)}
+    environment = {item["Name"]: item["Value"] for item in properties["Environment"]}
+    assert environment["FI_PROVIDER"] == "efa"
+    assert environment["CCOM_SOCKET_IFNAME"] == "eth0"
+
+
+def test_two_jobs_never_share_a_host_with_chips(deployment: Any, other_deployment: Any) -> None:
+    for found, prefix, vcpus in ((deployment, "trnpipe", 128), (other_deployment, "ranker", 32)):
+        for stage in (Stage.EVALUATE, Stage.EMBED):
+            assert needs(definition(found, stage, prefix=prefix))["VCPU"] > vcpus / 2
+    assert needs(definition(deployment, Stage.TRAIN, 2))["VCPU"] > 64
+
+
+def test_a_host_of_its_own_has_its_own_devices(other_deployment: Any) -> None:
+    devices = container(definition(other_deployment, Stage.EMBED, prefix="ranker"))["LinuxParameters"]["Devices"]
+    assert [device["HostPath"] for device in devices] == ["/dev/neuron0"]
+
+
+@pytest.mark.parametrize("stage", [stage for stage, spec in STAGES.items() if spec.queue is Queue.CPU])
+def test_fargate_stages_have_no_public_address_and_a_size_that_exists(deployment: Any, stage: Stage) -> None:
+    properties = definition(deployment, stage)
+    assert properties["PlatformCapabilities"] == ["FARGATE"]
+    assert container(properties)["NetworkConfiguration"] == {"AssignPublicIp": "DISABLED"}
+    assert needs(properties)["VCPU"] == 4
+    # Fargate with 4 vCPU: 8 to 30 GiB in steps of 1 GiB; 21 to 200 GiB of disk.
+    assert needs(properties)["MEMORY"] in range(8 * 1024, 31 * 1024, 1024)
+    assert 21 <= container(properties)["EphemeralStorage"]["SizeInGiB"] <= 200
+
+
+def test_every_stage_has_a_role_of_its_own_and_none_is_privileged(deployment: Any) -> None:
+    roles: dict[str, set[str]] = {}
+    for properties in deployment.resources(JOB_DEFINITION):
+        stage = properties["JobDefinitionName"].split("-")[1]
+        roles.setdefault(stage, set()).add(str(container(properties)["JobRoleArn"]))
+        assert "Privileged" not in container(properties)
+    assert all(len(found) == 1 for found in roles.values())
+    assert len(set.union(*roles.values())) == len(STAGES)
+
+
+def test_images_are_the_repositorys_or_the_given_ones(deployment: Any, other_deployment: Any) -> None:
+    assert "0.1.0" in str(container(definition(deployment, Stage.PREPARE))["Image"])
+    assert container(definition(other_deployment, Stage.PREPARE, prefix="ranker"))["Image"] == "example.com/cpu:7"
+    given = container(definition(other_deployment, Stage.TRAIN, 2, "ranker"))["Image"]
+    assert given == "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7"
+    pulls = [policy for policy in other_deployment.resources("AWS::IAM::Policy") if "ecr:BatchGetImage" in str(policy)]
+    assert any("123456789012:repository/team/neuron" in str(policy) for policy in pulls)
+
+
+def test_logs_are_kept_for_the_set_time(deployment: Any) -> None:
+    group = deployment.named("AWS::Logs::LogGroup", "LogGroupName", "/trnpipe/jobs")
+    assert group["RetentionInDays"] == 180
+    assert container(definition(deployment, Stage.TRAIN, 1))["LogConfiguration"]["LogDriver"] == "awslogs"

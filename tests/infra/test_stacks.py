@@ -1,0 +1,125 @@
+"""The stacks as a whole: grants, findings of cdk-nag, outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from infra.findings import ACCEPTED
+from pipeline.contract import STAGES, Stage
+
+
+def statements(deployment: Any, role: str) -> Iterator[dict[str, Any]]:
+    """Statements of every policy of a role, by its path in the construct tree."""
+    for resource in deployment.pipeline["Resources"].values():
+        path = resource.get("Metadata", {}).get("aws:cdk:path", "")
+        if resource["Type"] in ("AWS::IAM::Policy", "AWS::IAM::ManagedPolicy") and f"/{role}/" in path:
+            yield from resource["Properties"]["PolicyDocument"]["Statement"]
+
+
+def granted(deployment: Any, role: str, action: str) -> set[str]:
+    """Resources on which a role may do something, references shortened to the text around them."""
+    found: set[str] = set()
+    for statement in statements(deployment, role):
+        actions = statement["Action"] if isinstance(statement["Action"], list) else [statement["Action"]]
+        if action in actions:
+            resources = statement["Resource"] if isinstance(statement["Resource"], list) else [statement["Resource"]]
+            found |= {_text(resource) for resource in resources}
+    return found
+
+
+def _text(resource: Any) -> str:
+    if isinstance(resource, str):
+        return resource
+    if "Fn::Join" in resource:
+        return "".join(part if isinstance(part, str) else "" for part in resource["Fn::Join"][1])
+    return json.dumps(resource)
+
+
+def role_of(stage: Stage) -> str:
+    return "Jobs/" + "".join(word.capitalize() for word in stage.value.split("_")) + "Role"
+
+
+def test_cdk_nag_finds_nothing_that_is_not_accepted_with_a_reason(deployment: Any, other_deployment: Any) -> None:
+    from cdk_nag import AwsSolutionsChecks
+
+    findings = []
+    for app in (deployment.app, other_deployment.app):
+        violations = AwsSolutionsChecks(app).validate_scope(app).violations
+        assert len(violations) > 10, "the pack looked at nothing"
+        findings += [(each.rule_name, resource.construct_path) for each in violations for resource in each.violating_resources]
+    assert [finding for finding in findings if not any(accepted.covers(*finding) for accepted in ACCEPTED)] == []
+    assert [accepted for accepted in ACCEPTED if not any(accepted.covers(*finding) for finding in findings)] == []
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_a_stage_writes_its_own_part_of_a_run_only(deployment: Any, stage: Stage) -> None:
+    written = granted(deployment, role_of(stage), "s3:PutObject")
+    assert f"/runs/*/{stage}/*" in written
+    others = [other for other in STAGES if other is not stage and f"/runs/*/{other}/*" in written]
+    assert others == []
+    assert ("/registry/*" in written) == (stage is Stage.PUBLISH)
+    assert ("/runs/*/plan.json" in written) == (stage is Stage.PREPARE)
+    assert granted(deployment, role_of(stage), "s3:DeleteObject") == {f"/runs/*/{stage}/*"}
+    assert "/runs/*" in granted(deployment, role_of(stage), "s3:GetObject")
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_only_hosts_with_chips_may_leave_their_cluster_and_no_other(deployment: Any, stage: Stage) -> None:
+    drained = granted(deployment, role_of(stage), "ecs:UpdateContainerInstancesState")
+    on_chips = STAGES[stage].queue.value != "cpu"
+    assert bool(drained) == on_chips
+    assert all("container-instance/" in resource and "Batch" in resource for resource in drained)
+
+
+def test_no_policy_allows_every_action(deployment: Any) -> None:
+    for resource in deployment.resources("AWS::IAM::Policy"):
+        for statement in resource["PolicyDocument"]["Statement"]:
+            actions = statement["Action"] if isinstance(statement["Action"], list) else [statement["Action"]]
+            assert not [action for action in actions if action == "*" or action.endswith(":*")]
+
+
+def test_inputs_outside_the_bucket_are_readable_where_they_are_read(other_deployment: Any) -> None:
+    for stage in STAGES:
+        readable = granted(other_deployment, role_of(stage), "s3:GetObject")
+        assert ("arn:aws:s3:::their-data/pairs*" in readable) == (stage in (Stage.PREPARE, Stage.EMBED))
+
+
+@pytest.mark.parametrize(
+    ("action", "resource"),
+    [
+        ("batch:SubmitJob", "job-definition/trnpipe-train-2:*"),
+        ("batch:TerminateJob", "job/*"),
+        ("batch:TagResource", "job/*"),
+        ("batch:DescribeJobs", "*"),
+        ("events:PutRule", "rule/StepFunctionsGetEventsForBatchJobsRule"),
+        ("s3:PutObject", "/runs/*/input.json"),
+        ("s3:GetObject", "/runs/*/result.json"),
+        ("s3:GetObject", "/runs/*/failure.json"),
+        ("states:DescribeExecution", "execution:trnpipe:*"),
+    ],
+)
+def test_the_machine_may_do_what_its_states_do(deployment: Any, action: str, resource: str) -> None:
+    assert any(found.endswith(resource) for found in granted(deployment, "Workflow/StateMachine/Role", action))
+
+
+def test_the_machine_logs_everything_and_is_traced(deployment: Any) -> None:
+    for machine in deployment.resources("AWS::StepFunctions::StateMachine"):
+        assert machine["LoggingConfiguration"]["Level"] == "ALL"
+        assert machine["TracingConfiguration"] == {"Enabled": True}
+
+
+def test_people_find_what_they_need_in_the_outputs(deployment: Any) -> None:
+    outputs = {*deployment.data["Outputs"], *deployment.pipeline["Outputs"]}
+    assert {"BucketName", "NeuronRepositoryUri", "CpuRepositoryUri", "StateMachineArn", "TopicArn", "JobLogGroup"} <= outputs
+
+
+def test_the_definition_is_far_below_a_megabyte_and_wired_to_the_stacks_own_resources(deployment: Any) -> None:
+    machine = deployment.named("AWS::StepFunctions::StateMachine", "StateMachineName", "trnpipe")
+    text = json.dumps(machine["DefinitionString"])
+    assert len(text) < 500_000
+    assert "Fn::ImportValue" in text
+    assert text.count('"Ref"') >= len(STAGES)

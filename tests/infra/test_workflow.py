@@ -1,0 +1,591 @@
+"""The state machine: its shape, what it sends to each service, and whole executions in a Step Functions engine.
+
+In the executions the services are those of the local endpoint, except Batch: jobs end at once, as the test says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.sns.models import sns_backends
+from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback
+
+from infra.local.definitions import ACCOUNT, REGION
+from infra.local.server import LocalEndpoint
+from infra.local.template import LocalStack
+from infra.states import Targets
+from infra.workflow import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, definition
+from pipeline.contract import STAGES, Queue, Shape, Stage, StageFailure, stage_command
+
+GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
+BUCKET, TABLE = "runs-bucket", "locks"
+TOPIC = f"arn:aws:sns:{REGION}:{ACCOUNT}:notifications"
+
+
+def targets(**changes: Any) -> Targets:
+    arn = f"arn:aws:batch:{REGION}:{ACCOUNT}"
+    values: dict[str, Any] = {
+        "partition": "aws",
+        "region": REGION,
+        "bucket": BUCKET,
+        "lock_table": TABLE,
+        "topic": TOPIC,
+        "queues": {queue: f"{arn}:job-queue/{queue.value}" for queue in Queue},
+        "jobs": {stage: f"{arn}:job-definition/{stage}:3" for stage in STAGES if stage not in GANGS},
+        "gangs": {nodes: {stage: f"{arn}:job-definition/{stage}-{nodes}:3" for stage in GANGS} for nodes in (1, 2)},
+        "gang_submit": "sync",
+        "capacity_wait_minutes": 360,
+        "config": {"device": {"kind": "cpu"}},
+        "defaults": {"share": "manual", "registry": "current", "wait_minutes": 0},
+    }
+    return Targets(**{**values, **changes})
+
+
+@pytest.fixture(params=["sync", "poll"])
+def machine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return definition(targets(gang_submit=request.param))
+
+
+def successors(state: Mapping[str, Any]) -> set[str]:
+    choices = [choice["Next"] for choice in state.get("Choices", ())]
+    catches = [catch["Next"] for catch in state.get("Catch", ())]
+    return {*choices, *catches, *(state[key] for key in ("Next", "Default") if key in state)}
+
+
+def reachable(states: Mapping[str, Any], start: str, *, without: frozenset[str] = frozenset()) -> set[str]:
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        name = todo.pop()
+        if name not in seen and name not in without:
+            seen.add(name)
+            todo += successors(states[name])
+    return seen
+
+
+def tasks(machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: state for name, state in machine["States"].items() if state["Type"] == "Task"}
+
+
+# ---------------------------------------------------------------------------------------------------------------- shape
+
+
+def test_every_state_is_reached_and_leads_on(machine: dict[str, Any]) -> None:
+    states = machine["States"]
+    assert reachable(states, machine["StartAt"]) == set(states)
+    ends = {name for name, state in states.items() if not successors(state)}
+    assert {states[name]["Type"] for name in ends} == {"Succeed", "Fail"}
+    assert all(len(name) <= 80 for name in states)
+
+
+def test_every_task_has_a_timeout_retries_and_a_way_out(machine: dict[str, Any]) -> None:
+    for name, state in tasks(machine).items():
+        assert state["TimeoutSeconds"] > 0, name
+        assert state["Catch"][-1]["ErrorEquals"] == ["States.ALL"], name
+        backoff = state["Retry"][-1]
+        assert backoff["MaxAttempts"] >= 3, name
+        assert backoff["BackoffRate"] > 1, name
+        assert backoff["JitterStrategy"] == "FULL", name
+
+
+def test_no_way_to_the_end_leaves_out_unlocking_or_the_notification(machine: dict[str, Any]) -> None:
+    states = machine["States"]
+    ends = {name for name, state in states.items() if not successors(state)}
+    assert not ends & reachable(states, machine["StartAt"], without=frozenset({"Notify"}))
+    assert not ends & reachable(states, "WriteInput", without=frozenset({"OwnsLock"}))
+    # From prepare on there is something to report.
+    assert not ends & reachable(states, "prepare", without=frozenset({"report", "StartedYet"}))
+    assert successors(states["OwnsLock"]) == {"ReleaseLock", "Notify"}
+
+
+def test_stages_run_in_their_order_under_their_own_names(machine: dict[str, Any]) -> None:
+    submits = [name for name, state in tasks(machine).items() if "submitJob" in state["Resource"]]
+    assert [name for name in submits if name != "embed (single)"] == [stage.value for stage in STAGES]
+    states = machine["States"]
+    for earlier, later in itertools.pairwise(STAGES):
+        assert later.value in reachable(states, earlier.value)
+        assert earlier.value not in reachable(states, later.value)
+
+
+def test_waiting_covers_the_attempts_timeout_and_the_wait_for_hosts() -> None:
+    states = definition(targets())["States"]
+    for stage, spec in STAGES.items():
+        assert states[stage.value]["TimeoutSeconds"] >= 60 * (spec.timeout_minutes + 360)
+
+
+def test_a_gang_is_submitted_alike_in_both_forms() -> None:
+    sync, poll = (definition(targets(gang_submit=form))["States"] for form in ("sync", "poll"))
+    for stage in GANGS:
+        assert sync[stage.value]["Parameters"] == poll[stage.value]["Parameters"]
+        assert sync[stage.value]["Resource"].endswith(":batch:submitJob.sync")
+        assert poll[stage.value]["Resource"].endswith(":aws-sdk:batch:submitJob")
+        assert poll[stage.value]["Parameters"]["JobDefinition.$"] == f"$.gang.{stage}"
+
+
+def test_polling_and_waiting_for_the_lock_stay_below_the_limit_of_events() -> None:
+    states = definition(targets(gang_submit="poll"))["States"]
+    laps = 0
+    for stage in GANGS:
+        [limit] = [rule["NumericGreaterThan"] for rule in states[f"{stage} (status)"]["Choices"] if "NumericGreaterThan" in rule]
+        laps += limit
+        assert limit * states[f"{stage} (wait)"]["Seconds"] >= 60 * STAGES[stage].timeout_minutes
+    longest_wait = 7 * 24 * 60
+    assert laps * 11 + max(longest_wait // LONG_LAP_MINUTES, LONG_WAIT_MINUTES // LAP_MINUTES) * 25 < 24_000
+
+
+def test_jobs_carry_share_priority_and_the_run_and_no_overrides(machine: dict[str, Any]) -> None:
+    priorities = []
+    for name, state in tasks(machine).items():
+        if "submitJob" not in state["Resource"]:
+            continue
+        request = state["Parameters"]
+        assert request["ShareIdentifier.$"] == "$.share", name
+        assert request["Parameters"] == {"run.$": "$.run.uri"}, name
+        assert request["PropagateTags"] is True, name
+        assert not any("Override" in key and key != "SchedulingPriorityOverride" for key in request), name
+        priorities.append(request["SchedulingPriorityOverride"])
+    assert priorities == sorted(priorities)
+    assert all(0 <= priority <= 9999 for priority in priorities)
+    assert all(f"Ref::{key}" in stage_command(Stage.TRAIN) for key in ("run",))
+
+
+def test_only_errors_of_the_service_itself_submit_a_job_again(machine: dict[str, Any]) -> None:
+    for name, state in tasks(machine).items():
+        if state["Resource"].endswith("submitJob.sync"):
+            [rule] = state["Retry"]
+            assert all(error.startswith("Batch.") and error != "Batch.ClientException" for error in rule["ErrorEquals"]), name
+
+
+def test_what_the_states_send_is_what_the_services_take(machine: dict[str, Any], service_model: Any) -> None:
+    services = {"sfn": "stepfunctions"}
+    for name, state in tasks(machine).items():
+        service, action = re.fullmatch(r"arn:aws:states:::(?:aws-sdk:)?(\w+):(\w+)(?:\.sync)?", state["Resource"]).groups()  # type: ignore[union-attr]
+        operation = action[0].upper() + action[1:]
+        request = example(state["Parameters"])
+        if operation == "PutObject":
+            request["Body"] = json.dumps(request["Body"])
+        lowered = service_model.from_template(services.get(service, service), operation, request)
+        assert service_model.problems(services.get(service, service), operation, lowered) == "", name
+
+
+def example(value: Any, key: str = "") -> Any:
+    """Parameters as they are sent, a likely value in the place of each path."""
+    if isinstance(value, dict):
+        return {name.removesuffix(".$"): example(inner, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [example(inner) for inner in value]
+    if key.endswith(".$"):
+        return {"Size.$": 2, "Jobs.$": ["id"]}.get(key, "value")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------- executions
+
+RESULTS: dict[str, dict[str, Any]] = {
+    "prepare": {"nodes": 2, "embed_children": 3},
+    "evaluate": {"gate": {"verdict": "accepted", "reason": "+0.002"}},
+}
+
+
+@dataclass
+class ScriptedBatch:
+    """Batch whose jobs end at once: with success and a result file, or as `script` says for the stage.
+
+    Attributes:
+        script: stage -> what its job does; returning words makes the job fail with them.
+        submitted: every SubmitJob request.
+    """
+
+    put: Callable[[str, bytes], None]
+    script: dict[str, Callable[[], str | None]] = field(default_factory=dict)
+    results: dict[str, dict[str, Any]] = field(default_factory=lambda: json.loads(json.dumps(RESULTS)))
+    submitted: list[dict[str, Any]] = field(default_factory=list)
+    terminated: list[str] = field(default_factory=list)
+    reasons: dict[str, str | None] = field(default_factory=dict)
+
+    def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
+        return {"submitjob": self._submit, "describejobs": self._describe, "terminatejob": self._terminate}[operation](request)
+
+    def stages(self) -> list[str]:
+        return [request["jobName"].split("-")[0] for request in self.submitted]
+
+    def close(self) -> None:
+        pass
+
+    def _submit(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.submitted.append(request)
+        stage = request["jobName"].split("-")[0]
+        job_id = f"job-{len(self.submitted)}"
+        reason = self.script.get(stage, lambda: None)()
+        self.reasons[job_id] = reason
+        if reason is None:
+            key = request["parameters"]["run"].removeprefix(f"s3://{BUCKET}/")
+            self.put(f"{key}/{stage}/result.json", json.dumps({"metrics": self.results.get(stage, {})}).encode())
+        return {"jobArn": f"arn:{job_id}", "jobName": request["jobName"], "jobId": job_id}
+
+    def _describe(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"jobs": [self._detail(job_id) for job_id in request["jobs"]]}
+
+    def _detail(self, job_id: str) -> dict[str, Any]:
+        reason = self.reasons[job_id]
+        status = {"status": "SUCCEEDED"} if reason is None else {"status": reason if reason == "RUNNING" else "FAILED"}
+        return {
+            "jobId": job_id,
+            "jobName": "job",
+            "jobQueue": "q",
+            "jobDefinition": "d",
+            "startedAt": 0,
+            "statusReason": reason or "",
+            **status,
+        }
+
+    def _terminate(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.terminated.append(request["jobId"])
+        self.reasons[request["jobId"]] = "terminated"
+        return {}
+
+
+@dataclass
+class Account:
+    """The local endpoint with the state machine in it."""
+
+    endpoint: LocalEndpoint
+    batch: ScriptedBatch
+    machine_arn: str
+    notices: list[dict[str, Any]]
+
+    def start(self, run: str, given: Any = None) -> str:
+        text = json.dumps({} if given is None else given)
+        arn: str = self.endpoint.client("stepfunctions").start_execution(stateMachineArn=self.machine_arn, name=run, input=text)[
+            "executionArn"
+        ]
+        return arn
+
+    def end(self, arn: str) -> dict[str, Any]:
+        client = self.endpoint.client("stepfunctions")
+        deadline = time.monotonic() + 60
+        while (found := client.describe_execution(executionArn=arn))["status"] == "RUNNING":
+            assert time.monotonic() < deadline, client.get_execution_history(executionArn=arn)["events"][-5:]
+            time.sleep(0.05)
+        return dict(found)
+
+    def run(self, run: str, given: Any = None) -> dict[str, Any]:
+        return self.end(self.start(run, given))
+
+    def read(self, key: str) -> Any:
+        return json.loads(self.endpoint.client("s3").get_object(Bucket=BUCKET, Key=key)["Body"].read())
+
+    def lock(self, owner: str | None = None, name: str = "current") -> dict[str, str]:
+        """The lock's item; with an owner, put one there first."""
+        client = self.endpoint.client("dynamodb")
+        if owner is not None:
+            item = {"name": name, "owner": owner, "run": "other-run", "since": "2026-01-04"}
+            client.put_item(TableName=TABLE, Item={key: {"S": value} for key, value in item.items()})
+        found = client.get_item(TableName=TABLE, Key={"name": {"S": name}}).get("Item", {})
+        return {key: value["S"] for key, value in found.items()}
+
+
+@pytest.fixture
+def account(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
+    monkeypatch.setattr(state_task_service_callback, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", 0.02)
+    machine = definition(targets(**getattr(request, "param", {})))
+    for state in machine["States"].values():
+        if state["Type"] == "Wait":
+            state["Seconds"] = 1
+        for rule in state.get("Retry", ()):
+            rule |= {"IntervalSeconds": 1, "MaxAttempts": min(rule["MaxAttempts"], 1)}
+    stack = LocalStack(
+        state_machine="trnpipe",
+        definition=json.dumps(machine),
+        role_arn=f"arn:aws:iam::{ACCOUNT}:role/machine",
+        bucket=BUCKET,
+        table={
+            "TableName": TABLE,
+            "KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}],
+            "AttributeDefinitions": [{"AttributeName": "name", "AttributeType": "S"}],
+            "BillingMode": "PAY_PER_REQUEST",
+        },
+        topics=("notifications",),
+        job_definitions=(),
+        queues=(),
+    )
+    batch = ScriptedBatch(put=lambda key, body: endpoint.client("s3").put_object(Bucket=BUCKET, Key=key, Body=body))
+    endpoint = LocalEndpoint(stack, tmp_path / "state", lambda environment: batch)  # type: ignore[arg-type,return-value]
+    with endpoint:
+        sent = sns_backends[DEFAULT_ACCOUNT_ID][REGION].topics[TOPIC].sent_notifications
+        yield Account(endpoint=endpoint, batch=batch, machine_arn=stack.state_machine_arn, notices=_Notices(sent))  # type: ignore[arg-type]
+
+
+class _Notices(list):  # type: ignore[type-arg]
+    """moto's record of what a topic sent, (id, message, subject, ...), as it grows."""
+
+    def __init__(self, sent: list[Any]) -> None:
+        super().__init__()
+        self._sent = sent
+
+    def __getitem__(self, index: Any) -> Any:
+        _, message, subject, *_ = self._sent[index]
+        return {"subject": subject, "message": message}
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+
+def test_a_run_from_end_to_end(account: Account) -> None:
+    found = account.run("week-1", {"train": {"steps": 5}, "share": "weekly"})
+    assert found["status"] == "SUCCEEDED"
+    assert account.batch.stages() == [stage.value for stage in STAGES]
+    assert account.lock() == {}
+    assert account.read("runs/week-1/input.json") == {
+        "deployment": {"config": {"device": {"kind": "cpu"}}, "allowed_nodes": [1, 2]},
+        "execution": {"train": {"steps": 5}, "share": "weekly"},
+        "execution_arn": found["executionArn"],
+    }
+    by_stage = dict(zip(account.batch.stages(), account.batch.submitted, strict=True))
+    assert by_stage["train"]["jobDefinition"].endswith("job-definition/train-2:3")
+    assert by_stage["embed"]["arrayProperties"] == {"size": 3}
+    assert by_stage["prepare"]["jobName"] == "prepare-week-1"
+    assert {request["shareIdentifier"] for request in account.batch.submitted} == {"weekly"}
+    assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
+    assert account.notices[0]["subject"] == "trnpipe: week-1 succeeded"
+    assert f"s3://{BUCKET}/runs/week-1/report/index.html" in account.notices[0]["message"]
+
+
+@pytest.mark.parametrize("account", [{"gang_submit": "poll"}], indirect=True)
+def test_a_run_whose_gangs_are_polled(account: Account) -> None:
+    assert account.run("week-1")["status"] == "SUCCEEDED"
+    assert account.batch.stages() == [stage.value for stage in STAGES]
+
+
+@pytest.mark.parametrize("account", [{"gang_submit": "poll"}], indirect=True)
+def test_a_polled_gang_that_fails(account: Account) -> None:
+    account.batch.script["compile"] = lambda: "Host EC2 (instance i-1) terminated."
+    found = account.run("week-1")
+    assert found["status"] == "FAILED"
+    assert "Host EC2 (instance i-1) terminated." in found["cause"]
+    assert account.batch.stages() == ["prepare", "health_check", "compile", "report"]
+
+
+def test_one_child_embeds_as_a_plain_job(account: Account) -> None:
+    account.batch.results["prepare"]["embed_children"] = 1
+    assert account.run("week-1")["status"] == "SUCCEEDED"
+    [embed] = [request for request in account.batch.submitted if request["jobName"] == "embed-week-1"]
+    assert "arrayProperties" not in embed
+
+
+def test_the_gate_refuses(account: Account) -> None:
+    account.batch.results["evaluate"]["gate"] = {"verdict": "refused", "reason": "ndcg@10 fell from 0.51 to 0.48"}
+    found = account.run("week-1")
+    assert (found["status"], found["error"], found["cause"]) == ("FAILED", "GateRefused", "ndcg@10 fell from 0.51 to 0.48")
+    assert account.batch.stages()[-2:] == ["evaluate", "report"]
+    assert account.lock() == {}
+    assert account.notices[0]["subject"] == "trnpipe: week-1 refused"
+    assert "ndcg@10 fell" in account.notices[0]["message"]
+
+
+@pytest.mark.parametrize("stage", ["prepare", "train", "embed"])
+def test_a_failing_stage_is_reported_unlocked_and_named(account: Account, stage: str) -> None:
+    account.batch.script[stage] = lambda: "Essential container in task exited"
+    found = account.run("week-1")
+    assert (found["status"], found["error"]) == ("FAILED", f"{stage}: States.TaskFailed")
+    assert "Essential container in task exited" in found["cause"]
+    assert account.batch.stages()[-2:] == [stage, "report"]
+    assert account.lock() == {}
+    assert account.notices[0]["subject"] == "trnpipe: week-1 failed"
+    assert f"failed in {stage}." in account.notices[0]["message"]
+
+
+def test_a_stages_own_words_become_the_cause(account: Account) -> None:
+    failure = StageFailure(
+        stage="prepare",
+        run="week-1",
+        exit_code=64,
+        what="unknown configuration key",
+        value=["trian"],
+        rule="the schema",
+        remedy="fix it",
+    )
+
+    def fail() -> str:
+        account.batch.put("runs/week-1/prepare/failure.json", failure.to_json())
+        return "exited"
+
+    account.batch.script["prepare"] = fail
+    assert account.run("week-1")["cause"] == (
+        'prepare ended with exit code 64: unknown configuration key. value: ["trian"]. rule: the schema. remedy: fix it'
+    )
+
+
+def test_words_that_cannot_be_read_hide_nothing(account: Account) -> None:
+    words = b""
+
+    def fail() -> str:
+        account.batch.put("runs/again/prepare/failure.json", words)
+        return "Task failed to start"
+
+    account.batch.script["prepare"] = fail
+    for number, words in enumerate((b"not json", b"{}", b"[1]")):
+        found = account.run(f"attempt-{number}", {"run": "again"})
+        assert "Task failed to start" in found["cause"], words
+        assert account.lock() == {}
+
+
+def test_a_report_that_fails_changes_nothing(account: Account) -> None:
+    account.batch.script["report"] = lambda: "exited"
+    assert account.run("week-1")["status"] == "SUCCEEDED"
+    account.batch.script["train"] = lambda: "the host was lost"
+    assert "the host was lost" in account.run("week-2")["cause"]
+
+
+def test_a_plan_without_a_matching_gang(account: Account) -> None:
+    account.batch.results["prepare"]["nodes"] = 16
+    found = account.run("week-1")
+    assert found["error"] == "NoSuchGang"
+    assert "16 nodes" in found["cause"]
+    assert "one of 1, 2" in found["cause"]
+    assert account.batch.stages() == ["prepare", "report"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "metrics"),
+    [
+        ("prepare", {"nodes": 2}),
+        ("evaluate", {"gate": {"verdict": "accepted"}}),
+        ("evaluate", {"gate": {"verdict": "perhaps", "reason": "?"}}),
+    ],
+)
+def test_a_result_that_lacks_what_choices_need_publishes_nothing(account: Account, stage: str, metrics: dict[str, Any]) -> None:
+    account.batch.results[stage] = metrics
+    found = account.run("week-1")
+    assert found["error"] == "IncompleteResult"
+    assert f"{stage}/result.json" in found["cause"]
+    assert account.batch.stages()[-2:] == [stage, "report"]
+    assert account.lock() == {}
+
+
+def test_an_input_that_cannot_be_used_starts_no_job(account: Account) -> None:
+    unusable: list[Any] = [
+        [1],
+        "text",
+        3,
+        {"share": 3},
+        {"registry": 3},
+        {"run": ["x"]},
+        {"run": "../other"},
+        {"lock": {"wait_minutes": "long"}},
+    ]
+    for number, given in enumerate(unusable):
+        found = account.run(f"run-{number}", given)
+        assert (found["status"], found["error"]) == ("FAILED", "InputRefused"), given
+        assert "rule:" in found["cause"]
+        assert account.notices[number]["subject"] == f"trnpipe: run-{number} failed"
+    assert account.batch.submitted == []
+
+
+def test_what_the_machine_does_not_need_is_left_to_prepare(account: Account) -> None:
+    account.batch.script["prepare"] = lambda: "exited"
+    for number, given in enumerate(({"lock": {}}, {"lock": "yes"}, {"run": None}, {"trian": {}})):
+        account.run(f"run-{number}", given)
+        assert account.read(f"runs/run-{number}/input.json")["execution"] == given
+    assert account.batch.stages() == ["prepare", "report"] * 4
+
+
+def test_an_earlier_run_is_taken_up(account: Account) -> None:
+    account.batch.script["prepare"] = lambda: "exited"
+    account.run("again", {"run": "week-1"})
+    assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
+
+
+def test_a_run_that_publishes_nowhere_takes_no_lock(account: Account) -> None:
+    seen: list[dict[str, str]] = []
+    account.batch.script["prepare"] = lambda: seen.append(account.lock()) or "exited"  # type: ignore[func-returns-value]
+    account.run("trial", {"registry": None})
+    account.run("week-1", {"registry": "current"})
+    assert [item.get("run") for item in seen] == [None, "week-1"]
+
+
+@dataclass
+class Holder:
+    """A run that holds the lock in prepare until it is told to go on; every run ends after prepare."""
+
+    account: Account
+    arn: str = ""
+    release: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.account.batch.script["prepare"] = self._prepare
+        self.arn = self.account.start("holder")
+        wait_until(lambda: self.account.batch.stages() == ["prepare"])
+
+    def end(self) -> None:
+        self.release.set()
+        self.account.end(self.arn)
+
+    def _prepare(self) -> str:
+        first = len(self.account.batch.submitted) == 1
+        assert not first or self.release.wait(60)
+        return "exited"
+
+
+def test_the_lock_names_its_owner_and_keeps_a_second_run_out(account: Account) -> None:
+    holder = Holder(account)
+    assert account.lock()["owner"] == holder.arn
+    assert account.lock()["run"] == "holder"
+    refused = account.run("week-2")
+    assert refused["error"] == "LockHeld"
+    assert "run holder" in refused["cause"]
+    assert holder.arn in refused["cause"]
+    assert account.batch.stages() == ["prepare"]
+    assert account.lock()["owner"] == holder.arn
+    # Another registry name is another lock.
+    account.run("elsewhere", {"registry": "german"})
+    assert account.batch.stages() == ["prepare", "prepare", "report"]
+    holder.end()
+    assert account.lock() == {}
+
+
+def test_a_run_that_may_wait_gets_the_lock_when_it_is_free(account: Account) -> None:
+    holder = Holder(account)
+    waiting = account.start("week-2", {"lock": {"wait_minutes": 30}})
+    time.sleep(1.5)
+    assert account.batch.stages() == ["prepare"]
+    holder.end()
+    assert account.end(waiting)["error"] == "prepare: States.TaskFailed"
+
+
+def test_waiting_ends(account: Account) -> None:
+    holder = Holder(account)
+    assert account.run("week-2", {"lock": {"wait_minutes": 2}})["error"] == "LockHeld"
+    holder.end()
+
+
+def test_the_lock_of_an_execution_that_ended_or_is_forgotten_is_taken_over(account: Account) -> None:
+    account.batch.script["prepare"] = lambda: "exited"
+    ended = account.run("week-1")["executionArn"]
+    for run, owner in (("week-2", ended), ("week-3", ended.replace("week-1", "never-was"))):
+        account.lock(owner)
+        assert account.run(run)["error"] == "prepare: States.TaskFailed"
+        assert account.lock() == {}
+
+
+def test_a_lock_that_was_taken_over_is_not_released_by_its_former_owner(account: Account) -> None:
+    account.batch.script["prepare"] = lambda: "exited" if account.lock("somebody-else") else None
+    account.run("week-1")
+    assert account.lock()["owner"] == "somebody-else"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
