@@ -13,25 +13,22 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from transformers import BertConfig, BertTokenizerFast
 
-from pipeline.config import ModelConfig, RunConfig, build_config
+from pipeline.config import RunConfig, build_config
 from pipeline.contract import RunPaths, Stage, StageResult, now
 from pipeline.data.arrow import SCHEMAS
 from pipeline.data.ids import IdDigest
 from pipeline.data.rows import normalized_hash
 from pipeline.data.tokens import TextTokenizer
-from pipeline.model.encoder import Encoder, new_encoder
-from pipeline.model.folder import WEIGHTS, save_folder
+from pipeline.model.folder import WEIGHTS
 from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, RunPlan, Shard, Span, TrainPlan
 from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.heartbeat import Heartbeat
 from pipeline.runtime.world import NodeWorld, World
+from tests.tiny import WORDS, make_model
 
-SYLLABLES = ("ba", "ke", "li", "mo", "nu", "ra", "se", "ti", "vo", "zu")
-WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]
 SMALL = {
     "device": {"kind": "cpu", "precision": "fp32", "threads_per_rank": 1},
     "train": {"query_length": 12, "buckets": [16, 32]},
@@ -40,33 +37,6 @@ SMALL = {
     "gate": {"allow_small": True},
 }
 Text = tuple[str, str]
-
-
-def make_model(folder: Path, *, seed: int = 0, head: int | None = None) -> Encoder:
-    """Write a random two-layer BERT (32 dimensions, 100 words) as a model folder; a head, if wanted, that changes them."""
-    source = folder.parent / f"{folder.name}-tokenizer"
-    source.mkdir(parents=True)
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    (source / "vocab.txt").write_text("\n".join(vocabulary))
-    BertTokenizerFast(str(source / "vocab.txt")).save_pretrained(source)
-    torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
-    encoder = new_encoder(config, ModelConfig(head={"hidden": head} if head else None))  # type: ignore[arg-type]
-    with torch.no_grad():
-        # Larger than BERT's own start, so that different words give clearly different embeddings.
-        encoder.backbone.embeddings.word_embeddings.weight.normal_()
-        if encoder.head is not None:
-            encoder.head.outer.weight.normal_(std=0.3)
-            encoder.head.outer.bias.normal_(std=0.3)
-    save_folder(encoder.eval(), folder, source)
-    return encoder
 
 
 def make_texts(count: int, seed: int = 0) -> list[Text]:

@@ -11,8 +11,8 @@ from torch.distributed import DistNetworkError
 
 from pipeline.contract import Stage, StageFailure
 from pipeline.errors import BadData, ExitCode
-from pipeline.runtime import failure
 from pipeline.rank import as_expected
+from pipeline.runtime import failure
 from pipeline.runtime.ranks import unexplained_end
 from pipeline.runtime.world import NodeWorld, World
 

@@ -23,9 +23,9 @@ from pipeline.data.rows import normalized_hash, read_documents
 from pipeline.data.schedule import Schedule
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput, TrnpipeError
 from pipeline.plan import RunPlan
+from pipeline.rank import write_result
 from pipeline.runtime import store
 from pipeline.runtime.context import Heartbeat, StageContext, StageOutput
-from pipeline.rank import write_result
 from pipeline.runtime.world import World
 from pipeline.stages import prepare
 

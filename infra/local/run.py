@@ -1,0 +1,380 @@
+"""`trnpipe local`: one execution of the synthesized state machine on this machine, from options to exit code.
+
+Checks everything that can be checked before anything is started, then synthesizes the CDK app, starts the local endpoint on
+the state folder, puts the input files into its bucket, starts the execution and shows it until it ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import RunConfig, build_config, load_config_file, merge, parse_settings
+from pipeline.contract import Stage, registry_uri
+from pipeline.errors import BadConfig, MissingInput
+
+if TYPE_CHECKING:
+    from infra.local.batch import BatchRunner
+    from infra.local.progress import Display, Tracker
+    from infra.local.server import LocalEndpoint
+    from infra.local.template import LocalStack
+
+POLL_SECONDS = 0.4
+SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+MAX_NODES = 8
+DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
+"""The local deployment's own run configuration, as `config` in cdk.json is a real one's."""
+
+TERMINATED_EXIT = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """What can be asked of a local run.
+
+    Attributes:
+        inputs: training shards, or folders of them; without any, and without data.train in the configuration: the demo.
+        corpus: corpus shards, or folders of them.
+        parent: checkpoint to continue from; None: what was published last in this state folder, at first the demo's model.
+        settings: `KEY=VALUE` items, over everything else.
+        config_file: partial configuration, YAML or JSON.
+        nodes: of the gang; None: as configured.
+        device: kind of device; None: as configured.
+        run: id of an earlier run to take up again.
+        state: folder of the bucket, the logs and everything else that is kept.
+        plain: print lines even on a terminal.
+        demo_rows: at most this many rows of text in the demo; None: all there are.
+        program: what stands for `trnpipe` in the jobs' commands; None: this installation.
+    """
+
+    inputs: tuple[Path, ...] = ()
+    corpus: tuple[Path, ...] = ()
+    parent: str | None = None
+    settings: tuple[str, ...] = ()
+    config_file: Path | None = None
+    nodes: int | None = None
+    device: str | None = None
+    run: str | None = None
+    state: Path = Path(".trnpipe")
+    plain: bool = False
+    demo_rows: int | None = None
+    program: tuple[str, ...] | None = None
+
+
+def run_local(options: LocalOptions) -> int:
+    """Run the pipeline once on this machine.
+
+    Returns:
+        0; 67 when the gate refused; the failing stage's exit code; 130 or 143 after Ctrl-C or SIGTERM.
+
+    Raises:
+        BadConfig: options or configuration that cannot work; before anything is started.
+        MissingInput: an input file that is not there.
+    """
+    request = _Request.of(options)
+    with _terminable():
+        try:
+            return _run(request)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except _Terminated:
+            return TERMINATED_EXIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """Options that have been checked.
+
+    Attributes:
+        given: the user's partial configuration.
+        config: the whole configuration as far as it is known before the bucket's name is.
+        training, corpus: shard files to put into the bucket.
+        demo: whether the demo's data is used.
+    """
+
+    options: LocalOptions
+    state: Path
+    given: dict[str, Any]
+    config: RunConfig
+    training: tuple[Path, ...]
+    corpus: tuple[Path, ...]
+    demo: bool
+
+    @classmethod
+    def of(cls, options: LocalOptions) -> _Request:
+        state = options.state.absolute()
+        from_file = load_config_file(options.config_file) if options.config_file else {}
+        settings = parse_settings(options.settings)
+        run = options.run or merge(from_file, settings).get("run")
+        # A run that is taken up has an input already; flags with defaults of their own could only contradict its plan.
+        under = merge(_earlier_input(state, run), {"run": run}) if run else _flags(options)
+        given = _absolute(merge(merge(from_file, under), settings))
+        config = build_config(DEPLOYMENT_CONFIG, given)
+        if config.nodes > MAX_NODES:
+            raise BadConfig(
+                "too many nodes for one machine",
+                value=f"nodes = {config.nodes}",
+                rule=f"a local run has at most {MAX_NODES} nodes, each a process of its own",
+            )
+        training, corpus = tuple(_shards(options.inputs)), tuple(_shards(options.corpus))
+        demo = not training and not config.data.train
+        return cls(
+            options=options,
+            state=state,
+            given=given,
+            config=config,
+            training=training,
+            corpus=corpus,
+            demo=demo,
+        )
+
+
+def _flags(options: LocalOptions) -> dict[str, Any]:
+    flags: dict[str, Any] = {}
+    if options.nodes is not None:
+        flags["nodes"] = options.nodes
+    if options.device is not None:
+        flags["device"] = {"kind": options.device}
+    if options.parent is not None:
+        flags["model"] = {"parent": options.parent}
+    return flags
+
+
+def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
+    """The execution input of the run that is taken up again, which may have ended before it had a plan.
+
+    Raises:
+        MissingInput: there is no such run in the state folder.
+    """
+    path = state / "bucket/runs" / str(run) / "input.json"
+    if not path.is_file():
+        known = sorted(path.parent.name for path in state.glob("bucket/runs/*/input.json"))
+        raise MissingInput(
+            "there is no such run in the state folder",
+            value=run,
+            rule=f"runs here: {', '.join(known[-10:]) or 'none'}",
+            remedy="name one of them, or the state folder that has it with --state",
+        )
+    earlier: dict[str, Any] = json.loads(path.read_text())["execution"]
+    return earlier
+
+
+def _run(request: _Request) -> int:
+    # From here on large libraries are loaded; mistakes have been answered before.
+    from rich.console import Console
+
+    from infra.local import demo
+    from infra.local.template import local_context, read_stack, synthesize
+
+    console = Console()
+    state = request.state
+    _say(console, f"state folder: {state}")
+    _say(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
+    allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        # Node.js works on the templates while the demo's text is read here, where Ctrl-C interrupts it.
+        synthesis = pool.submit(synthesize, state / "cdk.out", local_context(allowed_nodes, DEPLOYMENT_CONFIG))
+        weeks = demo.weekly_shards(state / "demo", rows=request.options.demo_rows) if request.demo else []
+        stack = read_stack(synthesis.result())
+    with _endpoint(request, stack) as endpoint:
+        training = demo.next_weeks(weeks, _names(state / "bucket/data/demo")) if request.demo else list(request.training)
+        _put_files(endpoint, stack, training, "data/demo" if request.demo else "data/input")
+        _put_files(endpoint, stack, request.corpus, "data/corpus")
+        execution_input = _execution_input(request, stack)
+        # Once more, with everything: what prepare would find only after the start.
+        build_config(DEPLOYMENT_CONFIG, execution_input)
+        return _execute(request, stack, endpoint, execution_input, console)
+
+
+def _execute(
+    request: _Request, stack: LocalStack, endpoint: LocalEndpoint, execution_input: Mapping[str, Any], console: Any
+) -> int:
+    """Start the execution, show it until it ends, print what came of it."""
+    from infra.local.progress import LiveDisplay, PlainDisplay, Tracker
+    from infra.local.summary import exit_code, print_failure, print_outcome
+
+    name = _execution_name(request)
+    run_id = request.config.run or name
+    tracker = Tracker(request.state / "bucket/runs" / run_id)
+    started = datetime.now(timezone.utc)
+    client = endpoint.client("stepfunctions")
+    arn = client.start_execution(stateMachineArn=stack.state_machine_arn, name=name, input=json.dumps(execution_input))[
+        "executionArn"
+    ]
+    _say(console, f"run {run_id}: {endpoint.url}, logs in {request.state / 'logs'}")
+    display: Display = LiveDisplay(console) if console.is_terminal and not request.options.plain else PlainDisplay(console)
+    try:
+        with display:
+            execution = _watch(client, arn, tracker, display, endpoint.batch)
+    except (KeyboardInterrupt, _Terminated):
+        _say(console, f"stopping run {run_id}; take it up again with --run {run_id}")
+        client.stop_execution(executionArn=arn, cause="stopped at the terminal")
+        raise
+    code = exit_code(execution, tracker, started)
+    if code == 0 or (tracker.failed is None and tracker.lines[Stage.EVALUATE].state == "done"):
+        print_outcome(console, execution, tracker)
+    if code and execution.get("error") != "GateRefused":
+        print_failure(console, execution, tracker, endpoint.batch, started)
+    return code
+
+
+def _watch(client: Any, arn: str, tracker: Tracker, display: Display, runner: BatchRunner) -> dict[str, Any]:
+    """Show the execution until it has ended; DescribeExecution's last answer."""
+    while True:
+        execution: dict[str, Any] = client.describe_execution(executionArn=arn)
+        history = client.get_execution_history(executionArn=arn)["events"]
+        tracker.update(history, attempt=_attempt(runner))
+        display.show(tracker)
+        if execution["status"] != "RUNNING":
+            return execution
+        time.sleep(POLL_SECONDS)
+
+
+def _attempt(runner: BatchRunner) -> int:
+    """Which attempt of the newest job is running."""
+    jobs = runner.jobs()
+    return len(jobs[-1].attempts) + (not jobs[-1].done.is_set()) if jobs else 1
+
+
+def _endpoint(request: _Request, stack: LocalStack) -> LocalEndpoint:
+    from infra.local.batch import THIS_INSTALLATION, BatchRunner, BatchSettings
+    from infra.local.server import LocalEndpoint
+
+    def runner(environment: dict[str, str]) -> BatchRunner:
+        program = request.options.program or THIS_INSTALLATION
+        settings = BatchSettings(logs=request.state / "logs", environment=environment, program=program)
+        return BatchRunner(stack.job_definitions, stack.queues, settings)
+
+    return LocalEndpoint(stack, request.state, runner)
+
+
+def _execution_input(request: _Request, stack: LocalStack) -> dict[str, Any]:
+    """What the execution is started with: the user's configuration over what a local run fills in."""
+    from infra.local import demo
+
+    if request.config.run is not None:
+        return request.given
+    root = f"s3://{stack.bucket}"
+    filled: dict[str, Any] = demo.CONFIG if request.demo else {}
+    if request.demo:
+        filled = merge(filled, {"data": {"train": [f"{root}/data/demo/"]}})
+    if request.training:
+        filled = merge(filled, {"data": {"train": [f"{root}/data/input/"]}})
+    if request.corpus:
+        filled = merge(filled, {"data": {"corpus": [f"{root}/data/corpus/"]}})
+    if not _has_parent(request):
+        filled = merge(filled, {"model": {"parent": str(demo.parent_folder())}})
+    return merge(filled, request.given)
+
+
+def _has_parent(request: _Request) -> bool:
+    """Whether the run has something to continue from without the demo's model."""
+    if request.config.model.parent is not None:
+        return True
+    registry = request.config.registry
+    return registry is not None and Path(registry_uri(str(request.state / "bucket"), registry)).is_file()
+
+
+def _execution_name(request: _Request) -> str:
+    moment = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return f"{'demo' if request.demo else 'local'}-{moment}"
+
+
+def _put_files(endpoint: LocalEndpoint, stack: LocalStack, files: Sequence[Path], folder: str) -> None:
+    """Put shards into the bucket. The name carries the content, so the same file given again is the same shard."""
+    client = endpoint.client("s3")
+    present = _names(endpoint.mirror_folder / folder)
+    for path in files:
+        name = path.name if folder == "data/demo" else f"{_digest(path)[:12]}-{path.name}"
+        if name not in present:
+            client.upload_file(str(path), stack.bucket, f"{folder}/{name}")
+
+
+def _shards(paths: Sequence[Path]) -> Iterator[Path]:
+    """The shard files among the paths and in the folders among them.
+
+    Raises:
+        MissingInput: a path that is not there, or a folder without shards.
+        BadConfig: a file that is no shard.
+    """
+    for path in paths:
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.name.endswith(SHARD_SUFFIXES))
+            if not found:
+                raise MissingInput(
+                    "the input folder holds no shards", value=path, rule=f"shards end in {', '.join(SHARD_SUFFIXES)}"
+                )
+            yield from found
+        elif not path.is_file():
+            raise MissingInput("the input file does not exist", value=path, remedy="check the path")
+        elif not path.name.endswith(SHARD_SUFFIXES):
+            raise BadConfig("the input file is no shard", value=path, rule=f"shards end in {', '.join(SHARD_SUFFIXES)}")
+        else:
+            yield path
+
+
+def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with local paths made absolute: job processes have working folders of their own."""
+    changed: dict[str, Any] = {}
+    for section, keys in (("model", ("parent", "base")), ("data", ("train", "corpus"))):
+        values = given.get(section)
+        if isinstance(values, Mapping):
+            changed[section] = {key: _absolute_paths(values[key]) for key in keys if key in values}
+    return merge(given, changed)
+
+
+def _absolute_paths(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_absolute_paths(item) for item in value]
+    if isinstance(value, str) and "://" not in value:
+        return str(Path(value).expanduser().absolute())
+    return value
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as stream:
+        digest = hashlib.sha256()
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _say(console: Any, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True, style="dim")
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived; like KeyboardInterrupt, not an error to be handled on the way."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Within it SIGTERM unwinds the stack, so that jobs are ended and files are closed."""
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        raise _Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, terminate)
+    except ValueError:
+        # Not the main thread: signals are somebody else's.
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,302 @@
+"""The local AWS endpoint: moto's S3, DynamoDB, SNS, STS and Step Functions, and our own Batch, behind one loopback address.
+
+A WSGI layer in front of moto answers Batch's REST calls with the process runner, keeps the bucket and the lock table in the
+state folder (written before a request is answered) and lets conditional writes of one key happen one at a time. While the
+endpoint is up, this process sees no AWS setting of its user: nothing here can reach a real account.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+from urllib.parse import parse_qs
+
+import boto3
+from botocore.config import Config
+from moto.core.base_backend import BackendDict
+from moto.core.config import default_user_config
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import BaseWSGIServer, make_server
+
+from infra.local import definitions
+from infra.local.batch import BatchRunner
+from infra.local.definitions import REGION
+from infra.local.mirror import Mirror
+from infra.local.moto_adapter import adapted
+from infra.local.template import LocalStack
+from pipeline.errors import BadConfig
+
+HOST = "127.0.0.1"
+MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
+SIGNED_SERVICE = re.compile(r"Credential=[^/]+/[^/]+/[^/]+/(?P<service>[^/]+)/aws4_request")
+
+WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
+
+
+class LocalEndpoint:
+    """A context manager: the endpoint is up inside it, with the stack's resources created and the state folder loaded.
+
+    Args:
+        stack: what to create.
+        state: the state folder: `bucket/KEY`, `lock.json`.
+        runner: makes the Batch runner from the variables that job processes need to find the endpoint.
+
+    Raises:
+        BadConfig: another run has this state folder open.
+    """
+
+    def __init__(self, stack: LocalStack, state: Path, runner: Callable[[dict[str, str]], BatchRunner]) -> None:
+        self._stack = stack
+        self._state = state
+        self._make_runner = runner
+        self._exit = ExitStack()
+        self.url = ""
+        self.batch: BatchRunner
+
+    @property
+    def mirror_folder(self) -> Path:
+        """The bucket as plain files."""
+        return self._state / "bucket"
+
+    def __enter__(self) -> LocalEndpoint:
+        with ExitStack() as exit_stack:
+            exit_stack.enter_context(_owned(self._state))
+            exit_stack.enter_context(adapted())
+            exit_stack.enter_context(_executing_state_machines())
+            exit_stack.enter_context(_quiet("moto"))
+            BackendDict.reset()
+            application = _Application(self._stack, self._state)
+            server = make_server(HOST, 0, application, threaded=True, request_handler=_QuietHandler)
+            self.url = f"http://{HOST}:{server.server_port}"
+            environment = endpoint_environment(self.url)
+            exit_stack.enter_context(_process_environment({**environment, "MOTO_PORT": str(server.server_port)}))
+            exit_stack.enter_context(_serving(server))
+            self.batch = application.batch = self._make_runner(environment)
+            exit_stack.callback(self.batch.close)
+            self._create()
+            exit_stack.callback(self._stop_executions)
+            application.load(self.client("dynamodb"))
+            self._exit = exit_stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._exit.close()
+
+    def client(self, service: str) -> Any:
+        """A client of this endpoint."""
+        return boto3.session.Session().client(service, config=Config(retries={"max_attempts": 0}))
+
+    def _stop_executions(self) -> None:
+        """End what still runs, as a machine that is switched off does: no further state, no lock given back."""
+        client = self.client("stepfunctions")
+        running = client.list_executions(stateMachineArn=self._stack.state_machine_arn, statusFilter="RUNNING")
+        for execution in running["executions"]:
+            client.stop_execution(executionArn=execution["executionArn"])
+
+    def _create(self) -> None:
+        stack = self._stack
+        self.client("s3").create_bucket(Bucket=stack.bucket)
+        self.client("dynamodb").create_table(**stack.table)
+        for topic in stack.topics:
+            self.client("sns").create_topic(Name=topic)
+        self.client("stepfunctions").create_state_machine(
+            name=stack.state_machine, definition=stack.definition, roleArn=stack.role_arn
+        )
+
+
+def endpoint_environment(url: str) -> dict[str, str]:
+    """What any AWS SDK needs to talk to the local endpoint and to nothing else."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "local",
+        "AWS_SECRET_ACCESS_KEY": "local",
+        "AWS_REGION": REGION,
+        "AWS_DEFAULT_REGION": REGION,
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "NO_PROXY": f"{HOST},localhost",
+        "no_proxy": f"{HOST},localhost",
+    }
+
+
+class _Application:
+    """The WSGI layer in front of moto."""
+
+    def __init__(self, stack: LocalStack, state: Path) -> None:
+        self.batch: BatchRunner
+        self._moto: WsgiApplication = DomainDispatcherApplication(create_backend_app)
+        self._bucket = stack.bucket
+        self._mirror = Mirror(stack.bucket, state / "bucket", state / "tmp")
+        self._table = stack.table["TableName"]
+        self._lock_file = state / "lock.json"
+        self._lock_items = threading.Lock()
+        self._dynamodb: Any = None
+        self._keys: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def load(self, dynamodb: Any) -> None:
+        """Fill moto from the state folder."""
+        self._mirror.load()
+        if self._lock_file.is_file():
+            for item in json.loads(self._lock_file.read_text()):
+                dynamodb.put_item(TableName=self._table, Item=item)
+        self._dynamodb = dynamodb
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        signed = SIGNED_SERVICE.search(environ.get("HTTP_AUTHORIZATION", ""))
+        service = signed["service"] if signed else ""
+        if service == "batch":
+            return self._answer_batch(environ, start_response)
+        if service == "s3":
+            return self._answer_s3(environ, start_response)
+        if self._dynamodb is not None and MUTATIONS.fullmatch(environ.get("HTTP_X_AMZ_TARGET", "")):
+            body = self._moto(environ, start_response)
+            self._keep_lock_items()
+            return body
+        return self._moto(environ, start_response)
+
+    def _answer_batch(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        request = json.loads(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)) or b"{}")
+        headers = [("Content-Type", "application/json"), ("x-amzn-RequestId", str(uuid.uuid4()))]
+        try:
+            answer = self.batch.call(environ["PATH_INFO"].removeprefix("/v1/"), request)
+            status = "200 OK"
+        except definitions.ClientError as error:
+            answer, status = {"message": str(error)}, "400 Bad Request"
+            headers.append(("x-amzn-ErrorType", "ClientException"))
+        body = json.dumps(answer).encode()
+        start_response(status, [*headers, ("Content-Length", str(len(body)))])
+        return [body]
+
+    def _answer_s3(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
+        query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+        method = environ["REQUEST_METHOD"]
+        if bucket != self._bucket:
+            return self._moto(environ, start_response)
+        if method == "POST" and "delete" in query:
+            body = self._moto(environ, start_response)
+            self._mirror.store_all()
+            return body
+        if not key or not _changes_object(method, query):
+            return self._moto(environ, start_response)
+        # Invariant: one change of a key at a time, so that what a conditional write has checked still holds when it writes.
+        with self._keys[key]:
+            if method != "DELETE" and (objection := self._mirror.objection(key)):
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                return _refuse_key(objection, start_response)
+            body = self._moto(environ, start_response)
+            self._mirror.store(key)
+            return body
+
+    def _keep_lock_items(self) -> None:
+        with self._lock_items:
+            items = self._dynamodb.scan(TableName=self._table)["Items"]
+            temporary = self._lock_file.with_suffix(".tmp")
+            temporary.write_text(json.dumps(items, indent=1))
+            temporary.replace(self._lock_file)
+
+
+class _QuietHandler(MotoRequestHandler):  # type: ignore[misc]
+    """One line per request on the terminal would bury the run's own."""
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Nothing."""
+
+
+def _changes_object(method: str, query: dict[str, list[str]]) -> bool:
+    """Whether a request for a key replaces or removes the object; parts of an upload do not until it is completed."""
+    if method == "PUT":
+        return "partNumber" not in query
+    if method == "POST":
+        return "uploadId" in query
+    return method == "DELETE" and "uploadId" not in query
+
+
+def _refuse_key(objection: str, start_response: Any) -> Iterable[bytes]:
+    body = f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>".encode()
+    start_response("400 Bad Request", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+    return [body]
+
+
+@contextmanager
+def _owned(state: Path) -> Iterator[None]:
+    """Hold the state folder; the lock goes with the process, however it ends."""
+    state.mkdir(parents=True, exist_ok=True)
+    holder: IO[str]
+    with open(state / "owner.pid", "a+") as holder:
+        try:
+            fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder.seek(0)
+            raise BadConfig(
+                "another local run has this state folder open",
+                value=f"{state} (process {holder.read().strip()})",
+                rule="one local run per state folder at a time",
+                remedy="wait for it, or name another folder with --state",
+            ) from error
+        holder.truncate(0)
+        holder.write(str(os.getpid()))
+        holder.flush()
+        yield
+
+
+@contextmanager
+def _process_environment(variables: dict[str, str]) -> Iterator[None]:
+    """This process's environment with the variables and without any AWS setting of its user; restored afterwards."""
+    before = dict(os.environ)
+    for key in before:
+        if key.startswith("AWS_"):
+            del os.environ[key]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _executing_state_machines() -> Iterator[None]:
+    settings = default_user_config["stepfunctions"]
+    before = settings.get("execute_state_machine", False)
+    settings["execute_state_machine"] = True
+    try:
+        yield
+    finally:
+        settings["execute_state_machine"] = before
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """The engine logs every error that the state machine catches; the history has them all."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def _serving(server: BaseWSGIServer) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="local-endpoint", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,124 @@
+"""The demo's text: real docstrings, the same weeks everywhere, released one run after another."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from infra.local import demo
+from infra.local.demo import FIRST_RUN_WEEKS, WEEKS, next_weeks, parent_folder, read_pairs, weekly_shards
+from pipeline.config import build_config
+from pipeline.errors import MissingInput
+
+PACKAGE = {
+    "alpha.py": '''
+def resize(image, *, width, height=None):
+    """Change the size of an image without cutting anything off.
+
+    Args:
+        image: what to change, as a file name or as an array of pixels.
+        width: in pixels.
+    """
+
+class Crop:
+    """Cut the borders off an image until nothing is left to cut off."""
+
+    def apply(self, image):
+        """Apply the cut to one image, or to every image of a list.
+
+        The result has the same type as the argument, and the argument is left as it was.
+        """
+
+def short():
+    """Do it.
+
+    Now.
+    """
+''',
+    "broken.py": "def (",
+    "inner/__init__.py": '''
+def again(image):
+    """Apply the cut to one image, or to every image of a list.
+
+    Not quite a duplicate: the document has another signature than the first one has.
+    """
+''',
+    "tests/test_alpha.py": '''
+def test_nothing():
+    """A test's docstring is not somebody's documentation, so it is left out.
+
+    However long it is, and however many words somebody has found to put into it.
+    """
+''',
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small package in place of the installed ones."""
+    root = tmp_path / "site" / "small"
+    for name, text in {"__init__.py": "", **PACKAGE}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(demo, "_modules", lambda: _only(root))
+    return root
+
+
+def _only(root: Path) -> list[tuple[str, Path]]:
+    found = sorted(root.rglob("*.py"))
+    return [(".".join(path.relative_to(root.parent).with_suffix("").parts), path) for path in found if "tests" not in path.parts]
+
+
+def test_first_line_is_the_query_and_signature_with_the_rest_the_document(package: Path) -> None:
+    pairs = {pair.id: pair for pair in read_pairs()}
+    assert sorted(pairs) == ["small.alpha.Crop.apply", "small.alpha.resize", "small.inner.__init__.again"]
+    resize = pairs["small.alpha.resize"]
+    assert resize.query == "Change the size of an image without cutting anything off."
+    assert resize.document.startswith("def resize(image, width, height)\nArgs:\n    image: what to change")
+    assert pairs["small.alpha.Crop.apply"].document.startswith("def apply(image)\n")
+
+
+def test_the_installed_packages_give_enough_text() -> None:
+    modules = dict(demo._modules())
+    assert modules["json.decoder"].name == "decoder.py"
+    assert modules["torch.nn.functional"].name == "functional.py"
+    assert not any("test" in path.parts or "tests" in path.parts for path in modules.values())
+    pairs = list(demo._pairs_of("json", modules["json"])) + list(demo._pairs_of("textwrap", modules["textwrap"]))
+    assert {pair.id for pair in pairs} >= {"json.dump", "json.loads", "textwrap.wrap"}
+
+
+def test_shards_are_the_same_bytes_every_time_and_hold_every_row_once(package: Path, tmp_path: Path) -> None:
+    first, second = weekly_shards(tmp_path / "a"), weekly_shards(tmp_path / "b")
+    assert [shard.read_bytes() for shard in first] == [shard.read_bytes() for shard in second]
+    rows = [json.loads(line) for shard in first for line in gzip.decompress(shard.read_bytes()).splitlines()]
+    assert sorted(row["id"] for row in rows) == [pair.id for pair in read_pairs()]
+    assert all(set(row) == {"id", "query", "document"} for row in rows)
+    assert [shard.name for shard in first] == [f"week-{week:02d}.jsonl.gz" for week in range(1, WEEKS + 1)]
+
+
+def test_fewer_rows_are_cut_again_and_the_same_rows_are_kept(package: Path, tmp_path: Path) -> None:
+    weekly_shards(tmp_path)
+    shards = weekly_shards(tmp_path, rows=2)
+    assert sum(len(gzip.decompress(shard.read_bytes()).splitlines()) for shard in shards) == 2
+    written = shards[0].stat().st_mtime_ns
+    assert weekly_shards(tmp_path, rows=2)[0].stat().st_mtime_ns == written
+
+
+def test_the_first_run_releases_many_weeks_and_each_later_one_another(tmp_path: Path) -> None:
+    shards = [tmp_path / f"week-{week:02d}.jsonl.gz" for week in range(1, WEEKS + 1)]
+    released = next_weeks(shards, [])
+    assert released == shards[:FIRST_RUN_WEEKS]
+    for week in range(FIRST_RUN_WEEKS, WEEKS):
+        assert next_weeks(shards, [shard.name for shard in shards[:week]]) == [shards[week]]
+    with pytest.raises(MissingInput, match="no further week"):
+        next_weeks(shards, [shard.name for shard in shards])
+
+
+def test_the_model_is_a_real_one_and_the_configuration_valid() -> None:
+    assert json.loads((parent_folder() / "config.json").read_text())["model_type"] == "bert"
+    assert (parent_folder() / "model.safetensors").stat().st_size > 50 << 20
+    build_config(demo.CONFIG)

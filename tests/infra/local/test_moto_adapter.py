@@ -1,0 +1,134 @@
+"""Every change to moto's engine is still needed, and does what it is for: small state machines with and without each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.local import moto_adapter, server
+from infra.local.batch import BatchRunner, BatchSettings, Job
+from infra.local.definitions import Container, JobDefinition, JobQueue
+from infra.local.moto_adapter import Change, adapted
+from infra.local.server import LocalEndpoint
+from infra.local.template import LocalStack
+
+SUBMIT: dict[str, Any] = {
+    "JobName": "job",
+    "JobQueue": "queue",
+    "JobDefinition": "job",
+    "ShareIdentifier": "weekly",
+    "SchedulingPriorityOverride": 1,
+}
+
+
+def definition(resource: str, parameters: dict[str, Any], **fields: Any) -> str:
+    task = {"Type": "Task", "Resource": f"arn:aws:states:::{resource}", "Parameters": parameters, "End": True, **fields}
+    return json.dumps({"StartAt": "Call", "States": {"Call": task}})
+
+
+@contextlib.contextmanager
+def endpoint_on(
+    text: str, state: Path, monkeypatch: pytest.MonkeyPatch, leave_out: Change | None, seconds: float
+) -> Iterator[LocalEndpoint]:
+    monkeypatch.setattr(server, "adapted", lambda: adapted(leave_out))
+    key = {"KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}]}
+    stack = LocalStack(
+        state_machine="small",
+        definition=text,
+        role_arn="arn:aws:iam::123456789012:role/small",
+        bucket="bucket",
+        table={
+            "TableName": "lock",
+            "AttributeDefinitions": [{"AttributeName": "name", "AttributeType": "S"}],
+            "BillingMode": "PAY_PER_REQUEST",
+            **key,
+        },
+        topics=(),
+        job_definitions=(JobDefinition(name="job", containers=(Container(command=("sleep", str(seconds))),)),),
+        queues=(JobQueue(name="queue", fair_share=True),),
+    )
+    settings = BatchSettings(logs=state / "logs")
+    with LocalEndpoint(stack, state, lambda _: BatchRunner(stack.job_definitions, stack.queues, settings)) as endpoint:
+        endpoint.client("s3").put_object(Bucket="bucket", Key="file.json", Body=b'{"is": "here"}')
+        yield endpoint
+
+
+@pytest.fixture
+def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], list[Job]]]:
+    """Execute a state machine of one task without one of the changes (None: with all); how it ended, and its jobs."""
+
+    def run(text: str, leave_out: Change | None, seconds: float = 0) -> tuple[dict[str, Any], list[Job]]:
+        with endpoint_on(text, tmp_path / "state", monkeypatch, leave_out, seconds) as endpoint:
+            client = endpoint.client("stepfunctions")
+            machine = "arn:aws:states:us-east-1:123456789012:stateMachine:small"
+            arn = client.start_execution(stateMachineArn=machine, name="one", input="{}")["executionArn"]
+            deadline = time.monotonic() + 30
+            while (execution := client.describe_execution(executionArn=arn))["status"] == "RUNNING":
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            jobs = endpoint.batch.jobs()
+            for job in jobs:
+                job.done.wait(10 if leave_out is None else 1)
+            return dict(execution), [Job(**{name: getattr(job, name) for name in job.__slots__}) for job in jobs]
+
+    return run
+
+
+Execute = Callable[..., tuple[dict[str, Any], list[Job]]]
+READ = definition(
+    "aws-sdk:s3:getObject", {"Bucket": "bucket", "Key": "file.json"}, ResultSelector={"is.$": "States.StringToJson($.Body)"}
+)
+READ_ABSENT = definition(
+    "aws-sdk:s3:getObject",
+    {"Bucket": "bucket", "Key": "absent.json"},
+    Catch=[{"ErrorEquals": ["S3.NoSuchKeyException"], "Next": "Absent"}],
+).replace('"States": {', '"States": {"Absent": {"Type": "Succeed"}, ')
+IMPATIENT = definition("batch:submitJob.sync", SUBMIT, TimeoutSeconds=2)
+
+
+def test_spelling_is_changed_between_step_functions_and_services(execute: Execute) -> None:
+    assert execute(READ, moto_adapter.change_spelling)[0]["status"] == "FAILED"
+    execution, _ = execute(READ, None)
+    assert (execution["status"], json.loads(execution["output"])) == ("SUCCEEDED", {"is": {"is": "here"}})
+
+
+def test_fair_share_reaches_batch(execute: Execute) -> None:
+    text = definition("batch:submitJob.sync", SUBMIT)
+    execution, jobs = execute(text, moto_adapter.pass_on_fair_share)
+    assert (execution["status"], execution["error"], jobs) == ("FAILED", "Batch.ClientException", [])
+    execution, jobs = execute(text, None)
+    assert (execution["status"], jobs[0].share, jobs[0].priority) == ("SUCCEEDED", "weekly", 1)
+    assert json.loads(execution["output"])["Status"] == "SUCCEEDED"
+
+
+def test_errors_have_the_names_that_aws_gives_them(execute: Execute) -> None:
+    execution, _ = execute(READ_ABSENT, moto_adapter.name_errors)
+    assert (execution["status"], execution["error"]) == ("FAILED", "s3.NoSuchKeyException")
+    assert execute(READ_ABSENT, None)[0]["status"] == "SUCCEEDED"
+
+
+def test_a_job_ends_with_the_state_that_submitted_it(execute: Execute) -> None:
+    execution, jobs = execute(IMPATIENT, moto_adapter.terminate_abandoned_jobs, 600)
+    assert (execution["error"], jobs[0].stop_reason) == ("States.Timeout", None)
+    execution, jobs = execute(IMPATIENT, None, 600)
+    assert (execution["error"], jobs[0].status) == ("States.Timeout", "FAILED")
+    assert jobs[0].status_reason == "The state that submitted this job ended before it"
+
+
+def test_the_engine_is_as_it_was_afterwards() -> None:
+    owners = (
+        moto_adapter.StateTaskService,
+        moto_adapter.StateTaskServiceBatch,
+        moto_adapter.batch_module,
+        moto_adapter.aws_sdk_module,
+    )
+    before = [dict(vars(owner)) for owner in owners]
+    with adapted():
+        assert [dict(vars(owner)) for owner in owners] != before
+    assert [dict(vars(owner)) for owner in owners] == before

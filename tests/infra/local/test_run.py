@@ -1,0 +1,157 @@
+"""`run_local` from options to exit code: mistakes before anything starts, then whole executions of the real state machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.local.run import LocalOptions, run_local
+from pipeline.errors import BadConfig, MissingInput
+
+PROGRAM = (sys.executable, str(Path(__file__).with_name("stage_program.py")))
+
+
+@pytest.fixture
+def state(tmp_path: Path, templates: Path) -> Path:
+    """A state folder with the app synthesized already."""
+    shutil.copytree(templates, tmp_path / "state/cdk.out")
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"id": "a", "query": "one", "document": "two"}\n')
+    return path
+
+
+def run(state: Path, monkeypatch: pytest.MonkeyPatch, script: dict[str, Any] | None = None, **options: Any) -> int:
+    monkeypatch.setenv("TRNPIPE_TEST_SCRIPT", json.dumps(script or {}))
+    return run_local(LocalOptions(state=state, program=PROGRAM, plain=True, **options))
+
+
+def execution_input(state: Path) -> dict[str, Any]:
+    [path] = (state / "bucket/runs").glob("*/input.json")
+    return dict(json.loads(path.read_text())["execution"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"settings": ("train.stepz=5",)}, BadConfig, "train.steps"),
+        ({"settings": ("train.steps=none",)}, BadConfig, "train.steps"),
+        ({"settings": ("train.steps",)}, BadConfig, "KEY=VALUE"),
+        ({"nodes": 9}, BadConfig, "at most 8"),
+        ({"device": "tpu"}, BadConfig, "device.kind"),
+        ({"inputs": (Path("absent.jsonl"),)}, MissingInput, "absent.jsonl"),
+        ({"inputs": (Path("/etc/hostname"),)}, BadConfig, "jsonl.gz"),
+        ({"config_file": Path("absent.yaml")}, MissingInput, "absent.yaml"),
+    ],
+)
+def test_mistakes_are_answered_before_anything_starts(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(error, match=words.replace(".", r"\.")):
+        run_local(LocalOptions(state=tmp_path / "state", **options))
+    assert not (tmp_path / "state").exists()
+    assert time.monotonic() - began < 2
+
+
+def test_own_data_goes_into_the_bucket_and_the_outcome_is_printed(
+    state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(state.parent)
+    code = run(state, monkeypatch, inputs=(shard,), corpus=(shard,), parent="model", nodes=1, settings=("train.steps=3",))
+    assert code == 0
+    given = execution_input(state)
+    bucket = given["data"]["train"][0].removesuffix("/data/input/")
+    assert given == {
+        "data": {"train": [f"{bucket}/data/input/"], "corpus": [f"{bucket}/data/corpus/"]},
+        "model": {"parent": str(state.parent / "model")},
+        "nodes": 1,
+        "train": {"steps": 3},
+    }
+    [stored] = (state / "bucket/data/input").iterdir()
+    assert stored.name.endswith("-pairs.jsonl")
+    assert stored.read_bytes() == shard.read_bytes()
+    text = capsys.readouterr().out
+    assert "ndcg@10   0.5000  0.5500     +0.0500" in text
+    assert "10 steps, 123.4 pairs/s" in text
+    assert "1,000 documents, 500.0 documents/s" in text
+    assert str(next((state / "bucket/runs").iterdir()) / "embed") in text
+
+
+def test_the_gate_s_refusal_is_67_and_shows_the_numbers(
+    state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate = {"parent": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.4}, "gate": {"verdict": "refused", "reason": "it fell"}}
+    assert run(state, monkeypatch, {"evaluate": {"metrics": gate}}, inputs=(shard,)) == 67
+    text = capsys.readouterr().out
+    assert "gate: refused: it fell" in text
+    assert "-0.1000" in text
+    assert "nothing was published" in text
+
+
+def test_a_failure_ends_with_the_stage_s_code_its_words_and_its_log(
+    state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(state, monkeypatch, {"train": {"exit": [75, 65]}}, inputs=(shard,)) == 65
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-5:-1] == ["error:  train cannot go on", "value:  seen", "rule:   it should", "remedy: help it"]
+    log = Path(lines[-1].removeprefix("log:    "))
+    assert log.name == "attempt-2-node-00000.log"
+    assert "train attempt 2 node 0" in log.read_text()
+
+
+def test_a_run_is_taken_up_with_the_input_that_it_had(state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(state, monkeypatch, {"prepare": {"exit": [64]}}, inputs=(shard,), nodes=1) == 64
+    [folder] = (state / "bucket/runs").iterdir()
+    before = execution_input(state)
+    assert before["nodes"] == 1
+    assert run(state, monkeypatch, run=folder.name, nodes=2, device="cpu", settings=("share=experiments",)) == 0
+    assert execution_input(state) == {**before, "run": folder.name, "share": "experiments"}
+    assert (folder / "publish/result.json").is_file()
+    with pytest.raises(MissingInput, match=folder.name):
+        run(state, monkeypatch, run="another")
+
+
+def test_the_published_model_is_the_next_parent(state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = state / "bucket/registry/current.json"
+    registry.parent.mkdir(parents=True)
+    registry.write_text("{}")
+    assert run(state, monkeypatch, inputs=(shard,)) == 0
+    assert "model" not in execution_input(state)
+
+
+def test_sigterm_stops_the_run_and_everything_in_it(state: Path, shard: Path, tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        f"""
+        import sys
+        from pathlib import Path
+        from infra.local.run import LocalOptions, run_local
+        state, shard = Path({str(state)!r}), Path({str(shard)!r})
+        sys.exit(run_local(LocalOptions(state=state, inputs=(shard,), program={PROGRAM!r}, plain=True)))
+        """
+    )
+    environment = {**os.environ, "TRNPIPE_TEST_SCRIPT": json.dumps({"health_check": {"seconds": 600}})}
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout is not None
+        while "health_check  started" not in (line := process.stdout.readline()):
+            assert line, "the run ended before it could be stopped"
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == code
+        assert "take it up again with --run local-" in rest
+        assert json.loads((state / "lock.json").read_text()) != []

@@ -1,0 +1,141 @@
+"""The encoder against the library's own way of masking, and the head that changes nothing at first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import BertConfig, DistilBertConfig, MPNetConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
+
+from pipeline.config import HeadConfig, ModelConfig
+from pipeline.errors import BadConfig
+from pipeline.model.encoder import new_encoder, prepare_for_training
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 40,
+}
+BACKBONES = {
+    "bert": lambda: BertConfig(**SIZES),
+    "roberta": lambda: RobertaConfig(**SIZES),
+    "xlm-roberta": lambda: XLMRobertaConfig(**SIZES, pad_token_id=1),
+    "mpnet": lambda: MPNetConfig(**SIZES),
+}
+
+
+def some_batch(padding: int) -> tuple[Tensor, Tensor]:
+    """Rows of 16, 9 and 3 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(5, 50, (3, 16), generator=generator)
+    mask = (torch.arange(16)[None, :] < torch.tensor([16, 9, 3])[:, None]).long()
+    return tokens * mask + padding * (1 - mask), mask
+
+
+@pytest.fixture(params=BACKBONES)
+def backbone(request: pytest.FixtureRequest) -> PreTrainedConfig:
+    torch.manual_seed(0)
+    return BACKBONES[request.param]()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_equals_library_with_its_own_mask(backbone: PreTrainedConfig, pooling: str) -> None:
+    encoder = new_encoder(backbone, ModelConfig(pooling=pooling)).eval()
+    tokens, mask = some_batch(backbone.pad_token_id)
+    with torch.no_grad():
+        hidden = encoder.backbone(input_ids=tokens, attention_mask=mask).last_hidden_state
+        expected = torch.stack(
+            [row[0] if pooling == "cls" else row[: int(n)].mean(0) for row, n in zip(hidden, mask.sum(1), strict=True)]
+        )
+        torch.testing.assert_close(encoder(tokens, mask), F.normalize(expected, dim=-1), rtol=0, atol=1e-6)
+
+
+def test_what_stands_in_the_padding_does_not_matter(backbone: PreTrainedConfig) -> None:
+    encoder = new_encoder(backbone, ModelConfig()).eval()
+    tokens, mask = some_batch(0)
+    with torch.no_grad():
+        embeddings = encoder(tokens, mask)
+        assert torch.equal(encoder(tokens + 7 * (1 - mask), mask), embeddings)
+        torch.testing.assert_close(encoder(tokens[1:2, :9], mask[1:2, :9]), embeddings[1:2], rtol=0, atol=1e-6)
+
+
+def test_bf16_autocast_gives_fp32_unit_vectors_near_fp32(backbone: PreTrainedConfig) -> None:
+    encoder = new_encoder(backbone, ModelConfig(head=HeadConfig(hidden=8))).eval()
+    tokens, mask = some_batch(0)
+    with torch.no_grad():
+        exact = encoder(tokens, mask)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            embeddings = encoder(tokens, mask)
+    assert embeddings.dtype == torch.float32
+    torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(3))
+    assert float((embeddings * exact).sum(1).min()) > 0.999
+
+
+def test_graph_does_not_depend_on_the_mask(backbone: PreTrainedConfig) -> None:
+    """The same program whatever the mask holds: traced with a full mask, it serves a ragged one."""
+    encoder = new_encoder(backbone, ModelConfig()).eval()
+    tokens, mask = some_batch(0)
+    with torch.no_grad():
+        traced = torch.jit.trace(encoder, (tokens, torch.ones_like(mask)))
+        torch.testing.assert_close(traced(tokens, mask), encoder(tokens, mask), rtol=0, atol=1e-6)
+
+
+def test_new_head_changes_nothing_and_is_the_same_everywhere() -> None:
+    torch.manual_seed(0)
+    plain = new_encoder(BertConfig(**SIZES), ModelConfig()).eval()
+    torch.manual_seed(0)
+    headed = new_encoder(BertConfig(**SIZES), ModelConfig(head=HeadConfig(hidden=64))).eval()
+    headed.backbone.load_state_dict(plain.backbone.state_dict())
+    torch.manual_seed(99)
+    other = new_encoder(BertConfig(**SIZES), ModelConfig(head=HeadConfig(hidden=64)))
+    assert headed.head is not None
+    assert other.head is not None
+    assert bool((headed.head.inner.weight != 0).any())
+    assert torch.equal(headed.head.inner.weight, other.head.inner.weight)
+    with torch.no_grad():
+        assert torch.equal(headed(*some_batch(0)), plain(*some_batch(0)))
+
+
+def test_new_head_learns() -> None:
+    encoder = new_encoder(BertConfig(**SIZES), ModelConfig(head=HeadConfig(hidden=64)))
+    assert encoder.head is not None
+    encoder(*some_batch(0))[:, 0].sum().backward()
+    assert float(encoder.head.outer.weight.grad.abs().sum()) > 0
+
+
+def test_without_normalization_lengths_differ() -> None:
+    encoder = new_encoder(BertConfig(**SIZES), ModelConfig(normalize=False)).eval()
+    with torch.no_grad():
+        assert float((encoder(*some_batch(0)).norm(dim=1) - 1).abs().min()) > 0.1
+
+
+def test_unknown_family_is_refused() -> None:
+    with pytest.raises(BadConfig, match="not supported") as caught:
+        new_encoder(DistilBertConfig(), ModelConfig())
+    assert "distilbert" in str(caught.value)
+
+
+def test_max_length_leaves_out_the_positions_of_padding(backbone: PreTrainedConfig) -> None:
+    encoder = new_encoder(backbone, ModelConfig()).eval()
+    assert encoder.max_length == (40 if backbone.model_type == "bert" else 38)
+    tokens = torch.full((1, encoder.max_length), 7)
+    with torch.no_grad():
+        assert bool(torch.isfinite(encoder(tokens, torch.ones_like(tokens))).all())
+
+
+def test_training_form_changes_no_embedding_and_no_saved_configuration(backbone: PreTrainedConfig, tmp_path: Path) -> None:
+    backbone.hidden_dropout_prob = 0.0
+    encoder = new_encoder(backbone, ModelConfig()).eval()
+    encoder.config.save_pretrained(tmp_path / "before")
+    with torch.no_grad():
+        expected = encoder(*some_batch(0))
+        prepare_for_training(encoder, fused_attention=False)
+        torch.testing.assert_close(encoder.train()(*some_batch(0)), expected, rtol=0, atol=1e-6)
+    encoder.config.save_pretrained(tmp_path / "after")
+    assert (tmp_path / "after" / "config.json").read_text() == (tmp_path / "before" / "config.json").read_text()

@@ -1,0 +1,103 @@
+"""Encoding many texts: the order of the input, static shapes, and the same embeddings however batches are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipeline.model.inference import encode, pad, plan_batches
+from pipeline.runtime.device import Device, open_device
+from pipeline.runtime.world import World
+from tests.tiny import make_model
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return open_device("cpu", "fp32", World(), threads=1)
+
+
+def token_lists(lengths: Sequence[int]) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, 100, length).tolist() for length in lengths]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=80),
+    tokens_per_batch=st.integers(1, 600),
+    static=st.booleans(),
+)
+def test_plan_covers_every_row_once_and_fits(lengths: list[int], tokens_per_batch: int, static: bool) -> None:
+    buckets = (8, 16, 64)
+    plan = plan_batches(np.array(lengths), buckets, tokens_per_batch, static=static)
+    assert sorted(row for batch in plan for row in batch.rows.tolist()) == list(range(len(lengths)))
+    for batch in plan:
+        assert len(batch.rows) <= batch.slots
+        assert max(lengths[row] for row in batch.rows) <= batch.length
+        if static:
+            assert batch.length in buckets
+            assert batch.slots == max(1, tokens_per_batch // batch.length)
+        else:
+            assert batch.slots == len(batch.rows)
+            assert batch.slots * batch.length <= max(tokens_per_batch, batch.length)
+    shapes = {(batch.slots, batch.length) for batch in plan}
+    assert not static or len(shapes) <= len(buckets)
+
+
+def test_lengths_outside_the_buckets_are_refused() -> None:
+    for lengths in ([0, 3], [9]):
+        with pytest.raises(ValueError, match="do not fit"):
+            plan_batches(np.array(lengths), (4, 8), 32, static=True)
+
+
+def test_pad() -> None:
+    tokens, mask = pad([[5, 6], [7]], 3, 4)
+    assert tokens.tolist() == [[5, 6, 0, 0], [7, 0, 0, 0], [0, 0, 0, 0]]
+    assert mask.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def test_embeddings_come_in_the_order_of_the_input(tmp_path: Path, device: Device) -> None:
+    encoder = make_model(tmp_path / "model").eval()
+    texts = token_lists([3, 30, 8, 1, 17, 9, 16, 31, 5])
+    done: list[int] = []
+    embeddings = encode(encoder, device, texts, (8, 16, 32), 48, on_progress=done.append)
+    with torch.no_grad():
+        expected = torch.cat([encoder(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long)) for text in texts])
+    torch.testing.assert_close(embeddings, expected, rtol=0, atol=1e-5)
+    assert embeddings.dtype == torch.float32
+    assert done == sorted(done)
+    assert done[-1] == len(texts)
+    embeddings.requires_grad_().sum().backward()  # an ordinary tensor
+
+
+def test_static_shapes_on_compiling_devices(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = make_model(tmp_path / "model").eval()
+    texts = token_lists([3, 30, 8, 1, 17, 9, 16, 31, 5])
+    eager = encode(encoder, device, texts, (8, 16, 32), 48)
+    shapes: set[tuple[int, ...]] = set()
+
+    def compiled(tokens: Tensor, mask: Tensor) -> Tensor:
+        shapes.add(tuple(tokens.shape))
+        return encoder(tokens, mask)
+
+    monkeypatch.setattr(device, "kind", "neuron")
+    static = encode(compiled, device, texts, (8, 16, 32), 48)
+    assert shapes == {(6, 8), (3, 16), (1, 32)}
+    torch.testing.assert_close(static, eager, rtol=0, atol=1e-5)
+
+
+def test_training_mode_is_left_and_restored(tmp_path: Path, device: Device) -> None:
+    encoder = make_model(tmp_path / "model").train()
+    texts = token_lists([5, 5])
+    assert torch.equal(encode(encoder, device, texts, (8,), 64), encode(encoder, device, texts, (8,), 64))
+    assert encoder.training
+
+
+def test_nothing_to_encode(device: Device) -> None:
+    assert encode(lambda tokens, mask: tokens, device, [], (8,), 64).shape == (0, 0)

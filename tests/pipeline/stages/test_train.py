@@ -1,0 +1,216 @@
+"""The train stage as a whole: learning, exact resumption, two ranks like one, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+
+from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.runtime import store
+from pipeline.runtime.context import StageOutput
+from pipeline.stages import train as stage
+from pipeline.training import loop
+from tests.pipeline.training.conftest import TrainingRun, training_run
+
+__all__ = ["training_run"]
+
+PlanTraining = Callable[..., TrainingRun]
+NOT_REPEATED = {"time", "pairs_per_second"}
+
+
+def metrics_of(run: TrainingRun) -> list[dict[str, Any]]:
+    lines = store.read_bytes(run.paths.metrics).decode().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in NOT_REPEATED} for line in lines]
+
+
+def weights_of(run: TrainingRun) -> dict[str, torch.Tensor]:
+    return load_file(Path(run.paths.model) / "model.safetensors")
+
+
+def train(run: TrainingRun) -> StageOutput:
+    output = stage.run(run.context())
+    assert output is not None
+    return output
+
+
+class Interrupted(Exception):
+    """Stands for the process's death."""
+
+
+def interrupt(run: TrainingRun, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until the process dies at the beginning of a step."""
+    seed_step = loop.seed_step
+
+    def dying(seed: int, at: int, rank: int) -> None:
+        if at == step:
+            raise Interrupted
+        seed_step(seed, at, rank)
+
+    monkeypatch.setattr(loop, "seed_step", dying)
+    with pytest.raises(Interrupted):
+        stage.run(run.context())
+    monkeypatch.setattr(loop, "seed_step", seed_step)
+
+
+def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining) -> None:
+    run = training_run(steps=40, head=16)
+    output = train(run)
+    metrics = output.metrics
+    assert metrics["steps"] == 40
+    assert metrics["pairs"] == 2 * 150 + 8 * 2  # 40 steps: two epochs of 19 steps and two steps of the third
+    assert metrics["last_validation"]["ndcg@10"] > metrics["first_validation"]["ndcg@10"] + 0.05
+    assert (metrics["device"], metrics["ranks"], metrics["resumed_from"], metrics["checkpoints"]) == ("cpu", 1, None, 7)
+    assert metrics["pairs_per_second"] == pytest.approx(metrics["pairs"] / metrics["seconds"])
+    assert 0 < metrics["padding_share"] < 1
+    lines = metrics_of(run)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.7 * losses[0]
+    assert metrics["final_loss"] == losses[-1]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(4, 41, 4))
+    assert [line["step"] for line in lines if "validation" in line] == [0, 8, 16, 24, 32, 40]
+    assert len(store.list_objects(run.paths.tensorboard)) == 1
+    kept = {info.uri.removeprefix(run.paths.checkpoints)[1:14] for info in store.list_objects(run.paths.checkpoints)}
+    assert kept == {"step-00000030", "step-00000036", "step-00000040"}
+    assert output.outputs["model"].sha256 == store.sha256(f"{run.paths.model}/model.safetensors")
+    assert SentenceTransformer(run.paths.model, device="cpu").encode(["bake limo"]).shape == (1, 32)
+
+
+@pytest.mark.parametrize("died_at", [3, 13, 15])
+def test_interrupted_equals_uninterrupted_bit_for_bit(
+    training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch, died_at: int
+) -> None:
+    """Dropout is active, checkpoints fall between lines of metrics, and the schedule goes into a second epoch."""
+    whole, broken = training_run(run="whole", steps=24), training_run(run="broken", steps=24)
+    train(whole)
+    interrupt(broken, died_at, monkeypatch)
+    output = train(broken)
+    assert output.metrics["resumed_from"] == {3: None, 13: 12, 15: 12}[died_at]
+    expected = weights_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(broken).items())
+    assert metrics_of(broken) == metrics_of(whole)
+    assert output.metrics["pairs"] == 150 + 5 * 8
+
+
+def test_resumes_from_an_older_checkpoint_when_the_newest_is_corrupt(
+    training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = training_run(steps=15)
+    interrupt(run, 13, monkeypatch)
+    (Path(run.paths.checkpoint(12)) / "model.safetensors").write_bytes(b"\0" * 100)
+    assert train(run).metrics["resumed_from"] == 6
+    assert [line["step"] for line in metrics_of(run) if "loss" in line] == [4, 8, 12, 15]
+
+
+def test_finished_run_only_writes_its_model_again(training_run: PlanTraining) -> None:
+    run = training_run(steps=8)
+    first = train(run)
+    shutil.rmtree(run.paths.model)
+    second = train(run)
+    assert second.outputs["model"] == first.outputs["model"]
+    assert second.metrics["resumed_from"] == 8
+    assert {**second.metrics, "resumed_from": None} == first.metrics
+
+
+def test_on_s3(training_run: PlanTraining, s3_root: str) -> None:
+    run = training_run(s3_root, steps=8)
+    train(run)
+    names = {info.uri.removeprefix(run.paths.model + "/") for info in store.list_objects(run.paths.model)}
+    assert {"config.json", "model.safetensors", "modules.json", "1_Pooling/config.json", "tokenizer.json"} <= names
+    assert train(run).metrics["resumed_from"] == 8
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from pipeline.contract import RunPaths, Stage
+from pipeline.runtime.context import StageContext
+from pipeline.runtime.heartbeat import Heartbeat
+from pipeline.runtime.world import World
+from pipeline.stages.train import run
+rank, port, uri, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+world = World(rank=rank, size=2, local_rank=rank, local_size=2, port=port)
+context = StageContext(stage=Stage.TRAIN, paths=RunPaths(uri), world=world, scratch=scratch, heartbeat=Heartbeat(None, rank))
+output = run(context)
+assert (output is None) == (rank == 1)
+"""
+
+
+def test_two_ranks_train_as_one_does(training_run: PlanTraining, s3_root: str, tmp_path: Path) -> None:
+    """Same global batches, same mean gradient: without dropout only the order of sums differs."""
+    single = training_run(run="single", steps=10)
+    double = training_run(s3_root, run="double", steps=10, ranks=2, batch_size=4)
+    for run in (single, double):
+        config = store.join(run.plan.parent.folder, "config.json")
+        store.write_json(config, {**store.read_json(config), "hidden_dropout_prob": 0.0})
+    train(single)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    scratch = tmp_path / "shared"
+    scratch.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for attempt in ("", "resumed"):  # the second one only looks for the checkpoint and writes the model again
+        command = [sys.executable, "-c", PROGRAM]
+        ranks = [
+            subprocess.Popen([*command, str(rank), str(port), double.paths.root, str(scratch)], env=environment, cwd=Path.cwd())
+            for rank in range(2)
+        ]
+        assert [process.wait(120) for process in ranks] == [0, 0], attempt
+        found = store.download_folder(double.paths.model, tmp_path / f"model-{attempt}")
+        expected = weights_of(single)
+        for name, tensor in load_file(found / "model.safetensors").items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2e-4, msg=name)
+    for one, other in zip(metrics_of(single), metrics_of(double), strict=True):
+        assert one["step"] == other["step"]
+        if "loss" in one:
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+
+
+def test_loss_that_is_not_finite_is_named_by_step_and_rows(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = training_run(steps=20)
+    contrastive_loss = stage.train.__globals__["train_step"].__globals__["contrastive_loss"]
+    calls = iter(range(100))
+
+    def poisoned(*arguments: Any, **named: Any) -> torch.Tensor:
+        loss = contrastive_loss(*arguments, **named)
+        return loss * float("nan") if next(calls) == 9 else loss
+
+    monkeypatch.setattr("pipeline.training.step.contrastive_loss", poisoned)
+    with pytest.raises(BadData, match="not finite") as caught:
+        train(run)
+    assert "step 10: loss nan" in caught.value.value[0]
+    assert len(caught.value.value) == 1 + 8
+    assert all(row.startswith("row row-") for row in caught.value.value[1:])
+    assert [path.name for path in Path(run.paths.checkpoints).iterdir()] == ["step-00000006"]
+
+
+def test_other_ranks_than_planned(training_run: PlanTraining) -> None:
+    run = training_run(ranks=2)
+    with pytest.raises(BadConfig, match="number of ranks"):
+        stage.run(run.context())
+
+
+def test_buckets_longer_than_the_encoder(training_run: PlanTraining) -> None:
+    run = training_run(buckets=[16, 65])
+    with pytest.raises(BadConfig, match="longer than the encoder allows") as caught:
+        stage.run(run.context())
+    assert "train.buckets: 65" in str(caught.value)
+
+
+def test_rows_or_parent_missing(training_run: PlanTraining) -> None:
+    for place in ("rows", "parent"):
+        run = training_run(run=f"without-{place}")
+        shutil.rmtree(run.paths.rows if place == "rows" else run.plan.parent.folder)
+        with pytest.raises(MissingInput):
+            stage.run(run.context())

@@ -1,0 +1,125 @@
+"""Plans a training run over rows made here: what prepare would leave behind, for tests that start at train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.config import build_config
+from pipeline.contract import RunPaths, now
+from pipeline.data.arrow import SCHEMAS
+from pipeline.data.rows import normalized_hash
+from pipeline.data.schedule import Schedule
+from pipeline.data.tokens import TextTokenizer
+from pipeline.model.folder import WEIGHTS
+from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, RunPlan, TrainPlan, World
+from pipeline.runtime import store
+from tests.tiny import WORDS, make_model
+
+SETTINGS = {
+    "seed": 5,
+    "device": {"kind": "cpu", "precision": "fp32", "threads_per_rank": 1},
+    "embed": {"buckets": [8, 16, 32], "tokens_per_batch": 512},
+    "train": {
+        "batch_size": 8,
+        "query_length": 8,
+        "buckets": [16, 32],
+        "learning_rate": 2e-3,
+        "log_every": 4,
+        "validate_every": 8,
+        "checkpoint_every": 6,
+        "validation_queries": 20,
+    },
+}
+
+
+def pairs(count: int, seed: int) -> list[tuple[str, str]]:
+    """Queries are two words of their documents."""
+    rng = np.random.default_rng(seed)
+    documents = [list(rng.choice(WORDS, size=rng.integers(3, 24))) for _ in range(count)]
+    return [(" ".join(rng.permutation(words)[:2]), " ".join(words)) for words in documents]
+
+
+def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, rows: int, held: int) -> np.ndarray:
+    """The three Arrow files; returns the lengths of the training documents."""
+    folder.mkdir(parents=True)
+    tokenizer = TextTokenizer(model)
+    train, holdout = pairs(rows, 1), pairs(held, 2)
+    documents = tokenizer.encode([document for _, document in train], longest)
+    files: dict[str, Mapping[str, Any]] = {
+        "train.arrow": {
+            "id": [f"row-{index}" for index in range(rows)],
+            "query_tokens": tokenizer.encode([query for query, _ in train], query_length),
+            "document_tokens": documents,
+            "query_hash": [normalized_hash(query) for query, _ in train],
+            "document_hash": [normalized_hash(document) for _, document in train],
+            "shard": [0] * rows,
+            "line": list(range(1, rows + 1)),
+        },
+        "holdout.arrow": {
+            "id": [f"held-{index}" for index in range(held)],
+            "query_tokens": tokenizer.encode([query for query, _ in holdout], query_length),
+            "query_hash": [normalized_hash(query) for query, _ in holdout],
+            "document_hash": [normalized_hash(document) for _, document in holdout],
+            "label": [1.0] * held,
+            "locale": [None] * held,
+        },
+        "candidates.arrow": {
+            "document_tokens": tokenizer.encode([document for _, document in holdout], longest),
+            "document_hash": [normalized_hash(document) for _, document in holdout],
+        },
+    }
+    for name, columns in files.items():
+        table = pa.table(columns, schema=SCHEMAS[name])
+        with pa.ipc.new_file(str(folder / name), table.schema) as writer:
+            writer.write_table(table, max_chunksize=50)
+    return np.array([len(tokens) for tokens in documents])
+
+
+def plan_training(
+    paths: RunPaths,
+    local: Path,
+    *,
+    ranks: int = 1,
+    steps: int | None = None,
+    rows: int = 150,
+    head: int | None = None,
+    **train: Any,
+) -> RunPlan:
+    """Write rows, parent and plan into a run folder."""
+    config = build_config(SETTINGS, {"train": train}, {"model": {"head": {"hidden": head}}} if head else {})
+    settings = config.train
+    make_model(local / "parent", head=head)
+    lengths = write_rows(local / "rows", local / "parent", settings.query_length, max(settings.buckets), rows=rows, held=40)
+    store.upload_folder(local / "rows", paths.rows)
+    parent = store.join(paths.bucket_root, "parent")
+    store.upload_folder(local / "parent", parent)
+    schedule = Schedule(lengths, settings.buckets, settings.batch_size, ranks, config.seed)
+    steps = steps or schedule.steps_per_epoch
+    plan = RunPlan(
+        run=paths.run_id,
+        created=now(),
+        config=config,
+        parent=Parent(uri=parent, folder=parent, sha256=store.sha256_file(local / "parent" / WEIGHTS)),
+        world=World(kind="cpu", precision="fp32", nodes=1, ranks_per_node=ranks),
+        train=TrainPlan(
+            new=(),
+            replay=(),
+            rows=rows,
+            new_rows=rows,
+            replay_rows=0,
+            bucket_rows={str(bucket): count for bucket, count in schedule.bucket_rows.items()},
+            steps_per_epoch=schedule.steps_per_epoch,
+            steps=steps,
+            warmup_steps=2,
+        ),
+        holdout=HoldoutPlan(rows=40, queries=40, candidates=40),
+        embed=EmbedPlan(source="documents", shards=(), rows=0, ids="", parts=(), children=1),
+        seen=(),
+    ).sealed()
+    store.write_bytes(paths.plan, plan.to_json())
+    return plan

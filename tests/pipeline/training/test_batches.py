@@ -1,0 +1,105 @@
+"""Batches from memory-mapped rows: every row once, the same global batch for any number of ranks, static shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline.model.contrastive import Role
+from pipeline.runtime.world import World
+from pipeline.training.batches import TokenColumn, TrainingBatches
+from tests.pipeline.training.planned import write_rows
+from tests.tiny import make_model
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("batches")
+    make_model(folder / "model")
+    write_rows(folder / "rows", folder / "model", 8, 32, rows=101, held=5)
+    return folder / "rows" / "train.arrow"
+
+
+def open_batches(path: Path, rank: int, size: int, batch_size: int) -> TrainingBatches:
+    return TrainingBatches(
+        path,
+        World(rank=rank, size=size),
+        batch_size=batch_size,
+        query_length=8,
+        buckets=(16, 32),
+        seed=3,
+        learning_rate=lambda step: step / 10,
+    )
+
+
+def test_token_column_across_chunks() -> None:
+    lists = [[1, 2], [], [3], [4, 5, 6], [7]]
+    column = pa.chunked_array(
+        [pa.array(lists[:2], pa.list_(pa.int32())), pa.array([], pa.list_(pa.int32())), pa.array(lists[2:], pa.list_(pa.int32()))]
+    )
+    sliced = column.slice(1, 3)
+    assert [TokenColumn(column)[row].tolist() for row in range(5)] == lists
+    assert [TokenColumn(sliced)[row].tolist() for row in range(3)] == lists[1:4]
+
+
+def test_an_epoch_has_every_row_once(rows: Path) -> None:
+    batches = open_batches(rows, 0, 1, 8)
+    with pa.memory_map(str(rows)) as source:
+        table = pa.ipc.open_file(source).read_all()
+    documents = dict(zip(table["id"].to_pylist(), table["document_tokens"].to_pylist(), strict=True))
+    seen = []
+    pairs = tokens = 0
+    for step, batch in enumerate(batches.iterate(0, batches.steps_per_epoch)):
+        ids = batches.row_ids(step)
+        lengths = batch["document_mask"].sum(1).tolist()
+        for place, row in enumerate(ids):
+            assert batch["document_tokens"][place, : lengths[place]].tolist() == documents[row]
+        assert batch["query_tokens"].shape == (8, 8)
+        assert batch["document_tokens"].shape in ((8, 16), (8, 32))
+        assert batch["learning_rate"].item() == pytest.approx(step / 10)
+        assert batch["weights"].sum().item() == pytest.approx(1.0)
+        facts = batches.take_facts(step)
+        assert facts.pairs == len(ids) == int((batch["weights"] > 0).sum())
+        assert facts.slots == 8 * (8 + batch["document_tokens"].shape[1])
+        seen += ids
+        pairs, tokens = pairs + facts.pairs, tokens + facts.tokens
+    assert sorted(seen) == sorted(documents)
+    assert pairs == 101
+    assert tokens == sum(map(len, documents.values())) + sum(map(len, table["query_tokens"].to_pylist()))
+
+
+def test_ranks_share_the_global_batch(rows: Path) -> None:
+    whole = open_batches(rows, 0, 1, 8)
+    halves = [open_batches(rows, rank, 2, 4) for rank in range(2)]
+    steps = whole.steps_per_epoch
+    assert halves[0].steps_per_epoch == steps
+    for one, first, second in zip(whole.iterate(0, steps), *(half.iterate(0, steps) for half in halves), strict=True):
+        for name in ("query_tokens", "query_mask", "document_tokens", "document_mask", "roles"):
+            assert torch.equal(torch.cat([first[name], second[name]]), one[name]), name
+        torch.testing.assert_close(torch.cat([first["weights"], second["weights"]]) / 2, one["weights"])
+
+
+def test_starting_late_gives_the_same_batches(rows: Path) -> None:
+    batches = open_batches(rows, 0, 1, 8)
+    stop = 2 * batches.steps_per_epoch
+    everything = list(batches.iterate(0, stop))
+    for step, batch in enumerate(batches.iterate(9, stop), start=9):
+        assert all(torch.equal(batch[name], everything[step][name]) for name in batch)
+
+
+def test_fillers_never_count(rows: Path) -> None:
+    batches = open_batches(rows, 0, 1, 8)
+    filled = [batch for batch in batches.iterate(0, batches.steps_per_epoch) if bool((batch["weights"] == 0).any())]
+    assert len(filled) == 1
+    (batch,) = filled
+    fillers = batch["weights"] == 0
+    assert bool((batch["document_mask"][fillers].sum(1) == 1).all())
+    roles = batch["roles"].numpy()
+    others = roles[:, fillers.numpy()][~fillers.numpy()]
+    assert others.size
+    assert (others == Role.IGNORED).all()
+    assert (np.diag(roles) == Role.POSITIVE).all()

@@ -1,0 +1,85 @@
+"""One optimizer step against plain torch, decay groups, and losses that are read late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import TrainConfig
+from pipeline.runtime.device import Device, open_device
+from pipeline.runtime.world import World
+from pipeline.training.step import RecentLosses, build_optimizer, seed_step, train_step
+from tests.tiny import make_model
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return open_device("cpu", "fp32", World(), threads=1)
+
+
+def some_batch(learning_rate: float) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(5, 100, (4, 10), generator=generator)
+    roles = torch.zeros(4, 4, dtype=torch.int32).fill_diagonal_(1)
+    ones = torch.ones_like(tokens)
+    return {
+        "query_tokens": tokens[:, :6],
+        "query_mask": ones[:, :6],
+        "document_tokens": tokens,
+        "document_mask": ones,
+        "roles": roles,
+        "weights": torch.full((4,), 0.25),
+        "learning_rate": torch.tensor(learning_rate),
+    }
+
+
+def test_equals_plain_torch(tmp_path: Path, device: Device) -> None:
+    # A large epsilon: Adam makes full steps out of gradients that are nothing but rounding.
+    config = TrainConfig(weight_decay=0.1, clip_norm=0.5, temperature=0.1, epsilon=1e-3)
+    ours = make_model(tmp_path / "ours").eval()
+    plain = make_model(tmp_path / "plain").eval()
+    optimizer, losses = build_optimizer(ours, config, device), RecentLosses(4, device)
+    decayed = [parameter for name, parameter in plain.named_parameters() if "bias" not in name and "LayerNorm" not in name]
+    rest = [parameter for name, parameter in plain.named_parameters() if "bias" in name or "LayerNorm" in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, eps=1e-3, foreach=False)
+    expected = []
+    for rate in (1e-3, 2e-3, 5e-4):
+        batch = some_batch(rate)
+        train_step(ours, optimizer, device, batch, config, losses)
+        for group in reference.param_groups:
+            group["lr"] = rate
+        queries = plain(batch["query_tokens"], batch["query_mask"])
+        documents = plain(batch["document_tokens"], batch["document_mask"])
+        loss = torch.nn.functional.cross_entropy(queries @ documents.T / 0.1, torch.arange(4))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        reference.step()
+        reference.zero_grad()
+        expected.append((float(loss.detach()), float(norm)))
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
+    assert [pytest.approx(pair, rel=1e-4) for pair in losses.read()] == expected
+
+
+def test_losses_are_read_once(device: Device) -> None:
+    losses = RecentLosses(3, device)
+    assert losses.read() == []
+    for value in (1.0, 2.0):
+        losses.push(torch.tensor(value), torch.tensor(-value))
+    assert losses.read() == [(1.0, -1.0), (2.0, -2.0)]
+    assert losses.read() == []
+    for value in (3.0, 4.0, 5.0):
+        losses.push(torch.tensor(value), torch.tensor(0.0))
+    assert losses.read() == [(3.0, 0.0), (4.0, 0.0), (5.0, 0.0)]
+
+
+def test_dropout_depends_on_seed_step_and_rank() -> None:
+    def draw(*key: int) -> float:
+        seed_step(*key)
+        return float(torch.rand(()))
+
+    assert draw(0, 1, 2) == draw(0, 1, 2)
+    assert len({draw(0, 0, 0), draw(1, 0, 0), draw(0, 1, 0), draw(0, 0, 1), draw(0, 1, 1)}) == 5
