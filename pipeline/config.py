@@ -123,6 +123,9 @@ class TrainConfig(Section):
     epsilon: float = Field(1e-8, gt=0)
     clip_norm: float | None = Field(1.0, gt=0)
     temperature: float = Field(0.05, gt=0)
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None, description="Of hidden states while training; None: the model's own. Attention probabilities are never dropped."
+    )
     log_every: PositiveInt = 10
     validate_every: PositiveInt = 100
     validation_queries: PositiveInt = Field(512, description="Hold-out queries of the evaluation inside training.")

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from infra.local.server import LocalEndpoint
     from infra.local.template import LocalStack
 
-POLL_SECONDS = 0.4
+POLL_SECONDS = 1.0
+"""How often the execution is looked at: each look serializes its whole history."""
 SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}

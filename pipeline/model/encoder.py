@@ -157,15 +157,19 @@ def require_length(encoder: Encoder, length: int, setting: str) -> None:
         )
 
 
-def prepare_for_training(encoder: Encoder, *, fused_attention: bool) -> None:
-    """Choose how attention is computed in training; the saved configuration keeps its own values.
+def prepare_for_training(encoder: Encoder, *, fused_attention: bool, dropout: float | None = None) -> None:
+    """Choose how attention and dropout are computed in training; the saved configuration keeps its own values.
 
     Attention probabilities are trained without dropout (hidden states keep theirs): fused kernels cannot drop them everywhere,
     and drawing them costs more than the attention itself.
 
     Args:
         fused_attention: False on processors, whose fused kernel has a backward pass far slower than plain products (torch 2.9).
+        dropout: of hidden states; None: as configured in the model.
     """
+    for module in encoder.backbone.modules():
+        if isinstance(module, nn.Dropout) and dropout is not None:
+            module.p = dropout
     for module in encoder.backbone.modules():
         if isinstance(module, SELF_ATTENTION):
             module.dropout.p = 0.0

@@ -64,7 +64,7 @@ def run(context: StageContext) -> StageOutput | None:
         encoder = device.place(load_encoder(checkpoint.folder if checkpoint else parent, config.model))
         require_length(encoder, max(*config.train.buckets, config.train.query_length), "train.buckets")
         require_length(encoder, max(config.embed.buckets), "embed.buckets")
-        prepare_for_training(encoder, fused_attention=device.kind != "cpu")
+        prepare_for_training(encoder, fused_attention=device.kind != "cpu", dropout=config.train.dropout)
         require_same_weights(encoder, device)
         optimizer = build_optimizer(encoder, config.train, device)
         if checkpoint:

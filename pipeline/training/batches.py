@@ -109,7 +109,7 @@ class TrainingBatches:
 
         Yields:
             query_tokens, query_mask (B, query length) and document_tokens, document_mask (B, bucket): int64; roles (B, N): int32,
-            see Role; weights (B,) and learning_rate (): fp32.
+            see Role; weights (B,) and learning_rate (1,): fp32.
         """
         own = slice(self._world.rank * self._batch_size, (self._world.rank + 1) * self._batch_size)
         for batch in self._schedule.batches(0, start, stop):
@@ -128,7 +128,8 @@ class TrainingBatches:
                     roles(self._query_hash[batch.rows], self._document_hash[batch.rows], valid, own.start, self._batch_size)
                 ),
                 "weights": torch.from_numpy(weights),
-                "learning_rate": torch.tensor(self._learning_rate(batch.step), dtype=torch.float32),
+                # Not a scalar: torch-xla shares equal scalars, so a rate that equals another constant would change the graph.
+                "learning_rate": torch.tensor([self._learning_rate(batch.step)], dtype=torch.float32),
             }
 
     def take_facts(self, step: int) -> StepFacts:

@@ -22,16 +22,19 @@ def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device) -> 
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     fused = device.kind in FUSED_KINDS
-    return torch.optim.AdamW(
+    # Lazy devices have no fused form; `capturable` keeps the step count in a tensor there, so the graph is constant.
+    optimizer = torch.optim.AdamW(
         groups,
-        lr=torch.zeros((), device=device.torch_device),
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
         fused=fused,
-        # Lazy devices have no fused form; `capturable` keeps step count and learning rate in tensors, so the graph is constant.
         foreach=False if not fused else None,
         capturable=not fused,
     )
+    rate = torch.zeros((), device=device.torch_device)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return optimizer
 
 
 class RecentLosses:
@@ -77,7 +80,7 @@ def train_step(
     device.sync()
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or float("inf"))
     for group in optimizer.param_groups:
-        group["lr"].copy_(batch["learning_rate"])
+        group["lr"].copy_(batch["learning_rate"].reshape(()))
     device.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
     losses.push(loss, norm)

@@ -72,7 +72,7 @@ def machine(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Start an endpoint on a state folder; `script` is what the stage program does."""
     with ExitStack() as endpoints:
 
-        def start(script: dict[str, Any] | None = None, state: Path = tmp_path / "state") -> Machine:
+        def start(script: dict[str, Any] | None = None, state: Path = tmp_path / "state", stack: LocalStack = stack) -> Machine:
             endpoints.close()
             monkeypatch.setenv("TRNPIPE_TEST_SCRIPT", json.dumps(script or {}))
             endpoint = LocalEndpoint(stack, state, runner_of(stack, state))

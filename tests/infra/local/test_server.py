@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from infra.local.server import LocalEndpoint
-from infra.local.template import LocalStack
+from infra.local.template import LocalStack, local_context, read_stack, synthesize
 from pipeline.errors import BadConfig
 
 Start = Callable[..., Any]
@@ -55,6 +56,19 @@ def test_the_plan_chooses_the_gang(machine: Start) -> None:
     by_name = {job.name: job for job in local.endpoint.batch.jobs()}
     assert len(by_name["train-pair"].definition.containers) == 2
     assert (local.state / "bucket/runs/pair/train/progress-00001.json").is_file()
+
+
+def test_the_polled_form_of_a_gang_runs_too(machine: Start, request: pytest.FixtureRequest) -> None:
+    folder = request.config.cache.mkdir(f"cdk-out-poll-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
+    polled = read_stack(synthesize(folder, local_context((1, 2), {}, gang_submit="poll")))
+    definition = json.loads(polled.definition)
+    for state in definition["States"].values():
+        if state["Type"] == "Wait":
+            state["Seconds"] = 1
+    local = machine(stack=replace(polled, definition=json.dumps(definition)))
+    arn = local.start("polled")
+    assert local.finish(arn)["status"] == "SUCCEEDED"
+    assert "train (look)" in local.entered(arn)
 
 
 def test_a_failed_stage_ends_the_run_with_its_own_words(machine: Start) -> None:
@@ -103,7 +117,7 @@ def test_a_second_run_is_refused_while_the_first_holds_the_lock(machine: Start) 
 def test_the_lock_of_a_killed_run_survives_in_the_state_folder_and_is_taken_over(machine: Start) -> None:
     first = machine({"prepare": {"seconds": 60}})
     arn = first.start("killed")
-    while not first.lock_items():
+    while not any(job.nodes for job in first.endpoint.batch.jobs()):
         time.sleep(0.05)
     second = machine()
     assert [item["owner"]["S"] for item in second.lock_items()] == [arn]

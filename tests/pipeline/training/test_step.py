@@ -31,7 +31,7 @@ def some_batch(learning_rate: float) -> dict[str, torch.Tensor]:
         "document_mask": ones,
         "roles": roles,
         "weights": torch.full((4,), 0.25),
-        "learning_rate": torch.tensor(learning_rate),
+        "learning_rate": torch.tensor([learning_rate]),
     }
 
 
