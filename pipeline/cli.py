@@ -112,9 +112,8 @@ def search(
 
     console = Console()
     for hit in hits:
-        console.print(Text.assemble((f"{hit.score:6.3f}", "bold green"), "  ", (hit.id, "bold")))
-        snippet = " ".join(hit.text.split())
-        console.print(Text("        " + (snippet if len(snippet) <= 160 else snippet[:159] + "…"), style="dim"))
+        console.print(Text.assemble((f"{hit.score:6.3f}", "bold green"), "  ", (hit.id, "bold")), soft_wrap=True)
+        console.print(Text("        " + " ".join(hit.text.split()), style="dim"), no_wrap=True, overflow="ellipsis")
 
 
 @config_app.command("schema")

@@ -90,6 +90,9 @@ STAGES: dict[Stage, StageSpec] = {
     Stage.REPORT: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=30, attempts=2, always_runs=True),
 }
 
+EAGER_KINDS = ("cpu", "cuda")
+"""Kinds of device that run every operation as it is written, in any shape. All others compile graphs, one per shape."""
+
 RUN_PARAMETER = "run"
 """Batch job parameter that carries the run folder's URI; it stands as `Ref::run` in every command."""
 

@@ -14,10 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from pipeline.contract import EAGER_KINDS
 from pipeline.runtime.device import Batch, Device
-
-EAGER_KINDS = ("cpu", "cuda")
-"""Devices that run any shape at once. All others compile a graph per shape, so shapes come from the buckets alone."""
 
 EncodeFunction = Callable[[Tensor, Tensor], Tensor]
 """(tokens (B, L) int64, mask (B, L) int64) -> embeddings (B, D): an Encoder, or a compiled form of one."""

@@ -14,13 +14,14 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig
 from pipeline.runtime.world import World
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Batch = Mapping[str, Tensor]
 
-KINDS = ("cpu", "cuda")
+KINDS = EAGER_KINDS
 """Kinds that have a module here."""
 
 
@@ -91,10 +92,24 @@ def open_device(kind: str, precision: str, world: World, *, threads: int | None 
     Raises:
         BadConfig: no such kind here, or the kind cannot do what is asked.
     """
-    if kind not in KINDS:
-        raise BadConfig("this kind of device is not available", value=kind, rule=f"one of {', '.join(KINDS)}")
+    require_available(kind)
     module = import_module(f"pipeline.runtime.{kind}")
     return cast(Device, module.open_device(precision, world, threads=threads, timeout_seconds=timeout_seconds))
+
+
+def require_available(kind: str) -> None:
+    """Refuse a kind of device that has no module here, before hosts are started for it.
+
+    Raises:
+        BadConfig: not one of KINDS.
+    """
+    if kind not in KINDS:
+        raise BadConfig(
+            "this kind of device is not available in this version",
+            value=f"device.kind = {kind}",
+            rule=f"one of {', '.join(KINDS)}",
+            remedy="set device.kind to one of these",
+        )
 
 
 def resolve_kind(kind: str) -> str:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 
+from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig
 from pipeline.runtime.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
-
-EAGER_KINDS = ("cpu", "cuda")
 
 
 def run(context: StageContext) -> StageOutput | None:

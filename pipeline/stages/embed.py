@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.contract import Artifact, now
+from pipeline.contract import EAGER_KINDS, Artifact, now
 from pipeline.data.ids import IdDigest
 from pipeline.data.parts import PartRecord, PartWriter
 from pipeline.data.rows import read_documents
@@ -27,7 +27,7 @@ from pipeline.data.tokens import TextTokenizer
 from pipeline.errors import BadData
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import WEIGHTS, load_encoder
-from pipeline.model.inference import EAGER_KINDS, encode, plan_batches
+from pipeline.model.inference import encode, plan_batches
 from pipeline.plan import PartPlan
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput

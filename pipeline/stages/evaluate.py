@@ -18,11 +18,11 @@ import pyarrow as pa
 from torch import Tensor
 
 from pipeline.config import GateConfig, RunConfig
-from pipeline.contract import Artifact
+from pipeline.contract import EAGER_KINDS, Artifact
 from pipeline.data.arrow import read_table
 from pipeline.errors import BadConfig, BadData
 from pipeline.model.folder import WEIGHTS, load_encoder
-from pipeline.model.inference import EAGER_KINDS, encode
+from pipeline.model.inference import encode
 from pipeline.model.retrieval import METRICS, retrieve
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput

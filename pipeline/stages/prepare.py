@@ -45,7 +45,7 @@ from pipeline.model.parent import ResolvedParent, resolve_parent
 from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, RowFile, RunPlan, Shard, Span, TrainPlan, World
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import default_ranks_per_node, resolve_kind, resolve_precision
+from pipeline.runtime.device import default_ranks_per_node, require_available, resolve_kind, resolve_precision
 
 log = logging.getLogger("trnpipe")
 
@@ -257,23 +257,16 @@ def plan_world(config: RunConfig) -> World:
     """Who computes.
 
     Raises:
-        BadConfig: more ranks than the kind of device can have.
+        BadConfig: a kind of device that is not available.
     """
     kind = resolve_kind(config.device.kind)
-    world = World(
+    require_available(kind)
+    return World(
         kind=kind,
         precision=resolve_precision(kind, config.device.precision),
         nodes=config.nodes,
         ranks_per_node=config.device.ranks_per_node or default_ranks_per_node(kind),
     )
-    if kind == "xla" and world.ranks > 1:
-        raise BadConfig(
-            "the xla kind of device has one rank",
-            value=f"nodes = {world.nodes}, device.ranks_per_node = {world.ranks_per_node}",
-            rule="on a CPU every process is an XLA world of its own: nodes x ranks per node = 1",
-            remedy="set nodes=1 and device.ranks_per_node=1, or another device.kind",
-        )
-    return world
 
 
 def find_origin(config: RunConfig, paths: RunPaths) -> Origin:

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
+from pipeline.contract import EAGER_KINDS
 from pipeline.model.contrastive import contrastive_loss
 from pipeline.model.encoder import Encoder
 from pipeline.runtime.device import Batch, Device
-
-FUSED_KINDS = ("cpu", "cuda")
 
 
 def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device) -> torch.optim.AdamW:
@@ -21,7 +20,7 @@ def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device) -> 
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = device.kind in FUSED_KINDS
+    fused = device.kind in EAGER_KINDS
     # Lazy devices have no fused form; `capturable` keeps the step count in a tensor there, so the graph is constant.
     optimizer = torch.optim.AdamW(
         groups,

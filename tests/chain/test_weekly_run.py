@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,8 @@ def test_every_document_is_embedded_exactly_once(two_weeks: LocalState) -> None:
 def test_the_second_run_is_incremental(two_weeks: LocalState) -> None:
     first, second = (load(run / "plan.json") for run in two_weeks.runs)
     assert second["parent"]["run"] == first["run"]
-    assert [shard["uri"].rsplit("/", 1)[-1] for shard in second["train"]["new"]] == ["week-2.jsonl"]
+    (new,) = second["train"]["new"]
+    assert new["uri"].endswith("-week-2.jsonl")
     assert {shard["sha256"] for shard in second["train"]["replay"]} <= {shard["sha256"] for shard in first["train"]["new"]}
     assert 0 < second["train"]["replay_rows"] <= second["train"]["new_rows"]
 
@@ -158,7 +159,7 @@ def test_the_second_run_is_incremental(two_weeks: LocalState) -> None:
 def test_sentence_transformers_gives_the_published_vectors(two_weeks: LocalState) -> None:
     run = two_weeks.runs[-1]
     vectors = embeddings(run)
-    rows = [json.loads(line) for path in two_weeks.bucket.rglob("week-*.jsonl") for line in path.read_text().splitlines()][:50]
+    rows = [json.loads(line) for path in two_weeks.bucket.rglob("*-week-*.jsonl") for line in path.read_text().splitlines()][:50]
     theirs = SentenceTransformer(str(run / "model"), device="cpu").encode([row["document"] for row in rows])
     ours = np.stack([vectors[row["id"]] for row in rows])
     cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
@@ -217,35 +218,62 @@ def test_a_failed_run_is_taken_up_where_it_stopped(state: LocalState, tmp_path: 
         assert (run / "train" / "result.json").read_bytes() == trained
 
 
-KILLS: dict[str, Callable[[str], bool]] = {
-    "supervisor of the main node": lambda command: "stage train" in command,
+VICTIMS: dict[str, Callable[[str], bool]] = {
+    "node": lambda command: "infra.local.node" in command and "stage train" in command,
+    "supervisor": lambda command: "infra.local.node" not in command and "stage train" in command,
     "rank": lambda command: "rank train" in command,
 }
+"""The processes of a training node, from the one that stands for the container inwards."""
 
 
-@pytest.mark.parametrize("victim", sorted(KILLS))
-def test_sigkill_of_a_training_process_leads_to_a_retry_and_success(state: LocalState, tmp_path: Path, victim: str) -> None:
+@pytest.mark.parametrize("victim", sorted(VICTIMS))
+def test_sigkill_in_training_leads_to_a_retry_that_resumes(state: LocalState, tmp_path: Path, victim: str) -> None:
     command = state.command(
         write_pairs(tmp_path / "a.jsonl", 600),
         arguments=("--parent", str(state.parent)),
         train__epochs=20,
         train__checkpoint_every=5,
     )
-    with (tmp_path / "out.txt").open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            _wait_for_checkpoint(state, process)
-            killed = _kill_descendant(process.pid, KILLS[victim])
-            code = process.wait(timeout=400)
-        finally:
-            process.kill()
+    with _started(command, tmp_path / "out.txt") as process:
+        _wait_for_checkpoint(state, process)
+        killed = _kill_descendant(process.pid, VICTIMS[victim])
+        code = process.wait(timeout=400)
     assert killed
-    text = (tmp_path / "out.txt").read_text()
-    assert code == 0, text
+    assert code == 0, (tmp_path / "out.txt").read_text()
     (run,) = state.runs
     metrics = load(run / "train" / "result.json")["metrics"]
     assert metrics["resumed_from"], metrics
     assert not _alive(killed)
+
+
+def test_sigkill_in_every_stage_leads_to_retries_and_a_successful_run(state: LocalState, tmp_path: Path) -> None:
+    command = state.command(write_pairs(tmp_path / "a.jsonl", 300), arguments=("--parent", str(state.parent)), train__epochs=1)
+    waiting = [stage.value for stage in Stage]
+    with _started(command, tmp_path / "out.txt") as process:
+        deadline = time.monotonic() + 400
+        while process.poll() is None and time.monotonic() < deadline:
+            for stage in waiting:
+                if _kill_descendant(process.pid, lambda command, stage=stage: f"cli stage {stage}" in command):  # type: ignore[misc]
+                    waiting.remove(stage)
+                    break
+            time.sleep(0.2)
+        code = process.wait(timeout=60)
+    assert waiting == []
+    assert code == 0, (tmp_path / "out.txt").read_text()
+    (run,) = state.runs
+    assert state.published()["run"] == run.name
+    assert len(embeddings(run)) == 300
+
+
+@contextmanager
+def _started(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with output.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _wait_for_checkpoint(state: LocalState, process: subprocess.Popen[bytes], timeout: float = 200) -> None:
@@ -264,7 +292,7 @@ def _kill_descendant(root: int, wanted: Callable[[str], bool]) -> int | None:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         except FileNotFoundError:
             continue
-        if wanted(re.sub(r"pipeline\.(runtime\.)?", "", command)):
+        if wanted(command.replace("pipeline.", "")):
             os.kill(pid, signal.SIGKILL)
             return pid
     return None

@@ -81,7 +81,7 @@ def test_pairs_with_a_label_of_zero_are_not_trained_on() -> None:
     assert selection.holdout[1].any()
 
 
-@given(st.floats(0.01, 0.9), st.integers(0, 60), st.floats(0, 2))
+@given(st.floats(0.01, 0.9), st.integers(0, 60), st.floats(0, 2, allow_subnormal=False))
 def test_the_sides_never_mix(fraction: float, distractors: int, replay: float) -> None:
     selection = chosen(
         [scan("n", 80)], [scan("a", 150)], holdout_fraction=fraction, distractors=distractors, replay_fraction=replay
