@@ -24,7 +24,7 @@ local: setup ## Run the weekly pipeline on this machine (ARGS="--set train.steps
 	$(VENV)/bin/trnpipe local $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 test: check ## Lint, type check and run every test
-	$(VENV)/bin/pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --dist loadfile
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -146,7 +146,8 @@ class Compute(Construct):
             construct_id,
             type="MANAGED",
             replace_compute_environment=False,
-            # An update of image or template must not cut a run of many hours: hosts are exchanged when their jobs are done.
+            # An update of image or template lets jobs run on for as long as Batch allows; what it cuts after that is retried and
+            # goes on from its last checkpoint. Before a run that takes longer, deploy such changes when none is going on.
             update_policy=environment.UpdatePolicyProperty(terminate_jobs_on_update=False, job_execution_timeout_minutes=360),
             compute_resources=environment.ComputeResourcesProperty(
                 type="EC2",

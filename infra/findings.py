@@ -56,8 +56,8 @@ ACCEPTED: tuple[Accepted, ...] = (
     ),
     _accepted(
         _wildcard(r"arn:\w+:s3:::[^*]+\*"),
-        r"Jobs/(Prepare|Embed)Role/",
-        "Shards are added under the folders that the settings name.",
+        r"Jobs/(Prepare|Train|Evaluate|Embed|Publish)Role/",
+        "Files are added under the folders that the settings name.",
     ),
     _accepted(
         _wildcard(r"arn:\w+:ecs:.*:(container-instance|task)/.*/\*"),

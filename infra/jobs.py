@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from aws_cdk import RemovalPolicy, Stack
+from aws_cdk import Stack
 from aws_cdk import aws_batch as batch
 from aws_cdk import aws_ecr as ecr
 from aws_cdk import aws_iam as iam
@@ -34,24 +34,15 @@ EVALUATE_ON_EXIT: tuple[tuple[str, str, str], ...] = (
 
 PRIVATE_IMAGE = re.compile(r"(?P<account>[0-9]{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com[.a-z]*/(?P<name>[^:@]+)")
 
-RETENTION = {
-    30: logs.RetentionDays.ONE_MONTH,
-    90: logs.RetentionDays.THREE_MONTHS,
-    180: logs.RetentionDays.SIX_MONTHS,
-    365: logs.RetentionDays.ONE_YEAR,
-    731: logs.RetentionDays.TWO_YEARS,
-}
-
 
 class Jobs(Construct):
-    """Job definitions, their roles and log group.
+    """Job definitions and their roles.
 
     Attributes:
         arns: stage -> ARN with revision of its job definition (single and array stages).
         gang_arns: node count -> gang stage -> ARN with revision.
         names: every job definition's name.
         roles: stage -> the role its containers act under; grants are issued in stacks.py.
-        log_group: of all jobs.
     """
 
     def __init__(
@@ -62,21 +53,16 @@ class Jobs(Construct):
         settings: Settings,
         neuron_repository: ecr.IRepository,
         cpu_repository: ecr.IRepository,
+        log_group: logs.ILogGroup,
     ) -> None:
         super().__init__(scope, construct_id)
         self._settings = settings
-        self.log_group = logs.LogGroup(
-            self,
-            "Logs",
-            log_group_name=f"/{settings.name}/jobs",
-            retention=RETENTION[settings.log_retention_days],
-            removal_policy=RemovalPolicy.RETAIN,
-        )
+        self._log_group = log_group
         self._execution_role = self._container_role("ExecutionRole", "Pulls images and writes logs for every job")
-        self.log_group.grant_write(self._execution_role)
+        log_group.grant_write(self._execution_role)
         self._images = {
-            Queue.CPU: self._image(settings.images.cpu, cpu_repository),
-            Queue.TRAIN: self._image(settings.images.neuron, neuron_repository),
+            Queue.CPU: self._image("CpuImage", settings.images.cpu, cpu_repository),
+            Queue.TRAIN: self._image("NeuronImage", settings.images.neuron, neuron_repository),
         }
         self._images[Queue.EMBED] = self._images[Queue.TRAIN]
         self.roles = {stage: self._container_role(f"{_camel(stage)}Role", f"Stage {stage}") for stage in STAGES}
@@ -178,7 +164,7 @@ class Jobs(Construct):
             log_configuration=definition.LogConfigurationProperty(
                 log_driver="awslogs",
                 options={
-                    "awslogs-group": self.log_group.log_group_name,
+                    "awslogs-group": self._log_group.log_group_name,
                     "awslogs-region": Stack.of(self).region,
                     "awslogs-stream-prefix": stage.value,
                 },
@@ -208,7 +194,7 @@ class Jobs(Construct):
     def _hardware(self, queue: Queue) -> Hardware:
         return self._settings.train_hardware if queue is Queue.TRAIN else self._settings.embed_hardware
 
-    def _image(self, uri: str | None, repository: ecr.IRepository) -> str:
+    def _image(self, construct_id: str, uri: str | None, repository: ecr.IRepository) -> str:
         if uri is None:
             repository.grant_pull(self._execution_role)
             return repository.repository_uri_for_tag(self._settings.images.tag)
@@ -216,9 +202,9 @@ class Jobs(Construct):
         if elsewhere is not None:
             name = elsewhere["name"]
             arn = f"arn:{Stack.of(self).partition}:ecr:{elsewhere['region']}:{elsewhere['account']}:repository/{name}"
-            ecr.Repository.from_repository_attributes(
-                self, f"Images-{name}", repository_arn=arn, repository_name=name
-            ).grant_pull(self._execution_role)
+            ecr.Repository.from_repository_attributes(self, construct_id, repository_arn=arn, repository_name=name).grant_pull(
+                self._execution_role
+            )
         return uri
 
     def _container_role(self, construct_id: str, description: str) -> iam.Role:

@@ -58,14 +58,14 @@ class Monitoring(Construct):
         topic: sns.ITopic,
         topic_key: kms.IKey,
         dead_letters: sqs.IQueue,
-        retention: logs.RetentionDays,
+        watch_logs: logs.ILogGroup,
     ) -> None:
         super().__init__(scope, construct_id)
         self._name = settings.name
         self._topic = topic
         budget = settings.run_config().time_budget
         self._notice_unfinished(state_machine)
-        self._watch_budget(state_machine, topic_key, int(budget.total_seconds()), retention)
+        self._watch_budget(state_machine, topic_key, int(budget.total_seconds()), watch_logs)
         hours = Duration.hours(1)
         failed = state_machine.metric_failed(period=hours, statistic="Sum")
         lost = dead_letters.metric_approximate_number_of_messages_visible(period=hours, statistic="Maximum")
@@ -112,7 +112,7 @@ class Monitoring(Construct):
         )
 
     def _watch_budget(
-        self, state_machine: sfn.StateMachine, topic_key: kms.IKey, budget_seconds: int, retention: logs.RetentionDays
+        self, state_machine: sfn.StateMachine, topic_key: kms.IKey, budget_seconds: int, log_group: logs.ILogGroup
     ) -> None:
         """Every execution has a watch that looks at it once, when its time budget is spent."""
         stack = Stack.of(self)
@@ -124,12 +124,7 @@ class Monitoring(Construct):
                 json.dumps(watch_definition(stack.partition, self._topic.topic_arn, budget_seconds))
             ),
             tracing_enabled=True,
-            logs=sfn.LogOptions(
-                destination=logs.LogGroup(
-                    self, "WatchLogs", log_group_name=f"/aws/vendedlogs/states/{self._name}-watch", retention=retention
-                ),
-                level=sfn.LogLevel.ALL,
-            ),
+            logs=sfn.LogOptions(destination=log_group, level=sfn.LogLevel.ALL),
         )
         executions = f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{self._name}:*"
         for action, resource in (

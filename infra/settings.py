@@ -223,11 +223,33 @@ class Settings(SettingsSection):
         """
         return build_config(self.config)
 
-    def readable_uris(self) -> tuple[str, ...]:
-        """S3 folders and files outside our bucket that runs read: `read`, and what the deployment's own config names."""
+    def readable_objects(self, *, shards: bool, parent: bool) -> tuple[str, ...]:
+        """Patterns `BUCKET/KEY` of what runs read outside our bucket: under `read`, and what the deployment's config names.
+
+        Args:
+            shards: training data and corpus too.
+            parent: the model to continue from too.
+        """
         config = self.run_config()
-        named = (*config.data.train, *config.data.corpus, config.model.parent, config.model.base)
-        return tuple(dict.fromkeys([*self.read, *(uri for uri in named if uri and uri.startswith("s3://"))]))
+        named = [*self.read]
+        named += [*config.data.train, *config.data.corpus] if shards else []
+        named += [uri for uri in (config.model.parent, config.model.base) if uri] if parent else []
+        found = [pattern for uri in named if uri.startswith("s3://") for pattern in _file_or_folder(uri)]
+        if parent and config.model.parent and config.model.parent.startswith("s3://"):
+            found += _beside(config.model.parent)
+        return tuple(dict.fromkeys(found))
+
+
+def _file_or_folder(uri: str) -> list[str]:
+    path = uri.removeprefix("s3://")
+    folder = f"{path.rstrip('/')}/*"
+    return [folder] if path.endswith("/") or "/" not in path else [path, folder]
+
+
+def _beside(parent: str) -> list[str]:
+    """A parent that is a bare weight file takes its configuration and tokenizer from the folder it stands in."""
+    folder, _, name = parent.removeprefix("s3://").rpartition("/")
+    return [f"{folder}/*"] if "." in name and folder else []
 
 
 def read_settings(context: Mapping[str, Any]) -> Settings:

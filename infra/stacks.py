@@ -10,7 +10,7 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from infra.compute import Compute
-from infra.jobs import RETENTION, Jobs
+from infra.jobs import Jobs
 from infra.monitoring import Monitoring, Topic
 from infra.network import Network
 from infra.schedule import Schedule
@@ -19,19 +19,26 @@ from infra.storage import Storage
 from infra.workflow import Workflow
 from pipeline.contract import STAGES, Queue, Shape, Stage
 
+SHARD_READERS = (Stage.PREPARE, Stage.EMBED, Stage.PUBLISH)
+"""Stages that read data from where it was found; publish to name the documents that have no embedding."""
+
+PARENT_READERS = (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE)
+"""Stages that load the parent, which may stand outside the run folders: the first run's does."""
+
 GRAPHS = "graphs/*"
-"""Compiled programs, shared by all runs of one configuration: written by compile, read by the stages that compute."""
+"""Compiled programs, shared by all runs of one configuration: written by compile, and by the stages that compute when they meet
+a program that is not there."""
 
 
 class DataStack(Stack):
-    """What outlives the pipeline: bucket, lock table, image repositories."""
+    """What outlives the pipeline: bucket, lock table, image repositories, logs."""
 
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings, env: Environment) -> None:
         super().__init__(
             scope,
             construct_id,
             env=env,
-            description="trnpipe: runs, registry, locks and images",
+            description="trnpipe: runs, registry, locks, images and logs",
             termination_protection=True,
         )
         self.storage = Storage(self, "Storage", settings=settings)
@@ -60,6 +67,7 @@ class PipelineStack(Stack):
             settings=settings,
             neuron_repository=storage.neuron_repository,
             cpu_repository=storage.cpu_repository,
+            log_group=storage.job_logs,
         )
         topic = Topic(self, "Notifications", settings=settings)
         workflow = Workflow(
@@ -74,7 +82,7 @@ class PipelineStack(Stack):
             job_arns=jobs.arns,
             gang_arns=jobs.gang_arns,
             job_names=jobs.names,
-            retention=RETENTION[settings.log_retention_days],
+            log_group=storage.machine_logs,
         )
         schedule = Schedule(self, "Schedule", settings=settings, state_machine=workflow.state_machine)
         Monitoring(
@@ -85,17 +93,16 @@ class PipelineStack(Stack):
             topic=topic.topic,
             topic_key=topic.key,
             dead_letters=schedule.dead_letters,
-            retention=RETENTION[settings.log_retention_days],
+            watch_logs=storage.watch_logs,
         )
         for stage, role in jobs.roles.items():
             self._grant_storage(stage, role, storage)
             if STAGES[stage].queue is not Queue.CPU:
                 self._grant_accelerator_stage(stage, role, compute.accelerator_environment_names)
-        for stage in (Stage.PREPARE, Stage.EMBED):
-            self._grant_inputs(jobs.roles[stage], settings)
+            self._grant_inputs(stage, role, settings)
         CfnOutput(self, "StateMachineArn", value=workflow.state_machine.state_machine_arn)
         CfnOutput(self, "TopicArn", value=topic.topic.topic_arn)
-        CfnOutput(self, "JobLogGroup", value=jobs.log_group.log_group_name)
+        CfnOutput(self, "JobLogGroup", value=storage.job_logs.log_group_name)
 
     def _grant_storage(self, stage: Stage, role: iam.IRole, storage: Storage) -> None:
         """Read every run (a parent is an earlier run's model); write the stage's own part of a run."""
@@ -109,7 +116,7 @@ class PipelineStack(Stack):
             Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*"],
         }
         read = ["runs/*", GRAPHS, "registry/*"]
-        if stage in (Stage.PREPARE, Stage.EMBED):
+        if stage in (*SHARD_READERS, *PARENT_READERS):
             read.append("data/*")
         own = [f"runs/*/{stage}/*", *written.get(stage, [])]
         _allow(role, ["s3:ListBucket"], [bucket.bucket_arn])
@@ -130,13 +137,14 @@ class PipelineStack(Stack):
             # Where Batch leaves `Ref::run` in a node's command, the stage asks for its own job's parameters.
             _allow(role, ["batch:DescribeJobs"], ["*"])
 
-    def _grant_inputs(self, role: iam.IRole, settings: Settings) -> None:
-        """Folders outside our bucket that the deployment names; single files are covered with what stands beside them."""
-        for uri in settings.readable_uris():
-            bucket, _, key = uri.removeprefix("s3://").partition("/")
-            arn = f"arn:{self.partition}:s3:::{bucket}"
-            _allow(role, ["s3:GetObject"], [f"{arn}/{key.rstrip('/')}*"])
-            _allow(role, ["s3:ListBucket"], [arn])
+    def _grant_inputs(self, stage: Stage, role: iam.IRole, settings: Settings) -> None:
+        """What stands outside our bucket: folders and files that the settings name, for the stages that read them."""
+        if stage not in (*SHARD_READERS, *PARENT_READERS):
+            return
+        for pattern in settings.readable_objects(shards=stage in SHARD_READERS, parent=stage in PARENT_READERS):
+            arn = f"arn:{self.partition}:s3:::{pattern}"
+            _allow(role, ["s3:GetObject"], [arn])
+            _allow(role, ["s3:ListBucket"], [arn.partition("/")[0]])
 
 
 def build(context: Mapping[str, Any], outdir: str | None = None) -> App:

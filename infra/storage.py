@@ -1,14 +1,26 @@
-"""What outlives a deployment of the pipeline: the bucket with runs and registry, the lock table, the image repositories."""
+"""What outlives a deployment of the pipeline: the bucket with runs and registry, the lock table, image repositories, logs."""
 
 from __future__ import annotations
 
 from aws_cdk import Duration, RemovalPolicy
 from aws_cdk import aws_dynamodb as dynamodb
 from aws_cdk import aws_ecr as ecr
+from aws_cdk import aws_logs as logs
 from aws_cdk import aws_s3 as s3
 from constructs import Construct
 
 from infra.settings import Settings
+
+KEEP = RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE
+"""Kept for good, except when the very first deployment is rolled back: what has a name would be in the next one's way."""
+
+RETENTION = {
+    30: logs.RetentionDays.ONE_MONTH,
+    90: logs.RetentionDays.THREE_MONTHS,
+    180: logs.RetentionDays.SIX_MONTHS,
+    365: logs.RetentionDays.ONE_YEAR,
+    731: logs.RetentionDays.TWO_YEARS,
+}
 
 LOCK_KEY = "name"
 """Partition key of the lock table: the registry name that the lock guards."""
@@ -21,13 +33,19 @@ class Storage(Construct):
         bucket: `runs/`, `registry/`, `data/` and `graphs/`.
         lock_table: one item per registry name: {name, owner, run, since}.
         neuron_repository, cpu_repository: container images, immutable tags.
+        job_logs, machine_logs, watch_logs: of all jobs, of the state machine, of the watch on its time budget. They have names
+            and are kept, so in the pipeline's own stack they would stop it from being deployed a second time.
     """
 
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings) -> None:
         super().__init__(scope, construct_id)
-        log_bucket = self._bucket(
-            "AccessLogs", lifecycle_rules=[s3.LifecycleRule(id="expire", expiration=Duration.days(settings.log_retention_days))]
+        expire = s3.LifecycleRule(
+            id="expire",
+            expiration=Duration.days(settings.log_retention_days),
+            # In a versioned bucket the expiration alone only hides an object.
+            noncurrent_version_expiration=Duration.days(1),
         )
+        log_bucket = self._bucket("AccessLogs", lifecycle_rules=[expire])
         self.bucket = self._bucket(
             "Bucket",
             server_access_logs_bucket=log_bucket,
@@ -48,10 +66,15 @@ class Storage(Construct):
             encryption=dynamodb.TableEncryption.AWS_MANAGED,
             point_in_time_recovery_specification=dynamodb.PointInTimeRecoverySpecification(point_in_time_recovery_enabled=True),
             deletion_protection=True,
-            removal_policy=RemovalPolicy.RETAIN,
+            removal_policy=KEEP,
         )
         self.neuron_repository = self._repository("NeuronImage", f"{settings.name}/neuron")
         self.cpu_repository = self._repository("CpuImage", f"{settings.name}/cpu")
+        retention = RETENTION[settings.log_retention_days]
+        self.job_logs = self._log_group("JobLogs", f"/{settings.name}/jobs", retention)
+        # Step Functions writes only to groups under this prefix without a policy of its own for each.
+        self.machine_logs = self._log_group("MachineLogs", f"/aws/vendedlogs/states/{settings.name}", retention)
+        self.watch_logs = self._log_group("WatchLogs", f"/aws/vendedlogs/states/{settings.name}-watch", retention)
 
     def _bucket(
         self,
@@ -69,7 +92,7 @@ class Storage(Construct):
             enforce_ssl=True,
             versioned=True,
             object_ownership=s3.ObjectOwnership.BUCKET_OWNER_ENFORCED,
-            removal_policy=RemovalPolicy.RETAIN,
+            removal_policy=KEEP,
             lifecycle_rules=lifecycle_rules,
             server_access_logs_bucket=server_access_logs_bucket,
             server_access_logs_prefix=server_access_logs_prefix,
@@ -82,5 +105,8 @@ class Storage(Construct):
             repository_name=name,
             image_scan_on_push=True,
             image_tag_mutability=ecr.TagMutability.IMMUTABLE,
-            removal_policy=RemovalPolicy.RETAIN,
+            removal_policy=KEEP,
         )
+
+    def _log_group(self, construct_id: str, name: str, retention: logs.RetentionDays) -> logs.LogGroup:
+        return logs.LogGroup(self, construct_id, log_group_name=name, retention=retention, removal_policy=KEEP)

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from aws_cdk import RemovalPolicy, Stack
+from aws_cdk import Stack
 from aws_cdk import aws_dynamodb as dynamodb
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
@@ -547,7 +547,7 @@ class Workflow(Construct):
         job_arns: Mapping[Stage, str],
         gang_arns: Mapping[int, Mapping[Stage, str]],
         job_names: list[str],
-        retention: logs.RetentionDays,
+        log_group: logs.ILogGroup,
     ) -> None:
         super().__init__(scope, construct_id)
         stack = Stack.of(self)
@@ -572,18 +572,7 @@ class Workflow(Construct):
             state_machine_name=settings.name,
             definition_body=sfn.DefinitionBody.from_string(json.dumps(definition(targets))),
             tracing_enabled=True,
-            logs=sfn.LogOptions(
-                # Step Functions writes only to groups under this prefix without a policy of its own for each.
-                destination=logs.LogGroup(
-                    self,
-                    "Logs",
-                    log_group_name=f"/aws/vendedlogs/states/{settings.name}",
-                    retention=retention,
-                    removal_policy=RemovalPolicy.RETAIN,
-                ),
-                level=sfn.LogLevel.ALL,
-                include_execution_data=True,
-            ),
+            logs=sfn.LogOptions(destination=log_group, level=sfn.LogLevel.ALL, include_execution_data=True),
         )
         self._grant(settings, bucket, lock_table, topic, topic_key, queue_arns, job_names)
 

@@ -219,8 +219,8 @@ def test_a_failed_run_is_taken_up_where_it_stopped(state: LocalState, tmp_path: 
 
 
 VICTIMS: dict[str, Callable[[str], bool]] = {
-    "node": lambda command: "infra.local.node" in command and "stage train" in command,
-    "supervisor": lambda command: "infra.local.node" not in command and "stage train" in command,
+    "node": lambda command: "local/node.py" in command and "stage train" in command,
+    "supervisor": lambda command: "local/node.py" not in command and "stage train" in command,
     "rank": lambda command: "rank train" in command,
 }
 """The processes of a training node, from the one that stands for the container inwards."""

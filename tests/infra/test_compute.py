@@ -107,10 +107,10 @@ def test_a_capacity_reservation_serves_the_gangs_only(other_deployment: Any) -> 
     assert target == {"CapacityReservationId": "cr-0a1b2c"}
 
 
-def test_an_update_never_cuts_a_running_job(deployment: Any) -> None:
+def test_an_update_leaves_running_jobs_all_the_time_that_batch_allows(deployment: Any) -> None:
     for properties in deployment.resources(ENVIRONMENT):
         if properties["ComputeResources"]["Type"] == "EC2":
-            assert properties["UpdatePolicy"]["TerminateJobsOnUpdate"] is False
+            assert properties["UpdatePolicy"] == {"TerminateJobsOnUpdate": False, "JobExecutionTimeoutMinutes": 360}
             assert properties["ReplaceComputeEnvironment"] is False
 
 

@@ -128,7 +128,7 @@ def test_every_stage_has_a_role_of_its_own_and_none_is_privileged(deployment: An
 
 def test_images_are_the_repositorys_or_the_given_ones(deployment: Any, other_deployment: Any) -> None:
     assert "0.1.0" in str(container(definition(deployment, Stage.PREPARE))["Image"])
-    assert container(definition(other_deployment, Stage.PREPARE, prefix="ranker"))["Image"] == "example.com/cpu:7"
+    assert container(definition(other_deployment, Stage.PREPARE, prefix="ranker"))["Image"].endswith("/team/neuron:7-cpu")
     given = container(definition(other_deployment, Stage.TRAIN, 2, "ranker"))["Image"]
     assert given == "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7"
     pulls = [policy for policy in other_deployment.resources("AWS::IAM::Policy") if "ecr:BatchGetImage" in str(policy)]

@@ -97,11 +97,24 @@ def test_missing_settings(context: dict[str, Any]) -> None:
         read_settings(context)
 
 
-def test_what_the_configuration_reads_is_granted_with_what_is_listed() -> None:
+def test_what_the_configuration_reads_is_granted_and_nothing_beside_it() -> None:
     found = settings(
-        read=["s3://more/x"], config={"data": {"train": ["s3://pairs/a", "/local"]}, "model": {"parent": "s3://models/bert"}}
+        read=["s3://more/x"],
+        config={
+            "data": {"train": ["s3://pairs/a/", "/local"], "corpus": ["s3://texts"]},
+            "model": {"parent": "s3://models/bert", "base": "s3://models/base/"},
+        },
     )
-    assert found.readable_uris() == ("s3://more/x", "s3://pairs/a", "s3://models/bert")
+    listed, data = ("more/x", "more/x/*"), ("pairs/a/*", "texts/*")
+    model = ("models/bert", "models/bert/*", "models/base/*")
+    assert found.readable_objects(shards=True, parent=True) == (*listed, *data, *model)
+    assert found.readable_objects(shards=True, parent=False) == (*listed, *data)
+    assert found.readable_objects(shards=False, parent=True) == (*listed, *model)
+
+
+def test_a_parent_that_is_a_file_is_granted_with_the_folder_its_tokenizer_stands_in() -> None:
+    found = settings(config={"model": {"parent": "s3://models/bert/weights.pt"}})
+    assert "models/bert/*" in found.readable_objects(shards=False, parent=True)
 
 
 @pytest.mark.parametrize("name", sorted(HARDWARE))

@@ -82,10 +82,18 @@ def test_no_policy_allows_every_action(deployment: Any) -> None:
             assert not [action for action in actions if action == "*" or action.endswith(":*")]
 
 
-def test_inputs_outside_the_bucket_are_readable_where_they_are_read(other_deployment: Any) -> None:
-    for stage in STAGES:
-        readable = granted(other_deployment, role_of(stage), "s3:GetObject")
-        assert ("arn:aws:s3:::their-data/pairs*" in readable) == (stage in (Stage.PREPARE, Stage.EMBED))
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_inputs_are_readable_where_they_are_read(other_deployment: Any, stage: Stage) -> None:
+    """publish reads documents to name the missing ones; train and evaluate load the parent, which may be nobody's run."""
+    reads_shards = stage in (Stage.PREPARE, Stage.EMBED, Stage.PUBLISH)
+    loads_parent = stage in (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE)
+    readable = granted(other_deployment, role_of(stage), "s3:GetObject")
+    listed = granted(other_deployment, role_of(stage), "s3:ListBucket")
+    for bucket, key, reads in (("their-data", "pairs/*", reads_shards), ("their-models", "e5/*", loads_parent)):
+        assert (f"arn:aws:s3:::{bucket}/{key}" in readable) == reads
+        assert (f"arn:aws:s3:::{bucket}" in listed) == reads
+    assert ("arn:aws:s3:::shared/more/*" in readable) == (reads_shards or loads_parent)
+    assert ("/data/*" in readable) == (reads_shards or loads_parent)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,24 @@ def test_buckets_are_private_versioned_encrypted_and_take_tls_only(deployment: A
 
 
 def test_the_data_is_kept_when_stacks_go(deployment: Any) -> None:
-    kept = {"AWS::S3::Bucket", "AWS::DynamoDB::Table", "AWS::ECR::Repository"}
+    kept = {"AWS::S3::Bucket", "AWS::DynamoDB::Table", "AWS::ECR::Repository", "AWS::Logs::LogGroup"}
     found = [resource for resource in deployment.data["Resources"].values() if resource["Type"] in kept]
     assert {resource["Type"] for resource in found} == kept
-    assert {resource["DeletionPolicy"] for resource in found} == {"Retain"}
+    assert {resource["DeletionPolicy"] for resource in found} == {"RetainExceptOnCreate"}
+
+
+def test_nothing_that_is_kept_stands_in_the_way_of_the_next_deployment(deployment: Any) -> None:
+    """A kept resource with a name of ours would make the next deployment of the pipeline's stack fail: it exists already."""
+    for resource in deployment.pipeline["Resources"].values():
+        if resource.get("DeletionPolicy", "Delete") != "Delete":
+            assert not [key for key in resource["Properties"] if key in ("LogGroupName", "BucketName", "TableName", "KeyName")]
+
+
+def test_access_logs_are_gone_after_their_time(deployment: Any) -> None:
+    rules = [rule for bucket in deployment.resources("AWS::S3::Bucket") for rule in bucket["LifecycleConfiguration"]["Rules"]]
+    [rule] = [rule for rule in rules if rule["Id"] == "expire"]
+    assert rule["ExpirationInDays"] == 180
+    assert rule["NoncurrentVersionExpiration"] == {"NoncurrentDays": 1}
 
 
 def test_the_lock_table_is_keyed_by_registry_name(deployment: Any) -> None:
