@@ -5,7 +5,7 @@ without CDK; `Workflow` deploys it and grants its role exactly what the states c
                                                                                                               │
     every other way out ─► keep the failure ─► its words ───────────────────────────────► report ─► unlock ─► notify ─► end
 
-The machine's data, from `Settings` on: {execution, share, registry, lock, run: {id, key, uri}}, and at the end `outcome`:
+The machine's data, from `Settings` on: {execution, share, registry, lock, run: {id, key, uri, since}}, and at the end `outcome`:
 {result: succeeded | refused | failed, state, Error, Cause}.
 """
 
@@ -173,6 +173,7 @@ def _input_states(targets: Targets, *, then: str) -> States:
                     "id.$": "$.input.run",
                     "key.$": "States.Format('runs/{}', $.input.run)",
                     "uri.$": f"States.Format('s3://{targets.bucket}/runs/{{}}', $.input.run)",
+                    "since.$": "$$.State.EnteredTime",
                 },
             },
             "Next": then,
@@ -463,8 +464,13 @@ def _outcomes(targets: Targets, *, then: str) -> States:
             "Choices": [
                 {
                     "And": [
-                        {"Variable": f"$.failure.words.{key}", "IsPresent": True}
-                        for key in ("exit_code", "what", "value", "rule", "remedy")
+                        *(
+                            {"Variable": f"$.failure.words.{key}", "IsPresent": True}
+                            for key in ("exit_code", "what", "value", "rule", "remedy", "time")
+                        ),
+                        # Both are ISO 8601 in UTC. A run that is taken up again still has the words of the execution before,
+                        # which are not about a job that has since been cancelled or killed.
+                        {"Variable": "$.failure.words.time", "StringGreaterThanPath": "$.run.since"},
                     ],
                     "Next": "Explain",
                 }

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack
 from infra.states import Targets
 from infra.workflow import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, definition
-from pipeline.contract import STAGES, Queue, Shape, Stage, StageFailure, stage_command
+from pipeline.contract import STAGES, Queue, Shape, Stage, StageFailure, now, stage_command
 
 GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
 BUCKET, TABLE = "runs-bucket", "locks"
@@ -417,13 +417,22 @@ def test_a_stages_own_words_become_the_cause(account: Account) -> None:
     )
 
     def fail() -> str:
-        account.batch.put("runs/week-1/prepare/failure.json", failure.to_json())
+        account.batch.put("runs/week-1/prepare/failure.json", replace(failure, time=now()).to_json())
         return "exited"
 
     account.batch.script["prepare"] = fail
     assert account.run("week-1")["cause"] == (
         'prepare ended with exit code 64: unknown configuration key. value: ["trian"]. rule: the schema. remedy: fix it'
     )
+
+
+def test_an_earlier_executions_words_are_not_the_cause(account: Account) -> None:
+    words = StageFailure(stage="prepare", run="week-1", exit_code=75, what="storage could not be reached", time=now())
+    account.batch.put("runs/week-1/prepare/failure.json", words.to_json())
+    account.batch.script["prepare"] = lambda: "Task failed to start"
+    cause = account.run("again", {"run": "week-1"})["cause"]
+    assert "Task failed to start" in cause
+    assert "storage could not be reached" not in cause
 
 
 def test_words_that_cannot_be_read_hide_nothing(account: Account) -> None:
