@@ -42,6 +42,7 @@ CONFIG: dict[str, Any] = {
         "dropout": 0.0,
         "log_every": 5,
         "checkpoint_every": 25,
+        "keep_checkpoints": 1,
         "validate_every": 25,
     },
     "evaluate": {"candidates": 3000},

@@ -58,6 +58,9 @@ class Device(Protocol):
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the weights; gradients must be reduced (and clipped) already."""
 
+    def seed(self, value: int) -> None:
+        """Seed the random numbers that modules draw on the device (dropout)."""
+
     def sync(self) -> None:
         """Mark the end of a piece of work: cuts the graph on lazy devices, nothing elsewhere."""
 

@@ -84,6 +84,9 @@ class EagerDevice:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
     def sync(self) -> None:
         pass
 

@@ -18,7 +18,7 @@ from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.state import Progress, Window
-from pipeline.training.step import RecentLosses, seed_step, train_step
+from pipeline.training.step import RecentLosses, step_seed, train_step
 from pipeline.training.validation import ValidationSet, validate
 
 log = logging.getLogger("trnpipe")
@@ -58,7 +58,7 @@ def train(run: Training, progress: Progress) -> None:
     run.encoder.train()
     clock = time.monotonic()
     for batch in device.batches(run.batches.iterate(progress.step, run.steps)):
-        seed_step(run.config.seed, progress.step, device.world.rank)
+        device.seed(step_seed(run.config.seed, progress.step, device.world.rank))
         train_step(run.encoder, run.optimizer, device, batch, config, losses)
         _count(run, progress)
 

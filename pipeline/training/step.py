@@ -86,6 +86,6 @@ def train_step(
     device.sync()
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make dropout a function of (seed, step, rank): no random state is saved, and a resumed run draws the same."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1))
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Makes dropout a function of (seed, step, rank): no random state is saved, and a resumed run draws the same."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)

@@ -51,17 +51,17 @@ class Interrupted(Exception):
 
 def interrupt(run: TrainingRun, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train until the process dies at the beginning of a step."""
-    seed_step = loop.seed_step
+    step_seed = loop.step_seed
 
-    def dying(seed: int, at: int, rank: int) -> None:
+    def dying(seed: int, at: int, rank: int) -> int:
         if at == step:
             raise Interrupted
-        seed_step(seed, at, rank)
+        return step_seed(seed, at, rank)
 
-    monkeypatch.setattr(loop, "seed_step", dying)
+    monkeypatch.setattr(loop, "step_seed", dying)
     with pytest.raises(Interrupted):
         stage.run(run.context())
-    monkeypatch.setattr(loop, "seed_step", seed_step)
+    monkeypatch.setattr(loop, "step_seed", step_seed)
 
 
 def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining) -> None:

@@ -10,7 +10,7 @@ import torch
 from pipeline.config import TrainConfig
 from pipeline.runtime.device import Device, open_device
 from pipeline.runtime.world import World
-from pipeline.training.step import RecentLosses, build_optimizer, seed_step, train_step
+from pipeline.training.step import RecentLosses, build_optimizer, step_seed, train_step
 from tests.tiny import make_model
 
 
@@ -78,7 +78,7 @@ def test_losses_are_read_once(device: Device) -> None:
 
 def test_dropout_depends_on_seed_step_and_rank() -> None:
     def draw(*key: int) -> float:
-        seed_step(*key)
+        torch.manual_seed(step_seed(*key))
         return float(torch.rand(()))
 
     assert draw(0, 1, 2) == draw(0, 1, 2)
