@@ -73,8 +73,8 @@ class Launch:
             # With torch-xla installed, Hugging Face libraries choose the XLA device by themselves.
             environment["USE_TORCH_XLA"] = "0"
         if self.kind == "cpu":
-            # glibc gives every large block back to the kernel and faults its pages in again at the next step: keep them. On
-            # MiniLM with 64 pairs of 128 tokens a training step took 0.91 of the time without these.
+            # glibc gives every large block back to the kernel and faults its pages in again at the next step: keep them. Without
+            # these a training step of MiniLM takes 1.07 times as long (tests/benchmarks/train_step.py).
             environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
         if alone_on_host or (self.node.leader.startswith("127.") and not self.node.is_main):
             # gloo takes the interface that the host name resolves to, which on laptops and in bare containers may be none.

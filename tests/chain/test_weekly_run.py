@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "device.precision": "fp32",
+    "model.head.hidden": 16,
     "train.epochs": 3,
     "train.batch_size": 16,
     "train.query_length": 8,
