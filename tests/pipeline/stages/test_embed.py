@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load, save
 
-from pipeline.contract import Stage
+from pipeline.contract import Stage, StageResult
 from pipeline.data.ids import IdDigest
 from pipeline.data.parts import PartRecord, read_part
 from pipeline.errors import BadData
+from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import store
 from pipeline.stages import embed
 
@@ -194,3 +197,15 @@ def test_ahead_hands_over_errors_and_order() -> None:
     assert [next(coming), next(coming), next(coming)] == [1, 2, 3]
     with pytest.raises(BadData, match="no more"):
         next(coming)
+
+
+def test_ranks_of_one_child_share_its_parts(plan_run: Any, tmp_path: Path) -> None:
+    run = plan_run(children=1)
+    run.replan(world=PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=2))
+    command = [sys.executable, "-m", "pipeline.cli", "stage", "embed", "--run", run.paths.root]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        assert f"[node 0 rank {rank}] embed: child 0 of 1: 2 of its 2 parts are to do" in result.stderr
+    assert StageResult.from_json(store.read_bytes(run.paths.result(Stage.EMBED))).metrics["documents"] == 100
+    assert list(embeddings(run, tmp_path / "parts")) == [identifier for identifier, _ in run.texts]
