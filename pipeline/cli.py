@@ -17,6 +17,7 @@ from pipeline.contract import Stage
 from pipeline.errors import ExitCode, TrnpipeError
 
 DEFAULT_STATE = Path(".trnpipe")
+CLICK_USAGE_ERROR = 2
 
 app = typer.Typer(
     name="trnpipe",
@@ -145,6 +146,9 @@ def main() -> NoReturn:
         sys.exit(int(error.exit_code))
     except BrokenPipeError:
         sys.exit(int(ExitCode.DONE))
+    except SystemExit as end:
+        # Click's own code for a command line that it cannot read is 2; here a wrong command line is a bad configuration.
+        sys.exit(int(ExitCode.BAD_CONFIG) if end.code == CLICK_USAGE_ERROR else end.code)
     sys.exit(int(ExitCode.DONE))
 
 

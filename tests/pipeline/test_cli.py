@@ -61,3 +61,12 @@ def test_search_before_the_first_run_says_what_to_do(tmp_path: Path) -> None:
     result = trnpipe("search", "read a csv file", "--state", tmp_path)
     assert result.returncode == 66
     assert "make local" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["stage", "no-such-stage", "--run", "x"], ["local", "--no-such-option"], ["no-such-command"]]
+)
+def test_a_command_line_that_cannot_be_read_ends_with_64(arguments: list[str]) -> None:
+    result = trnpipe(*arguments)
+    assert result.returncode == 64
+    assert "Usage:" in result.stderr
