@@ -72,15 +72,41 @@ class ModelConfig(Section):
     head: HeadConfig | None = None
 
 
+class LoaderConfig(Section):
+    """How batches reach a device that compiles (kinds `xla` and `neuron`): torch-xla's MpDeviceLoader."""
+
+    batches_per_execution: PositiveInt = Field(
+        1, description="Steps joined into one graph: fewer launches, a larger graph. More than 1 needs device.sync_points = 1."
+    )
+    host_prefetch: PositiveInt = Field(16, description="Batches prepared ahead in host memory.")
+    device_prefetch: PositiveInt = Field(8, description="Batches put on the device ahead.")
+    transfer_threads: PositiveInt = Field(1, description="Host threads that put batches on the device.")
+
+
 class DeviceConfig(Section):
     """The kind of device and its numbers per node."""
 
     kind: Literal["auto", "cpu", "cuda", "xla", "neuron"] = "auto"
-    precision: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="auto: bf16 where the device computes in it, else fp32."
+    precision: Literal["auto", "compiler", "bf16", "fp32"] = Field(
+        "auto",
+        description="What matrix products are computed in; weights stay fp32. bf16: torch autocast. compiler: neuronx-cc casts as "
+        "compile.auto_cast says (neuron only). auto: compiler on neuron, else bf16 where the device computes in it, else fp32.",
     )
     ranks_per_node: PositiveInt | None = Field(None, description="None: 32 on neuron, all GPUs on cuda, else 1.")
     threads_per_rank: PositiveInt | None = Field(None, description="Host threads of a rank; None: cores / ranks on the host.")
+    sync_points: Literal[1, 2] = Field(
+        2, description="Where a step's graph is cut: after forward+backward and after the optimizer (2), or only after it (1)."
+    )
+    loader: LoaderConfig = LoaderConfig()
+
+    @model_validator(mode="after")
+    def _joined_steps_have_one_sync(self) -> DeviceConfig:
+        if self.loader.batches_per_execution > 1 and self.sync_points != 1:
+            raise ValueError(
+                f"loader.batches_per_execution = {self.loader.batches_per_execution} joins steps into one graph, which "
+                "sync_points = 2 cuts: set sync_points = 1, or batches_per_execution = 1"
+            )
+        return self
 
 
 class HealthCheckConfig(Section):
@@ -98,9 +124,37 @@ class HealthCheckConfig(Section):
 
 
 class CompileConfig(Section):
-    """Ahead-of-time compilation."""
+    """Ahead-of-time compilation, and neuronx-cc's flags, which exist in no other form (NEURON_CC_FLAGS is built from these)."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="false: never compile ahead; a run without a complete compiled set ends with 64.")
+    trial_steps: Annotated[int, Field(ge=2, le=50)] = Field(
+        4, description="Training steps per bucket of the trial that meets every graph once."
+    )
+    new_graphs: Literal["report", "stop"] = Field(
+        "report", description="A graph that training meets and compile did not: log and count it, or end the run with 69."
+    )
+    target: Literal["trn1", "trn1n", "trn2", "inf2"] = "trn1"
+    infer_target: Literal["trn1", "trn1n", "trn2", "inf2"] = Field(
+        "trn1", description="Target of the hosts that evaluate and embed."
+    )
+    model_type: Literal["transformer", "generic", "unet-inference"] = "transformer"
+    optlevel: Literal[1, 2, 3] = Field(1, description="1 compiles fastest; 2 and 3 gain some throughput.")
+    auto_cast: Literal["none", "matmult", "all"] | None = Field(
+        None, description="What the compiler casts. None: all where device.precision is `compiler`, else none."
+    )
+    auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] = Field("bf16", description="To which type the compiler casts.")
+    retry_failed: bool = Field(True, description="Compile again what failed in an earlier run, instead of failing from the cache.")
+    parallel: PositiveInt = Field(8, description="Compilers that run at the same time.")
+    cache: str | None = Field(
+        None, description="s3:// URI of the compiler's persistent cache; None: graphs/neuron-cache in the run's bucket."
+    )
+
+    @field_validator("cache")
+    @classmethod
+    def _on_s3(cls, cache: str | None) -> str | None:
+        if cache is not None and (not cache.startswith("s3://") or any(character.isspace() for character in cache)):
+            raise ValueError("must be an s3:// URI without spaces: every host of every run reads it")
+        return cache
 
 
 class TrainConfig(Section):
@@ -108,7 +162,13 @@ class TrainConfig(Section):
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; None: `epochs` over the run's rows.")
     epochs: PositiveInt = 1
-    batch_size: PositiveInt = Field(64, description="Pairs per rank and step.")
+    batch_size: PositiveInt = Field(64, description="Pairs per rank whose documents compete; times `accumulation` per step.")
+    accumulation: PositiveInt = Field(
+        1, description="Batches whose gradients are added up before an optimizer step: a larger batch in the same memory."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Compute each layer's activations again in the backward pass instead of keeping them."
+    )
     query_length: Annotated[int, Field(ge=4)] = Field(32, description="Static length of queries in tokens.")
     buckets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
         (64, 128, 256), description="Static lengths of documents, ascending."
@@ -249,10 +309,46 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _query_fits(self) -> RunConfig:
-        if self.train.query_length > max(self.train.buckets):
+        for section, buckets in (("train", self.train.buckets), ("embed", self.embed.buckets)):
+            if self.train.query_length > max(buckets):
+                raise ValueError(
+                    f"train.query_length {self.train.query_length} is longer than the longest of {section}.buckets, {max(buckets)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _casts_once(self) -> RunConfig:
+        cast, precision = self.compile.auto_cast, self.device.precision
+        if precision in ("bf16", "fp32") and cast not in (None, "none"):
             raise ValueError(
-                f"train.query_length {self.train.query_length} is longer than the longest bucket, {max(self.train.buckets)}"
+                f"compile.auto_cast = {cast} lets the compiler cast, device.precision = {precision} does not: set device.precision "
+                "= compiler, or compile.auto_cast = none"
             )
+        if precision == "compiler" and cast == "none":
+            raise ValueError(
+                "device.precision = compiler leaves the cast to the compiler, compile.auto_cast = none forbids it: set "
+                "device.precision = fp32 or bf16, or leave compile.auto_cast out"
+            )
+        if precision == "compiler" and self.device.kind not in ("auto", "neuron"):
+            raise ValueError(f"device.precision = compiler is neuron's; on {self.device.kind} use bf16 or fp32")
+        return self
+
+    @model_validator(mode="after")
+    def _joined_steps_end_together(self) -> RunConfig:
+        joined = self.device.loader.batches_per_execution
+        if joined == 1:
+            return self
+        if len(self.train.buckets) > 1 or self.train.accumulation > 1:
+            raise ValueError(
+                f"device.loader.batches_per_execution = {joined} joins steps into one graph, one for every sequence of shapes: it "
+                "needs a single length in train.buckets and train.accumulation = 1"
+            )
+        for name in ("log_every", "validate_every", "checkpoint_every"):
+            if getattr(self.train, name) % joined:
+                raise ValueError(
+                    f"train.{name} = {getattr(self.train, name)} is no multiple of device.loader.batches_per_execution = {joined}: "
+                    "reading in between would cut a graph"
+                )
         return self
 
 

@@ -66,6 +66,24 @@ class World(PlanSection):
         return self.nodes * self.ranks_per_node
 
 
+class GraphsPlan(PlanSection):
+    """The compiled sets that the run needs, by name, and how the compiler is called.
+
+    Attributes:
+        train: fingerprint of the set that training uses; the number of ranks is in its graphs.
+        infer: fingerprint of the set that evaluate and embed use; the same for any number of ranks.
+        compiler_flags: NEURON_CC_FLAGS of training, empty on other kinds.
+        infer_compiler_flags: neuronx-cc's flags of evaluate's and embed's graphs.
+        cache: URI of the compiler's persistent cache, empty on other kinds.
+    """
+
+    train: str
+    infer: str
+    compiler_flags: str = ""
+    infer_compiler_flags: str = ""
+    cache: str = ""
+
+
 class TrainPlan(PlanSection):
     """Numbers every rank needs so that no rank runs out of batches before another.
 
@@ -160,6 +178,8 @@ class RunPlan(PlanSection):
     train: TrainPlan
     holdout: HoldoutPlan
     embed: EmbedPlan
+    graphs: GraphsPlan | None = None
+    """None for kinds of device that compile nothing."""
     row_files: dict[str, RowFile] = {}
     """`train.arrow`, `holdout.arrow` and `candidates.arrow` as they were written."""
     seen: tuple[str, ...]

@@ -21,7 +21,7 @@ from pipeline.runtime.world import World
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Batch = Mapping[str, Tensor]
 
-KINDS = EAGER_KINDS
+KINDS = (*EAGER_KINDS, "xla", "neuron")
 """Kinds that have a module here."""
 
 
