@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local test check lock clean
+.PHONY: help setup local parity test check lock clean
 
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
 	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
@@ -22,6 +22,25 @@ $(VENV)/ready: requirements.lock pyproject.toml
 
 local: setup ## Run the weekly pipeline on this machine (ARGS="--set train.steps=50" and the like)
 	$(VENV)/bin/trnpipe local $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+
+# Enough hold-out queries to show 0.1 %, few steps, no dropout (every kind draws its own), nothing published, one text to embed.
+PARITY = .trnpipe/parity
+PARITY_SETTINGS = registry=null gate.max_drop=1 evaluate.candidates=1 embed.children=1 embed.buckets=[32,64] train.dropout=0 \
+	train.query_length=32 train.buckets=[64] train.steps=12 train.log_every=2 train.validate_every=6 train.checkpoint_every=12 \
+	train.validation_queries=2000
+A ?= cpu-fp32
+B ?= xla-fp32
+
+parity: setup ## Train twice from one parent and compare all evaluations (A=cpu-fp32 B=xla-fp32; KIND-PRECISION)
+	rm -rf $(PARITY)
+	mkdir -p $(PARITY)
+	echo '{"id": "one", "text": "Runs are compared by their evaluations, not by their embeddings."}' > $(PARITY)/corpus.jsonl
+	for run in A-$(A) B-$(B); do \
+		device=$${run#*-}; \
+		$(VENV)/bin/trnpipe local --state $(PARITY)/$${run%%-*} --corpus $(PARITY)/corpus.jsonl --nodes 1 --device $${device%-*} \
+			--set device.precision=$${device#*-} $(foreach setting,$(PARITY_SETTINGS),--set '$(setting)') $(ARGS) || exit $$?; \
+	done
+	$(VENV)/bin/trnpipe parity $(PARITY)/A/bucket/runs/* $(PARITY)/B/bucket/runs/*
 
 test: check ## Lint, type check and run every test
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --dist loadfile

@@ -117,6 +117,118 @@ def search(
         console.print(Text("        " + " ".join(hit.text.split()), style="dim"), no_wrap=True, overflow="ellipsis")
 
 
+@app.command()
+def tune(
+    run: Annotated[str, typer.Argument(help="A run that has been planned: its id, or the URI of its folder.")],
+    steps: Annotated[int, typer.Option("--steps", min=4, help="Optimizer steps of each variant.")] = 20,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option("--vary", metavar="KEY=V1,V2,...", help="Values to try instead of the usual ones; repeat for more keys."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=0, help="Variants to try besides the run as it is.")] = None,
+    objective: Annotated[
+        str, typer.Option("--objective", help="samples_per_second, compile_seconds or host_memory_bytes.")
+    ] = "samples_per_second",
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0, help="How much higher the loss on the same batches may be, as a share.")
+    ] = 0.02,
+    gain: Annotated[float, typer.Option("--gain", min=0, help="By which share a value must be better to be taken.")] = 0.02,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.01, help="Minutes that a stage of a variant may take.")] = 120.0,
+    out: Annotated[Path | None, typer.Option("--out", help="YAML file for the best settings, as --config takes it.")] = None,
+    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
+    state: StateOption = DEFAULT_STATE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole table as JSON.")] = False,
+) -> None:
+    """Find the fastest settings of device, compiler and batch by short runs of the real stages on this machine.
+
+    Every variant trains a few steps on the run's own rows. The table is kept with the run: the same command goes on with what is
+    missing in it.
+    """
+    from pipeline.tune import TuneOptions, run_tune
+
+    options = TuneOptions(
+        run=run,
+        bucket=bucket,
+        state=state,
+        steps=steps,
+        vary=tuple(vary or ()),
+        limit=limit,
+        objective=objective,
+        tolerance=tolerance,
+        gain=gain,
+        timeout_minutes=timeout,
+        out=out,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_tune(options))
+
+
+@app.command()
+def parity(
+    a: Annotated[str, typer.Argument(help="Run id, or URI of a run folder: the run that is the measure.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="The run that is compared with it.", metavar="B")],
+    metric: Annotated[str, typer.Option("--metric", help="Metric of the verdict; all are shown.")] = "ndcg@10",
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0.0, help="Largest absolute difference that counts as none; 0.001 = 0.1 %.")
+    ] = 0.001,
+    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
+    state: StateOption = DEFAULT_STATE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare two runs' evaluations step by step, e.g. one on Trainium with one on GPUs: is the quality the same?
+
+    Both must be the same training: parent, rows, hold-out, global batch, settings. Ends with 0 (within, or within noise) or 67.
+    """
+    from rich.console import Console
+
+    from pipeline.parity import compare_runs
+
+    found = compare_runs(a, b, metric=metric, tolerance=tolerance, bucket=bucket, state=state)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        found.print(Console())
+    raise typer.Exit(int(found.exit_code))
+
+
+@app.command()
+def plan(
+    parent: Annotated[
+        str | None, typer.Option("--parent", help="Model to continue from: folder or URI; only its configuration is read.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="URI of the folder of a run that has been planned, instead of --parent.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="YAML or JSON file with part of the configuration.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="One setting, e.g. train.batch_size=64; repeat for more."),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the gang.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tell how much memory a run needs, on each device and each host, before anything is started for it.
+
+    Ends with 64 and a change that helps where it cannot fit; prepare refuses the same.
+    """
+    from pipeline.config import load_config_file, parse_settings
+
+    layers = [load_config_file(config) if config else {}, parse_settings(settings or []), {"nodes": nodes} if nodes else {}]
+    # Read before large libraries are loaded, so that mistakes are answered at once.
+    from rich.console import Console
+
+    from pipeline.capacity import ask
+
+    asked = ask(parent=parent, run=run, layers=layers)
+    if as_json:
+        typer.echo(json.dumps(asked.record(), indent=2))
+    else:
+        Console().print(asked.table())
+    asked.require()
+    if not as_json:
+        typer.echo(asked.verdict())
+
+
 @config_app.command("schema")
 def config_schema() -> None:
     """Print the JSON schema of the configuration."""

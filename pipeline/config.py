@@ -94,6 +94,12 @@ class DeviceConfig(Section):
     )
     ranks_per_node: PositiveInt | None = Field(None, description="None: 32 on neuron, all GPUs on cuda, else 1.")
     threads_per_rank: PositiveInt | None = Field(None, description="Host threads of a rank; None: cores / ranks on the host.")
+    memory_gib: float | None = Field(
+        None, gt=0, description="Memory of a rank's device. None: 16 on neuron, what the GPU says on cuda where prepare sees one."
+    )
+    host_memory_gib: float | None = Field(
+        None, gt=0, description="Memory for a node's ranks together. None: a job's share of a trn1.32xlarge on neuron, else unknown."
+    )
     sync_points: Literal[1, 2] = Field(
         2, description="Where a step's graph is cut: after forward+backward and after the optimizer (2), or only after it (1)."
     )
@@ -121,6 +127,17 @@ class HealthCheckConfig(Section):
     min_collective_gbps: float = Field(0.0, ge=0, description="Floor of the largest message's bus bandwidth, GB/s.")
     collective_timeout_seconds: PositiveInt = 300
     storage_mib: PositiveInt = Field(4, description="Size of the object written to and read from the run folder.")
+    neuron_devices: PositiveInt = Field(16, description="Neuron devices of a host, on neuron; 16 on a trn1.32xlarge.")
+    cores_per_device: PositiveInt = Field(2, description="NeuronCores of a device.")
+    device_memory_gib: PositiveInt = Field(32, description="Memory of a device, GiB.")
+    efa_devices: Annotated[int, Field(ge=0)] = Field(8, description="EFA devices of a host in a gang of several, on neuron.")
+    driver_versions: tuple[Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+$")], ...] = Field(
+        ("2.27",), description="Neuron driver releases (MAJOR.MINOR) that were tried with the container's runtime."
+    )
+    nccom_bytes: PositiveInt = Field(32 << 20, description="Message size of nccom-test's collectives inside a host.")
+    min_nccom_gibps: float = Field(0.0, ge=0, description="Floor of nccom-test's bus bandwidth inside a host, GiB/s.")
+    tool_timeout_seconds: PositiveInt = Field(60, description="For neuron-ls and the like to answer.")
+    nccom_timeout_seconds: PositiveInt = Field(300, description="For one collective of nccom-test, its compilation included.")
 
 
 class CompileConfig(Section):
@@ -146,7 +163,7 @@ class CompileConfig(Section):
     retry_failed: bool = Field(True, description="Compile again what failed in an earlier run, instead of failing from the cache.")
     parallel: PositiveInt = Field(8, description="Compilers that run at the same time.")
     cache: str | None = Field(
-        None, description="s3:// URI of the compiler's persistent cache; None: graphs/neuron-cache in the run's bucket."
+        None, description="s3:// URI under which the compiler's persistent caches are; None: graphs/neuron-cache in the run's bucket."
     )
 
     @field_validator("cache")

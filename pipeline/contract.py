@@ -147,6 +147,10 @@ class RunPaths:
         """`{done, total, unit, rate, note}` of a running stage, rewritten every few seconds by the node's supervisor."""
         return f"{self.root}/{stage.value}/progress-{node:05d}.json"
 
+    def graphs(self, stage: Stage, number: int = 0) -> str:
+        """Which graphs a stage met: `{compiled, keys, new, fallbacks}`; `number` is the node's, or the array child's."""
+        return f"{self.root}/{stage.value}/graphs-{number:05d}.json"
+
     def node_exit(self, stage: Stage, attempt: int, node: int) -> str:
         """How one node of a gang ended in one attempt: `{exit_code, time, failure}`."""
         return f"{self.root}/{stage.value}/exits/attempt-{attempt}/node-{node:05d}.json"
@@ -175,9 +179,21 @@ class RunPaths:
     def metrics(self) -> str:
         return f"{self.root}/train/metrics.jsonl"
 
+    def host_monitor(self, node: int) -> str:
+        """What the host of one node did while training, a JSON line per minute (pipeline/runtime/monitor.py)."""
+        return f"{self.root}/train/monitor/node-{node:05d}.jsonl"
+
     @property
     def tensorboard(self) -> str:
         return f"{self.root}/train/tensorboard"
+
+    @property
+    def validations(self) -> str:
+        return f"{self.root}/train/validation"
+
+    def validation(self, step: int) -> str:
+        """Every metric of every query after `step` steps: Parquet, see pipeline/data/query_values."""
+        return f"{self.validations}/step-{step:08d}.parquet"
 
     @property
     def model(self) -> str:
@@ -187,6 +203,11 @@ class RunPaths:
     @property
     def scorecard(self) -> str:
         return f"{self.root}/evaluate/scorecard.json"
+
+    @property
+    def query_values(self) -> str:
+        """Every metric of every hold-out query with the new model: Parquet, see pipeline/data/query_values."""
+        return f"{self.root}/evaluate/queries.parquet"
 
     def part(self, index: int, count: int) -> str:
         """One part of the embeddings: Parquet with `id` and `embedding` (fixed-size list)."""
@@ -208,6 +229,11 @@ class RunPaths:
 def registry_uri(bucket_root: str, name: str) -> str:
     """The pointer to what was last published under `name`: `{model, embeddings, run}` together."""
     return f"{bucket_root.rstrip('/')}/registry/{name}.json"
+
+
+def graphs_uri(bucket_root: str) -> str:
+    """The folder of compiled sets (pipeline/model/compiled), shared by all runs of a bucket."""
+    return f"{bucket_root.rstrip('/')}/graphs"
 
 
 def now() -> str:

@@ -66,6 +66,18 @@ class World(PlanSection):
         return self.nodes * self.ranks_per_node
 
 
+class MemoryPlan(PlanSection):
+    """What the run was expected to need when it was planned (pipeline/model/memory), in bytes at the worst moment.
+
+    Attributes:
+        device: of a rank's device.
+        host: of a node's host.
+    """
+
+    device: int
+    host: int
+
+
 class GraphsPlan(PlanSection):
     """The compiled sets that the run needs, by name, and how the compiler is called.
 
@@ -180,6 +192,8 @@ class RunPlan(PlanSection):
     embed: EmbedPlan
     graphs: GraphsPlan | None = None
     """None for kinds of device that compile nothing."""
+    memory: MemoryPlan | None = None
+    """None in plans that were made before it was estimated."""
     row_files: dict[str, RowFile] = {}
     """`train.arrow`, `holdout.arrow` and `candidates.arrow` as they were written."""
     seen: tuple[str, ...]
@@ -217,4 +231,6 @@ class RunPlan(PlanSection):
             "corpus_rows": self.embed.rows,
             "embed_parts": len(self.embed.parts),
             "embed_children": self.embed.children,
+            "device_gib": round(self.memory.device / (1 << 30), 2) if self.memory else None,
+            "host_gib": round(self.memory.host / (1 << 30), 2) if self.memory else None,
         }

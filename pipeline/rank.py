@@ -1,4 +1,4 @@
-"""One rank of one stage: `python -m pipeline.rank STAGE --run URI`, started by the node's supervisor only.
+"""One rank of one stage: `python -m pipeline.rank STAGE RUN_URI`, started by the node's supervisor, or by its torchrun.
 
 Reads who it is from the environment, calls the stage function, writes `STAGE/result.json` on the rank that returned an
 output, and turns whatever went wrong into `failure-RANK.json` in the node folder plus an exit code.
@@ -7,12 +7,10 @@ output, and turns whatever went wrong into `failure-RANK.json` in the node folde
 from __future__ import annotations
 
 import argparse
-import ctypes
 import errno
 import logging
 import os
 import platform
-import signal
 import sys
 import tempfile
 import traceback
@@ -21,7 +19,7 @@ from pathlib import Path
 
 from pipeline.contract import RunPaths, Stage, StageResult, now
 from pipeline.errors import BadConfig, Defect, ExitCode, MissingInput, Transient, TrnpipeError
-from pipeline.runtime import failure, store
+from pipeline.runtime import failure, store, tether
 from pipeline.runtime.context import StageContext, StageOutput, node_folder
 from pipeline.runtime.heartbeat import Heartbeat
 from pipeline.runtime.logs import configure_logging
@@ -44,16 +42,13 @@ REPORTED_PACKAGES = (
 PEER_TROUBLE = ("gloo/transport", "connection closed by peer", "connection reset by peer", "timed out waiting", "nccl")
 """Words of gloo's and NCCL's plain RuntimeErrors when another rank went away (torch 2.9: gloo/transport/tcp/*.cc)."""
 
-PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.rank")
     parser.add_argument("stage", type=Stage)
-    parser.add_argument("--run", required=True)
+    parser.add_argument("run")
     options = parser.parse_args(arguments)
-    die_with_supervisor()
+    tether.tie_to_parent()
     world = World.from_environment()
     configure_logging(f"node {world.node.index} rank {world.rank}")
     paths = RunPaths(options.run)
@@ -64,20 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return fail(options.stage, paths, world, error)
     return ExitCode.DONE
-
-
-def die_with_supervisor() -> None:
-    """Have Linux kill this process when the supervisor is gone, however it went; a rank alone would compute for nobody.
-
-    Elsewhere (macOS: local runs only) a rank that lost its supervisor ends with its next collective or by hand.
-    """
-    supervisor = os.environ.get("TRNPIPE_SUPERVISOR_PID")
-    if supervisor is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The kernel tells only of deaths from now on.
-    if os.getppid() != int(supervisor):
-        os._exit(ExitCode.TRANSIENT)
 
 
 def run_stage(stage: Stage, paths: RunPaths, world: World) -> None:
@@ -146,7 +127,7 @@ def as_expected(error: BaseException, world: World) -> TrnpipeError:
         return Defect("out of host memory", value=error, remedy="use a smaller batch or a larger instance")
     if type(error).__name__ == "OutOfMemoryError":  # torch's; the framework need not be loaded for a stage to fail
         return BadConfig("out of device memory", value=first_line(error), remedy="use a smaller batch, or a device with more")
-    return Defect(f"{type(error).__name__}: {error}", rule="this is a mistake in trnpipe", remedy="report it with the log above")
+    return Defect(f"{type(error).__name__}: {error}", rule=failure.UNEXPECTED_RULE, remedy="report it with the log above")
 
 
 def is_peer_trouble(error: BaseException) -> bool:

@@ -48,6 +48,7 @@ def test_package_is_imported_only_by_its_owner(package: str) -> None:
         ("pipeline.contract", {"torch", "pydantic", "boto3", "yaml"}),
         ("pipeline.config", {"torch", "boto3", "transformers", "pyarrow"}),
         ("pipeline.cli", {"torch", "boto3", "transformers", "aws_cdk", "moto", "pyarrow"}),
+        ("pipeline.parity", {"torch", "transformers"}),
         ("pipeline.runtime.supervisor", {"torch", "transformers", "pyarrow"}),
         ("infra.workflow", {"torch", "boto3", "transformers", "pyarrow"}),
     ],

@@ -28,6 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from infra.local import ecs
 from infra.local import node as node_program
 from infra.local.definitions import (
     ACCOUNT,
@@ -85,7 +86,7 @@ FINAL_STATES = ("SUCCEEDED", "FAILED")
 
 
 class HostPool:
-    """The instances of the compute environment: free ones are used again, lowest id first; a drained one never.
+    """The instances of the compute environment: free ones are used again, lowest id first; a drained one when it is restored.
 
     Attributes:
         environment: host id -> variables that every process on that host gets; how a test makes a fault stick to a host.
@@ -94,21 +95,24 @@ class HostPool:
     def __init__(self) -> None:
         self.environment: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
-        self._made = 0
+        self._made: list[str] = []
         self._free: list[str] = []
         self._drained: set[str] = set()
+        self._busy: set[str] = set()
 
     def take(self, count: int) -> list[str]:
         with self._lock:
             self._free.sort()
             while len(self._free) < count:
-                self._made += 1
-                self._free.append(f"i-{self._made:017x}")
+                self._made.append(f"i-{len(self._made) + 1:017x}")
+                self._free.append(self._made[-1])
             taken, self._free = self._free[:count], self._free[count:]
+            self._busy |= set(taken)
             return taken
 
     def give_back(self, hosts: Sequence[str]) -> None:
         with self._lock:
+            self._busy -= set(hosts)
             self._free += [host for host in hosts if host not in self._drained]
 
     def drain(self, host: str) -> None:
@@ -117,13 +121,34 @@ class HostPool:
             self._drained.add(host)
             self._free = [free for free in self._free if free != host]
 
+    def restore(self, host: str) -> None:
+        """Jobs may run on this host again."""
+        with self._lock:
+            self._drained.discard(host)
+            if host not in self._free and host not in self._busy:
+                self._free.append(host)
+
+    def is_drained(self, host: str) -> bool:
+        with self._lock:
+            return host in self._drained
+
+    def known(self) -> list[str]:
+        """All hosts that there ever were."""
+        with self._lock:
+            return list(self._made)
+
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """A running node: its process, its place in the job and the host it is on."""
+    """A running node: its process, its place in the job and the host it is on.
+
+    Attributes:
+        task: its id in ECS.
+    """
 
     index: int
     host: str
+    task: str
     process: subprocess.Popen[bytes]
     folder: Path
     log_stream: str
@@ -150,7 +175,7 @@ class Attempt:
     log_stream: str
 
     def describe(self) -> dict[str, Any]:
-        container: dict[str, Any] = {"logStreamName": self.log_stream, "containerInstanceArn": _instance_arn(self.host)}
+        container: dict[str, Any] = {"logStreamName": self.log_stream, "containerInstanceArn": ecs.instance_arn(self.host)}
         if self.exit_code is not None:
             container["exitCode"] = self.exit_code
         if self.reason:
@@ -246,6 +271,7 @@ class BatchRunner:
         self._jobs: dict[str, Job] = {}
         self._threads: list[threading.Thread] = []
         self._slots = threading.BoundedSemaphore(settings.side_by_side)
+        self._tasks: dict[str, str] = {}
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
         """Answer one operation, named as in its path (`submitjob`).
@@ -313,6 +339,11 @@ class BatchRunner:
         """All jobs in the order of submission, array children not among them."""
         with self._lock:
             return [job for job in self._jobs.values() if job.array_index is None]
+
+    def tasks(self) -> dict[str, str]:
+        """ECS task id -> host of every running node."""
+        with self._lock:
+            return dict(self._tasks)
 
     def wait(self, job_id: str, timeout: timedelta) -> Job:
         """Wait until a job is over.
@@ -488,6 +519,8 @@ class BatchRunner:
             self._stop_nodes(job.nodes)
             with self._lock:
                 nodes, job.nodes = job.nodes, []
+                for node in nodes:
+                    del self._tasks[node.task]
             for node in nodes:
                 shutil.rmtree(node.folder, ignore_errors=True)
             self.hosts.give_back(hosts)
@@ -539,7 +572,12 @@ class BatchRunner:
         folder = Path(tempfile.mkdtemp(prefix="trnpipe-node-"))
         container = job.definition.containers[index]
         command = [sys.executable, "-I", "-S", node_program.__file__, *self._command(job, container)]
+        task = uuid.uuid4().hex
+        with self._lock:
+            self._tasks[task] = host
         environment = self._environment(job, number, index, host, port, side_by_side, folder)
+        if endpoint := self.settings.environment.get("AWS_ENDPOINT_URL"):
+            environment["ECS_CONTAINER_METADATA_URI_V4"] = ecs.metadata_uri(endpoint, task)
         with open(path, "wb") as stream:
             process = subprocess.Popen(
                 command,
@@ -550,7 +588,7 @@ class BatchRunner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Node(index=index, host=host, process=process, folder=folder, log_stream=log_stream)
+        return Node(index=index, host=host, task=task, process=process, folder=folder, log_stream=log_stream)
 
     def _command(self, job: Job, container: Container) -> list[str]:
         words = list(job.command if job.command is not None else container.command)
@@ -673,7 +711,7 @@ class BatchRunner:
         }
         if running := next((node for node in job.nodes if node.index == index), None):
             shown["logStreamName"] = running.log_stream
-            shown["containerInstanceArn"] = _instance_arn(running.host)
+            shown["containerInstanceArn"] = ecs.instance_arn(running.host)
         elif job.attempts:
             shown.update(job.attempts[-1].describe()["container"])
             shown["logStreamName"] = _log_stream(job, len(job.attempts), index)
@@ -766,10 +804,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _instance_arn(host: str) -> str:
-    return f"arn:aws:ecs:{REGION}:{ACCOUNT}:container-instance/local/{host}"
 
 
 def _now() -> int:

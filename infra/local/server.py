@@ -1,8 +1,9 @@
 """The local AWS endpoint: moto's S3, DynamoDB, SNS, STS and Step Functions, and our own Batch, behind one loopback address.
 
-A WSGI layer in front of moto answers Batch's REST calls with the process runner, keeps the bucket and the lock table in the
-state folder (written before a request is answered) and lets conditional writes of one key happen one at a time. While the
-endpoint is up, this process sees no AWS setting of its user: nothing here can reach a real account.
+A WSGI layer in front of moto answers Batch's calls with the process runner, and ECS's few about a job's own host; keeps the
+bucket and the lock table in the state folder (written before a request is answered); and lets conditional writes of one key
+happen one at a time. While the endpoint is up, this process sees no AWS setting of its user: nothing here can reach a real
+account.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moto.core.config import default_user_config
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 
-from infra.local import definitions
+from infra.local import definitions, ecs
 from infra.local.batch import BatchRunner
 from infra.local.definitions import REGION
 from infra.local.mirror import Mirror
@@ -40,6 +41,8 @@ from pipeline.errors import BadConfig
 HOST = "127.0.0.1"
 MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
 SIGNED_SERVICE = re.compile(r"Credential=[^/]+/[^/]+/[^/]+/(?P<service>[^/]+)/aws4_request")
+
+ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
 
 WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
@@ -158,6 +161,11 @@ class _Application:
         service = signed["service"] if signed else ""
         if service == "batch":
             return self._answer_batch(environ, start_response)
+        if service == "ecs":
+            return self._answer_ecs(environ, start_response)
+        if not service and ecs.METADATA_PATH.fullmatch(environ["PATH_INFO"]):
+            found = ecs.metadata(self.batch, environ["PATH_INFO"])
+            return _answer_json(start_response, "404 Not Found" if found is None else "200 OK", found or {})
         if service == "s3":
             return self._answer_s3(environ, start_response)
         if self._dynamodb is not None and MUTATIONS.fullmatch(environ.get("HTTP_X_AMZ_TARGET", "")):
@@ -167,17 +175,20 @@ class _Application:
         return self._moto(environ, start_response)
 
     def _answer_batch(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        request = json.loads(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)) or b"{}")
-        headers = [("Content-Type", "application/json"), ("x-amzn-RequestId", str(uuid.uuid4()))]
         try:
-            answer = self.batch.call(environ["PATH_INFO"].removeprefix("/v1/"), request)
-            status = "200 OK"
+            return _answer_json(
+                start_response, "200 OK", self.batch.call(environ["PATH_INFO"].removeprefix("/v1/"), _body(environ))
+            )
         except definitions.ClientError as error:
-            answer, status = {"message": str(error)}, "400 Bad Request"
-            headers.append(("x-amzn-ErrorType", "ClientException"))
-        body = json.dumps(answer).encode()
-        start_response(status, [*headers, ("Content-Length", str(len(body)))])
-        return [body]
+            refused = ("x-amzn-ErrorType", "ClientException")
+            return _answer_json(start_response, "400 Bad Request", {"message": str(error)}, refused)
+
+    def _answer_ecs(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        operation = environ.get("HTTP_X_AMZ_TARGET", "").removeprefix(ECS_TARGET)
+        try:
+            return _answer_json(start_response, "200 OK", ecs.call(self.batch, operation, _body(environ)))
+        except definitions.ClientError as error:
+            return _answer_json(start_response, "400 Bad Request", {"__type": "ClientException", "message": str(error)})
 
     def _answer_s3(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
@@ -206,6 +217,18 @@ class _Application:
             temporary = self._lock_file.with_suffix(".tmp")
             temporary.write_text(json.dumps(items, indent=1))
             temporary.replace(self._lock_file)
+
+
+def _body(environ: dict[str, Any]) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)) or b"{}")
+    return loaded
+
+
+def _answer_json(start_response: Any, status: str, answer: dict[str, Any], *headers: tuple[str, str]) -> list[bytes]:
+    body = json.dumps(answer).encode()
+    kind = [("Content-Type", "application/json"), ("x-amzn-RequestId", str(uuid.uuid4())), ("Content-Length", str(len(body)))]
+    start_response(status, [*kind, *headers])
+    return [body]
 
 
 class _QuietHandler(MotoRequestHandler):  # type: ignore[misc]

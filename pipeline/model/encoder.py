@@ -7,6 +7,7 @@ device that compiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +158,11 @@ def require_length(encoder: Encoder, length: int, setting: str) -> None:
         )
 
 
+def prepare_for_inference(encoder: Encoder, *, fused_attention: bool) -> None:
+    """Choose how attention is computed in evaluation and embedding: by the library's fused kernel, or by plain products."""
+    encoder.backbone.set_attn_implementation(encoder._family.attention if fused_attention else "eager")
+
+
 def prepare_for_training(encoder: Encoder, *, fused_attention: bool, dropout: float | None = None) -> None:
     """Choose how attention and dropout are computed in training; the saved configuration keeps its own values.
 
@@ -175,6 +181,15 @@ def prepare_for_training(encoder: Encoder, *, fused_attention: bool, dropout: fl
             module.dropout.p = 0.0
     if not fused_attention:
         encoder.backbone.set_attn_implementation("eager")
+
+
+def checkpoint_activations(encoder: Encoder, checkpoint: Callable[..., Any]) -> None:
+    """Keep only each layer's input for the backward pass, and compute the layer again there.
+
+    Args:
+        checkpoint: the device's, see `Device.checkpointed`.
+    """
+    encoder.backbone._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:

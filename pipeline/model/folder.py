@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from pipeline.config import ModelConfig
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.model.encoder import FAMILIES, Encoder, ResidualHead, new_encoder
+from pipeline.model.encoder import FAMILIES, Encoder, new_encoder
 from pipeline.model.weights import fill, read_weights, weight_files
 
 log = logging.getLogger("trnpipe")
@@ -118,13 +119,15 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in VOCABULARIES)
 
 
-def save_folder(encoder: Encoder, folder: Path, source: Path) -> None:
+def save_folder(encoder: Encoder, folder: Path, source: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write an encoder as a model folder.
 
     Args:
         folder: created; files of the same names are replaced.
         source: a model folder from which tokenizer, maximum length and prompts are taken.
+        weights: the encoder's state in host memory, where it is on a device; None: it is on the host.
     """
+    weights = encoder.state_dict() if weights is None else weights
     folder.mkdir(parents=True, exist_ok=True)
     origin = transformer_folder(source)
     for name in TOKENIZER_FILES:
@@ -133,7 +136,7 @@ def save_folder(encoder: Encoder, folder: Path, source: Path) -> None:
     if (source / "config_sentence_transformers.json").is_file():
         shutil.copyfile(source / "config_sentence_transformers.json", folder / "config_sentence_transformers.json")
     encoder.config.save_pretrained(folder)
-    _save(folder / WEIGHTS, encoder.backbone.state_dict())
+    _save(folder / WEIGHTS, _under(weights, "backbone."))
     names = [
         "Transformer",
         "Pooling",
@@ -154,7 +157,7 @@ def save_folder(encoder: Encoder, folder: Path, source: Path) -> None:
         {"word_embedding_dimension": encoder.dimension, **{key: mode == encoder.pooling for mode, key in POOLING_KEYS.items()}},
     )
     if encoder.head is not None:
-        _save_head(encoder.head, folder)
+        _save_head(_under(weights, "head."), folder)
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:
@@ -269,9 +272,12 @@ def _load_head(encoder: Encoder, path: Path) -> None:
     encoder.head.load_state_dict({own: stored[name].float() for name, own in names.items()})
 
 
-def _save_head(head: ResidualHead, folder: Path) -> None:
-    w1, b1 = head.inner.weight.detach().cpu(), head.inner.bias.detach().cpu()
-    w2, b2 = head.outer.weight.detach().cpu(), head.outer.bias.detach().cpu()
+def _under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def _save_head(head: Mapping[str, Tensor], folder: Path) -> None:
+    w1, b1, w2, b2 = (head[name].cpu() for name in ("inner.weight", "inner.bias", "outer.weight", "outer.bias"))
     _save(folder / HEAD, {"w1": w1, "b1": b1, "w2": w2, "b2": b2})
     identity, zero = torch.eye(w1.shape[1]), torch.zeros(2 * w1.shape[1])
     widen = torch.cat([w1, identity, -identity]), torch.cat([b1, zero])

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract import EAGER_KINDS
-from pipeline.runtime.device import Batch, Device
-
-EncodeFunction = Callable[[Tensor, Tensor], Tensor]
-"""(tokens (B, L) int64, mask (B, L) int64) -> embeddings (B, D): an Encoder, or a compiled form of one."""
-
+from pipeline.runtime.device import Batch, Device, EncodeFunction
 
 @dataclass(frozen=True, slots=True)
 class EncodeBatch:
@@ -63,7 +59,9 @@ def encode(
         return torch.empty((0, 0))
     result: Tensor | None = None
     done = 0
-    with _evaluation(encoder), torch.inference_mode(), device.autocast():
+    # torch-xla's tensors cannot be inference tensors (torch-xla 2.9).
+    without_gradients = torch.inference_mode() if device.kind in EAGER_KINDS else torch.no_grad()
+    with _evaluation(encoder), without_gradients, device.autocast():
         # One batch stays in flight: the host fetches a batch's embeddings while the device computes the next.
         waiting: tuple[EncodeBatch, Tensor] | None = None
         for batch, tensors in zip(plan, device.batches(_padded(token_lists, plan)), strict=True):
@@ -104,7 +102,7 @@ def plan_batches(
     batches = []
     for bucket in range(len(buckets) - 1, -1, -1):
         rows = order[bucket_of == bucket]
-        size = max(1, tokens_per_batch // buckets[bucket])
+        size = batch_rows(buckets[bucket], tokens_per_batch)
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             if static:
@@ -114,6 +112,16 @@ def plan_batches(
                 longest = int(-(-lengths[part[0]] // 8) * 8)
                 batches.append(EncodeBatch(part, len(part), min(longest, buckets[bucket])))
     return batches
+
+
+def batch_rows(bucket: int, tokens_per_batch: int) -> int:
+    """Rows of a bucket's batch."""
+    return max(1, tokens_per_batch // bucket)
+
+
+def encode_shapes(buckets: Sequence[int], query_length: int, tokens_per_batch: int) -> list[tuple[int, int]]:
+    """Every (rows, tokens) that evaluate and embed encode on devices that compile: documents' buckets, and queries."""
+    return sorted({(batch_rows(bucket, tokens_per_batch), bucket) for bucket in (*buckets, query_length)})
 
 
 def pad(token_lists: Sequence[Sequence[int] | npt.NDArray[np.int32]], slots: int, length: int) -> tuple[Tensor, Tensor]:

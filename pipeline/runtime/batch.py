@@ -1,8 +1,19 @@
-"""What a job asks AWS Batch about itself: its parameters, where Batch left `Ref::run` in the command as it stands."""
+"""What a job asks AWS about itself: its parameters in Batch, where `Ref::run` was left in the command, and its host in ECS.
+
+A host that fails its health check leaves its cluster (DRAINING), or the retry would land on it again. Which host it is a
+container learns from ECS's task metadata (version 4) and DescribeTasks; EC2's own metadata does not reach containers where
+instances keep it to one hop, as ours do.
+"""
 
 from __future__ import annotations
 
+import http.client
+import json
+import logging
+import os
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import boto3
 from botocore.config import Config
@@ -11,8 +22,17 @@ from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, 
 from pipeline.contract import RUN_PARAMETER
 from pipeline.errors import BadConfig, Transient
 
+log = logging.getLogger("trnpipe")
+
 RULE = f"Batch replaces Ref::{RUN_PARAMETER} in the command, or the job can read its own parameters"
 ATTEMPTS = 8
+METADATA_VARIABLE = "ECS_CONTAINER_METADATA_URI_V4"
+"""Set by ECS in every container (agent 1.39 and later)."""
+METADATA_SECONDS = 2.0
+ECS_CLIENT = Config(connect_timeout=2, read_timeout=3, retries={"mode": "standard", "total_max_attempts": 2})
+"""The node is about to end and its gang waits for its last word: better to go without draining than to wait long."""
+ECS_TROUBLE = (OSError, http.client.HTTPException, ValueError, KeyError, BotoCoreError, ClientError)
+"""No answer, or another than the documented one."""
 
 
 def run_uri_of_job(job_id: str) -> str:
@@ -66,3 +86,84 @@ def _describe(job_id: str) -> list[dict[str, Any]]:
     except BotoCoreError as error:
         raise Transient("AWS Batch could not be reached", value=error, remedy="a new attempt may succeed") from error
     return jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerInstance:
+    """The EC2 instance under this container, as its ECS cluster knows it."""
+
+    cluster: str
+    arn: str
+
+
+def instance_id() -> str:
+    """EC2 id of the host that this container runs on; empty outside ECS, or where ECS cannot be asked."""
+    try:
+        host = _container_instance()
+        if host is None:
+            return ""
+        described = _ecs().describe_container_instances(cluster=host.cluster, containerInstances=[host.arn])
+        return str(described["containerInstances"][0].get("ec2InstanceId", ""))
+    except (*ECS_TROUBLE, IndexError) as error:
+        log.info("the instance's id is not known: %s", _one_line(error))
+        return ""
+
+
+def leave_cluster() -> bool:
+    """Take this host out of its ECS cluster: what runs on it goes on, nothing new is started there. At its best, never raising.
+
+    Returns:
+        Whether ECS confirmed it. False outside ECS, and where there is no instance to take out (Fargate).
+    """
+    try:
+        host = _container_instance()
+        if host is None:
+            return False
+        answer = _ecs().update_container_instances_state(cluster=host.cluster, containerInstances=[host.arn], status="DRAINING")
+        if answer.get("failures"):
+            raise ValueError(f"ECS answered {answer['failures']}")
+    except ECS_TROUBLE as error:
+        log.warning("this host could not be taken out of its cluster, a retry may land on it again: %s", _one_line(error))
+        return False
+    log.warning("this host takes no further jobs: container instance %s is DRAINING", host.arn)
+    return True
+
+
+def _container_instance() -> ContainerInstance | None:
+    """Where this container runs; None outside ECS and on Fargate."""
+    uri = os.environ.get(METADATA_VARIABLE)
+    if not uri:
+        return None
+    task = _get_json(f"{uri}/task")
+    cluster, arn = str(task["Cluster"]), str(task["TaskARN"])
+    answer = _ecs().describe_tasks(cluster=cluster, tasks=[arn])
+    if not answer["tasks"]:
+        raise ValueError(f"ECS does not know this task: {answer.get('failures')}")
+    instance = answer["tasks"][0].get("containerInstanceArn")
+    return ContainerInstance(cluster=cluster, arn=instance) if instance else None
+
+
+def _get_json(url: str) -> dict[str, Any]:
+    # Past every proxy: the address is the host's own.
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=METADATA_SECONDS)
+    try:
+        connection.request("GET", parts.path)
+        response = connection.getresponse()
+        body = response.read()
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise ValueError(f"{url} answered {response.status}")
+    loaded = json.loads(body)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{url} answered no JSON object")
+    return loaded
+
+
+def _ecs() -> Any:
+    return boto3.session.Session().client("ecs", config=ECS_CLIENT)
+
+
+def _one_line(error: BaseException) -> str:
+    return " | ".join(f"{type(error).__name__}: {error}".splitlines())

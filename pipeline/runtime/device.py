@@ -6,23 +6,42 @@ in a module of its own beside this one, loaded on demand. Loops are written agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol, TypeVar, cast
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import LoaderConfig
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig
 from pipeline.runtime.world import World
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Batch = Mapping[str, Tensor]
+EncodeFunction = Callable[[Tensor, Tensor], Tensor]
+"""(tokens (B, L) int64, mask (B, L) int64) -> embeddings (B, D): an Encoder, or a compiled form of one."""
 
 KINDS = (*EAGER_KINDS, "xla", "neuron")
 """Kinds that have a module here."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCounts:
+    """What this process has compiled so far; nothing on eager kinds.
+
+    Attributes:
+        compiled: graphs that this process met for the first time (UncachedCompile), also where a stored form was loaded.
+        fallbacks: operation -> how often it ran on the host because the device has none (`aten::` counters).
+    """
+
+    compiled: int = 0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
 
 
 class Device(Protocol):
@@ -32,7 +51,7 @@ class Device(Protocol):
         kind: one of KINDS.
         world: this rank among all ranks.
         torch_device: where tensors live.
-        precision: `bf16` or `fp32`: what matrix products are computed in; weights stay fp32.
+        precision: `bf16` or `fp32`: what matrix products are computed in; weights stay fp32. `compiler`: as neuronx-cc was told.
     """
 
     kind: str
@@ -42,6 +61,13 @@ class Device(Protocol):
 
     def place(self, module: ModuleT) -> ModuleT:
         """Move a module to the device."""
+
+    def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:
+        """An encoder as it is called for evaluation and embedding.
+
+        Args:
+            traces: folder with its traced forms, on kinds that need them (neuron).
+        """
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches on the device, prepared ahead in the background."""
@@ -55,6 +81,9 @@ class Device(Protocol):
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace every gradient by its mean over all ranks."""
 
+    def checkpointed(self) -> Callable[..., Any]:
+        """`checkpoint(function, *arguments)`: call it now, keep only its inputs, and call it again in the backward pass."""
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the weights; gradients must be reduced (and clipped) already."""
 
@@ -66,6 +95,18 @@ class Device(Protocol):
 
     def read(self, value: Tensor) -> list[float]:
         """Wait for a tensor of any shape and return it flat. The only place where the host waits for the device."""
+
+    def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of whole tensors in host memory, for saving; cuts the graph on lazy devices."""
+
+    def graph_counts(self) -> GraphCounts:
+        """How much has been compiled so far. Cheap enough to ask after every step."""
+
+    def graphs(self) -> set[str]:
+        """Keys of the graphs there are: all that this process has compiled (`xla`), or all in the compiler's cache (`neuron`)."""
+
+    def graph_module(self, key: str) -> bytes | None:
+        """A graph's HLO module as a protobuf message, None where it is not kept."""
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Sum over all ranks."""
@@ -83,35 +124,75 @@ class Device(Protocol):
         """Leave the gang."""
 
 
-def open_device(kind: str, precision: str, world: World, *, threads: int | None = None, timeout_seconds: int = 1800) -> Device:
+def open_device(
+    kind: str,
+    precision: str,
+    world: World,
+    *,
+    threads: int | None = None,
+    timeout_seconds: int = 1800,
+    loader: LoaderConfig | None = None,
+    inference: bool = False,
+) -> Device:
     """Join the gang on a device of this kind.
 
     Args:
         kind: a resolved kind, not `auto`.
-        precision: `bf16`, `fp32` or `auto`.
+        precision: resolved, see `resolve_precision`.
         threads: host threads of this rank; None: as the environment says.
         timeout_seconds: how long a collective may wait for another rank.
+        loader: how batches are put on a device that compiles.
+        inference: nothing but encoding will be done.
 
     Raises:
         BadConfig: no such kind here, or the kind cannot do what is asked.
     """
     require_available(kind)
     module = import_module(f"pipeline.runtime.{kind}")
-    return cast(Device, module.open_device(precision, world, threads=threads, timeout_seconds=timeout_seconds))
+    options: dict[str, Any] = {"threads": threads, "timeout_seconds": timeout_seconds}
+    if inference and kind == "neuron":
+        return cast(Device, module.open_inference_device(precision, world, **options))
+    if kind not in EAGER_KINDS:
+        options["loader"] = loader or LoaderConfig()
+    return cast(Device, module.open_device(precision, world, **options))
 
 
 def require_available(kind: str) -> None:
-    """Refuse a kind of device that has no module here, before hosts are started for it.
+    """Refuse a kind of device that cannot be here, before hosts are started for it.
+
+    `neuron` is always accepted: prepare plans on hosts without Trainium.
 
     Raises:
-        BadConfig: not one of KINDS.
+        BadConfig: not one of KINDS, or `xla` without torch-xla.
     """
     if kind not in KINDS:
         raise BadConfig(
-            "this kind of device is not available in this version",
+            "there is no such kind of device",
             value=f"device.kind = {kind}",
             rule=f"one of {', '.join(KINDS)}",
             remedy="set device.kind to one of these",
+        )
+    if kind == "xla" and find_spec("torch_xla") is None:
+        raise BadConfig(
+            "this kind of device needs torch-xla, which is not installed",
+            value="device.kind = xla",
+            rule="torch-xla 2.9 exists for Linux on x86-64 only",
+            remedy="run it there, or set device.kind = cpu",
+        )
+
+
+def require_world(kind: str, ranks: int) -> None:
+    """Refuse more ranks than a kind can have.
+
+    Raises:
+        BadConfig: more than one rank on `xla`.
+    """
+    if kind == "xla" and ranks > 1:
+        raise BadConfig(
+            "more than one rank on xla",
+            value=f"{ranks} ranks",
+            rule="torch-xla's processes on a CPU know nothing of each other: one node, one rank",
+            remedy="set nodes = 1 and device.ranks_per_node = 1, or device.kind = cpu",
         )
 
 
@@ -119,18 +200,33 @@ def resolve_kind(kind: str) -> str:
     """`auto` as the best kind on this host: neuron, else cuda, else cpu."""
     if kind != "auto":
         return kind
+    if find_spec("torch_neuronx") is not None:
+        return "neuron"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def resolve_precision(kind: str, precision: str) -> str:
-    """`auto` as bf16 where the device computes in it, else fp32."""
+    """`auto` as the compiler's cast on neuron, bf16 on other devices that compute in it, else fp32.
+
+    Raises:
+        BadConfig: the compiler's cast on a kind without that compiler.
+    """
+    if precision == "compiler" and kind != "neuron":
+        raise BadConfig(
+            "only neuron's compiler casts",
+            value=f"device.precision = compiler, device.kind = {kind}",
+            rule="compiler is a precision of the kind neuron",
+            remedy="set device.precision to bf16, fp32 or auto",
+        )
     if precision != "auto":
         return precision
+    if kind == "neuron":
+        return "compiler"
     if kind == "cpu":
         return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
     if kind == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16"
+    return "fp32"
 
 
 def default_ranks_per_node(kind: str) -> int:

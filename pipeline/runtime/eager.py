@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from pipeline.runtime.device import Batch, ModuleT
+from pipeline.runtime.device import Batch, EncodeFunction, GraphCounts, ModuleT
 from pipeline.runtime.world import World
 
 PREFETCH_BATCHES = 4
@@ -43,6 +46,9 @@ class EagerDevice:
 
     def place(self, module: ModuleT) -> ModuleT:
         return module.to(self.torch_device)
+
+    def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:
+        return self.place(encoder)
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         prepared = ({name: self._prepare(value) for name, value in batch.items()} for batch in batches)
@@ -81,6 +87,9 @@ class EagerDevice:
                 gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
                 offset += gradient.numel()
 
+    def checkpointed(self) -> Callable[..., Any]:
+        return partial(checkpoint, use_reentrant=False)
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
@@ -92,6 +101,18 @@ class EagerDevice:
 
     def read(self, value: Tensor) -> list[float]:
         return [float(item) for item in value.detach().reshape(-1).tolist()]
+
+    def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+    def graph_counts(self) -> GraphCounts:
+        return GraphCounts()
+
+    def graphs(self) -> set[str]:
+        return set()
+
+    def graph_module(self, key: str) -> bytes | None:
+        return None
 
     def all_reduce(self, value: Tensor) -> Tensor:
         result = value.clone()

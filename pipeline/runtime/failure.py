@@ -16,6 +16,9 @@ from pipeline.runtime.world import NodeWorld
 LOST_PEER = "another rank went away during a collective"
 """What a rank says that noticed only that somebody else is gone."""
 
+UNEXPECTED_RULE = "this is a mistake in trnpipe"
+"""The rule of a failure that is an exception nobody expected, which may have a better explanation in the log."""
+
 VALUES_KEPT = 20
 
 
@@ -54,6 +57,10 @@ def cause(failures: Iterable[StageFailure]) -> StageFailure | None:
 
 def is_lost_peer(failure: StageFailure) -> bool:
     return failure.what == LOST_PEER
+
+
+def is_unexpected(failure: StageFailure) -> bool:
+    return failure.rule == UNEXPECTED_RULE
 
 
 def write_failure(folder: Path, failure: StageFailure) -> None:

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.contract import STAGES, Stage
+
 HEARTBEAT_SECONDS = 0.5
+
+COMPILE_PATIENCE = STAGES[Stage.COMPILE].timeout_minutes * 60
+"""Seconds that a whole compilation may take: a compiler says nothing for a long time and Batch ends the stage at this point."""
+
+FIRST_STEP_PATIENCE = 1800
+"""Seconds for the first step of a device that compiles: compiled graphs are loaded, and one that is not there is compiled."""
 
 
 class Heartbeat:
@@ -23,8 +31,11 @@ class Heartbeat:
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._path = heartbeat_path(folder, rank) if folder else None
         self._written = 0.0
+        self._patience = 0.0
 
-    def beat(self, done: float = 0, total: float = 0, *, unit: str = "", rate: float = 0.0, note: str = "") -> None:
+    def beat(
+        self, done: float = 0, total: float = 0, *, unit: str = "", rate: float = 0.0, note: str = "", patience: float = 0.0
+    ) -> None:
         """Say that work goes on.
 
         Args:
@@ -32,12 +43,18 @@ class Heartbeat:
             unit: what `rate` counts per second, e.g. `pairs` or `documents`.
             rate: per second, as measured lately.
             note: what is being done now, a few words.
+            patience: seconds until the next heartbeat at the latest, where that is longer than usual (a compilation); it holds
+                until the next heartbeat.
         """
         moment = time.monotonic()
-        if self._path is None or (moment - self._written < HEARTBEAT_SECONDS and done != total):
+        if self._path is None:
             return
-        self._written = moment
+        # A change of patience is never thinned out: a long one would be missed, or outlive its reason.
+        if moment - self._written < HEARTBEAT_SECONDS and done != total and patience == self._patience:
+            return
+        self._written, self._patience = moment, patience
         record = {"time": time.time(), "done": done, "total": total, "unit": unit, "rate": rate, "note": note}
+        record |= {"patience": patience} if patience else {}
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(record))
         temporary.replace(self._path)
@@ -64,13 +81,23 @@ class Watchdog:
         folder: the node folder.
         ranks: the node's ranks.
         startup_seconds: until a rank's first heartbeat.
-        progress_seconds: between two heartbeats of a rank.
+        progress_seconds: between two heartbeats of a rank, unless its last one asked for longer.
+        patience_seconds: the longest that a heartbeat may ask for.
     """
 
-    def __init__(self, folder: Path, ranks: Sequence[int], *, startup_seconds: float, progress_seconds: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Sequence[int],
+        *,
+        startup_seconds: float,
+        progress_seconds: float,
+        patience_seconds: float = COMPILE_PATIENCE,
+    ) -> None:
         self._folder = folder
         self._startup_seconds = startup_seconds
         self._progress_seconds = progress_seconds
+        self._patience_seconds = patience_seconds
         started = time.monotonic()
         self._seen: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, started))
         """rank -> version of its heartbeat file (0: none yet) and when that version was first seen."""
@@ -85,7 +112,9 @@ class Watchdog:
             if newest != version:
                 self._seen[rank] = (newest, moment)
                 continue
-            deadline = self._progress_seconds if version else self._startup_seconds
+            if moment - since <= (self._progress_seconds if version else self._startup_seconds):
+                continue
+            deadline = self._deadline(rank) if version else self._startup_seconds
             if moment - since > deadline:
                 found.append(Stall(rank, moment - since, deadline, str(self.read(rank).get("note", ""))))
         return sorted(found, key=lambda stall: -stall.seconds)
@@ -97,6 +126,10 @@ class Watchdog:
         except FileNotFoundError:
             return {}
         return record
+
+    def _deadline(self, rank: int) -> float:
+        asked = float(self.read(rank).get("patience", 0.0))
+        return max(self._progress_seconds, min(asked, self._patience_seconds))
 
     def _version(self, rank: int) -> int:
         try:

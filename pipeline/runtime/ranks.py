@@ -1,7 +1,9 @@
 """The rank processes of one node, as their supervisor handles them: started, polled, made to show their stacks, stopped.
 
-A rank that ends badly of itself becomes a `StageFailure`: the one it left in the node folder, else one made of its exit
-status. Ranks that were stopped from here are no failures.
+Two forms: the supervisor starts every rank itself (`ProcessRanks`), or torchrun does (`TorchrunRanks`, gangs on Neuron). A rank
+that ends badly of itself becomes a `StageFailure`: the one it left in the node folder, else one made of its exit status; on
+Neuron both give way to a line of output that explains them (pipeline/runtime/taxonomy). Ranks that were stopped from here are
+no failures.
 """
 
 from __future__ import annotations
@@ -13,20 +15,28 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from pipeline.contract import Stage, StageFailure
 from pipeline.errors import Defect, ExitCode, Transient, TrnpipeError
-from pipeline.runtime import failure
-from pipeline.runtime.world import NodeWorld
+from pipeline.runtime import failure, neuron_launch, tether
+from pipeline.runtime.output import Output
+from pipeline.runtime.taxonomy import Action, Finding
+from pipeline.runtime.world import ROOT_COMM_PORT, NodeWorld
 
 log = logging.getLogger("trnpipe")
 
 POLL_SECONDS = 0.1
 STACKS_SECONDS = 5.0
 """Writing every Python stack takes milliseconds; a process that cannot do it in this time does not react to signals."""
+
+KILL_SECONDS = 10.0
+"""A process that SIGKILL has not ended in this time hangs in a driver; its node ends without it, and its container too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +46,12 @@ class Launch:
     Attributes:
         ranks_per_node: processes to start; a gang's nodes all start as many.
         nodes: nodes whose ranks form one world: the gang's, or 1.
-        kind: the device kind, empty where there is no plan yet.
+        kind: the device kind, empty where there is no plan yet, or no accelerator.
         folder: the node folder.
+        launcher: neuron_launch.PROCESSES or neuron_launch.TORCHRUN.
+        compiler_flags: NEURON_CC_FLAGS (kind `neuron`).
+        cache: URI of the compiler's persistent cache (kind `neuron`).
+        join_seconds: for the torchruns of a gang to find each other.
     """
 
     stage: Stage
@@ -47,25 +61,40 @@ class Launch:
     ranks_per_node: int
     kind: str
     folder: Path
+    launcher: str = neuron_launch.PROCESSES
+    compiler_flags: str = ""
+    cache: str = ""
+    join_seconds: float = 900
+
+    @property
+    def leader(self) -> str:
+        return "127.0.0.1" if self.nodes == 1 else self.node.leader
 
     def rank(self, local_rank: int) -> int:
         return (self.node.node if self.nodes > 1 else 0) * self.ranks_per_node + local_rank
 
-    def environment(self, local_rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
-        """The environment of one rank: torchrun's names and what keeps the frameworks from guessing, over `base`."""
+    def program(self) -> list[str]:
+        """The module that a rank runs, and its arguments."""
+        return ["pipeline.rank", self.stage.value, self.run]
+
+    def common_environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """What all ranks of the node share: what keeps the frameworks from guessing, over `base`."""
         alone_on_host = self.nodes == 1
+        if self.kind == "neuron":
+            base = neuron_launch.environment(
+                base,
+                nodes=self.nodes,
+                leader=self.leader,
+                flags=self.compiler_flags,
+                cache=self.cache,
+                tag=f"{self.run.rstrip('/').rsplit('/', 1)[-1]}-{self.stage}",
+            )
         environment = {
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",
             **base,
-            "RANK": str(self.rank(local_rank)),
-            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
-            "MASTER_ADDR": "127.0.0.1" if alone_on_host else self.node.leader,
-            "MASTER_PORT": str(port),
             "TRNPIPE_NODE_DIR": str(self.folder),
-            "TRNPIPE_SUPERVISOR_PID": str(os.getpid()),
+            tether.PARENT: str(os.getpid()),
             # On SIGABRT and on crashes every thread's Python stack goes to the log.
             "PYTHONFAULTHANDLER": "1",
         }
@@ -81,9 +110,130 @@ class Launch:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         return environment
 
+    def environment(self, local_rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
+        """The environment of one rank that no torchrun starts: torchrun's names, over `base`."""
+        environment = self.common_environment(base) | {
+            "RANK": str(self.rank(local_rank)),
+            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+            "MASTER_ADDR": self.leader,
+            "MASTER_PORT": str(port),
+        }
+        if self.kind == "neuron" and self.stage != Stage.COMPILE:
+            # A process takes all cores that it is not denied. (The compile stage's own process computes nothing.)
+            environment["NEURON_RT_VISIBLE_CORES"] = str(local_rank)
+        return environment
 
-class _Rank:
-    """One process and what is known of its end."""
+
+class Ranks(ABC):
+    """All rank processes of this node.
+
+    Attributes:
+        numbers: their ranks, the node's first one first.
+    """
+
+    def __init__(self, launch: Launch, output: Output | None) -> None:
+        self.numbers = [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)]
+        self._launch = launch
+        self._output = output
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether nothing of this node's ranks is left, their launcher included."""
+
+    @abstractmethod
+    def running(self) -> list[int]:
+        """The ranks whose processes have not ended, and which therefore owe heartbeats."""
+
+    @abstractmethod
+    def failures(self) -> list[StageFailure]:
+        """How ranks failed that ended of themselves."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """SIGKILL to all that is left."""
+
+    @abstractmethod
+    def abort_with_stacks(self, first: Sequence[int]) -> None:
+        """End every rank by SIGABRT, which writes its Python stacks to the log, one rank after another so that they stay legible.
+
+        Args:
+            first: ranks to begin with.
+        """
+
+    @abstractmethod
+    def _terminate(self) -> None:
+        """SIGTERM to all that is left."""
+
+    def wait(self, seconds: float) -> bool:
+        """Give the ranks time to end; whether all have."""
+        deadline = time.monotonic() + seconds
+        while not self.ended:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def stop(self, grace_seconds: float) -> None:
+        """SIGTERM to all that run, SIGKILL to those that are still there after the grace."""
+        self._terminate()
+        if not self.wait(grace_seconds):
+            log.warning("ranks %s did not end %g seconds after SIGTERM: killing them", self.running(), grace_seconds)
+            self.kill()
+
+    def explained(self, found: StageFailure, *, known: bool) -> StageFailure:
+        """The failure as the output explains it, where it does and `found` does not already.
+
+        Args:
+            found: how a rank failed, or stood still.
+            known: `found` says what is wrong in our own words, of which only a lost peer and an unexpected exception may have a
+                better cause.
+        """
+        if self._output is None or (known and not failure.is_lost_peer(found) and not failure.is_unexpected(found)):
+            return found
+        finding = self._output.finding(found.rank)
+        if finding is None:
+            return found
+        rank, line = finding
+        if not line.is_cause and (failure.is_lost_peer(found) or not self._may_follow(line)):
+            return found
+        log.error("rank %d ended with: %s", found.rank, found.what)
+        record = self._describe(line.error(self._launch.node), rank)
+        # The moment is the failure's: lines that other ranks print later explain it, but came from it.
+        return replace(record, time=found.time)
+
+    def hint(self, rank: int) -> str:
+        """What the output of a rank that stands still says it waits for, empty if nothing."""
+        finding = self._output.finding(rank) if self._output else None
+        return finding[1].line if finding and not finding[1].is_cause else ""
+
+    def cause(self, rank: int) -> Finding | None:
+        """What in the node's output would explain that this rank stands still."""
+        finding = self._output.finding(rank) if self._output else None
+        return finding[1] if finding and finding[1].is_cause else None
+
+    @staticmethod
+    def _may_follow(line: Finding) -> bool:
+        return line.row.action is Action.FOLLOW
+
+    def _describe(self, error: TrnpipeError, rank: int) -> StageFailure:
+        launch = self._launch
+        return failure.describe(error, stage=launch.stage, run=launch.run, node=launch.node, rank=rank)
+
+    def _pump(self, *, end: bool = False) -> None:
+        if self._output:
+            self._output.pump(end=end)
+
+
+def start(launch: Launch) -> Ranks:
+    """Start this node's ranks as the launch says."""
+    return TorchrunRanks(launch) if launch.launcher == neuron_launch.TORCHRUN else ProcessRanks(launch)
+
+
+class _Process:
+    """One rank's process and what is known of its end."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.rank = rank
@@ -93,70 +243,72 @@ class _Rank:
         self.failure: StageFailure | None = None
 
 
-class Ranks:
-    """All rank processes of this node."""
+class ProcessRanks(Ranks):
+    """Ranks that are children of the supervisor."""
 
     def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+        self._logs = launch.folder / "output" if launch.kind == "neuron" else None
+        output = None
+        if self._logs:
+            self._logs.mkdir()
+            output = Output(
+                [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)], self._paths, nodes=launch.nodes
+            )
+        super().__init__(launch, output)
         # Outside a gang nobody else has to know the port, and other runs on this host must not meet it.
         port = launch.node.port if launch.nodes > 1 else free_port()
-        self._ranks = [self._start(local_rank, port) for local_rank in range(launch.ranks_per_node)]
+        if launch.kind == "neuron":
+            neuron_launch.check_port(port)
+        self._processes = [self._start(local_rank, port) for local_rank in range(launch.ranks_per_node)]
 
-    def _start(self, local_rank: int, port: int) -> _Rank:
+    def _paths(self, rank: int) -> tuple[Path, Path]:
+        assert self._logs is not None
+        return self._logs / f"{rank}.out", self._logs / f"{rank}.err"
+
+    def _start(self, local_rank: int, port: int) -> _Process:
         launch = self._launch
-        command = [sys.executable, "-m", "pipeline.rank", launch.stage.value, "--run", launch.run]
-        process = subprocess.Popen(command, env=launch.environment(local_rank, port, os.environ))
+        command = [sys.executable, "-m", *launch.program()]
+        environment = launch.environment(local_rank, port, os.environ)
+        with ExitStack() as files:
+            streams: list[IO[bytes] | None] = [None, None]
+            if self._logs:
+                streams = [files.enter_context(open(path, "wb")) for path in self._paths(launch.rank(local_rank))]
+            process = subprocess.Popen(command, env=environment, stdout=streams[0], stderr=streams[1])
         log.info("rank %d is process %d", launch.rank(local_rank), process.pid)
-        return _Rank(launch.rank(local_rank), process)
+        return _Process(launch.rank(local_rank), process)
 
     @property
-    def numbers(self) -> list[int]:
-        return [rank.rank for rank in self._ranks]
+    def ended(self) -> bool:
+        return not self.running()
 
     def running(self) -> list[int]:
-        """The ranks whose processes have not ended; the first call after an end turns it into a failure or none."""
-        for rank in self._ranks:
+        """The first call after a rank's end turns it into a failure or none."""
+        self._pump()
+        for rank in self._processes:
             code = None if rank.ended else rank.process.poll()
             if code is not None:
                 rank.ended = True
+                self._pump()
                 rank.failure = self._failure(rank, code)
-        return [rank.rank for rank in self._ranks if not rank.ended]
+        return [rank.rank for rank in self._processes if not rank.ended]
 
     def failures(self) -> list[StageFailure]:
-        """How ranks failed that ended of themselves."""
         self.running()
-        return [rank.failure for rank in self._ranks if rank.failure is not None]
-
-    def wait(self, seconds: float) -> bool:
-        """Give the ranks time to end; whether all have."""
-        deadline = time.monotonic() + seconds
-        while self.running():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
-
-    def stop(self, grace_seconds: float) -> None:
-        """SIGTERM to all that run, SIGKILL to those that are still there after the grace."""
-        self._signal(self._living(), signal.SIGTERM)
-        if not self.wait(grace_seconds):
-            log.warning("ranks %s did not end %g seconds after SIGTERM: killing them", self.running(), grace_seconds)
-            self.kill()
+        return [rank.failure for rank in self._processes if rank.failure is not None]
 
     def kill(self) -> None:
         self._signal(self._living(), signal.SIGKILL)
-        for rank in self._ranks:
-            rank.process.wait()
+        deadline = time.monotonic() + KILL_SECONDS
+        for rank in self._processes:
+            try:
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.error("rank %d outlives SIGKILL: it hangs in the kernel or in a driver", rank.rank)
         self.running()
+        self._pump(end=True)
 
     def abort_with_stacks(self, first: Sequence[int]) -> None:
-        """End every rank by SIGABRT, which writes its Python stacks to the log, one rank after another so that they stay legible.
-
-        Args:
-            first: ranks to begin with.
-        """
-        order = {number: place for place, number in enumerate(first)}
-        for rank in sorted(self._living(), key=lambda rank: order.get(rank.rank, len(order))):
+        for rank in sorted(self._living(), key=lambda rank: _place(rank.rank, first)):
             log.error("stacks of rank %d:", rank.rank)
             # A process that somebody stopped sees the signal only when it goes on.
             self._signal([rank], signal.SIGABRT, signal.SIGCONT)
@@ -164,27 +316,235 @@ class Ranks:
                 rank.process.wait(STACKS_SECONDS)
             except subprocess.TimeoutExpired:
                 log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank.rank)
+            self._pump()
         self.kill()
 
-    def _living(self) -> list[_Rank]:
-        running = set(self.running())
-        return [rank for rank in self._ranks if rank.rank in running]
+    def _terminate(self) -> None:
+        self._signal(self._living(), signal.SIGTERM)
 
-    def _signal(self, ranks: Sequence[_Rank], *signals: signal.Signals) -> None:
+    def _living(self) -> list[_Process]:
+        running = set(self.running())
+        return [rank for rank in self._processes if rank.rank in running]
+
+    def _signal(self, ranks: Sequence[_Process], *signals: signal.Signals) -> None:
         for rank in ranks:
             rank.stopped = True
             for number in signals:
                 rank.process.send_signal(number)
 
-    def _failure(self, rank: _Rank, code: int) -> StageFailure | None:
+    def _failure(self, rank: _Process, code: int) -> StageFailure | None:
         if code == 0:
             return None
         left = failure.read_failure(self._launch.folder, rank.rank)
-        if left is not None or rank.stopped:
+        if rank.stopped:
             return left
-        launch = self._launch
-        error = unexplained_end(rank.rank, code)
-        return failure.describe(error, stage=launch.stage, run=launch.run, node=launch.node, rank=rank.rank)
+        if left is not None:
+            return self.explained(left, known=True)
+        return self.explained(self._describe(unexplained_end(rank.rank, code), rank.rank), known=False)
+
+
+class TorchrunRanks(Ranks):
+    """Ranks that are children of torchrun: found, signalled and judged over its head (Linux).
+
+    torchrun itself ends all ranks as soon as one has failed, waits half a minute for them, and ends with 1 whatever happened.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._logs = launch.folder / "torchrun"
+        self._logs.mkdir()
+        # As for single processes: a gang agrees on the port, a node alone must not meet other runs on its host.
+        port = launch.node.port if launch.nodes > 1 else free_port()
+        command = neuron_launch.torchrun_command(
+            launch.program(),
+            nodes=launch.nodes,
+            node=launch.node.node if launch.nodes > 1 else 0,
+            ranks_per_node=launch.ranks_per_node,
+            leader=launch.leader,
+            port=port,
+            join_seconds=launch.join_seconds,
+            log_dir=self._logs,
+        )
+        first = launch.rank(0)
+        ranks = [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)]
+        super().__init__(
+            launch, Output(ranks, lambda rank: neuron_launch.rank_output(self._logs, rank - first), nodes=launch.nodes)
+        )
+        environment = {"OMP_NUM_THREADS": "1", **launch.common_environment(os.environ)}
+        for name in list(environment):
+            if name in neuron_launch.LAUNCHER_NAMES or name.startswith(neuron_launch.REMOVED_PREFIXES):
+                del environment[name]
+        self._own = Output([-1], lambda _: (self._logs.parent / "torchrun.out", self._logs.parent / "torchrun.err"), nodes=1)
+        with open(launch.folder / "torchrun.out", "wb") as out, open(launch.folder / "torchrun.err", "wb") as err:
+            self._process = subprocess.Popen(tether.tied(command), env=environment, stdout=out, stderr=err)
+        log.info("torchrun is process %d", self._process.pid)
+        self._pids: dict[int, int] = {}
+        self._stopped = False
+        self._found: dict[int, StageFailure] = {}
+        self._failures: list[StageFailure] | None = None
+
+    @property
+    def ended(self) -> bool:
+        self._poll()
+        return self._failures is not None
+
+    def running(self) -> list[int]:
+        """Ranks that torchrun has not started yet count: their heartbeat is owed all the same."""
+        self._poll()
+        if self._failures is not None:
+            return []
+        return [rank for rank in self.numbers if rank not in self._pids or _lives(self._pids[rank])]
+
+    def failures(self) -> list[StageFailure]:
+        """As soon as a rank has left one and is gone: torchrun may wait long for the others."""
+        self._poll()
+        if self._failures is not None:
+            return self._failures
+        gone = [rank for rank, pid in self._pids.items() if not _lives(pid)]
+        return self._left(gone)
+
+    def kill(self) -> None:
+        self._stopped = True
+        self._find()
+        # torchrun first: it must start nothing more and explain nothing away.
+        self._process.kill()
+        for pid in self._pids.values():
+            if _lives(pid):
+                # Its session, because a compiler or a loader of its own would outlive it.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+        self._process.wait()
+        deadline = time.monotonic() + KILL_SECONDS
+        while any(_lives(pid) for pid in self._pids.values()):
+            if time.monotonic() > deadline:
+                left = [rank for rank, pid in self._pids.items() if _lives(pid)]
+                log.error("ranks %s outlive SIGKILL: they hang in the kernel or in a driver", left)
+                break
+            time.sleep(POLL_SECONDS / 10)
+        self._poll()
+
+    def abort_with_stacks(self, first: Sequence[int]) -> None:
+        self._stopped = True
+        self._find()
+        # torchrun would end the other ranks when the first one is gone, before they have shown their stacks.
+        self._process.send_signal(signal.SIGSTOP)
+        for rank in sorted(self._pids, key=lambda rank: _place(rank, first)):
+            if not _lives(self._pids[rank]):
+                continue
+            log.error("stacks of rank %d:", rank)
+            for number in (signal.SIGABRT, signal.SIGCONT):
+                with suppress(ProcessLookupError):
+                    os.kill(self._pids[rank], number)
+            deadline = time.monotonic() + STACKS_SECONDS
+            while _lives(self._pids[rank]) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS / 10)
+            if _lives(self._pids[rank]):
+                log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank)
+            self._pump()
+        self.kill()
+
+    def _terminate(self) -> None:
+        self._stopped = True
+        if self._process.poll() is None:
+            # It hands the signal on to its ranks.
+            self._process.send_signal(signal.SIGTERM)
+
+    def _poll(self) -> None:
+        if self._failures is not None:
+            return
+        code = self._process.poll()
+        self._find()
+        self._pump(end=code is not None)
+        self._own.pump(end=code is not None)
+        if code is not None:
+            self._failures = self._judge(code)
+
+    def _find(self) -> None:
+        """The pids of ranks that torchrun has started since the last call."""
+        if len(self._pids) == len(self.numbers):
+            return
+        for pid in _children(self._process.pid):
+            rank = _environment(pid).get("RANK", "")
+            if rank.isdecimal() and int(rank) in self.numbers and int(rank) not in self._pids:
+                self._pids[int(rank)] = pid
+                log.info("rank %s is process %d", rank, pid)
+
+    def _left(self, ranks: Sequence[int]) -> list[StageFailure]:
+        """What these ranks have left, each looked at once."""
+        for rank in ranks:
+            left = None if rank in self._found else failure.read_failure(self._launch.folder, rank)
+            if left is not None:
+                self._found[rank] = left if self._stopped else self.explained(left, known=True)
+        return [self._found[rank] for rank in ranks if rank in self._found]
+
+    def _judge(self, code: int) -> list[StageFailure]:
+        """What torchrun's end says about its ranks."""
+        if code == 0:
+            return []
+        left = self._left(self.numbers)
+        if left or self._stopped:
+            return left
+        first = neuron_launch.first_failed_rank((self._logs.parent / "torchrun.err").read_text("utf-8", "replace"))
+        if first is not None:
+            rank = self._launch.rank(first[0])
+            return [self.explained(self._describe(unexplained_end(rank, first[1]), rank), known=False)]
+        # Killed itself, its ranks died with it; or the other nodes never came.
+        return [self.explained(self._describe(torchrun_end(code, self._own.last_lines(-1)), self.numbers[0]), known=False)]
+
+
+def torchrun_end(code: int, last_lines: Sequence[str]) -> TrnpipeError:
+    """What to say of a torchrun that ended by itself without naming a rank."""
+    if code < 0:
+        return Transient(
+            f"torchrun was killed by {signal.Signals(-code).name}",
+            value=f"signal {-code}",
+            rule="a killed process may do better in a new attempt",
+            remedy="SIGKILL usually comes from the host's out-of-memory killer; see the log above",
+        )
+    if code == 2:
+        return Defect("torchrun refused its command line", value=list(last_lines), remedy="report it with the log above")
+    return Transient(
+        "torchrun ended before its ranks had started",
+        value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
+        rule="the torchruns of all nodes meet at the main node's address",
+        remedy="see the logs of the other nodes; the run is retried",
+    )
+
+
+# Processes that are not our children (Linux).
+
+
+def _children(parent: int) -> list[int]:
+    """The processes whose parent this is."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if (_stat(int(path.name)) or ("", 0))[1] == parent]
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """(state letter, parent) of a process, None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], int(fields[1])
+
+
+def _lives(pid: int) -> bool:
+    """Whether the process runs, or could: neither gone nor a zombie that its stopped parent has not fetched."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX"
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """The variables that a process was started with; empty if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_text("utf-8", "replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    return dict(part.split("=", 1) for part in text.split("\0") if "=" in part)
+
+
+def _place(rank: int, first: Sequence[int]) -> tuple[int, int]:
+    """Where a rank stands when some come first, in their order."""
+    return (first.index(rank) if rank in first else len(first), rank)
 
 
 def unexplained_end(rank: int, code: int) -> TrnpipeError:
@@ -208,6 +568,9 @@ def unexplained_end(rank: int, code: int) -> TrnpipeError:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    while True:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = int(listener.getsockname()[1])
+        if port != ROOT_COMM_PORT:
+            return port

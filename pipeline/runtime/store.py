@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -34,11 +34,13 @@ class Conflict(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One stored object: URI, size in bytes, version tag (S3: ETag; local: content hash, empty in listings)."""
+    """One stored object: URI, size in bytes, version tag (S3: ETag; local: content hash, empty in listings), and in listings when
+    it was written last (seconds since 1970, by the storage's clock)."""
 
     uri: str
     size: int
     etag: str = ""
+    modified: float = field(default=0.0, compare=False)
 
 
 def is_s3(uri: str) -> bool:
@@ -162,7 +164,7 @@ def list_objects(uri: str) -> list[ObjectInfo]:
             prefix = prefix.rstrip("/") + "/" if prefix else ""
             pages = s3_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
             found = [
-                ObjectInfo(f"s3://{bucket}/{item['Key']}", item["Size"], item["ETag"])
+                ObjectInfo(f"s3://{bucket}/{item['Key']}", item["Size"], item["ETag"], item["LastModified"].timestamp())
                 for page in pages
                 for item in page.get("Contents", ())
                 if not item["Key"].endswith("/")
@@ -172,7 +174,7 @@ def list_objects(uri: str) -> list[ObjectInfo]:
             paths = (
                 [path for path in root.rglob("*") if path.is_file() and not path.name.startswith(".")] if root.is_dir() else []
             )
-            found = [ObjectInfo(str(path), path.stat().st_size) for path in paths]
+            found = [ObjectInfo(str(path), path.stat().st_size, modified=path.stat().st_mtime) for path in paths]
         return sorted(found, key=lambda info: info.uri)
 
 

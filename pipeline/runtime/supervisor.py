@@ -23,16 +23,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 
 from pipeline.contract import RUN_PARAMETER, STAGES, RunPaths, Shape, Stage, StageFailure, StageResult
 from pipeline.errors import BadConfig, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError
-from pipeline.runtime import failure, gang, store
-from pipeline.runtime.heartbeat import Stall, Watchdog
+from pipeline.runtime import failure, gang, neuron_launch, store
+from pipeline.runtime.heartbeat import COMPILE_PATIENCE, Stall, Watchdog
 from pipeline.runtime.logs import configure_logging
-from pipeline.runtime.ranks import Launch, Ranks
+from pipeline.runtime.ranks import Launch, Ranks, start
 from pipeline.runtime.world import NodeWorld
 
 log = logging.getLogger("trnpipe")
@@ -49,7 +49,8 @@ class Deadlines:
     Attributes:
         startup_seconds: from a rank's start to its first heartbeat. Importing the frameworks from a cold image takes a minute.
         progress_seconds: between two heartbeats. The slowest single things between two are the rendezvous of a gang whose
-            hosts are still being started and the upload of a large checkpoint.
+            hosts are still being started and the upload of a large checkpoint. A rank that compiles asks for longer.
+        patience_seconds: the longest that a heartbeat may ask for.
         publish_seconds: between two looks into the run folder, and two signs of life left there.
         peer_grace_seconds: from one rank's failure until the node's other ranks are ended: time to say what they saw.
         stop_seconds: from SIGTERM to SIGKILL. Batch leaves a container 30 seconds between its own two.
@@ -63,6 +64,7 @@ class Deadlines:
 
     startup_seconds: float = 600
     progress_seconds: float = 900
+    patience_seconds: float = COMPILE_PATIENCE
     publish_seconds: float = 2
     peer_grace_seconds: float = 5
     stop_seconds: float = 20
@@ -146,6 +148,8 @@ class Supervisor:
             ended = self._describe(error)
         if self._in_gang:
             self._best_effort(lambda: gang.write_exit(self._paths, self._stage, self._node, ended))
+        if ended and ended.exit_code == ExitCode.UNHEALTHY_HOST and ended.node == self._node.index:
+            self._take_host_out()
         if self._peers and not done:
             ended = self._settle(self._peers, ended)
         if self._node.is_main:
@@ -170,7 +174,15 @@ class Supervisor:
         return done
 
     def _launch(self, numbers: PlanNumbers, folder: Path) -> Launch:
-        shape = STAGES[self._stage].shape
+        """How the ranks are started.
+
+        Raises:
+            BadConfig: the job, or the host, is not what the plan or the device kind needs.
+        """
+        spec = STAGES[self._stage]
+        shape = spec.shape
+        node = self._node
+        kind = neuron_launch.kind_of(numbers.kind, spec)
         if shape == Shape.SINGLE:
             nodes, ranks_per_node = 1, 1
         elif shape == Shape.ARRAY:
@@ -185,14 +197,27 @@ class Supervisor:
             )
         else:
             nodes, ranks_per_node = numbers.nodes, numbers.ranks_per_node
+        if kind == "neuron":
+            neuron_launch.raise_open_files()
+            if self._stage == Stage.COMPILE:
+                # One process per node, which starts torchrun inside neuron_parallel_compile; it joins no collectives.
+                ranks_per_node = 1
+            if nodes > 1 and node.is_main and node.leader.startswith("127."):
+                # The Neuron root communicator listens on the leader's address, and all ranks must name it alike.
+                node = replace(node, leader=neuron_launch.own_address())
         return Launch(
             stage=self._stage,
             run=self._paths.root,
-            node=self._node,
+            node=node,
             nodes=nodes,
             ranks_per_node=ranks_per_node,
-            kind=numbers.kind,
+            kind=kind,
             folder=folder,
+            launcher=neuron_launch.launcher(kind, self._stage, spec),
+            # evaluate and embed pass their own flags to the compiler.
+            compiler_flags=numbers.compiler_flags if shape == Shape.GANG else "",
+            cache=numbers.cache,
+            join_seconds=self._deadlines.startup_seconds + self._deadlines.peer_start_seconds,
         )
 
     # Watching and stopping.
@@ -201,12 +226,15 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="trnpipe-node-", ignore_cleanup_errors=True) as name:
             launch = self._launch(numbers, Path(name))
             log.info("%s: %d rank(s) on node %d of %d", self._stage, launch.ranks_per_node, self._node.node, launch.nodes)
-            ranks = Ranks(launch)
+            ranks = start(launch)
+            # torchrun starts its ranks when all nodes have come, single processes wait for the others with a heartbeat.
+            waits_first = launch.launcher == neuron_launch.TORCHRUN and launch.nodes > 1
             watchdog = Watchdog(
                 launch.folder,
                 ranks.numbers,
-                startup_seconds=self._deadlines.startup_seconds,
+                startup_seconds=launch.join_seconds if waits_first else self._deadlines.startup_seconds,
                 progress_seconds=self._deadlines.progress_seconds,
+                patience_seconds=self._deadlines.patience_seconds,
             )
             reporter = Reporter(lambda: self._report(watchdog.read(ranks.numbers[0])), self._deadlines.publish_seconds)
             try:
@@ -225,17 +253,25 @@ class Supervisor:
             if ranks.failures():
                 self._end_ranks(ranks)
                 return failure.cause(ranks.failures())
-            if not running:
+            if ranks.ended:
                 return None
             if stalls := watchdog.stalls(running):
                 ranks.abort_with_stacks([stall.rank for stall in stalls])
-                return self._describe(no_progress(stalls))
+                return self._stalled(ranks, stalls)
             if trouble := reporter.trouble:
                 self._end_ranks(ranks)
                 return failure.cause([trouble, *ranks.failures()])
             if not reporter.is_alive():
                 raise Defect("the supervisor's reporting thread ended", remedy="report it with the log above")
             time.sleep(TICK_SECONDS)
+
+    def _stalled(self, ranks: Ranks, stalls: list[Stall]) -> StageFailure:
+        """No progress, or what the ranks' output gives as its cause."""
+        cause = ranks.cause(stalls[0].rank)
+        error = no_progress(stalls, ranks.hint(stalls[0].rank))
+        if cause:
+            log.error(" | ".join(error.lines()))
+        return self._describe(cause.error(self._node) if cause else error)
 
     def _end_ranks(self, ranks: Ranks) -> None:
         """End the ranks that still run, which have lost a peer, after time to say what they saw of it."""
@@ -296,6 +332,12 @@ class Supervisor:
 
     # Ended.
 
+    def _take_host_out(self) -> None:
+        """Let no retry land on this host; at its best, and once: a node ends once."""
+        from pipeline.runtime.batch import leave_cluster
+
+        leave_cluster()
+
     def _publish_failure(self, ended: StageFailure | None, done: bool) -> None:
         """Write `failure.json`, or remove an earlier attempt's; a child of an array leaves its sisters' failures alone."""
         uri = self._paths.failure(self._stage)
@@ -336,6 +378,8 @@ class PlanNumbers:
     kind: str = ""
     nodes: int = 1
     ranks_per_node: int = 1
+    compiler_flags: str = ""
+    cache: str = ""
 
     @classmethod
     def read(cls, stage: Stage, paths: RunPaths) -> PlanNumbers:
@@ -351,7 +395,15 @@ class PlanNumbers:
                 return cls()
             raise
         world = plan["world"]
-        return cls(plan["fingerprint"], world["kind"], world["nodes"], world["ranks_per_node"])
+        graphs = plan.get("graphs") or {"compiler_flags": "", "cache": ""}
+        return cls(
+            fingerprint=plan["fingerprint"],
+            kind=world["kind"],
+            nodes=world["nodes"],
+            ranks_per_node=world["ranks_per_node"],
+            compiler_flags=graphs["compiler_flags"],
+            cache=graphs["cache"],
+        )
 
 
 class Reporter(threading.Thread):
@@ -380,11 +432,17 @@ class Reporter(threading.Thread):
             self.join()
 
 
-def no_progress(stalls: list[Stall]) -> NoProgress:
+def no_progress(stalls: list[Stall], hint: str = "") -> NoProgress:
+    """What to say of ranks that stand still.
+
+    Args:
+        hint: a line of the longest one's output that says what it waits for.
+    """
     longest = stalls[0]
+    still = f"no heartbeat for {longest.seconds:.0f} seconds" + (f" after `{longest.last}`" if longest.last else "")
     return NoProgress(
         f"rank {longest.rank} made no progress",
-        value=f"no heartbeat for {longest.seconds:.0f} seconds" + (f" after `{longest.last}`" if longest.last else ""),
+        value=[still, hint] if hint else still,
         rule=f"a heartbeat at least every {longest.deadline:g} seconds",
         remedy="see the stacks of all ranks above; the run is retried",
     )

@@ -13,8 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LEADER_PORT = 41000
-"""Rendezvous port of the main node. Not 62182, which the Neuron root communicator takes (reference: torch-xla 2.9 neuron.py)."""
+ROOT_COMM_PORT = 62182
+"""Port of the Neuron root communicator, on the leader's address (torch-xla 2.9, _internal/neuron.py)."""
+
+LEADER_PORT = 29500
+"""Rendezvous port of the main node: below the ports that Linux hands to outgoing connections (32768-60999)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,13 +25,14 @@ from pipeline.data.parts import PartRecord, PartWriter
 from pipeline.data.rows import read_documents
 from pipeline.data.tokens import TextTokenizer
 from pipeline.errors import BadData
-from pipeline.model.encoder import Encoder
+from pipeline.model.compiled import encode_function, known_graphs
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode, plan_batches
+from pipeline.model.watch import GraphWatch
 from pipeline.plan import PartPlan
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import Device, open_device
+from pipeline.runtime.device import Device, EncodeFunction, open_device
 
 log = logging.getLogger("trnpipe")
 
@@ -63,6 +64,9 @@ def run(context: StageContext) -> StageOutput | None:
         worker = open_worker(context, model, todo)
         for index in todo:
             embed_part(worker, index)
+            worker.watch.check(0)
+        if context.plan.graphs and world.local_rank == 0:
+            worker.watch.report(context)
         worker.device.close()
     return stage_output(context, model)
 
@@ -103,7 +107,9 @@ class Worker:
 
     context: StageContext
     device: Device
-    encoder: Encoder
+    encode_with: EncodeFunction
+    dimension: int
+    watch: GraphWatch
     tokenizer: TextTokenizer
     model: Artifact
     total: int
@@ -123,11 +129,15 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
     context.heartbeat.beat(note="loading the model")
     folder = store.local_folder(context.paths.model, context.scratch / "model")
     alone = replace(context.world, rank=0, size=1)
-    device = open_device(plan.world.kind, plan.world.precision, alone, threads=config.device.threads_per_rank)
+    threads = config.device.threads_per_rank
+    device = open_device(plan.world.kind, plan.world.precision, alone, threads=threads, inference=True)
+    encoder = load_encoder(folder, config.model)
     return Worker(
         context=context,
         device=device,
-        encoder=device.place(load_encoder(folder, config.model)),
+        encode_with=encode_function(context, device, encoder),
+        dimension=encoder.dimension,
+        watch=GraphWatch(device=device, known=known_graphs(context), stop=config.compile.new_graphs == "stop"),
         tokenizer=TextTokenizer(folder),
         model=model,
         total=sum(plan.embed.parts[index].rows for index in todo),
@@ -147,10 +157,10 @@ def embed_part(worker: Worker, index: int) -> PartRecord:
     path = context.scratch / f"part-{index:05d}.parquet"
     digest = IdDigest()
     tokens = padded_tokens = 0
-    with PartWriter(path, worker.encoder.dimension, config.dtype) as writer:
+    with PartWriter(path, worker.dimension, config.dtype) as writer:
         for ids, token_lists in ahead(windows(worker, part)):
             embeddings = encode(
-                worker.encoder, worker.device, token_lists, config.buckets, config.tokens_per_batch, on_progress=worker.beat
+                worker.encode_with, worker.device, token_lists, config.buckets, config.tokens_per_batch, on_progress=worker.beat
             )
             writer.write(ids, checked(ids, embeddings.numpy().astype(config.dtype, copy=False)))
             for identifier in ids:
@@ -169,7 +179,7 @@ def embed_part(worker: Worker, index: int) -> PartRecord:
         size=artifact.size,
         rows=part.rows,
         ids=str(digest),
-        dimension=worker.encoder.dimension,
+        dimension=worker.dimension,
         dtype=config.dtype,
         model=worker.model.sha256,
         fingerprint=context.plan.fingerprint,

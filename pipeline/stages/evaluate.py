@@ -1,6 +1,7 @@
 """evaluate: rank the hold-out's candidates with the parent and with the new model, and say whether the new one may be published.
 
-Reads `prepare/rows/{holdout,candidates}.arrow`, the parent and `model/`; writes everything to `evaluate/scorecard.json`.
+Reads `prepare/rows/{holdout,candidates}.arrow`, the parent and `model/`; writes everything to `evaluate/scorecard.json`, and
+what each query got with the new model to `evaluate/queries.parquet` (`trnpipe parity` compares it with another run's).
 The verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts on what it says.
 """
 
@@ -13,28 +14,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from torch import Tensor
 
 from pipeline.config import GateConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact
 from pipeline.data.arrow import read_table
+from pipeline.data.query_values import QueryKey, QueryValues
 from pipeline.errors import BadConfig, BadData
+from pipeline.model.compiled import encode_function, known_graphs
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode
 from pipeline.model.retrieval import METRICS, retrieve
+from pipeline.model.statistics import Values, bootstrap
+from pipeline.model.watch import GraphWatch
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.device import Device, open_device
 
 log = logging.getLogger("trnpipe")
 
-CONFIDENCE = 0.95
 ROUNDING = 1e-12
 """Slack of the gate's comparison: means differ by about 1e-16 for no reason, and equal models must not be refused."""
 
-Values = npt.NDArray[np.float64]
 PerQuery = dict[str, Values]
 """Metric -> its value for every query, in the order of `Holdout.queries`."""
 
@@ -49,11 +51,15 @@ def run(context: StageContext) -> StageOutput:
     plan, config = context.plan, context.plan.config
     holdout = read_holdout(context)
     check_size(len(holdout.queries), config.gate)
-    device = open_device(plan.world.kind, plan.world.precision, context.world, threads=config.device.threads_per_rank)
+    threads = config.device.threads_per_rank
+    device = open_device(plan.world.kind, plan.world.precision, context.world, threads=threads, inference=True)
+    watch = GraphWatch(device=device, known=known_graphs(context), stop=config.compile.new_graphs == "stop")
     started = time.monotonic()
     parent = measure(context, device, holdout, "parent", plan.parent.folder)
     new = measure(context, device, holdout, "new", context.paths.model)
     seconds = time.monotonic() - started
+    watch.check(0)
+    graphs = watch.report(context) if plan.graphs else None
     device.close()
 
     scores = compare(parent, new, samples=config.evaluate.bootstrap_samples, seed=config.seed)
@@ -62,14 +68,20 @@ def run(context: StageContext) -> StageOutput:
     counts = {"queries": len(holdout.queries), "candidates": len(holdout.candidates)}
     scorecard = {**counts, **scores, "gate": gate, "locales": compare_locales(parent, new, holdout.locales, config)}
     store.write_json(context.paths.scorecard, scorecard)
+    values = context.scratch / "queries.parquet"
+    QueryValues(holdout.keys, new).write(values)
+    written = store.upload(values, context.paths.query_values)
     weights = store.join(context.paths.model, WEIGHTS)
     return StageOutput(
         inputs={
             "parent": Artifact(plan.parent.folder, plan.parent.sha256),
             "model": Artifact(weights, store.sha256(weights)),
         },
-        outputs={"scorecard": Artifact(context.paths.scorecard, store.sha256(context.paths.scorecard))},
-        metrics={**counts, **scores, "gate": gate, "queries_per_second": 2 * len(holdout.queries) / seconds},
+        outputs={
+            "scorecard": Artifact(context.paths.scorecard, store.sha256(context.paths.scorecard)),
+            "queries": written,
+        },
+        metrics={**counts, **scores, "gate": gate, "queries_per_second": 2 * len(holdout.queries) / seconds, "graphs": graphs},
     )
 
 
@@ -81,13 +93,17 @@ class Holdout:
         queries: token ids of each query.
         candidates: token ids of each candidate document.
         relevant: per query, index of a relevant candidate -> its gain (> 0).
-        locales: per query, None where the rows have none.
+        keys: per query, what it is known by in other runs: the hash of its text, and its locale (None where rows have none).
     """
 
     queries: Sequence[Sequence[int]]
     candidates: Sequence[Sequence[int]]
     relevant: list[dict[int, float]]
-    locales: list[str | None]
+    keys: tuple[QueryKey, ...]
+
+    @property
+    def locales(self) -> list[str | None]:
+        return [locale for _, locale in self.keys]
 
 
 def read_holdout(context: StageContext) -> Holdout:
@@ -121,7 +137,7 @@ def join_holdout(holdout: pa.Table, candidates: pa.Table) -> Holdout:
         queries=holdout["query_tokens"].take(pa.array(rows_of.values(), pa.int64())).to_pylist(),
         candidates=candidates["document_tokens"].to_pylist(),
         relevant=[relevant_of[key] for key in rows_of],
-        locales=[locale for _, locale in rows_of],
+        keys=tuple(rows_of),
     )
 
 
@@ -144,7 +160,8 @@ def measure(context: StageContext, device: Device, holdout: Holdout, name: str, 
     """Every metric of one model for every query."""
     config = context.plan.config
     context.heartbeat.beat(note=f"loading the {name} model")
-    encoder = device.place(load_encoder(store.local_folder(folder, context.scratch / name), config.model))
+    encoder = load_encoder(store.local_folder(folder, context.scratch / name), config.model)
+    encode_with = encode_function(context, device, encoder)
     total = len(holdout.queries) + len(holdout.candidates)
     begun = time.monotonic()
 
@@ -153,7 +170,7 @@ def measure(context: StageContext, device: Device, holdout: Holdout, name: str, 
             rate = (before + done) / max(time.monotonic() - begun, 1e-9)
             context.heartbeat.beat(before + done, total, unit="texts", rate=rate, note=f"encoding with the {name} model")
 
-        return encode(encoder, device, token_lists, buckets, config.embed.tokens_per_batch, on_progress=beat)
+        return encode(encode_with, device, token_lists, buckets, config.embed.tokens_per_batch, on_progress=beat)
 
     candidates = vectors(holdout.candidates, config.embed.buckets, 0)
     queries = vectors(holdout.queries, (config.train.query_length,), len(holdout.candidates))
@@ -179,27 +196,6 @@ def compare(parent: PerQuery, new: PerQuery, *, samples: int, seed: int) -> dict
             for column, metric in enumerate(METRICS)
         },
     }
-
-
-def bootstrap(differences: Values, *, samples: int, seed: int) -> tuple[Values, Values]:
-    """Bounds of the interval that holds the mean difference with 95 %, by resampling queries with replacement.
-
-    Args:
-        differences: new - parent, shape (queries, metrics). Paired: both models saw the same query, so the spread among queries,
-            which is far larger than the difference, cancels out.
-
-    Returns:
-        Lower and upper bounds, shape (metrics,) each.
-    """
-    rng = np.random.default_rng(seed)
-    queries = len(differences)
-    means = np.empty((samples, differences.shape[1]))
-    for sample in range(samples):
-        # How often each query was drawn: one product instead of a gather, and no (samples, queries) array.
-        drawn = np.bincount(rng.integers(0, queries, size=queries), minlength=queries)
-        means[sample] = drawn @ differences / queries
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
-    return low, high
 
 
 def judge(scores: Mapping[str, Mapping[str, Any]], gate: GateConfig) -> dict[str, Any]:

@@ -1,18 +1,18 @@
 """Find out before a long run whether every host computes, remembers and communicates as it should.
 
-Each rank: known-answer tensor operations and a memory probe. Each node: a storage round trip. All ranks together: collectives
-with known answers and their bandwidth. Each node's first rank writes `health_check/node-N.json` with everything its ranks
-measured; a node that fails a test ends the stage with 76, so that a new attempt runs on another host.
+On neuron first, by one rank of each node and before any rank opens its core: driver, devices, memory errors, collectives inside
+the host, by the Neuron tools. Then each rank: known-answer tensor operations and a memory probe. Each node: a storage round trip.
+All ranks together: collectives with known answers and their bandwidth. Each node's first rank writes `health_check/node-N.json`
+with everything its ranks measured; a node that fails a test ends the stage with 76, so that a new attempt runs on another host.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,15 @@ import torch
 from torch import Tensor
 
 from pipeline.config import HealthCheckConfig
-from pipeline.contract import now
-from pipeline.errors import Transient, UnhealthyHost
+from pipeline.errors import Transient
+from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.device import Device, open_device
+from pipeline.runtime.health.answers import largest_error, on_device, sequence
+from pipeline.runtime.health.neuron_host import DRIVER, host_tests, wait_seconds, without_cast, wrong_driver
+from pipeline.runtime.health.records import NodeReport, TestRecord
+from pipeline.runtime.neuron_tools import HOST
 
 log = logging.getLogger("trnpipe")
 
@@ -35,154 +39,85 @@ MEMORY_CHUNK_ELEMENTS = 1 << 18
 """1 MiB of int32; a chunk's values stay far below 2^24, so that a device that computes integers in fp32 is exact too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestRecord:
-    """One test on one rank.
-
-    Attributes:
-        value: what was measured, in `unit`.
-        floor, ceiling: the bound that `value` was held against; None: measured without judging.
-        seconds: what the whole test took.
-        detail: what was tried, and what was wrong.
-    """
-
-    __test__ = False  # not a test case of pytest's
-
-    name: str
-    rank: int
-    passed: bool
-    value: float
-    floor: float | None = None
-    ceiling: float | None = None
-    unit: str = ""
-    seconds: float = 0.0
-    detail: str = ""
-
-
-def run(context: StageContext) -> StageOutput | None:
+def run(context: StageContext, *, root: Path = HOST) -> StageOutput | None:
     """Test this rank's part; rank 0 speaks for the stage.
 
+    Args:
+        root: where the host's devices and tools are looked for.
+
     Raises:
+        BadConfig: the host's driver does not go with this container.
         UnhealthyHost: this node failed a test.
         Transient: storage failed.
     """
+    started = time.monotonic()
     plan = context.plan
     config = plan.config.health_check
+    report = NodeReport(
+        context,
+        uri=context.paths.node_health(context.world.node.node),
+        wait_seconds=config.collective_timeout_seconds,
+    )
+    if plan.world.kind == "neuron":
+        check_with_tools(context, report, config, root=root)
+        # The plan's flags may have the compiler cast to bf16, of which these answers know nothing.
+        os.environ["NEURON_CC_FLAGS"] = without_cast(os.environ.get("NEURON_CC_FLAGS", ""))
     device = open_device(
         plan.world.kind,
-        plan.world.precision,
+        precision_of(plan.world),
         context.world,
         threads=plan.config.device.threads_per_rank,
         timeout_seconds=config.collective_timeout_seconds,
     )
     try:
-        return check_host(context, device, config)
+        check_ranks(context, device, report, config)
     finally:
         device.close()
+    return summary(context, time.monotonic() - started) if context.world.is_leader else None
 
 
-def check_host(context: StageContext, device: Device, config: HealthCheckConfig) -> StageOutput | None:
-    """All tests, from this rank alone to all ranks together; the node is judged after each round.
+def precision_of(world: PlannedWorld) -> str:
+    """What the device is opened in; the compiler's cast is left out."""
+    return "fp32" if world.precision == "compiler" else world.precision
+
+
+def check_with_tools(context: StageContext, report: NodeReport, config: HealthCheckConfig, *, root: Path = HOST) -> None:
+    """Test the host by its own tools, on the node's first rank, while the others wait with their cores still closed.
+
+    Raises:
+        BadConfig: the host's driver does not go with this container.
+        UnhealthyHost: this node failed a test.
+    """
+    records = []
+    if context.world.local_rank == 0:
+        context.heartbeat.beat(note="host: versions")
+        for record in host_tests(config, context.world.rank, context.world.node.nodes, root=root):
+            records.append(record)
+            if record.name == DRIVER and not record.passed:
+                report.publish(records)
+                raise wrong_driver(record)
+            context.heartbeat.beat(note=f"host: after {record.name}")
+    report.judge("host", records, wait_seconds=wait_seconds(config))
+
+
+def check_ranks(context: StageContext, device: Device, report: NodeReport, config: HealthCheckConfig) -> None:
+    """All tests of the ranks, from each one alone to all together; the node is judged after each round.
 
     A rank that is wrong by itself would only confuse everybody else's collectives, hence the order.
     """
-    started = time.monotonic()
-    node = NodeReport(context, wait_seconds=config.collective_timeout_seconds)
     context.heartbeat.beat(note="known answers and memory")
     records = [*known_answers(device, config), memory(device, config)]
     if context.world.local_rank == 0:
         context.heartbeat.beat(note="storage round trip")
         records.append(storage_round_trip(context, config))
-    node.judge("alone", records)
+    report.judge("alone", records)
     if context.world.size > 1:
         records = []
         for record in collectives(device, config):
             context.heartbeat.beat(note=f"collectives: {record.name}")
             records.append(record)
-        node.judge("together", records)
+        report.judge("together", records)
         device.barrier()
-    return summary(context, time.monotonic() - started) if context.world.is_leader else None
-
-
-# What a node found.
-
-
-class NodeReport:
-    """Collects the records of a node's ranks through the node's scratch folder, which works when collectives do not."""
-
-    def __init__(self, context: StageContext, *, wait_seconds: float) -> None:
-        self._context = context
-        self._wait_seconds = wait_seconds
-        self._earlier: list[TestRecord] = []
-
-    def judge(self, round_name: str, records: list[TestRecord]) -> None:
-        """Join this rank's records of a round with those of the node's other ranks; the node's first rank publishes them all.
-
-        Raises:
-            UnhealthyHost: a test failed on one of the node's ranks, the same on all of them.
-        """
-        world = self._context.world
-        own = self._path(round_name, world.local_rank)
-        temporary = own.with_suffix(".tmp")
-        temporary.write_text(json.dumps([asdict(record) for record in records]))
-        temporary.replace(own)
-        joined = [
-            TestRecord(**record)
-            for local_rank in range(world.local_size)
-            for record in json.loads(self._wait_for(self._path(round_name, local_rank)))
-        ]
-        failed = [record for record in joined if not record.passed]
-        if world.local_rank == 0:
-            for record in joined:
-                log.info("%s %s", "ok    " if record.passed else "FAILED", describe(record))
-            self._earlier += joined
-            self._publish(self._earlier, passed=not failed)
-        if failed:
-            raise UnhealthyHost(
-                f"node {world.node.node} ({world.node.host}) failed its health check: "
-                + ", ".join(sorted({record.name for record in failed})),
-                value=[describe(record) for record in failed],
-                rule="every test gives the known answer and reaches its floor (health_check in the configuration)",
-                remedy="the run is retried on another host; if this host fails again, take it out of service",
-            )
-
-    def _publish(self, records: list[TestRecord], *, passed: bool) -> None:
-        node = self._context.world.node
-        store.write_json(
-            self._context.paths.node_health(node.node),
-            {
-                "node": node.node,
-                "host": node.host,
-                "attempt": node.attempt,
-                "time": now(),
-                "passed": passed,
-                "tests": [asdict(record) for record in records],
-            },
-        )
-
-    def _path(self, round_name: str, local_rank: int) -> Path:
-        return self._context.scratch / f"health-{round_name}-{local_rank}.json"
-
-    def _wait_for(self, path: Path) -> str:
-        node = self._context.world.node
-        deadline = time.monotonic() + self._wait_seconds
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise UnhealthyHost(
-                    f"node {node.node} ({node.host}): a rank did not finish its tests",
-                    value=path.stem,
-                    rule=f"within {self._wait_seconds:g} seconds of the others",
-                    remedy="see that rank's log",
-                )
-            time.sleep(0.05)
-        return path.read_text()
-
-
-def describe(record: TestRecord) -> str:
-    bound = f", floor {record.floor:g}" if record.floor else "" if record.ceiling is None else f", at most {record.ceiling:g}"
-    return f"rank {record.rank} {record.name}: {record.value:.4g} {record.unit}{bound}" + (
-        f" ({record.detail})" if record.detail else ""
-    )
 
 
 def summary(context: StageContext, seconds: float) -> StageOutput:
@@ -199,6 +134,7 @@ def summary(context: StageContext, seconds: float) -> StageOutput:
             "slowest": {name: slowest[name] for name in ("name", "rank", "seconds")},
             "memory_gbps": [_lowest(node["tests"], "memory") for node in nodes],
             "collective_gbps": [_lowest(node["tests"], "all_reduce") for node in nodes],
+            "nccom_gibps": [_lowest(node["tests"], "nccom_all_reduce") for node in nodes],
             "storage_mbps": [_lowest(node["tests"], "storage") for node in nodes],
         }
     )
@@ -211,15 +147,6 @@ def _lowest(tests: list[dict[str, Any]], prefix: str) -> float | None:
 
 
 # One rank: known answers.
-
-
-def sequence(count: int, low: int, high: int, offset: int = 0) -> npt.NDArray[np.int64]:
-    """`count` integers in [low, high) that look irregular and are the same everywhere: a multiplicative hash of 0, 1, 2, ...
-
-    Knuth's multiplier 2654435761 modulo 2^32, of which the upper 16 bits are used; no random generator is involved.
-    """
-    hashed = (np.arange(offset, offset + count, dtype=np.int64) * 2654435761) % (1 << 32)
-    return low + (hashed >> 16) % (high - low)
 
 
 def known_answers(device: Device, config: HealthCheckConfig) -> Iterator[TestRecord]:
@@ -254,15 +181,17 @@ def matmul_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> fl
     half = 1 << (bits - 1)
     left = sequence(size * size, -half, half).reshape(size, size)
     right = sequence(size * size, -half, half, offset=size * size).reshape(size, size)
-    product = _on(device, left, dtype, bits) @ _on(device, right, dtype, bits)
+    product = on_device(device, left, dtype, bits) @ on_device(device, right, dtype, bits)
     expected = left.astype(np.float64) @ right.astype(np.float64) / (1 << 2 * bits)
-    return _error(device, product, expected, relative_to="largest")
+    return largest_error(device, product, expected)
 
 
 def sum_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float:
     """Largest relative error of the sums of `size` rows; the reference is exact in int64."""
     values = sequence(size * size, 1, 1 << bits).reshape(size, size)
-    return _error(device, _on(device, values, dtype, bits).sum(dim=1), values.sum(axis=1) / (1 << bits), relative_to="each")
+    return largest_error(
+        device, on_device(device, values, dtype, bits).sum(dim=1), values.sum(axis=1) / (1 << bits), relative_to="each"
+    )
 
 
 def exp_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float:
@@ -270,26 +199,17 @@ def exp_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float
     half = 1 << (bits - 1)
     values = sequence(size * size, -half, half)
     shift = bits - 3
-    return _error(device, torch.exp(_on(device, values, dtype, shift)), np.exp(values / (1 << shift)), relative_to="each")
+    return largest_error(
+        device, torch.exp(on_device(device, values, dtype, shift)), np.exp(values / (1 << shift)), relative_to="each"
+    )
 
 
 def gather_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float:
     """Largest relative error of rows picked by index; copying is exact, so any error is too much."""
     values = sequence(size * size, 1, 1 << bits).reshape(size, size)
     index = sequence(size, 0, size, offset=7)
-    picked = _on(device, values, dtype, bits).index_select(0, torch.from_numpy(index).to(device.torch_device))
-    return _error(device, picked, values[index] / (1 << bits), relative_to="each")
-
-
-def _on(device: Device, integers: npt.NDArray[np.int64], dtype: torch.dtype, shift: int) -> Tensor:
-    """integers / 2^shift on the device."""
-    return (torch.from_numpy(integers).to(torch.float32) / (1 << shift)).to(dtype).to(device.torch_device)
-
-
-def _error(device: Device, found: Tensor, expected: npt.NDArray[np.float64], *, relative_to: str) -> float:
-    values = np.asarray(device.read(found.to(torch.float32)), dtype=np.float64).reshape(expected.shape)
-    scale = np.abs(expected).max() if relative_to == "largest" else np.abs(expected)
-    return float(np.max(np.abs(values - expected) / scale))
+    picked = on_device(device, values, dtype, bits).index_select(0, torch.from_numpy(index).to(device.torch_device))
+    return largest_error(device, picked, values[index] / (1 << bits), relative_to="each")
 
 
 # One rank: memory.
@@ -300,13 +220,15 @@ def memory(device: Device, config: HealthCheckConfig) -> TestRecord:
     began = time.monotonic()
     chunks = max(2, config.memory_mib * (1 << 20) // (4 * MEMORY_CHUNK_ELEMENTS))
     pattern = torch.from_numpy(sequence(MEMORY_CHUNK_ELEMENTS, 0, 1 << 16).astype(np.int32)).to(device.torch_device)
+    chunk = torch.arange(chunks, dtype=torch.int32).to(device.torch_device).unsqueeze(1)
     block = torch.empty((chunks, MEMORY_CHUNK_ELEMENTS), dtype=torch.int32, device=device.torch_device)
     wrong = 0
-    for mask in (0, -1):  # as it is, then with every bit inverted
-        for chunk in range(chunks):
-            block[chunk] = (pattern + chunk) ^ mask
-        differences = [(block[chunk] != (pattern + chunk) ^ mask).sum() for chunk in range(chunks)]
-        wrong += int(sum(device.read(torch.stack(differences))))
+    for inverted in (0, -1):  # as it is, then with every bit inverted
+        mask = torch.tensor(inverted, dtype=torch.int32).to(device.torch_device)
+        block.copy_(pattern.expand_as(block)).add_(chunk).bitwise_xor_(mask)
+        # What is read back must have been in memory, also where writing and reading would otherwise be one graph.
+        device.sync()
+        wrong += int(device.read((block != (pattern + chunk) ^ mask).sum(dtype=torch.int32))[0])
     half = chunks // 2
     seconds = _best_seconds(device, lambda: block[:half].copy_(block[half : 2 * half]))
     gbps = 2 * half * MEMORY_CHUNK_ELEMENTS * 4 / seconds / 1e9
@@ -327,7 +249,10 @@ def _best_seconds(device: Device, operation: Callable[[], Tensor]) -> float:
     best = float("inf")
     for repeat in range(BANDWIDTH_REPEATS + 1):
         began = time.perf_counter()
-        device.read(operation().reshape(-1)[:1])
+        result = operation()
+        # The whole result, not only what is read of it: a lazy device would leave the rest out.
+        device.sync()
+        device.read(result.reshape(-1)[:1])
         if repeat:
             best = min(best, time.perf_counter() - began)
     return best
@@ -404,9 +329,9 @@ Measured = tuple[float, str, float, float]
 def all_reduce(device: Device, elements: int) -> Measured:
     """The sum over all ranks of (base + rank) is size * base + size * (size - 1) / 2; small integers are exact in fp32."""
     size = device.world.size
-    base = _base(device, elements * size)
-    mine = base + device.world.rank
-    error = _largest(device, device.all_reduce(mine) - _sum_of_all(base, size))
+    base = _base(elements * size)
+    mine = _placed(device, base + device.world.rank)
+    error = _largest(device, device.all_reduce(mine) - _placed(device, _sum_of_all(base, size)))
     seconds = _best_seconds(device, lambda: device.all_reduce(mine))
     return error, f"{size} ranks", seconds, 2 * (size - 1) / size
 
@@ -414,10 +339,10 @@ def all_reduce(device: Device, elements: int) -> Measured:
 def all_gather(device: Device, elements: int) -> Measured:
     """Rank r contributes base + r; where a segment is wrong, its rank is named."""
     size = device.world.size
-    base = _base(device, elements)
-    mine = base + device.world.rank
-    gathered = device.gather(mine).reshape(size, elements)
-    errors = [_largest(device, gathered[rank] - (base + rank)) for rank in range(size)]
+    base = _base(elements)
+    mine = _placed(device, base + device.world.rank)
+    expected = _placed(device, base + np.arange(size).reshape(size, 1))
+    errors = device.read((device.gather(mine).reshape(size, elements) - expected).abs().amax(dim=1))
     seconds = _best_seconds(device, lambda: device.gather(mine))
     wrong = [f"rank {rank}" for rank, error in enumerate(errors) if error != 0.0]
     # max() would pass over a value that is not a number.
@@ -428,20 +353,25 @@ def all_gather(device: Device, elements: int) -> Measured:
 def reduce_scatter(device: Device, elements: int) -> Measured:
     """As all_reduce, of which this rank keeps its share."""
     size, rank = device.world.size, device.world.rank
-    base = _base(device, elements * size)
-    mine = base + rank
-    own = _sum_of_all(base, size)[rank * elements : (rank + 1) * elements]
+    base = _base(elements * size)
+    mine = _placed(device, base + rank)
+    own = _placed(device, _sum_of_all(base, size)[rank * elements : (rank + 1) * elements])
     error = _largest(device, device.reduce_scatter(mine) - own)
     seconds = _best_seconds(device, lambda: device.reduce_scatter(mine))
     return error, f"{size} ranks", seconds, (size - 1) / size
 
 
-def _base(device: Device, elements: int) -> Tensor:
-    return torch.from_numpy(sequence(elements, -128, 128).astype(np.float32)).to(device.torch_device)
+def _base(elements: int) -> npt.NDArray[np.int64]:
+    return sequence(elements, -128, 128)
 
 
-def _sum_of_all(base: Tensor, size: int) -> Tensor:
+def _sum_of_all(base: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
     return base * size + size * (size - 1) // 2
+
+
+def _placed(device: Device, values: npt.NDArray[np.int64]) -> Tensor:
+    """On the device, as data: a rank's number within a graph would give every rank a graph of its own."""
+    return on_device(device, values, torch.float32)
 
 
 def _largest(device: Device, difference: Tensor) -> float:

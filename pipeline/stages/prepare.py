@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
+from transformers import PreTrainedConfig
 
 from pipeline.config import RunConfig, RunInput, build_config
 from pipeline.contract import Artifact, RunPaths, Stage, now, registry_uri
@@ -26,7 +27,6 @@ from pipeline.data.arrow import SCHEMAS, Lengths, WrittenRows, write_rows
 from pipeline.data.ids import IdDigest, repeated
 from pipeline.data.increments import Selection, select, split_new
 from pipeline.data.rows import BadRow, check_columns
-from pipeline.data.schedule import Schedule
 from pipeline.data.shards import (
     CorpusScan,
     InputFile,
@@ -37,15 +37,36 @@ from pipeline.data.shards import (
     scan_corpus,
     scan_training,
 )
+from pipeline.data.steps import count_steps
 from pipeline.data.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.model.compiled import missing_sets, plan_graphs
 from pipeline.model.encoder import family_of
 from pipeline.model.folder import inspect_folder, transformer_folder
+from pipeline.model.memory import known_limits, read_shape, require_memory, totals
 from pipeline.model.parent import ResolvedParent, resolve_parent
-from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, RowFile, RunPlan, Shard, Span, TrainPlan, World
+from pipeline.plan import (
+    EmbedPlan,
+    HoldoutPlan,
+    MemoryPlan,
+    Parent,
+    PartPlan,
+    RowFile,
+    RunPlan,
+    Shard,
+    Span,
+    TrainPlan,
+    World,
+)
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import default_ranks_per_node, require_available, resolve_kind, resolve_precision
+from pipeline.runtime.device import (
+    default_ranks_per_node,
+    require_available,
+    require_world,
+    resolve_kind,
+    resolve_precision,
+)
 
 log = logging.getLogger("trnpipe")
 
@@ -62,9 +83,10 @@ def run(context: StageContext) -> StageOutput:
     """Plan the run, or keep the plan that is there."""
     request = read_request(context.paths)
     plan = kept_plan(context.paths, request) or new_plan(context, request)
+    missing = check_compiled(context.paths, plan)
     for name, value in plan.summary().items():
         log.info("plan: %s = %s", name, value)
-    return output(context.paths, plan)
+    return output(context.paths, plan, missing)
 
 
 def read_request(paths: RunPaths) -> RunInput:
@@ -207,7 +229,8 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     new, earlier = training_files(context, config, origin)
     corpus = corpus_files(context, config)
     resolved = resolve_parent(origin.uri, config.model, scratch)
-    tokenizer = check_parent(resolved.folder, config)
+    backbone, tokenizer = check_parent(resolved.folder, config)
+    memory = check_memory(resolved.folder, config, world, paths)
 
     scans = scan(context, config, new, earlier, corpus)
     check_repeats(context, scans, config.data.columns)
@@ -236,6 +259,8 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
             rows=written.rows["holdout.arrow"], queries=written.queries, candidates=written.rows["candidates.arrow"]
         ),
         embed=plan_embedding(config, scans, shards, world),
+        graphs=plan_graphs(config, world, backbone, paths.bucket_root),
+        memory=memory,
         row_files=upload_rows(paths, rows_folder, written),
         seen=tuple(sorted({*origin.first_runs, *(file.sha256 for file in new)})),
     ).sealed()
@@ -257,16 +282,35 @@ def plan_world(config: RunConfig) -> World:
     """Who computes.
 
     Raises:
-        BadConfig: a kind of device that is not available.
+        BadConfig: a kind of device that is not available, or more ranks than it can have.
     """
     kind = resolve_kind(config.device.kind)
     require_available(kind)
+    ranks_per_node = config.device.ranks_per_node or default_ranks_per_node(kind)
+    require_world(kind, config.nodes * ranks_per_node)
     return World(
         kind=kind,
         precision=resolve_precision(kind, config.device.precision),
         nodes=config.nodes,
-        ranks_per_node=config.device.ranks_per_node or default_ranks_per_node(kind),
+        ranks_per_node=ranks_per_node,
     )
+
+
+def check_compiled(paths: RunPaths, plan: RunPlan) -> list[str]:
+    """URIs of the compiled sets that the run needs and that are not there.
+
+    Raises:
+        BadConfig: some are missing, and nothing may be compiled.
+    """
+    missing = missing_sets(paths.bucket_root, plan.graphs)
+    if missing and not plan.config.compile.enabled:
+        raise BadConfig(
+            "the run's graphs are not compiled, and compiling is disabled",
+            value=missing,
+            rule="compile.enabled = false: only a run whose compiled sets are complete may start",
+            remedy="set compile.enabled = true for one run with the same model form, shapes, ranks and versions",
+        )
+    return missing
 
 
 def find_origin(config: RunConfig, paths: RunPaths) -> Origin:
@@ -387,8 +431,8 @@ def _hashed(context: StageContext, uris: Sequence[str], setting: str) -> list[In
     return hash_shards(shards, lambda done: context.heartbeat.beat(done, total, unit="bytes", note=f"hashing {setting}"))
 
 
-def check_parent(folder: Path, config: RunConfig) -> TextTokenizer:
-    """The parent's tokenizer, once the configured lengths fit the model.
+def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, TextTokenizer]:
+    """The parent's backbone and tokenizer, once the configured lengths fit the model.
 
     Raises:
         BadConfig: a length above the model's positions, or a tokenizer that is not the model's.
@@ -418,7 +462,18 @@ def check_parent(folder: Path, config: RunConfig) -> TextTokenizer:
             rule="every token id has a row",
             remedy="put the model's own tokenizer into its folder",
         )
-    return tokenizer
+    return backbone, tokenizer
+
+
+def check_memory(folder: Path, config: RunConfig, world: World, paths: RunPaths) -> MemoryPlan:
+    """What the run will need of device and host.
+
+    Raises:
+        BadConfig: more than there is.
+    """
+    # Prepare runs on another host than the ranks do, unless all of them share a local run folder.
+    limits = known_limits(config, world.kind, here=not store.is_s3(paths.root))
+    return MemoryPlan(**totals(require_memory(read_shape(folder, config.model), config, world, limits)))
 
 
 class Quarantine:
@@ -610,8 +665,6 @@ def plan_training(
     config: RunConfig, world: World, selection: Selection, shards: Mapping[str, Shard], written: WrittenRows
 ) -> TrainPlan:
     """Steps and shards of training."""
-    schedule = Schedule(written.document_lengths, config.train.buckets, config.train.batch_size, world.ranks, config.seed)
-    steps = config.train.steps or config.train.epochs * schedule.steps_per_epoch
     return TrainPlan(
         new=_trained_shards(selection, shards, new=True),
         replay=_trained_shards(selection, shards, new=False),
@@ -620,10 +673,7 @@ def plan_training(
         replay_rows=selection.train_rows(new=False),
         bad_rows=sum(scan.bad_rows for scan in selection.scans),
         not_positive=sum(int((~scan.positive).sum()) for scan in selection.scans),
-        bucket_rows={str(bucket): rows for bucket, rows in schedule.bucket_rows.items()},
-        steps_per_epoch=schedule.steps_per_epoch,
-        steps=steps,
-        warmup_steps=round(steps * config.train.warmup_fraction),
+        **asdict(count_steps(written.document_lengths, config, world.ranks)),
     )
 
 
@@ -709,8 +759,8 @@ def write_plan(paths: RunPaths, plan: RunPlan) -> RunPlan:
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
-def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
-    """What result.json says."""
+def output(paths: RunPaths, plan: RunPlan, missing: Sequence[str]) -> StageOutput:
+    """What result.json says. The state machine skips the compile stage where no compiled set is missing."""
     shards = [("train", shard) for shard in (*plan.train.new, *plan.train.replay)]
     if plan.embed.source == "corpus":
         shards += [("corpus", shard) for shard in plan.embed.shards]
@@ -721,4 +771,4 @@ def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
     outputs = {"plan": Artifact(paths.plan, hashlib.sha256(data).hexdigest(), len(data))}
     for name, file in plan.row_files.items():
         outputs[name] = Artifact(store.join(paths.rows, name), file.sha256, file.size)
-    return StageOutput(inputs=inputs, outputs=outputs, metrics=plan.summary())
+    return StageOutput(inputs=inputs, outputs=outputs, metrics={**plan.summary(), "compile": bool(missing)})

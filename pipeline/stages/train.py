@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from pipeline.contract import Artifact
-from pipeline.errors import BadConfig, Defect
-from pipeline.model.encoder import Encoder, prepare_for_training, require_length
-from pipeline.model.folder import WEIGHTS, load_encoder, save_folder
-from pipeline.plan import RunPlan
+from pipeline.model.compiled import known_graphs
+from pipeline.model.encoder import Encoder
+from pipeline.model.folder import WEIGHTS, save_folder
+from pipeline.model.watch import GraphWatch
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import Device, open_device
+from pipeline.runtime.device import Device
 from pipeline.training.batches import TrainingBatches
-from pipeline.training.checkpoint import (
-    OPTIMIZER_FILE,
-    Checkpoint,
-    CheckpointWriter,
-    fetch_checkpoint,
-    find_checkpoint,
-    load_optimizer,
-    open_checkpoint,
-)
+from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.schedule_lr import learning_rate
+from pipeline.training.setup import fetch_once, joined, start
 from pipeline.training.state import Progress
-from pipeline.training.step import build_optimizer
 from pipeline.training.validation import read_validation_set
 
 log = logging.getLogger("trnpipe")
@@ -48,126 +36,65 @@ def run(context: StageContext) -> StageOutput | None:
     Raises:
         BadConfig: other ranks than the plan's.
         BadData: losses that are not finite.
-        MissingInput: rows or parent are not there, or all checkpoints are corrupt.
-        Defect: ranks that do not start from the same weights.
+        MissingInput: rows, parent or compiled graphs are not there, or all checkpoints are corrupt.
+        Defect: ranks whose weights are not the same; a graph that was not compiled ahead, where that ends a run.
     """
     plan, config = context.plan, context.plan.config
-    if context.world.size != plan.world.ranks:
-        raise BadConfig("the number of ranks is not the plan's", value=context.world.size, rule=f"{plan.world.ranks} ranks")
-    with joined(context, plan) as device:
+    with joined(context, plan) as device, ExitStack() as stack:
+        watch = GraphWatch(device=device, known=known_graphs(context), stop=config.compile.new_graphs == "stop")
         rows = fetch_once(context, device, context.paths.rows, "rows")
-        parent = fetch_once(context, device, plan.parent.folder, "parent")
-        checkpoint = newest_checkpoint(context, device)
-        progress = checkpoint.progress if checkpoint else Progress()
-        resumed_from = checkpoint.progress.step if checkpoint else None
-
-        encoder = device.place(load_encoder(checkpoint.folder if checkpoint else parent, config.model))
-        require_length(encoder, max(*config.train.buckets, config.train.query_length), "train.buckets")
-        require_length(encoder, max(config.embed.buckets), "embed.buckets")
-        prepare_for_training(encoder, fused_attention=device.kind != "cpu", dropout=config.train.dropout)
-        require_same_weights(encoder, device)
-        optimizer = build_optimizer(encoder, config.train, device)
-        if checkpoint:
-            load_optimizer(encoder, optimizer, checkpoint.folder / OPTIMIZER_FILE)
-            log.info("going on from the checkpoint of step %d", progress.step)
-        batches = TrainingBatches(
-            rows / "train.arrow",
-            context.world,
-            batch_size=config.train.batch_size,
-            query_length=config.train.query_length,
-            buckets=config.train.buckets,
-            seed=config.seed,
-            learning_rate=partial(learning_rate, config.train, steps=plan.train.steps, warmup_steps=plan.train.warmup_steps),
-        )
-        with ExitStack() as stack:
-            metrics = checkpoints = None
-            if context.world.is_leader:
-                local = context.scratch / "train"
-                metrics = stack.enter_context(
-                    MetricsLog(local / "logs", checkpoint.metrics if checkpoint else None, progress.step)
-                )
-                checkpoints = stack.enter_context(
-                    CheckpointWriter(context.paths, local, parent, plan.fingerprint, config.train.keep_checkpoints)
-                )
-            train(
-                Training(
-                    config=config,
-                    steps=plan.train.steps,
-                    device=device,
-                    encoder=encoder,
-                    optimizer=optimizer,
-                    batches=batches,
-                    validation=read_validation_set(rows, config.train.validation_queries),
-                    heartbeat=context.heartbeat,
-                    metrics=metrics,
-                    checkpoints=checkpoints,
-                ),
-                progress,
+        begin = start(context, device)
+        progress = begin.progress
+        resumed_from = progress.step if begin.checkpoint else None
+        metrics = checkpoints = None
+        if context.world.is_leader:
+            local = context.scratch / "train"
+            resumed = begin.checkpoint.metrics if begin.checkpoint else None
+            metrics = stack.enter_context(MetricsLog(local / "logs", resumed, progress.step))
+            checkpoints = stack.enter_context(
+                CheckpointWriter(context.paths, local, begin.parent, plan.fingerprint, config.train.keep_checkpoints)
             )
+        train(
+            Training(
+                config=config,
+                steps=plan.train.steps,
+                device=device,
+                encoder=begin.encoder,
+                optimizer=begin.optimizer,
+                batches=TrainingBatches(
+                    rows / "train.arrow",
+                    context.world,
+                    batch_size=config.train.batch_size,
+                    accumulation=config.train.accumulation,
+                    query_length=config.train.query_length,
+                    buckets=config.train.buckets,
+                    seed=config.seed,
+                    learning_rate=partial(
+                        learning_rate, config.train, steps=plan.train.steps, warmup_steps=plan.train.warmup_steps
+                    ),
+                ),
+                validation=read_validation_set(rows, config.train.validation_queries),
+                heartbeat=context.heartbeat,
+                watch=watch,
+                metrics=metrics,
+                checkpoints=checkpoints,
+            ),
+            progress,
+        )
         if not context.world.is_leader:
             return None
-        output = finish(context, device, encoder, parent, progress)
+        output = finish(context, device, begin.encoder, begin.parent, progress)
         output.metrics["resumed_from"] = resumed_from
+        if plan.graphs:
+            output.metrics["graphs"] = watch.report(context)
         return output
-
-
-@contextmanager
-def joined(context: StageContext, plan: RunPlan) -> Iterator[Device]:
-    """This rank's device for as long as the gang works."""
-    threads = plan.config.device.threads_per_rank
-    device = open_device(plan.world.kind, plan.world.precision, context.world, threads=threads)
-    try:
-        yield device
-    finally:
-        device.close()
-
-
-def fetch_once(context: StageContext, device: Device, uri: str, name: str) -> Path:
-    """A local folder with what stands under `uri`, fetched by one rank of each node for all of them."""
-    if not store.is_s3(uri):
-        return store.local_folder(uri, context.scratch)
-    folder = context.scratch / name
-    context.heartbeat.beat(note=f"fetching {name}")
-    if context.world.local_rank == 0:
-        store.download_folder(uri, folder)
-    device.barrier()
-    return folder
-
-
-def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | None:
-    """The checkpoint that all ranks go on from: the leader chooses, one rank of each node fetches it."""
-    scratch, fingerprint = context.scratch / "resumed", context.plan.fingerprint
-    context.heartbeat.beat(note="looking for a checkpoint")
-    found = find_checkpoint(context.paths, fingerprint, scratch) if context.world.is_leader else None
-    choice = torch.tensor([found.progress.step if found else -1], dtype=torch.int32, device=device.torch_device)
-    step = int(device.read(device.broadcast(choice))[0])
-    if step < 0:
-        return None
-    if context.world.local_rank == 0 and found is None:
-        fetch_checkpoint(context.paths, step, fingerprint, scratch)
-    device.barrier()
-    return open_checkpoint(scratch / f"step-{step:08d}")
-
-
-def require_same_weights(encoder: Encoder, device: Device) -> None:
-    """Without a wrapper that broadcasts, ranks are alike because they start alike: prove that they do.
-
-    Raises:
-        Defect: this rank's weights are not the leader's.
-    """
-    digest = 0
-    for tensor in encoder.state_dict().values():
-        digest = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), digest)
-    mine = torch.tensor([digest >> 16, digest & 0xFFFF], dtype=torch.float32, device=device.torch_device)
-    if device.read(device.broadcast(mine)) != device.read(mine):
-        raise Defect("this rank's weights are not the leader's", value=f"rank {device.world.rank}")
 
 
 def finish(context: StageContext, device: Device, encoder: Encoder, parent: Path, progress: Progress) -> StageOutput:
     """Write the finished model, and say what was done."""
     context.heartbeat.beat(progress.step, progress.step, unit="pairs", note="writing the model")
     folder = context.scratch / "train" / "model"
-    save_folder(encoder, folder, parent)
+    save_folder(encoder, folder, parent, device.to_host(encoder.state_dict()))
     written = store.upload_folder(folder, context.paths.model)
     return StageOutput(
         inputs={"parent": Artifact(context.plan.parent.uri, context.plan.parent.sha256)},

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -61,13 +62,27 @@ class TokenColumn:
         return values
 
 
+class Batches(Protocol):
+    """Where the training loop takes its batches from."""
+
+    def iterate(self, start: int, stop: int) -> Iterator[Batch]:
+        """Batches of the steps start, ..., stop - 1, on the host: `accumulation` of them for each step."""
+
+    def take_facts(self, step: int) -> StepFacts:
+        """What is known of a step's global batch, once it has been yielded; it is forgotten then."""
+
+    def row_ids(self, step: int) -> list[str]:
+        """Ids of the rows of a step's global batch."""
+
+
 class TrainingBatches:
     """This rank's batches of all steps.
 
     Args:
         path: `train.arrow`.
         world: this rank among all.
-        batch_size: pairs per rank and step.
+        batch_size: pairs per rank and batch.
+        accumulation: batches per step, all of one bucket.
         query_length: static length of queries in tokens.
         buckets: static lengths of documents.
         seed: of the schedule.
@@ -83,6 +98,7 @@ class TrainingBatches:
         world: World,
         *,
         batch_size: int,
+        accumulation: int = 1,
         query_length: int,
         buckets: tuple[int, ...],
         seed: int,
@@ -97,10 +113,11 @@ class TrainingBatches:
         self._document_lengths = token_lengths(table["document_tokens"])
         self._world = world
         self._batch_size = batch_size
+        self._accumulation = accumulation
         self._query_length = query_length
         self._learning_rate = learning_rate
         # One scheduled "rank" that takes whole global batches: the order depends on the global batch alone.
-        self._schedule = Schedule(self._document_lengths, buckets, batch_size * world.size, 1, seed)
+        self._schedule = Schedule(self._document_lengths, buckets, batch_size * world.size * accumulation, 1, seed)
         self._facts: dict[int, StepFacts] = {}
         self.steps_per_epoch = self._schedule.steps_per_epoch
 
@@ -111,26 +128,31 @@ class TrainingBatches:
             query_tokens, query_mask (B, query length) and document_tokens, document_mask (B, bucket): int64; roles (B, N): int32,
             see Role; weights (B,) and learning_rate (1,): fp32.
         """
+        for step in self._schedule.batches(0, start, stop):
+            self._facts[step.step] = self._count(step)
+            # Each query weighs the same in its step, in whichever of the step's batches it is.
+            weight = self._world.size / (step.rows != MASKED).sum()
+            for rows in np.split(step.rows, self._accumulation):
+                yield self._batch(rows, step.bucket, weight, self._learning_rate(step.step))
+
+    def _batch(self, rows: Rows, bucket: int, weight: float, learning_rate: float) -> Batch:
+        """This rank's share of the `rows` of all ranks."""
         own = slice(self._world.rank * self._batch_size, (self._world.rank + 1) * self._batch_size)
-        for batch in self._schedule.batches(0, start, stop):
-            self._facts[batch.step] = self._count(batch)
-            rows = batch.rows[own]
-            query_tokens, query_mask = self._tokens(self._queries, rows, self._query_length)
-            document_tokens, document_mask = self._tokens(self._documents, rows, batch.bucket)
-            valid = batch.rows != MASKED
-            weights = np.where(valid[own], self._world.size / valid.sum(), 0.0).astype(np.float32)
-            yield {
-                "query_tokens": query_tokens,
-                "query_mask": query_mask,
-                "document_tokens": document_tokens,
-                "document_mask": document_mask,
-                "roles": torch.from_numpy(
-                    roles(self._query_hash[batch.rows], self._document_hash[batch.rows], valid, own.start, self._batch_size)
-                ),
-                "weights": torch.from_numpy(weights),
-                # Not a scalar: torch-xla shares equal scalars, so a rate that equals another constant would change the graph.
-                "learning_rate": torch.tensor([self._learning_rate(batch.step)], dtype=torch.float32),
-            }
+        query_tokens, query_mask = self._tokens(self._queries, rows[own], self._query_length)
+        document_tokens, document_mask = self._tokens(self._documents, rows[own], bucket)
+        valid = rows != MASKED
+        return {
+            "query_tokens": query_tokens,
+            "query_mask": query_mask,
+            "document_tokens": document_tokens,
+            "document_mask": document_mask,
+            "roles": torch.from_numpy(
+                roles(self._query_hash[rows], self._document_hash[rows], valid, own.start, self._batch_size)
+            ),
+            "weights": torch.from_numpy(np.where(valid[own], weight, 0.0).astype(np.float32)),
+            # Not a scalar: torch-xla shares equal scalars, so a rate that equals another constant would change the graph.
+            "learning_rate": torch.tensor([learning_rate], dtype=torch.float32),
+        }
 
     def take_facts(self, step: int) -> StepFacts:
         """What is known of a step's global batch, once it has been yielded; it is forgotten then."""

@@ -25,7 +25,8 @@ from pipeline.errors import BadData, MissingInput
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import save_folder
 from pipeline.runtime import store
-from pipeline.training.metrics import EVENTS_FOLDER, METRICS_FILE, MetricsLog
+from pipeline.runtime.device import Device
+from pipeline.training.metrics import EVENTS_FOLDER, METRICS_FILE, VALIDATION_FOLDER, MetricsLog
 from pipeline.training.state import Progress
 
 log = logging.getLogger("trnpipe")
@@ -86,12 +87,15 @@ class CheckpointWriter:
         finally:
             self._thread.shutdown(wait=True)
 
-    def save(self, encoder: Encoder, optimizer: torch.optim.Optimizer, progress: Progress, metrics: MetricsLog) -> None:
+    def save(
+        self, encoder: Encoder, optimizer: torch.optim.Optimizer, device: Device, progress: Progress, metrics: MetricsLog
+    ) -> None:
         """Write a checkpoint of this moment; returns as soon as it stands in local files."""
         self.wait()
         folder = self._scratch / f"step-{progress.step:08d}"
-        save_folder(encoder, folder, self._model_source)
-        save_optimizer(encoder, optimizer, folder / OPTIMIZER_FILE)
+        state = host_state(encoder, optimizer, device)
+        save_folder(encoder, folder, self._model_source, state.weights)
+        save_file(state.optimizer, folder / OPTIMIZER_FILE)
         (folder / PROGRESS_FILE).write_text(progress.to_json())
         metrics.snapshot(folder)
         self._running = self._thread.submit(self._upload, folder, progress.step)
@@ -109,7 +113,9 @@ class CheckpointWriter:
     def _upload(self, folder: Path, step: int) -> None:
         store.upload_folder(folder / EVENTS_FOLDER, self._paths.tensorboard)
         store.upload(folder / METRICS_FILE, self._paths.metrics)
-        shutil.rmtree(folder / EVENTS_FOLDER)
+        store.upload_folder(folder / VALIDATION_FOLDER, self._paths.validations)
+        for name in (EVENTS_FOLDER, VALIDATION_FOLDER):
+            shutil.rmtree(folder / name)
         artifacts = store.upload_folder(folder, self._paths.checkpoint(step))
         files = {name: {"sha256": artifact.sha256, "size": artifact.size} for name, artifact in artifacts.items()}
         manifest = {"step": step, "fingerprint": self._fingerprint, "time": now(), "files": files}
@@ -181,15 +187,30 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, Progress.from_json((folder / PROGRESS_FILE).read_text()))
 
 
-def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """The optimizer's tensors as `NAME/KIND`, e.g. `head.inner.weight/exp_avg`."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {
-        f"{names[parameter]}/{kind}": value.detach().cpu().contiguous()
-        for parameter, state in optimizer.state.items()
-        for kind, value in state.items()
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """What a checkpoint keeps of a model in training, in host memory.
+
+    Attributes:
+        weights: the encoder's state.
+        optimizer: the optimizer's tensors as `NAME/KIND`, e.g. `head.inner.weight/exp_avg`.
+    """
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def host_state(encoder: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> HostState:
+    """Copy weights and optimizer to the host, in one go."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in encoder.named_parameters()}
+    state = {
+        f"{names[parameter]}/{kind}": value for parameter, kinds in optimizer.state.items() for kind, value in kinds.items()
     }
-    save_file(tensors, path)
+    weights = encoder.state_dict()
+    copies = device.to_host({**{f"w:{name}": tensor for name, tensor in weights.items()}, **state})
+    return HostState(
+        {name: copies[f"w:{name}"] for name in weights}, {name: copies[name].contiguous() for name in state}
+    )
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

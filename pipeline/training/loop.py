@@ -10,15 +10,17 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.config import RunConfig
+from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadData
 from pipeline.model.encoder import Encoder
+from pipeline.model.watch import GraphWatch
 from pipeline.runtime.context import Heartbeat
 from pipeline.runtime.device import Device
-from pipeline.training.batches import TrainingBatches
+from pipeline.training.batches import Batches
 from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.state import Progress, Window
-from pipeline.training.step import RecentLosses, step_seed, train_step
+from pipeline.training.step import RecentLosses, require_equal_weights, step_seed, train_step
 from pipeline.training.validation import ValidationSet, validate
 
 log = logging.getLogger("trnpipe")
@@ -30,6 +32,7 @@ class Training:
 
     Attributes:
         steps: optimizer steps of the whole run.
+        watch: what is compiled.
         metrics, checkpoints: the leader's; None on the other ranks.
     """
 
@@ -38,9 +41,10 @@ class Training:
     device: Device
     encoder: Encoder
     optimizer: torch.optim.Optimizer
-    batches: TrainingBatches
+    batches: Batches
     validation: ValidationSet
     heartbeat: Heartbeat
+    watch: GraphWatch
     metrics: MetricsLog | None
     checkpoints: CheckpointWriter | None
 
@@ -57,9 +61,16 @@ def train(run: Training, progress: Progress) -> None:
         _validate(run, progress)
     run.encoder.train()
     clock = time.monotonic()
-    for batch in device.batches(run.batches.iterate(progress.step, run.steps)):
-        device.seed(step_seed(run.config.seed, progress.step, device.world.rank))
-        train_step(run.encoder, run.optimizer, device, batch, config, losses)
+    for number, batch in enumerate(device.batches(run.batches.iterate(progress.step, run.steps))):
+        # The sync point that ended the step before came with this batch.
+        run.watch.check(progress.step)
+        position = number % config.accumulation
+        device.seed(step_seed(run.config.seed, progress.step * config.accumulation + position, device.world.rank))
+        complete = position == config.accumulation - 1
+        sync_points = run.config.device.sync_points
+        train_step(run.encoder, run.optimizer, device, batch, config, losses, last=complete, sync_points=sync_points)
+        if not complete:
+            continue
         _count(run, progress)
 
         step, last = progress.step, progress.step == run.steps
@@ -68,6 +79,8 @@ def train(run: Training, progress: Progress) -> None:
         )
         if not (log_due or validation_due or checkpoint_due):
             continue
+        # Reading cuts the graph where it stands: only ever at the end of a step.
+        device.sync()
         _read(run, progress, losses)
         clock = _spend(progress, clock)
         if log_due:
@@ -78,6 +91,7 @@ def train(run: Training, progress: Progress) -> None:
             _checkpoint(run, progress)
         if validation_due or checkpoint_due:
             clock = time.monotonic()
+    run.watch.check(progress.step)
 
 
 def _count(run: Training, progress: Progress) -> None:
@@ -126,6 +140,8 @@ def _log(run: Training, progress: Progress) -> None:
         "pairs_per_second": window.pairs / window.seconds,
         "padding_share": 1.0 - window.tokens / window.slots,
     }
+    if run.device.kind not in EAGER_KINDS:
+        values |= run.watch.metrics()
     run.metrics.training(progress.step, values)
     log.info(
         "step %d of %d: loss %.4f, lr %.3g, gradient norm %.3f, %.0f pairs/s",
@@ -139,24 +155,26 @@ def _log(run: Training, progress: Progress) -> None:
 
 
 def _validate(run: Training, progress: Progress) -> None:
-    values = validate(
+    found = validate(
         run.encoder,
         run.device,
         run.validation,
         run.config.embed,
         lambda _: run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="validation"),
     )
-    if values is None or run.metrics is None:
+    if found is None or run.metrics is None:
         return
+    values = found.means()
     progress.first_validation = progress.first_validation or values
     progress.last_validation = values
-    run.metrics.validation(progress.step, values)
+    run.metrics.validation(progress.step, found)
     log.info("step %d: %s", progress.step, ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
 
 
 def _checkpoint(run: Training, progress: Progress) -> None:
     progress.checkpoints += 1
+    require_equal_weights(run.encoder, run.device)
     if run.checkpoints is None or run.metrics is None:
         return
     run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="checkpoint")
-    run.checkpoints.save(run.encoder, run.optimizer, progress, run.metrics)
+    run.checkpoints.save(run.encoder, run.optimizer, run.device, progress, run.metrics)

@@ -1,7 +1,8 @@
 """What training says about itself: `metrics.jsonl`, one JSON object per line, and the same numbers as TensorBoard events.
 
-A line is `{step, time, loss, lr, grad_norm, pairs_per_second, padding_share}` (means since the line before) or
-`{step, time, validation: {metric: value}}`.
+A line is `{step, time, loss, lr, grad_norm, pairs_per_second, padding_share, data_digest}` (means since the line before;
+pipeline/training/digest) or `{step, time, validation: {metric: value}}`. What each query got at an evaluation stands in
+`validation/step-00000100.parquet` (pipeline/data/query_values).
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from pipeline.data.query_values import QueryValues
+
 log = logging.getLogger("trnpipe")
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
+VALIDATION_FOLDER = "validation"
 
 
 class MetricsLog:
-    """Both files of one attempt; use as a context manager.
+    """The files of one attempt; use as a context manager.
 
     Args:
-        folder: gets METRICS_FILE and EVENTS_FOLDER.
+        folder: gets METRICS_FILE, EVENTS_FOLDER and VALIDATION_FOLDER.
         resumed: the checkpoint's copy of METRICS_FILE, which this attempt goes on with; None: from the beginning.
         step: steps already done; events that a lost attempt wrote beyond it are taken back.
     """
 
     def __init__(self, folder: Path, resumed: Path | None, step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / VALIDATION_FOLDER).mkdir(parents=True, exist_ok=True)
         self._folder = folder
         if resumed is not None:
             shutil.copyfile(resumed, folder / METRICS_FILE)
@@ -45,23 +49,29 @@ class MetricsLog:
         self._lines.close()
         self._events.close()  # type: ignore[no-untyped-call]
 
-    def training(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of the steps since the last line."""
-        self._write({"step": step, "time": time.time(), **values})
+    def training(self, step: int, values: Mapping[str, float], data_digest: str | None = None) -> None:
+        """Numbers of the steps since the last line, and the digest of all data so far."""
+        self._write({"step": step, "time": time.time(), **values, **({"data_digest": data_digest} if data_digest else {})})
         self._scalars("train", step, values)
 
-    def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Retrieval metrics after `step` steps."""
-        self._write({"step": step, "time": time.time(), "validation": dict(values)})
-        self._scalars("validation", step, values)
+    def validation(self, step: int, found: QueryValues) -> None:
+        """What every query got after `step` steps."""
+        means = found.means()
+        self._write({"step": step, "time": time.time(), "validation": means})
+        self._scalars("validation", step, means)
+        found.write(self._folder / VALIDATION_FOLDER / f"step-{step:08d}.parquet")
 
     def snapshot(self, folder: Path) -> None:
-        """Copy both as they are now into `folder`."""
+        """Copy lines and events as they are now into `folder`; evaluations since the last snapshot move there."""
         self._lines.flush()
         self._events.flush()  # type: ignore[no-untyped-call]
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self._folder / METRICS_FILE, folder / METRICS_FILE)
         shutil.copytree(self._folder / EVENTS_FOLDER, folder / EVENTS_FOLDER, dirs_exist_ok=True)
+        (folder / VALIDATION_FOLDER).mkdir(exist_ok=True)
+        for path in sorted((self._folder / VALIDATION_FOLDER).iterdir()):
+            # Moved, not copied: these files never change, so each is uploaded once.
+            shutil.move(path, folder / VALIDATION_FOLDER / path.name)
 
     def _write(self, record: Mapping[str, object]) -> None:
         self._lines.write(json.dumps(record) + "\n")

@@ -8,13 +8,18 @@ from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
 from pipeline.contract import EAGER_KINDS
+from pipeline.errors import Defect
 from pipeline.model.contrastive import contrastive_loss
 from pipeline.model.encoder import Encoder
 from pipeline.runtime.device import Batch, Device
 
 
 def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device) -> torch.optim.AdamW:
-    """AdamW without decay on biases and normalization. The learning rate is a tensor that every step fills from its batch."""
+    """AdamW without decay on biases and normalization. The learning rate is a tensor that every step fills from its batch.
+
+    On lazy devices its state exists from the beginning, because a first step that makes it would be a graph of its own; and
+    so do gradients that several batches add up in.
+    """
     parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
@@ -33,6 +38,16 @@ def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device) -> 
     rate = torch.zeros((), device=device.torch_device)
     for group in optimizer.param_groups:
         group["lr"] = rate
+    for parameter in parameters:
+        if not fused:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=device.torch_device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        if config.accumulation > 1:
+            parameter.grad = torch.zeros_like(parameter)
+    device.sync()
     return optimizer
 
 
@@ -46,11 +61,21 @@ class RecentLosses:
     def __init__(self, capacity: int, device: Device) -> None:
         self._device = device
         self._values = torch.zeros((capacity, 2), device=device.torch_device)
+        self._started = torch.zeros((), device=device.torch_device)
         self._unread = 0
+        # What is there before the first step is data like everything later, not a constant of the first graph.
+        device.sync()
+
+    def add(self, loss: Tensor) -> None:
+        """A part of the next step's loss."""
+        self._started = self._started + loss.detach()
 
     def push(self, loss: Tensor, norm: Tensor) -> None:
+        """The (rest of the) loss and the gradient norm of a step."""
+        whole = self._started + loss.detach()
         # Shifting, not writing at an index: the index would be a constant of the graph, and every step a new graph.
-        self._values = torch.cat([self._values[1:], torch.stack([loss.detach(), norm.detach()])[None]])
+        self._values = torch.cat([self._values[1:], torch.stack([whole, norm.detach()])[None]])
+        self._started = torch.zeros_like(self._started)
         self._unread += 1
 
     def read(self) -> list[tuple[float, float]]:
@@ -64,9 +89,24 @@ class RecentLosses:
 
 
 def train_step(
-    encoder: Encoder, optimizer: torch.optim.Optimizer, device: Device, batch: Batch, config: TrainConfig, losses: RecentLosses
+    encoder: Encoder,
+    optimizer: torch.optim.Optimizer,
+    device: Device,
+    batch: Batch,
+    config: TrainConfig,
+    losses: RecentLosses,
+    *,
+    last: bool = True,
+    sync_points: int = 2,
 ) -> None:
-    """Forward and backward through both towers, mean gradient of all ranks, clipping, update. Nothing is read back."""
+    """Forward and backward through both towers; then mean gradient of all ranks, clipping, update. Nothing is read back.
+
+    The end of a step is a sync point too, which comes with the next batch (`Device.batches`) or a reading.
+
+    Args:
+        last: False for a batch whose gradients are only added up, to be used with those of the step's last batch.
+        sync_points: 2 ends a piece of work after the backward pass as well.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with device.autocast():
         queries = encoder(batch["query_tokens"], batch["query_mask"])
@@ -75,17 +115,53 @@ def train_step(
         queries, documents, batch["roles"], batch["weights"], temperature=config.temperature, gather=device.gather
     )
     loss.backward()  # type: ignore[no-untyped-call]
+    if not last:
+        losses.add(loss)
+        return
     device.reduce_gradients(parameters)
-    device.sync()
+    if sync_points == 2:
+        device.sync()
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or float("inf"))
     for group in optimizer.param_groups:
         group["lr"].copy_(batch["learning_rate"].reshape(()))
     device.step(optimizer)
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=config.accumulation == 1)
     losses.push(loss, norm)
-    device.sync()
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """Makes dropout a function of (seed, step, rank): no random state is saved, and a resumed run draws the same."""
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
+def require_equal_weights(encoder: nn.Module, device: Device) -> None:
+    """Without a wrapper that broadcasts, ranks stay alike because they do alike: prove it, by two sums of every weight.
+
+    Equal weights give equal sums on equal devices; copying all weights of all ranks to the host would cost seconds and memory.
+
+    Raises:
+        Defect: this rank's weights are not the leader's.
+    """
+    if device.world.size == 1:
+        return
+    with torch.no_grad():
+        sums = [reduced for parameter in encoder.parameters() for reduced in (parameter.sum(), parameter.abs().sum())]
+        require_equal(device, torch.stack(sums))
+
+
+def require_equal(device: Device, values: Tensor) -> None:
+    """Compare what every rank has found of its weights with the leader's.
+
+    Raises:
+        Defect: they differ.
+    """
+    if device.world.size == 1:
+        return
+    own, leaders = device.read(values), device.read(device.broadcast(values))
+    if own != leaders:
+        raise Defect(
+            "this rank's weights are not the leader's",
+            value=f"rank {device.world.rank}: {sum(one != other for one, other in zip(own, leaders, strict=True))} sums differ",
+            rule="all ranks start from the same weights and take the same steps",
+            remedy="report it with the logs of all ranks; a single rank that differs points at its device",
+        )
+
+
+def step_seed(seed: int, batch: int, rank: int) -> int:
+    """Makes dropout a function of (seed, number of the batch, rank): no random state is saved, and a resumed run draws the same."""
+    return int(np.random.SeedSequence([seed, batch, rank]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,6 +1,8 @@
 """The evaluation inside training: some of the hold-out's queries against the documents of just those, on all ranks together.
 
-It shows a curve while a run goes on; the number that decides is the evaluate stage's, on the whole hold-out.
+It shows a curve while a run goes on, query by query for comparing runs (`trnpipe parity`); the number that decides is the
+evaluate stage's, on the whole hold-out. On devices that compile graphs every shape is fixed by the configuration, so that next
+week's hold-out meets the graphs of this week's: batches as in encoding, and ranks share embeddings in blocks of GATHER_ROWS.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from pipeline.config import EmbedConfig
 from pipeline.data.arrow import read_table
+from pipeline.data.query_values import QueryKey, QueryValues
 from pipeline.errors import BadData
 from pipeline.model.encoder import Encoder
 from pipeline.model.inference import encode
@@ -23,11 +26,20 @@ from pipeline.runtime.device import Device
 
 TokenLists = Sequence[Sequence[int]]
 
+GATHER_ROWS = 64
+"""Embeddings that a rank gives to one gather: 64 ranks x 64 rows of 768 fp32 values are 12 MiB, and the usual 512 queries of
+one node are one block. A larger hold-out takes more blocks, never another shape."""
+
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """Queries, candidates, and per query the index of each relevant candidate with its gain."""
+    """Queries, candidates, and per query the index of each relevant candidate with its gain.
 
+    Attributes:
+        keys: what each query is known by in other runs.
+    """
+
+    keys: tuple[QueryKey, ...]
     queries: TokenLists
     candidates: TokenLists
     relevant: list[dict[int, float]]
@@ -48,7 +60,8 @@ def read_validation_set(folder: Path, queries: int) -> ValidationSet:
     for row, (query, locale, label) in enumerate(zip(*columns, strict=True)):
         if label > 0:
             rows_of.setdefault((query, locale or ""), []).append(row)
-    chosen = [rows for _, rows in sorted(rows_of.items())[:queries]]
+    taken = sorted(rows_of.items())[:queries]
+    chosen = [rows for _, rows in taken]
     if not chosen:
         raise BadData(
             "the hold-out has no query with a relevant document", value=str(folder), remedy="raise data.holdout_fraction"
@@ -71,6 +84,7 @@ def read_validation_set(folder: Path, queries: int) -> ValidationSet:
             gains[document] = max(labels[row], gains.get(document, 0.0))
         relevant.append(gains)
     return ValidationSet(
+        keys=tuple((query, locale or None) for (query, locale), _ in taken),
         queries=pc.take(holdout["query_tokens"], [rows[0] for rows in chosen]).to_pylist(),
         candidates=pc.take(candidates["document_tokens"], list(positions.values())).to_pylist(),
         relevant=relevant,
@@ -79,8 +93,8 @@ def read_validation_set(folder: Path, queries: int) -> ValidationSet:
 
 def validate(
     encoder: Encoder, device: Device, data: ValidationSet, config: EmbedConfig, on_progress: Callable[[int], None]
-) -> dict[str, float] | None:
-    """Mean of each retrieval metric; the leader's answer, None on the other ranks. Called by all ranks.
+) -> QueryValues | None:
+    """Each retrieval metric of each query; the leader's answer, None on the other ranks. Called by all ranks.
 
     Args:
         config: buckets and batch size, the same as for embedding.
@@ -90,19 +104,24 @@ def validate(
     candidates = _encode_shared(encoder, device, data.candidates, config, on_progress)
     if not device.world.is_leader:
         return None
-    return {name: float(values.mean()) for name, values in retrieve(queries, candidates, data.relevant).items()}
+    return QueryValues(data.keys, retrieve(queries, candidates, data.relevant))
 
 
 def _encode_shared(
     encoder: Encoder, device: Device, token_lists: TokenLists, config: EmbedConfig, on_progress: Callable[[int], None]
 ) -> Tensor:
-    """Embeddings of all token lists on every rank; each rank computes every world-size-th."""
+    """Embeddings of all token lists, on every rank's host; each rank computes every world-size-th."""
     rank, size = device.world.rank, device.world.size
     mine = token_lists[rank::size]
+    embeddings = encode(encoder, device, mine, config.buckets, config.tokens_per_batch, on_progress=on_progress)
+    if size == 1:
+        return embeddings
     share = -(-len(token_lists) // size)
-    padded = torch.zeros((share, encoder.dimension))
-    if mine:
-        padded[: len(mine)] = encode(encoder, device, mine, config.buckets, config.tokens_per_batch, on_progress=on_progress)
-    with torch.inference_mode():
-        gathered = device.gather(padded.to(device.torch_device)).cpu()
-    return gathered.view(size, share, -1).transpose(0, 1).reshape(size * share, -1)[: len(token_lists)].clone()
+    padded = torch.zeros((-(-share // GATHER_ROWS) * GATHER_ROWS, encoder.dimension))
+    padded[: len(mine)] = embeddings.reshape(len(mine), encoder.dimension)
+    blocks = []
+    for block in padded.split(GATHER_ROWS):
+        # The whole block to the host first: on a lazy device, slicing or turning it there would be a graph of its own.
+        shared = device.to_host({"rows": device.gather(block.to(device.torch_device))})["rows"]
+        blocks.append(shared.view(size, GATHER_ROWS, -1).transpose(0, 1).reshape(size * GATHER_ROWS, -1))
+    return torch.cat(blocks)[: len(token_lists)]

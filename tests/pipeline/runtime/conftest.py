@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.contract import Stage
+from pipeline.contract import RunPaths, Stage
+from pipeline.plan import World as PlannedWorld
 
 PROGRAM = """
 import sys
@@ -22,6 +24,17 @@ from pipeline.contract import Stage
 from pipeline.runtime.supervisor import run
 sys.exit(run(Stage(sys.argv[1]), sys.argv[2]))
 """
+SCRIPTED_STAGE = """
+import logging, os, signal, sys, time
+
+def run(context):
+    rank = context.world.rank
+    context.heartbeat.beat(note="working")
+    exec(os.environ["TRNPIPE_TEST_RANK"])
+"""
+"""A stage that runs what the test says, without loading a framework; `rank` and `context` are there."""
+
+QUICK = {"health_check": {"matmul_size": 64, "memory_mib": 8, "collective_bytes": [4096], "storage_mib": 1}}
 FAST = {"TRNPIPE_PUBLISH_SECONDS": "0.2", "TRNPIPE_SETTLE_SECONDS": "2", "TRNPIPE_PEER_GRACE_SECONDS": "2"}
 
 
@@ -90,6 +103,36 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         if node.process.poll() is None:
             node.process.send_signal(signal.SIGKILL)
             node.process.wait()
+
+
+@pytest.fixture
+def planned_ranks(plan_run: Callable[..., Any]) -> Callable[..., RunPaths]:
+    """A function that plans a run on some ranks and returns the run folder's paths."""
+
+    def planned_ranks(nodes: int = 1, ranks_per_node: int = 2, kind: str = "cpu") -> RunPaths:
+        run = plan_run(settings=QUICK)
+        run.replan(world=PlannedWorld(kind=kind, precision="fp32", nodes=nodes, ranks_per_node=ranks_per_node))
+        return run.paths  # type: ignore[no-any-return]
+
+    return planned_ranks
+
+
+@pytest.fixture
+def scripted_stage(tmp_path: Path) -> dict[str, str]:
+    """Variables with which a rank of `health_check` or `embed` runs the code in TRNPIPE_TEST_RANK in place of the stage."""
+    folder = tmp_path / "scripted"
+    folder.mkdir()
+    # Loaded when an interpreter starts, so that it comes before the real stage.
+    (folder / "sitecustomize.py").write_text(
+        "import importlib.util, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('pipeline.stages.health_check', 'pipeline.stages.embed'):\n"
+        f"            return importlib.util.spec_from_file_location(name, {str(folder / 'stage.py')!r})\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    (folder / "stage.py").write_text(SCRIPTED_STAGE)
+    return {"PYTHONPATH": str(folder)}
 
 
 def free_port() -> int:

@@ -44,3 +44,27 @@ def test_a_rank_has_longer_for_its_first_heartbeat_than_for_the_next(tmp_path: P
     assert [(stall.rank, stall.deadline) for stall in watchdog.stalls([0, 1])] == [(1, 60), (0, 10)]
     # A rank that has ended owes no heartbeat.
     assert [stall.rank for stall in watchdog.stalls([1])] == [1]
+
+
+def test_a_rank_that_compiles_is_given_the_time_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: moment)
+    watchdog = Watchdog(tmp_path, [0], startup_seconds=60, progress_seconds=10, patience_seconds=500)
+    rank = Heartbeat(tmp_path, 0)
+    rank.beat(note="training")
+    # Half a second has not passed, and still the wish is written, and so is its end.
+    rank.beat(note="compiling", patience=100)
+    assert watchdog.stalls([0]) == []
+    moment += 90
+    assert watchdog.stalls([0]) == []
+    moment += 20
+    assert [(stall.deadline, stall.last) for stall in watchdog.stalls([0])] == [(100, "compiling")]
+    rank.beat(note="compiling", patience=10_000)
+    assert watchdog.stalls([0]) == []
+    moment += 501
+    assert [stall.deadline for stall in watchdog.stalls([0])] == [500]
+    rank.beat(note="compiled", patience=1)
+    rank.beat(note="training")
+    assert watchdog.stalls([0]) == []
+    moment += 11
+    assert [(stall.deadline, stall.last) for stall in watchdog.stalls([0])] == [(10, "training")]

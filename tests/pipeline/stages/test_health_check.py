@@ -21,6 +21,7 @@ from pipeline.contract import Stage, StageFailure, StageResult
 from pipeline.errors import ExitCode, Transient, UnhealthyHost
 from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import store
+from pipeline.runtime.health.answers import sequence
 from pipeline.stages import health_check
 
 SMALL = {"matmul_size": 48, "memory_mib": 4, "collective_bytes": [4096, 10_000], "storage_mib": 1}
@@ -96,7 +97,7 @@ def test_a_stuck_memory_bit_is_found_whichever_it_is(planned: Any, bit: int) -> 
         if element.dtype == torch.int32:
             element.bitwise_and_(~(1 << bit))
 
-    with Fault("copy_.default", clear), pytest.raises(UnhealthyHost) as found:
+    with Fault("bitwise_xor_.Tensor", clear), pytest.raises(UnhealthyHost) as found:
         check(planned)
     assert found.value.what.endswith(": memory")
     assert "read back wrong" in found.value.value[0]
@@ -119,8 +120,8 @@ def test_storage_that_gives_back_other_bytes_is_transient(planned: Any, monkeypa
 
 def test_the_sequence_is_the_same_everywhere() -> None:
     # A change here changes what every host is asked; the first values, written down once, pin it.
-    assert health_check.sequence(6, -128, 128).tolist() == [-128, -73, -18, 38, 93, -107]
-    values = health_check.sequence(1 << 14, -128, 128)
+    assert sequence(6, -128, 128).tolist() == [-128, -73, -18, 38, 93, -107]
+    values = sequence(1 << 14, -128, 128)
     assert (values.min(), values.max()) == (-128, 127)
     assert len(np.unique(values)) == 256
 
@@ -173,7 +174,7 @@ def run_ranks(run: Any, tmp_path: Path, *, nodes: int, ranks_per_node: int, faul
         }
         if fault and rank == size - 1:
             environment["PYTHONPATH"] = os.pathsep.join([str(hook), str(Path.cwd())])
-        command = [sys.executable, "-m", "pipeline.rank", "health_check", "--run", run.paths.root]
+        command = [sys.executable, "-m", "pipeline.rank", "health_check", run.paths.root]
         processes.append(subprocess.Popen(command, env=environment))
     return [process.wait(120) for process in processes]
 

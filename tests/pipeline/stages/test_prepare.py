@@ -178,7 +178,7 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
 
     for name, file in plan.row_files.items():
         assert store.sha256(store.join(bench.paths("first").rows, name)) == file.sha256
-    assert output.metrics == plan.summary()
+    assert output.metrics == {**plan.summary(), "compile": False}
     assert output.outputs["plan"].sha256 == store.sha256(bench.paths("first").plan)
     result = StageResult.from_json(store.read_bytes(bench.paths("first").result(Stage.PREPARE)))
     assert result.fingerprint == plan.fingerprint
@@ -422,8 +422,18 @@ def test_of_two_prepares_the_first_plan_counts(bench: Bench, monkeypatch: pytest
         ({"data": {"train": []}}, ["data.train"]),
         ({"train": {"buckets": [16, 64]}}, ["train.buckets: 64", "at most 48"]),
         ({"embed": {"buckets": [49]}}, ["embed.buckets: 49"]),
-        ({"train": {"query_length": 64, "buckets": [64]}}, ["train.query_length: 64"]),
-        ({"device": {"kind": "xla"}}, ["device.kind = xla", "one of cpu, cuda"]),
+        ({"train": {"query_length": 64, "buckets": [64]}, "embed": {"buckets": [64]}}, ["train.query_length: 64"]),
+        ({"train": {"query_length": 48}, "embed": {"buckets": [40]}}, ["train.query_length 48", "embed.buckets, 40"]),
+        ({"device": {"kind": "xla"}}, ["4 ranks", "one node, one rank"]),
+        (
+            {"nodes": 1, "device": {"kind": "xla", "ranks_per_node": 1}, "compile": {"enabled": False}},
+            ["/graphs/train/", "/graphs/infer/", "compile.enabled = true"],
+        ),
+        ({"device": {"precision": "compiler"}}, ["device.precision = compiler"]),
+        ({"device": {"precision": "bf16"}, "compile": {"auto_cast": "all"}}, ["compile.auto_cast = all", "bf16"]),
+        ({"compile": {"optlevel": 4}}, ["compile.optlevel"]),
+        ({"compile": {"cache": "/tmp/cache"}}, ["compile.cache", "s3://"]),
+        ({"device": {"loader": {"batches_per_execution": 2}}}, ["batches_per_execution = 2", "sync_points"]),
         ({"gate": {"allow_small": False}}, ["gate.min_queries = 2000"]),
         ({"model": {"pooling": "max"}}, ["model.pooling"]),
     ],
@@ -566,3 +576,58 @@ def test_plan_parts(counts: list[int], rows_per_part: int, children: int, expect
     assert [part.rows for part in parts] == expected
     covered = [(span.shard, row) for part in parts for span in part.spans for row in range(span.start, span.stop)]
     assert covered == [(shard, row) for shard, count in enumerate(counts) for row in range(count)]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def wide_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer of XLM-R large's width and vocabulary of letters: few bytes to write, many activations."""
+    folder = tmp_path_factory.mktemp("wide")
+    for name in ("vocab.txt", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    config = BertConfig(
+        vocab_size=len((model / "vocab.txt").read_text().split()),
+        hidden_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        max_position_embeddings=64,
+    )
+    BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    return folder
+
+
+def test_the_plan_says_what_it_needs(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    output = bench.start("run")
+    memory = bench.plan("run").memory
+    assert memory is not None
+    # Two ranks of a node, each a Python process of its own beside what its tensors need.
+    assert memory.host > 2 * memory.device
+    assert output.metrics["device_gib"] == round(memory.device / 2**30, 2)
+    assert output.metrics["host_gib"] == round(memory.host / 2**30, 2) > 1
+
+
+def test_a_batch_that_no_neuron_core_can_hold_is_refused_with_one_that_fits(bench: Bench, wide_model: Path) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    bench.config["model"]["parent"] = str(wide_model)
+    bench.config["device"] = {"kind": "neuron"}
+    bench.config["train"]["batch_size"] = 50_000
+    words = ("activations of documents", "at most 16.00 GiB per rank's device", "train.batch_size=")
+    error = refusal(BadConfig, lambda: bench.start("huge"), *words)
+    assert error.exit_code == ExitCode.BAD_CONFIG
+    assert not store.exists(bench.paths("huge").plan)
+    suggested = next(part for part in error.remedy.split("; or ") if part.startswith("train.batch_size="))
+    batch = int(suggested.removeprefix("train.batch_size=").split()[0])
+    bench.start("smaller", {"train": {"batch_size": batch}})
+    memory = bench.plan("smaller").memory
+    assert memory is not None
+    assert 8 * 2**30 < memory.device <= 16 * 2**30
+
+
+def test_a_host_with_too_little_memory_is_refused(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    bench.config["device"]["host_memory_gib"] = 0.5
+    refusal(BadConfig, lambda: bench.start("run"), "Python and its libraries", "at most 0.50 GiB per node's host")

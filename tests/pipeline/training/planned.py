@@ -13,9 +13,10 @@ from pipeline.config import build_config
 from pipeline.contract import RunPaths, now
 from pipeline.data.arrow import SCHEMAS
 from pipeline.data.rows import normalized_hash
-from pipeline.data.schedule import Schedule
+from pipeline.data.steps import count_steps
 from pipeline.data.tokens import TextTokenizer
-from pipeline.model.folder import WEIGHTS
+from pipeline.model.compiled import plan_graphs
+from pipeline.model.folder import WEIGHTS, inspect_folder
 from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, RunPlan, TrainPlan, World
 from pipeline.runtime import store
 from tests.tiny import WORDS, make_model
@@ -88,37 +89,45 @@ def plan_training(
     steps: int | None = None,
     rows: int = 150,
     head: int | None = None,
+    kind: str = "cpu",
+    sections: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> RunPlan:
-    """Write rows, parent and plan into a run folder."""
-    config = build_config(SETTINGS, {"train": train}, {"model": {"head": {"hidden": head}}} if head else {})
+    """Write rows, parent and plan into a run folder.
+
+    Args:
+        sections: settings beside those of `train`.
+    """
+    model = {"model": {"head": {"hidden": head}}} if head else {}
+    config = build_config(SETTINGS, {"device": {"kind": kind}, "train": train}, model, sections or {})
     settings = config.train
     make_model(local / "parent", head=head)
     lengths = write_rows(local / "rows", local / "parent", settings.query_length, max(settings.buckets), rows=rows, held=40)
     store.upload_folder(local / "rows", paths.rows)
     parent = store.join(paths.bucket_root, "parent")
     store.upload_folder(local / "parent", parent)
-    schedule = Schedule(lengths, settings.buckets, settings.batch_size, ranks, config.seed)
-    steps = steps or schedule.steps_per_epoch
+    counts = count_steps(lengths, config, ranks)
+    world = World(kind=kind, precision=config.device.precision, nodes=1, ranks_per_node=ranks)
     plan = RunPlan(
         run=paths.run_id,
         created=now(),
         config=config,
         parent=Parent(uri=parent, folder=parent, sha256=store.sha256_file(local / "parent" / WEIGHTS)),
-        world=World(kind="cpu", precision="fp32", nodes=1, ranks_per_node=ranks),
+        world=world,
         train=TrainPlan(
             new=(),
             replay=(),
             rows=rows,
             new_rows=rows,
             replay_rows=0,
-            bucket_rows={str(bucket): count for bucket, count in schedule.bucket_rows.items()},
-            steps_per_epoch=schedule.steps_per_epoch,
-            steps=steps,
+            bucket_rows=counts.bucket_rows,
+            steps_per_epoch=counts.steps_per_epoch,
+            steps=steps or counts.steps_per_epoch,
             warmup_steps=2,
         ),
         holdout=HoldoutPlan(rows=40, queries=40, candidates=40),
         embed=EmbedPlan(source="documents", shards=(), rows=0, ids="", parts=(), children=1),
+        graphs=plan_graphs(config, world, inspect_folder(local / "parent", config.model)[0], paths.bucket_root),
         seen=(),
     ).sealed()
     store.write_bytes(paths.plan, plan.to_json())

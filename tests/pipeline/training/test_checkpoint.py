@@ -25,10 +25,11 @@ from pipeline.training.step import build_optimizer
 from tests.tiny import make_model
 
 PLAN = "fingerprint"
+DEVICE = open_device("cpu", "fp32", World(), threads=1)
 
 
 def stepped(encoder: Encoder) -> torch.optim.Optimizer:
-    optimizer = build_optimizer(encoder, TrainConfig(), open_device("cpu", "fp32", World(), threads=1))
+    optimizer = build_optimizer(encoder, TrainConfig(), DEVICE)
     tokens = torch.arange(5, 25).view(2, 10)
     for _ in range(2):
         encoder(tokens, torch.ones_like(tokens))[:, 0].sum().backward()
@@ -49,7 +50,7 @@ def write(tmp_path: Path) -> Callable[..., tuple[Encoder, torch.optim.Optimizer]
         ):
             for step in steps:
                 metrics.training(step, {"loss": 1 / step})
-                writer.save(encoder, optimizer, Progress(step=step, window=Window(losses=[0.1 + step])), metrics)
+                writer.save(encoder, optimizer, DEVICE, Progress(step=step, window=Window(losses=[0.1 + step])), metrics)
         return encoder, optimizer
 
     return write

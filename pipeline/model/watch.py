@@ -1,0 +1,116 @@
+"""Watches that a stage compiles nothing that was not compiled ahead of time. On devices that do not compile there is nothing to see.
+
+Two probes, because neither suffices alone: the process's own counter of graphs it met for the first time, which also counts those
+whose compiled form was waiting for it, and the keys of the graphs, which are compared with the recorded ones when it has risen.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipeline.errors import Defect
+from pipeline.model.compiled import KnownGraphs
+from pipeline.runtime import store
+from pipeline.runtime.context import StageContext
+from pipeline.runtime.device import Device, GraphCounts
+from pipeline.runtime.hlo import describe, difference
+
+log = logging.getLogger("trnpipe")
+
+@dataclass(frozen=True, slots=True)
+class NewGraph:
+    """A graph that was not recorded.
+
+    Attributes:
+        step: steps done when it was noticed.
+        cause: what distinguishes it from the most similar recorded one.
+    """
+
+    key: str
+    step: int
+    cause: str
+
+
+@dataclass(kw_only=True)
+class GraphWatch:
+    """One rank's watch.
+
+    Attributes:
+        known: what was recorded when everything was compiled; None: nothing was, every graph is expected (the trial itself).
+        stop: end the run at the first new graph.
+        new: those that were met and not recorded.
+        last_compiled_step: steps done when a graph was last met for the first time; everything after it compiled nothing.
+    """
+
+    device: Device
+    known: KnownGraphs | None = None
+    stop: bool = False
+    new: list[NewGraph] = field(default_factory=list)
+    last_compiled_step: int = 0
+    _counts: GraphCounts = field(default_factory=GraphCounts)
+    _seen: set[str] = field(default_factory=set)
+
+    def check(self, step: int) -> None:
+        """Look at the counters; cheap as long as nothing was compiled.
+
+        Raises:
+            Defect: a new graph, or an operation that the device does not have, if `stop` says so.
+        """
+        counts = self.device.graph_counts()
+        if counts == self._counts:
+            return
+        before, self._counts = self._counts, counts
+        problems = [
+            f"{name} ran on the host {times} times: the device has no such operation"
+            for name, times in counts.fallbacks.items()
+            if name not in before.fallbacks
+        ]
+        if counts.compiled > before.compiled:
+            self.last_compiled_step = step
+            problems += [f"graph {graph.key}: {graph.cause}" for graph in self._new_graphs(step)]
+        for problem in problems:
+            log.warning("step %d: not compiled ahead of time: %s", step, problem)
+        if problems and self.stop:
+            raise Defect(
+                "graphs that compile did not make",
+                value=problems,
+                rule="compile.new_graphs = stop: everything is compiled ahead of time",
+                remedy="see the cause; compile.new_graphs = report goes on, and compiles meanwhile",
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Counts for a line of metrics: graphs met for the first time, those not recorded, operations that ran on the host."""
+        return {
+            "graphs_compiled": self._counts.compiled,
+            "new_graphs": len(self.new),
+            "fallbacks": sum(self._counts.fallbacks.values()),
+        }
+
+    def report(self, context: StageContext) -> dict[str, Any]:
+        """Write which graphs this process met to the run folder; the counts, for the stage's metrics."""
+        context_node = context.world.node.index
+        counts = {
+            "compiled": self._counts.compiled,
+            "new": len(self.new),
+            "last_compiled_step": self.last_compiled_step,
+            "fallbacks": dict(self._counts.fallbacks),
+        }
+        record = {**counts, "new": [asdict(graph) for graph in self.new], "keys": sorted(self._seen)}
+        store.write_json(context.paths.graphs(context.stage, context_node), record)
+        return counts
+
+    def _new_graphs(self, step: int) -> list[NewGraph]:
+        keys = self.device.graphs() - self._seen
+        self._seen |= keys
+        if self.known is None:
+            return []
+        found = []
+        for key in sorted(keys - self.known.keys()):
+            module = self.device.graph_module(key)
+            recorded = [description for description in self.known.values() if description is not None]
+            cause = difference(describe(module), recorded) if module else "its program is not kept"
+            found.append(NewGraph(key, step, cause))
+        self.new += found
+        return found

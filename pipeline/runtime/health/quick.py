@@ -1,0 +1,77 @@
+"""The short form, at the start of training: whether the hosts that this job was really given are fit to begin.
+
+Training starts on other hosts than health_check saw whenever Batch chooses so. Costs a fraction of a second on a CPU and two
+tiny graphs on a device that compiles, whose shapes no later program uses.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipeline.config import HealthCheckConfig
+from pipeline.runtime.context import StageContext
+from pipeline.runtime.device import Device
+from pipeline.runtime.health.answers import largest_error, on_device, sequence
+from pipeline.runtime.health.neuron_host import presence_tests
+from pipeline.runtime.health.records import NodeReport, TestRecord
+from pipeline.runtime.neuron_tools import HOST
+
+SIZE = 128
+"""Rows and columns. Sums of 128 zeros and ones are whole numbers up to 128, which fp32 and bf16 hold exactly: one answer for
+every precision, the compiler's own cast included."""
+
+
+def quick_check(context: StageContext, device: Device, config: HealthCheckConfig, *, root: Path = HOST) -> None:
+    """Devices present and without memory errors (neuron), one known matrix product per rank, one known sum over all ranks.
+
+    Every rank calls it, right after opening its device.
+
+    Raises:
+        UnhealthyHost: this node failed a test.
+    """
+    world = context.world
+    report = NodeReport(context, uri=None, wait_seconds=config.collective_timeout_seconds)
+    context.heartbeat.beat(note="quick health check")
+    records: list[TestRecord] = []
+    if device.kind == "neuron" and world.local_rank == 0:
+        records += presence_tests(config, world.rank, world.node.nodes, idle=False, root=root)
+    records.append(known_product(device))
+    report.judge("quick-alone", records, wait_seconds=2 * config.tool_timeout_seconds)
+    if world.size > 1:
+        report.judge("quick-together", [known_sum(device)])
+
+
+def known_product(device: Device) -> TestRecord:
+    """A (128, 128) product of zeros and ones."""
+    began = time.monotonic()
+    left = sequence(SIZE * SIZE, 0, 2).reshape(SIZE, SIZE)
+    right = sequence(SIZE * SIZE, 0, 2, offset=SIZE * SIZE).reshape(SIZE, SIZE)
+    product = on_device(device, left, torch.float32) @ on_device(device, right, torch.float32)
+    error = largest_error(device, product, (left @ right).astype(np.float64))
+    return _record("quick_matmul", device, error, began)
+
+
+def known_sum(device: Device) -> TestRecord:
+    """How many ranks there are for each remainder of their number by 128: every rank marks its own in a vector of zeros."""
+    began = time.monotonic()
+    mine = np.zeros(SIZE, dtype=np.int64)
+    mine[device.world.rank % SIZE] = 1
+    expected = np.bincount(np.arange(device.world.size) % SIZE, minlength=SIZE)
+    total = device.all_reduce(on_device(device, mine, torch.float32))
+    return _record("quick_all_reduce", device, largest_error(device, total, expected.astype(np.float64)), began)
+
+
+def _record(name: str, device: Device, error: float, began: float) -> TestRecord:
+    return TestRecord(
+        name=name,
+        rank=device.world.rank,
+        passed=error == 0.0,
+        value=error,
+        ceiling=0.0,
+        unit="relative error",
+        seconds=time.monotonic() - began,
+    )

@@ -1,0 +1,130 @@
+"""How training starts, the same in the train stage and in the trial that compiles for it: device, files, weights, optimizer."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import BadConfig
+from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training, require_length
+from pipeline.model.folder import load_encoder
+from pipeline.plan import RunPlan
+from pipeline.runtime import store
+from pipeline.runtime.context import StageContext
+from pipeline.runtime.device import Device, open_device
+from pipeline.training.checkpoint import (
+    OPTIMIZER_FILE,
+    Checkpoint,
+    fetch_checkpoint,
+    find_checkpoint,
+    load_optimizer,
+    open_checkpoint,
+)
+from pipeline.training.state import Progress
+from pipeline.training.step import build_optimizer, require_equal
+
+log = logging.getLogger("trnpipe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where training starts on this rank.
+
+    Attributes:
+        parent: local model folder.
+        checkpoint: what is gone on from; None: from the parent.
+    """
+
+    encoder: Encoder
+    optimizer: torch.optim.AdamW
+    parent: Path
+    checkpoint: Checkpoint | None
+
+    @property
+    def progress(self) -> Progress:
+        return self.checkpoint.progress if self.checkpoint else Progress()
+
+
+def start(context: StageContext, device: Device) -> Start:
+    """Load the newest checkpoint, or the parent, onto the device; all ranks together.
+
+    Raises:
+        BadConfig: other ranks than the plan's, or lengths that the encoder does not have positions for.
+        MissingInput: the parent is not there, or all checkpoints are corrupt.
+        Defect: ranks that do not start from the same weights.
+    """
+    plan, config = context.plan, context.plan.config
+    if context.world.size != plan.world.ranks:
+        raise BadConfig("the number of ranks is not the plan's", value=context.world.size, rule=f"{plan.world.ranks} ranks")
+    parent = fetch_once(context, device, plan.parent.folder, "parent")
+    checkpoint = newest_checkpoint(context, device)
+    encoder = load_encoder(checkpoint.folder if checkpoint else parent, config.model)
+    require_length(encoder, max(*config.train.buckets, config.train.query_length), "train.buckets")
+    require_length(encoder, max(config.embed.buckets), "embed.buckets")
+    # The fused kernel's backward pass is slow on processors (torch 2.9), and graph compilers fuse plain products by themselves.
+    prepare_for_training(encoder, fused_attention=device.kind == "cuda", dropout=config.train.dropout)
+    if config.train.activation_checkpointing:
+        checkpoint_activations(encoder, device.checkpointed())
+    digest = host_digest(encoder)
+    device.place(encoder)
+    require_equal(device, digest.to(device.torch_device))
+    optimizer = build_optimizer(encoder, config.train, device)
+    if checkpoint:
+        load_optimizer(encoder, optimizer, checkpoint.folder / OPTIMIZER_FILE)
+        device.sync()
+        log.info("going on from the checkpoint of step %d", checkpoint.progress.step)
+    return Start(encoder=encoder, optimizer=optimizer, parent=parent, checkpoint=checkpoint)
+
+
+@contextmanager
+def joined(context: StageContext, plan: RunPlan) -> Iterator[Device]:
+    """This rank's device for as long as the gang works."""
+    threads = plan.config.device.threads_per_rank
+    loader = plan.config.device.loader
+    device = open_device(plan.world.kind, plan.world.precision, context.world, threads=threads, loader=loader)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def fetch_once(context: StageContext, device: Device, uri: str, name: str) -> Path:
+    """A local folder with what stands under `uri`, fetched by one rank of each node for all of them."""
+    if not store.is_s3(uri):
+        return store.local_folder(uri, context.scratch)
+    folder = context.scratch / name
+    context.heartbeat.beat(note=f"fetching {name}")
+    if context.world.local_rank == 0:
+        store.download_folder(uri, folder)
+    device.barrier()
+    return folder
+
+
+def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | None:
+    """The checkpoint that all ranks go on from: the leader chooses, one rank of each node fetches it."""
+    scratch, fingerprint = context.scratch / "resumed", context.plan.fingerprint
+    context.heartbeat.beat(note="looking for a checkpoint")
+    found = find_checkpoint(context.paths, fingerprint, scratch) if context.world.is_leader else None
+    choice = torch.tensor([found.progress.step if found else -1], dtype=torch.int32, device=device.torch_device)
+    step = int(device.read(device.broadcast(choice))[0])
+    if step < 0:
+        return None
+    if context.world.local_rank == 0 and found is None:
+        fetch_checkpoint(context.paths, step, fingerprint, scratch)
+    device.barrier()
+    return open_checkpoint(scratch / f"step-{step:08d}")
+
+
+def host_digest(encoder: Encoder) -> Tensor:
+    """CRC-32 of all weights while they are on the host, as two numbers below 2^16 that fp32 holds exactly."""
+    digest = 0
+    for tensor in encoder.state_dict().values():
+        digest = zlib.crc32(tensor.contiguous().numpy().tobytes(), digest)
+    return torch.tensor([digest >> 16, digest & 0xFFFF], dtype=torch.float32)

@@ -1,0 +1,156 @@
+"""The trial that compile runs: the train command itself on made-up batches, long enough to meet every graph of a whole run.
+
+`trial_steps` steps for each bucket (with every batch of a step), a reading, a validation and a checkpoint, then encoding as
+evaluate and embed do it. Batches are made up because next week's data may fill a bucket that this week's does not. The learning
+rate rises and falls as in a run: were it in the graph, the trial would notice as little as a run, hence the watch in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from pipeline.config import RunConfig
+from pipeline.contract import RunPaths
+from pipeline.model.contrastive import Role
+from pipeline.model.encoder import Encoder
+from pipeline.model.inference import encode
+from pipeline.model.watch import GraphWatch
+from pipeline.runtime.context import StageContext
+from pipeline.runtime.device import Batch, Device
+from pipeline.runtime.world import World
+from pipeline.training.batches import StepFacts
+from pipeline.training.checkpoint import CheckpointWriter, host_state
+from pipeline.training.loop import Training, train
+from pipeline.training.metrics import MetricsLog
+from pipeline.training.schedule_lr import learning_rate
+from pipeline.training.setup import start
+from pipeline.training.state import Progress
+from pipeline.training.validation import ValidationSet
+
+
+@dataclass(frozen=True, slots=True)
+class TrialBatches:
+    """Made-up batches in the shapes of a run: the buckets one after another, some steps each.
+
+    Args:
+        vocabulary: token ids are below it.
+    """
+
+    config: RunConfig
+    world: World
+    vocabulary: int
+
+    @property
+    def steps(self) -> int:
+        return self.config.compile.trial_steps * len(self.config.train.buckets)
+
+    def iterate(self, start: int, stop: int) -> Iterator[Batch]:
+        train = self.config.train
+        for step in range(start, stop):
+            bucket = train.buckets[min(step // self.config.compile.trial_steps, len(train.buckets) - 1)]
+            rate = learning_rate(train, step, max(stop, self.steps), max(1, self.steps // 2))
+            for _ in range(train.accumulation):
+                yield self._batch(bucket, rate)
+
+    def take_facts(self, step: int) -> StepFacts:
+        pairs = self.config.train.batch_size * self.world.size * self.config.train.accumulation
+        return StepFacts(pairs, pairs, pairs)
+
+    def row_ids(self, step: int) -> list[str]:
+        return ["(made up)"]
+
+    def _batch(self, bucket: int, rate: float) -> Batch:
+        size, query_length = self.config.train.batch_size, self.config.train.query_length
+        roles = np.full((size, size * self.world.size), Role.NEGATIVE, np.int32)
+        roles[np.arange(size), np.arange(size) + self.world.rank * size] = Role.POSITIVE
+        return {
+            "query_tokens": self._tokens(size, query_length),
+            "query_mask": torch.ones((size, query_length), dtype=torch.int64),
+            "document_tokens": self._tokens(size, bucket),
+            "document_mask": torch.ones((size, bucket), dtype=torch.int64),
+            "roles": torch.from_numpy(roles),
+            "weights": torch.full((size,), 1.0 / size / self.config.train.accumulation),
+            "learning_rate": torch.tensor([rate], dtype=torch.float32),
+        }
+
+    def _tokens(self, rows: int, length: int) -> torch.Tensor:
+        return torch.arange(rows * length, dtype=torch.int64).reshape(rows, length) % self.vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a trial met: keys of the graphs of encoding alone, and of everything; steps it took."""
+
+    infer: set[str]
+    all: set[str]
+    steps: int
+
+
+def run_trial(context: StageContext, device: Device, *, extracting: bool = False) -> Trial:
+    """Meet every graph that training, evaluate and embed will meet.
+
+    Args:
+        extracting: graphs are written down and nothing computes (neuron_parallel_compile): every value is 0 and means nothing,
+            nothing is written.
+    """
+    config = context.plan.config
+    begin = start(context, device)
+    encode_all_shapes(begin.encoder, device, config)
+    infer = device.graphs()
+    batches = TrialBatches(config, context.world, begin.encoder.config.vocab_size)
+    local = context.scratch / "trial"
+    # A checkpoint needs somewhere to go; nobody reads this one.
+    paths = RunPaths(str(local / "run"))
+    with (
+        MetricsLog(local / "logs", None, 0) as metrics,
+        CheckpointWriter(paths, local, begin.parent, context.plan.fingerprint, 1) as checkpoints,
+    ):
+        run = Training(
+            config=trial_config(config, batches.steps),
+            steps=batches.steps,
+            device=device,
+            encoder=begin.encoder,
+            optimizer=begin.optimizer,
+            batches=batches,
+            validation=trial_validation(config, context.world),
+            heartbeat=context.heartbeat,
+            watch=GraphWatch(device=device),
+            metrics=None if extracting else metrics,
+            checkpoints=None if extracting else checkpoints,
+        )
+        progress = Progress()
+        train(run, progress)
+        # Joined steps: a run may end with a graph of fewer than are usually joined.
+        for rest in range(1, config.device.loader.batches_per_execution):
+            train(replace(run, steps=progress.step + rest), progress)
+    if extracting:
+        host_state(begin.encoder, begin.optimizer, device)
+    return Trial(infer, device.graphs(), progress.step)
+
+
+def trial_config(config: RunConfig, steps: int) -> RunConfig:
+    """The run's own configuration, with one validation and one checkpoint at the end."""
+    train = config.train.model_copy(update={"validate_every": steps, "checkpoint_every": steps})
+    return config.model_copy(update={"train": train})
+
+
+def trial_validation(config: RunConfig, world: World) -> ValidationSet:
+    """A text of every bucket for every rank, as query and as candidate."""
+    texts = [[1] * bucket for bucket in config.embed.buckets for _ in range(world.size)]
+    return ValidationSet(
+        keys=tuple((number, None) for number in range(len(texts))),
+        queries=texts,
+        candidates=texts,
+        relevant=[{number: 1.0} for number in range(len(texts))],
+    )
+
+
+def encode_all_shapes(encoder: Encoder, device: Device, config: RunConfig) -> None:
+    """Encode one text of every shape that evaluate and embed use."""
+    for buckets in (config.embed.buckets, (config.train.query_length,)):
+        for bucket in buckets:
+            encode(encoder, device, [[1] * bucket], buckets, config.embed.tokens_per_batch)

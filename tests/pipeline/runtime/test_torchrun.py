@@ -1,0 +1,147 @@
+"""Ranks under the real torchrun, as gangs on Neuron start them, on CPU: how they end in each way and what is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.contract import Stage, StageFailure, StageResult
+from pipeline.errors import ExitCode
+from pipeline.runtime import store
+
+UNDER_TORCHRUN = {"TRNPIPE_LAUNCHER": "torchrun"}
+
+
+@pytest.fixture
+def scripted(planned_ranks: Any, supervise: Any, scripted_stage: dict[str, str]) -> Callable[..., Any]:
+    """A function that starts one node whose two ranks run a piece of code in place of the stage."""
+
+    def scripted(code: str, **extra: str) -> Any:
+        paths = planned_ranks()
+        variables = UNDER_TORCHRUN | scripted_stage | {"TRNPIPE_TEST_RANK": code} | extra
+        node = supervise(Stage.HEALTH_CHECK, paths.root, **variables)
+        node.paths = paths
+        return node
+
+    return scripted
+
+
+def pids(node: Any) -> dict[int, int]:
+    """The processes of both ranks, once there are two."""
+    node.wait_until(lambda: len(re.findall(r"rank \d+ is process", node.log)) == 2, 60)
+    return {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d+) is process (\d+)", node.log)}
+
+
+def torchrun(node: Any) -> int:
+    found = re.search(r"torchrun is process (\d+)", node.log)
+    assert found
+    return int(found.group(1))
+
+
+def failure_of(node: Any) -> StageFailure:
+    return StageFailure.from_json(store.read_bytes(node.paths.failure(Stage.HEALTH_CHECK)))
+
+
+def are_gone(processes: Any) -> bool:
+    for process in processes:
+        state = Path(f"/proc/{process}/stat")
+        if state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            return False
+    return True
+
+
+def test_a_gang_of_two_nodes_meets_under_torchrun(planned_ranks: Any, supervise: Any) -> None:
+    paths = planned_ranks(nodes=2)
+    # Names and options that a container might bring along reach neither torchrun nor its ranks.
+    stray = {"RANK": "7", "PET_MAX_RESTARTS": "3", "PET_NNODES": "9", "TORCHELASTIC_RUN_ID": "another"}
+    main, child = (supervise(Stage.HEALTH_CHECK, paths.root, node=node, nodes=2, **UNDER_TORCHRUN, **stray) for node in range(2))
+    assert (main.wait(120), child.wait(120)) == (0, 0), main.log + child.log
+    result = StageResult.from_json(store.read_bytes(paths.result(Stage.HEALTH_CHECK)))
+    assert result.metrics["nodes"] == 2
+    # What ranks log reaches their node's log.
+    assert "[node 0 rank 0]" in main.log
+    assert set(re.findall(r"rank (\d) is process", child.log)) == {"2", "3"}
+
+
+def test_a_killed_rank_is_75_and_names_the_signal(scripted: Any) -> None:
+    node = scripted("time.sleep(60)")
+    ranks = pids(node)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert node.wait() == ExitCode.TRANSIENT
+    assert failure_of(node).what == "rank 1 was killed by SIGKILL"
+    assert failure_of(node).rank == 1
+    assert are_gone(ranks.values())
+
+
+def test_the_first_failing_ranks_failure_is_the_nodes(scripted: Any) -> None:
+    node = scripted(
+        "if rank == 1:\n from pipeline.errors import BadData\n raise BadData('rows are broken', value='a:1')\ntime.sleep(60)"
+    )
+    assert node.wait() == ExitCode.BAD_DATA
+    assert (failure_of(node).what, failure_of(node).rank) == ("rows are broken", 1)
+
+
+def test_a_killed_torchrun_takes_its_ranks_along(scripted: Any) -> None:
+    node = scripted("time.sleep(60)")
+    ranks = pids(node)
+    os.kill(torchrun(node), signal.SIGKILL)
+    assert node.wait() == ExitCode.TRANSIENT
+    assert failure_of(node).what == "torchrun was killed by SIGKILL"
+    assert are_gone(ranks.values())
+
+
+def test_a_killed_supervisor_takes_torchrun_and_ranks_along(scripted: Any) -> None:
+    node = scripted("time.sleep(60)")
+    everybody = [*pids(node).values(), torchrun(node)]
+    node.process.kill()
+    node.wait()
+    node.wait_until(lambda: are_gone(everybody), 10)
+
+
+def test_sigterm_reaches_ranks_through_torchrun(scripted: Any) -> None:
+    node = scripted(
+        "def end(*_, rank=rank):\n sys.stderr.write(f'rank {rank} ends\\n')\n os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\nsys.stderr.write('listening\\n')\ntime.sleep(60)"
+    )
+    ranks = pids(node)
+    node.wait_until(lambda: node.log.count("listening") == 2)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.wait(30) == ExitCode.TRANSIENT
+    assert "SIGTERM" in failure_of(node).what
+    assert {"rank 0 ends", "rank 1 ends"} <= set(node.log.splitlines())
+    assert are_gone(ranks.values())
+
+
+def test_ranks_that_stand_still_show_all_their_stacks(scripted: Any) -> None:
+    node = scripted("def stand_still():\n  time.sleep(600)\nstand_still()", TRNPIPE_PROGRESS_SECONDS="3")
+    ranks = pids(node)
+    assert node.wait() == ExitCode.NO_PROGRESS
+    for number in range(2):
+        assert "stand_still" in node.log.split(f"stacks of rank {number}:")[1].split("stacks of rank")[0]
+    assert are_gone([*ranks.values(), torchrun(node)])
+
+
+def test_a_rank_that_is_done_owes_no_heartbeat_while_others_work(scripted: Any) -> None:
+    code = "for _ in range(6 if rank == 1 else 0):\n time.sleep(0.5)\n context.heartbeat.beat(1, 2)"
+    node = scripted(code, TRNPIPE_PROGRESS_SECONDS="1.5")
+    assert node.wait() == 0, node.log
+
+
+def test_a_line_of_the_runtime_explains_an_unexpected_exception(scripted: Any) -> None:
+    line = "[MLA 0][NC 0] DMA TX engine 0 is in an abort state"  # nrt-troubleshoot.rst, SDK 2.29.1
+    code = (
+        f"sys.stderr.write({line!r} + chr(10) if rank == 0 else '')\ntime.sleep(1 - rank)\nraise ValueError('execution failed')"
+    )
+    node = scripted(code)
+    assert node.wait() == ExitCode.UNHEALTHY_HOST
+    found = failure_of(node)
+    assert found.value == [line]
+    assert found.rank == 0
+    assert found.what.startswith(f"node 0 ({found.host})")
+    assert "replace host" in found.rule

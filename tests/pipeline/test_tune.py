@@ -1,0 +1,382 @@
+"""The search for settings: real short runs of real stages, and what is made of their figures."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from pipeline import tune
+from pipeline.config import build_config, load_config_file
+from pipeline.contract import RunPaths
+from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
+from pipeline.plan import RowFile, World
+from pipeline.runtime import store
+from pipeline.runtime.child import tree_memory
+from pipeline.tune import Row, Table, TuneOptions
+from tests.pipeline.training.conftest import TrainingRun, training_run
+
+__all__ = ["training_run"]
+
+PlanTraining = Callable[..., TrainingRun]
+
+
+def command(state: Path, *arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "pipeline.cli", "tune", *map(str, arguments), "--state", str(state)]
+
+
+def trnpipe_tune(state: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(state, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+def planned(training_run: PlanTraining, tmp_path: Path, **settings: Any) -> Path:
+    """A state folder whose bucket has a planned run, `week-01`."""
+    training_run(str(tmp_path / "state" / "bucket"), **settings)
+    return tmp_path / "state"
+
+
+def options(state: Path, **more: Any) -> TuneOptions:
+    return TuneOptions(**{"run": "week-01", "state": state, "steps": 8, **more})
+
+
+def table_of(given: TuneOptions, rows: list[Row]) -> Table:
+    """Leave a table as an earlier search would have."""
+    paths, _ = tune.find_run(given)
+    plan = tune.RunPlan.from_json(store.read_bytes(paths.plan))
+    table = Table.open(paths, tune.describe_basis(plan, tune.plan_world(tune.base_config(plan.config)), given.steps))
+    for row in rows:
+        table.put(row)
+    return table
+
+
+def row(name: str, settings: dict[str, Any], rate: float, loss: float, *, batch: int = 8, **more: Any) -> Row:
+    batches = {"batch_size": batch, "accumulation": 1, "ranks": 1, "buckets": [16, 32]}
+    figures = {"samples_per_second": rate, "loss": loss, "step_seconds": 0.1, "host_memory_bytes": 2**28}
+    return Row(name=name, settings=settings, status="done", batches=batches, **{**figures, **more})
+
+
+# ---- real runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_tries_keeps_resumes(training_run: PlanTraining, tmp_path: Path, s3_root: str) -> None:
+    """A batch that is larger, a precision that this kind does not have, a kind that this machine does not have."""
+    training_run(s3_root)
+    state, out = tmp_path / "state", tmp_path / "tuned" / "tune.yaml"
+    arguments = ["week-01", "--bucket", s3_root, "--steps", "8", "--gain", "0", "--json", "--out", out]
+    vary = ["--vary", "train.batch_size=64", "--vary", "device.precision=compiler", "--vary", "device.kind=cuda"]
+    first = trnpipe_tune(state, *arguments, *vary, CUDA_VISIBLE_DEVICES="")
+    assert first.returncode == 0, first.stderr
+    found = json.loads(first.stdout)
+    base, larger, compiler, cuda = found["rows"]
+    assert [each["name"] for each in found["rows"]] == [f"week-01-tune-{number:03d}" for number in range(4)]
+    assert (base["settings"], larger["settings"]) == ({}, {"train.batch_size": 64})
+    for each in (base, larger):
+        assert each["status"] == "done"
+        assert each["samples_per_second"] > 0
+        assert each["step_seconds"] > 0
+        assert each["host_memory_bytes"] > 100 << 20
+        assert 0 < each["loss"] < 10
+        assert (each["compile_seconds"], each["graphs"]) == (None, None)
+    assert (compiler["status"], compiler["exit_code"]) == ("refused", 64)
+    assert "compiler" in compiler["what"]
+    assert compiler["settings"] == {"train.batch_size": 64, "device.precision": "compiler"}
+    assert (cuda["status"], cuda["exit_code"]) == ("failed", 64)
+    assert cuda["what"].startswith("train: ")
+    assert found["best"]["name"] == larger["name"]
+    assert found["config"] == {"train": {"batch_size": 64}} == load_config_file(out)
+    assert "loss not judged" in out.read_text()
+    assert found["basis"]["machine"]["kind"] == "cpu"
+    assert found["table"].startswith(f"{s3_root}/runs/week-01/tune/steps-0008-")
+    assert store.read_json(found["table"])["rows"] == found["rows"]
+
+    # What ran was the real thing, on the run's own rows, and nothing large is left of it.
+    paths = RunPaths(str(next((state / "tune").iterdir()) / "runs" / larger["name"]))
+    plan = tune.RunPlan.from_json(store.read_bytes(paths.plan))
+    assert (plan.config.train.batch_size, plan.train.steps, plan.config.registry) == (64, 8, None)
+    assert plan.train.bucket_rows == {"16": 64, "32": 86}
+    assert plan.train.steps_per_epoch == 3
+    assert [line["step"] for line in map(json.loads, store.read_bytes(paths.metrics).splitlines()) if "loss" in line] == [
+        *range(1, 9)
+    ]
+    assert "step 8 of 8" in (Path(paths.root) / "train.log").read_text()
+    assert not Path(paths.model).exists()
+    assert not list(Path(paths.root).rglob("*.safetensors"))
+
+    # The next search measures only what is not in the table: with so high a gain the base stays, and one value is new.
+    more = ["--vary", "device.sync_points=1", *vary[:2], "--gain", "9", "--tolerance", "0.001"]
+    second = trnpipe_tune(state, "week-01", "--bucket", s3_root, "--steps", "8", *more)
+    assert second.returncode == 0, second.stderr
+    assert "4 variants are in the table already" in second.stdout
+    rows = store.read_json(found["table"])["rows"]
+    assert rows[:4] == found["rows"]
+    assert (rows[4]["settings"], rows[4]["status"], len(rows)) == ({"device.sync_points": 1}, "done", 5)
+    # The same batches in the same order, and nothing that counts on this kind is changed: the very same loss.
+    assert rows[4]["loss"] == base["loss"]
+    assert "loss +0.0%" in second.stdout
+    assert second.stdout.endswith("{}\n")
+
+
+def test_interrupted_leaves_no_process_and_goes_on(training_run: PlanTraining, tmp_path: Path) -> None:
+    state = planned(training_run, tmp_path)
+    process = subprocess.Popen(command(state, "week-01", "--steps", "4000", "--limit", "0"), stdout=subprocess.PIPE, text=True)
+    log = tmp_path / "none"
+    deadline = time.monotonic() + 120
+    while not (log.is_file() and "is process" in log.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        log = next(state.glob("tune/*/runs/week-01-tune-000/train.log"), log)
+        time.sleep(0.1)
+    rank = int(log.read_text().split("is process ")[1].split()[0])
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130
+    assert "goes on" in output
+    assert not Path(f"/proc/{rank}").exists()
+    assert not list((state / "bucket/runs/week-01").glob("tune/*"))
+    # Its lock went with it: a search with so little time that the base cannot end says just that.
+    with pytest.raises(TrnpipeError) as caught:
+        tune.run_tune(options(state, steps=4000, timeout_minutes=0.01))
+    assert caught.value.exit_code == 75
+    assert "took longer than 0.01 minutes" in str(caught.value)
+
+
+# ---- which row wins --------------------------------------------------------------------------------------------------
+
+
+def test_faster_but_worse_does_not_win(training_run: PlanTraining, tmp_path: Path) -> None:
+    given = options(planned(training_run, tmp_path), vary=("device.precision=bf16", "device.threads_per_rank=2,4"))
+    rows = [
+        row("base", {}, 100.0, 1.0),
+        row("cast", {"device.precision": "bf16"}, 180.0, 1.05),
+        row("two", {"device.threads_per_rank": 2}, 101.0, 1.0),
+        row("four", {"device.threads_per_rank": 4}, 130.0, 1.01),
+    ]
+    expected = table_of(given, rows)
+    table, best = tune.search(given, Console(quiet=True))
+    assert table.rows == rows
+    assert best.name == "four"
+    assert table.verdict(rows[1], given.tolerance) == "loss +5.0% WORSE"
+    assert 'Not chosen, loss worse: device.precision="bf16" (180.0 samples/s)' in tune.describe_best(table, best, given)
+    # With a tolerance for it the same rows choose otherwise; the next factor is then varied on top, which is not in the table.
+    _, best = tune.search(replace(given, tolerance=0.1, limit=1), Console(quiet=True))
+    assert best.name == "cast"
+    assert expected.uri == table.uri
+
+
+def test_difference_within_the_noise_does_not_win(training_run: PlanTraining, tmp_path: Path) -> None:
+    given = options(planned(training_run, tmp_path), vary=("device.threads_per_rank=2",), gain=0.05)
+    table_of(given, [row("base", {}, 100.0, 1.0), row("two", {"device.threads_per_rank": 2}, 104.0, 1.0)])
+    assert tune.search(given, Console(quiet=True))[1].name == "base"
+    assert tune.search(replace(given, gain=0.03), Console(quiet=True))[1].name == "two"
+
+
+def test_other_objective(training_run: PlanTraining, tmp_path: Path) -> None:
+    given = options(planned(training_run, tmp_path), vary=("train.batch_size=4",), objective="host_memory_bytes")
+    rows = [row("base", {}, 100.0, 1.0), row("less", {"train.batch_size": 4}, 60.0, 0.7, batch=4, host_memory_bytes=2**27)]
+    table_of(given, rows)
+    table, best = tune.search(given, Console(quiet=True))
+    assert best.name == "less"
+    assert table.verdict(best, 0.0) == "loss not judged: other batches than the base's"
+    text = tune.describe_best(table, best, given)
+    assert "Other batches than the base's" in text
+    assert yaml.safe_load(text + yaml.safe_dump(tune.nested(best.settings))) == {"train": {"batch_size": 4}}
+
+
+def test_table_of_another_machine_or_format(training_run: PlanTraining, tmp_path: Path) -> None:
+    given = options(planned(training_run, tmp_path))
+    table = table_of(given, [row("base", {}, 100.0, 1.0)])
+    paths = tune.find_run(given)[0]
+    other = {**table.basis, "machine": {**table.basis["machine"], "cores": 4096}}
+    assert Table.open(paths, table.basis).rows == table.rows
+    assert Table.open(paths, other).rows == []
+    store.write_json(table.uri, {**table.record(), "format": 2})
+    with pytest.raises(BadData, match="cannot be read"):
+        Table.open(paths, table.basis)
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code", "seconds", "again"),
+    [
+        ("failed", 75, 60, True),
+        ("failed", -9, 60, True),
+        ("failed", 64, 60, False),
+        ("slow", 75, 60, False),
+        ("slow", 75, 61, True),
+    ],
+)
+def test_which_rows_are_tried_again(status: str, exit_code: int, seconds: float, again: bool) -> None:
+    table = Table(uri="", basis={}, rows=[Row(name="x", settings={}, status=status, exit_code=exit_code, timeout_seconds=60)])
+    assert (table.find({}, seconds) is None) == again
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_count_at_the_rate_of_their_bucket(training_run: PlanTraining) -> None:
+    plan = training_run(steps=8, log_every=1).plan
+    lengths = tune.token_lengths(tune.read_table(Path(training_run(run="other").paths.rows) / "train.arrow")["document_tokens"])
+    buckets = [batch.bucket for batch in tune.plan_schedule(lengths, plan.config, 1).batches(0, 0, 8)]
+    assert set(buckets) == {16, 32}
+    lines = [{"step": step, "pairs_per_second": 100.0 if bucket == 16 else 25.0} for step, bucket in enumerate(buckets, start=1)]
+    lines[0]["pairs_per_second"] = 1.0  # a median does not care
+    rows = plan.train.bucket_rows
+    assert tune.rate(lines, plan, lengths) == pytest.approx(150 / (rows["16"] / 100 + rows["32"] / 25))
+    # Lines over several buckets cannot be told apart.
+    mixed = training_run(run="mixed", steps=8, log_every=4).plan
+    assert tune.rate([{"step": 4, "pairs_per_second": 60.0}, {"step": 8, "pairs_per_second": 70.0}], mixed, lengths) == 65.0
+
+
+def test_device_memory_is_the_monitors_largest(training_run: PlanTraining) -> None:
+    paths = training_run().paths
+    assert tune.device_memory(paths) is None
+    lines = [{"device_memory_bytes": size} for size in (5 << 30, 7 << 30, None)]
+    store.write_bytes(paths.host_monitor(0), "".join(json.dumps(line) + "\n" for line in lines).encode())
+    assert tune.device_memory(paths) == 7 << 30
+
+
+def test_memory_counts_children() -> None:
+    script = "import subprocess, sys, time; b = bytearray(80 << 20); print(1, flush=True); time.sleep(60)"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])"
+    with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout
+        process.stdout.readline()
+        assert tree_memory(process.pid) > 90 << 20
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+# ---- the space -------------------------------------------------------------------------------------------------------
+
+
+def keys(space: list[Any]) -> list[str]:
+    return [next(iter(factor[0])) for factor in space if factor]
+
+
+def test_default_space_by_kind() -> None:
+    config = build_config({"train": {"batch_size": 8}})
+
+    def space(kind: str, precision: str) -> list[Any]:
+        return tune.default_space(config, World(kind=kind, precision=precision, nodes=1, ranks_per_node=1))
+
+    assert keys(space("cpu", "fp32")) == ["train.batch_size", "device.precision", "device.threads_per_rank"]
+    assert keys(space("cuda", "bf16")) == ["train.batch_size", "device.precision"]
+    neuron = space("neuron", "compiler")
+    assert {"device.sync_points", "device.loader.transfer_threads", "compile.optlevel", "compile.auto_cast_type"} <= set(
+        keys(neuron)
+    )
+    assert {"compile.auto_cast_type": "fp8_e4m3", "device.precision": "compiler"} in [
+        each for factor in neuron for each in factor
+    ]
+    xla = [each for factor in space("xla", "fp32") for each in factor]
+    assert {"device.loader.batches_per_execution": 4, "device.sync_points": 1} in xla
+    assert not any(key.startswith("compile") or value == "compiler" for each in xla for key, value in each.items())
+    assert tune.common_window(config, space("xla", "fp32"), World(kind="xla", precision="fp32", nodes=1, ranks_per_node=1)) == 4
+    # Whatever is tried is a configuration, alone on a base that allows it.
+    single = {
+        "train": {"buckets": [128], "log_every": 4, "validate_every": 20, "checkpoint_every": 20},
+        "device": {"kind": "neuron"},
+    }
+    for each in (each for factor in neuron for each in factor):
+        build_config(single, tune.nested(each))
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("train.batch_sice=3", "did you mean train.batch_size?"),
+        ("train.learning_rate=0.1", "not a setting that tune varies"),
+        ("data.holdout_fraction=0.1", "not a setting that tune varies"),
+        ("device.loader={host_prefetch: 2}", "not a setting that tune varies"),
+        ("train.batch_size=", "cannot read what to vary"),
+        ("train.batch_size", "cannot read what to vary"),
+        ("train.batch_size=[1", "cannot be read"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_runs(training_run: PlanTraining, tmp_path: Path, item: str, words: str) -> None:
+    state = planned(training_run, tmp_path)
+    with pytest.raises(BadConfig) as caught:
+        tune.search(options(state, vary=(item,)), Console(quiet=True))
+    assert words in str(caught.value)
+    assert not (state / "tune").exists()
+
+
+def test_values_are_yaml() -> None:
+    config = build_config({})
+    [buckets, cast] = tune.parse_vary(["train.buckets=[64, 256],[256]", "compile.auto_cast=null,all"], config)
+    assert buckets == [{"train.buckets": [64, 256]}, {"train.buckets": [256]}]
+    assert cast == [{"compile.auto_cast": None}, {"compile.auto_cast": "all"}]
+    with pytest.raises(BadConfig, match="varied twice"):
+        tune.parse_vary(["train.batch_size=1", "train.batch_size=2"], config)
+
+
+def test_contradiction_is_a_row(training_run: PlanTraining, tmp_path: Path) -> None:
+    """Steps cannot be joined over two buckets, and rows are tokenized for their longest one."""
+    given = options(
+        planned(training_run, tmp_path),
+        vary=("device.loader.batches_per_execution=2", "train.buckets=[16]", "train.batch_size=x"),
+    )
+    table_of(given, [row("base", {}, 100.0, 1.0)])
+    table, best = tune.search(given, Console(quiet=True))
+    assert best.name == "base"
+    assert [(each.status, each.exit_code) for each in table.rows[1:]] == [("refused", 64)] * 3
+    assert "single length" in table.rows[1].what
+    assert "longest bucket differs" in table.rows[2].what
+    assert "train.batch_size" in table.rows[3].what
+    rendered = Console(record=True, width=200, file=io.StringIO())
+    rendered.print(tune.grid(table, given, best))
+    assert "refused, 64" in rendered.export_text()
+
+
+# ---- what it starts from ---------------------------------------------------------------------------------------------
+
+
+def test_no_such_run(tmp_path: Path) -> None:
+    with pytest.raises(MissingInput, match="no such run") as caught:
+        tune.search(options(tmp_path, run="week-99"), Console(quiet=True))
+    assert caught.value.value == f"{tmp_path}/bucket/runs/week-99/plan.json"
+
+
+def test_rows_are_gone(training_run: PlanTraining, tmp_path: Path) -> None:
+    state = planned(training_run, tmp_path)
+    plan_path = state / "bucket/runs/week-01/plan.json"
+    plan = tune.RunPlan.from_json(plan_path.read_bytes())
+    plan = plan.model_copy(update={"row_files": {"train.arrow": RowFile(sha256="0", size=1, rows=1)}}).sealed()
+    plan_path.write_bytes(plan.to_json())
+    with pytest.raises(MissingInput, match="gone or have changed"):
+        tune.search(options(state), Console(quiet=True))
+
+
+def test_one_search_at_a_time(training_run: PlanTraining, tmp_path: Path) -> None:
+    given = options(planned(training_run, tmp_path))
+    table_of(given, [row("base", {}, 100.0, 1.0)])
+    tune.search(replace(given, limit=0), Console(quiet=True))
+    with open(next((given.state / "tune").glob("*/lock")), "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BadConfig, match="another search"):
+            tune.search(replace(given, limit=0), Console(quiet=True))
+
+
+def test_places_of_a_local_run(tmp_path: Path) -> None:
+    (tmp_path / "models" / "parent").mkdir(parents=True)
+    assert tune.mirrored("s3://local/models/parent", str(tmp_path)) == f"{tmp_path}/models/parent"
+    assert tune.mirrored("s3://elsewhere/models/other", str(tmp_path)) == "s3://elsewhere/models/other"
+    assert tune.mirrored("s3://bucket/models/parent", None) == "s3://bucket/models/parent"
