@@ -20,7 +20,7 @@ $(VENV)/ready: requirements.lock pyproject.toml
 	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --no-deps --no-build-isolation -e .
 	touch $@
 
-local: setup ## Run the weekly pipeline on this machine (ARGS="--set train.steps=50" and the like)
+local: setup ## Run the weekly pipeline on this machine (DEVICE=xla; ARGS="--set train.steps=50" and the like)
 	$(VENV)/bin/trnpipe local $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 # Enough hold-out queries to show 0.1 %, few steps, no dropout (every kind draws its own), nothing published, one text to embed.

@@ -22,12 +22,19 @@ from pipeline.contract import STAGES, Queue, Shape, Stage
 SHARD_READERS = (Stage.PREPARE, Stage.EMBED, Stage.PUBLISH)
 """Stages that read data from where it was found; publish to name the documents that have no embedding."""
 
-PARENT_READERS = (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE)
+PARENT_READERS = (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
 """Stages that load the parent, which may stand outside the run folders: the first run's does."""
 
 GRAPHS = "graphs/*"
-"""Compiled programs, shared by all runs of one configuration: written by compile, and by the stages that compute when they meet
-a program that is not there."""
+"""Compiled sets, shared by all runs of one configuration: written by compile alone."""
+
+COMPILER_CACHE = "graphs/neuron-cache/*"
+"""The compiler's persistent cache among them, in which a graph that training meets unannounced is compiled, too."""
+
+GRAPH_READERS = (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)
+"""Stages that look for compiled sets or load them."""
+
+CACHE_WRITERS = (Stage.COMPILE, Stage.TRAIN)
 
 
 class DataStack(Stack):
@@ -110,20 +117,22 @@ class PipelineStack(Stack):
         written: dict[Stage, list[str]] = {
             Stage.PREPARE: ["runs/*/plan.json"],
             Stage.COMPILE: [GRAPHS],
-            Stage.TRAIN: ["runs/*/model/*", GRAPHS],
-            Stage.EVALUATE: [GRAPHS],
-            Stage.EMBED: [GRAPHS],
+            Stage.TRAIN: ["runs/*/model/*", COMPILER_CACHE],
             Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*"],
         }
-        read = ["runs/*", GRAPHS, "registry/*"]
+        read = ["runs/*", "registry/*"]
+        if stage in GRAPH_READERS:
+            read.append(GRAPHS)
         if stage in (*SHARD_READERS, *PARENT_READERS):
             read.append("data/*")
         own = [f"runs/*/{stage}/*", *written.get(stage, [])]
         _allow(role, ["s3:ListBucket"], [bucket.bucket_arn])
         _allow(role, ["s3:GetObject"], [bucket.arn_for_objects(pattern) for pattern in read])
         _allow(role, ["s3:PutObject", "s3:AbortMultipartUpload"], [bucket.arn_for_objects(pattern) for pattern in own])
-        # A new attempt removes the last one's failure.json; train removes its older checkpoints. The bucket keeps versions.
-        _allow(role, ["s3:DeleteObject"], [bucket.arn_for_objects(f"runs/*/{stage}/*")])
+        # A new attempt removes the last one's failure.json; train removes its older checkpoints; who compiles takes its lock off
+        # the cache again. The bucket keeps versions.
+        removed = [f"runs/*/{stage}/*", *([COMPILER_CACHE] if stage in CACHE_WRITERS else [])]
+        _allow(role, ["s3:DeleteObject"], [bucket.arn_for_objects(pattern) for pattern in removed])
 
     def _grant_accelerator_stage(self, stage: Stage, role: iam.IRole, environments: list[str]) -> None:
         """A sick host takes itself out of its cluster, or the retry would land on it again."""
@@ -139,6 +148,13 @@ class PipelineStack(Stack):
 
     def _grant_inputs(self, stage: Stage, role: iam.IRole, settings: Settings) -> None:
         """What stands outside our bucket: folders and files that the settings name, for the stages that read them."""
+        cache = settings.run_config().compile.cache
+        if cache and stage in CACHE_WRITERS:
+            bucket, _, prefix = cache.removeprefix("s3://").rstrip("/").partition("/")
+            # Notes of who uses a cache stand beside it, still below the URI that is configured.
+            arn = f"arn:{self.partition}:s3:::{bucket}/{f'{prefix}/' * bool(prefix)}*"
+            _allow(role, ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload", "s3:DeleteObject"], [arn])
+            _allow(role, ["s3:ListBucket"], [arn.partition("/")[0]])
         if stage not in (*SHARD_READERS, *PARENT_READERS):
             return
         for pattern in settings.readable_objects(shards=stage in SHARD_READERS, parent=stage in PARENT_READERS):

@@ -1,9 +1,9 @@
 """The state machine: one execution is one run. Its definition is plain data (`definition`), so that it can be read and tested
 without CDK; `Workflow` deploys it and grants its role exactly what the states call.
 
-    read and check the input ─► lock ─► prepare ─► health_check ─► compile ─► train ─► evaluate ─► gate ─► embed ─► publish
-                                                                                                              │
-    every other way out ─► keep the failure ─► its words ───────────────────────────────► report ─► unlock ─► notify ─► end
+    read and check the input ─► lock ─► prepare ─► health_check ─► (compile) ─► train ─► evaluate ─► gate ─► embed ─► publish
+                                                                                                                │
+    every other way out ─► keep the failure ─► its words ─────────────────────────────────► report ─► unlock ─► notify ─► end
 
 The machine's data, from `Settings` on: {execution, share, registry, lock, run: {id, key, uri, since}}, and at the end `outcome`:
 {result: succeeded | refused | failed, state, Error, Cause}.
@@ -49,7 +49,8 @@ def definition(targets: Targets) -> dict[str, Any]:
     states |= job(targets, Stage.PREPARE, then="ReadPlan")
     states |= _read_plan(targets, then="ChooseGang")
     states |= _choose_gang(targets, then="health_check")
-    states |= gang(targets, Stage.HEALTH_CHECK, then="compile")
+    states |= gang(targets, Stage.HEALTH_CHECK, then="ChooseCompile")
+    states |= _choose_compile(missing="compile", complete="train")
     states |= gang(targets, Stage.COMPILE, then="train")
     states |= gang(targets, Stage.TRAIN, then="evaluate")
     states |= job(targets, Stage.EVALUATE, then="ReadScorecard")
@@ -347,6 +348,13 @@ def _choose_gang(targets: Targets, *, then: str) -> States:
         "Next": "report",
     }
     return states
+
+
+def _choose_compile(*, missing: str, complete: str) -> States:
+    """No gang is started to find that there is nothing to compile. Without a clear no the stage is run, and looks for itself."""
+    needed = "$.plan.metrics.compile"
+    nothing = {"And": [{"Variable": needed, "IsPresent": True}, {"Variable": needed, "BooleanEquals": False}], "Next": complete}
+    return {"ChooseCompile": {"Type": "Choice", "Choices": [nothing], "Default": missing}}
 
 
 def _gate(targets: Targets, *, accepted: str, refused: str) -> States:

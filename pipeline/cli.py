@@ -51,9 +51,12 @@ def local(
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="YAML or JSON file with part of the configuration.")] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="Nodes of the gang, each a process of its own here (2).")
+        int | None, typer.Option("--nodes", min=1, help="Nodes of the gang, each a process of its own here (2; on xla 1).")
     ] = None,
-    device: Annotated[str | None, typer.Option("--device", help="Kind of device: auto, cpu or cuda (auto).")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Kind of device: auto, cpu, cuda, xla (torch-xla on this CPU) or neuron (auto)."),
+    ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to take up where it stopped.")] = None,
     state: StateOption = DEFAULT_STATE,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")] = False,
@@ -144,7 +147,7 @@ def tune(
     Every variant trains a few steps on the run's own rows. The table is kept with the run: the same command goes on with what is
     missing in it.
     """
-    from pipeline.tune import TuneOptions, run_tune
+    from pipeline.tune.command import TuneOptions, run_tune
 
     options = TuneOptions(
         run=run,

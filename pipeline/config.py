@@ -89,8 +89,8 @@ class DeviceConfig(Section):
     kind: Literal["auto", "cpu", "cuda", "xla", "neuron"] = "auto"
     precision: Literal["auto", "compiler", "bf16", "fp32"] = Field(
         "auto",
-        description="What matrix products are computed in; weights stay fp32. bf16: torch autocast. compiler: neuronx-cc casts as "
-        "compile.auto_cast says (neuron only). auto: compiler on neuron, else bf16 where the device computes in it, else fp32.",
+        description="What matrix products are computed in; weights stay fp32. bf16: torch autocast. compiler: neuronx-cc casts "
+        "as compile.auto_cast says (neuron only). auto: compiler on neuron, else bf16 where the device computes in it, or fp32.",
     )
     ranks_per_node: PositiveInt | None = Field(None, description="None: 32 on neuron, all GPUs on cuda, else 1.")
     threads_per_rank: PositiveInt | None = Field(None, description="Host threads of a rank; None: cores / ranks on the host.")
@@ -98,7 +98,9 @@ class DeviceConfig(Section):
         None, gt=0, description="Memory of a rank's device. None: 16 on neuron, what the GPU says on cuda where prepare sees one."
     )
     host_memory_gib: float | None = Field(
-        None, gt=0, description="Memory for a node's ranks together. None: a job's share of a trn1.32xlarge on neuron, else unknown."
+        None,
+        gt=0,
+        description="Memory for a node's ranks together. None: on neuron a job's share of a trn1.32xlarge, else unknown.",
     )
     sync_points: Literal[1, 2] = Field(
         2, description="Where a step's graph is cut: after forward+backward and after the optimizer (2), or only after it (1)."
@@ -160,10 +162,13 @@ class CompileConfig(Section):
         None, description="What the compiler casts. None: all where device.precision is `compiler`, else none."
     )
     auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] = Field("bf16", description="To which type the compiler casts.")
-    retry_failed: bool = Field(True, description="Compile again what failed in an earlier run, instead of failing from the cache.")
+    retry_failed: bool = Field(
+        True, description="Compile again what failed in an earlier run, instead of failing from the cache."
+    )
     parallel: PositiveInt = Field(8, description="Compilers that run at the same time.")
     cache: str | None = Field(
-        None, description="s3:// URI under which the compiler's persistent caches are; None: graphs/neuron-cache in the run's bucket."
+        None,
+        description="s3:// URI under which the compiler's persistent caches are; None: graphs/neuron-cache in the run's bucket.",
     )
 
     @field_validator("cache")
@@ -329,7 +334,8 @@ class RunConfig(Section):
         for section, buckets in (("train", self.train.buckets), ("embed", self.embed.buckets)):
             if self.train.query_length > max(buckets):
                 raise ValueError(
-                    f"train.query_length {self.train.query_length} is longer than the longest of {section}.buckets, {max(buckets)}"
+                    f"train.query_length {self.train.query_length} is longer than the longest of {section}.buckets,"
+                    f" {max(buckets)}"
                 )
         return self
 
@@ -338,8 +344,8 @@ class RunConfig(Section):
         cast, precision = self.compile.auto_cast, self.device.precision
         if precision in ("bf16", "fp32") and cast not in (None, "none"):
             raise ValueError(
-                f"compile.auto_cast = {cast} lets the compiler cast, device.precision = {precision} does not: set device.precision "
-                "= compiler, or compile.auto_cast = none"
+                f"compile.auto_cast = {cast} lets the compiler cast, device.precision = {precision} does not: set "
+                "device.precision = compiler, or compile.auto_cast = none"
             )
         if precision == "compiler" and cast == "none":
             raise ValueError(
@@ -357,14 +363,14 @@ class RunConfig(Section):
             return self
         if len(self.train.buckets) > 1 or self.train.accumulation > 1:
             raise ValueError(
-                f"device.loader.batches_per_execution = {joined} joins steps into one graph, one for every sequence of shapes: it "
-                "needs a single length in train.buckets and train.accumulation = 1"
+                f"device.loader.batches_per_execution = {joined} joins steps into one graph, one for every sequence of shapes:"
+                " it needs a single length in train.buckets and train.accumulation = 1"
             )
         for name in ("log_every", "validate_every", "checkpoint_every"):
             if getattr(self.train, name) % joined:
                 raise ValueError(
-                    f"train.{name} = {getattr(self.train, name)} is no multiple of device.loader.batches_per_execution = {joined}: "
-                    "reading in between would cut a graph"
+                    f"train.{name} = {getattr(self.train, name)} is no multiple of device.loader.batches_per_execution"
+                    f" = {joined}: reading in between would cut a graph"
                 )
         return self
 

@@ -158,6 +158,10 @@ class RunPaths:
     def node_health(self, node: int) -> str:
         return f"{self.root}/health_check/node-{node:05d}.json"
 
+    def compiled_node(self, node: int) -> str:
+        """What one node's compiler did."""
+        return f"{self.root}/compile/node-{node:05d}.json"
+
     @property
     def rows(self) -> str:
         """Tokenized rows that prepare fixed for this run (Arrow files)."""

@@ -245,7 +245,8 @@ def judge(evaluations: Sequence[Evaluation], metric: str, tolerance: float) -> t
         reason = f"{at}, tolerance {tolerance:g}; {len(beyond)} of {len(found)} evaluations exceed it, none by more than chance"
     else:
         verdict = Verdict.WITHIN
-        reason = f"{at} and less elsewhere, tolerance {tolerance:g}, {len(found)} evaluations"
+        most = f"{metric} differs by at most {abs(largest.difference):.5f} ({name})"
+        reason = f"{most}, tolerance {tolerance:g}, {len(found)} evaluations"
     queries = min(evaluation.queries for evaluation in evaluations)
     if queries < MIN_QUERIES:
         reason += f"; {queries} queries cannot show 0.1 %, {MIN_QUERIES} can"
@@ -365,14 +366,17 @@ def _evaluations(a: _Run, b: _Run) -> Iterator[Evaluation]:
             remedy="repeat the runs with this version",
         )
     with tempfile.TemporaryDirectory(prefix="trnpipe-parity-") as scratch:
+
+        def compare(uri_a: str, uri_b: str, step: int | None) -> Evaluation:
+            first, second = (
+                QueryValues.read(store.local_file(uri, Path(scratch) / name)) for name, uri in (("a", uri_a), ("b", uri_b))
+            )
+            return compare_values(first, second, step)
+
         for step in sorted(steps_a):
-            yield compare_values(
-                *(_read_values(run.paths.validation(step), Path(scratch) / name) for name, run in (("a", a), ("b", b))), step
-            )
+            yield compare(a.paths.validation(step), b.paths.validation(step), step)
         if all(store.exists(run.paths.query_values) for run in (a, b)):
-            yield compare_values(
-                *(_read_values(run.paths.query_values, Path(scratch) / name) for name, run in (("a", a), ("b", b))), None
-            )
+            yield compare(a.paths.query_values, b.paths.query_values, None)
 
 
 def _validation_steps(run: _Run) -> set[int]:
@@ -381,10 +385,6 @@ def _validation_steps(run: _Run) -> set[int]:
         return {int(name.removeprefix("step-").removesuffix(".parquet")) for name in names}
     except ValueError as error:
         raise BadData("an unknown file among the evaluations", value=f"{run.paths.validations}: {error}") from error
-
-
-def _read_values(uri: str, cache: Path) -> QueryValues:
-    return QueryValues.read(store.local_file(uri, cache))
 
 
 def _compare_data(a: _Run, b: _Run) -> tuple[str, str]:

@@ -27,6 +27,7 @@ PLAIN_PROGRESS_SECONDS = 15.0
 LIVE_REFRESH_PER_SECOND = 4
 FAILED_SUFFIX = " failed"
 WAITING_STATES = ("Wait", "WaitLong")
+NOTHING_TO_COMPILE = "nothing to compile"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,8 +35,8 @@ class StageLine:
     """One stage of the execution.
 
     Attributes:
-        state: pending, running, done or failed.
-        doing: what it does now, a few words and numbers.
+        state: pending, running, done, failed or skipped.
+        doing: what it does now, a few words and numbers; why it was skipped.
     """
 
     stage: Stage
@@ -117,6 +118,9 @@ class Tracker:
             self._end(line, moment, failed=self._task_failed)
         if stage is None:
             return
+        compiling = self.lines[Stage.COMPILE]
+        if stage is Stage.TRAIN and compiling.state == "pending":
+            compiling.state, compiling.doing = "skipped", NOTHING_TO_COMPILE
         entered = self.lines[stage]
         if state.endswith(FAILED_SUFFIX):
             self._end(entered, moment, failed=True)
@@ -193,9 +197,11 @@ class PlainDisplay:
             before = self._states.get(line.stage, "pending")
             if line.state == before:
                 continue
-            if before == "pending":
+            if line.state == "skipped":
+                self._line(f"{line.stage:<13} skipped: {line.doing}")
+            elif before == "pending":
                 self._line(f"{line.stage:<13} started")
-            if line.state != "running":
+            if line.state in ("done", "failed"):
                 self._line(f"{line.stage:<13} {line.state} after {clock(line.elapsed)}")
             self._states[line.stage] = line.state
             self._progress_at = time.monotonic()
@@ -237,10 +243,11 @@ class LiveDisplay:
                 "running": self._spinner,
                 "done": Text("✓", style="green"),
                 "failed": Text("✗", style="bold red"),
+                "skipped": Text("–", style="dim"),
             }
-            style = {"pending": "dim", "running": "bold", "failed": "red"}.get(line.state, "")
+            style = {"pending": "dim", "running": "bold", "failed": "red", "skipped": "dim"}.get(line.state, "")
             elapsed = clock(line.elapsed) if line.started else ""
-            doing = line.doing if line.state == "running" else ""
+            doing = {"running": line.doing, "skipped": f"skipped: {line.doing}"}.get(line.state, "")
             table.add_row(marks[line.state], Text(line.stage.value, style=style), Text(elapsed, style="dim"), Text(doing))
         if self._tracker.waiting:
             table.add_row("", Text(self._tracker.waiting, style="yellow"), "", "")

@@ -36,6 +36,9 @@ MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
 """The local deployment's own run configuration, as `config` in cdk.json is a real one's."""
 
+ONE_NODE_KINDS = ("xla",)
+"""Kinds of device that have one rank in all: their default is one node."""
+
 TERMINATED_EXIT = 128 + signal.SIGTERM
 
 
@@ -121,6 +124,9 @@ class _Request:
         under = merge(_earlier_input(state, run), {"run": run}) if run else _flags(options)
         given = _absolute(merge(merge(from_file, under), settings))
         config = build_config(DEPLOYMENT_CONFIG, given)
+        if config.device.kind in ONE_NODE_KINDS and "nodes" not in given and not run:
+            given = {"nodes": 1, **given}
+            config = build_config(DEPLOYMENT_CONFIG, given)
         if config.nodes > MAX_NODES:
             raise BadConfig(
                 "too many nodes for one machine",

@@ -49,7 +49,24 @@ STRUCTURE = (
     "type_vocab_size",
     "vocab_size",
 )
-"""What of a backbone's configuration is in its graphs. The rest (names, versions, where it came from) changes from week to week."""
+"""What of a backbone's configuration is in its graphs. The rest (names, versions, its origin) changes from week to week."""
+
+IN_TRAINING = (
+    "accumulation",
+    "activation_checkpointing",
+    "batch_size",
+    "beta1",
+    "beta2",
+    "buckets",
+    "clip_norm",
+    "dropout",
+    "epsilon",
+    "log_every",
+    "query_length",
+    "temperature",
+    "weight_decay",
+)
+"""Settings of `train` that are shapes or constants of its graphs. The learning rate is data."""
 
 PACKAGES = ("torch", "torch-xla", "transformers")
 NEURON_PACKAGES = ("torch-neuronx", "libneuronxla", "neuronx-cc")
@@ -116,17 +133,16 @@ def plan_graphs(config: RunConfig, world: World, backbone: PreTrainedConfig, buc
         "joined": config.device.loader.batches_per_execution,
         "train": config.train.model_dump(
             mode="json",
-            include={
-                "batch_size", "accumulation", "activation_checkpointing", "query_length", "buckets", "weight_decay", "beta1", "beta2",
-                "epsilon", "clip_norm", "temperature", "dropout", "log_every",
-            },
+            include=set(IN_TRAINING),
         ),
-    }  # fmt: skip
+    }
     name = _fingerprint({**common, **train})
     return GraphsPlan(
         train=name,
         infer=_fingerprint({**common, "flags": infer_flags}),
-        compiler_flags=" ".join([*flags, *(["--retry_failed_compilation"] if config.compile.retry_failed else [])]) if neuron else "",
+        compiler_flags=" ".join([*flags, *(["--retry_failed_compilation"] if config.compile.retry_failed else [])])
+        if neuron
+        else "",
         infer_compiler_flags=" ".join(infer_flags),
         # One prefix per set: what is in it belongs to this set, and locks in it to runs that make or use it.
         cache=f"{config.compile.cache or f'{graphs_uri(bucket_root)}/neuron-cache'}/{name}" if neuron else "",
@@ -148,7 +164,7 @@ def compiler_flags(config: CompileConfig, precision: str, target: str) -> list[s
 
 
 def versions(*, neuron: bool) -> dict[str, str]:
-    """Versions that are in a graph. Those of the Neuron packages are the pinned ones: prepare runs where they are not installed."""
+    """Versions that a graph depends on; of the Neuron packages the pinned ones: prepare runs where they are not installed."""
     found = {name: metadata.version(name) for name in PACKAGES}
     return {**found, **neuron_pins()} if neuron else found
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeline.contract import EAGER_KINDS
 from pipeline.runtime.device import Batch, Device, EncodeFunction
 
+
 @dataclass(frozen=True, slots=True)
 class EncodeBatch:
     """Which token lists are encoded together and how large the batch is with its padding.

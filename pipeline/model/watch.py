@@ -1,7 +1,8 @@
-"""Watches that a stage compiles nothing that was not compiled ahead of time. On devices that do not compile there is nothing to see.
+"""Watches that a stage compiles nothing that was not compiled ahead of time; devices that do not compile have nothing to watch.
 
-Two probes, because neither suffices alone: the process's own counter of graphs it met for the first time, which also counts those
-whose compiled form was waiting for it, and the keys of the graphs, which are compared with the recorded ones when it has risen.
+Two probes, because neither suffices alone: the process's own counter of graphs it met for the first time, which also counts
+those whose compiled form was waiting for it, and the keys of the graphs, which are compared with the recorded ones when it
+has risen.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pipeline.runtime.device import Device, GraphCounts
 from pipeline.runtime.hlo import describe, difference
 
 log = logging.getLogger("trnpipe")
+
 
 @dataclass(frozen=True, slots=True)
 class NewGraph:

@@ -14,7 +14,9 @@ from pipeline.runtime import store
 from pipeline.runtime.heartbeat import Heartbeat
 from pipeline.runtime.world import World
 
-__all__ = ["Heartbeat", "StageContext", "StageOutput", "node_folder"]
+__all__ = ["NODE_FOLDER", "Heartbeat", "StageContext", "StageOutput", "node_folder"]
+
+NODE_FOLDER = "TRNPIPE_NODE_DIR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,5 +53,5 @@ def node_folder() -> Path | None:
 
     Ranks write `heartbeat-RANK.json` and `failure-RANK.json` there: the supervisor watches the first and publishes the second.
     """
-    path = os.environ.get("TRNPIPE_NODE_DIR")
+    path = os.environ.get(NODE_FOLDER)
     return Path(path) if path else None

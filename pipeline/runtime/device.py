@@ -96,6 +96,9 @@ class Device(Protocol):
     def read(self, value: Tensor) -> list[float]:
         """Wait for a tensor of any shape and return it flat. The only place where the host waits for the device."""
 
+    def from_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors on the device, each with memory of its own."""
+
     def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of whole tensors in host memory, for saving; cuts the graph on lazy devices."""
 

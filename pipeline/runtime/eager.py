@@ -47,7 +47,7 @@ class EagerDevice:
     def place(self, module: ModuleT) -> ModuleT:
         return module.to(self.torch_device)
 
-    def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:
+    def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:  # noqa: ARG002 - needs none
         return self.place(encoder)
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -102,6 +102,9 @@ class EagerDevice:
     def read(self, value: Tensor) -> list[float]:
         return [float(item) for item in value.detach().reshape(-1).tolist()]
 
+    def from_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.torch_device) for name, tensor in tensors.items()}
+
     def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
@@ -111,7 +114,7 @@ class EagerDevice:
     def graphs(self) -> set[str]:
         return set()
 
-    def graph_module(self, key: str) -> bytes | None:
+    def graph_module(self, key: str) -> bytes | None:  # noqa: ARG002 - there are no graphs
         return None
 
     def all_reduce(self, value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.contract import Stage, StageFailure, now
-from pipeline.errors import Transient, TrnpipeError
+from pipeline.errors import ExitCode, Transient, TrnpipeError
 from pipeline.runtime.world import NodeWorld
 
 LOST_PEER = "another rank went away during a collective"
@@ -43,6 +43,13 @@ def describe(error: TrnpipeError, *, stage: Stage, run: str, node: NodeWorld, ra
         host=node.host,
         time=now(),
     )
+
+
+def error_of(failure: StageFailure) -> TrnpipeError:
+    """The exception that a record was made of, to be raised by somebody who stands for the one who failed."""
+    error = TrnpipeError(failure.what, value=failure.value or None, rule=failure.rule, remedy=failure.remedy)
+    error.exit_code = ExitCode(failure.exit_code)
+    return error
 
 
 def lines(failure: StageFailure) -> list[str]:

@@ -1,7 +1,7 @@
 """Reading XLA's programs (HLO modules): what goes in, what is constant, which operations; and what differs between two of them.
 
-Only the few fields that are needed of xla/service/hlo.proto and xla/xla_data.proto (OpenXLA) are declared; protobuf skips the rest.
-Their numbers have not changed for years, because stored programs depend on them.
+Only the few fields that are needed of OpenXLA's xla/service/hlo.proto and xla/xla_data.proto are declared; protobuf skips the
+rest. Their numbers have not changed for years, because stored programs depend on them.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def _messages() -> dict[str, Any]:
                 declared.type_name = f".trnpipe.hlo.{message_type}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"trnpipe.hlo.{name}")) for name in _FIELDS
-    }
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"trnpipe.hlo.{name}")) for name in _FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ def _parse(name: str, data: bytes) -> Any:
     message = _messages()[name]()
     try:
         message.ParseFromString(data)
-    except Exception as error:  # noqa: BLE001 - protobuf's own, of which there are several by implementation
+    except Exception as error:
         raise BadData("this is not an HLO module", value=f"{len(data)} bytes: {error}") from error
     return message
 

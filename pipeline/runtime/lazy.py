@@ -1,8 +1,8 @@
-"""What `xla` and `neuron` share: torch-xla's lazy tensors. Operations are recorded; every `sync` compiles and runs what was recorded.
+"""What `xla` and `neuron` share: torch-xla's lazy tensors. Operations are recorded; a `sync` compiles and runs them.
 
-So the same program must record the same operations again and again: shapes are static, values that change are tensors, and nothing is
-read in between. torch-xla 2.9 API; https://docs.pytorch.org/xla/release/r2.9/learn/xla-overview.html. Importing this module chooses the
-XLA device for the whole process: only `xla` and `neuron` do.
+So the same program must record the same operations again and again: shapes are static, values that change are tensors, and
+nothing is read in between. API of torch-xla 2.9 (https://docs.pytorch.org/xla/release/r2.9/learn/xla-overview.html). Importing
+this module chooses the XLA device for the whole process: only `xla` and `neuron` do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.runtime.device import Batch, EncodeFunction, GraphCounts, ModuleT
 from pipeline.runtime.world import World
 
 REDUCE_BUCKET_MIB = 50
-"""Gradients are reduced in pieces of this size, in reverse order, so that the first pieces travel while the backward pass still computes.
+"""Gradients are reduced in pieces of this size, in reverse order: the first travel while the backward pass still computes.
 torch-xla's own value on Neuron (torch_xla/__init__.py, ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB), which a set variable overrides."""
 
 
@@ -55,7 +55,7 @@ class LazyDevice:
         self.sync()
         return placed
 
-    def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:
+    def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:  # noqa: ARG002 - needs none
         return self.place(encoder)
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -118,6 +118,10 @@ class LazyDevice:
     def read(self, value: Tensor) -> list[float]:
         return [float(item) for item in value.detach().cpu().reshape(-1).tolist()]
 
+    def from_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Not by `to`: equal scalars would become one input of the graph, where the graph that was compiled has many.
+        return cast(dict[str, Tensor], xm.send_cpu_data_to_device([dict(tensors)], self.torch_device)[0])
+
     def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Unsynced, every tensor would be computed by a graph of its own.
         self.sync()
@@ -151,6 +155,12 @@ class LazyDevice:
             compiled=int(xla_metrics.counter_value("UncachedCompile") or 0),
             fallbacks={name: int(xla_metrics.counter_value(name)) for name in sorted(fallbacks)},
         )
+
+    def graphs(self) -> set[str]:
+        return set()
+
+    def graph_module(self, key: str) -> bytes | None:  # noqa: ARG002 - the protocol's
+        return None
 
     def close(self) -> None:
         self.sync()

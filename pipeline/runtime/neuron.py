@@ -1,8 +1,8 @@
 """The `neuron` kind: NeuronCores through torch-xla and torch-neuronx, one core per rank (Neuron SDK 2.29.1).
 
-Training records graphs like `xla`; the compiler, neuronx-cc, is called by the runtime underneath, unless a graph is in the persistent
-cache (NEURON_COMPILE_CACHE_URL) already. Evaluation and embedding run traced forms instead, whose weights are not in the graph:
-one compilation per shape serves every week's model. Written against the documentation; no Trainium was at hand.
+Training records graphs like `xla`; the compiler, neuronx-cc, is called by the runtime underneath, unless a graph is in the
+persistent cache (NEURON_COMPILE_CACHE_URL) already. Evaluation and embedding run traced forms instead, whose weights are not in
+the graph: one compilation per shape serves every week's model. Written against the documentation, not run on Trainium.
 """
 
 from __future__ import annotations
@@ -83,13 +83,15 @@ class TracedEncoder:
         self._forms: dict[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]] = {}
         for path in sorted(folder.glob("encode-*.pt")):
             rows, length = path.stem.removeprefix("encode-").split("x")
-            form = torch.jit.load(str(path))
+            form = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
             torch_neuronx.replace_weights(form, weights)
             # With weights outside the graph nothing is on the core yet (PyTorch NeuronX Tracing API).
             torch_neuronx.move_trace_to_device(form, 0)
             self._forms[int(rows), int(length)] = form
         if not self._forms:
-            raise MissingInput("there are no traced encoders", value=folder, remedy="delete the compiled set: compile makes it again")
+            raise MissingInput(
+                "there are no traced encoders", value=folder, remedy="delete the compiled set: compile makes it again"
+            )
 
     def __call__(self, tokens: Tensor, mask: Tensor) -> Tensor:
         form = self._forms.get(tuple(tokens.shape))
@@ -127,12 +129,19 @@ def trace_encoder(
                 encoder, example, compiler_args=list(flags), inline_weights_to_neff=False, cpu_backend=True
             )
         path = folder / f"encode-{rows}x{length}.pt"
-        torch.jit.save(form, str(path))
+        torch.jit.save(form, str(path))  # type: ignore[no-untyped-call]
         written.append(path)
     return written
 
 
-def open_device(precision: str, world: World, *, threads: int | None, timeout_seconds: int, loader: LoaderConfig) -> NeuronDevice:
+def open_device(
+    precision: str,
+    world: World,
+    *,
+    threads: int | None,
+    timeout_seconds: int,  # noqa: ARG001 - the runtime waits for ever; the supervisor does not
+    loader: LoaderConfig,
+) -> NeuronDevice:
     """Join the gang: torchrun's environment says which core is this rank's and where the others are.
 
     Raises:

@@ -488,11 +488,16 @@ class TorchrunRanks(Ranks):
             rank = self._launch.rank(first[0])
             return [self.explained(self._describe(unexplained_end(rank, first[1]), rank), known=False)]
         # Killed itself, its ranks died with it; or the other nodes never came.
-        return [self.explained(self._describe(torchrun_end(code, self._own.last_lines(-1)), self.numbers[0]), known=False)]
+        error = torchrun_end(code, self._own.last_lines(-1), started=bool(self._pids))
+        return [self.explained(self._describe(error, self.numbers[0]), known=False)]
 
 
-def torchrun_end(code: int, last_lines: Sequence[str]) -> TrnpipeError:
-    """What to say of a torchrun that ended by itself without naming a rank."""
+def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> TrnpipeError:
+    """What to say of a torchrun that ended by itself without naming a rank.
+
+    Args:
+        started: it had started ranks.
+    """
     if code < 0:
         return Transient(
             f"torchrun was killed by {signal.Signals(-code).name}",
@@ -500,8 +505,10 @@ def torchrun_end(code: int, last_lines: Sequence[str]) -> TrnpipeError:
             rule="a killed process may do better in a new attempt",
             remedy="SIGKILL usually comes from the host's out-of-memory killer; see the log above",
         )
-    if code == 2:
-        return Defect("torchrun refused its command line", value=list(last_lines), remedy="report it with the log above")
+    if code != 1 or started:
+        # It refused its command line, or says nothing that we understand.
+        value = [f"exit status {code}", *last_lines[-5:]]
+        return Defect("torchrun ended without naming a failed rank", value=value, remedy="report it with the log above")
     return Transient(
         "torchrun ended before its ranks had started",
         value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],

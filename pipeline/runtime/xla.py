@@ -1,4 +1,4 @@
-"""The `xla` kind: torch-xla on host cores, one rank. The same lazy tensors and the same graphs as on an accelerator, really compiled.
+"""The `xla` kind: torch-xla on host cores, one rank. The same lazy tensors and graphs as on an accelerator, really compiled.
 
 XLA's CPU client compiles every graph into native code for all cores. It cannot load a compiled graph back, so every process
 compiles its own; what it does leave is one file per graph, named by the graph's key (tried with torch-xla 2.9), from which the
@@ -13,14 +13,14 @@ from pathlib import Path
 
 os.environ["PJRT_DEVICE"] = "CPU"
 
-import torch  # noqa: E402 - torch-xla reads the variable above when it is loaded
-import torch_xla.runtime as xr  # noqa: E402
+import torch
+import torch_xla.runtime as xr
 
-from pipeline.config import LoaderConfig  # noqa: E402
-from pipeline.runtime.device import require_world, resolve_precision  # noqa: E402
-from pipeline.runtime.hlo import module_of_executable  # noqa: E402
-from pipeline.runtime.lazy import LazyDevice  # noqa: E402
-from pipeline.runtime.world import World  # noqa: E402
+from pipeline.config import LoaderConfig
+from pipeline.runtime.device import require_world, resolve_precision
+from pipeline.runtime.hlo import module_of_executable
+from pipeline.runtime.lazy import LazyDevice
+from pipeline.runtime.world import World
 
 _executables: Path | None = None
 """Where XLA leaves one file per graph: one folder for the whole process, because it can be chosen only once."""
@@ -39,14 +39,19 @@ class XlaDevice(LazyDevice):
 
 
 def open_device(
-    precision: str, world: World, *, threads: int | None, timeout_seconds: int, loader: LoaderConfig
+    precision: str,
+    world: World,
+    *,
+    threads: int | None,
+    timeout_seconds: int,  # noqa: ARG001 - one rank waits for nobody
+    loader: LoaderConfig,
 ) -> XlaDevice:
     """Start XLA's CPU client. It uses all cores that the process may run on; `threads` are those of the host's own work.
 
     Raises:
         BadConfig: more than one rank.
     """
-    global _executables  # noqa: PLW0603
+    global _executables
     require_world("xla", world.size)
     if threads is not None:
         torch.set_num_threads(threads)

@@ -47,6 +47,7 @@ from pipeline.model.memory import known_limits, read_shape, require_memory, tota
 from pipeline.model.parent import ResolvedParent, resolve_parent
 from pipeline.plan import (
     EmbedPlan,
+    GraphsPlan,
     HoldoutPlan,
     MemoryPlan,
     Parent,
@@ -83,10 +84,9 @@ def run(context: StageContext) -> StageOutput:
     """Plan the run, or keep the plan that is there."""
     request = read_request(context.paths)
     plan = kept_plan(context.paths, request) or new_plan(context, request)
-    missing = check_compiled(context.paths, plan)
     for name, value in plan.summary().items():
         log.info("plan: %s = %s", name, value)
-    return output(context.paths, plan, missing)
+    return output(context.paths, plan)
 
 
 def read_request(paths: RunPaths) -> RunInput:
@@ -129,6 +129,7 @@ def kept_plan(paths: RunPaths, request: RunInput) -> RunPlan | None:
         )
     check_nodes(plan.world.nodes, request.deployment.allowed_nodes)
     check_row_files(paths, plan)
+    check_compiled(paths, plan.graphs, plan.config)
     log.info("keeping the plan of %s", plan.created)
     return plan
 
@@ -230,6 +231,8 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     corpus = corpus_files(context, config)
     resolved = resolve_parent(origin.uri, config.model, scratch)
     backbone, tokenizer = check_parent(resolved.folder, config)
+    graphs = plan_graphs(config, world, backbone, paths.bucket_root)
+    check_compiled(paths, graphs, config)
     memory = check_memory(resolved.folder, config, world, paths)
 
     scans = scan(context, config, new, earlier, corpus)
@@ -259,7 +262,7 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
             rows=written.rows["holdout.arrow"], queries=written.queries, candidates=written.rows["candidates.arrow"]
         ),
         embed=plan_embedding(config, scans, shards, world),
-        graphs=plan_graphs(config, world, backbone, paths.bucket_root),
+        graphs=graphs,
         memory=memory,
         row_files=upload_rows(paths, rows_folder, written),
         seen=tuple(sorted({*origin.first_runs, *(file.sha256 for file in new)})),
@@ -296,21 +299,20 @@ def plan_world(config: RunConfig) -> World:
     )
 
 
-def check_compiled(paths: RunPaths, plan: RunPlan) -> list[str]:
-    """URIs of the compiled sets that the run needs and that are not there.
+def check_compiled(paths: RunPaths, graphs: GraphsPlan | None, config: RunConfig) -> None:
+    """Refuse a run whose graphs are not compiled where nothing may be compiled.
 
     Raises:
-        BadConfig: some are missing, and nothing may be compiled.
+        BadConfig: a compiled set is missing, and compile.enabled is false.
     """
-    missing = missing_sets(paths.bucket_root, plan.graphs)
-    if missing and not plan.config.compile.enabled:
+    missing = missing_sets(paths.bucket_root, graphs)
+    if missing and not config.compile.enabled:
         raise BadConfig(
             "the run's graphs are not compiled, and compiling is disabled",
             value=missing,
             rule="compile.enabled = false: only a run whose compiled sets are complete may start",
             remedy="set compile.enabled = true for one run with the same model form, shapes, ranks and versions",
         )
-    return missing
 
 
 def find_origin(config: RunConfig, paths: RunPaths) -> Origin:
@@ -759,7 +761,7 @@ def write_plan(paths: RunPaths, plan: RunPlan) -> RunPlan:
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
-def output(paths: RunPaths, plan: RunPlan, missing: Sequence[str]) -> StageOutput:
+def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
     """What result.json says. The state machine skips the compile stage where no compiled set is missing."""
     shards = [("train", shard) for shard in (*plan.train.new, *plan.train.replay)]
     if plan.embed.source == "corpus":
@@ -771,4 +773,5 @@ def output(paths: RunPaths, plan: RunPlan, missing: Sequence[str]) -> StageOutpu
     outputs = {"plan": Artifact(paths.plan, hashlib.sha256(data).hexdigest(), len(data))}
     for name, file in plan.row_files.items():
         outputs[name] = Artifact(store.join(paths.rows, name), file.sha256, file.size)
-    return StageOutput(inputs=inputs, outputs=outputs, metrics={**plan.summary(), "compile": bool(missing)})
+    metrics = {**plan.summary(), "compile": bool(missing_sets(paths.bucket_root, plan.graphs))}
+    return StageOutput(inputs=inputs, outputs=outputs, metrics=metrics)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ log = logging.getLogger("trnpipe")
 
 TEMPLATE = "report.html.j2"
 SHOWN_SHARDS = 50
+MOST_LINES = 3
+"""Lines of a chart that have a colour of their own."""
 METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100")
 """Order of the metrics on the page."""
 Read = TypeVar("Read")
@@ -80,6 +83,66 @@ class State:
         return self.finished - self.started if self.started and self.finished else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUse:
+    """What one node's host did while training (pipeline/runtime/monitor.py).
+
+    Attributes:
+        hosts: names, in the order in which attempts used them.
+        utilization: (time, percent) of its cores, a point per line.
+        low, high: the least and most used core's percent, over all lines.
+        device_memory, host_memory: most bytes in use; None: not known.
+        corrected, uncorrected: memory errors that the devices counted.
+        errors: kind of failed execution -> count, without the zeros.
+    """
+
+    node: int
+    hosts: list[str]
+    utilization: list[tuple[float, float]]
+    low: float | None
+    high: float | None
+    device_memory: int | None
+    host_memory: int | None
+    corrected: int
+    uncorrected: int
+    errors: dict[str, int]
+
+    @property
+    def mean(self) -> float | None:
+        return sum(share for _, share in self.utilization) / len(self.utilization) if self.utilization else None
+
+    @classmethod
+    def parse(cls, node: int, data: bytes) -> HostUse:
+        """Read a node's lines.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: not the lines of a monitor.
+        """
+        lines = _json_lines(data)
+        used = [(float(line["time"]), line["utilization"]) for line in lines if "utilization" in line]
+        errors: dict[str, int] = {}
+        worst: dict[tuple[str, str], int] = {}
+        for line in lines:
+            for kind, count in line["errors"].items():
+                errors[kind] = errors.get(kind, 0) + int(count)
+            for counter, count in line["ecc"].items():
+                # Counters only rise on one host, and start anew on the next.
+                worst[line["host"], counter] = max(int(count), worst.get((line["host"], counter), 0))
+        uncorrected = sum(count for (_, counter), count in worst.items() if counter.endswith("_uncorrected"))
+        return cls(
+            node=node,
+            hosts=list(dict.fromkeys(str(line["host"]) for line in lines)),
+            utilization=[(moment, float(shares["mean"])) for moment, shares in used],
+            low=min((float(shares["min"]) for _, shares in used), default=None),
+            high=max((float(shares["max"]) for _, shares in used), default=None),
+            device_memory=max((int(line["device_memory_bytes"]) for line in lines if line["device_memory_bytes"]), default=None),
+            host_memory=max((int(line["host_memory_bytes"]) for line in lines if line["host_memory_bytes"]), default=None),
+            corrected=sum(worst.values()) - uncorrected,
+            uncorrected=uncorrected,
+            errors={kind: count for kind, count in errors.items() if count},
+        )
+
+
 @dataclass(kw_only=True)
 class RunRecord:
     """All that the run folder says, as far as it could be read.
@@ -96,12 +159,18 @@ class RunRecord:
     scorecard: dict[str, Any] = field(default_factory=dict)
     training: list[dict[str, Any]] = field(default_factory=list)
     nodes: list[dict[str, Any]] = field(default_factory=list)
+    hosts: list[HostUse] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
         return judge(self)
+
+    @property
+    def nothing_to_compile(self) -> bool:
+        """Whether prepare found every compiled set, so that the state machine goes past compile."""
+        return self.metrics(Stage.PREPARE).get("compile") is False
 
     def metrics(self, stage: Stage) -> dict[str, Any]:
         """A stage's metrics, empty if it has no result."""
@@ -136,6 +205,8 @@ def read_run(paths: RunPaths) -> RunRecord:
     nodes = record.plan.world.nodes if record.plan else 1
     health = (read(paths.node_health(node), _object) for node in range(nodes))
     record.nodes = [{"node": node, **found} for node, found in enumerate(health) if found]
+    monitors = (read(paths.host_monitor(node), partial(HostUse.parse, node)) for node in range(nodes))
+    record.hosts = [found for found in monitors if found and found.hosts]
     return record
 
 
@@ -152,7 +223,8 @@ def judge(record: RunRecord) -> Verdict:
         return Verdict(kind="failed", headline=headline, reason=failure.what, stage=stage)
     if gate.get("verdict") == "refused":
         return Verdict(kind="refused", headline="Refused", reason=str(gate.get("reason", "")), stage=Stage.EVALUATE)
-    missing = [stage for stage in Stage if stage not in record.results and stage is not Stage.REPORT]
+    left_out = {Stage.REPORT, *([Stage.COMPILE] if record.nothing_to_compile else [])}
+    missing = [stage for stage in Stage if stage not in record.results and stage not in left_out]
     return Verdict(
         kind="unfinished", headline="Not finished", reason=f"{missing[0]} left neither a result nor a failure.", stage=missing[0]
     )
@@ -171,6 +243,8 @@ def states(record: RunRecord) -> list[State]:
             status, started, finished = "refused" if refused else "done", _time(result.started), _time(result.finished)
         elif failure:
             status, started, finished = "failed", None, _time(failure.time)
+        elif stage is Stage.COMPILE and record.nothing_to_compile:
+            status, started, finished = "skipped", None, None
         else:
             status, started, finished = "not finished" if stage is ended else "not reached", None, None
         found.append(State(stage=stage, status=status, started=started, finished=finished))
@@ -204,7 +278,7 @@ def render(record: RunRecord) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment, short=_short)
+    environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment, short=_short, gib=_gib)
     plan, scores = record.plan, record.scorecard or record.metrics(Stage.EVALUATE)
     return environment.get_template(TEMPLATE).render(
         title=(plan.config.report.title if plan else None) or f"Run {record.paths.run_id}",
@@ -224,6 +298,7 @@ def render(record: RunRecord) -> str:
         metric_names=METRICS,
         whiskers=whiskers(scores.get("difference", {})),
         charts=training_charts(record.training, plan.config.gate.metric if plan else METRICS[0]),
+        utilization=utilization_chart(record.hosts),
         configuration=json.dumps(plan.config.model_dump(mode="json"), indent=2) if plan else "",
         versions=_versions(record),
         shown_shards=SHOWN_SHARDS,
@@ -248,6 +323,26 @@ def training_charts(logged: list[dict[str, Any]], metric: str) -> list[LineChart
         line_chart({metric: validation}, x_label="step", y_label=f"{metric} on part of the hold-out"),
     )
     return [chart for chart in charts if chart]
+
+
+def utilization_chart(hosts: list[HostUse]) -> LineChart | None:
+    """How busy the cores were: a line per node, or of many nodes the least busy one, the mean and the busiest."""
+    start = min((moment for host in hosts for moment, _ in host.utilization), default=0.0)
+    series: dict[str, list[tuple[float, float]]] = {
+        f"node {host.node}": [((moment - start) / 60, share) for moment, share in host.utilization] for host in hosts
+    }
+    if len(series) > MOST_LINES:
+        minutes: dict[int, list[float]] = {}
+        for points in series.values():
+            for minute, share in points:
+                minutes.setdefault(int(minute), []).append(share)
+        in_order = sorted(minutes.items())
+        series = {
+            "lowest node": [(minute, min(shares)) for minute, shares in in_order],
+            "mean": [(minute, sum(shares) / len(shares)) for minute, shares in in_order],
+            "highest node": [(minute, max(shares)) for minute, shares in in_order],
+        }
+    return line_chart(series, x_label="minutes", y_label="Utilization of the cores, percent")
 
 
 def whiskers(differences: Any) -> dict[str, dict[str, float]]:
@@ -300,6 +395,7 @@ def _files(record: RunRecord) -> list[tuple[str, str]]:
         paths.plan: "everything this run was told to do",
         paths.quarantine: "input rows that were refused, with the reason",
         paths.metrics: "every logged training step",
+        paths.host_monitor(0).rsplit("/", 1)[0]: "what the hosts did meanwhile, a line per minute",
         paths.tensorboard: "the same for TensorBoard",
         paths.scorecard: "all evaluation numbers",
         paths.model: "the model, a sentence-transformers folder",
@@ -335,6 +431,11 @@ def _number(value: Any, digits: int = 0) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return "–"
     return f"{value:,.{digits}f}".replace("-", "−")
+
+
+def _gib(value: Any) -> str:
+    """Bytes as GiB."""
+    return _number(value / (1 << 30), 1) if isinstance(value, int) else "–"
 
 
 def _signed(value: Any, digits: int) -> str:

@@ -203,24 +203,21 @@ class HostState:
 def host_state(encoder: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> HostState:
     """Copy weights and optimizer to the host, in one go."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in encoder.named_parameters()}
-    state = {
-        f"{names[parameter]}/{kind}": value for parameter, kinds in optimizer.state.items() for kind, value in kinds.items()
-    }
+    state = {f"{names[parameter]}/{kind}": value for parameter, kinds in optimizer.state.items() for kind, value in kinds.items()}
     weights = encoder.state_dict()
     copies = device.to_host({**{f"w:{name}": tensor for name, tensor in weights.items()}, **state})
-    return HostState(
-        {name: copies[f"w:{name}"] for name in weights}, {name: copies[name].contiguous() for name in state}
-    )
+    return HostState({name: copies[f"w:{name}"] for name in weights}, {name: copies[name].contiguous() for name in state})
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Put the tensors back that `save_optimizer` wrote. Hyper-parameters are the configuration's, not the checkpoint's."""
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device, path: Path) -> None:
+    """Put the optimizer's tensors back. Hyper-parameters are the configuration's, not the checkpoint's."""
     parameters = dict(model.named_parameters())
-    states: dict[str, dict[str, Tensor]] = {}
     with safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 - not a mapping
-            name, kind = key.rsplit("/", 1)
-            states.setdefault(name, {})[kind] = file.get_tensor(key).to(parameters[name].device)
+        tensors = device.from_host({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a mapping
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, kind = key.rsplit("/", 1)
+        states.setdefault(name, {})[kind] = tensor
     for name, state in states.items():
         optimizer.state[parameters[name]] = state
 

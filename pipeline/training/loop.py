@@ -16,6 +16,7 @@ from pipeline.model.encoder import Encoder
 from pipeline.model.watch import GraphWatch
 from pipeline.runtime.context import Heartbeat
 from pipeline.runtime.device import Device
+from pipeline.runtime.heartbeat import FIRST_STEP_PATIENCE
 from pipeline.training.batches import Batches
 from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.metrics import MetricsLog
@@ -24,6 +25,9 @@ from pipeline.training.step import RecentLosses, require_equal_weights, step_see
 from pipeline.training.validation import ValidationSet, validate
 
 log = logging.getLogger("trnpipe")
+
+FIRST_STEPS = 32
+"""Steps of an attempt in which every bucket has come up, and with it every graph has been loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ def train(run: Training, progress: Progress) -> None:
         _validate(run, progress)
     run.encoder.train()
     clock = time.monotonic()
+    first = progress.step
     for number, batch in enumerate(device.batches(run.batches.iterate(progress.step, run.steps))):
         # The sync point that ended the step before came with this batch.
         run.watch.check(progress.step)
@@ -71,7 +76,7 @@ def train(run: Training, progress: Progress) -> None:
         train_step(run.encoder, run.optimizer, device, batch, config, losses, last=complete, sync_points=sync_points)
         if not complete:
             continue
-        _count(run, progress)
+        _count(run, progress, first)
 
         step, last = progress.step, progress.step == run.steps
         log_due, validation_due, checkpoint_due = (
@@ -94,7 +99,7 @@ def train(run: Training, progress: Progress) -> None:
     run.watch.check(progress.step)
 
 
-def _count(run: Training, progress: Progress) -> None:
+def _count(run: Training, progress: Progress, first: int) -> None:
     facts = run.batches.take_facts(progress.step)
     progress.step += 1
     for target in (progress, progress.window):
@@ -102,7 +107,8 @@ def _count(run: Training, progress: Progress) -> None:
         target.tokens += facts.tokens
         target.slots += facts.slots
     rate = progress.pairs / progress.seconds if progress.seconds else 0.0
-    run.heartbeat.beat(progress.step, run.steps, unit="pairs", rate=rate, note="training")
+    patience = FIRST_STEP_PATIENCE if run.device.kind not in EAGER_KINDS and progress.step - first < FIRST_STEPS else 0.0
+    run.heartbeat.beat(progress.step, run.steps, unit="pairs", rate=rate, note="training", patience=patience)
 
 
 def _read(run: Training, progress: Progress, losses: RecentLosses) -> None:

@@ -77,8 +77,7 @@ def start(context: StageContext, device: Device) -> Start:
     require_equal(device, digest.to(device.torch_device))
     optimizer = build_optimizer(encoder, config.train, device)
     if checkpoint:
-        load_optimizer(encoder, optimizer, checkpoint.folder / OPTIMIZER_FILE)
-        device.sync()
+        load_optimizer(encoder, optimizer, device, checkpoint.folder / OPTIMIZER_FILE)
         log.info("going on from the checkpoint of step %d", checkpoint.progress.step)
     return Start(encoder=encoder, optimizer=optimizer, parent=parent, checkpoint=checkpoint)
 

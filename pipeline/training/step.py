@@ -66,15 +66,19 @@ class RecentLosses:
         # What is there before the first step is data like everything later, not a constant of the first graph.
         device.sync()
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What is kept on the device."""
+        return self._values, self._started
+
     def add(self, loss: Tensor) -> None:
-        """A part of the next step's loss."""
+        """The loss of a batch, all or part of its step's."""
         self._started = self._started + loss.detach()
 
-    def push(self, loss: Tensor, norm: Tensor) -> None:
-        """The (rest of the) loss and the gradient norm of a step."""
-        whole = self._started + loss.detach()
+    def push(self, norm: Tensor) -> None:
+        """The step is complete, with this gradient norm."""
         # Shifting, not writing at an index: the index would be a constant of the graph, and every step a new graph.
-        self._values = torch.cat([self._values[1:], torch.stack([whole, norm.detach()])[None]])
+        self._values = torch.cat([self._values[1:], torch.stack([self._started, norm.detach()])[None]])
         self._started = torch.zeros_like(self._started)
         self._unread += 1
 
@@ -115,8 +119,8 @@ def train_step(
         queries, documents, batch["roles"], batch["weights"], temperature=config.temperature, gather=device.gather
     )
     loss.backward()  # type: ignore[no-untyped-call]
+    losses.add(loss)
     if not last:
-        losses.add(loss)
         return
     device.reduce_gradients(parameters)
     if sync_points == 2:
@@ -126,7 +130,7 @@ def train_step(
         group["lr"].copy_(batch["learning_rate"].reshape(()))
     device.step(optimizer)
     optimizer.zero_grad(set_to_none=config.accumulation == 1)
-    losses.push(loss, norm)
+    losses.push(norm)
 
 
 def require_equal_weights(encoder: nn.Module, device: Device) -> None:
@@ -163,5 +167,5 @@ def require_equal(device: Device, values: Tensor) -> None:
 
 
 def step_seed(seed: int, batch: int, rank: int) -> int:
-    """Makes dropout a function of (seed, number of the batch, rank): no random state is saved, and a resumed run draws the same."""
+    """Makes dropout a function of (seed, batch number, rank): no random state is saved, and a resumed run draws the same."""
     return int(np.random.SeedSequence([seed, batch, rank]).generate_state(1, np.uint64)[0] >> 1)

@@ -120,7 +120,7 @@ def _encode_shared(
     padded = torch.zeros((-(-share // GATHER_ROWS) * GATHER_ROWS, encoder.dimension))
     padded[: len(mine)] = embeddings.reshape(len(mine), encoder.dimension)
     blocks = []
-    for block in padded.split(GATHER_ROWS):
+    for block in torch.split(padded, GATHER_ROWS):
         # The whole block to the host first: on a lazy device, slicing or turning it there would be a graph of its own.
         shared = device.to_host({"rows": device.gather(block.to(device.torch_device))})["rows"]
         blocks.append(shared.view(size, GATHER_ROWS, -1).transpose(0, 1).reshape(size * GATHER_ROWS, -1))

@@ -3,80 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from sentence_transformers import SentenceTransformer
 
 from pipeline.contract import Stage
+from tests.chain.runs import LocalState, embeddings, kill_descendant, load, started
 from tests.tiny import make_model, write_pairs
 
 pytestmark = pytest.mark.slow
-
-SETTINGS = {
-    "device.precision": "fp32",
-    "model.head.hidden": 16,
-    "train.epochs": 3,
-    "train.batch_size": 16,
-    "train.query_length": 8,
-    "train.buckets": "[16, 32]",
-    "train.learning_rate": "2e-3",
-    "train.log_every": 2,
-    "train.checkpoint_every": 5,
-    "train.validate_every": 10,
-    "data.holdout_fraction": 0.2,
-    "data.replay_fraction": 0.5,
-    "evaluate.bootstrap_samples": 100,
-    "gate.allow_small": "true",
-    "embed.children": 2,
-    "embed.rows_per_part": 100,
-    "embed.buckets": "[16, 32]",
-    "embed.tokens_per_batch": 512,
-}
-
-
-@dataclass
-class LocalState:
-    """One state folder and the runs made in it."""
-
-    folder: Path
-    parent: Path
-
-    def command(self, *inputs: Path, arguments: tuple[str, ...] = (), **settings: Any) -> list[str]:
-        merged = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
-        command = [sys.executable, "-m", "pipeline.cli", "local", "--state", str(self.folder), "--device", "cpu", *arguments]
-        for path in inputs:
-            command += ["--input", str(path)]
-        for key, value in merged.items():
-            command += ["--set", f"{key}={value}"]
-        return command
-
-    def run(self, *inputs: Path, arguments: tuple[str, ...] = (), **settings: Any) -> subprocess.CompletedProcess[str]:
-        command = self.command(*inputs, arguments=arguments, **settings)
-        return subprocess.run(command, capture_output=True, text=True, timeout=400)
-
-    @property
-    def bucket(self) -> Path:
-        (registry,) = self.folder.rglob("registry")
-        return registry.parent
-
-    @property
-    def runs(self) -> list[Path]:
-        return sorted((path.parent for path in self.folder.rglob("input.json")), key=lambda path: path.stat().st_mtime)
-
-    def published(self) -> dict[str, Any]:
-        return json.loads((self.bucket / "registry" / "current.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -103,30 +44,17 @@ def two_weeks(tmp_path_factory: pytest.TempPathFactory, tiny_parent: Path) -> It
     return state
 
 
-def load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
-
-
-def embeddings(run: Path) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
-    for part in sorted((run / "embed").glob("part-*.parquet")):
-        table = pq.read_table(part)
-        vectors = np.stack(table["embedding"].to_numpy(zero_copy_only=False))
-        identifiers = table["id"].to_pylist()
-        assert not found.keys() & set(identifiers)
-        found |= dict(zip(identifiers, vectors, strict=True))
-    return found
-
-
 def test_every_stage_leaves_its_result(two_weeks: LocalState) -> None:
     for run in two_weeks.runs:
         fingerprint = load(run / "plan.json")["fingerprint"]
         for stage in Stage:
-            if stage is Stage.REPORT:
+            if stage in (Stage.COMPILE, Stage.REPORT):
                 continue
             result = load(run / stage.value / "result.json")
             assert (result["status"], result["fingerprint"]) == ("done", fingerprint)
         assert (run / "report" / "index.html").stat().st_size > 1000
+        # Nothing is compiled for a processor, and no gang was started to find that.
+        assert not (run / "compile").exists()
 
 
 def test_the_new_model_beats_its_parent(two_weeks: LocalState) -> None:
@@ -235,9 +163,9 @@ def test_sigkill_in_training_leads_to_a_retry_that_resumes(state: LocalState, tm
         train__epochs=20,
         train__checkpoint_every=5,
     )
-    with _started(command, tmp_path / "out.txt") as process:
+    with started(command, tmp_path / "out.txt") as process:
         _wait_for_checkpoint(state, process)
-        killed = _kill_descendant(process.pid, VICTIMS[victim])
+        killed = kill_descendant(process.pid, VICTIMS[victim])
         code = process.wait(timeout=400)
     assert killed
     assert code == 0, (tmp_path / "out.txt").read_text()
@@ -249,12 +177,13 @@ def test_sigkill_in_training_leads_to_a_retry_that_resumes(state: LocalState, tm
 
 def test_sigkill_in_every_stage_leads_to_retries_and_a_successful_run(state: LocalState, tmp_path: Path) -> None:
     command = state.command(write_pairs(tmp_path / "a.jsonl", 300), arguments=("--parent", str(state.parent)), train__epochs=1)
-    waiting = [stage.value for stage in Stage]
-    with _started(command, tmp_path / "out.txt") as process:
+    # Those that run on a processor: compile is killed in test_xla_run.
+    waiting = [stage.value for stage in Stage if stage is not Stage.COMPILE]
+    with started(command, tmp_path / "out.txt") as process:
         deadline = time.monotonic() + 400
         while process.poll() is None and time.monotonic() < deadline:
             for stage in waiting:
-                if _kill_descendant(process.pid, lambda command, stage=stage: f"cli stage {stage}" in command):  # type: ignore[misc]
+                if kill_descendant(process.pid, lambda command, stage=stage: f"cli stage {stage}" in command):  # type: ignore[misc]
                     waiting.remove(stage)
                     break
             time.sleep(0.2)
@@ -266,17 +195,6 @@ def test_sigkill_in_every_stage_leads_to_retries_and_a_successful_run(state: Loc
     assert len(embeddings(run)) == 300
 
 
-@contextmanager
-def _started(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with output.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-
 def _wait_for_checkpoint(state: LocalState, process: subprocess.Popen[bytes], timeout: float = 200) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -285,33 +203,6 @@ def _wait_for_checkpoint(state: LocalState, process: subprocess.Popen[bytes], ti
         assert process.poll() is None, "the run ended before its first checkpoint"
         time.sleep(0.05)
     raise AssertionError("no checkpoint in time")
-
-
-def _kill_descendant(root: int, wanted: Callable[[str], bool]) -> int | None:
-    for pid in _descendants(root):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except FileNotFoundError:
-            continue
-        if wanted(command.replace("pipeline.", "")):
-            os.kill(pid, signal.SIGKILL)
-            return pid
-    return None
-
-
-def _descendants(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(int(fields[1]), []).append(int(path.parent.name))
-    found, todo = [], [root]
-    while todo:
-        todo += children.get(todo.pop(), [])
-        found = sorted({*found, *todo})
-    return found
 
 
 def _alive(pid: int) -> bool:

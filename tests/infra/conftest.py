@@ -84,6 +84,7 @@ def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
             "registry": None,
             "data": {"train": ["s3://their-data/pairs/"]},
             "model": {"parent": "s3://their-models/e5/model.safetensors"},
+            "compile": {"cache": "s3://their-caches/neuron/"},
         },
         read=["s3://shared/more"],
         ami="ami-0123456789abcdef0",

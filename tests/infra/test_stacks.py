@@ -63,8 +63,30 @@ def test_a_stage_writes_its_own_part_of_a_run_only(deployment: Any, stage: Stage
     assert others == []
     assert ("/registry/*" in written) == (stage is Stage.PUBLISH)
     assert ("/runs/*/plan.json" in written) == (stage is Stage.PREPARE)
-    assert granted(deployment, role_of(stage), "s3:DeleteObject") == {f"/runs/*/{stage}/*"}
+    own = {resource for resource in granted(deployment, role_of(stage), "s3:DeleteObject") if "/runs/" in resource}
+    assert own == {f"/runs/*/{stage}/*"}
     assert "/runs/*" in granted(deployment, role_of(stage), "s3:GetObject")
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_compiled_sets_are_compile_s_and_those_who_load_them_only_read(deployment: Any, stage: Stage) -> None:
+    """prepare asks whether they are there. The compiler's cache alone is also train's, for a graph that nobody foresaw."""
+    cache = "/graphs/neuron-cache/*"
+    written = {Stage.COMPILE: {"/graphs/*"}, Stage.TRAIN: {cache}}.get(stage, set())
+    read = {"/graphs/*"} if stage not in (Stage.HEALTH_CHECK, Stage.PUBLISH, Stage.REPORT) else set()
+    removed = {cache} if stage in (Stage.COMPILE, Stage.TRAIN) else set()
+    for action, expected in (("s3:GetObject", read), ("s3:PutObject", written), ("s3:DeleteObject", removed)):
+        assert {found for found in granted(deployment, role_of(stage), action) if "graphs" in found} == expected, action
+    # Without it S3 says of an absent set that access is denied.
+    assert any(statement["Action"] == "s3:ListBucket" for statement in statements(deployment, role_of(stage)))
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_a_compiler_s_cache_elsewhere_is_open_to_those_who_compile(other_deployment: Any, stage: Stage) -> None:
+    role, compiles = role_of(stage), stage in (Stage.COMPILE, Stage.TRAIN)
+    for action in ("s3:GetObject", "s3:PutObject", "s3:DeleteObject"):
+        assert ("arn:aws:s3:::their-caches/neuron/*" in granted(other_deployment, role, action)) == compiles, action
+    assert ("arn:aws:s3:::their-caches" in granted(other_deployment, role, "s3:ListBucket")) == compiles
 
 
 @pytest.mark.parametrize("stage", list(STAGES))
@@ -84,9 +106,9 @@ def test_no_policy_allows_every_action(deployment: Any) -> None:
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_inputs_are_readable_where_they_are_read(other_deployment: Any, stage: Stage) -> None:
-    """publish reads documents to name the missing ones; train and evaluate load the parent, which may be nobody's run."""
+    """publish reads documents to name the missing ones; who trains or evaluates loads the parent, which may be nobody's run."""
     reads_shards = stage in (Stage.PREPARE, Stage.EMBED, Stage.PUBLISH)
-    loads_parent = stage in (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE)
+    loads_parent = stage in (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
     readable = granted(other_deployment, role_of(stage), "s3:GetObject")
     listed = granted(other_deployment, role_of(stage), "s3:ListBucket")
     for bucket, key, reads in (("their-data", "pairs/*", reads_shards), ("their-models", "e5/*", loads_parent)):

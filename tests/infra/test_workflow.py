@@ -117,6 +117,15 @@ def test_stages_run_in_their_order_under_their_own_names(machine: dict[str, Any]
         assert earlier.value not in reachable(states, later.value)
 
 
+def test_compile_is_the_one_stage_that_may_be_left_out(machine: dict[str, Any]) -> None:
+    states = machine["States"]
+    assert successors(states["ChooseCompile"]) == {"compile", "train"}
+    assert states["ChooseCompile"]["Default"] == "compile"
+    assert "publish" in reachable(states, machine["StartAt"], without=frozenset({"compile"}))
+    for stage in set(STAGES) - {Stage.COMPILE, Stage.EMBED, Stage.REPORT}:
+        assert "Succeeded" not in reachable(states, machine["StartAt"], without=frozenset({stage.value})), stage
+
+
 def test_waiting_covers_the_attempts_timeout_and_the_wait_for_hosts() -> None:
     states = definition(targets())["States"]
     for stage, spec in STAGES.items():
@@ -192,7 +201,7 @@ def example(value: Any, key: str = "") -> Any:
 # ----------------------------------------------------------------------------------------------------------- executions
 
 RESULTS: dict[str, dict[str, Any]] = {
-    "prepare": {"nodes": 2, "embed_children": 3},
+    "prepare": {"nodes": 2, "embed_children": 3, "compile": True},
     "evaluate": {"gate": {"verdict": "accepted", "reason": "+0.002"}},
 }
 
@@ -281,6 +290,10 @@ class Account:
 
     def run(self, run: str, given: Any = None) -> dict[str, Any]:
         return self.end(self.start(run, given))
+
+    def entered(self, arn: str) -> list[str]:
+        events = self.endpoint.client("stepfunctions").get_execution_history(executionArn=arn)["events"]
+        return [event["stateEnteredEventDetails"]["name"] for event in events if event["type"].endswith("StateEntered")]
 
     def read(self, key: str) -> Any:
         return json.loads(self.endpoint.client("s3").get_object(Bucket=BUCKET, Key=key)["Body"].read())
@@ -374,6 +387,22 @@ def test_a_polled_gang_that_fails(account: Account) -> None:
     assert found["status"] == "FAILED"
     assert "Host EC2 (instance i-1) terminated." in found["cause"]
     assert account.batch.stages() == ["prepare", "health_check", "compile", "report"]
+
+
+@pytest.mark.parametrize("account", [{"gang_submit": "sync"}, {"gang_submit": "poll"}], indirect=True)
+def test_no_gang_is_started_where_nothing_is_to_be_compiled(account: Account) -> None:
+    account.batch.results["prepare"]["compile"] = False
+    found = account.run("week-2")
+    assert found["status"] == "SUCCEEDED"
+    assert account.batch.stages() == [stage.value for stage in STAGES if stage is not Stage.COMPILE]
+    assert "compile" not in account.entered(found["executionArn"])
+
+
+@pytest.mark.parametrize("said", [{}, {"compile": "false"}, {"compile": None}])
+def test_compile_runs_unless_prepare_clearly_said_no(account: Account, said: dict[str, Any]) -> None:
+    account.batch.results["prepare"] = {"nodes": 2, "embed_children": 3, **said}
+    assert account.run("week-1")["status"] == "SUCCEEDED"
+    assert "compile" in account.batch.stages()
 
 
 def test_one_child_embeds_as_a_plain_job(account: Account) -> None:
@@ -513,6 +542,16 @@ def test_an_earlier_run_is_taken_up(account: Account) -> None:
     account.batch.script["prepare"] = lambda: "exited"
     account.run("again", {"run": "week-1"})
     assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
+
+
+def test_a_run_that_ended_after_compile_is_taken_up(account: Account) -> None:
+    """prepare's result is the first execution's and still asks for compile, which finds its own result."""
+    account.batch.script["train"] = lambda: "the host was lost"
+    assert account.run("week-1")["status"] == "FAILED"
+    account.batch.script = {}
+    assert account.run("again", {"run": "week-1"})["status"] == "SUCCEEDED"
+    stages = [stage.value for stage in STAGES]
+    assert account.batch.stages() == ["prepare", "health_check", "compile", "train", "report", *stages]
 
 
 def test_a_run_that_publishes_nowhere_takes_no_lock(account: Account) -> None:

@@ -19,14 +19,17 @@ import pytest
 import yaml
 from rich.console import Console
 
-from pipeline import tune
 from pipeline.config import build_config, load_config_file
 from pipeline.contract import RunPaths
+from pipeline.data.arrow import read_table, token_lengths
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
-from pipeline.plan import RowFile, World
+from pipeline.plan import RowFile, RunPlan, World
 from pipeline.runtime import store
 from pipeline.runtime.child import tree_memory
-from pipeline.tune import Row, Table, TuneOptions
+from pipeline.tune import basis, bench, space
+from pipeline.tune.command import TuneOptions, run_tune, search
+from pipeline.tune.display import describe_best, grid
+from pipeline.tune.table import Row, Table
 from tests.pipeline.training.conftest import TrainingRun, training_run
 
 __all__ = ["training_run"]
@@ -60,9 +63,12 @@ def options(state: Path, **more: Any) -> TuneOptions:
 
 def table_of(given: TuneOptions, rows: list[Row]) -> Table:
     """Leave a table as an earlier search would have."""
-    paths, _ = tune.find_run(given)
-    plan = tune.RunPlan.from_json(store.read_bytes(paths.plan))
-    table = Table.open(paths, tune.describe_basis(plan, tune.plan_world(tune.base_config(plan.config)), given.steps))
+    paths, _ = basis.find_run(given.run, given.bucket, given.state)
+    plan = RunPlan.from_json(store.read_bytes(paths.plan))
+    config = basis.base_config(plan.config)
+    world = basis.plan_world(config)
+    window = space.common_window(config, space.parse_vary(given.vary, config), world)
+    table = Table.open(paths, basis.describe_basis(plan, world, steps=given.steps, window=window))
     for row in rows:
         table.put(row)
     return table
@@ -111,7 +117,7 @@ def test_tries_keeps_resumes(training_run: PlanTraining, tmp_path: Path, s3_root
 
     # What ran was the real thing, on the run's own rows, and nothing large is left of it.
     paths = RunPaths(str(next((state / "tune").iterdir()) / "runs" / larger["name"]))
-    plan = tune.RunPlan.from_json(store.read_bytes(paths.plan))
+    plan = RunPlan.from_json(store.read_bytes(paths.plan))
     assert (plan.config.train.batch_size, plan.train.steps, plan.config.registry) == (64, 8, None)
     assert plan.train.bucket_rows == {"16": 64, "32": 86}
     assert plan.train.steps_per_epoch == 3
@@ -155,9 +161,35 @@ def test_interrupted_leaves_no_process_and_goes_on(training_run: PlanTraining, t
     assert not list((state / "bucket/runs/week-01").glob("tune/*"))
     # Its lock went with it: a search with so little time that the base cannot end says just that.
     with pytest.raises(TrnpipeError) as caught:
-        tune.run_tune(options(state, steps=4000, timeout_minutes=0.01))
+        run_tune(options(state, steps=4000, timeout_minutes=0.01))
     assert caught.value.exit_code == 75
     assert "took longer than 0.01 minutes" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_kind_that_compiles(training_run: PlanTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant goes through compile and train; it reads losses only every few steps."""
+    # The programs are as many and compute the same, only slower.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    run = training_run(str(tmp_path / "state" / "bucket"), buckets=[32])
+    small = {"device": {"kind": "xla"}, "embed": {"buckets": [32]}, "compile": {"trial_steps": 2}}
+    run.plan = run.plan.model_copy(update={"config": build_config(run.plan.config.model_dump(mode="json"), small)}).sealed()
+    store.write_bytes(run.paths.plan, run.plan.to_json())
+    given = options(tmp_path / "state", steps=16, vary=("device.loader.batches_per_execution=2",), limit=0)
+    table, best = search(given, Console(quiet=True))
+    assert [(each.status, each.exit_code) for each in table.rows] == [("done", 0)]
+    assert best.compile_seconds is not None
+    assert best.compile_seconds > 0
+    assert best.graphs is not None
+    assert best.graphs >= 2
+    assert best.step_seconds is not None
+    assert table.basis["machine"]["kind"] == "xla"
+    folder = next((tmp_path / "state").glob("tune/*/runs/week-01-tune-000"))
+    lines = [json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [4, 8, 12, 16]
+    shown = Console(record=True, width=120, file=io.StringIO())
+    shown.print(grid(table, given.tolerance, best))
+    assert "graphs" in shown.export_text()
 
 
 # ---- which row wins --------------------------------------------------------------------------------------------------
@@ -172,13 +204,15 @@ def test_faster_but_worse_does_not_win(training_run: PlanTraining, tmp_path: Pat
         row("four", {"device.threads_per_rank": 4}, 130.0, 1.01),
     ]
     expected = table_of(given, rows)
-    table, best = tune.search(given, Console(quiet=True))
+    table, best = search(given, Console(quiet=True))
     assert table.rows == rows
     assert best.name == "four"
     assert table.verdict(rows[1], given.tolerance) == "loss +5.0% WORSE"
-    assert 'Not chosen, loss worse: device.precision="bf16" (180.0 samples/s)' in tune.describe_best(table, best, given)
+    assert 'Not chosen, loss worse: device.precision="bf16" (180.0 samples/s)' in describe_best(
+        table, best, given.objective, given.tolerance
+    )
     # With a tolerance for it the same rows choose otherwise; the next factor is then varied on top, which is not in the table.
-    _, best = tune.search(replace(given, tolerance=0.1, limit=1), Console(quiet=True))
+    _, best = search(replace(given, tolerance=0.1, limit=1), Console(quiet=True))
     assert best.name == "cast"
     assert expected.uri == table.uri
 
@@ -186,26 +220,26 @@ def test_faster_but_worse_does_not_win(training_run: PlanTraining, tmp_path: Pat
 def test_difference_within_the_noise_does_not_win(training_run: PlanTraining, tmp_path: Path) -> None:
     given = options(planned(training_run, tmp_path), vary=("device.threads_per_rank=2",), gain=0.05)
     table_of(given, [row("base", {}, 100.0, 1.0), row("two", {"device.threads_per_rank": 2}, 104.0, 1.0)])
-    assert tune.search(given, Console(quiet=True))[1].name == "base"
-    assert tune.search(replace(given, gain=0.03), Console(quiet=True))[1].name == "two"
+    assert search(given, Console(quiet=True))[1].name == "base"
+    assert search(replace(given, gain=0.03), Console(quiet=True))[1].name == "two"
 
 
 def test_other_objective(training_run: PlanTraining, tmp_path: Path) -> None:
     given = options(planned(training_run, tmp_path), vary=("train.batch_size=4",), objective="host_memory_bytes")
     rows = [row("base", {}, 100.0, 1.0), row("less", {"train.batch_size": 4}, 60.0, 0.7, batch=4, host_memory_bytes=2**27)]
     table_of(given, rows)
-    table, best = tune.search(given, Console(quiet=True))
+    table, best = search(given, Console(quiet=True))
     assert best.name == "less"
     assert table.verdict(best, 0.0) == "loss not judged: other batches than the base's"
-    text = tune.describe_best(table, best, given)
+    text = describe_best(table, best, given.objective, given.tolerance)
     assert "Other batches than the base's" in text
-    assert yaml.safe_load(text + yaml.safe_dump(tune.nested(best.settings))) == {"train": {"batch_size": 4}}
+    assert yaml.safe_load(text + yaml.safe_dump(space.nested(best.settings))) == {"train": {"batch_size": 4}}
 
 
 def test_table_of_another_machine_or_format(training_run: PlanTraining, tmp_path: Path) -> None:
     given = options(planned(training_run, tmp_path))
     table = table_of(given, [row("base", {}, 100.0, 1.0)])
-    paths = tune.find_run(given)[0]
+    paths = basis.find_run(given.run, given.bucket, given.state)[0]
     other = {**table.basis, "machine": {**table.basis["machine"], "cores": 4096}}
     assert Table.open(paths, table.basis).rows == table.rows
     assert Table.open(paths, other).rows == []
@@ -234,24 +268,24 @@ def test_which_rows_are_tried_again(status: str, exit_code: int, seconds: float,
 
 def test_rows_count_at_the_rate_of_their_bucket(training_run: PlanTraining) -> None:
     plan = training_run(steps=8, log_every=1).plan
-    lengths = tune.token_lengths(tune.read_table(Path(training_run(run="other").paths.rows) / "train.arrow")["document_tokens"])
-    buckets = [batch.bucket for batch in tune.plan_schedule(lengths, plan.config, 1).batches(0, 0, 8)]
+    lengths = token_lengths(read_table(Path(training_run(run="other").paths.rows) / "train.arrow")["document_tokens"])
+    buckets = [batch.bucket for batch in bench.plan_schedule(lengths, plan.config, 1).batches(0, 0, 8)]
     assert set(buckets) == {16, 32}
     lines = [{"step": step, "pairs_per_second": 100.0 if bucket == 16 else 25.0} for step, bucket in enumerate(buckets, start=1)]
     lines[0]["pairs_per_second"] = 1.0  # a median does not care
     rows = plan.train.bucket_rows
-    assert tune.rate(lines, plan, lengths) == pytest.approx(150 / (rows["16"] / 100 + rows["32"] / 25))
+    assert bench.rate(lines, plan, lengths) == pytest.approx(150 / (rows["16"] / 100 + rows["32"] / 25))
     # Lines over several buckets cannot be told apart.
     mixed = training_run(run="mixed", steps=8, log_every=4).plan
-    assert tune.rate([{"step": 4, "pairs_per_second": 60.0}, {"step": 8, "pairs_per_second": 70.0}], mixed, lengths) == 65.0
+    assert bench.rate([{"step": 4, "pairs_per_second": 60.0}, {"step": 8, "pairs_per_second": 70.0}], mixed, lengths) == 65.0
 
 
 def test_device_memory_is_the_monitors_largest(training_run: PlanTraining) -> None:
     paths = training_run().paths
-    assert tune.device_memory(paths) is None
+    assert bench.device_memory(paths) is None
     lines = [{"device_memory_bytes": size} for size in (5 << 30, 7 << 30, None)]
     store.write_bytes(paths.host_monitor(0), "".join(json.dumps(line) + "\n" for line in lines).encode())
-    assert tune.device_memory(paths) == 7 << 30
+    assert bench.device_memory(paths) == 7 << 30
 
 
 def test_memory_counts_children() -> None:
@@ -274,29 +308,33 @@ def keys(space: list[Any]) -> list[str]:
 def test_default_space_by_kind() -> None:
     config = build_config({"train": {"batch_size": 8}})
 
-    def space(kind: str, precision: str) -> list[Any]:
-        return tune.default_space(config, World(kind=kind, precision=precision, nodes=1, ranks_per_node=1))
+    def of(kind: str, precision: str) -> list[Any]:
+        return space.default_space(config, World(kind=kind, precision=precision, nodes=1, ranks_per_node=1))
 
-    assert keys(space("cpu", "fp32")) == ["train.batch_size", "device.precision", "device.threads_per_rank"]
-    assert keys(space("cuda", "bf16")) == ["train.batch_size", "device.precision"]
-    neuron = space("neuron", "compiler")
+    assert keys(of("cpu", "fp32")) == ["train.batch_size", "device.precision", "device.threads_per_rank"]
+    assert keys(of("cuda", "bf16")) == ["train.batch_size", "device.precision"]
+    neuron = of("neuron", "compiler")
     assert {"device.sync_points", "device.loader.transfer_threads", "compile.optlevel", "compile.auto_cast_type"} <= set(
         keys(neuron)
     )
     assert {"compile.auto_cast_type": "fp8_e4m3", "device.precision": "compiler"} in [
         each for factor in neuron for each in factor
     ]
-    xla = [each for factor in space("xla", "fp32") for each in factor]
+    xla = [each for factor in of("xla", "fp32") for each in factor]
     assert {"device.loader.batches_per_execution": 4, "device.sync_points": 1} in xla
     assert not any(key.startswith("compile") or value == "compiler" for each in xla for key, value in each.items())
-    assert tune.common_window(config, space("xla", "fp32"), World(kind="xla", precision="fp32", nodes=1, ranks_per_node=1)) == 4
+    assert space.common_window(config, of("xla", "fp32"), World(kind="xla", precision="fp32", nodes=1, ranks_per_node=1)) == 4
+    cpu = World(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1)
+    assert space.common_window(config, of("cpu", "fp32"), cpu) == 1
+    assert space.common_window(config, space.parse_vary(["device.kind=xla"], config), cpu) == 4
+    assert space.common_window(config, space.parse_vary(["device.loader.batches_per_execution=2,3"], config), cpu) == 6
     # Whatever is tried is a configuration, alone on a base that allows it.
     single = {
         "train": {"buckets": [128], "log_every": 4, "validate_every": 20, "checkpoint_every": 20},
         "device": {"kind": "neuron"},
     }
     for each in (each for factor in neuron for each in factor):
-        build_config(single, tune.nested(each))
+        build_config(single, space.nested(each))
 
 
 @pytest.mark.parametrize(
@@ -314,18 +352,18 @@ def test_default_space_by_kind() -> None:
 def test_nonsense_is_refused_before_anything_runs(training_run: PlanTraining, tmp_path: Path, item: str, words: str) -> None:
     state = planned(training_run, tmp_path)
     with pytest.raises(BadConfig) as caught:
-        tune.search(options(state, vary=(item,)), Console(quiet=True))
+        search(options(state, vary=(item,)), Console(quiet=True))
     assert words in str(caught.value)
     assert not (state / "tune").exists()
 
 
 def test_values_are_yaml() -> None:
     config = build_config({})
-    [buckets, cast] = tune.parse_vary(["train.buckets=[64, 256],[256]", "compile.auto_cast=null,all"], config)
+    [buckets, cast] = space.parse_vary(["train.buckets=[64, 256],[256]", "compile.auto_cast=null,all"], config)
     assert buckets == [{"train.buckets": [64, 256]}, {"train.buckets": [256]}]
     assert cast == [{"compile.auto_cast": None}, {"compile.auto_cast": "all"}]
     with pytest.raises(BadConfig, match="varied twice"):
-        tune.parse_vary(["train.batch_size=1", "train.batch_size=2"], config)
+        space.parse_vary(["train.batch_size=1", "train.batch_size=2"], config)
 
 
 def test_contradiction_is_a_row(training_run: PlanTraining, tmp_path: Path) -> None:
@@ -335,14 +373,14 @@ def test_contradiction_is_a_row(training_run: PlanTraining, tmp_path: Path) -> N
         vary=("device.loader.batches_per_execution=2", "train.buckets=[16]", "train.batch_size=x"),
     )
     table_of(given, [row("base", {}, 100.0, 1.0)])
-    table, best = tune.search(given, Console(quiet=True))
+    table, best = search(given, Console(quiet=True))
     assert best.name == "base"
     assert [(each.status, each.exit_code) for each in table.rows[1:]] == [("refused", 64)] * 3
     assert "single length" in table.rows[1].what
     assert "longest bucket differs" in table.rows[2].what
     assert "train.batch_size" in table.rows[3].what
     rendered = Console(record=True, width=200, file=io.StringIO())
-    rendered.print(tune.grid(table, given, best))
+    rendered.print(grid(table, given.tolerance, best))
     assert "refused, 64" in rendered.export_text()
 
 
@@ -351,32 +389,32 @@ def test_contradiction_is_a_row(training_run: PlanTraining, tmp_path: Path) -> N
 
 def test_no_such_run(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="no such run") as caught:
-        tune.search(options(tmp_path, run="week-99"), Console(quiet=True))
+        search(options(tmp_path, run="week-99"), Console(quiet=True))
     assert caught.value.value == f"{tmp_path}/bucket/runs/week-99/plan.json"
 
 
 def test_rows_are_gone(training_run: PlanTraining, tmp_path: Path) -> None:
     state = planned(training_run, tmp_path)
     plan_path = state / "bucket/runs/week-01/plan.json"
-    plan = tune.RunPlan.from_json(plan_path.read_bytes())
+    plan = RunPlan.from_json(plan_path.read_bytes())
     plan = plan.model_copy(update={"row_files": {"train.arrow": RowFile(sha256="0", size=1, rows=1)}}).sealed()
     plan_path.write_bytes(plan.to_json())
     with pytest.raises(MissingInput, match="gone or have changed"):
-        tune.search(options(state), Console(quiet=True))
+        search(options(state), Console(quiet=True))
 
 
 def test_one_search_at_a_time(training_run: PlanTraining, tmp_path: Path) -> None:
     given = options(planned(training_run, tmp_path))
     table_of(given, [row("base", {}, 100.0, 1.0)])
-    tune.search(replace(given, limit=0), Console(quiet=True))
+    search(replace(given, limit=0), Console(quiet=True))
     with open(next((given.state / "tune").glob("*/lock")), "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(BadConfig, match="another search"):
-            tune.search(replace(given, limit=0), Console(quiet=True))
+            search(replace(given, limit=0), Console(quiet=True))
 
 
 def test_places_of_a_local_run(tmp_path: Path) -> None:
     (tmp_path / "models" / "parent").mkdir(parents=True)
-    assert tune.mirrored("s3://local/models/parent", str(tmp_path)) == f"{tmp_path}/models/parent"
-    assert tune.mirrored("s3://elsewhere/models/other", str(tmp_path)) == "s3://elsewhere/models/other"
-    assert tune.mirrored("s3://bucket/models/parent", None) == "s3://bucket/models/parent"
+    assert basis.mirrored("s3://local/models/parent", str(tmp_path)) == f"{tmp_path}/models/parent"
+    assert basis.mirrored("s3://elsewhere/models/other", str(tmp_path)) == "s3://elsewhere/models/other"
+    assert basis.mirrored("s3://bucket/models/parent", None) == "s3://bucket/models/parent"

@@ -15,7 +15,7 @@ import urllib.request
 from pipeline.contract import RunPaths, Stage, StageFailure, StageResult, now
 
 METRICS = {
-    "prepare": {"nodes": 1, "embed_children": 2},
+    "prepare": {"nodes": 1, "embed_children": 2, "compile": True},
     "train": {"steps": 10, "pairs_per_second": 123.4},
     "evaluate": {
         "parent": {"ndcg@10": 0.5, "recall@1": 0.4},

@@ -54,6 +54,20 @@ def test_stages_follow_the_states(tmp_path: Path) -> None:
     assert tracker.failed is tracker.lines[Stage.HEALTH_CHECK]
 
 
+def test_a_stage_that_is_left_out_is_skipped_and_one_that_was_not_reached_is_not(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path)
+    events = history("prepare", "ReadPlan", "health_check", "ChooseCompile")
+    tracker.update(events)
+    assert tracker.lines[Stage.COMPILE].state == "pending"
+    tracker.update([*events, *history("train")])
+    assert states(tracker) == {"prepare": "done", "health_check": "done", "compile": "skipped", "train": "running"}
+    assert tracker.lines[Stage.COMPILE].doing == "nothing to compile"
+    assert tracker.lines[Stage.COMPILE].elapsed == timedelta(0)
+    failed = Tracker(tmp_path)
+    failed.update(history("prepare", "health_check", "health_check failed", "report", "OwnsLock"))
+    assert failed.lines[Stage.COMPILE].state == "pending"
+
+
 def test_a_failed_report_is_no_failure_of_the_run(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path)
     tracker.update(history("publish", "!TaskSucceeded", "Succeeded", "report", "!TaskFailed", "OwnsLock", "!ExecutionSucceeded"))
@@ -63,16 +77,17 @@ def test_a_failed_report_is_no_failure_of_the_run(tmp_path: Path) -> None:
 
 def test_a_polled_gang_and_a_single_embed_are_their_stages(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path)
-    tracker.update(history("train", "train (wait)", "train (look)", "train (lap)", "train (wait)"))
-    assert states(tracker) == {"train": "running"}
-    tracker.update(history("train", "train (wait)", "train (look)", "train (lap)", "train (wait)", "evaluate", "embed (single)"))
-    assert states(tracker) == {"train": "done", "evaluate": "done", "embed": "running"}
+    events = history("compile", "train", "train (wait)", "train (look)", "train (lap)", "train (wait)")
+    tracker.update(events)
+    assert states(tracker) == {"compile": "done", "train": "running"}
+    tracker.update([*events, *history("evaluate", "embed (single)")])
+    assert states(tracker) == {"compile": "done", "train": "done", "evaluate": "done", "embed": "running"}
 
 
 def test_the_end_of_the_execution_ends_what_runs(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path)
-    tracker.update(history("train", "!ExecutionAborted"))
-    assert states(tracker) == {"train": "failed"}
+    tracker.update(history("compile", "train", "!ExecutionAborted"))
+    assert states(tracker) == {"compile": "done", "train": "failed"}
 
 
 def test_a_running_stage_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +119,7 @@ def test_array_children_are_summed_and_old_files_are_not_counted(tmp_path: Path)
 def test_plain_lines_say_each_change_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=40)
     tracker = Tracker(tmp_path)
-    events = history("WaitLong", "prepare", "ReadPlan", "train")
+    events = history("WaitLong", "prepare", "ReadPlan", "health_check", "train")
     with PlainDisplay(console) as display:
         for count in range(len(events) + 1):
             tracker.update(events[:count])
@@ -117,6 +132,9 @@ def test_plain_lines_say_each_change_once(tmp_path: Path, monkeypatch: pytest.Mo
         "waiting for the lock",
         "prepare started",
         "prepare done after 0:01",
+        "health_check started",
+        "health_check done after 0:01",
+        "compile skipped: nothing to compile",
         "train started",
         "train starting",
     ]
@@ -130,6 +148,12 @@ def test_the_live_table_shows_every_stage(tmp_path: Path) -> None:
         display.show(tracker)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(stage.value in text for stage in Stage)
+    assert "skipped" not in text
+    tracker.update(history("prepare", "health_check", "health_check failed", "report", "train"))
+    with LiveDisplay(console) as display:
+        display.show(tracker)
+    assert "– compile" in " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "skipped: nothing to compile" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "✓" in text
     assert "✗" in text
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from infra.local.run import LocalOptions, run_local
+from infra.local.run import DEPLOYMENT_CONFIG, LocalOptions, _Request, run_local
 from pipeline.errors import BadConfig, MissingInput
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("stage_program.py")))
@@ -90,6 +90,37 @@ def test_own_data_goes_into_the_bucket_and_the_outcome_is_printed(
     assert "10 steps, 123.4 pairs/s" in text
     assert "1,000 documents, 500.0 documents/s" in text
     assert str(next((state / "bucket/runs").iterdir()) / "embed") in text
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [
+        ({"device": "xla"}, 1),
+        ({"settings": ("device.kind=xla",)}, 1),
+        ({"device": "xla", "nodes": 2}, 2),
+        ({"device": "xla", "settings": ("nodes=2",)}, 2),
+        ({"device": "cpu"}, None),
+        ({}, None),
+    ],
+)
+def test_xla_has_one_node_unless_another_number_is_asked_for(
+    tmp_path: Path, shard: Path, options: dict[str, Any], nodes: int | None
+) -> None:
+    request = _Request.of(LocalOptions(state=tmp_path / "state", inputs=(shard,), **options))
+    assert request.given.get("nodes") == nodes
+    assert request.config.nodes == (nodes or DEPLOYMENT_CONFIG["nodes"])
+
+
+def test_a_run_that_has_nothing_to_compile_says_so(
+    state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = {"nodes": 1, "embed_children": 2, "compile": False}
+    assert run(state, monkeypatch, {"prepare": {"metrics": metrics}}, inputs=(shard,)) == 0
+    lines = [" ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()]
+    at = lines.index("compile skipped: nothing to compile")
+    assert lines[at + 1] == "train started"
+    assert not any(line.startswith(("compile started", "compile done")) for line in lines)
+    assert not list((state / "bucket/runs").glob("*/compile/*"))
 
 
 def test_the_gate_s_refusal_is_67_and_shows_the_numbers(

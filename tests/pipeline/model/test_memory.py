@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -160,6 +158,7 @@ def allocations(before: int) -> Iterator[list[int]]:
         (LARGER, {}),
         (LARGER, {"accumulation": 2}),
         (LARGER, {"activation_checkpointing": True}),
+        ({**SMALL, "num_hidden_layers": 24, "hidden_size": 48}, {"activation_checkpointing": True, "batch_size": 32}),
         # Weights outweigh activations, and the word embeddings all other weights.
         ({**SMALL, "vocab_size": 30_000}, {"batch_size": 2}),
         ({**SMALL, "vocab_size": 30_000}, {"batch_size": 2, "accumulation": 2}),
@@ -178,7 +177,7 @@ def test_the_peak_of_a_step(sizes: dict[str, int], changes: dict[str, Any]) -> N
     with allocations(weights * (4 if config.train.accumulation > 1 else 3)) as held:
         one_step(encoder, optimizer, device, config)
     found = budget(memory.estimate(memory.shape_of(encoder), config, world, UNKNOWN), "train", "device")
-    assert found.total == pytest.approx(max(held), rel=0.15)
+    assert found.total == pytest.approx(max(held), rel=0.1)
 
 
 @pytest.mark.parametrize("length", [16, 64])
@@ -195,20 +194,6 @@ def test_the_peak_of_inference(length: int, precision: str) -> None:
     ):
         encoder(tokens, torch.ones_like(tokens))
     assert found.total == pytest.approx(max(held), rel=0.1)
-
-
-def test_a_process_is_as_large_as_it_is_said_to_be() -> None:
-    program = (
-        "import pipeline.stages.train\n"
-        "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
-        "print(*(int(status[name].split()[0]) for name in ('RssAnon', 'RssFile')))"
-    )
-    if not Path("/proc/self/status").is_file():
-        pytest.skip("only Linux says how large a process is")
-    environment = {"USE_TORCH_XLA": "0", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
-    measured = [1024 * int(size) for size in result.stdout.split()]
-    assert sum(memory.PROCESS_BYTES["eager"]) == pytest.approx(sum(measured), rel=0.3)
 
 
 # ---- judging ---------------------------------------------------------------------------------------------------------

@@ -91,3 +91,136 @@ def test_a_literal_ref_run_is_resolved_by_the_stage_itself(
     unknown = supervise(Stage.COMPILE, "Ref::run", job="job-2")
     assert unknown.wait() == ExitCode.BAD_CONFIG
     assert "error:  AWS Batch does not know this job" in unknown.log
+
+
+# The host in ECS.
+
+CLUSTER = "arn:aws:ecs:us-east-1:123456789012:cluster/AWSBatch-train-0"
+TASK = "arn:aws:ecs:us-east-1:123456789012:task/AWSBatch-train-0/158d1c8083dd49d6b527399fd6414f5c"
+INSTANCE = "arn:aws:ecs:us-east-1:123456789012:container-instance/AWSBatch-train-0/1f73d099b914411c9a9ff81633b7741d"
+TARGET = "AmazonEC2ContainerServiceV20141113."
+
+
+class Ecs:
+    """An ECS of one task on one instance, and the container's metadata endpoint.
+
+    Attributes:
+        asked: operations with their requests.
+        answers: operation -> (status, body) in the place of the good answer; `task` is the metadata's.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.answers: dict[str, tuple[int, Any]] = {
+            # Task metadata version 4, "Example task metadata response" (Amazon ECS developer guide), cut short.
+            "task": (200, {"Cluster": CLUSTER, "TaskARN": TASK, "Family": "train", "LaunchType": "EC2", "Containers": []}),
+            "DescribeTasks": (200, {"tasks": [{"taskArn": TASK, "containerInstanceArn": INSTANCE}], "failures": []}),
+            "DescribeContainerInstances": (
+                200,
+                {"containerInstances": [{"containerInstanceArn": INSTANCE, "ec2InstanceId": "i-0abc"}], "failures": []},
+            ),
+            "UpdateContainerInstancesState": (
+                200,
+                {"containerInstances": [{"containerInstanceArn": INSTANCE, "status": "DRAINING"}], "failures": []},
+            ),
+        }
+
+
+@pytest.fixture
+def ecs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ecs]:
+    cluster = Ecs()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, name: str) -> None:
+            status, body = cluster.answers[name]
+            data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self) -> None:
+            self.answer("task" if self.path == "/v4/abc/task" else "nothing")
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            operation = self.headers["X-Amz-Target"].removeprefix(TARGET)
+            cluster.asked.append((operation, request))
+            self.answer(operation)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("ECS_CONTAINER_METADATA_URI_V4", f"http://127.0.0.1:{server.server_port}/v4/abc")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    # The metadata is the host's own: no proxy may stand between.
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield cluster
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_host_leaves_its_own_cluster(ecs: Ecs) -> None:
+    assert batch.leave_cluster()
+    assert ecs.asked == [
+        ("DescribeTasks", {"cluster": CLUSTER, "tasks": [TASK]}),
+        ("UpdateContainerInstancesState", {"cluster": CLUSTER, "containerInstances": [INSTANCE], "status": "DRAINING"}),
+    ]
+
+
+def test_a_host_knows_its_ec2_id(ecs: Ecs) -> None:
+    assert batch.instance_id() == "i-0abc"
+    assert ecs.asked[1:] == [("DescribeContainerInstances", {"cluster": CLUSTER, "containerInstances": [INSTANCE]})]
+
+
+def test_outside_ecs_nothing_is_asked(ecs: Ecs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ECS_CONTAINER_METADATA_URI_V4")
+    assert not batch.leave_cluster()
+    assert batch.instance_id() == ""
+    assert ecs.asked == []
+
+
+def test_on_fargate_there_is_no_instance(ecs: Ecs) -> None:
+    ecs.answers["DescribeTasks"] = (200, {"tasks": [{"taskArn": TASK, "launchType": "FARGATE"}]})
+    assert not batch.leave_cluster()
+    assert batch.instance_id() == ""
+    assert [operation for operation, _ in ecs.asked] == ["DescribeTasks"] * 2
+
+
+DENIED = (400, {"__type": "AccessDeniedException", "message": "not allowed"})
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("task", (500, "oops")),
+        ("task", (200, "<html>")),
+        ("task", (200, [])),
+        ("task", (200, {"Cluster": CLUSTER})),
+        ("DescribeTasks", DENIED),
+        ("DescribeTasks", (200, {"tasks": [], "failures": [{"arn": TASK, "reason": "MISSING"}]})),
+        ("UpdateContainerInstancesState", DENIED),
+        (
+            "UpdateContainerInstancesState",
+            (200, {"containerInstances": [], "failures": [{"arn": INSTANCE, "reason": "INACTIVE"}]}),
+        ),
+    ],
+)
+def test_a_host_that_cannot_leave_says_so_and_goes_on(
+    ecs: Ecs, caplog: pytest.LogCaptureFixture, name: str, answer: tuple[int, Any]
+) -> None:
+    ecs.answers[name] = answer
+    assert not batch.leave_cluster()
+    assert [record.message[:54] for record in caplog.records] == ["this host could not be taken out of its cluster, a ret"]
+
+
+def test_a_host_that_nobody_answers_says_so(ecs: Ecs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("ECS_CONTAINER_METADATA_URI_V4", "http://127.0.0.1:9/v4/abc")
+    assert not batch.leave_cluster()
+    assert "Connection refused" in caplog.text

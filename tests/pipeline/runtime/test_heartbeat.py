@@ -51,9 +51,9 @@ def test_a_rank_that_compiles_is_given_the_time_it_asks_for(tmp_path: Path, monk
     monkeypatch.setattr(time, "monotonic", lambda: moment)
     watchdog = Watchdog(tmp_path, [0], startup_seconds=60, progress_seconds=10, patience_seconds=500)
     rank = Heartbeat(tmp_path, 0)
-    rank.beat(note="training")
+    rank.beat(1, 9, note="training")
     # Half a second has not passed, and still the wish is written, and so is its end.
-    rank.beat(note="compiling", patience=100)
+    rank.beat(2, 9, note="compiling", patience=100)
     assert watchdog.stalls([0]) == []
     moment += 90
     assert watchdog.stalls([0]) == []
@@ -63,8 +63,8 @@ def test_a_rank_that_compiles_is_given_the_time_it_asks_for(tmp_path: Path, monk
     assert watchdog.stalls([0]) == []
     moment += 501
     assert [stall.deadline for stall in watchdog.stalls([0])] == [500]
-    rank.beat(note="compiled", patience=1)
-    rank.beat(note="training")
+    rank.beat(3, 9, note="compiled", patience=1)
+    rank.beat(4, 9, note="training")
     assert watchdog.stalls([0]) == []
     moment += 11
     assert [(stall.deadline, stall.last) for stall in watchdog.stalls([0])] == [(10, "training")]

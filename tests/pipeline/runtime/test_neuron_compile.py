@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from pipeline.errors import BadConfig, ExitCode, MissingInput, NoProgress, TrnpipeError
-from pipeline.runtime import neuron_compile, store
+from pipeline.runtime import neuron_compile, neuron_launch, store
 from pipeline.runtime.neuron_compile import State
+from pipeline.runtime.ranks import free_port
 
 VERSION = "neuronxcc-2.24.8799.0+6f62ff7c"
 WORDS = "[NLA001]  Unhandled exception with message: tensor size must be more than 0, input1_set"
@@ -85,6 +86,7 @@ assert extraction_mode() and os.environ["NEURON_PARALLEL_COMPILE_MAX_RETRIES"] =
 assert os.environ["NEURON_PARALLEL_COMPILE_DUMP_RESULTS"] == "1"
 plan = json.loads(os.environ["TEST_TOOL"])
 if "pid" in plan:
+    os.setsid()  # as torchrun's ranks: no signal to the tool's group reaches it
     open(plan["pid"], "w").write(str(os.getpid()))
     time.sleep(600)
 for module in plan["graphs"]:
@@ -118,9 +120,11 @@ def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
 
-    def compile_(*graphs: str, timeout: float = 60, flags: str = "-O1", on_line: Any = None, **plan: Any) -> Any:
+    def compile_(
+        *graphs: str, timeout: float = 60, flags: str = "-O1", on_line: Any = None, command: Any = None, **plan: Any
+    ) -> Any:
         monkeypatch.setenv("TEST_TOOL", json.dumps({"graphs": graphs, **plan}))
-        command = [sys.executable, str(tmp_path / "trial.py")]
+        command = command or [sys.executable, str(tmp_path / "trial.py")]
         return neuron_compile.parallel_compile(
             command, flags=flags, cache=compile_.cache, parallel=4, timeout=timeout, on_line=on_line
         )
@@ -139,6 +143,16 @@ def test_graphs_are_compiled_once(compile_on_s3: Any) -> None:
     assert neuron_compile.modules(compile_.cache) == {f"{VERSION}/{module}": State.DONE for module in (BETTER, GOOD)}
     again = compile_(GOOD, BETTER)
     assert (again.graphs, again.compiled, again.cached) == (0, 0, 2)
+
+
+def test_the_trial_may_be_a_gang_under_torchrun(compile_: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
+    command = neuron_launch.torchrun_command(
+        ["trial"], nodes=1, node=0, ranks_per_node=2, leader="127.0.0.1", port=free_port(), join_seconds=60
+    )
+    summary = compile_(GOOD, lines=["a rank is here"], command=command, on_line=(lines := []).append)
+    assert (summary.graphs, summary.compiled) == (1, 1)
+    assert lines.count("a rank is here") == 2
 
 
 def test_a_failed_graph_comes_with_the_compilers_own_words(compile_: Any) -> None:

@@ -14,16 +14,17 @@ import pytest
 from pipeline.contract import Stage, StageFailure, StageResult
 from pipeline.errors import ExitCode
 from pipeline.runtime import store
+from pipeline.runtime.ranks import torchrun_end
 
 UNDER_TORCHRUN = {"TRNPIPE_LAUNCHER": "torchrun"}
 
 
 @pytest.fixture
 def scripted(planned_ranks: Any, supervise: Any, scripted_stage: dict[str, str]) -> Callable[..., Any]:
-    """A function that starts one node whose two ranks run a piece of code in place of the stage."""
+    """A function that starts one node whose ranks run a piece of code in place of the stage."""
 
-    def scripted(code: str, **extra: str) -> Any:
-        paths = planned_ranks()
+    def scripted(code: str, *, ranks: int = 2, **extra: str) -> Any:
+        paths = planned_ranks(ranks_per_node=ranks)
         variables = UNDER_TORCHRUN | scripted_stage | {"TRNPIPE_TEST_RANK": code} | extra
         node = supervise(Stage.HEALTH_CHECK, paths.root, **variables)
         node.paths = paths
@@ -32,9 +33,9 @@ def scripted(planned_ranks: Any, supervise: Any, scripted_stage: dict[str, str])
     return scripted
 
 
-def pids(node: Any) -> dict[int, int]:
-    """The processes of both ranks, once there are two."""
-    node.wait_until(lambda: len(re.findall(r"rank \d+ is process", node.log)) == 2, 60)
+def pids(node: Any, count: int = 2) -> dict[int, int]:
+    """The processes of the ranks, once all have started."""
+    node.wait_until(lambda: len(re.findall(r"rank \d+ is process", node.log)) == count, 60)
     return {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d+) is process (\d+)", node.log)}
 
 
@@ -104,6 +105,25 @@ def test_a_killed_supervisor_takes_torchrun_and_ranks_along(scripted: Any) -> No
     node.wait_until(lambda: are_gone(everybody), 10)
 
 
+def test_a_node_that_vanishes_ends_the_others(planned_ranks: Any, supervise: Any, scripted_stage: dict[str, str]) -> None:
+    paths = planned_ranks(nodes=2, ranks_per_node=1)
+    variables = UNDER_TORCHRUN | scripted_stage | {"TRNPIPE_TEST_RANK": "time.sleep(60)", "TRNPIPE_STALE_SECONDS": "2"}
+    main, child = (supervise(Stage.HEALTH_CHECK, paths.root, node=node, nodes=2, **variables) for node in range(2))
+    for node in (main, child):
+        node.wait_until(lambda node=node: "is process" in node.log.replace("torchrun is process", ""))
+    child.process.kill()
+    assert main.wait() == ExitCode.TRANSIENT
+    assert StageFailure.from_json(store.read_bytes(paths.failure(Stage.HEALTH_CHECK))).what == "no sign of life from node 1"
+
+
+def test_what_torchrun_says_of_itself() -> None:
+    assert torchrun_end(-9, [], started=True).exit_code == ExitCode.TRANSIENT
+    lost = torchrun_end(1, ["torch.distributed.DistNetworkError: The client socket has timed out"], started=False)
+    assert lost.exit_code == ExitCode.TRANSIENT
+    assert "DistNetworkError" in lost.value[1]
+    assert [torchrun_end(code, [], started=code == 1).exit_code for code in (1, 2)] == [ExitCode.DEFECT] * 2
+
+
 def test_sigterm_reaches_ranks_through_torchrun(scripted: Any) -> None:
     node = scripted(
         "def end(*_, rank=rank):\n sys.stderr.write(f'rank {rank} ends\\n')\n os._exit(0)\n"
@@ -119,11 +139,20 @@ def test_sigterm_reaches_ranks_through_torchrun(scripted: Any) -> None:
 
 
 def test_ranks_that_stand_still_show_all_their_stacks(scripted: Any) -> None:
-    node = scripted("def stand_still():\n  time.sleep(600)\nstand_still()", TRNPIPE_PROGRESS_SECONDS="3")
-    ranks = pids(node)
+    # The first one dies of showing its stacks, the second one never does: torchrun must not end the third one meanwhile.
+    node = scripted(
+        "def stand_still():\n  time.sleep(600)\n"
+        "time.sleep(0.5 * rank)\ncontext.heartbeat.beat(note='working')\n"
+        "if rank == 1: signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
+        "stand_still()",
+        ranks=3,
+        TRNPIPE_PROGRESS_SECONDS="2",
+    )
+    ranks = pids(node, 3)
     assert node.wait() == ExitCode.NO_PROGRESS
-    for number in range(2):
+    for number in (0, 2):
         assert "stand_still" in node.log.split(f"stacks of rank {number}:")[1].split("stacks of rank")[0]
+    assert "rank 1 does not react to signals" in node.log
     assert are_gone([*ranks.values(), torchrun(node)])
 
 

@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.contract import Stage, StageFailure, StageResult
-from pipeline.errors import ExitCode, Transient, UnhealthyHost
+from pipeline.errors import BadConfig, ExitCode, Transient, UnhealthyHost
 from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import store
+from pipeline.runtime.device import open_device
 from pipeline.runtime.health.answers import sequence
 from pipeline.stages import health_check
+from tests.trainium import NCCOM_FAILURE, TrainiumHost
 
 SMALL = {"matmul_size": 48, "memory_mib": 4, "collective_bytes": [4096, 10_000], "storage_mib": 1}
 
@@ -126,6 +128,87 @@ def test_the_sequence_is_the_same_everywhere() -> None:
     assert len(np.unique(values)) == 256
 
 
+# On neuron: the host's tools come first.
+
+TOOL_TESTS = [
+    *("driver_version", "neuron_files", "neuron_ls", "uncorrected_errors"),
+    *("nccom_all_reduce", "nccom_all_gather", "nccom_reduce_scatter"),
+]
+
+
+@pytest.fixture
+def neuron_run(planned: Any) -> Any:
+    planned.replan(world=PlannedWorld(kind="neuron", precision="compiler", nodes=1, ranks_per_node=1))
+    return planned
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainiumHost:
+    return TrainiumHost(tmp_path / "host", monkeypatch)
+
+
+def test_tools_come_before_any_core_is_opened(neuron_run: Any, host: TrainiumHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No NeuronCore is here: a CPU stands for it, and says what had happened when it was opened and how."""
+    opened: dict[str, Any] = {}
+
+    def open_cpu(kind: str, precision: str, *arguments: Any, **options: Any) -> Any:
+        flags = os.environ["NEURON_CC_FLAGS"]
+        opened.update(kind=kind, precision=precision, collectives=host.collectives(), flags=flags)
+        return open_device("cpu", precision, *arguments, **options)
+
+    monkeypatch.setattr(health_check, "open_device", open_cpu)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--target=trn1 --auto-cast=all --auto-cast-type=bf16")
+    output = health_check.run(neuron_run.context(Stage.HEALTH_CHECK), root=host.root)
+    assert opened == {
+        "kind": "neuron",
+        "precision": "fp32",
+        "collectives": ["-r 32 allr", "-r 32 allg", "-r 32 redsct"],
+        "flags": "--target=trn1 --auto-cast=none",
+    }
+    report = store.read_json(neuron_run.paths.node_health(0))
+    assert report["passed"]
+    names = [test["name"] for test in report["tests"]]
+    assert names[: len(TOOL_TESTS)] == TOOL_TESTS
+    assert {"matmul_fp32", "memory", "storage"} <= set(names[len(TOOL_TESTS) :])
+    assert output is not None
+    assert output.metrics["nccom_gibps"] == [21.98]
+
+
+def never(*arguments: Any, **options: Any) -> Any:
+    raise AssertionError("a device was opened")
+
+
+def test_a_wrong_driver_is_a_wrong_deployment(neuron_run: Any, host: TrainiumHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_check, "open_device", never)
+    host.write("sys/module/neuron/version", "2.29.0.0\n")
+    with pytest.raises(BadConfig, match="does not go with this container's runtime") as found:
+        health_check.run(neuron_run.context(Stage.HEALTH_CHECK), root=host.root)
+    assert found.value.exit_code == ExitCode.BAD_CONFIG
+    report = store.read_json(neuron_run.paths.node_health(0))
+    assert [(test["name"], test["passed"]) for test in report["tests"]] == [("driver_version", False)]
+    assert not report["passed"]
+
+
+def test_a_sick_trainium_host_is_named_with_its_test(
+    neuron_run: Any, host: TrainiumHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_check, "open_device", never)
+    host.set_nccom_test(NCCOM_FAILURE)
+    with pytest.raises(UnhealthyHost, match="failed its health check: nccom_all_gather, nccom_all_reduce, nccom_reduce_scatter"):
+        health_check.run(neuron_run.context(Stage.HEALTH_CHECK), root=host.root)
+    tests = {test["name"]: test for test in store.read_json(neuron_run.paths.node_health(0))["tests"]}
+    assert tests["neuron_ls"]["passed"]
+    assert "Failure running neuron-bench" in tests["nccom_all_reduce"]["detail"]
+
+
+def test_a_container_without_a_driver_ends_with_64(neuron_run: Any, tmp_path: Path) -> None:
+    """As on this machine, in a rank of its own."""
+    assert run_ranks(neuron_run, tmp_path, nodes=1, ranks_per_node=1, kind="neuron") == [ExitCode.BAD_CONFIG]
+    failure = StageFailure.from_json((tmp_path / "node-0" / "failure-0.json").read_bytes())
+    assert "no Neuron driver is loaded" in failure.value[0]
+    assert "AMI" in failure.remedy
+
+
 # Ranks as real processes, as their supervisor starts them.
 
 FAULTY_ALL_REDUCE = """
@@ -144,9 +227,9 @@ EagerDevice.gather = lambda self, rows: healthy(self, rows + 1)
 """
 
 
-def run_ranks(run: Any, tmp_path: Path, *, nodes: int, ranks_per_node: int, fault: str = "") -> list[int]:
+def run_ranks(run: Any, tmp_path: Path, *, nodes: int, ranks_per_node: int, fault: str = "", kind: str = "cpu") -> list[int]:
     """Run every rank; `fault` is Python that the last rank executes at its start. Returns exit codes in rank order."""
-    run.replan(world=PlannedWorld(kind="cpu", precision="fp32", nodes=nodes, ranks_per_node=ranks_per_node))
+    run.replan(world=PlannedWorld(kind=kind, precision="fp32", nodes=nodes, ranks_per_node=ranks_per_node))
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(fault)

@@ -423,7 +423,7 @@ def test_of_two_prepares_the_first_plan_counts(bench: Bench, monkeypatch: pytest
         ({"train": {"buckets": [16, 64]}}, ["train.buckets: 64", "at most 48"]),
         ({"embed": {"buckets": [49]}}, ["embed.buckets: 49"]),
         ({"train": {"query_length": 64, "buckets": [64]}, "embed": {"buckets": [64]}}, ["train.query_length: 64"]),
-        ({"train": {"query_length": 48}, "embed": {"buckets": [40]}}, ["train.query_length 48", "embed.buckets, 40"]),
+        ({"train": {"query_length": 32}, "embed": {"buckets": [24]}}, ["train.query_length 32", "embed.buckets, 24"]),
         ({"device": {"kind": "xla"}}, ["4 ranks", "one node, one rank"]),
         (
             {"nodes": 1, "device": {"kind": "xla", "ranks_per_node": 1}, "compile": {"enabled": False}},

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.contract import Stage, StageFailure, now
 from pipeline.plan import Shard
+from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import store
 from pipeline.runtime.context import StageOutput
 from pipeline.stages import embed, evaluate, publish, report
@@ -173,6 +174,19 @@ def test_stage_that_left_nothing(plan_run: Any) -> None:
     assert "train left neither a result nor a failure" in page.text
 
 
+def test_a_compile_stage_that_was_left_out_is_not_missing(plan_run: Any) -> None:
+    run = plan_run()
+    for stage in (Stage.PREPARE, Stage.HEALTH_CHECK):
+        run.finish(stage, StageOutput(metrics={"compile": False} if stage is Stage.PREPARE else {}))
+    page = page_of(run)
+    assert "compile skipped" in page.text
+    assert "train left neither a result nor a failure" in page.text
+    run.finish(Stage.PREPARE, StageOutput(metrics={"compile": True}))
+    page = page_of(run)
+    assert "compile not finished" in page.text
+    assert "compile left neither a result nor a failure" in page.text
+
+
 def test_run_without_a_plan(plan_run: Any) -> None:
     run = plan_run()
     store.delete(run.paths.plan)
@@ -274,3 +288,72 @@ def test_a_failed_node_is_shown(plan_run: Any) -> None:
 )
 def test_numbers(value: Any, digits: int, text: str) -> None:
     assert report._number(value, digits) == text
+
+
+def monitor_lines(count: int, *, host: str = "host-7", **changes: Any) -> list[dict[str, Any]]:
+    """Lines as pipeline/runtime/monitor.py writes them, a minute apart."""
+    return [
+        {
+            "time": 1_700_000_000.0 + 60 * minute,
+            "attempt": 1,
+            "host": host,
+            "utilization": {"mean": 50.0 + minute, "min": 40.0, "max": 90.0 + minute},
+            "cores": {"0": 50.0},
+            "device_memory_bytes": (100 + minute) << 30,
+            "host_memory_bytes": 64 << 30,
+            "ecc": {"mem_ecc_corrected": minute, "sram_ecc_uncorrected": 0},
+            "errors": {"numerical": 1, "hardware": 0},
+            **changes,
+        }
+        for minute in range(count)
+    ]
+
+
+def write_monitor(run: Any, node: int, lines: list[dict[str, Any]]) -> None:
+    store.write_bytes(run.paths.host_monitor(node), "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def test_what_the_hosts_did_while_training(plan_run: Any) -> None:
+    run = plan_run()
+    run.replan(world=PlannedWorld(kind="neuron", precision="compiler", nodes=2, ranks_per_node=32))
+    go_on(run, Stage.TRAIN)
+    charts = page_of(run).tags.count("figure")
+    write_monitor(run, 0, monitor_lines(3))
+    broken = monitor_lines(1, host=EVIL, ecc={"mem_ecc_uncorrected": 2}, errors={})
+    write_monitor(run, 1, [*broken, {"time": 1_700_000_060.0, "host": "host-8", "errors": {}, "ecc": {}, **UNKNOWN}])
+    page = page_of(run)
+    assert "While training" in page.text
+    cells = page.text.replace(" ", "")
+    assert "0host-751.040.0…92.0102.064.0203numerical" in cells
+    assert f"1{EVIL},host-850.040.0…90.0100.064.002none".replace(" ", "") in cells
+    assert page.tags.count("figure") == charts + 1
+    assert "Utilization of the cores, percent" in page.text
+    assert "node 0" in page.text
+    assert "../train/monitor" in page.targets
+
+
+UNKNOWN = {"device_memory_bytes": None, "host_memory_bytes": None, "cores": {}}
+
+
+def test_many_hosts_are_drawn_as_lowest_mean_and_highest() -> None:
+    hosts = []
+    for node in range(5):
+        lines = monitor_lines(4, utilization={"mean": 10.0 * node, "min": 0.0, "max": 100.0})
+        hosts.append(report.HostUse.parse(node, "".join(json.dumps(line) + "\n" for line in lines).encode()))
+    chart = report.utilization_chart(hosts)
+    assert chart is not None
+    assert [line.name for line in chart.lines] == ["lowest node", "mean", "highest node"]
+    # Down is up in SVG.
+    lowest, mean, highest = (line.end[1] for line in chart.lines)
+    assert lowest > mean > highest
+    assert report.utilization_chart([]) is None
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", '{"time": 1, "host": "h", "errors": 3, "ecc": {}}', "nonsense"])
+def test_a_monitor_that_cannot_be_read_is_a_problem_of_the_page(plan_run: Any, line: str) -> None:
+    run = plan_run()
+    go_on(run, Stage.TRAIN)
+    store.write_bytes(run.paths.host_monitor(0), line.encode())
+    page = page_of(run)
+    assert "While training" not in page.text
+    assert "train/monitor/node-00000.jsonl:" in page.text

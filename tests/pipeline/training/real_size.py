@@ -1,4 +1,4 @@
-"""Trains a model of real size for two steps, once in one go and once from the checkpoint between them; tells what it found as JSON.
+"""Trains a model of real size for two steps, in one go and from the checkpoint between them; tells what it found as JSON.
 
     python -m tests.pipeline.training.real_size FOLDER
 
@@ -10,31 +10,30 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import XLMRobertaConfig
 
-from pipeline.config import ModelConfig
 from pipeline.contract import RunPaths, Stage
 from pipeline.model import memory
-from pipeline.model.encoder import new_encoder
-from pipeline.model.folder import WEIGHTS, save_folder
+from pipeline.model.encoder import Encoder, new_encoder, prepare_for_training
+from pipeline.model.folder import load_encoder, save_folder
 from pipeline.model.watch import GraphWatch
-from pipeline.plan import Parent, RunPlan
-from pipeline.runtime import store
+from pipeline.plan import RunPlan
 from pipeline.runtime.context import Heartbeat, StageContext
 from pipeline.runtime.device import Device
 from pipeline.runtime.world import World
 from pipeline.training.batches import TrainingBatches
-from pipeline.training.checkpoint import CheckpointWriter
+from pipeline.training.checkpoint import OPTIMIZER_FILE, PROGRESS_FILE, host_state, load_optimizer, open_checkpoint
 from pipeline.training.loop import Training, train
-from pipeline.training.metrics import MetricsLog
 from pipeline.training.schedule_lr import learning_rate
-from pipeline.training.setup import Start, fetch_once, host_digest, joined, start
+from pipeline.training.setup import fetch_once, host_digest, joined
+from pipeline.training.state import Progress
+from pipeline.training.step import build_optimizer
 from pipeline.training.validation import read_validation_set
 from tests.pipeline.training.planned import plan_training
 from tests.tiny import WORDS
@@ -48,43 +47,9 @@ def main(folder: Path) -> None:
     """Everything; prints one JSON object at the end."""
     found: dict[str, Any] = {"base": process_bytes("VmRSS")}
     paths = RunPaths(f"{folder}/bucket/runs/week-01")
-    plan = plan_real_size(paths, folder / "local")
-    shape = memory.fetch_shape(plan.parent.folder, plan.config.model, folder)
-    found["parameters"] = shape.parameters
-    budgets = memory.estimate(shape, plan.config, plan.world, memory.Limits(None, None))
-    found["expected_peak"] = next(one.total for one in budgets if (one.stage, one.place) == ("train", "host"))
-    gc.collect()
-
-    context = attempt(paths, folder / "first")
-    with joined(context, plan) as device, ExitStack() as stack:
-        begin = start(context, device)
-        local = folder / "first" / "train"
-        metrics = stack.enter_context(MetricsLog(local / "logs", None, 0))
-        writer = stack.enter_context(CheckpointWriter(paths, local, begin.parent, plan.fingerprint, keep=1))
-        progress = begin.progress
-        train(training(context, device, begin, steps=1, metrics=metrics, checkpoints=writer), progress)
-        writer.wait()
-        train(training(context, device, begin, steps=STEPS), progress)
-        found["whole"] = [progress.step, progress.loss, host_digest(begin.encoder).tolist()]
-        found["peak"] = process_bytes("VmHWM")
-    del begin, metrics, writer
-    gc.collect()
-
-    context = attempt(paths, folder / "second")
-    with joined(context, plan) as device:
-        begin = start(context, device)
-        progress = begin.progress
-        found["resumed_from"] = progress.step
-        train(training(context, device, begin, steps=STEPS), progress)
-        found["resumed"] = [progress.step, progress.loss, host_digest(begin.encoder).tolist()]
-    sys.stdout.write(json.dumps(found) + "\n")
-
-
-def plan_real_size(paths: RunPaths, local: Path) -> RunPlan:
-    """A run of two steps whose parent is large; rows and tokenizer are the tiny ones."""
-    tiny = plan_training(
+    plan = plan_training(
         paths,
-        local,
+        folder / "local",
         steps=STEPS,
         rows=8,
         batch_size=2,
@@ -93,29 +58,50 @@ def plan_real_size(paths: RunPaths, local: Path) -> RunPlan:
         validation_queries=2,
         sections={"embed": {"buckets": [16], "tokens_per_batch": 64}, "device": {"threads_per_rank": 2}},
     )
-    torch.manual_seed(0)
-    backbone = XLMRobertaConfig(vocab_size=len(WORDS) + 5, max_position_embeddings=514, pad_token_id=1, **XLM_ROBERTA_LARGE)
-    folder = local / "large"
-    save_folder(new_encoder(backbone, ModelConfig()), folder, local / "parent")
-    parent = Parent(uri=str(folder), folder=str(folder), sha256=store.sha256_file(folder / WEIGHTS))
-    plan = tiny.model_copy(update={"parent": parent}).sealed()
-    store.write_bytes(paths.plan, plan.to_json())
-    return plan
+    parent, checkpoint = folder / "local" / "parent", folder / "step-00000001"
+    context = StageContext(stage=Stage.TRAIN, paths=paths, world=World(), scratch=folder, heartbeat=Heartbeat(None, 0))
+    with joined(context, plan) as device:
+        torch.manual_seed(0)
+        backbone = XLMRobertaConfig(vocab_size=len(WORDS) + 5, max_position_embeddings=514, pad_token_id=1, **XLM_ROBERTA_LARGE)
+        encoder = new_encoder(backbone, plan.config.model)
+        shape = memory.shape_of(encoder)
+        found["parameters"] = shape.parameters
+        budgets = memory.estimate(shape, plan.config, plan.world, memory.Limits(None, None))
+        found["expected_peak"] = next(one.total for one in budgets if (one.stage, one.place) == ("train", "host"))
+
+        optimizer = begin(encoder, device, plan)
+        progress = Progress()
+        train(training(context, device, encoder, optimizer, steps=1), progress)
+        # What CheckpointWriter leaves in its scratch folder; it would copy the files twice more, and read them as often.
+        state = host_state(encoder, optimizer, device)
+        save_folder(encoder, checkpoint, parent, state.weights)
+        save_file(state.optimizer, checkpoint / OPTIMIZER_FILE)
+        (checkpoint / PROGRESS_FILE).write_text(progress.to_json())
+        del state
+        train(training(context, device, encoder, optimizer, steps=STEPS), progress)
+        found["whole"] = [progress.step, progress.loss, host_digest(encoder).tolist()]
+        found["peak"] = process_bytes("VmHWM")
+        del encoder, optimizer
+        gc.collect()
+
+        resumed = open_checkpoint(checkpoint)
+        found["resumed_from"] = resumed.progress.step
+        encoder = load_encoder(resumed.folder, plan.config.model)
+        optimizer = begin(encoder, device, plan)
+        load_optimizer(encoder, optimizer, device, resumed.folder / OPTIMIZER_FILE)
+        train(training(context, device, encoder, optimizer, steps=STEPS), resumed.progress)
+        found["resumed"] = [resumed.progress.step, resumed.progress.loss, host_digest(encoder).tolist()]
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
-def attempt(paths: RunPaths, scratch: Path) -> StageContext:
-    scratch.mkdir(parents=True)
-    return StageContext(stage=Stage.TRAIN, paths=paths, world=World(), scratch=scratch, heartbeat=Heartbeat(None, 0))
+def begin(encoder: Encoder, device: Device, plan: RunPlan) -> torch.optim.AdamW:
+    """The optimizer, once the encoder is as training wants it."""
+    prepare_for_training(encoder, fused_attention=device.kind == "cuda", dropout=plan.config.train.dropout)
+    return build_optimizer(device.place(encoder), plan.config.train, device)
 
 
 def training(
-    context: StageContext,
-    device: Device,
-    begin: Start,
-    *,
-    steps: int,
-    metrics: MetricsLog | None = None,
-    checkpoints: CheckpointWriter | None = None,
+    context: StageContext, device: Device, encoder: Encoder, optimizer: torch.optim.Optimizer, *, steps: int
 ) -> Training:
     """As the train stage puts it together."""
     config = context.plan.config
@@ -124,8 +110,8 @@ def training(
         config=config,
         steps=steps,
         device=device,
-        encoder=begin.encoder,
-        optimizer=begin.optimizer,
+        encoder=encoder,
+        optimizer=optimizer,
         batches=TrainingBatches(
             rows / "train.arrow",
             context.world,
@@ -139,8 +125,8 @@ def training(
         validation=read_validation_set(rows, config.train.validation_queries),
         heartbeat=context.heartbeat,
         watch=GraphWatch(device=device),
-        metrics=metrics,
-        checkpoints=checkpoints,
+        metrics=None,
+        checkpoints=None,
     )
 
 

@@ -1,4 +1,4 @@
-"""A model of real size, 303M parameters: two steps, a checkpoint, the same from the checkpoint, in the memory that was foretold."""
+"""A model of real size, 303M parameters: two steps, and the second one again from a checkpoint, in the memory foretold."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def test_trains_and_resumes_in_the_memory_that_was_foretold(tmp_path: Path) -> N
     if not Path("/proc/self/status").is_file() or memory.this_host_bytes() < NEEDED_BYTES:
         pytest.skip("needs Linux and 8 GB of memory")
     command = [sys.executable, "-m", "tests.pipeline.training.real_size", str(tmp_path / "real")]
-    # As the supervisor starts a rank on processors, but for its allocator settings.
-    environment = {**os.environ, "USE_TORCH_XLA": "0"}
+    # As the supervisor starts a rank on processors.
+    allocator = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
+    environment = {**os.environ, "USE_TORCH_XLA": "0", **allocator}
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     finally:

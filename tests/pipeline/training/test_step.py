@@ -68,11 +68,15 @@ def test_losses_are_read_once(device: Device) -> None:
     losses = RecentLosses(3, device)
     assert losses.read() == []
     for value in (1.0, 2.0):
-        losses.push(torch.tensor(value), torch.tensor(-value))
+        losses.add(torch.tensor(value))
+        losses.push(torch.tensor(-value))
     assert losses.read() == [(1.0, -1.0), (2.0, -2.0)]
     assert losses.read() == []
     for value in (3.0, 4.0, 5.0):
-        losses.push(torch.tensor(value), torch.tensor(0.0))
+        # In two parts, as where gradients of several batches are added up.
+        losses.add(torch.tensor(value / 4))
+        losses.add(torch.tensor(value * 3 / 4))
+        losses.push(torch.tensor(0.0))
     assert losses.read() == [(3.0, 0.0), (4.0, 0.0), (5.0, 0.0)]
 
 

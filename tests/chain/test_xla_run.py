@@ -1,0 +1,96 @@
+"""Two weeks on torch-xla: the first run compiles ahead of time, the second finds everything compiled and skips the stage."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.chain.runs import LocalState, embeddings, kill_descendant, load, started
+from tests.tiny import make_model, write_pairs
+
+pytest.importorskip("torch_xla", reason="torch-xla exists for Linux on x86-64 only")
+pytestmark = pytest.mark.slow
+
+SETTINGS: dict[str, Any] = {
+    # Each shape costs seconds of XLA's compiler in every process that meets it.
+    "train__epochs": 1,
+    "train__buckets": "[16]",
+    "embed__buckets": "[16]",
+    "compile__trial_steps": 2,
+    "health_check__matmul_size": 32,
+    "health_check__memory_mib": 1,
+    "health_check__collective_bytes": "[4096]",
+    "health_check__storage_mib": 1,
+    # What quality a few steps bring is not the question here.
+    "gate__max_drop": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def two_weeks(tmp_path_factory: pytest.TempPathFactory) -> LocalState:
+    """A first run, whose compile stage is killed once, and next week's from what it published."""
+    folder = tmp_path_factory.mktemp("weeks")
+    make_model(folder / "parent")
+    state = LocalState(folder / "state", folder / "parent", device="xla")
+    first = state.command(write_pairs(folder / "week-1.jsonl", 200), arguments=("--parent", str(state.parent)), **SETTINGS)
+    with started(first, folder / "first.txt") as process:
+        while not kill_descendant(process.pid, lambda command: "rank compile" in command):
+            assert process.poll() is None, (folder / "first.txt").read_text()
+            time.sleep(0.1)
+        assert process.wait(timeout=500) == 0, (folder / "first.txt").read_text()
+    second = state.run(write_pairs(folder / "week-2.jsonl", 100, seed=1, prefix="new"), **SETTINGS)
+    assert second.returncode == 0, second.stdout + second.stderr
+    (folder / "second.txt").write_text(second.stdout)
+    return state
+
+
+def output_of(state: LocalState, week: str) -> list[str]:
+    return [" ".join(line.split()[1:]) for line in (state.folder.parent / f"{week}.txt").read_text().splitlines()]
+
+
+def test_the_first_run_compiles_and_the_second_has_no_compile_stage(two_weeks: LocalState) -> None:
+    first, second = two_weeks.runs
+    assert [load(run / "prepare/result.json")["metrics"]["compile"] for run in (first, second)] == [True, False]
+    compiled = load(first / "compile/result.json")["metrics"]
+    assert compiled["compiles"] is True
+    assert 0 < compiled["infer_graphs"] < compiled["graphs"]
+    assert not (second / "compile").exists()
+    jobs = [path.name for path in (two_weeks.folder / "logs").iterdir()]
+    assert [name.startswith(f"compile-{first.name}") for name in jobs if name.startswith("compile")] == [True]
+    assert any(line.startswith("compile done") for line in output_of(two_weeks, "first"))
+    assert "compile skipped: nothing to compile" in output_of(two_weeks, "second")
+    # Weights are inputs of the graphs: another week's model needs the same ones.
+    plans = [load(run / "plan.json")["graphs"] for run in (first, second)]
+    assert plans[0] == plans[1]
+    assert len(list((two_weeks.bucket / "graphs").rglob("*.json"))) == 2
+
+
+def test_a_killed_compile_stage_is_tried_again(two_weeks: LocalState) -> None:
+    [folder] = (two_weeks.folder / "logs").glob("compile-*")
+    assert sorted(path.name for path in folder.rglob("*.log")) == ["attempt-1-node-00000.log", "attempt-2-node-00000.log"]
+
+
+def test_no_stage_met_a_graph_that_was_not_compiled_ahead_of_time(two_weeks: LocalState) -> None:
+    for run in two_weeks.runs:
+        for stage in ("train", "evaluate"):
+            graphs = load(run / stage / "result.json")["metrics"]["graphs"]
+            assert graphs["compiled"] > 0, stage
+            assert (graphs["new"], graphs["fallbacks"]) == (0, {}), stage
+        children = [load(path) for path in sorted((run / "embed").glob("graphs-*.json"))]
+        assert len(children) == 2
+        assert all(child["compiled"] > 0 and child["new"] == [] and child["fallbacks"] == {} for child in children)
+
+
+def test_both_weeks_are_published(two_weeks: LocalState) -> None:
+    assert two_weeks.published()["run"] == two_weeks.runs[-1].name
+    assert [len(embeddings(run)) for run in two_weeks.runs] == [200, 300]
+    assert "skipped" in (two_weeks.runs[-1] / "report/index.html").read_text()
+
+
+def test_more_nodes_than_one_are_refused_with_a_remedy(two_weeks: LocalState) -> None:
+    ended = two_weeks.run(arguments=("--nodes", "2"), **SETTINGS, data__train=f'["{two_weeks.folder.parent}/week-1.jsonl"]')
+    assert ended.returncode == 64, ended.stdout + ended.stderr
+    assert "remedy: set nodes = 1 and device.ranks_per_node = 1, or device.kind = cpu" in ended.stdout
+    assert "health_check  started" not in ended.stdout

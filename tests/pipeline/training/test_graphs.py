@@ -1,0 +1,146 @@
+"""The proof that training compiles nothing: with real torch-xla, every graph of whole runs was met by compile's trial before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.contract import RunPaths
+from pipeline.model.compiled import missing_sets, read_set, set_uri
+from pipeline.plan import RunPlan
+from pipeline.runtime import store
+from tests.pipeline.training.planned import plan_training
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ONE_LENGTH = {"buckets": [32]}
+SMALL = {"embed": {"buckets": [16, 32], "tokens_per_batch": 256}, "compile": {"trial_steps": 2}}
+Run = tuple[RunPaths, RunPlan]
+
+
+def scenario(*arguments: str) -> dict[str, Any]:
+    """Run a program of xla_scenarios; its answer."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pipeline.training.xla_scenarios", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        # Unoptimized code compiles in half the time, and the graphs are the same.
+        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """A function that plans a run on kind xla in the module's bucket."""
+    root = tmp_path_factory.mktemp("xla")
+
+    def planned(name: str, *, seed: int = 5, **settings: Any) -> Run:
+        paths = RunPaths(str(root / "bucket" / "runs" / name))
+        sections = {**SMALL, "seed": seed, **settings.pop("sections", {})}
+        return paths, plan_training(paths, root / name, kind="xla", head=16, sections=sections, **settings)
+
+    return planned
+
+
+@pytest.fixture(scope="module")
+def compiled(planned: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of one length whose graphs compile has recorded."""
+    paths, plan = planned("compiled", steps=30, **ONE_LENGTH)
+    metrics = scenario("stage", paths.root, "compile", str(tmp_path_factory.mktemp("scratch") / "compile"))
+    assert metrics["compiles"]
+    assert metrics["trial_steps"] == 2
+    return paths, plan
+
+
+def test_a_run_meets_only_what_the_trial_met(planned: Callable[..., Run], tmp_path: Path) -> None:
+    """Two lengths, warm-up and decay, validation, checkpoints, the last partial batch, a death and what follows it."""
+    paths, plan = planned("two-lengths", steps=24)
+    compiled = scenario("stage", paths.root, "compile", str(tmp_path / "compile"))
+    assert plan.graphs is not None
+    recorded = read_set(set_uri(paths.bucket_root, "train", plan.graphs.train)).graphs
+    assert len(recorded) == compiled["graphs"] >= 6
+    assert missing_sets(paths.bucket_root, plan.graphs) == []
+
+    scenario("interrupted", paths.root, str(tmp_path / "first"), "15")
+    trained = scenario("stage", paths.root, "train", str(tmp_path / "second"))
+    assert trained["resumed_from"] == 12
+    graphs = trained["graphs"]
+    assert graphs["new"] == 0
+    assert graphs["fallbacks"] == {}
+    met = store.read_json(f"{paths.root}/train/graphs-00000.json")
+    assert met["new"] == []
+    assert set(met["keys"]) <= set(recorded)
+    # Flat after as many steps as the trial took: here both lengths come within the first few.
+    assert graphs["last_compiled_step"] - 12 <= compiled["trial_steps"]
+
+    evaluated = scenario("stage", paths.root, "evaluate", str(tmp_path / "evaluate"))
+    assert evaluated["graphs"]["new"] == 0
+    assert evaluated["graphs"]["compiled"] > 0
+    lines = [json.loads(line) for line in store.read_bytes(paths.metrics).decode().splitlines()]
+    counted = [line for line in lines if "loss" in line]
+    assert {line["new_graphs"] for line in counted} == {0}
+    assert {line["fallbacks"] for line in counted} == {0}
+
+
+def test_next_week_needs_no_compilation(compiled: Run, planned: Callable[..., Run], tmp_path: Path) -> None:
+    """Another parent, other rows, other counts, another seed: the same graphs."""
+    _, earlier = compiled
+    paths, plan = planned("next-week", seed=6, steps=9, rows=131, **ONE_LENGTH)
+    assert plan.graphs == earlier.graphs
+    assert missing_sets(paths.bucket_root, plan.graphs) == []
+    assert not scenario("stage", paths.root, "compile", str(tmp_path / "compile"))["compiles"]
+    trained = scenario("stage", paths.root, "train", str(tmp_path / "train"))
+    assert trained["graphs"]["new"] == 0
+    weights = load_file(Path(paths.model) / "model.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("changing_scalar", "other constants"),
+        ("unpadded_batch", "inputs of other shapes or types"),
+        ("read_in_the_loop", "graph "),
+    ],
+)
+def test_deliberate_breaks_are_caught(
+    how: str, words: str, compiled: Run, planned: Callable[..., Run], tmp_path: Path
+) -> None:
+    paths, _ = planned(how, steps=8, sections={"compile": {**SMALL["compile"], "new_graphs": "stop"}}, **ONE_LENGTH)
+    found = scenario("broken", paths.root, str(tmp_path / how), how)
+    assert found["code"] == 69
+    assert "graphs that compile did not make" in found["what"]
+    assert any(words in value for value in found["value"]), found["value"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulation": 2},
+        {"sections": {**SMALL, "device": {"sync_points": 1, "loader": {"batches_per_execution": 2}}}},
+        {"activation_checkpointing": True, "dropout": 0.1, "sections": {**SMALL, "device": {"precision": "bf16"}}},
+    ],
+    ids=["accumulation", "joined steps", "checkpointed bf16"],
+)
+def test_other_forms_of_a_step(settings: dict[str, Any], planned: Callable[..., Run], tmp_path: Path) -> None:
+    """Each has graphs of its own, and the trial meets them all."""
+    paths, _ = planned("-".join(map(str, settings)).replace("_", "-"), steps=7, **{**ONE_LENGTH, **settings})
+    compiled = scenario("stage", paths.root, "compile", str(tmp_path / "compile"))
+    trained = scenario("stage", paths.root, "train", str(tmp_path / "train"))
+    assert trained["graphs"]["new"] == 0
+    assert trained["graphs"]["compiled"] <= compiled["graphs"]
+    assert trained["steps"] == 7

@@ -1,0 +1,119 @@
+"""Programs of their own for tests of torch-xla, which takes over the process that loads it: `python -m tests...xla_scenarios NAME ...`.
+
+Each prints one JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract import RunPaths, Stage
+from pipeline.errors import TrnpipeError
+from pipeline.runtime.context import StageContext, StageOutput
+from pipeline.runtime.heartbeat import Heartbeat
+from pipeline.runtime.world import World
+from pipeline.stages import stage_function
+from pipeline.training import loop, step
+from pipeline.training.batches import TrainingBatches
+
+
+def context(root: str, stage: Stage, scratch: Path) -> StageContext:
+    scratch.mkdir(parents=True)
+    return StageContext(stage=stage, paths=RunPaths(root), world=World(), scratch=scratch, heartbeat=Heartbeat(None, 0))
+
+
+def stage(root: str, name: str, scratch: str) -> dict[str, Any]:
+    """A whole stage."""
+    output = stage_function(Stage(name))(context(root, Stage(name), Path(scratch)))
+    assert isinstance(output, StageOutput)
+    return output.metrics
+
+
+def interrupted(root: str, scratch: str, at: str) -> dict[str, Any]:
+    """Training that dies at the beginning of a step."""
+    step_seed = loop.step_seed
+
+    def dying(seed: int, number: int, rank: int) -> int:
+        if number == int(at):
+            raise KeyboardInterrupt
+        return step_seed(seed, number, rank)
+
+    loop.step_seed = dying  # type: ignore[assignment]
+    try:
+        stage(root, "train", scratch)
+    except KeyboardInterrupt:
+        return {"died": int(at)}
+    raise AssertionError("it did not die")
+
+
+def broken(root: str, scratch: str, how: str) -> dict[str, Any]:
+    """Training with a mistake planted in it: what ends the run."""
+    BREAKS[how]()
+    try:
+        metrics = stage(root, "train", scratch)
+    except TrnpipeError as error:
+        return {"code": int(error.exit_code), "what": error.what, "value": error.value}
+    return {"code": 0, "metrics": metrics}
+
+
+def changing_scalar() -> None:
+    """A Python number that grows from step to step stands in the loss."""
+    contrastive_loss = step.contrastive_loss
+    calls = iter(range(1, 1000))
+
+    def scaled(*arguments: Any, **settings: Any) -> Any:
+        return contrastive_loss(*arguments, **settings) * (1.0 + next(calls) / 8)
+
+    step.contrastive_loss = scaled  # type: ignore[assignment]
+
+
+def unpadded_batch() -> None:
+    """The sixth batch has only as many rows as are left."""
+    iterate = TrainingBatches.iterate
+
+    def short(self: TrainingBatches, start: int, stop: int) -> Iterator[Any]:
+        for number, batch in enumerate(iterate(self, start, stop)):
+            if number == 5:
+                yield {
+                    name: tensor[:3, :3] if name == "roles" else tensor[:3] if name != "learning_rate" else tensor
+                    for name, tensor in batch.items()
+                }
+            else:
+                yield batch
+
+    TrainingBatches.iterate = short  # type: ignore[method-assign]
+
+
+def read_in_the_loop() -> None:
+    """Every step's loss is read in the middle of the step."""
+    contrastive_loss = step.contrastive_loss
+
+    def read(*arguments: Any, **settings: Any) -> Any:
+        loss = contrastive_loss(*arguments, **settings)
+        assert loss.item() == loss.item()
+        return loss
+
+    step.contrastive_loss = read  # type: ignore[assignment]
+
+
+BREAKS: dict[str, Callable[[], None]] = {
+    "changing_scalar": changing_scalar,
+    "unpadded_batch": unpadded_batch,
+    "read_in_the_loop": read_in_the_loop,
+    "none": lambda: None,
+}
+
+SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {"stage": stage, "interrupted": interrupted, "broken": broken}
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    found = SCENARIOS[sys.argv[1]](*sys.argv[2:])
+    print(json.dumps(found), flush=True)
+    # torch-xla's threads have nothing more to say.
+    os._exit(0)
