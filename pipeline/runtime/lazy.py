@@ -83,7 +83,8 @@ class LazyDevice:
     def autocast(self) -> AbstractContextManager[None]:
         if self.precision != "bf16":
             return nullcontext()
-        return torch.autocast("xla", dtype=torch.bfloat16)
+        # Cached casts of the weights would make a context's second batch another graph than its first.
+        return torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False)
 
     def gather(self, rows: Tensor) -> Tensor:
         if self.world.size == 1:

@@ -120,7 +120,7 @@ def trace_encoder(
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    cast: AbstractContextManager[Any] = torch.autocast("xla", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+    cast: AbstractContextManager[Any] = torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False) if precision == "bf16" else nullcontext()
     for rows, length in shapes:
         example = (torch.zeros((rows, length), dtype=torch.int64), torch.ones((rows, length), dtype=torch.int64))
         with torch.no_grad(), cast:

@@ -28,7 +28,7 @@ from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.device import Device, open_device
 from pipeline.runtime.health.answers import largest_error, on_device, sequence
-from pipeline.runtime.health.neuron_host import DRIVER, host_tests, wait_seconds, without_cast, wrong_driver
+from pipeline.runtime.health.neuron_host import DRIVER, compiler_environment, host_tests, wait_seconds, wrong_driver
 from pipeline.runtime.health.records import NodeReport, TestRecord
 from pipeline.runtime.neuron_tools import HOST
 
@@ -60,8 +60,7 @@ def run(context: StageContext, *, root: Path = HOST) -> StageOutput | None:
     )
     if plan.world.kind == "neuron":
         check_with_tools(context, report, config, root=root)
-        # The plan's flags may have the compiler cast to bf16, of which these answers know nothing.
-        os.environ["NEURON_CC_FLAGS"] = without_cast(os.environ.get("NEURON_CC_FLAGS", ""))
+        os.environ |= compiler_environment(os.environ.get("NEURON_CC_FLAGS", ""), context.scratch / "neuron-cache")
     device = open_device(
         plan.world.kind,
         precision_of(plan.world),

@@ -21,6 +21,7 @@ from pipeline.model.contrastive import Role
 from pipeline.model.inference import pad
 from pipeline.runtime.device import Batch
 from pipeline.runtime.world import World
+from pipeline.training.digest import digest_batch
 
 Rows = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -34,11 +35,13 @@ class StepFacts:
         pairs: valid rows.
         tokens: of queries and documents, without padding.
         slots: tokens computed, padding included.
+        digest: of the global batch (pipeline/training/digest); the leader's, empty on other ranks.
     """
 
     pairs: int
     tokens: int
     slots: int
+    digest: str = ""
 
 
 class TokenColumn:
@@ -60,6 +63,23 @@ class TokenColumn:
         offsets = self._offsets[chunk]
         values: npt.NDArray[np.int32] = self._values[chunk][offsets[first] : offsets[first + 1]]
         return values
+
+    def joined(self, rows: Rows) -> npt.NDArray[np.int32]:
+        """The token lists of many rows one after another: what `self[row]` of each would give, chunk by chunk instead of row by row."""
+        chunks = np.searchsorted(self._starts, rows, side="right") - 1
+        begins, lengths = np.empty_like(rows), np.empty_like(rows)
+        for chunk in np.unique(chunks):
+            offsets, own = self._offsets[chunk], chunks == chunk
+            first = rows[own] - self._starts[chunk]
+            begins[own], lengths[own] = offsets[first], offsets[first + 1] - offsets[first]
+        # Of every token: its place in its list, and the chunk and position that it is read from.
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        source, position = np.repeat(chunks, lengths), np.repeat(begins, lengths) + within
+        tokens = np.empty(len(position), np.int32)
+        for chunk in np.unique(chunks):
+            own = source == chunk
+            tokens[own] = self._values[chunk][position[own]]
+        return tokens
 
 
 class Batches(Protocol):
@@ -170,7 +190,22 @@ class TrainingBatches:
     def _count(self, batch: ScheduledBatch) -> StepFacts:
         rows = batch.rows[batch.rows != MASKED]
         tokens = int(self._query_lengths[rows].sum() + self._document_lengths[rows].sum())
-        return StepFacts(len(rows), tokens, len(batch.rows) * (self._query_length + batch.bucket))
+        slots = len(batch.rows) * (self._query_length + batch.bucket)
+        return StepFacts(len(rows), tokens, slots, self._digest(batch, rows) if self._world.is_leader else "")
+
+    def _digest(self, batch: ScheduledBatch, rows: Rows) -> str:
+        return digest_batch(
+            {
+                "shape": np.array([self._accumulation, self._query_length, batch.bucket]),
+                "valid": batch.rows != MASKED,
+                "query_hash": self._query_hash[rows],
+                "document_hash": self._document_hash[rows],
+                "query_lengths": self._query_lengths[rows],
+                "document_lengths": self._document_lengths[rows],
+                "query_tokens": self._queries.joined(rows),
+                "document_tokens": self._documents.joined(rows),
+            }
+        )
 
 
 def roles(

@@ -19,6 +19,7 @@ from pipeline.runtime.device import Device
 from pipeline.runtime.heartbeat import FIRST_STEP_PATIENCE
 from pipeline.training.batches import Batches
 from pipeline.training.checkpoint import CheckpointWriter
+from pipeline.training.digest import chain
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.state import Progress, Window
 from pipeline.training.step import RecentLosses, require_equal_weights, step_seed, train_step
@@ -102,6 +103,7 @@ def train(run: Training, progress: Progress) -> None:
 def _count(run: Training, progress: Progress, first: int) -> None:
     facts = run.batches.take_facts(progress.step)
     progress.step += 1
+    progress.data_digest = chain(progress.data_digest, facts.digest)
     for target in (progress, progress.window):
         target.pairs += facts.pairs
         target.tokens += facts.tokens
@@ -148,7 +150,7 @@ def _log(run: Training, progress: Progress) -> None:
     }
     if run.device.kind not in EAGER_KINDS:
         values |= run.watch.metrics()
-    run.metrics.training(progress.step, values)
+    run.metrics.training(progress.step, values, progress.data_digest)
     log.info(
         "step %d of %d: loss %.4f, lr %.3g, gradient norm %.3f, %.0f pairs/s",
         progress.step,

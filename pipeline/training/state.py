@@ -35,6 +35,7 @@ class Progress:
         checkpoints: checkpoints written.
         first_validation, last_validation: metrics before the first step, and the newest.
         loss: mean of the newest line of metrics.
+        data_digest: of all batches so far (pipeline/training/digest).
         window: what has happened since that line.
     """
 
@@ -47,6 +48,7 @@ class Progress:
     first_validation: dict[str, float] = field(default_factory=dict)
     last_validation: dict[str, float] = field(default_factory=dict)
     loss: float | None = None
+    data_digest: str = ""
     window: Window = field(default_factory=Window)
 
     def to_json(self) -> str:

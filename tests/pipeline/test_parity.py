@@ -99,6 +99,7 @@ def test_same_training_is_within_also_after_an_interruption(finished: Trained) -
     assert [evaluation.step for evaluation in found.evaluations] == EVALUATED
     assert {value for _, value in found.largest().values()} == {0.0}
     assert "20 queries cannot show 0.1 %" in found.reason
+    assert "batches are equal bit for bit up to step 12" in found.notes
     # The curve that is compared is the one that training wrote down.
     lines = [json.loads(line) for line in store.read_bytes(finished.paths("base").metrics).splitlines()]
     curve = {line["step"]: line["validation"] for line in lines if "validation" in line}

@@ -83,9 +83,15 @@ def presence_tests(config: HealthCheckConfig, rank: int, nodes: int, *, idle: bo
     yield _record("uncorrected_errors", rank, partial(_errors, config, root))
 
 
-def without_cast(flags: str) -> str:
-    """neuronx-cc's flags with every number left in its own type."""
-    return " ".join([*(flag for flag in flags.split() if not flag.startswith("--auto-cast")), "--auto-cast=none"])
+def compiler_environment(flags: str, cache: Path) -> dict[str, str]:
+    """How the tests' own small graphs are compiled: every number in its own type, and apart from what training will load.
+
+    Args:
+        flags: NEURON_CC_FLAGS of the plan, which may have the compiler cast to bf16, of which known answers know nothing.
+        cache: a folder that the node's ranks share.
+    """
+    kept = [flag for flag in flags.split() if not flag.startswith("--auto-cast")]
+    return {"NEURON_CC_FLAGS": " ".join([*kept, "--auto-cast=none"]), "NEURON_COMPILE_CACHE_URL": str(cache)}
 
 
 def wrong_driver(record: TestRecord) -> BadConfig:

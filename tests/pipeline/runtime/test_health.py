@@ -129,10 +129,13 @@ def test_slow_links_are_sick_only_below_the_floor(host: TrainiumHost) -> None:
     assert (above.passed, above.floor) == (False, 22.0)
 
 
-def test_the_compilers_cast_is_left_out() -> None:
+def test_the_tests_own_graphs_are_compiled_without_the_cast_and_apart() -> None:
     flags = "--target=trn1 --auto-cast=all --auto-cast-type=bf16 --optlevel=1"
-    assert neuron_host.without_cast(flags) == "--target=trn1 --optlevel=1 --auto-cast=none"
-    assert neuron_host.without_cast("") == "--auto-cast=none"
+    assert neuron_host.compiler_environment(flags, Path("/scratch/cache")) == {
+        "NEURON_CC_FLAGS": "--target=trn1 --optlevel=1 --auto-cast=none",
+        "NEURON_COMPILE_CACHE_URL": "/scratch/cache",
+    }
+    assert neuron_host.compiler_environment("", Path("/c"))["NEURON_CC_FLAGS"] == "--auto-cast=none"
 
 
 # The ranks of a node.
@@ -250,7 +253,7 @@ from pipeline.errors import TrnpipeError
 from pipeline.runtime.context import StageContext
 from pipeline.runtime.device import open_device
 from pipeline.runtime.eager import EagerDevice
-from pipeline.runtime.health.quick import quick_check
+from pipeline.runtime.health.quick import meet_graphs, quick_check
 from pipeline.runtime.heartbeat import Heartbeat
 from pipeline.runtime.world import World
 kind, rank, size, port, folder, fault = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5]), sys.argv[6]
@@ -260,6 +263,7 @@ context = StageContext(stage=Stage.TRAIN, paths=RunPaths("/nowhere"), world=worl
 device = open_device(kind, "fp32", world, threads=1)
 quick_check(context, device, HealthCheckConfig())
 print("healthy", device.graph_counts().compiled)
+meet_graphs(device)
 context.scratch = folder / "again"
 context.scratch.mkdir(exist_ok=True)
 if fault == str(rank):

@@ -152,18 +152,21 @@ def test_tools_come_before_any_core_is_opened(neuron_run: Any, host: TrainiumHos
     opened: dict[str, Any] = {}
 
     def open_cpu(kind: str, precision: str, *arguments: Any, **options: Any) -> Any:
-        flags = os.environ["NEURON_CC_FLAGS"]
-        opened.update(kind=kind, precision=precision, collectives=host.collectives(), flags=flags)
+        flags, cache = os.environ["NEURON_CC_FLAGS"], os.environ["NEURON_COMPILE_CACHE_URL"]
+        opened.update(kind=kind, precision=precision, collectives=host.collectives(), flags=flags, cache=cache)
         return open_device("cpu", precision, *arguments, **options)
 
     monkeypatch.setattr(health_check, "open_device", open_cpu)
     monkeypatch.setenv("NEURON_CC_FLAGS", "--target=trn1 --auto-cast=all --auto-cast-type=bf16")
-    output = health_check.run(neuron_run.context(Stage.HEALTH_CHECK), root=host.root)
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "s3://bucket/graphs/neuron-cache/abc")
+    context = neuron_run.context(Stage.HEALTH_CHECK)
+    output = health_check.run(context, root=host.root)
     assert opened == {
         "kind": "neuron",
         "precision": "fp32",
         "collectives": ["-r 32 allr", "-r 32 allg", "-r 32 redsct"],
         "flags": "--target=trn1 --auto-cast=none",
+        "cache": str(context.scratch / "neuron-cache"),
     }
     report = store.read_json(neuron_run.paths.node_health(0))
     assert report["passed"]

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from pipeline.data.arrow import TOKENS, read_table
 from pipeline.model.contrastive import Role
 from pipeline.runtime.world import World
 from pipeline.training.batches import TokenColumn, TrainingBatches
@@ -44,6 +45,8 @@ def test_token_column_across_chunks() -> None:
     sliced = column.slice(1, 3)
     assert [TokenColumn(column)[row].tolist() for row in range(5)] == lists
     assert [TokenColumn(sliced)[row].tolist() for row in range(3)] == lists[1:4]
+    for rows in ([], [3], [1], [4, 0, 3, 3, 1, 2]):
+        assert TokenColumn(column).joined(np.array(rows, np.int64)).tolist() == [token for row in rows for token in lists[row]]
 
 
 def test_an_epoch_has_every_row_once(rows: Path) -> None:
@@ -103,3 +106,33 @@ def test_fillers_never_count(rows: Path) -> None:
     assert others.size
     assert (others == Role.IGNORED).all()
     assert (np.diag(roles) == Role.POSITIVE).all()
+
+
+def test_digest_is_that_of_the_global_batch_for_any_number_of_ranks(rows: Path) -> None:
+    def digests(path: Path, rank: int, size: int, batch_size: int) -> list[str]:
+        batches = open_batches(path, rank, size, batch_size)
+        for _ in batches.iterate(0, batches.steps_per_epoch):
+            pass
+        return [batches.take_facts(step).digest for step in range(batches.steps_per_epoch)]
+
+    single = digests(rows, 0, 1, 8)
+    assert digests(rows, 0, 2, 4) == single
+    assert digests(rows, 0, 1, 4) != single
+    assert set(digests(rows, 1, 2, 4)) == {""}
+    assert len(set(single)) == len(single)
+
+
+def test_digest_sees_one_other_token(rows: Path, tmp_path: Path) -> None:
+    table = read_table(rows)
+    tokens = table["document_tokens"].to_pylist()
+    tokens[17][-1] += 1
+    table = table.set_column(table.schema.get_field_index("document_tokens"), "document_tokens", pa.array(tokens, TOKENS))
+    with pa.ipc.new_file(str(tmp_path / "train.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    differ = []
+    for path in (rows, tmp_path / "train.arrow"):
+        batches = open_batches(path, 0, 1, 8)
+        for _ in batches.iterate(0, batches.steps_per_epoch):
+            pass
+        differ.append([batches.take_facts(step).digest for step in range(batches.steps_per_epoch)])
+    assert sum(one != other for one, other in zip(*differ, strict=True)) == 1
