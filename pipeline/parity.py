@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.contract import RUN_ID_PATTERN, RunPaths
+from pipeline.contract import RunPaths
 from pipeline.data.query_values import QueryValues
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.model.statistics import bootstrap
 from pipeline.plan import RunPlan, Shard
 from pipeline.runtime import store
+from pipeline.runtime.runs import find_run, read_plan
 
 MIN_QUERIES = 2000
 """Fewer cannot show a difference of 0.1 %: the default of gate.min_queries."""
@@ -199,8 +199,7 @@ def compare_runs(
         BadConfig: the runs are not the same training, or there is no such metric.
         BadData: a file of a run cannot be read.
     """
-    bucket_root = bucket.rstrip("/") if bucket else str(state / "bucket")
-    first, second = (_open_run(name, bucket_root) for name in (a, b))
+    first, second = (_open_run(name, bucket, state) for name in (a, b))
     _require_same_training(first.plan, second.plan)
     data, data_note = _compare_data(first, second)
     evaluations = tuple(_evaluations(first, second))
@@ -291,18 +290,9 @@ def compare_values(a: QueryValues, b: QueryValues, step: int | None) -> Evaluati
     )
 
 
-def _open_run(name: str, bucket_root: str) -> _Run:
-    paths = RunPaths(store.join(bucket_root, "runs", name) if RUN_ID_PATTERN.fullmatch(name) else name)
-    if not store.exists(paths.plan):
-        raise MissingInput(
-            "there is no such run",
-            value=paths.plan,
-            rule="a run is named by its id, looked up in --bucket or --state, or by its folder's URI, which has a slash",
-        )
-    try:
-        return _Run(paths, RunPlan.from_json(store.read_bytes(paths.plan)))
-    except ValidationError as error:
-        raise BadData("the run's plan cannot be read", value=f"{paths.plan}: {error}") from error
+def _open_run(name: str, bucket: str | None, state: Path) -> _Run:
+    paths, _ = find_run(name, bucket, state)
+    return _Run(paths, read_plan(paths))
 
 
 def _require_same_training(a: RunPlan, b: RunPlan) -> None:

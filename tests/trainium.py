@@ -22,6 +22,15 @@ RUNTIME = "2.31.24.0"
 
 GIB = 1 << 30
 
+STANDINS = Path(__file__).parent / "standins"
+"""For PYTHONPATH: packages in the place of torch-neuronx and libneuronxla."""
+
+COMPILER = "neuronxcc-2.24.8799.0+6f62ff7c"
+"""The folder of a compiler's results in the persistent cache."""
+
+COMPILER_WORDS = "[NLA001]  Unhandled exception with message: tensor size must be more than 0, input1_set"
+"""Of a compilation that fails (aws-neuron-sdk issue 948)."""
+
 
 def neuron_ls(devices: int = 16, **changes: Any) -> list[dict[str, Any]]:
     """neuron-ls.rst, `neuron-ls -j`, with the numbers of a trn1.32xlarge (trn1-arch.rst): 16 devices of 2 cores and 32 GiB.
@@ -77,6 +86,14 @@ def write_tool(folder: Path, name: str, code: str) -> Path:
     path.write_text(f"#!{sys.executable} -IS\n{code}\n")
     path.chmod(0o755)
     return path
+
+
+def write_parallel_compile(folder: Path) -> Path:
+    """Put the program neuron_parallel_compile (tests/standins) into a folder for PATH; returns the folder."""
+    path = write_tool(folder, "neuron_parallel_compile", "")
+    program = [sys.executable, str(STANDINS / "neuron_parallel_compile.py")]
+    path.write_text(f"#!{sys.executable} -IS\nimport os, sys\nos.execv({program[0]!r}, [*{program!r}, *sys.argv[1:]])\n")
+    return folder
 
 
 class TrainiumHost:

@@ -189,13 +189,13 @@ def fetch_shape(uri: str, config: ModelConfig, scratch: Path) -> ModelShape:
         BadConfig, BadData: as `read_shape`.
     """
     is_file = store.exists(uri)
-    folder = _without_weights(uri.rsplit("/", 1)[0] if is_file else uri, scratch / "shape")
+    folder = fetch_without_weights(uri.rsplit("/", 1)[0] if is_file else uri, scratch / "shape")
     if config.base and (is_file or not (transformer_folder(folder) / "config.json").is_file()):
-        folder = _without_weights(config.base, scratch / "base")
+        folder = fetch_without_weights(config.base, scratch / "base")
     return read_shape(folder, config)
 
 
-def _without_weights(uri: str, cache: Path) -> Path:
+def fetch_without_weights(uri: str, cache: Path) -> Path:
     """A local folder with the small files that stand under `uri`."""
     if not store.is_s3(uri):
         return store.local_folder(uri, cache)

@@ -16,7 +16,7 @@ from pipeline.model.compiled import KnownGraphs
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext
 from pipeline.runtime.device import Device, GraphCounts
-from pipeline.runtime.hlo import describe, difference
+from pipeline.runtime.hlo import GraphDescription, describe, difference
 
 log = logging.getLogger("trnpipe")
 
@@ -27,7 +27,7 @@ class NewGraph:
 
     Attributes:
         step: steps done when it was noticed.
-        cause: what distinguishes it from the most similar recorded one.
+        cause: what distinguishes it from the most similar graph met before, recorded or new.
     """
 
     key: str
@@ -53,6 +53,7 @@ class GraphWatch:
     last_compiled_step: int = 0
     _counts: GraphCounts = field(default_factory=GraphCounts)
     _seen: set[str] = field(default_factory=set)
+    _new_descriptions: list[GraphDescription] = field(default_factory=list)
 
     def check(self, step: int) -> None:
         """Look at the counters; cheap as long as nothing was compiled.
@@ -111,8 +112,13 @@ class GraphWatch:
         found = []
         for key in sorted(keys - self.known.keys()):
             module = self.device.graph_module(key)
-            recorded = [description for description in self.known.values() if description is not None]
-            cause = difference(describe(module), recorded) if module else "its program is not kept"
-            found.append(NewGraph(key, step, cause))
+            if module is None:
+                found.append(NewGraph(key, step, "its program is not kept"))
+                continue
+            description = describe(module)
+            # Also with new ones: what makes a graph per step shows between these.
+            alike = [graph for graph in (*self.known.values(), *self._new_descriptions) if graph is not None]
+            found.append(NewGraph(key, step, difference(description, alike)))
+            self._new_descriptions.append(description)
         self.new += found
         return found

@@ -7,11 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from pipeline.contract import RunPaths, Stage
+from pipeline.contract import RunPaths, Stage, StageFailure
+from pipeline.errors import MissingInput
+from pipeline.runtime import store
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 40.0
@@ -83,6 +88,48 @@ def run_stage(
         memory_bytes=max(memory, ended),
         timed_out=told is not None,
     )
+
+
+def progress_note(paths: RunPaths, stage: Stage) -> str:
+    """What a running stage says of its progress."""
+    try:
+        record = store.read_json(paths.progress(stage, 0))
+    except (MissingInput, ValueError):
+        return "starting"
+    done = f" {record['done']:.0f} of {record['total']:.0f}" if record.get("total") else ""
+    return f"{record.get('note') or 'starting'}{done}"
+
+
+def read_failure(paths: RunPaths, stage: Stage) -> StageFailure | None:
+    """Why a stage failed, None if it has not said."""
+    try:
+        return StageFailure.from_json(store.read_bytes(paths.failure(stage)))
+    except MissingInput:
+        return None
+
+
+def sentence(what: str, value: Any) -> str:
+    """A failure in one line."""
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return f"{what}: {first}" if first else what
+
+
+class Terminated(Exception):
+    """SIGTERM arrived."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM as an exception, so that a running stage is ended too."""
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def tree_memory(root: int) -> int:

@@ -43,12 +43,18 @@ _FIELDS: dict[str, list[tuple[str, int, int, bool, str]]] = {
         ("f16s", 11, _TYPE.TYPE_BYTES, False, ""),
         ("bf16s", 13, _TYPE.TYPE_BYTES, False, ""),
     ],
+    "SliceDimensions": [
+        ("start", 1, _TYPE.TYPE_INT64, False, ""),
+        ("limit", 2, _TYPE.TYPE_INT64, False, ""),
+        ("stride", 3, _TYPE.TYPE_INT64, False, ""),
+    ],
     "ReplicaGroup": [("replica_ids", 1, _TYPE.TYPE_INT64, True, "")],
     "Instruction": [
         ("name", 1, _TYPE.TYPE_STRING, False, ""),
         ("opcode", 2, _TYPE.TYPE_STRING, False, ""),
         ("shape", 3, _TYPE.TYPE_MESSAGE, False, "Shape"),
         ("literal", 8, _TYPE.TYPE_MESSAGE, False, "Literal"),
+        ("slice_dimensions", 17, _TYPE.TYPE_MESSAGE, True, "SliceDimensions"),
         ("replica_groups", 49, _TYPE.TYPE_MESSAGE, True, "ReplicaGroup"),
     ],
     "Computation": [
@@ -91,7 +97,8 @@ class GraphDescription:
     Attributes:
         inputs: type and shape (`f32[64,384]`) -> how many inputs have it.
         outputs: the same of the outputs.
-        constants: type and value of a scalar constant (`f32 0.05`), or type, shape and digest of a larger one -> how many.
+        constants: type and value of a scalar constant (`f32 0.05`), type, shape and digest of a larger one, or where a slice is
+            (`slice [3:4, 0:32]`) -> how many.
         operations: opcode -> how many.
         collectives: opcode with its group size (`all-reduce x32`) -> how many.
     """
@@ -133,6 +140,8 @@ def describe(module: bytes) -> GraphDescription:
             operations[item.opcode] += 1
             if item.opcode == "constant":
                 constants[_constant(item.literal)] += 1
+            elif item.slice_dimensions:
+                constants[_slice(item.slice_dimensions)] += 1
             elif item.replica_groups:
                 collectives[f"{item.opcode} x{len(item.replica_groups[0].replica_ids)}"] += 1
     return GraphDescription(*(dict(sorted(counter.items())) for counter in (inputs, outputs, constants, operations, collectives)))
@@ -200,6 +209,11 @@ def _parse(name: str, data: bytes) -> Any:
 def _shape(shape: Any) -> str:
     kind = ELEMENT_TYPES.get(shape.element_type, str(shape.element_type))
     return f"{kind}[{','.join(map(str, shape.dimensions))}]"
+
+
+def _slice(dimensions: Any) -> str:
+    steps = (f"{one.start}:{one.limit}" + (f":{one.stride}" if one.stride > 1 else "") for one in dimensions)
+    return f"slice [{', '.join(steps)}]"
 
 
 def _constant(literal: Any) -> str:

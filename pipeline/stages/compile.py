@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +22,7 @@ from pipeline.model.compiled import GraphSet, missing_sets, read_set, set_uri, t
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import load_encoder
 from pipeline.model.inference import encode_shapes
-from pipeline.runtime import failure, neuron_compile, neuron_launch, store
+from pipeline.runtime import failure, gang, neuron_compile, neuron_launch, store
 from pipeline.runtime.context import NODE_FOLDER, StageContext, StageOutput
 from pipeline.runtime.device import Device
 from pipeline.runtime.heartbeat import COMPILE_PATIENCE
@@ -119,9 +120,13 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
         try:
             if leader:
                 others = neuron_compile.others(graphs.cache, run_id)
-                neuron_compile.clear_stale_locks(graphs.cache, in_use=bool(others))
+                # No compiler of this gang is at work before all nodes' ranks have met, so every lock that is there is an earlier
+                # attempt's, however young.
+                neuron_compile.clear_stale_locks(graphs.cache, in_use=bool(others), older_seconds=0)
             summary = compile_training(context)
-            store.write_json(context.paths.compiled_node(context.world.rank), asdict(summary))
+            node = context.world.node
+            record = {**asdict(summary), "attempt": node.attempt, "job": node.job}
+            store.write_json(context.paths.compiled_node(node.node), record)
             if leader:
                 wait_for_nodes(context)
         finally:
@@ -172,7 +177,9 @@ def compile_training(context: StageContext) -> neuron_compile.Summary:
 
     def beat(line: str) -> None:
         nonlocal lines
-        lines += bool(line)
+        if line:
+            lines += 1
+            sys.stdout.write(f"{line}\n")
         # A compiler says nothing for a long time; the tool's own time limit ends it.
         context.heartbeat.beat(note=f"neuron_parallel_compile, {lines} lines so far", patience=COMPILE_PATIENCE)
 
@@ -222,18 +229,31 @@ def require_compiled(summary: neuron_compile.Summary) -> None:
 def wait_for_nodes(context: StageContext) -> None:
     """Until every node has said that it is done; a node that fails or vanishes ends the gang, whose supervisor watches."""
     for node in range(context.world.node.nodes):
-        while not store.exists(context.paths.compiled_node(node)):
+        while not _has_compiled(context, node):
             context.heartbeat.beat(note=f"waiting for node {node} to compile", patience=COMPILE_PATIENCE)
             time.sleep(POLL_SECONDS)
+
+
+def _has_compiled(context: StageContext, node: int) -> bool:
+    """Whether a node is done in this attempt; what it left in an earlier one says nothing."""
+    uri = context.paths.compiled_node(node)
+    return store.exists(uri) and gang.same_attempt(store.read_json(uri), context.world.node)
 
 
 def cached_graphs(cache: str) -> dict[str, GraphDescription | None]:
     """Descriptions of all graphs in the cache.
 
     Raises:
-        Defect: one has no compiled form.
+        Defect: one has no compiled form, or there are none at all.
     """
     states = neuron_compile.modules(cache)
+    if not states:
+        raise Defect(
+            "the trial has left no graph in the cache",
+            value=cache,
+            rule="every graph of training is there after neuron_parallel_compile",
+            remedy="see the log above for which cache it used",
+        )
     if unfinished := [f"{key}: {state.value}" for key, state in states.items() if state != neuron_compile.State.DONE]:
         raise Defect(
             "graphs are left without a compiled form",

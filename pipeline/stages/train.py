@@ -15,6 +15,8 @@ from pipeline.model.watch import GraphWatch
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.device import Device
+from pipeline.runtime.health.quick import quick_check
+from pipeline.runtime.monitor import HostMonitor
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.loop import Training, train
@@ -37,11 +39,14 @@ def run(context: StageContext) -> StageOutput | None:
         BadConfig: other ranks than the plan's.
         BadData: losses that are not finite.
         MissingInput: rows, parent or compiled graphs are not there, or all checkpoints are corrupt.
+        UnhealthyHost: this node's host is sick, or becomes so.
         Defect: ranks whose weights are not the same; a graph that was not compiled ahead, where that ends a run.
     """
     plan, config = context.plan, context.plan.config
     with joined(context, plan) as device, ExitStack() as stack:
         watch = GraphWatch(device=device, known=known_graphs(context), stop=config.compile.new_graphs == "stop")
+        quick_check(context, device, config.health_check)
+        monitor = stack.enter_context(HostMonitor(context, device.kind))
         rows = fetch_once(context, device, context.paths.rows, "rows")
         begin = start(context, device)
         progress = begin.progress
@@ -76,6 +81,7 @@ def run(context: StageContext) -> StageOutput | None:
                 validation=read_validation_set(rows, config.train.validation_queries),
                 heartbeat=context.heartbeat,
                 watch=watch,
+                monitor=monitor,
                 metrics=metrics,
                 checkpoints=checkpoints,
             ),

@@ -17,6 +17,7 @@ from pipeline.model.watch import GraphWatch
 from pipeline.runtime.context import Heartbeat
 from pipeline.runtime.device import Device
 from pipeline.runtime.heartbeat import FIRST_STEP_PATIENCE
+from pipeline.runtime.monitor import HostMonitor
 from pipeline.training.batches import Batches
 from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.digest import chain
@@ -38,6 +39,7 @@ class Training:
     Attributes:
         steps: optimizer steps of the whole run.
         watch: what is compiled.
+        monitor: what the host does meanwhile.
         metrics, checkpoints: the leader's; None on the other ranks.
     """
 
@@ -50,6 +52,7 @@ class Training:
     validation: ValidationSet
     heartbeat: Heartbeat
     watch: GraphWatch
+    monitor: HostMonitor
     metrics: MetricsLog | None
     checkpoints: CheckpointWriter | None
 
@@ -59,6 +62,7 @@ def train(run: Training, progress: Progress) -> None:
 
     Raises:
         BadData: a loss or gradient that is not finite, named by step and rows.
+        UnhealthyHost: this node's hardware fails.
     """
     config, device = run.config.train, run.device
     losses = RecentLosses(config.log_every, device)
@@ -85,6 +89,7 @@ def train(run: Training, progress: Progress) -> None:
         )
         if not (log_due or validation_due or checkpoint_due):
             continue
+        run.monitor.check()
         # Reading cuts the graph where it stands: only ever at the end of a step.
         device.sync()
         _read(run, progress, losses)
@@ -150,6 +155,7 @@ def _log(run: Training, progress: Progress) -> None:
     }
     if run.device.kind not in EAGER_KINDS:
         values |= run.watch.metrics()
+    values |= run.monitor.latest()
     run.metrics.training(progress.step, values, progress.data_digest)
     log.info(
         "step %d of %d: loss %.4f, lr %.3g, gradient norm %.3f, %.0f pairs/s",

@@ -21,6 +21,8 @@ from pipeline.model.inference import encode
 from pipeline.model.watch import GraphWatch
 from pipeline.runtime.context import StageContext
 from pipeline.runtime.device import Batch, Device
+from pipeline.runtime.health.quick import meet_graphs
+from pipeline.runtime.monitor import HostMonitor
 from pipeline.runtime.world import World
 from pipeline.training.batches import StepFacts
 from pipeline.training.checkpoint import CheckpointWriter, host_state
@@ -101,6 +103,7 @@ def run_trial(context: StageContext, device: Device, *, extracting: bool = False
     begin = start(context, device)
     encode_all_shapes(begin.encoder, device, config)
     infer = device.graphs()
+    meet_graphs(device)
     batches = TrialBatches(config, context.world, begin.encoder.config.vocab_size)
     local = context.scratch / "trial"
     # A checkpoint needs somewhere to go; nobody reads this one.
@@ -119,6 +122,7 @@ def run_trial(context: StageContext, device: Device, *, extracting: bool = False
             validation=trial_validation(config, context.world),
             heartbeat=context.heartbeat,
             watch=GraphWatch(device=device),
+            monitor=HostMonitor(context, ""),
             metrics=None if extracting else metrics,
             checkpoints=None if extracting else checkpoints,
         )

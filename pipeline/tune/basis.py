@@ -30,29 +30,9 @@ from pipeline.runtime.device import (
     resolve_kind,
     resolve_precision,
 )
+from pipeline.runtime.runs import mirrored
 
 PACKAGES = ("trnpipe", "torch", "torch-xla", "torch-neuronx", "neuronx-cc", "transformers")
-
-
-def find_run(run: str, bucket: str | None, state: Path) -> tuple[RunPaths, str | None]:
-    """The run's folder; and the local bucket that stands for the one its plan names, None if that is on S3.
-
-    Args:
-        run: id of the run, or URI of its folder.
-        bucket: `s3://BUCKET`; None: the local run's bucket, as files in `state`.
-
-    Raises:
-        MissingInput: there is no plan.
-    """
-    paths = RunPaths(run if "/" in run else store.join(bucket or str(state / "bucket"), "runs", run))
-    if not store.exists(paths.plan):
-        raise MissingInput(
-            "there is no such run, or it has no plan yet",
-            value=paths.plan,
-            rule="tune starts from a run that prepare has planned",
-            remedy="name a run by its id with --state or --bucket, or by the URI of its folder",
-        )
-    return paths, None if store.is_s3(paths.root) else paths.bucket_root
 
 
 def base_config(config: RunConfig) -> RunConfig:
@@ -157,14 +137,6 @@ class Workshop:
             parent = _fetched(mirrored(plan.parent.folder, root), folder / "parent")
             lengths = token_lengths(read_table(rows / "train.arrow")["document_tokens"])
             yield cls(folder=folder, rows=rows, parent=parent, lengths=lengths, lock=lock.fileno())
-
-
-def mirrored(uri: str, root: str | None) -> str:
-    """Where an object is to be read: plans of local runs name the bucket that stood for their state folder."""
-    if root is None or not store.is_s3(uri):
-        return uri
-    local = store.join(root, store.split(uri)[1])
-    return local if Path(local).exists() else uri
 
 
 def _fetched(uri: str, folder: Path) -> Path:

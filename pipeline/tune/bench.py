@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config import build_config
-from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageFailure, StageResult, now
+from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageResult, now
 from pipeline.data.steps import count_steps, plan_schedule
 from pipeline.errors import BadConfig, MissingInput, TrnpipeError
 from pipeline.model.compiled import plan_graphs, read_set, set_uri
@@ -25,7 +25,7 @@ from pipeline.model.folder import inspect_folder
 from pipeline.model.memory import known_limits, read_shape, require_memory, totals
 from pipeline.plan import MemoryPlan, RunPlan
 from pipeline.runtime import store
-from pipeline.runtime.child import Ended, run_stage
+from pipeline.runtime.child import Ended, progress_note, read_failure, run_stage, sentence
 from pipeline.tune.basis import Workshop, base_config, plan_world
 from pipeline.tune.space import flattened, nested
 from pipeline.tune.table import Row, Settings, Table
@@ -80,7 +80,7 @@ class Bench:
                 settings=settings,
                 status="refused",
                 exit_code=int(error.exit_code),
-                what=_sentence(error.what, error.value),
+                what=sentence(error.what, error.value),
             )
         else:
             row = self._run(settings, plan, paths, on_progress)
@@ -131,7 +131,7 @@ class Bench:
         for stage in stages:
 
             def report(stage: Stage = stage) -> None:
-                on_progress(f"{plan.run}: {stage}: {_doing(paths, stage)}")
+                on_progress(f"{plan.run}: {stage}: {progress_note(paths, stage)}")
 
             ended = run_stage(
                 stage,
@@ -161,27 +161,10 @@ class Bench:
     def _explain(self, stage: Stage, paths: RunPaths, ended: Ended) -> str:
         if ended.timed_out:
             return f"{stage} took longer than {self._timeout_seconds / 60:g} minutes"
-        try:
-            failed = StageFailure.from_json(store.read_bytes(paths.failure(stage)))
-        except MissingInput:
+        failed = read_failure(paths, stage)
+        if failed is None:
             return f"{stage} ended without an explanation: see {paths.root}/{stage}.log"
-        return f"{stage}: {_sentence(failed.what, failed.value)}"
-
-
-def _sentence(what: str, value: Any) -> str:
-    """A failure in one line."""
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    return f"{what}: {first}" if first else what
-
-
-def _doing(paths: RunPaths, stage: Stage) -> str:
-    """What a running stage says of its progress."""
-    try:
-        record = store.read_json(paths.progress(stage, 0))
-    except (MissingInput, ValueError):
-        return "starting"
-    done = f" {record['done']:.0f} of {record['total']:.0f}" if record.get("total") else ""
-    return f"{record.get('note') or 'starting'}{done}"
+        return f"{stage}: {sentence(failed.what, failed.value)}"
 
 
 def measure(paths: RunPaths, plan: RunPlan, lengths: NDArray[np.int32], *, memory_bytes: int, settings: Settings) -> Row:

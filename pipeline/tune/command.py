@@ -17,19 +17,17 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 import yaml
 from rich.console import Console
 
 from pipeline.errors import BadConfig, ExitCode, TrnpipeError
-from pipeline.plan import RunPlan
-from pipeline.runtime import store
-from pipeline.tune.basis import Workshop, base_config, describe_basis, find_run, plan_world
+from pipeline.runtime.child import Terminated, terminable
+from pipeline.runtime.runs import find_run, read_plan
+from pipeline.tune.basis import Workshop, base_config, describe_basis, plan_world
 from pipeline.tune.bench import Bench
 from pipeline.tune.display import Display, describe_best, grid
 from pipeline.tune.space import Factor, common_window, default_space, nested, parse_vary
@@ -79,10 +77,6 @@ class TuneOptions:
     as_json: bool = False
 
 
-class _Terminated(Exception):
-    """SIGTERM arrived."""
-
-
 def run_tune(options: TuneOptions) -> int:
     """Search, print the table and the best settings; an interrupted search goes on when it is started again.
 
@@ -95,13 +89,13 @@ def run_tune(options: TuneOptions) -> int:
         TrnpipeError: the base itself fails, with the exit code of its stage.
     """
     console = Console(stderr=options.as_json)
-    with _terminable():
+    with terminable():
         try:
             table, best = search(options, console)
         except KeyboardInterrupt:
             console.print("interrupted; the same command goes on with what is missing")
             return 128 + signal.SIGINT
-        except _Terminated:
+        except Terminated:
             return 128 + signal.SIGTERM
     section = nested(best.settings)
     text = describe_best(table, best, options.objective, options.tolerance) + yaml.safe_dump(section, sort_keys=False)
@@ -120,26 +114,12 @@ def run_tune(options: TuneOptions) -> int:
     return ExitCode.DONE
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM as an exception, so that a running stage is ended too."""
-
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def search(options: TuneOptions, console: Console) -> tuple[Table, Row]:
     """Run the base and the variants that are not in the table yet; the table, and the best row of it."""
     if options.objective not in OBJECTIVES:
         raise BadConfig("there is no such objective", value=options.objective, rule=f"one of {', '.join(OBJECTIVES)}")
     base, root = find_run(options.run, options.bucket, options.state)
-    plan = RunPlan.from_json(store.read_bytes(base.plan))
+    plan = read_plan(base)
     config = base_config(plan.config)
     world = plan_world(config)
     factors = parse_vary(options.vary, config) if options.vary else default_space(config, world)

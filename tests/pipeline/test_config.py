@@ -67,11 +67,11 @@ def test_values_out_of_range_are_refused_by_name(settings: list[str]) -> None:
 
 
 def test_settings_are_yaml_and_numbers_without_a_dot_are_numbers() -> None:
-    parsed = parse_settings(["registry=null", "train.learning_rate=1e-5", "embed.buckets=[8, 16]", "time_budget=PT3H"])
+    parsed = parse_settings(["registry=null", "train.learning_rate=1e-5", "embed.buckets=[8, 32]", "time_budget=PT3H"])
     config = build_config(parsed)
     assert config.registry is None
     assert config.train.learning_rate == 1e-5
-    assert config.embed.buckets == (8, 16)
+    assert config.embed.buckets == (8, 32)
     assert config.time_budget == timedelta(hours=3)
 
 

@@ -24,7 +24,7 @@ from pipeline.contract import RunPaths
 from pipeline.data.arrow import read_table, token_lengths
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.plan import RowFile, RunPlan, World
-from pipeline.runtime import store
+from pipeline.runtime import runs, store
 from pipeline.runtime.child import tree_memory
 from pipeline.tune import basis, bench, space
 from pipeline.tune.command import TuneOptions, run_tune, search
@@ -63,7 +63,7 @@ def options(state: Path, **more: Any) -> TuneOptions:
 
 def table_of(given: TuneOptions, rows: list[Row]) -> Table:
     """Leave a table as an earlier search would have."""
-    paths, _ = basis.find_run(given.run, given.bucket, given.state)
+    paths, _ = runs.find_run(given.run, given.bucket, given.state)
     plan = RunPlan.from_json(store.read_bytes(paths.plan))
     config = basis.base_config(plan.config)
     world = basis.plan_world(config)
@@ -239,7 +239,7 @@ def test_other_objective(training_run: PlanTraining, tmp_path: Path) -> None:
 def test_table_of_another_machine_or_format(training_run: PlanTraining, tmp_path: Path) -> None:
     given = options(planned(training_run, tmp_path))
     table = table_of(given, [row("base", {}, 100.0, 1.0)])
-    paths = basis.find_run(given.run, given.bucket, given.state)[0]
+    paths = runs.find_run(given.run, given.bucket, given.state)[0]
     other = {**table.basis, "machine": {**table.basis["machine"], "cores": 4096}}
     assert Table.open(paths, table.basis).rows == table.rows
     assert Table.open(paths, other).rows == []
@@ -415,6 +415,6 @@ def test_one_search_at_a_time(training_run: PlanTraining, tmp_path: Path) -> Non
 
 def test_places_of_a_local_run(tmp_path: Path) -> None:
     (tmp_path / "models" / "parent").mkdir(parents=True)
-    assert basis.mirrored("s3://local/models/parent", str(tmp_path)) == f"{tmp_path}/models/parent"
-    assert basis.mirrored("s3://elsewhere/models/other", str(tmp_path)) == "s3://elsewhere/models/other"
-    assert basis.mirrored("s3://bucket/models/parent", None) == "s3://bucket/models/parent"
+    assert runs.mirrored("s3://local/models/parent", str(tmp_path)) == f"{tmp_path}/models/parent"
+    assert runs.mirrored("s3://elsewhere/models/other", str(tmp_path)) == "s3://elsewhere/models/other"
+    assert runs.mirrored("s3://bucket/models/parent", None) == "s3://bucket/models/parent"

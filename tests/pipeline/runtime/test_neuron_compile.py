@@ -1,8 +1,4 @@
-"""neuron_parallel_compile, played by a program on PATH that does and prints what its documents say, and the cache on S3.
-
-The program follows "PyTorch NeuronX neuron_parallel_compile CLI" and neuron-caching.rst of AWS Neuron SDK 2.29.1; the words of a
-failed compilation follow aws-neuron-sdk issue 948 (SDK 2.19).
-"""
+"""neuron_parallel_compile, played by a program on PATH that does and prints what its documents say, and the cache on S3."""
 
 from __future__ import annotations
 
@@ -19,64 +15,7 @@ from pipeline.errors import BadConfig, ExitCode, MissingInput, NoProgress, Trnpi
 from pipeline.runtime import neuron_compile, neuron_launch, store
 from pipeline.runtime.neuron_compile import State
 from pipeline.runtime.ranks import free_port
-
-VERSION = "neuronxcc-2.24.8799.0+6f62ff7c"
-WORDS = "[NLA001]  Unhandled exception with message: tensor size must be more than 0, input1_set"
-
-TOOL = f"""#!{sys.executable}
-import argparse, json, os, subprocess, sys, time
-from pipeline.runtime import store
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--command", default=None)
-parser.add_argument("--num_parallel", type=int, default=None)
-parser.add_argument("run", nargs=argparse.REMAINDER)
-options = parser.parse_args()
-cache, flags = os.environ["NEURON_COMPILE_CACHE_URL"], os.environ["NEURON_CC_FLAGS"]
-plan = json.loads(os.environ["TEST_TOOL"])
-def log(who, text):
-    level = "ERROR" if "Failed" in text else "INFO"
-    print(f"2026-05-01 20:21:11.000895:  161136  {{level}} ||{{who}}||: {{text}}", flush=True)
-
-
-log("NEURON_CACHE", f"Compile cache path: {{cache}}")
-code = subprocess.run(options.run, env=os.environ | {{"NEURON_EXTRACT_GRAPHS_ONLY": "1"}}).returncode
-if code:
-    log("NEURON_PARALLEL_COMPILE", f"Command {{options.run}} exited with {{code}}")
-    sys.exit(code)
-if plan.get("hang"):
-    time.sleep(600)
-folder = f"{{cache}}/{VERSION}"
-todo = {{}}
-for info in store.list_objects(folder):
-    module, name = info.uri.rsplit("/", 2)[1:]
-    if name == "model.hlo_module.pb" and not store.exists(f"{{folder}}/{{module}}/model.done"):
-        todo[module] = not module.startswith("MODULE_bad")
-log("NEURON_PARALLEL_COMPILE", f"master grab hlos to compile: {{list(todo)}} by {{options.num_parallel}}")
-print("....")
-for module, good in todo.items():
-    place = f"{{folder}}/{{module}}"
-    if good:
-        print("\\nCompiler status PASS")
-        store.write_bytes(f"{{place}}/model.neff", b"neff")
-        store.write_bytes(f"{{place}}/model.done", b"")
-    else:
-        log("NEURON_CC_WRAPPER", f"Failed compilation with ['neuronx-cc', 'compile', '--target=trn1', '/tmp/no-user/"
-            f"neuroncc_compile_workdir/0cb63090/model.{{module}}.hlo_module.pb', '--verbose=35']: 2026-05-01T14:51:41Z {WORDS}")
-        print("Please open a support ticket")
-        store.write_bytes(f"{{place}}/model.log", b"ERROR 5521 [CommandDriver]: Internal details\\n")
-graphs = {{
-    f"{{folder}}/{{module}}/model.hlo_module.pb": {{"status": good, "retry": 0, "compile_time": 9.77}}
-    for module, good in todo.items()
-}}
-report = {{"compilation_summary": {{}}, "compilation_report": graphs, "start_time": 1737076372.65, "compilation_time": 195.3}}
-if not plan.get("silent"):
-    log("NEURON_PARALLEL_COMPILE", json.dumps(report, indent=4))
-    log("NEURON_PARALLEL_COMPILE", f"Total graphs: {{len(todo) + plan.get('lie', 0)}}")
-    log("NEURON_PARALLEL_COMPILE", f"Total successful compilations: {{sum(todo.values())}}")
-    log("NEURON_PARALLEL_COMPILE", f"Total failed compilations: {{len(todo) - sum(todo.values())}}")
-sys.exit(0 if all(todo.values()) else 1)
-"""
+from tests.trainium import COMPILER, COMPILER_WORDS, write_parallel_compile
 
 TRIAL = f"""
 import json, os, sys, time
@@ -84,13 +23,13 @@ from pipeline.runtime import store
 from pipeline.runtime.neuron_compile import extraction_mode
 assert extraction_mode() and os.environ["NEURON_PARALLEL_COMPILE_MAX_RETRIES"] == "1"
 assert os.environ["NEURON_PARALLEL_COMPILE_DUMP_RESULTS"] == "1"
-plan = json.loads(os.environ["TEST_TOOL"])
+plan = json.loads(os.environ["STANDIN_TOOL"])
 if "pid" in plan:
     os.setsid()  # as torchrun's ranks: no signal to the tool's group reaches it
     open(plan["pid"], "w").write(str(os.getpid()))
     time.sleep(600)
 for module in plan["graphs"]:
-    place = f"{{os.environ['NEURON_COMPILE_CACHE_URL']}}/{VERSION}/{{module}}"
+    place = f"{{os.environ['NEURON_COMPILE_CACHE_URL']}}/{COMPILER}/{{module}}"
     if store.exists(f"{{place}}/model.done"):
         print(f"INFO ||NCC_WRAPPER||: Using a cached neff at {{place}}/model.neff. Exiting with a successfully compiled graph.")
         continue
@@ -112,18 +51,14 @@ def compile_on_s3(compile_: Any, s3_root: str) -> Any:
 @pytest.fixture
 def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that runs a trial which meets some graphs under the tool, with a cache in a local folder."""
-    (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin" / "neuron_parallel_compile"
-    program.write_text(TOOL)
-    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{write_parallel_compile(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "trial.py").write_text(TRIAL)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
 
     def compile_(
         *graphs: str, timeout: float = 60, flags: str = "-O1", on_line: Any = None, command: Any = None, **plan: Any
     ) -> Any:
-        monkeypatch.setenv("TEST_TOOL", json.dumps({"graphs": graphs, **plan}))
+        monkeypatch.setenv("STANDIN_TOOL", json.dumps({"graphs": graphs, **plan}))
         command = command or [sys.executable, str(tmp_path / "trial.py")]
         return neuron_compile.parallel_compile(
             command, flags=flags, cache=compile_.cache, parallel=4, timeout=timeout, on_line=on_line
@@ -140,7 +75,7 @@ def test_graphs_are_compiled_once(compile_on_s3: Any) -> None:
     assert (first.graphs, first.compiled, first.cached, first.failed) == (2, 2, 0, ())
     assert first.seconds > 0
     assert any("by 4" in line for line in lines)
-    assert neuron_compile.modules(compile_.cache) == {f"{VERSION}/{module}": State.DONE for module in (BETTER, GOOD)}
+    assert neuron_compile.modules(compile_.cache) == {f"{COMPILER}/{module}": State.DONE for module in (BETTER, GOOD)}
     again = compile_(GOOD, BETTER)
     assert (again.graphs, again.compiled, again.cached) == (0, 0, 2)
 
@@ -160,10 +95,10 @@ def test_a_failed_graph_comes_with_the_compilers_own_words(compile_: Any) -> Non
     assert (summary.graphs, summary.compiled) == (2, 1)
     (failed,) = summary.failed
     assert failed.module == BAD
-    assert any(WORDS in line for line in failed.words)
+    assert any(COMPILER_WORDS in line for line in failed.words)
     assert failed.words[-1] == "ERROR 5521 [CommandDriver]: Internal details"
     assert not any("Total" in line for line in failed.words)
-    assert neuron_compile.modules(compile_.cache)[f"{VERSION}/{BAD}"] is State.FAILED
+    assert neuron_compile.modules(compile_.cache)[f"{COMPILER}/{BAD}"] is State.FAILED
 
 
 @pytest.mark.parametrize(
@@ -225,9 +160,9 @@ def test_flags_with_a_cache_of_their_own_and_a_missing_tool_are_refused(compile_
 )
 def test_the_state_of_a_graph(tmp_path: Path, names: tuple[str, ...], state: State) -> None:
     for name in names:
-        store.write_bytes(str(tmp_path / VERSION / GOOD / name), b"")
+        store.write_bytes(str(tmp_path / COMPILER / GOOD / name), b"")
     store.write_bytes(str(tmp_path / "somebody" / "else.txt"), b"")
-    assert neuron_compile.modules(str(tmp_path)) == {f"{VERSION}/{GOOD}": state}
+    assert neuron_compile.modules(str(tmp_path)) == {f"{COMPILER}/{GOOD}": state}
 
 
 def test_a_cache_that_is_not_there_is_no_empty_cache(s3_root: str) -> None:
@@ -238,14 +173,14 @@ def test_a_cache_that_is_not_there_is_no_empty_cache(s3_root: str) -> None:
 
 def test_only_old_locks_go_and_only_when_nobody_else_is_there(s3_root: str) -> None:
     cache = f"{s3_root}/graphs/neuron-cache"
-    lock = f"{cache}/{VERSION}/{GOOD}/model.hlo_module.pb.lock"
-    for uri in (lock, f"{cache}/{VERSION}/{GOOD}/model.hlo_module.pb", f"{cache}/other.lock"):
+    lock = f"{cache}/{COMPILER}/{GOOD}/model.hlo_module.pb.lock"
+    for uri in (lock, f"{cache}/{COMPILER}/{GOOD}/model.hlo_module.pb", f"{cache}/other.lock"):
         store.write_bytes(uri, b"")
     assert neuron_compile.clear_stale_locks(cache, in_use=False) == []
     assert neuron_compile.clear_stale_locks(cache, in_use=True, older_seconds=-5) == []
     assert store.exists(lock)
     assert neuron_compile.clear_stale_locks(cache, in_use=False, older_seconds=-5) == [lock]
-    assert neuron_compile.modules(cache) == {f"{VERSION}/{GOOD}": State.COLLECTED}
+    assert neuron_compile.modules(cache) == {f"{COMPILER}/{GOOD}": State.COLLECTED}
     assert store.exists(f"{cache}/other.lock")
 
 

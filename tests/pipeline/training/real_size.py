@@ -26,6 +26,7 @@ from pipeline.model.watch import GraphWatch
 from pipeline.plan import RunPlan
 from pipeline.runtime.context import Heartbeat, StageContext
 from pipeline.runtime.device import Device
+from pipeline.runtime.monitor import HostMonitor
 from pipeline.runtime.world import World
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import OPTIMIZER_FILE, PROGRESS_FILE, host_state, load_optimizer, open_checkpoint
@@ -125,6 +126,7 @@ def training(
         validation=read_validation_set(rows, config.train.validation_queries),
         heartbeat=context.heartbeat,
         watch=GraphWatch(device=device),
+        monitor=HostMonitor(context, ""),
         metrics=None,
         checkpoints=None,
     )

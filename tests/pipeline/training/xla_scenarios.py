@@ -63,14 +63,14 @@ def broken(root: str, scratch: str, how: str) -> dict[str, Any]:
 
 
 def changing_scalar() -> None:
-    """A Python number that grows from step to step stands in the loss."""
+    """A Python number that grows from step to step says which row counts once more: it is part of the graph."""
     contrastive_loss = step.contrastive_loss
-    calls = iter(range(1, 1000))
+    calls = iter(range(1000))
 
-    def scaled(*arguments: Any, **settings: Any) -> Any:
-        return contrastive_loss(*arguments, **settings) * (1.0 + next(calls) / 8)
+    def favouring(queries: Any, *arguments: Any, **settings: Any) -> Any:
+        return contrastive_loss(queries, *arguments, **settings) + queries[next(calls) % 8].sum() / 1000
 
-    step.contrastive_loss = scaled  # type: ignore[assignment]
+    step.contrastive_loss = favouring  # type: ignore[assignment]
 
 
 def unpadded_batch() -> None:
