@@ -117,7 +117,7 @@ def environment(kind: str) -> dict[str, str]:
     """What the supervisor gives a rank of this kind."""
     with tempfile.TemporaryDirectory() as folder:
         launch = Launch(
-            stage=Stage.TRAIN, kind=kind, run="run", folder=Path(folder), node=NodeWorld(), nodes=1, leader="127.0.0.1", ranks_per_node=1
+            stage=Stage.TRAIN, run="run", node=NodeWorld(), nodes=1, ranks_per_node=1, kind=kind, folder=Path(folder)
         )
         return launch.common_environment(os.environ)
 

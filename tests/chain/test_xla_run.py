@@ -87,10 +87,3 @@ def test_both_weeks_are_published(two_weeks: LocalState) -> None:
     assert two_weeks.published()["run"] == two_weeks.runs[-1].name
     assert [len(embeddings(run)) for run in two_weeks.runs] == [200, 300]
     assert "skipped" in (two_weeks.runs[-1] / "report/index.html").read_text()
-
-
-def test_more_nodes_than_one_are_refused_with_a_remedy(two_weeks: LocalState) -> None:
-    ended = two_weeks.run(arguments=("--nodes", "2"), **SETTINGS, data__train=f'["{two_weeks.folder.parent}/week-1.jsonl"]')
-    assert ended.returncode == 64, ended.stdout + ended.stderr
-    assert "remedy: set nodes = 1 and device.ranks_per_node = 1, or device.kind = cpu" in ended.stdout
-    assert "health_check  started" not in ended.stdout

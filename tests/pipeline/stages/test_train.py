@@ -146,6 +146,28 @@ output = run(context)
 assert (output is None) == (rank == 1)
 """
 
+DIVERGING = PROGRAM.replace(
+    "output = run(context)",
+    """
+import torch
+from pipeline.errors import Defect
+from pipeline.training import loop
+train_step, steps = loop.train_step, iter(range(100))
+def drifting(encoder, *arguments, **settings):
+    train_step(encoder, *arguments, **settings)
+    if next(steps) == 3 and rank == 1:
+        with torch.no_grad():
+            next(encoder.parameters())[0, 0] += 1e-3
+loop.train_step = drifting
+try:
+    run(context)
+except Defect as error:
+    sys.stdout.write(str(error))
+    sys.exit(3 + rank)
+""",
+).replace("assert (output is None) == (rank == 1)", "")
+"""One weight of rank 1 changes a little in the fourth step."""
+
 
 def test_two_ranks_train_as_one_does(training_run: PlanTraining, s3_root: str, tmp_path: Path) -> None:
     """Same global batches, same mean gradient: without dropout only the order of sums differs."""
@@ -175,6 +197,32 @@ def test_two_ranks_train_as_one_does(training_run: PlanTraining, s3_root: str, t
         assert one["step"] == other["step"]
         if "loss" in one:
             assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+
+
+def test_ranks_that_drift_apart_are_noticed_at_the_next_checkpoint(
+    training_run: PlanTraining, s3_root: str, tmp_path: Path
+) -> None:
+    run = training_run(s3_root, run="drift", steps=10, ranks=2, batch_size=4)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    scratch = tmp_path / "shared"
+    scratch.mkdir()
+    command = [sys.executable, "-c", DIVERGING]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), run.paths.root, str(scratch)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said, _ = ranks[1].communicate(timeout=120)
+    assert ranks[1].returncode == 4
+    assert "this rank's weights are not the leader's" in said
+    assert "rank 1: 2 sums differ" in said
+    ranks[0].kill()
+    ranks[0].communicate(timeout=30)
 
 
 def test_loss_that_is_not_finite_is_named_by_step_and_rows(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "rows" / "train.arrow"
 
 
-def open_batches(path: Path, rank: int, size: int, batch_size: int) -> TrainingBatches:
+def open_batches(path: Path, rank: int, size: int, batch_size: int, accumulation: int = 1) -> TrainingBatches:
     return TrainingBatches(
         path,
         World(rank=rank, size=size),
         batch_size=batch_size,
+        accumulation=accumulation,
         query_length=8,
         buckets=(16, 32),
         seed=3,
@@ -84,6 +85,26 @@ def test_ranks_share_the_global_batch(rows: Path) -> None:
         for name in ("query_tokens", "query_mask", "document_tokens", "document_mask", "roles"):
             assert torch.equal(torch.cat([first[name], second[name]]), one[name]), name
         torch.testing.assert_close(torch.cat([first["weights"], second["weights"]]) / 2, one["weights"])
+
+
+def test_a_step_of_several_batches_is_the_same_rows_cut_up(rows: Path) -> None:
+    """Accumulation changes who competes with whom, not which rows are in a step nor what each weighs."""
+    whole = open_batches(rows, 0, 1, 8)
+    parts = open_batches(rows, 0, 1, 4, accumulation=2)
+    steps = whole.steps_per_epoch
+    assert parts.steps_per_epoch == steps
+    cut = parts.iterate(0, steps)
+    for step, one in enumerate(whole.iterate(0, steps)):
+        first, second = next(cut), next(cut)
+        for name in ("query_tokens", "query_mask", "document_tokens", "document_mask", "weights"):
+            assert torch.equal(torch.cat([first[name], second[name]]), one[name]), name
+        assert torch.equal(torch.block_diag(first["roles"], second["roles"])[:4, :4], one["roles"][:4, :4])
+        assert first["roles"].shape == (4, 4)
+        counted, expected = parts.take_facts(step), whole.take_facts(step)
+        assert (counted.pairs, counted.tokens, counted.slots) == (expected.pairs, expected.tokens, expected.slots)
+        assert counted.digest != expected.digest
+        assert parts.row_ids(step) == whole.row_ids(step)
+    assert next(cut, None) is None
 
 
 def test_starting_late_gives_the_same_batches(rows: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipeline.config import TrainConfig
+from pipeline.model.encoder import checkpoint_activations, prepare_for_training
 from pipeline.runtime.device import Device, open_device
 from pipeline.runtime.world import World
 from pipeline.training.step import RecentLosses, build_optimizer, step_seed, train_step
@@ -62,6 +63,42 @@ def test_equals_plain_torch(tmp_path: Path, device: Device) -> None:
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
     assert [pytest.approx(pair, rel=1e-4) for pair in losses.read()] == expected
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_several_batches_add_up_to_one_step(tmp_path: Path, device: Device, checkpointed: bool) -> None:
+    """The documents of a batch compete; the step's loss is the sum over its batches, and nothing moves before the last."""
+    config = TrainConfig(clip_norm=None, temperature=0.1, epsilon=1e-3, weight_decay=0.0, accumulation=2)
+    ours = make_model(tmp_path / "ours").train()
+    plain = make_model(tmp_path / "plain").train()
+    for encoder in (ours, plain):
+        prepare_for_training(encoder, fused_attention=False, dropout=0.0)
+    if checkpointed:
+        checkpoint_activations(ours, device.checkpointed())
+    optimizer, losses = build_optimizer(ours, config, device), RecentLosses(4, device)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.0)
+    expected = []
+    for _ in range(2):
+        halves = [
+            {name: tensor[part, part] if name == "roles" else tensor[part] for name, tensor in some_batch(1e-3).items()}
+            | {"learning_rate": torch.tensor([1e-3])}
+            for part in (slice(0, 2), slice(2, 4))
+        ]
+        before = [parameter.clone() for parameter in ours.parameters()]
+        train_step(ours, optimizer, device, halves[0], config, losses, last=False)
+        assert all(torch.equal(one, other) for one, other in zip(before, ours.parameters(), strict=True))
+        train_step(ours, optimizer, device, halves[1], config, losses, last=True)
+        total = torch.zeros(())
+        for half in halves:
+            scores = plain(half["query_tokens"], half["query_mask"]) @ plain(half["document_tokens"], half["document_mask"]).T
+            total = total + torch.nn.functional.cross_entropy(scores / 0.1, torch.arange(2)) / 2
+        total.backward()
+        reference.step()
+        reference.zero_grad()
+        expected.append(float(total.detach()))
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
+    assert [loss for loss, _ in losses.read()] == pytest.approx(expected, rel=1e-4)
 
 
 def test_losses_are_read_once(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""Programs of their own for tests of torch-xla, which takes over the process that loads it: `python -m tests...xla_scenarios NAME ...`.
+"""Programs of their own for tests of torch-xla, which takes over the process that loads it: `python -m MODULE NAME ...`.
 
 Each prints one JSON object as its last line.
 """
@@ -13,14 +13,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
+from pipeline.config import HeadConfig, ModelConfig, TrainConfig
 from pipeline.contract import RunPaths, Stage
 from pipeline.errors import TrnpipeError
+from pipeline.model.folder import load_encoder
 from pipeline.runtime.context import StageContext, StageOutput
+from pipeline.runtime.device import open_device
 from pipeline.runtime.heartbeat import Heartbeat
 from pipeline.runtime.world import World
 from pipeline.stages import stage_function
 from pipeline.training import loop, step
 from pipeline.training.batches import TrainingBatches
+from pipeline.training.checkpoint import OPTIMIZER_FILE, host_state, load_optimizer
+from pipeline.training.step import build_optimizer
 
 
 def context(root: str, stage: Stage, scratch: Path) -> StageContext:
@@ -33,6 +41,22 @@ def stage(root: str, name: str, scratch: str) -> dict[str, Any]:
     output = stage_function(Stage(name))(context(root, Stage(name), Path(scratch)))
     assert isinstance(output, StageOutput)
     return output.metrics
+
+
+def reload(folder: str) -> dict[str, Any]:
+    """A checkpoint onto the device and back: names of tensors that came back other than they are in the files."""
+    checkpoint = Path(folder)
+    device = open_device("xla", "fp32", World())
+    encoder = load_encoder(checkpoint, ModelConfig(head=HeadConfig(hidden=16)))
+    weights = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    optimizer = build_optimizer(device.place(encoder), TrainConfig(), device)
+    load_optimizer(encoder, optimizer, device, checkpoint / OPTIMIZER_FILE)
+    state = host_state(encoder, optimizer, device)
+    expected = {**{f"w:{name}": tensor for name, tensor in weights.items()}, **load_file(checkpoint / OPTIMIZER_FILE)}
+    found = {**{f"w:{name}": tensor for name, tensor in state.weights.items()}, **state.optimizer}
+    assert expected.keys() == found.keys()
+    changed = [name for name in expected if not torch.equal(expected[name], found[name])]
+    return {"tensors": len(found), "changed": changed, "compiled": device.graph_counts().compiled}
 
 
 def interrupted(root: str, scratch: str, at: str) -> dict[str, Any]:
@@ -109,7 +133,12 @@ BREAKS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
 }
 
-SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {"stage": stage, "interrupted": interrupted, "broken": broken}
+SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
+    "stage": stage,
+    "reload": reload,
+    "interrupted": interrupted,
+    "broken": broken,
+}
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
