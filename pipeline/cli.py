@@ -195,6 +195,35 @@ def parity(
 
 
 @app.command()
+def graphs(
+    run: Annotated[str, typer.Argument(help="A run that has been planned: its id, or the URI of its folder.")],
+    lower: Annotated[
+        bool, typer.Option("--lower/--no-lower", help="Write down a training step's graphs at the plan's real number of ranks.")
+    ] = True,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Run the real stages on torch-xla for a few steps; also for a plan that never ran.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Steps that --prove trains; without it as few as meet everything.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Empty folder in which the run of --prove stays.")] = None,
+    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
+    state: StateOption = DEFAULT_STATE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tell whether everything was compiled ahead of time, and whether all ranks compile the same graphs.
+
+    Ends with 69 if a stage met a graph that compile did not, or if the last rank's graphs are not the first one's.
+    """
+    from pipeline.graphs.command import GraphsOptions, run_graphs
+
+    options = GraphsOptions(
+        run=run, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep, as_json=as_json
+    )
+    raise typer.Exit(run_graphs(options))
+
+
+@app.command()
 def plan(
     parent: Annotated[
         str | None, typer.Option("--parent", help="Model to continue from: folder or URI; only its configuration is read.")

@@ -280,9 +280,7 @@ def one_part(plan: EmbedPlan, root: str | None) -> EmbedPlan:
         span = plan.parts[0].spans[0]
         span = span.model_copy(update={"stop": min(span.stop, span.start + DOCUMENTS)})
         parts = (PartPlan(spans=(span,), rows=span.stop - span.start),)
-    return plan.model_copy(
-        update={"shards": shards, "parts": parts, "rows": sum(part.rows for part in parts), "children": 1}
-    )
+    return plan.model_copy(update={"shards": shards, "parts": parts, "rows": sum(part.rows for part in parts), "children": 1})
 
 
 def _forget_after(paths: RunPaths, step: int) -> None:

@@ -80,9 +80,7 @@ def read_sets(paths: RunPaths, plan: GraphsPlan) -> tuple[list[CompiledSet], Kno
         uri = set_uri(paths.bucket_root, name, fingerprint)
         graphs = read_set(uri).graphs if store.exists(uri) else None
         known |= graphs or {}
-        found.append(
-            CompiledSet(name=name, fingerprint=fingerprint, uri=uri, graphs=None if graphs is None else len(graphs))
-        )
+        found.append(CompiledSet(name=name, fingerprint=fingerprint, uri=uri, graphs=None if graphs is None else len(graphs)))
     return found, known if all(one.graphs is not None for one in found) else None
 
 

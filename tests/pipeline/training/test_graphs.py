@@ -160,8 +160,6 @@ def test_a_changing_number_in_the_graph_is_counted_step_by_step(
     lines = [json.loads(line) for line in store.read_bytes(paths.metrics).decode().splitlines()]
     counts = [line["new_graphs"] for line in lines if "loss" in line]
     assert counts == sorted(set(counts))
-        {line["new_graphs"] for line in lines if "loss" in line}
-    )
 
 
 @pytest.mark.parametrize(

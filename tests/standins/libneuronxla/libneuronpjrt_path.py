@@ -1,4 +1,4 @@
-"""Where torch-xla would load the device's runtime from (torch_xla/_internal/neuron.py); never loaded, because the host computes."""
+"""Where torch-xla would load the device's runtime from (torch_xla/_internal/neuron.py). Here it is never loaded."""
 
 
 def libneuronpjrt_path() -> str:

@@ -2,8 +2,8 @@
 
 Documents: neuron-caching.rst and "PyTorch NeuronX neuron_parallel_compile CLI" of AWS Neuron SDK 2.29.1. A graph that is met for
 the first time is looked for in the persistent cache (NEURON_COMPILE_CACHE_URL) by its own key and the flags'; one that is not
-there is compiled and stored. In graph extraction mode (NEURON_EXTRACT_GRAPHS_ONLY=1) only its HLO is written, and every value that
-the program reads is zero. The HLO modules are those that XLA's CPU client compiled.
+there is compiled and stored. In graph extraction mode (NEURON_EXTRACT_GRAPHS_ONLY=1) only its HLO is written, and every value
+that the program reads is zero. The HLO modules are those that XLA's CPU client compiled.
 
 Variables: STANDIN_RECORDS, a folder to which every process writes its environment as it came; STANDIN_HOST, the folder that is
 in the place of / for the checks at the start of training.
