@@ -69,7 +69,8 @@ class StageSpec:
         shape: how Batch runs it.
         timeout_minutes: Batch attempt timeout; a state's timeout also covers the wait for hosts.
         attempts: Batch attempts, the first included.
-        always_runs: does not skip itself when its result is already there (hosts change; the report shows the newest).
+        always_runs: does not skip itself when its result is already there: hosts change, compiled sets may be gone, the input of
+            an execution that takes a run up may contradict its plan, the report shows the newest.
     """
 
     queue: Queue
@@ -80,9 +81,9 @@ class StageSpec:
 
 
 STAGES: dict[Stage, StageSpec] = {
-    Stage.PREPARE: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120),
+    Stage.PREPARE: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120, always_runs=True),
     Stage.HEALTH_CHECK: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=30, always_runs=True),
-    Stage.COMPILE: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=240),
+    Stage.COMPILE: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=240, always_runs=True),
     Stage.TRAIN: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=24 * 60, attempts=8),
     Stage.EVALUATE: StageSpec(queue=Queue.EMBED, shape=Shape.SINGLE, timeout_minutes=120),
     Stage.EMBED: StageSpec(queue=Queue.EMBED, shape=Shape.ARRAY, timeout_minutes=12 * 60, attempts=6),

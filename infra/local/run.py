@@ -36,7 +36,7 @@ MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
 """The local deployment's own run configuration, as `config` in cdk.json is a real one's."""
 
-ONE_NODE_KINDS = ("xla",)
+ONE_NODE_KINDS = ("xla", "neuron")
 """Kinds of device that have one rank in all: their default is one node."""
 
 TERMINATED_EXIT = 128 + signal.SIGTERM

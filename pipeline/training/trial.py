@@ -7,6 +7,7 @@ rate rises and falls as in a run: were it in the graph, the trial would notice a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,9 @@ from pipeline.training.schedule_lr import learning_rate
 from pipeline.training.setup import start
 from pipeline.training.state import Progress
 from pipeline.training.validation import ValidationSet
+
+
+log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,8 @@ def run_trial(context: StageContext, device: Device, *, extracting: bool = False
     """
     config = context.plan.config
     begin = start(context, device)
+    log.info("trial: made-up batches, whose losses and metrics mean nothing")
+    context.heartbeat.beat(note="trial: encoding every shape")
     encode_all_shapes(begin.encoder, device, config)
     infer = device.graphs()
     meet_graphs(device)

