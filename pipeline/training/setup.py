@@ -111,8 +111,9 @@ def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | Non
     scratch, fingerprint = context.scratch / "resumed", context.plan.fingerprint
     context.heartbeat.beat(note="looking for a checkpoint")
     found = find_checkpoint(context.paths, fingerprint, scratch) if context.world.is_leader else None
-    choice = torch.tensor([found.progress.step if found else -1], dtype=torch.int32, device=device.torch_device)
-    step = int(device.read(device.broadcast(choice))[0])
+    # 0 is no checkpoint: that is what a trial reads in which nothing computes (graph extraction on neuron).
+    choice = torch.tensor([found.progress.step + 1 if found else 0], dtype=torch.int32, device=device.torch_device)
+    step = int(device.read(device.broadcast(choice))[0]) - 1
     if step < 0:
         return None
     if context.world.local_rank == 0 and found is None:

@@ -101,6 +101,14 @@ def test_a_run_meets_only_what_the_trial_met(planned: Callable[..., Run], tmp_pa
     assert {line["fallbacks"] for line in counted} == {0}
 
 
+def test_batches_reach_the_device_in_their_order() -> None:
+    """torch-xla's loader gives them out as its threads get ready, and takes an error in the data for its end."""
+    found = scenario("loader")
+    assert found["order"] == list(range(40))
+    assert (found["said"], found["seen"]) == ("the shard has changed", 7)
+    assert found["threads"] == 0
+
+
 def test_next_week_needs_no_compilation(compiled: Run, planned: Callable[..., Run], tmp_path: Path) -> None:
     """Another parent, other rows, other counts, another seed: the same graphs."""
     _, earlier = compiled

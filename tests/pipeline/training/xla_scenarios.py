@@ -5,10 +5,12 @@ Each prints one JSON object as its last line.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from pipeline.config import HeadConfig, ModelConfig, TrainConfig
+from pipeline.config import HeadConfig, LoaderConfig, ModelConfig, TrainConfig
 from pipeline.contract import RunPaths, Stage
-from pipeline.errors import TrnpipeError
+from pipeline.errors import BadData, TrnpipeError
 from pipeline.model.folder import load_encoder
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.device import open_device
@@ -57,6 +59,33 @@ def reload(folder: str) -> dict[str, Any]:
     assert expected.keys() == found.keys()
     changed = [name for name in expected if not torch.equal(expected[name], found[name])]
     return {"tensors": len(found), "changed": changed, "compiled": device.graph_counts().compiled}
+
+
+def loader() -> dict[str, Any]:
+    """Batches through torch-xla's loader: with several threads, with an error in the middle, left early."""
+    settings = LoaderConfig(host_prefetch=4, device_prefetch=2, transfer_threads=3)
+    device = open_device("xla", "fp32", World(), loader=settings)
+
+    def batches(stop: int, error: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(stop):
+            # The first of every three takes longest to be sent.
+            yield {"number": torch.full((200_000 if number % 3 == 0 else 1,), float(number))}
+        if error:
+            raise BadData("the shard has changed", value="a.jsonl")
+
+    threads = threading.active_count()
+    order = [device.read(batch["number"][:1])[0] for batch in device.batches(batches(40))]
+    said, seen = "", 0
+    try:
+        for _ in device.batches(batches(7, error=True)):
+            seen += 1
+    except BadData as error:
+        said = error.what
+    for batch in device.batches(batches(1000)):
+        if device.read(batch["number"][:1])[0] == 3.0:
+            break
+    gc.collect()
+    return {"order": order, "said": said, "seen": seen, "threads": threading.active_count() - threads}
 
 
 def interrupted(root: str, scratch: str, at: str) -> dict[str, Any]:
@@ -136,6 +165,7 @@ BREAKS: dict[str, Callable[[], None]] = {
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "stage": stage,
     "reload": reload,
+    "loader": loader,
     "interrupted": interrupted,
     "broken": broken,
 }
