@@ -11,6 +11,7 @@ import pytest
 from pipeline.contract import Stage, StageFailure, now
 from pipeline.plan import Shard
 from pipeline.plan import World as PlannedWorld
+from pipeline.plan import GraphsPlan
 from pipeline.runtime import store
 from pipeline.runtime.context import StageOutput
 from pipeline.stages import embed, evaluate, publish, report
@@ -185,6 +186,19 @@ def test_a_compile_stage_that_was_left_out_is_not_missing(plan_run: Any) -> None
     page = page_of(run)
     assert "compile not finished" in page.text
     assert "compile left neither a result nor a failure" in page.text
+
+
+def test_graphs_are_counted_on_devices_that_compile(plan_run: Any) -> None:
+    run = plan_run()
+    assert "Graphs:" not in page_of(run).text
+    run.replan(graphs=GraphsPlan(train="one", infer="other"))
+    run.finish(Stage.COMPILE, StageOutput(metrics={"graphs": 11}))
+    run.finish(Stage.TRAIN, StageOutput(metrics={"graphs": {"compiled": 10, "new": 0}}))
+    run.finish(Stage.EVALUATE, StageOutput(metrics={"graphs": {"compiled": 4, "new": 2}}))
+    text = " ".join(page_of(run).text.split())
+    assert "11 compiled ahead of time in this run; train met 10, none of them new; evaluate met 4, 2 of them new" in text
+    run.finish(Stage.COMPILE, StageOutput(metrics={"graphs": 0}))
+    assert "all were compiled by an earlier run" in page_of(run).text
 
 
 def test_run_without_a_plan(plan_run: Any) -> None:
