@@ -1,8 +1,8 @@
 """`trnpipe graphs`: was everything compiled ahead of time, and is what ranks compile the same on all of them?
 
-Three answers, from what there is: the compiled sets of a run and what its stages met beyond them; the graphs of a training step at
-the plan's real number of ranks, lowered to HLO without a gang (collectives with the number of ranks in them); and with `--prove`,
-for a plan that never ran, a short run of the real stages on torch-xla.
+Three answers, from what there is: the compiled sets of a run and what its stages met beyond them; the graphs of a training step
+at the plan's real number of ranks, lowered to HLO without a gang (collectives with the number of ranks in them); and with
+`--prove`, for a plan that never ran, a short run of the real stages on torch-xla.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 from pipeline.errors import BadConfig, ExitCode
 from pipeline.graphs.lowered import Lowered, lower_plan
 from pipeline.graphs.proof import Proof, prove
-from pipeline.graphs.recorded import CompiledSet, StageGraphs, read_sets, read_stages
+from pipeline.graphs.recorded import CompiledSet, StageGraphs, counted, read_sets, read_stages
 from pipeline.plan import RunPlan
 from pipeline.runtime.child import Terminated, terminable
 from pipeline.runtime.runs import find_run, read_plan
@@ -76,14 +76,15 @@ class Findings:
     @property
     def problems(self) -> list[str]:
         """Why this ends with 69; empty: it does not."""
-        found = [f"{stage.name} met {_count(len(stage.new), 'graph')} that compile did not" for stage in self.stages if stage.new]
+        found = [
+            f"{stage.name} met {counted(len(stage.new), 'graph')} that compile did not" for stage in self.stages if stage.new
+        ]
         if self.lowered and not self.lowered.ranks_agree:
             found.append(f"rank {self.lowered.ranks - 1} would compile other graphs than rank 0")
         if self.proof:
-            stages = (stage for stage in self.proof.stages if stage.new)
-            found += [
-                f"on torch-xla {stage.name} met {_count(len(stage.new), 'graph')} that the trial did not" for stage in stages
-            ]
+            for stage in self.proof.stages:
+                if stage.new:
+                    found.append(f"on torch-xla {stage.name} met {counted(len(stage.new), 'graph')} that the trial did not")
         return found
 
     @property
@@ -92,10 +93,6 @@ class Findings:
 
     def record(self) -> dict[str, Any]:
         return {**asdict(self), "problems": self.problems}
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def run_graphs(options: GraphsOptions) -> int:

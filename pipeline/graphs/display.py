@@ -12,7 +12,7 @@ from rich.text import Text
 from pipeline.contract import EAGER_KINDS
 from pipeline.graphs.lowered import Lowered
 from pipeline.graphs.proof import Proof
-from pipeline.graphs.recorded import CompiledSet, StageGraphs
+from pipeline.graphs.recorded import CompiledSet, StageGraphs, counted
 
 if TYPE_CHECKING:
     from pipeline.graphs.command import Findings
@@ -24,12 +24,14 @@ LEFT, RIGHT = "left", "right"
 
 def show(findings: Findings, console: Console) -> None:
     """Everything that was found; the verdict last."""
-    _say(console, f"{findings.run}: {findings.kind}, {findings.precision}, {_number(findings.ranks, 'rank')}", style="bold")
+    _say(console, f"{findings.run}: {findings.kind}, {findings.precision}, {counted(findings.ranks, 'rank')}", style="bold")
     if findings.kind in EAGER_KINDS:
         _say(console, f"The kind `{findings.kind}` runs operations one by one: it has no graphs, and nothing is compiled for it.")
+    elif not findings.sets:
+        _say(console, "The plan names no compiled sets: it was made by an earlier version.", style="yellow")
     else:
         console.print(_sets(findings.sets))
-        _stages(findings.stages, "which graphs it met", console)
+        _stages(findings.stages, console)
     if findings.lowered:
         _lowered(findings.lowered, console, other_kind=findings.lowered.kind != findings.kind)
     if findings.proof:
@@ -45,7 +47,7 @@ def _verdict(findings: Findings) -> str:
     parts = []
     if findings.stages or findings.proof:
         parts.append("no stage met a graph that compile had not met")
-    if findings.lowered:
+    if findings.lowered and findings.ranks > 1:
         parts.append("all ranks compile the same graphs")
     if findings.sets and not all(one.graphs is not None for one in findings.sets):
         parts.append("compile has yet to make the missing sets")
@@ -68,9 +70,9 @@ def _sets(sets: tuple[CompiledSet, ...]) -> Table:
     return table
 
 
-def _stages(stages: tuple[StageGraphs, ...], what: str, console: Console) -> None:
+def _stages(stages: tuple[StageGraphs, ...], console: Console) -> None:
     if not stages:
-        _say(console, f"No stage has told yet {what}.")
+        _say(console, "No stage has told yet which graphs it met.")
         return
     table = _table(("stage", LEFT), ("processes", RIGHT), ("met", RIGHT), ("last at step", RIGHT), ("new", RIGHT))
     for stage in stages:
@@ -83,12 +85,12 @@ def _stages(stages: tuple[StageGraphs, ...], what: str, console: Console) -> Non
         if len(stage.new) > CAUSES_SHOWN:
             _say(console, f"... and {len(stage.new) - CAUSES_SHOWN} more in {stage.name}", style="red")
         for operation, times in stage.fallbacks.items():
-            _say(console, f"{stage.name}: {operation} ran on the host {_number(times, 'time')}", style="yellow")
+            _say(console, f"{stage.name}: {operation} ran on the host {counted(times, 'time')}", style="yellow")
 
 
 def _lowered(lowered: Lowered, console: Console, *, other_kind: bool) -> None:
     as_kind = f" as kind {lowered.kind} would compile them" if other_kind else ""
-    _say(console, f"Graphs of a training step{as_kind}, {lowered.precision}, {_number(lowered.ranks, 'rank')}:")
+    _say(console, f"Graphs of a training step{as_kind}, {lowered.precision}, {counted(lowered.ranks, 'rank')}:")
     last = f"rank {lowered.ranks - 1} = 0" if lowered.ranks > 1 else ""
     table = _table(
         ("tokens", RIGHT),
@@ -124,7 +126,7 @@ def _lowered(lowered: Lowered, console: Console, *, other_kind: bool) -> None:
 
 def _proof(proof: Proof, console: Console) -> None:
     lengths = ", ".join(map(str, proof.buckets))
-    partial = f"a last batch of {_number(proof.partial_rows, 'row')}" if proof.partial_rows else "no partial batch (of one row)"
+    partial = f"a last batch of {counted(proof.partial_rows, 'row')}" if proof.partial_rows else "no partial batch (of one row)"
     _say(
         console,
         f"Proof on torch-xla, {proof.precision}, 1 rank: the trial met {proof.recorded} graphs; then {proof.steps} steps over "
@@ -132,11 +134,7 @@ def _proof(proof: Proof, console: Console) -> None:
     )
     if proof.without_rows:
         _say(console, f"No row of the run has a length of {', '.join(map(str, proof.without_rows))} tokens.", style="yellow")
-    _stages(proof.stages, "which graphs it met", console)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    _stages(proof.stages, console)
 
 
 def _say(console: Console, words: str, style: str = "") -> None:

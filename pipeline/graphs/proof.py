@@ -98,7 +98,7 @@ def prove(
     lengths = token_lengths(train["document_tokens"])
     chosen = choose_rows(lengths, plan.config)
     config = proof_config(plan, steps, lengths[chosen])
-    proof = _copy(base, plan, root, folder, config, rows, train.take(pa.array(chosen)), lengths[chosen])
+    proof = _copy(plan, root, folder, config, rows, train.take(pa.array(chosen)), lengths[chosen])
     paths = RunPaths(str(folder / "bucket" / "runs" / proof.run))
 
     def run(stage: Stage, name: str) -> None:
@@ -213,7 +213,6 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
 
 
 def _copy(
-    base: RunPaths,
     plan: RunPlan,
     root: str | None,
     folder: Path,

@@ -68,6 +68,11 @@ class StageGraphs:
     new: tuple[NewGraph, ...]
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 graph`, `2 graphs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def read_sets(paths: RunPaths, plan: GraphsPlan) -> tuple[list[CompiledSet], KnownGraphs | None]:
     """Both sets, and all graphs in them; None where one of them is missing.
 
@@ -90,8 +95,8 @@ def read_stages(paths: RunPaths, known: KnownGraphs | None) -> list[StageGraphs]
     Raises:
         BadData: a stage's report cannot be read.
     """
-    stages = ((stage.value, read_stage(paths, stage, known)) for stage in STAGES_THAT_MEET)
-    return [found for _, found in stages if found is not None]
+    stages = (read_stage(paths, stage, known) for stage in STAGES_THAT_MEET)
+    return [found for found in stages if found is not None]
 
 
 def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name: str = "") -> StageGraphs | None:
@@ -104,7 +109,6 @@ def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name
     Raises:
         BadData: a report cannot be read.
     """
-    # `graphs-` itself is no folder: the numbers come from the names.
     prefix, suffix = f"{paths.stage(stage)}/graphs-", ".json"
     uris = sorted(info.uri for info in store.list_objects(paths.stage(stage)) if info.uri.startswith(prefix))
     if not uris:

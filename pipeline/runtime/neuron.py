@@ -63,7 +63,7 @@ class NeuronInference(EagerDevice):
     def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:
         if traces is None:
             raise Defect("evaluation and embedding on neuron need traced encoders", value="none given")
-        return TracedEncoder(traces, encoder.state_dict())
+        return TracedEncoder(traces, all_weights(encoder))
 
 
 class TracedEncoder:
@@ -71,7 +71,7 @@ class TracedEncoder:
 
     Args:
         folder: holds what `trace_encoder` wrote.
-        weights: the encoder's state.
+        weights: see `all_weights`.
 
     Raises:
         MissingInput: no traced form in the folder.
@@ -105,6 +105,11 @@ class TracedEncoder:
         return form(tokens, mask)
 
 
+def all_weights(encoder: nn.Module) -> dict[str, Tensor]:
+    """All that a trace may hold beside its graph, by name: also buffers that are no part of the encoder's state (positions)."""
+    return {**dict(encoder.named_buffers()), **encoder.state_dict()}
+
+
 def trace_encoder(
     encoder: nn.Module, shapes: Sequence[tuple[int, int]], folder: Path, *, flags: Sequence[str], precision: str
 ) -> list[Path]:
@@ -120,7 +125,9 @@ def trace_encoder(
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    cast: AbstractContextManager[Any] = torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False) if precision == "bf16" else nullcontext()
+    cast: AbstractContextManager[Any] = (
+        torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False) if precision == "bf16" else nullcontext()
+    )
     for rows, length in shapes:
         example = (torch.zeros((rows, length), dtype=torch.int64), torch.ones((rows, length), dtype=torch.int64))
         with torch.no_grad(), cast:

@@ -115,6 +115,7 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
     root, run_id, leader = context.paths.bucket_root, context.paths.run_id, context.world.is_leader
     train_uri, infer_uri = set_uri(root, "train", graphs.train), set_uri(root, "infer", graphs.infer)
     metrics: dict[str, Any] = {}
+    trained: GraphSet | None = None
     if not store.exists(train_uri):
         neuron_compile.register(graphs.cache, run_id)
         try:
@@ -129,6 +130,7 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
             store.write_json(context.paths.compiled_node(node.node), record)
             if leader:
                 wait_for_nodes(context)
+                trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=cached_graphs(graphs.cache))
         finally:
             if leader:
                 neuron_compile.unregister(graphs.cache, run_id)
@@ -137,15 +139,14 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
         return None
     if not store.exists(infer_uri):
         write_set(infer_uri, GraphSet(fingerprint=graphs.infer, run=run_id, graphs=trace_encoders(context)))
-    if not store.exists(train_uri):
+    if trained:
         # Last of all: with it, the run's sets are complete.
-        write_set(train_uri, GraphSet(fingerprint=graphs.train, run=run_id, graphs=cached_graphs(graphs.cache)))
-    trained, inferred = read_set(train_uri), read_set(infer_uri)
+        write_set(train_uri, trained)
     return StageOutput(
         metrics={
             "compiles": True,
-            "graphs": len(trained.graphs),
-            "infer_graphs": len(inferred.graphs),
+            "graphs": len(read_set(train_uri).graphs),
+            "infer_graphs": len(read_set(infer_uri).graphs),
             "seconds": time.monotonic() - began,
             "train": graphs.train,
             "infer": graphs.infer,

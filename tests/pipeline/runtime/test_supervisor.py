@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
+from pipeline.contract import RunPaths, Stage, StageFailure, StageResult, now
 from pipeline.errors import ExitCode
 from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import gang, store
@@ -84,22 +84,32 @@ def test_a_gang_passes_its_health_check_and_runs_it_again_when_asked_again(plann
     assert not store.exists(paths.failure(Stage.HEALTH_CHECK))
 
 
-def test_a_stage_that_is_done_does_nothing_again_unless_the_plan_is_another(planned: Any, supervise: Any, plan_run: Any) -> None:
+def test_a_stage_that_is_done_does_nothing_again_unless_the_plan_is_another(planned: Any, supervise: Any) -> None:
     paths = planned()
-    assert supervise(Stage.COMPILE, paths.root).wait() == 0
-    first = store.read_bytes(paths.result(Stage.COMPILE))
-    assert StageResult.from_json(first).metrics["compiles"] is False
-
-    again = supervise(Stage.COMPILE, paths.root)
+    plan = store.read_json(paths.plan)
+    done = StageResult(
+        stage="evaluate", run=paths.run_id, status="done", started=now(), finished=now(), fingerprint=plan["fingerprint"]
+    ).to_json()
+    store.write_bytes(paths.result(Stage.EVALUATE), done)
+    again = supervise(Stage.EVALUATE, paths.root)
     assert again.wait() == 0
     assert "done already" in again.log
     assert "is process" not in again.log
-    assert store.read_bytes(paths.result(Stage.COMPILE)) == first
+    assert store.read_bytes(paths.result(Stage.EVALUATE)) == done
 
-    plan = store.read_json(paths.plan)
     store.write_json(paths.plan, plan | {"fingerprint": "another"})
-    assert supervise(Stage.COMPILE, paths.root).wait() == 0
-    assert StageResult.from_json(store.read_bytes(paths.result(Stage.COMPILE))).fingerprint == "another"
+    anew = supervise(Stage.EVALUATE, paths.root)
+    assert anew.wait() != 0  # there are no rows, but it began
+    assert "is process" in anew.log
+
+
+def test_compile_looks_again_because_compiled_sets_may_be_gone(planned: Any, supervise: Any) -> None:
+    paths = planned()
+    for _ in range(2):
+        node = supervise(Stage.COMPILE, paths.root)
+        assert node.wait() == 0
+        assert "is process" in node.log
+    assert StageResult.from_json(store.read_bytes(paths.result(Stage.COMPILE))).metrics["compiles"] is False
 
 
 def test_a_run_without_a_plan_ends_with_66_and_four_parts(tmp_path: Path, supervise: Any) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,22 @@ from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
 from pipeline.data.ids import IdDigest
 from pipeline.data.tokens import TextTokenizer
+from pipeline.errors import BadConfig, Defect, TrnpipeError
 from pipeline.model import compiled
-from pipeline.model.compiled import missing_sets, plan_graphs, read_set, set_uri, traces_uri
+from pipeline.model.compiled import GraphSet, missing_sets, plan_graphs, read_set, set_uri, traces_uri, write_set
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder
 from pipeline.model.inference import encode, encode_shapes
 from pipeline.plan import EmbedPlan, GraphsPlan, PartPlan, RunPlan, Shard, Span, World
 from pipeline.runtime import neuron_compile, store
-from pipeline.runtime.context import StageContext
+from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.device import open_device
 from pipeline.runtime.heartbeat import Heartbeat
 from pipeline.runtime.neuron_compile import State
 from pipeline.runtime.ranks import free_port
 from pipeline.runtime.world import World as RankWorld
 from pipeline.stages import evaluate
+from pipeline.stages.compile import compile_on_neuron
 from tests.pipeline.conftest import make_texts
 from tests.pipeline.stages.test_prepare import Bench, bench, model, rows
 from tests.pipeline.training.planned import plan_training
@@ -244,18 +246,19 @@ def test_compile_leaves_nothing_behind_but_what_it_made(compiled_run: Any) -> No
 
 @pytest.mark.slow
 def test_a_second_call_does_nothing(compiled_run: Any) -> None:
-    account, paths, _, first = compiled_run
-    assert account.stage(Stage.COMPILE, paths) == first
-    # The next run finds both sets, and calls no tool.
-    paths, _ = account.plan("week-2")
+    account, paths, plan, first = compiled_run
     result = account.stage(Stage.COMPILE, paths, tool={"trial": False, "fail": "nobody should call this"})
     assert result.metrics == {"compiles": False, "graphs": 0, "reason": "both compiled sets are there"}
+    # Nor does the next run, of another parent.
+    _, later = account.plan("week-2", sections={"seed": 6})
+    assert later.graphs == plan.graphs
+    store.write_bytes(paths.result(Stage.COMPILE), first.to_json())
 
 
-def record_of(account: Account, stage: str) -> list[dict[str, str]]:
-    """Environments of the ranks of a stage that loaded torch-xla."""
-    records = [json.loads(path.read_text()) for path in account.records.iterdir()]
-    return [record["environment"] for record in records if record["program"][1:2] == [stage]]
+def environments(account: Account, tag: str) -> list[dict[str, str]]:
+    """Of the processes under this tag that loaded torch-xla."""
+    found = [json.loads(path.read_text()) for path in account.records.iterdir()]
+    return [environment for environment in found if environment.get("NEURON_PROCESS_TAG") == tag]
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +281,7 @@ def test_training_compiles_nothing(trained_run: Any) -> None:
 @pytest.mark.slow
 def test_a_rank_has_the_variables_of_its_node(trained_run: Any) -> None:
     account, _, plan, _ = trained_run
-    (environment,) = record_of(account, "train")
+    (environment,) = environments(account, "week-1-train")
     expected = {
         "PJRT_DEVICE": "NEURON",
         "NEURON_CC_FLAGS": graphs_of(plan).compiler_flags,
@@ -290,9 +293,11 @@ def test_a_rank_has_the_variables_of_its_node(trained_run: Any) -> None:
     assert {name: environment.get(name) for name in expected} == expected
     # torch-xla derives these from torchrun's names.
     assert not {"NEURON_RT_ROOT_COMM_ID", "NEURON_RT_VISIBLE_CORES", "NEURON_EXTRACT_GRAPHS_ONLY"} & set(environment)
-    (own, trial) = sorted(record_of(account, "compile")[:2], key=lambda one: "NEURON_EXTRACT_GRAPHS_ONLY" in one)
-    assert trial["NEURON_CC_FLAGS"] == graphs_of(plan).compiler_flags
+    own, trial = sorted(environments(account, "week-1-compile"), key=lambda one: "NEURON_EXTRACT_GRAPHS_ONLY" in one)
     assert "NEURON_EXTRACT_GRAPHS_ONLY" not in own
+    assert {name: trial[name] for name in ("NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL")} == {
+        name: expected[name] for name in ("NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL")
+    }
 
 
 @pytest.mark.slow
@@ -301,7 +306,7 @@ def test_evaluate_compares_both_models_through_traces(trained_run: Any, tmp_path
     metrics = account.stage(Stage.EVALUATE, paths).metrics
     assert metrics["queries"] == 40
     assert metrics["graphs"] == {"compiled": 0, "new": 0, "last_compiled_step": 0, "fallbacks": {}}
-    context = StageContext(stage=Stage.EVALUATE, paths=paths, world=RankWorld(), scratch=tmp_path, heartbeat=Heartbeat(None, 0))
+    context = context_of(paths, Stage.EVALUATE, tmp_path)
     holdout, device = evaluate.read_holdout(context), open_device("cpu", "fp32", RankWorld())
     for name, folder in (("parent", plan.parent.folder), ("new", paths.model)):
         expected = evaluate.measure(context, device, holdout, name, folder)
@@ -340,9 +345,10 @@ from pathlib import Path
 from pipeline.config import ModelConfig
 from pipeline.errors import TrnpipeError
 from pipeline.model.folder import load_encoder
-from pipeline.runtime.neuron import TracedEncoder, trace_encoder
+from pipeline.runtime.neuron import TracedEncoder, all_weights, trace_encoder
 traces, model, empty = map(Path, sys.argv[1:])
-weights = load_encoder(model, ModelConfig()).state_dict()
+loaded = load_encoder(model, ModelConfig()).eval()
+weights = all_weights(loaded)
 encoder = TracedEncoder(traces, weights)
 tokens = torch.ones((8, 32), dtype=torch.int64)
 print(encoder(tokens, tokens).shape)
@@ -352,6 +358,8 @@ for call in (lambda: encoder(fewer, fewer), lambda: encoder(shorter, shorter), l
         call()
     except TrnpipeError as error:
         print(int(error.exit_code), error.what, error.rule)
+trace_encoder(loaded, [(2, 8)], empty, flags=["--target=trn1"], precision="bf16")
+print(TracedEncoder(empty, weights)(tokens[:2, :8], tokens[:2, :8]).shape)
 """
 
 
@@ -373,6 +381,7 @@ def test_a_shape_without_a_trace_is_a_defect(trained_run: Any, tmp_path: Path) -
         "torch.Size([8, 32])",
         *2 * ["69 no encoder was traced for this shape one of 8 x 32, 16 x 16, 32 x 8"],
         "66 there are no traced encoders ",
+        "torch.Size([2, 32])",
     ], ended.stderr
 
 
@@ -385,59 +394,90 @@ def left_by_a_trial(plan: RunPlan, *modules: str) -> None:
         store.write_bytes(f"{graphs_of(plan).cache}/{COMPILER}/{module}/{neuron_compile.HLO_FILE}", HLO)
 
 
-def failure_of(job: Job, paths: RunPaths) -> StageFailure:
-    code = job.wait()
-    failure = StageFailure.from_json(store.read_bytes(paths.failure(Stage.COMPILE)))
-    assert code == failure.exit_code, job.log.read_text()
-    return failure
+def context_of(paths: RunPaths, stage: Stage, scratch: Path) -> StageContext:
+    """Of a stage in this process, alone."""
+    return StageContext(stage=stage, paths=paths, world=RankWorld(), scratch=scratch, heartbeat=Heartbeat(None, 0))
 
 
-@pytest.mark.slow
+@pytest.fixture
+def compile_here(account: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StageOutput | None]:
+    """A function that runs compile in this process, without the trial."""
+
+    def compile_here(paths: RunPaths, **tool: Any) -> StageOutput | None:
+        monkeypatch.setenv("STANDIN_TOOL", json.dumps({"trial": False, **tool}))
+        monkeypatch.setenv("PYTHONPATH", account.environment["PYTHONPATH"])
+        return compile_on_neuron(context_of(paths, Stage.COMPILE, tmp_path))
+
+    return compile_here
+
+
 @pytest.mark.parametrize(
-    ("words", "cast", "exit_code", "remedy"),
+    ("words", "cast", "error", "remedy"),
     [
-        ("[NCC_ITIN902] TensorInitialization error: BIR verification failed", "fp16", 69, "compile.optlevel = 1"),
-        ("[NCC_EOOM001] allocated memory exceeds the device memory capacity", "tf32", 64, "lower train.batch_size"),
+        ("[NCC_ITIN902] TensorInitialization error: BIR verification failed", "fp16", Defect, "compile.optlevel = 1"),
+        ("[NCC_EOOM001] allocated memory exceeds the device memory capacity", "tf32", BadConfig, "lower train.batch_size"),
     ],
 )
-def test_a_graph_that_cannot_be_compiled(account: Account, words: str, cast: str, exit_code: int, remedy: str) -> None:
-    paths, plan = account.plan(f"fails-{exit_code}", sections={"compile": {"auto_cast_type": cast}})
+def test_a_graph_that_cannot_be_compiled(
+    account: Account, compile_here: Any, words: str, cast: str, error: type[TrnpipeError], remedy: str
+) -> None:
+    paths, plan = account.plan(f"fails-{cast}", sections={"compile": {"auto_cast_type": cast}})
+    cache = graphs_of(plan).cache
     left_by_a_trial(plan, "MODULE_1+1", "MODULE_2+1")
-    failure = failure_of(account.start(Stage.COMPILE, paths, tool={"trial": False, "fail": words}), paths)
-    assert failure.exit_code == exit_code
-    assert any(words in value for value in failure.value)
-    assert all(value.startswith("MODULE_1+1: ") for value in failure.value)
-    assert remedy in failure.remedy
-    assert missing_sets(account.root, plan.graphs)
-    # What was good stays; nobody waits for this run.
-    assert neuron_compile.modules(graphs_of(plan).cache)[f"{COMPILER}/MODULE_2+1"] is State.DONE
-    assert neuron_compile.others(graphs_of(plan).cache, "somebody") == []
+    with pytest.raises(error) as failure:
+        compile_here(paths, fail=words)
+    assert any(words in value for value in failure.value.value)
+    assert all(value.startswith("MODULE_1+1: ") for value in failure.value.value)
+    assert failure.value.rule == "1 of 2 graphs failed"
+    assert remedy in failure.value.remedy
+    assert len(missing_sets(account.root, plan.graphs)) == 2
+    # What was good stays, and nobody waits for this run.
+    assert neuron_compile.modules(cache)[f"{COMPILER}/MODULE_2+1"] is State.DONE
+    assert neuron_compile.others(cache, "somebody") == []
+
+
+def test_locks_stay_while_another_run_compiles(account: Account, compile_here: Any) -> None:
+    paths, plan = account.plan("beside", sections={"compile": {"model_type": "generic"}})
+    cache = graphs_of(plan).cache
+    lock = f"{cache}/{COMPILER}/MODULE_1+1/model.hlo_module.pb.lock"
+    store.write_bytes(lock, b"")
+    neuron_compile.register(cache, "another")
+    # No graph has a result then, which the summary leaves out.
+    with pytest.raises(Defect, match="without a compiled form"):
+        compile_here(paths)
+    assert store.exists(lock)
+    assert neuron_compile.others(cache, "somebody") == ["another"]
+
+
+def test_a_trial_that_used_another_cache_is_noticed(account: Account, compile_here: Any) -> None:
+    paths, plan = account.plan("elsewhere", sections={"compile": {"optlevel": 3}})
+    with pytest.raises(Defect, match="left no graph in the cache"):
+        compile_here(paths)
+    assert len(missing_sets(account.root, plan.graphs)) == 2
 
 
 @pytest.mark.slow
 def test_a_rank_of_the_trial_says_why_it_failed(account: Account) -> None:
-    paths, plan = account.plan("no-parent", sections={"compile": {"optlevel": 3}})
+    paths, plan = account.plan("no-parent", sections={"compile": {"optlevel": 2}})
     plan = plan.model_copy(update={"parent": plan.parent.model_copy(update={"folder": f"{account.root}/gone"})}).sealed()
     store.write_bytes(paths.plan, plan.to_json())
     job = account.start(Stage.COMPILE, paths)
-    failure = failure_of(job, paths)
+    assert job.wait() == 66
+    failure = StageFailure.from_json(store.read_bytes(paths.failure(Stage.COMPILE)))
     assert (failure.exit_code, failure.value) == (66, [f"{account.root}/gone"])
     # The tool's own words, and the rank's, are in the log all the same.
     assert "||NEURON_PARALLEL_COMPILE||: Command" in job.log.read_text()
 
 
 @pytest.mark.slow
-def test_a_trial_that_used_another_cache_is_noticed(account: Account) -> None:
-    paths, _ = account.plan("elsewhere", sections={"compile": {"optlevel": 3, "model_type": "generic"}})
-    failure = failure_of(account.start(Stage.COMPILE, paths, tool={"trial": False}), paths)
-    assert (failure.exit_code, failure.what) == (69, "the trial has left no graph in the cache")
-
-
-@pytest.mark.slow
 def test_the_leader_waits_for_the_other_node(account: Account) -> None:
     """Two ranks cannot meet on XLA's CPU client, so their trial's graph is there already."""
-    paths, plan = account.plan("gang", nodes=2)
+    paths, plan = account.plan("gang", nodes=2, sections={"compile": {"infer_target": "inf2"}})
+    graphs = graphs_of(plan)
     left_by_a_trial(plan, "MODULE_1+1")
+    # Nothing else is left to do for the leader.
+    infer = GraphSet(fingerprint=graphs.infer, run="earlier", graphs={})
+    write_set(set_uri(account.root, "infer", graphs.infer), infer)
     # An earlier attempt of the other node says nothing about this one.
     store.write_json(paths.compiled_node(1), {"attempt": 1, "job": "an-earlier-job"})
     gang = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0", "TRNPIPE_LEADER_PORT": str(free_port())}
@@ -455,8 +495,8 @@ def test_the_leader_waits_for_the_other_node(account: Account) -> None:
     )
     assert (leader.wait(), other.wait()) == (0, 0), leader.log.read_text() + other.log.read_text()
     assert missing_sets(account.root, plan.graphs) == []
-    done = [store.stat(uri) for uri in (paths.compiled_node(1), set_uri(account.root, "train", graphs_of(plan).train))]
-    assert done[0].modified <= done[1].modified
+    modified = {info.uri: info.modified for info in store.list_objects(account.root)}
+    assert modified[paths.compiled_node(1)] <= modified[set_uri(account.root, "train", graphs.train)]
     assert store.read_json(paths.compiled_node(1))["job"] == "j"
 
 

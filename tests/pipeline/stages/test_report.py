@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.contract import Stage, StageFailure, now
-from pipeline.plan import Shard
+from pipeline.plan import GraphsPlan, Shard
 from pipeline.plan import World as PlannedWorld
-from pipeline.plan import GraphsPlan
 from pipeline.runtime import store
 from pipeline.runtime.context import StageOutput
 from pipeline.stages import embed, evaluate, publish, report

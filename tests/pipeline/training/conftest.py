@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,3 +49,17 @@ def training_run(tmp_path: Path) -> Callable[..., TrainingRun]:
         return TrainingRun(paths, plan_training(paths, tmp_path / run, **settings), tmp_path / run / "scratch")
 
     return training_run
+
+
+Lowering = dict[str, Any]
+"""What tests.pipeline.training.lowered prints."""
+
+
+@pytest.fixture(scope="session")
+def lowering(tmp_path_factory: pytest.TempPathFactory) -> Lowering:
+    """Training steps of the tiny model in many settings, lowered by one process."""
+    command = [sys.executable, "-m", "tests.pipeline.training.lowered", str(tmp_path_factory.mktemp("lowering") / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: Lowering = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -56,7 +56,10 @@ def replace_weights(neuron_model: torch.jit.ScriptModule, weights: Mapping[str, 
     if not neuron_model.split:
         raise RuntimeError("the weights are in the executable")
     given = weights.state_dict() if isinstance(weights, nn.Module) else weights
-    neuron_model.traced.load_state_dict(given)
+    with torch.no_grad():
+        # Buffers are there too, whether a checkpoint holds them or not.
+        for name, tensor in neuron_model.traced.state_dict().items():
+            tensor.copy_(given[name])
 
 
 def move_trace_to_device(trace: torch.jit.ScriptModule, device_id: int) -> None:

@@ -46,8 +46,7 @@ def init() -> None:
 def _record() -> None:
     folder = os.environ.get("STANDIN_RECORDS")
     if folder:
-        record = {"program": sys.argv, "environment": dict(os.environ)}
-        (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(record))
+        (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(dict(os.environ)))
 
 
 def _read_zeros() -> None:

@@ -1,0 +1,108 @@
+"""Lowers training steps of the tiny model in many settings: `python -m tests.pipeline.training.lowered FOLDER`; JSON at the end.
+
+A program of its own, because torch-xla takes over the process that loads it. `lowered`: setting -> bucket -> graphs, each with
+its fingerprint, description and the number of operations in its text; `planted`: the same for a program that differs between
+ranks; `modules`: small HLO modules, base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config import build_config
+from pipeline.model.encoder import new_encoder
+from pipeline.model.folder import inspect_folder
+from pipeline.runtime.world import World
+from pipeline.training import step
+from pipeline.training.lowering import lower_training
+from tests.tiny import make_model
+
+BASE = {"train": {"batch_size": 2, "query_length": 4, "buckets": [8, 16]}}
+SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
+    # name: rank, ranks, settings, precision
+    "rank 0": (0, 64, {}, "fp32"),
+    "rank 5": (5, 64, {}, "fp32"),
+    "rank 63": (63, 64, {}, "fp32"),
+    "32 ranks": (0, 32, {}, "fp32"),
+    "alone": (0, 1, {}, "fp32"),
+    "batch": (0, 64, {"train": {"batch_size": 4}}, "fp32"),
+    "rate": (0, 64, {"train": {"learning_rate": 1e-3}, "seed": 9}, "fp32"),
+    "one sync": (0, 64, {"device": {"sync_points": 1}}, "fp32"),
+    "accumulation": (0, 64, {"train": {"accumulation": 3}}, "fp32"),
+    "checkpointed": (0, 64, {"train": {"activation_checkpointing": True, "dropout": 0.1}}, "fp32"),
+    "checkpointed, rank 63": (63, 64, {"train": {"activation_checkpointing": True, "dropout": 0.1}}, "fp32"),
+    "bf16": (0, 64, {}, "bf16"),
+}
+
+
+def lower(folder: Path, rank: int, ranks: int, settings: dict[str, Any], precision: str) -> dict[int, list[dict[str, Any]]]:
+    """Bucket -> its graphs."""
+    config = build_config(BASE, settings)
+    backbone, _ = inspect_folder(folder, config.model)
+    steps = lower_training(new_encoder(backbone, config.model), config, precision, World(rank=rank, size=ranks))
+    return {
+        found.bucket: [
+            {"fingerprint": graph.fingerprint, **graph.description.to_record(), "text": graph.text} for graph in found.graphs
+        ]
+        for found in steps
+    }
+
+
+def rank_in_the_graph(folder: Path, rank: int) -> dict[int, list[dict[str, Any]]]:
+    """With a mistake planted: which row is looked at depends on the rank."""
+    contrastive_loss = step.contrastive_loss
+
+    def by_rank(queries: Tensor, *arguments: Any, **settings: Any) -> Tensor:
+        return contrastive_loss(queries, *arguments, **settings) + queries[rank % 2].sum()
+
+    step.contrastive_loss = by_rank  # type: ignore[assignment]
+    try:
+        return lower(folder, rank, 64, {}, "fp32")
+    finally:
+        step.contrastive_loss = contrastive_loss
+
+
+def modules() -> dict[str, str]:
+    """Small HLO modules that differ in one thing each, base64."""
+    import torch_xla
+
+    def module(value: Tensor, constant: float) -> str:
+        placed = value.to(torch_xla.device())
+        # 0 and 1 are constants of a graph, other numbers inputs (torch-xla 2.9, special scalars).
+        result = placed @ placed.T + torch.full((len(value), len(value)), constant, dtype=value.dtype, device=placed.device)
+        proto: bytes = torch_xla._XLAC._get_xla_tensors_hlo_proto([result])
+        return base64.b64encode(proto).decode()
+
+    two = torch.ones(2, 3)
+    return {
+        "base": module(two, 0.0),
+        "same": module(two + 1, 0.0),
+        "shape": module(torch.ones(4, 3), 0.0),
+        "dtype": module(two.to(torch.bfloat16), 0.0),
+        "constant": module(two, 1.0),
+    }
+
+
+def main(folder: Path) -> None:
+    make_model(folder)
+    found = {name: lower(folder, *settings) for name, settings in SETTINGS.items()}
+    planted = [rank_in_the_graph(folder, rank) for rank in (0, 63)]
+    for graphs in (graph for buckets in (*found.values(), *planted) for steps in buckets.values() for graph in steps):
+        # The number of operations that a text has, to hold the description against; texts are large.
+        graphs["lines"] = sum(" = " in line and " parameter(" not in line for line in graphs.pop("text").splitlines())
+    sys.stdout.write(json.dumps({"lowered": found, "planted": planted, "modules": modules()}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    # torch-xla's threads have nothing more to say.
+    os._exit(0)

@@ -1,0 +1,143 @@
+"""Trains a model of real size for two steps, in one go and from the checkpoint between them; tells what it found as JSON.
+
+    python -m tests.pipeline.training.real_size FOLDER
+
+A process of its own, because its memory is one of the results. The model has XLM-R large's layers and the tiny tokenizer's words.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import XLMRobertaConfig
+
+from pipeline.contract import RunPaths, Stage
+from pipeline.model import memory
+from pipeline.model.encoder import Encoder, new_encoder, prepare_for_training
+from pipeline.model.folder import load_encoder, save_folder
+from pipeline.model.watch import GraphWatch
+from pipeline.plan import RunPlan
+from pipeline.runtime.context import Heartbeat, StageContext
+from pipeline.runtime.device import Device
+from pipeline.runtime.monitor import HostMonitor
+from pipeline.runtime.world import World
+from pipeline.training.batches import TrainingBatches
+from pipeline.training.checkpoint import OPTIMIZER_FILE, PROGRESS_FILE, host_state, load_optimizer, open_checkpoint
+from pipeline.training.loop import Training, train
+from pipeline.training.schedule_lr import learning_rate
+from pipeline.training.setup import fetch_once, host_digest, joined
+from pipeline.training.state import Progress
+from pipeline.training.step import build_optimizer
+from pipeline.training.validation import read_validation_set
+from tests.pipeline.training.planned import plan_training
+from tests.tiny import WORDS
+
+STEPS = 2
+XLM_ROBERTA_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+"""config.json of FacebookAI/xlm-roberta-large."""
+
+
+def main(folder: Path) -> None:
+    """Everything; prints one JSON object at the end."""
+    found: dict[str, Any] = {"base": process_bytes("VmRSS")}
+    paths = RunPaths(f"{folder}/bucket/runs/week-01")
+    plan = plan_training(
+        paths,
+        folder / "local",
+        steps=STEPS,
+        rows=8,
+        kind='xla',
+        batch_size=2,
+        query_length=8,
+        buckets=[16],
+        validation_queries=2,
+        sections={"embed": {"buckets": [16], "tokens_per_batch": 64}, "device": {"threads_per_rank": 2}},
+    )
+    parent, checkpoint = folder / "local" / "parent", folder / "step-00000001"
+    context = StageContext(stage=Stage.TRAIN, paths=paths, world=World(), scratch=folder, heartbeat=Heartbeat(None, 0))
+    with joined(context, plan) as device:
+        torch.manual_seed(0)
+        backbone = XLMRobertaConfig(vocab_size=len(WORDS) + 5, max_position_embeddings=514, pad_token_id=1, **XLM_ROBERTA_LARGE)
+        encoder = new_encoder(backbone, plan.config.model)
+        shape = memory.shape_of(encoder)
+        found["parameters"] = shape.parameters
+        budgets = memory.estimate(shape, plan.config, plan.world, memory.Limits(None, None))
+        found["expected_peak"] = next(one.total for one in budgets if (one.stage, one.place) == ("train", "host"))
+
+        optimizer = begin(encoder, device, plan)
+        progress = Progress()
+        train(training(context, device, encoder, optimizer, steps=1), progress)
+        # What CheckpointWriter leaves in its scratch folder; it would copy the files twice more, and read them as often.
+        state = host_state(encoder, optimizer, device)
+        save_folder(encoder, checkpoint, parent, state.weights)
+        save_file(state.optimizer, checkpoint / OPTIMIZER_FILE)
+        (checkpoint / PROGRESS_FILE).write_text(progress.to_json())
+        del state
+        train(training(context, device, encoder, optimizer, steps=STEPS), progress)
+        found["whole"] = [progress.step, progress.loss, host_digest(encoder).tolist()]
+        found["peak"] = process_bytes("VmHWM")
+        del encoder, optimizer
+        gc.collect()
+
+        resumed = open_checkpoint(checkpoint)
+        found["resumed_from"] = resumed.progress.step
+        encoder = load_encoder(resumed.folder, plan.config.model)
+        optimizer = begin(encoder, device, plan)
+        load_optimizer(encoder, optimizer, device, resumed.folder / OPTIMIZER_FILE)
+        train(training(context, device, encoder, optimizer, steps=STEPS), resumed.progress)
+        found["resumed"] = [resumed.progress.step, resumed.progress.loss, host_digest(encoder).tolist()]
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def begin(encoder: Encoder, device: Device, plan: RunPlan) -> torch.optim.AdamW:
+    """The optimizer, once the encoder is as training wants it."""
+    prepare_for_training(encoder, fused_attention=device.kind == "cuda", dropout=plan.config.train.dropout)
+    return build_optimizer(device.place(encoder), plan.config.train, device)
+
+
+def training(
+    context: StageContext, device: Device, encoder: Encoder, optimizer: torch.optim.Optimizer, *, steps: int
+) -> Training:
+    """As the train stage puts it together."""
+    config = context.plan.config
+    rows = fetch_once(context, device, context.paths.rows, "rows")
+    return Training(
+        config=config,
+        steps=steps,
+        device=device,
+        encoder=encoder,
+        optimizer=optimizer,
+        batches=TrainingBatches(
+            rows / "train.arrow",
+            context.world,
+            batch_size=config.train.batch_size,
+            accumulation=config.train.accumulation,
+            query_length=config.train.query_length,
+            buckets=config.train.buckets,
+            seed=config.seed,
+            learning_rate=partial(learning_rate, config.train, steps=STEPS, warmup_steps=0),
+        ),
+        validation=read_validation_set(rows, config.train.validation_queries),
+        heartbeat=context.heartbeat,
+        watch=GraphWatch(device=device),
+        monitor=HostMonitor(context, ""),
+        metrics=None,
+        checkpoints=None,
+    )
+
+
+def process_bytes(name: str) -> int:
+    """A figure of /proc/self/status in bytes: VmRSS is the memory held now, VmHWM the most there was."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
