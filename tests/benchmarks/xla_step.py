@@ -100,7 +100,9 @@ def in_process(name: str, bucket: int) -> Measured:
 
 def show(bucket: int, batch: int, runs: dict[str, list[Measured]]) -> None:
     print(f"\nbucket {bucket}, {batch} pairs, cores {sorted(os.sched_getaffinity(0))}")
-    print(f"{'variant':<11}{'wall s':>8}{'CPU s':>8}{'pairs/s':>9}{'x cpu, wall':>13}{'x cpu, CPU s':>14}{'first s':>9}{'peak MiB':>10}  loss")
+    print(
+        f"{'variant':<11}{'wall s':>8}{'CPU s':>8}{'pairs/s':>9}{'x cpu, wall':>13}{'x cpu, CPU s':>14}{'first s':>9}{'peak MiB':>10}  loss"
+    )
     for name, measured in runs.items():
         wall, cpu, first, peak = (
             statistics.median(getattr(one, field) for one in measured) for field in ("wall", "cpu", "first", "peak_mib")
@@ -116,9 +118,7 @@ def show(bucket: int, batch: int, runs: dict[str, list[Measured]]) -> None:
 def environment(kind: str) -> dict[str, str]:
     """What the supervisor gives a rank of this kind."""
     with tempfile.TemporaryDirectory() as folder:
-        launch = Launch(
-            stage=Stage.TRAIN, run="run", node=NodeWorld(), nodes=1, ranks_per_node=1, kind=kind, folder=Path(folder)
-        )
+        launch = Launch(stage=Stage.TRAIN, run="run", node=NodeWorld(), nodes=1, ranks_per_node=1, kind=kind, folder=Path(folder))
         return launch.common_environment(os.environ)
 
 
