@@ -65,7 +65,7 @@ class TokenColumn:
         return values
 
     def joined(self, rows: Rows) -> npt.NDArray[np.int32]:
-        """The token lists of many rows one after another: what `self[row]` of each would give, chunk by chunk instead of row by row."""
+        """The token lists of many rows one after another, fetched chunk by chunk instead of row by row."""
         chunks = np.searchsorted(self._starts, rows, side="right") - 1
         begins, lengths = np.empty_like(rows), np.empty_like(rows)
         for chunk in np.unique(chunks):

@@ -34,7 +34,6 @@ from pipeline.training.setup import start
 from pipeline.training.state import Progress
 from pipeline.training.validation import ValidationSet
 
-
 log = logging.getLogger("trnpipe")
 
 

@@ -99,8 +99,9 @@ def test_a_stage_that_is_done_does_nothing_again_unless_the_plan_is_another(plan
 
     store.write_json(paths.plan, plan | {"fingerprint": "another"})
     anew = supervise(Stage.EVALUATE, paths.root)
-    assert anew.wait() != 0  # there are no rows, but it began
+    assert anew.wait() == 0
     assert "is process" in anew.log
+    assert StageResult.from_json(store.read_bytes(paths.result(Stage.EVALUATE))).fingerprint == "another"
 
 
 def test_compile_looks_again_because_compiled_sets_may_be_gone(planned: Any, supervise: Any) -> None:

@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
         folder / "local",
         steps=STEPS,
         rows=8,
-        kind='xla',
+        kind="xla",
         batch_size=2,
         query_length=8,
         buckets=[16],
