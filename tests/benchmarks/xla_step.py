@@ -100,9 +100,8 @@ def in_process(name: str, bucket: int) -> Measured:
 
 def show(bucket: int, batch: int, runs: dict[str, list[Measured]]) -> None:
     print(f"\nbucket {bucket}, {batch} pairs, cores {sorted(os.sched_getaffinity(0))}")
-    print(
-        f"{'variant':<11}{'wall s':>8}{'CPU s':>8}{'pairs/s':>9}{'x cpu, wall':>13}{'x cpu, CPU s':>14}{'first s':>9}{'peak MiB':>10}  loss"
-    )
+    header = f"{'variant':<11}{'wall s':>8}{'CPU s':>8}{'pairs/s':>9}{'x cpu, wall':>13}{'x cpu, CPU s':>14}"
+    print(f"{header}{'first s':>9}{'peak MiB':>10}  loss")
     for name, measured in runs.items():
         wall, cpu, first, peak = (
             statistics.median(getattr(one, field) for one in measured) for field in ("wall", "cpu", "first", "peak_mib")

@@ -1,14 +1,16 @@
 """Trains a model of real size for two steps, in one go and from the checkpoint between them; tells what it found as JSON.
 
-    python -m tests.pipeline.training.real_size FOLDER
+    python -m tests.pipeline.training.real_size FOLDER      trains on `cpu`
+    python -m tests.pipeline.training.real_size --lower     writes down what 64 ranks would compile, and runs nothing
 
-A process of its own, because its memory is one of the results. The model has XLM-R large's layers and the tiny tokenizer's words.
+Processes of their own, because memory is one of the results. The model has XLM-R large's layers and the tiny tokenizer's words.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import XLMRobertaConfig
 
+from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage
 from pipeline.model import memory
 from pipeline.model.encoder import Encoder, new_encoder, prepare_for_training
@@ -40,6 +43,7 @@ from tests.pipeline.training.planned import plan_training
 from tests.tiny import WORDS
 
 STEPS = 2
+RANKS = 64
 XLM_ROBERTA_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 """config.json of FacebookAI/xlm-roberta-large."""
 
@@ -63,8 +67,7 @@ def main(folder: Path) -> None:
     context = StageContext(stage=Stage.TRAIN, paths=paths, world=World(), scratch=folder, heartbeat=Heartbeat(None, 0))
     with joined(context, plan) as device:
         torch.manual_seed(0)
-        backbone = XLMRobertaConfig(vocab_size=len(WORDS) + 5, max_position_embeddings=514, pad_token_id=1, **XLM_ROBERTA_LARGE)
-        encoder = new_encoder(backbone, plan.config.model)
+        encoder = new_encoder(xlm_roberta_large(), plan.config.model)
         shape = memory.shape_of(encoder)
         found["parameters"] = shape.parameters
         budgets = memory.estimate(shape, plan.config, plan.world, memory.Limits(None, None))
@@ -93,6 +96,33 @@ def main(folder: Path) -> None:
         train(training(context, device, encoder, optimizer, steps=STEPS), resumed.progress)
         found["resumed"] = [resumed.progress.step, resumed.progress.loss, host_digest(encoder).tolist()]
     sys.stdout.write(json.dumps(found) + "\n")
+
+
+def lower() -> None:
+    """The graphs of a step of 64 ranks, as the first and the last of them would compile them."""
+    # Imported here: it takes over the process.
+    from pipeline.training.lowering import lower_training
+
+    config = build_config({"train": {"batch_size": 32, "query_length": 32, "buckets": [128]}})
+    found: dict[str, Any] = {"ranks": {}}
+    for rank in (0, RANKS - 1):
+        encoder = new_encoder(xlm_roberta_large(), config.model)
+        (step,) = lower_training(encoder, config, "compiler", World(rank=rank, size=RANKS))
+        found["ranks"][rank] = [
+            {"fingerprint": graph.fingerprint, "operations": graph.description.size, "collectives": graph.description.collectives}
+            for graph in step.graphs
+        ]
+        del encoder, step
+        gc.collect()
+    found["peak"] = process_bytes("VmHWM")
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    # torch-xla's threads have nothing more to say.
+    os._exit(0)
+
+
+def xlm_roberta_large() -> XLMRobertaConfig:
+    return XLMRobertaConfig(vocab_size=len(WORDS) + 5, max_position_embeddings=514, pad_token_id=1, **XLM_ROBERTA_LARGE)
 
 
 def begin(encoder: Encoder, device: Device, plan: RunPlan) -> torch.optim.AdamW:
@@ -139,4 +169,7 @@ def process_bytes(name: str) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[1] == "--lower":
+        lower()
+    else:
+        main(Path(sys.argv[1]))

@@ -144,32 +144,31 @@ def test_next_week_needs_no_compilation(compiled: Run, planned: Callable[..., Ru
     assert reloaded["compiled"] == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("unpadded_batch", "inputs of other shapes or types"),
-        ("read_in_the_loop", "other"),
-    ],
-)
-def test_deliberate_breaks_are_caught(how: str, words: str, compiled: Run, planned: Callable[..., Run], tmp_path: Path) -> None:
-    paths, _ = planned(how, steps=8, sections={"compile": {**SMALL["compile"], "new_graphs": "stop"}}, **ONE_LENGTH)
-    found = scenario("broken", paths.root, str(tmp_path / how), how)
-    assert found["code"] == 69
-    assert "graphs that compile did not make" in found["what"]
-    assert any(words in value for value in found["value"]), found["value"]
+def test_deliberate_breaks_are_caught(compiled: Run, planned: Callable[..., Run], tmp_path: Path) -> None:
+    """A changing number in the graph, an unpadded last batch, a value read in the middle of a step."""
+    stop = {"compile": {**SMALL["compile"], "new_graphs": "stop"}}
+    changing, _ = planned("changing-scalar", steps=4, **ONE_LENGTH)
+    unpadded, _ = planned("unpadded-batch", steps=8, sections=stop, **ONE_LENGTH)
+    read, _ = planned("read-in-the-loop", steps=4, sections=stop, **ONE_LENGTH)
+    found = scenario(
+        "broken",
+        str(tmp_path),
+        f"changing_scalar={changing.root}",
+        f"unpadded_batch={unpadded.root}",
+        f"read_in_the_loop={read.root}",
+    )
+    for how, words in (("unpadded_batch", "inputs of other shapes or types"), ("read_in_the_loop", "other")):
+        assert found[how]["code"] == 69
+        assert "graphs that compile did not make" in found[how]["what"]
+        assert any(words in value for value in found[how]["value"]), found[how]["value"]
 
-
-def test_a_changing_number_in_the_graph_is_counted_step_by_step(
-    compiled: Run, planned: Callable[..., Run], tmp_path: Path
-) -> None:
-    paths, _ = planned("changing-scalar", steps=4, **ONE_LENGTH)
-    found = scenario("broken", paths.root, str(tmp_path / "train"), "changing_scalar")
-    assert found["metrics"]["graphs"]["new"] >= 4
-    met = store.read_json(f"{paths.root}/train/graphs-00000.json")
+    # Where it does not end the run, every new graph is counted in its line of metrics, and says what is new about it.
+    assert found["changing_scalar"]["metrics"]["graphs"]["new"] >= 4
+    met = store.read_json(f"{changing.root}/train/graphs-00000.json")
     assert {graph["step"] for graph in met["new"]} >= {1, 2, 3}
     # Between two of them, only the row differs.
     assert all("other constants: new slice [" in graph["cause"] for graph in met["new"][1:]), met["new"]
-    lines = [json.loads(line) for line in store.read_bytes(paths.metrics).decode().splitlines()]
+    lines = [json.loads(line) for line in store.read_bytes(changing.metrics).decode().splitlines()]
     counts = [line["new_graphs"] for line in lines if "loss" in line]
     assert counts == sorted(set(counts))
 
@@ -186,8 +185,7 @@ def test_a_changing_number_in_the_graph_is_counted_step_by_step(
 def test_other_forms_of_a_step(settings: dict[str, Any], planned: Callable[..., Run], tmp_path: Path) -> None:
     """Each has graphs of its own, and the trial meets them all."""
     paths, _ = planned("-".join(map(str, settings)).replace("_", "-"), steps=7, **{**ONE_LENGTH, **settings})
-    compiled = scenario("stage", paths.root, "compile", str(tmp_path / "compile"))
-    trained = scenario("stage", paths.root, "train", str(tmp_path / "train"))
-    assert trained["graphs"]["new"] == 0
-    assert trained["graphs"]["compiled"] <= compiled["graphs"]
-    assert trained["steps"] == 7
+    found = scenario("compiled_and_trained", paths.root, str(tmp_path))
+    assert found["train"]["graphs"]["new"] == 0
+    assert found["train"]["graphs"]["compiled"] <= found["compile"]["graphs"]
+    assert found["train"]["steps"] == 7

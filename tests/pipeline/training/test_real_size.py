@@ -1,4 +1,5 @@
-"""A model of real size, 303M parameters: two steps, and the second one again from a checkpoint, in the memory foretold."""
+"""A model of real size, 303M parameters: two steps, and the second one again from a checkpoint, in the memory foretold; and what
+64 ranks would compile for it."""
 
 from __future__ import annotations
 
@@ -8,28 +9,40 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.model import memory
 
 NEEDED_BYTES = 8 << 30
+LOWERING_BYTES = 10 << 30
+
+# As the supervisor starts a rank on processors.
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
+
+
+def real_size(argument: str, **environment: str) -> dict[str, Any]:
+    """What the program of that name finds."""
+    command = [sys.executable, "-m", "tests.pipeline.training.real_size", argument]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, **environment})
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def require_memory(needed: int) -> None:
+    if not Path("/proc/self/status").is_file() or memory.this_host_bytes() < needed:
+        pytest.skip(f"needs Linux and {needed >> 30} GB of memory")
 
 
 @pytest.mark.slow
 def test_trains_and_resumes_in_the_memory_that_was_foretold(tmp_path: Path) -> None:
-    if not Path("/proc/self/status").is_file() or memory.this_host_bytes() < NEEDED_BYTES:
-        pytest.skip("needs Linux and 8 GB of memory")
-    command = [sys.executable, "-m", "tests.pipeline.training.real_size", str(tmp_path / "real")]
-    # As the supervisor starts a rank on processors.
-    allocator = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
-    environment = {**os.environ, "USE_TORCH_XLA": "0", **allocator}
+    require_memory(NEEDED_BYTES)
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+        found = real_size(str(tmp_path / "real"), USE_TORCH_XLA="0", **ALLOCATOR)
     finally:
         shutil.rmtree(tmp_path / "real", ignore_errors=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
     assert 300e6 < found["parameters"] < 310e6
     assert found["resumed_from"] == 1
     assert found["whole"][0] == 2
@@ -37,3 +50,18 @@ def test_trains_and_resumes_in_the_memory_that_was_foretold(tmp_path: Path) -> N
     assert found["base"] == pytest.approx(sum(memory.PROCESS_BYTES["eager"]), rel=0.3)
     assert found["expected_peak"] == pytest.approx(found["peak"], rel=0.3)
     assert found["peak"] < NEEDED_BYTES
+
+
+@pytest.mark.slow
+def test_64_ranks_would_compile_the_same() -> None:
+    require_memory(LOWERING_BYTES)
+    found = real_size("--lower")
+    first, last = found["ranks"]["0"], found["ranks"]["63"]
+    assert first == last
+    backward, update = first
+    # 24 layers of 303M parameters: their gradients, 1.2 GB, are reduced in pieces of 50 MiB while the backward pass goes on.
+    assert set(backward["collectives"]) == {"all-gather x64", "all-reduce x64", "reduce-scatter x64"}
+    assert 24 <= backward["collectives"]["all-reduce x64"] <= 30
+    assert update["collectives"] == {}
+    assert min(backward["operations"], update["operations"]) > 20_000
+    assert found["peak"] < LOWERING_BYTES

@@ -105,17 +105,30 @@ def interrupted(root: str, scratch: str, at: str) -> dict[str, Any]:
     raise AssertionError("it did not die")
 
 
-def broken(root: str, scratch: str, how: str) -> dict[str, Any]:
-    """Training with a mistake planted in it: what ends the run."""
-    BREAKS[how]()
-    try:
-        metrics = stage(root, "train", scratch)
-    except TrnpipeError as error:
-        return {"code": int(error.exit_code), "what": error.what, "value": error.value}
-    return {"code": 0, "metrics": metrics}
+def compiled_and_trained(root: str, scratch: str) -> dict[str, Any]:
+    """Both stages in one process, which compiles each graph once only; the metrics of both."""
+    return {name: stage(root, name, f"{scratch}/{name}") for name in ("compile", "train")}
 
 
-def changing_scalar() -> None:
+def broken(scratch: str, *runs: str) -> dict[str, Any]:
+    """Training with mistakes planted in it, one after another, as `HOW=RUN`: what ended each run, or its metrics."""
+    found = {}
+    for run in runs:
+        how, root = run.split("=", 1)
+        undo = BREAKS[how]()
+        try:
+            found[how] = {"code": 0, "metrics": stage(root, "train", f"{scratch}/{how}")}
+        except TrnpipeError as error:
+            found[how] = {"code": int(error.exit_code), "what": error.what, "value": error.value}
+        finally:
+            undo()
+    return found
+
+
+Undo = Callable[[], None]
+
+
+def changing_scalar() -> Undo:
     """A Python number that grows from step to step says which row counts once more: it is part of the graph."""
     contrastive_loss = step.contrastive_loss
     calls = iter(range(1000))
@@ -124,9 +137,10 @@ def changing_scalar() -> None:
         return contrastive_loss(queries, *arguments, **settings) + queries[next(calls) % 8].sum() / 1000
 
     step.contrastive_loss = favouring  # type: ignore[assignment]
+    return lambda: setattr(step, "contrastive_loss", contrastive_loss)
 
 
-def unpadded_batch() -> None:
+def unpadded_batch() -> Undo:
     """The sixth batch has only as many rows as are left."""
     iterate = TrainingBatches.iterate
 
@@ -141,9 +155,10 @@ def unpadded_batch() -> None:
                 yield batch
 
     TrainingBatches.iterate = short  # type: ignore[method-assign]
+    return lambda: setattr(TrainingBatches, "iterate", iterate)
 
 
-def read_in_the_loop() -> None:
+def read_in_the_loop() -> Undo:
     """Every step's loss is read in the middle of the step."""
     contrastive_loss = step.contrastive_loss
 
@@ -153,13 +168,13 @@ def read_in_the_loop() -> None:
         return loss
 
     step.contrastive_loss = read  # type: ignore[assignment]
+    return lambda: setattr(step, "contrastive_loss", contrastive_loss)
 
 
-BREAKS: dict[str, Callable[[], None]] = {
+BREAKS: dict[str, Callable[[], Undo]] = {
     "changing_scalar": changing_scalar,
     "unpadded_batch": unpadded_batch,
     "read_in_the_loop": read_in_the_loop,
-    "none": lambda: None,
 }
 
 SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -167,6 +182,7 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "reload": reload,
     "loader": loader,
     "interrupted": interrupted,
+    "compiled_and_trained": compiled_and_trained,
     "broken": broken,
 }
 
