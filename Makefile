@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local parity test check lock clean
+.PHONY: help setup local parity test test-long check lock clean
 
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
 	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
@@ -8,7 +8,7 @@ VENV := .venv
 UV := uv==0.13.8
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(VENV)/ready ## Create the virtual environment with the locked dependencies
 
@@ -42,8 +42,11 @@ parity: setup ## Train twice from one parent and compare all evaluations (A=cpu-
 	done
 	$(VENV)/bin/trnpipe parity $(PARITY)/A/bucket/runs/* $(PARITY)/B/bucket/runs/*
 
-test: check ## Lint, type check and run every test
+test: check ## Lint, type check and test
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --dist loadfile
+
+test-long: setup ## The tests that take longest
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto -m long
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -7,7 +7,9 @@ graphs that a process met can be told.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import torch
 import torch_xla.runtime as xr
 
 from pipeline.config import LoaderConfig
+from pipeline.runtime.context import NODE_FOLDER
 from pipeline.runtime.device import require_world, resolve_precision
 from pipeline.runtime.hlo import module_of_executable
 from pipeline.runtime.lazy import LazyDevice
@@ -56,6 +59,8 @@ def open_device(
     if threads is not None:
         torch.set_num_threads(threads)
     if _executables is None:
-        _executables = Path(tempfile.mkdtemp(prefix="trnpipe-graphs-"))
+        # In the node folder the supervisor removes it; a rank ends without saying goodbye.
+        _executables = Path(tempfile.mkdtemp(prefix="trnpipe-graphs-", dir=os.environ.get(NODE_FOLDER)))
+        atexit.register(shutil.rmtree, _executables, ignore_errors=True)
         xr.initialize_cache(str(_executables))
     return XlaDevice(resolve_precision("xla", precision), world, loader)

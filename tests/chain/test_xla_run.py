@@ -11,7 +11,7 @@ from tests.chain.runs import LocalState, embeddings, kill_descendant, load, star
 from tests.tiny import make_model, write_pairs
 
 pytest.importorskip("torch_xla", reason="torch-xla exists for Linux on x86-64 only")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SETTINGS: dict[str, Any] = {
     # Each shape costs seconds of XLA's compiler in every process that meets it.

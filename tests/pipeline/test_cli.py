@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ([], ["local"], ["stage"], ["search"], ["plan"], ["parity"], ["config"], ["config", "schema"], ["config", "check"])
+COMMANDS = (
+    [],
+    ["local"],
+    ["stage"],
+    ["search"],
+    ["plan"],
+    ["graphs"],
+    ["parity"],
+    ["tune"],
+    ["config"],
+    ["config", "schema"],
+    ["config", "check"],
+)
 
 
 def trnpipe(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

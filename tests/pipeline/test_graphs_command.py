@@ -94,7 +94,7 @@ def proved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunPaths,
 # ---- a real run ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_graph_of_a_short_real_run_was_met_by_the_trial(proved: tuple[RunPaths, dict[str, Any]]) -> None:
     paths, answer = proved
     proof = answer["proof"]
@@ -117,7 +117,7 @@ def test_every_graph_of_a_short_real_run_was_met_by_the_trial(proved: tuple[RunP
     assert len(list(Path(paths.root, "embed").glob("part-*.parquet"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_planted_new_graph_ends_with_69(proved: tuple[RunPaths, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     paths, _ = proved
     options = GraphsOptions(run=paths.root, lower=False, as_json=True)

@@ -1,4 +1,4 @@
-"""compile says honestly that eager kinds have nothing to compile, and refuses the others."""
+"""compile says honestly where there is nothing to compile: on eager kinds, and where both sets are complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pipeline.contract import Stage
-from pipeline.errors import BadConfig
+from pipeline.model.compiled import GraphSet, set_uri, write_set
+from pipeline.plan import GraphsPlan
 from pipeline.plan import World as PlannedWorld
 from pipeline.runtime.world import World
 from pipeline.stages import compile as stage
@@ -27,9 +28,15 @@ def test_eager_kinds_have_nothing_to_compile_and_the_result_says_so(plan_run: An
 
 
 @pytest.mark.parametrize("kind", ["neuron", "xla"])
-def test_kinds_with_graphs_are_refused(plan_run: Any, kind: str) -> None:
+def test_complete_sets_leave_nothing_to_compile(plan_run: Any, kind: str) -> None:
+    """Without loading a framework for it. (Sets that are missing: test_graphs, test_neuron.)"""
     run = plan_run()
-    run.replan(world=PlannedWorld(kind=kind, precision="bf16", nodes=1, ranks_per_node=1))
-    with pytest.raises(BadConfig) as refused:
-        stage.run(run.context(Stage.COMPILE))
-    assert refused.value.value == kind
+    run.replan(
+        world=PlannedWorld(kind=kind, precision="fp32", nodes=1, ranks_per_node=1), graphs=GraphsPlan(train="one", infer="other")
+    )
+    for name, fingerprint in (("train", "one"), ("infer", "other")):
+        graphs = GraphSet(fingerprint=fingerprint, run="earlier", graphs={"key": None})
+        write_set(set_uri(run.paths.bucket_root, name, fingerprint), graphs)
+    output = stage.run(run.context(Stage.COMPILE))
+    assert output is not None
+    assert output.metrics == {"compiles": False, "graphs": 0, "reason": "both compiled sets are there"}

@@ -36,7 +36,7 @@ def require_memory(needed: int) -> None:
         pytest.skip(f"needs Linux and {needed >> 30} GB of memory")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trains_and_resumes_in_the_memory_that_was_foretold(tmp_path: Path) -> None:
     require_memory(NEEDED_BYTES)
     try:
@@ -52,7 +52,7 @@ def test_trains_and_resumes_in_the_memory_that_was_foretold(tmp_path: Path) -> N
     assert found["peak"] < NEEDED_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_64_ranks_would_compile_the_same() -> None:
     require_memory(LOWERING_BYTES)
     found = real_size("--lower")
