@@ -118,7 +118,10 @@ def environment(kind: str) -> dict[str, str]:
     """What the supervisor gives a rank of this kind."""
     with tempfile.TemporaryDirectory() as folder:
         launch = Launch(stage=Stage.TRAIN, run="run", node=NodeWorld(), nodes=1, ranks_per_node=1, kind=kind, folder=Path(folder))
-        return launch.common_environment(os.environ)
+        found = launch.common_environment(os.environ)
+    # There is no supervisor, and no folder that ranks share with it.
+    del found["TRNPIPE_NODE_DIR"]
+    return found
 
 
 def measure(variant: Variant, batch: int, bucket: int, chunks: int) -> dict[str, object]:
