@@ -40,7 +40,8 @@ class GraphWatch:
     """One rank's watch.
 
     Attributes:
-        known: what was recorded when everything was compiled; None: nothing was, every graph is expected (the trial itself).
+        known: what was recorded when everything was compiled; None: nothing is compared (the trial itself, and ranks whose leader
+            does it for all of them).
         stop: end the run at the first new graph.
         new: those that were met and not recorded.
         last_compiled_step: steps done when a graph was last met for the first time; everything after it compiled nothing.
@@ -93,7 +94,6 @@ class GraphWatch:
 
     def report(self, context: StageContext) -> dict[str, Any]:
         """Write which graphs this process met to the run folder; the counts, for the stage's metrics."""
-        context_node = context.world.node.index
         counts = {
             "compiled": self._counts.compiled,
             "new": len(self.new),
@@ -101,14 +101,14 @@ class GraphWatch:
             "fallbacks": dict(self._counts.fallbacks),
         }
         record = {**counts, "new": [asdict(graph) for graph in self.new], "keys": sorted(self._seen)}
-        store.write_json(context.paths.graphs(context.stage, context_node), record)
+        store.write_json(context.paths.graphs(context.stage, context.world.node.index), record)
         return counts
 
     def _new_graphs(self, step: int) -> list[NewGraph]:
-        keys = self.device.graphs() - self._seen
-        self._seen |= keys
         if self.known is None:
             return []
+        keys = self.device.graphs() - self._seen
+        self._seen |= keys
         found = []
         for key in sorted(keys - self.known.keys()):
             module = self.device.graph_module(key)

@@ -44,7 +44,9 @@ def run(context: StageContext) -> StageOutput | None:
     """
     plan, config = context.plan, context.plan.config
     with joined(context, plan) as device, ExitStack() as stack:
-        watch = GraphWatch(device=device, known=known_graphs(context), stop=config.compile.new_graphs == "stop")
+        # All ranks have the same graphs: one of them asks the storage for what was recorded and what is new.
+        known = known_graphs(context) if context.world.is_leader else None
+        watch = GraphWatch(device=device, known=known, stop=config.compile.new_graphs == "stop")
         quick_check(context, device, config.health_check)
         monitor = stack.enter_context(HostMonitor(context, device.kind))
         rows = fetch_once(context, device, context.paths.rows, "rows")
