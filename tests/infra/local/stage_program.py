@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import urllib.error
 import urllib.request
 
 from pipeline.contract import RunPaths, Stage, StageFailure, StageResult, now
@@ -34,6 +35,10 @@ def main() -> int:
     child = int(os.environ.get("AWS_BATCH_JOB_ARRAY_INDEX", "0"))
     sys.stderr.write(f"{stage} attempt {attempt} node {node} child {child}\n")
     put(paths.progress(stage, child or node), {"done": 1, "total": 2, "unit": "pairs", "rate": 7.5, "note": "working"})
+    if not node:
+        # A gang meets before it works: where the main node ends, the others are ended too, perhaps before they said anything.
+        for peer in range(1, int(os.environ.get("AWS_BATCH_JOB_NUM_NODES", "1"))):
+            wait_for(paths.progress(stage, peer))
     time.sleep(script.get("seconds", 0))
     codes = script.get("exit", [0])
     code = codes[min(attempt, len(codes)) - 1]
@@ -62,6 +67,21 @@ def main() -> int:
 
 
 def put(uri: str, record: object) -> None:
+    request("PUT", uri, json.dumps(record).encode())
+
+
+def wait_for(uri: str) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            request("HEAD", uri)
+        except urllib.error.HTTPError:
+            time.sleep(0.02)
+        else:
+            return
+
+
+def request(method: str, uri: str, data: bytes | None = None) -> None:
     # Plain HTTP: a process of an SDK's weight for every node of every stage would make these tests slow.
     address = f"{os.environ['AWS_ENDPOINT_URL']}/{uri.removeprefix('s3://')}"
     credential = f"{os.environ['AWS_ACCESS_KEY_ID']}/20260101/{os.environ['AWS_REGION']}/s3/aws4_request"
@@ -70,7 +90,7 @@ def put(uri: str, record: object) -> None:
         "Content-Type": "application/json",
     }
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    opener.open(urllib.request.Request(address, data=json.dumps(record).encode(), headers=headers, method="PUT")).read()
+    opener.open(urllib.request.Request(address, data=data, headers=headers, method=method)).read()
 
 
 if __name__ == "__main__":
