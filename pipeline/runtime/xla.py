@@ -14,16 +14,19 @@ import tempfile
 from pathlib import Path
 
 os.environ["PJRT_DEVICE"] = "CPU"
+# Barriers stay until the last passes, see pipeline.runtime.xla_layers. Flags given from outside come later, and win.
+os.environ["XLA_FLAGS"] = f"--xla_disable_hlo_passes=cse_barrier_expander {os.environ.get('XLA_FLAGS', '')}".strip()
 
 import torch
 import torch_xla.runtime as xr
 
 from pipeline.config import LoaderConfig
 from pipeline.runtime.context import NODE_FOLDER
-from pipeline.runtime.device import require_world, resolve_precision
+from pipeline.runtime.device import ModuleT, require_world, resolve_precision
 from pipeline.runtime.hlo import module_of_executable
 from pipeline.runtime.lazy import LazyDevice
 from pipeline.runtime.world import World
+from pipeline.runtime.xla_layers import reformulate
 
 _executables: Path | None = None
 """Where XLA leaves one file per graph: one folder for the whole process, because it can be chosen only once."""
@@ -31,6 +34,11 @@ _executables: Path | None = None
 
 class XlaDevice(LazyDevice):
     kind = "xla"
+
+    def place(self, module: ModuleT) -> ModuleT:
+        if self.precision == "fp32":
+            reformulate(module)
+        return super().place(module)
 
     def graphs(self) -> set[str]:
         assert _executables is not None

@@ -1,0 +1,68 @@
+"""Linear layers and LayerNorm as the kind `xla` computes them, against torch's own, in a process of its own (torch-xla)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import copy, json, sys
+import torch
+from torch import nn
+from pipeline.runtime.device import open_device
+from pipeline.runtime.world import World
+import torch_xla
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(24, 24), nn.LayerNorm(24, eps=1e-3)
+        with torch.no_grad():
+            self.norm.weight.uniform_(0.5, 2.0)
+            self.norm.bias.uniform_(-1.0, 1.0)
+    def forward(self, x):
+        return self.norm(x + self.inner(x))
+
+torch.manual_seed(0)
+model = nn.Sequential(Block(), Block(), nn.Linear(24, 8, bias=False))
+x, toward = torch.randn(5, 7, 24), torch.randn(5, 7, 8)
+device = open_device("xla", sys.argv[1], World())
+placed = device.place(copy.deepcopy(model))
+model.double()(x.double()).backward(toward.double())
+inputs = device.from_host({"x": x, "toward": toward})
+placed(inputs["x"]).backward(inputs["toward"])
+hlo = torch_xla._XLAC._get_xla_tensors_hlo([parameter.grad for parameter in placed.parameters()])
+found = device.to_host({name: parameter.grad for name, parameter in placed.named_parameters()})
+expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+differences = {name: float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected}
+print(json.dumps({"differences": differences, "sums": hlo.count(" reduce("), "barriers": hlo.count("opt-barrier(")}))
+"""
+
+
+def gradients(precision: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, precision], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_torch() -> None:
+    found = gradients("fp32")
+    assert set(found["differences"]) == {
+        *(f"{block}.{layer}.{name}" for block in (0, 1) for layer in ("inner", "norm") for name in ("weight", "bias")),
+        "2.weight",
+    }
+    assert max(found["differences"].values()) < 2e-6, found
+    # All sums over rows and columns are products, and every LayerNorm keeps what others need too.
+    assert found["sums"] == 0
+    assert found["barriers"] == 2 * 4
+
+
+@pytest.mark.slow
+def test_other_precisions_keep_the_layers_as_they_are() -> None:
+    assert gradients("bf16")["barriers"] == 0
