@@ -135,7 +135,13 @@ def measure(variant: Variant, batch: int, bucket: int, chunks: int) -> dict[str,
     from pipeline.training.trial import TrialBatches
 
     settings = {
-        "train": {"batch_size": batch, "buckets": [bucket], "dropout": 0.0},
+        "train": {
+            "batch_size": batch,
+            "buckets": [bucket],
+            "dropout": 0.0,
+            # Whatever cuts the graph comes with the last of an execution's batches.
+            **dict.fromkeys(("log_every", "validate_every", "checkpoint_every"), CHUNK),
+        },
         "device": {"sync_points": variant.sync_points, "loader": {"batches_per_execution": variant.joined}},
     }
     config = build_config(settings)
