@@ -27,6 +27,7 @@ from pipeline.model.inference import encode
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
 from pipeline.runtime.device import open_device
+from pipeline.runtime.runs import mirrored
 from pipeline.runtime.world import World
 
 log = logging.getLogger("trnpipe")
@@ -98,11 +99,6 @@ def read_pointer(bucket_root: str, registry: str) -> dict[str, Any]:
         )
     pointer: dict[str, Any] = store.read_json(uri)
     return pointer
-
-
-def mirrored(uri: str, mirror: str | None) -> str:
-    """Where the object is to be read: in the local run's mirror of its bucket, if there is one."""
-    return store.join(mirror, store.split(uri)[1]) if mirror and store.is_s3(uri) else uri
 
 
 def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float32]:

@@ -7,6 +7,7 @@ connection trouble is `Transient` (after botocore's own retries).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import mimetypes
@@ -254,9 +255,22 @@ def download_folder(uri: str, folder: Path) -> Path:
 
 
 def local_folder(uri: str, cache: Path) -> Path:
-    """A folder of local files with what stands under `uri`: the folder itself when it is local, else a download into `cache`."""
+    """A folder of local files with what stands under `uri`: the folder itself when it is local, else a download into `cache`.
+
+    All processes of a host that ask for the same are served by one download; what is there under `uri` must not change meanwhile.
+    """
     if is_s3(uri):
-        return download_folder(uri, cache)
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        complete = cache.with_name(f"{cache.name}.complete")
+        # The system gives the lock back when a process ends, however it ends.
+        with open(cache.with_name(f"{cache.name}.lock"), "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not complete.is_file() or complete.read_text(encoding="utf-8") != uri:
+                complete.unlink(missing_ok=True)
+                shutil.rmtree(cache, ignore_errors=True)
+                download_folder(uri, cache)
+                complete.write_text(uri, encoding="utf-8")
+        return cache
     if not _local(uri).is_dir():
         raise MissingInput("the folder does not exist", value=uri, remedy="check the path")
     return _local(uri)

@@ -22,7 +22,7 @@ from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.schedule_lr import learning_rate
-from pipeline.training.setup import fetch_once, joined, start
+from pipeline.training.setup import joined, start
 from pipeline.training.state import Progress
 from pipeline.training.validation import read_validation_set
 
@@ -49,7 +49,8 @@ def run(context: StageContext) -> StageOutput | None:
         watch = GraphWatch(device=device, known=known, stop=config.compile.new_graphs == "stop")
         quick_check(context, device, config.health_check)
         monitor = stack.enter_context(HostMonitor(context, device.kind))
-        rows = fetch_once(context, device, context.paths.rows, "rows")
+        context.heartbeat.beat(note="fetching rows")
+        rows = store.local_folder(context.paths.rows, context.scratch / "rows")
         begin = start(context, device)
         progress = begin.progress
         resumed_from = progress.step if begin.checkpoint else None

@@ -63,7 +63,8 @@ def start(context: StageContext, device: Device) -> Start:
     plan, config = context.plan, context.plan.config
     if context.world.size != plan.world.ranks:
         raise BadConfig("the number of ranks is not the plan's", value=context.world.size, rule=f"{plan.world.ranks} ranks")
-    parent = fetch_once(context, device, plan.parent.folder, "parent")
+    context.heartbeat.beat(note="fetching the parent")
+    parent = store.local_folder(plan.parent.folder, context.scratch / "parent")
     checkpoint = newest_checkpoint(context, device)
     encoder = load_encoder(checkpoint.folder if checkpoint else parent, config.model)
     require_length(encoder, max(*config.train.buckets, config.train.query_length), "train.buckets")
@@ -92,18 +93,6 @@ def joined(context: StageContext, plan: RunPlan) -> Iterator[Device]:
         yield device
     finally:
         device.close()
-
-
-def fetch_once(context: StageContext, device: Device, uri: str, name: str) -> Path:
-    """A local folder with what stands under `uri`, fetched by one rank of each node for all of them."""
-    if not store.is_s3(uri):
-        return store.local_folder(uri, context.scratch)
-    folder = context.scratch / name
-    context.heartbeat.beat(note=f"fetching {name}")
-    if context.world.local_rank == 0:
-        store.download_folder(uri, folder)
-    device.barrier()
-    return folder
 
 
 def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | None:

@@ -19,13 +19,14 @@ import pytest
 from rich.console import Console
 
 from pipeline.config import build_config
-from pipeline.contract import RunPaths
+from pipeline.contract import RunPaths, Stage
 from pipeline.data.schedule import MASKED, Schedule
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.graphs.command import Findings, GraphsOptions, find, run_graphs
 from pipeline.graphs.display import show
 from pipeline.graphs.lowered import BucketGraphs, Graph, Lowered, rank_difference
 from pipeline.graphs.proof import choose_rows, proof_config
+from pipeline.model.compiled import GraphSet, set_uri, write_set
 from pipeline.plan import EmbedPlan, PartPlan, RunPlan, Shard, Span
 from pipeline.runtime import store
 from pipeline.runtime.hlo import GraphDescription
@@ -188,6 +189,29 @@ def test_a_run_that_never_ran_has_nothing_new(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "missing" in text
     assert "No stage has told yet" in text
+
+
+@pytest.mark.slow
+def test_a_deployments_run_is_read_from_its_bucket(s3_root: str, tmp_path: Path) -> None:
+    local = plan_for_neuron(tmp_path)
+    plan = RunPlan.from_json(store.read_bytes(local.plan))
+    assert plan.graphs is not None
+    store.upload_folder(Path(plan.parent.folder), f"{s3_root}/parent")
+    parent = plan.parent.model_copy(update={"folder": f"{s3_root}/parent"})
+    store.write_bytes(local.plan, plan.model_copy(update={"parent": parent}).sealed().to_json())
+    store.upload_folder(Path(local.bucket_root), s3_root)
+    for name, fingerprint in (("train", plan.graphs.train), ("infer", plan.graphs.infer)):
+        keys = {f"MODULE_{name}": None}
+        write_set(set_uri(s3_root, name, fingerprint), GraphSet(fingerprint=fingerprint, run="week-01", graphs=keys))
+    report = {"keys": ["MODULE_train", "MODULE_other"], "new": [], "compiled": 2, "last_compiled_step": 3, "fallbacks": {}}
+    store.write_json(RunPaths(f"{s3_root}/runs/week-01").graphs(Stage.TRAIN), report)
+
+    found = find(GraphsOptions(run="week-01", bucket=s3_root), Console(quiet=True))
+    assert found.uri == f"{s3_root}/runs/week-01"
+    assert [(one.name, one.graphs) for one in found.sets] == [("train", 1), ("infer", 1)]
+    assert [[graph.key for graph in stage.new] for stage in found.stages] == [["MODULE_other"]]
+    assert found.lowered is not None
+    assert found.exit_code == ExitCode.DEFECT
 
 
 def test_ranks_that_disagree_end_with_69() -> None:

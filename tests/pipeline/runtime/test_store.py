@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,42 @@ def test_absent_things_are_missing_input(root: str, tmp_path: Path) -> None:
     with pytest.raises(MissingInput):
         store.download_folder(uri, tmp_path / "y")
     assert list(tmp_path.glob("**/.*partial")) == []
+
+
+def test_processes_of_a_host_share_one_download(s3_root: str, tmp_path: Path) -> None:
+    """All ranks of a host ask for the model at once."""
+    for index in range(20):
+        store.write_bytes(f"{s3_root}/model/{index}.bin", bytes([index]) * 50_000)
+    program = (
+        "import sys; from pathlib import Path; from pipeline.runtime import store; real, fetched = store.download, []\n"
+        "store.download = lambda uri, path: (fetched.append(uri), real(uri, path))[1]\n"
+        "folder = store.local_folder(sys.argv[1], Path(sys.argv[2])); print(len(fetched), len(list(folder.iterdir())))"
+    )
+    command = [sys.executable, "-c", program, f"{s3_root}/model", str(tmp_path / "scratch" / "model")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert sorted(process.communicate(timeout=60)[0].split() for process in processes) == [["0", "20"]] * 3 + [["20", "20"]]
+
+
+def test_a_broken_download_is_done_again(s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        store.write_bytes(f"{s3_root}/model/{name}", name.encode())
+    whole = store.download
+
+    def breaks(uri: str, path: Path) -> Path:
+        if uri.endswith("b"):
+            raise Transient("the connection broke")
+        return whole(uri, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "download", breaks)
+        with pytest.raises(Transient):
+            store.local_folder(f"{s3_root}/model", tmp_path / "model")
+    folder = store.local_folder(f"{s3_root}/model", tmp_path / "model")
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
+    # Another folder under the same name is not taken for it.
+    store.write_bytes(f"{s3_root}/other/c", b"c")
+    folder = store.local_folder(f"{s3_root}/other", tmp_path / "model")
+    assert [path.name for path in folder.iterdir()] == ["c"]
 
 
 def test_missing_bucket(s3_root: str) -> None:

@@ -27,6 +27,7 @@ from pipeline.model.encoder import Encoder, new_encoder, prepare_for_training
 from pipeline.model.folder import load_encoder, save_folder
 from pipeline.model.watch import GraphWatch
 from pipeline.plan import RunPlan
+from pipeline.runtime import store
 from pipeline.runtime.context import Heartbeat, StageContext
 from pipeline.runtime.device import Device
 from pipeline.runtime.monitor import HostMonitor
@@ -35,7 +36,7 @@ from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import OPTIMIZER_FILE, PROGRESS_FILE, host_state, load_optimizer, open_checkpoint
 from pipeline.training.loop import Training, train
 from pipeline.training.schedule_lr import learning_rate
-from pipeline.training.setup import fetch_once, host_digest, joined
+from pipeline.training.setup import host_digest, joined
 from pipeline.training.state import Progress
 from pipeline.training.step import build_optimizer
 from pipeline.training.validation import read_validation_set
@@ -136,7 +137,7 @@ def training(
 ) -> Training:
     """As the train stage puts it together."""
     config = context.plan.config
-    rows = fetch_once(context, device, context.paths.rows, "rows")
+    rows = store.local_folder(context.paths.rows, context.scratch / "rows")
     return Training(
         config=config,
         steps=steps,
