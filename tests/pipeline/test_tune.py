@@ -142,6 +142,7 @@ def test_tries_keeps_resumes(training_run: PlanTraining, tmp_path: Path, s3_root
     assert second.stdout.endswith("{}\n")
 
 
+@pytest.mark.long
 def test_interrupted_leaves_no_process_and_goes_on(training_run: PlanTraining, tmp_path: Path) -> None:
     state = planned(training_run, tmp_path)
     process = subprocess.Popen(command(state, "week-01", "--steps", "4000", "--limit", "0"), stdout=subprocess.PIPE, text=True)

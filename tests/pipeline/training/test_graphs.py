@@ -176,11 +176,17 @@ def test_deliberate_breaks_are_caught(compiled: Run, planned: Callable[..., Run]
 @pytest.mark.parametrize(
     "settings",
     [
-        {"accumulation": 2},
-        {"sections": {**SMALL, "device": {"sync_points": 1, "loader": {"batches_per_execution": 2}}}},
-        {"activation_checkpointing": True, "dropout": 0.1, "sections": {**SMALL, "device": {"precision": "bf16"}}},
+        pytest.param({"accumulation": 2}, id="accumulation", marks=pytest.mark.long),
+        pytest.param(
+            {"sections": {**SMALL, "device": {"sync_points": 1, "loader": {"batches_per_execution": 2}}}},
+            id="joined steps",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"activation_checkpointing": True, "dropout": 0.1, "sections": {**SMALL, "device": {"precision": "bf16"}}},
+            id="checkpointed bf16",
+        ),
     ],
-    ids=["accumulation", "joined steps", "checkpointed bf16"],
 )
 def test_other_forms_of_a_step(settings: dict[str, Any], planned: Callable[..., Run], tmp_path: Path) -> None:
     """Each has graphs of its own, and the trial meets them all."""
