@@ -101,13 +101,13 @@ class Launch:
         if self.kind not in ("neuron", "xla"):
             # With torch-xla installed, Hugging Face libraries choose the XLA device by themselves.
             environment["USE_TORCH_XLA"] = "0"
-        if self.kind == "cpu":
-            # glibc gives every large block back to the kernel and faults its pages in again at the next step: keep them. Without
-            # these a training step of MiniLM takes 1.07 times as long (tests/benchmarks/train_step.py).
+        if self.kind in ("cpu", "xla"):
+            # glibc gives every large block back to the kernel and faults its pages in again at the next step: keep them. What it
+            # saves is measured by tests/benchmarks/train_step.py and xla_step.py.
             environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
         if self.kind == "xla":
-            # A graph's memory comes and goes with every execution: in huge pages it is there sooner (glibc 2.35 and later).
-            # Without this a training step of MiniLM takes 1.09 times as long (tests/benchmarks/xla_step.py).
+            # XLA takes a graph's memory for every execution: from one arena, which keeps it for the next, and in huge pages.
+            environment["MALLOC_ARENA_MAX"] = "1"
             environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         if alone_on_host or (self.node.leader.startswith("127.") and not self.node.is_main):
             # gloo takes the interface that the host name resolves to, which on laptops and in bare containers may be none.

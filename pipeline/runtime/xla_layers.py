@@ -61,9 +61,10 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         x = _kept(x)
-        mean = _mean_of_columns(x)
+        ones = torch.ones_like(weight)
+        mean = _weighted_mean(x, ones)
         centered = x - mean
-        scale = torch.rsqrt(_mean_of_columns(centered * centered) + eps)
+        scale = torch.rsqrt(_weighted_mean(centered * centered, ones) + eps)
         ctx.save_for_backward(x, mean, scale, weight)
         return _kept(centered * scale * weight + bias)
 
@@ -72,9 +73,10 @@ class _LayerNorm(torch.autograd.Function):
         x, mean, scale, weight = ctx.saved_tensors
         gradient = _kept(gradients[0])
         normalized = (x - mean) * scale
-        weighted = gradient * weight
-        found = scale * (weighted - _mean_of_columns(weighted) - normalized * _mean_of_columns(weighted * normalized))
-        return _kept(found), _sum_of_rows(_rows(gradient * normalized)), _sum_of_rows(_rows(gradient)), None
+        product = gradient * normalized
+        # Means of the weighted gradient, and of it times the normalized rows: the weights stand in for the ones.
+        found = scale * (gradient * weight - _weighted_mean(gradient, weight) - normalized * _weighted_mean(product, weight))
+        return _kept(found), _sum_of_rows(_rows(product)), _sum_of_rows(_rows(gradient)), None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -86,10 +88,9 @@ def _sum_of_rows(x: Tensor) -> Tensor:
     return (torch.ones(ROWS, len(x), device=x.device) @ x)[0]
 
 
-def _mean_of_columns(x: Tensor) -> Tensor:
-    """(..., D) to (..., 1)."""
-    size = x.shape[-1]
-    return (_rows(x) @ torch.ones(size, 1, device=x.device)).reshape(*x.shape[:-1], 1) / size
+def _weighted_mean(x: Tensor, weights: Tensor) -> Tensor:
+    """(..., D) and (D,) to (..., 1): the weighted mean over the last dimension."""
+    return (_rows(x) @ weights[:, None]).reshape(*x.shape[:-1], 1) / len(weights)
 
 
 def _kept(x: Tensor) -> Tensor:
