@@ -26,7 +26,7 @@ from pipeline.runtime.device import ModuleT, require_world, resolve_precision
 from pipeline.runtime.hlo import module_of_executable
 from pipeline.runtime.lazy import LazyDevice
 from pipeline.runtime.world import World
-from pipeline.runtime.xla_layers import reformulate
+from pipeline.runtime.xla_layers import reformulate, round_once
 
 _executables: Path | None = None
 """Where XLA leaves one file per graph: one folder for the whole process, because it can be chosen only once."""
@@ -38,6 +38,8 @@ class XlaDevice(LazyDevice):
     def place(self, module: ModuleT) -> ModuleT:
         if self.precision == "fp32":
             reformulate(module)
+        else:
+            round_once(module)
         return super().place(module)
 
     def graphs(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Linear layers and LayerNorm, formulated for XLA's CPU compiler. What they compute is what torch's own compute.
+"""Layers, formulated for XLA's CPU compiler. What they compute is what torch's own compute.
 
 That compiler (torch-xla 2.9) leaves two things to be desired, which are most of a training step beside its matrix products:
 
@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 ROWS = 4
 """Rows of ones in a product: the quickest of 1, 2, 4, 8 and 16."""
@@ -30,6 +31,21 @@ def reformulate(module: nn.Module) -> None:
             layer.forward = MethodType(_linear, layer)  # type: ignore[method-assign]
         elif type(layer) is nn.LayerNorm and layer.bias is not None and len(layer.normalized_shape) == 1:
             layer.forward = MethodType(_layer_norm, layer)  # type: ignore[method-assign]
+
+
+def round_once(module: nn.Module) -> None:
+    """Compute activations of bf16 in fp32 and round the result, as torch's kernels do; torch-xla rounds after every operation.
+
+    That alone makes embeddings of MiniLM a fifth less exact: |error| 0.0087 instead of 0.0074, against fp32 and length 1.
+    """
+    for layer in module.modules():
+        # How transformers' activation modules hold torch's function.
+        if getattr(layer, "act", None) is F.gelu:
+            layer.forward = MethodType(_gelu, layer)
+
+
+def _gelu(_layer: nn.Module, x: Tensor) -> Tensor:
+    return F.gelu(x.float()).to(x.dtype)
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:

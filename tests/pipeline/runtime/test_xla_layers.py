@@ -1,4 +1,4 @@
-"""Linear layers and LayerNorm as the kind `xla` computes them, against torch's own, in a process of its own (torch-xla)."""
+"""Layers as the kind `xla` computes them, against torch's own, in a process of its own (torch-xla)."""
 
 from __future__ import annotations
 
@@ -43,16 +43,33 @@ print(json.dumps({"differences": differences, "sums": hlo.count(" reduce("), "ba
 """
 
 
-def gradients(precision: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, precision], capture_output=True, text=True, timeout=240, check=False)
+ACTIVATION = """
+import json
+import torch
+from transformers.activations import ACT2FN
+from pipeline.runtime.device import open_device
+from pipeline.runtime.world import World
+
+x = torch.linspace(-4, 4, 4001).to(torch.bfloat16)
+device = open_device("xla", "bf16", World())
+gelu = device.place(ACT2FN["gelu"])
+found = device.to_host({"y": gelu(device.from_host({"x": x})["x"])})["y"]
+exact = torch.nn.functional.gelu(x.double())
+wrong = lambda y: float((y.double() - exact).abs().mean())
+print(json.dumps({"dtype": str(found.dtype), "error": wrong(found), "torch": wrong(torch.nn.functional.gelu(x))}))
+"""
+
+
+def answer(program: str, *arguments: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.slow
 def test_gradients_are_those_of_torch() -> None:
-    found = gradients("fp32")
+    found = answer(PROGRAM, "fp32")
     assert set(found["differences"]) == {
         *(f"{block}.{layer}.{name}" for block in (0, 1) for layer in ("inner", "norm") for name in ("weight", "bias")),
         "2.weight",
@@ -65,4 +82,11 @@ def test_gradients_are_those_of_torch() -> None:
 
 @pytest.mark.slow
 def test_other_precisions_keep_the_layers_as_they_are() -> None:
-    assert gradients("bf16")["barriers"] == 0
+    assert answer(PROGRAM, "bf16")["barriers"] == 0
+
+
+@pytest.mark.slow
+def test_bf16_activations_are_rounded_once() -> None:
+    found = answer(ACTIVATION)
+    assert found["dtype"] == "torch.bfloat16"
+    assert found["error"] <= 1.01 * found["torch"]
