@@ -164,9 +164,17 @@ def test_a_rank_that_is_done_owes_no_heartbeat_while_others_work(scripted: Any) 
 
 def test_a_line_of_the_runtime_explains_an_unexpected_exception(scripted: Any) -> None:
     line = "[MLA 0][NC 0] DMA TX engine 0 is in an abort state"  # nrt-troubleshoot.rst, SDK 2.29.1
-    code = (
-        f"sys.stderr.write({line!r} + chr(10) if rank == 0 else '')\ntime.sleep(1 - rank)\nraise ValueError('execution failed')"
-    )
+    # The other rank is the first to fail, however late the one that the runtime spoke to has started.
+    code = f"""
+said = os.path.join(os.environ["TRNPIPE_NODE_DIR"], "said")
+if rank == 0:
+    print({line!r}, file=sys.stderr, flush=True)
+    open(said, "w").close()
+    time.sleep(1)
+while not os.path.exists(said):
+    time.sleep(0.05)
+raise ValueError("execution failed")
+"""
     node = scripted(code)
     assert node.wait() == ExitCode.UNHEALTHY_HOST
     found = failure_of(node)
