@@ -42,8 +42,9 @@ parity: setup ## Train twice from one parent and compare all evaluations (A=cpu-
 	done
 	$(VENV)/bin/trnpipe parity $(PARITY)/A/bucket/runs/* $(PARITY)/B/bucket/runs/*
 
+# In the order of their folders: tests/chain, whose files take longest, begins at once.
 test: check ## Lint, type check and test
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-long: setup ## The tests that take longest
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto -m long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import boto3
@@ -12,6 +13,9 @@ from moto.server import ThreadedMotoServer
 from pipeline.runtime import store
 
 BUCKET = "trnpipe-tests"
+
+# A shell starts its background jobs with Ctrl-C ignored, and all their processes inherit that: what tests interrupt would run on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Shared machines stall: how long an example takes says nothing about the code.
 settings.register_profile("trnpipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -155,10 +155,8 @@ VICTIMS: dict[str, Callable[[str], bool]] = {
 """The processes of a training node, from the one that stands for the container inwards."""
 
 
-# Each is a whole run of more than a minute; that a rank may die is the one to know at once.
-@pytest.mark.parametrize(
-    "victim", [pytest.param(name, marks=[] if name == "rank" else [pytest.mark.long]) for name in sorted(VICTIMS)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("victim", sorted(VICTIMS))
 def test_sigkill_in_training_leads_to_a_retry_that_resumes(state: LocalState, tmp_path: Path, victim: str) -> None:
     command = state.command(
         write_pairs(tmp_path / "a.jsonl", 600),
