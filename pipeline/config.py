@@ -212,7 +212,9 @@ class TrainConfig(Section):
     validate_every: PositiveInt = 100
     validation_queries: PositiveInt = Field(512, description="Hold-out queries of the evaluation inside training.")
     checkpoint_every: PositiveInt = 200
-    keep_checkpoints: PositiveInt = 3
+    keep_checkpoints: PositiveInt = Field(3, description="Newest checkpoints that are left; older ones are removed, but for:")
+    keep_every: PositiveInt | None = Field(None, description="Checkpoints of steps that are multiples of this; None: no others.")
+    keep_best: bool = Field(True, description="The checkpoint with the best validation of gate.metric.")
 
     @field_validator("buckets")
     @classmethod

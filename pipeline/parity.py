@@ -44,7 +44,8 @@ FREE_SETTINGS = (
     *("data.train", "data.corpus", "data.max_bad_fraction", "data.require_new"),
     *("model.parent", "model.base", "model.weights_key"),
     *("train.steps", "train.epochs", "train.batch_size"),
-    *("train.log_every", "train.checkpoint_every", "train.keep_checkpoints", "train.activation_checkpointing"),
+    *("train.log_every", "train.checkpoint_every", "train.keep_checkpoints", "train.keep_every", "train.keep_best"),
+    "train.activation_checkpointing",
     *("embed.children", "embed.rows_per_part", "embed.dtype", "embed.tokens_per_batch", "evaluate.bootstrap_samples"),
 )
 """Settings, or sections of them, in which runs may differ. All others must be equal, new ones too until they are named here."""

@@ -250,14 +250,14 @@ def estimate(shape: ModelShape, config: RunConfig, world: World, limits: Limits)
     budgets = []
     for stage, device in (("train", need.train_device()), ("embed", need.embed_device())):
         working = need.train_host() if stage == "train" else need.embed_host()
+        if stage == "train":
+            # A checkpoint is on its way at any moment of training.
+            working |= need.checkpoint()
         host = {"while the model is loaded": need.loading()}
         if on_host:
             host |= {name: {**working, **_times(world.ranks_per_node, items)} for name, items in device.items()}
         else:
             host["at work"] = working
-        if stage == "train":
-            lasting = _times(world.ranks_per_node, need.lasting()) if on_host else {}
-            host["while a checkpoint is written"] = {**working, **lasting, **need.checkpoint()}
         budgets.append(_worst(stage, "device", device, limits.device))
         budgets.append(_worst(stage, "host", host, limits.host))
     return budgets
@@ -537,8 +537,8 @@ class Need:
         }
 
     def checkpoint(self) -> Items:
-        """Rank 0 copies what is not on the host already."""
-        return {"weights and optimizer state on their way to the disk": 0 if self.world.kind == "cpu" else 3 * self.shape.weights}
+        """Rank 0 copies what training goes on to change, and writes it in the background."""
+        return {"weights and optimizer state on their way to the disk": 3 * self.shape.weights}
 
     # -- embedding and evaluation
 

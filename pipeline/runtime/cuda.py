@@ -20,6 +20,12 @@ class CudaDevice(EagerDevice):
     def _put(self, value: Tensor) -> Tensor:
         return value.to(self.torch_device, non_blocking=True)
 
+    def random_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.torch_device)
+
+    def restore_random_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.torch_device)
+
 
 def open_device(precision: str, world: World, *, threads: int | None, timeout_seconds: int) -> CudaDevice:
     """Join the gang with NCCL on GPU number local rank.

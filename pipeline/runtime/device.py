@@ -90,6 +90,12 @@ class Device(Protocol):
     def seed(self, value: int) -> None:
         """Seed the random numbers that modules draw on the device (dropout)."""
 
+    def random_state(self) -> Tensor:
+        """Where the device's random numbers stand, on the host."""
+
+    def restore_random_state(self, state: Tensor) -> None:
+        """Put back what `random_state` gave."""
+
     def sync(self) -> None:
         """Mark the end of a piece of work: cuts the graph on lazy devices, nothing elsewhere."""
 
@@ -100,7 +106,7 @@ class Device(Protocol):
         """The same tensors on the device, each with memory of its own."""
 
     def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of whole tensors in host memory, for saving; cuts the graph on lazy devices."""
+        """Copies of whole tensors in host memory, which later steps do not change; cuts the graph on lazy devices."""
 
     def graph_counts(self) -> GraphCounts:
         """How much has been compiled so far. Cheap enough to ask after every step."""

@@ -96,6 +96,12 @@ class EagerDevice:
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
 
+    def random_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def restore_random_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
     def sync(self) -> None:
         pass
 
@@ -106,7 +112,7 @@ class EagerDevice:
         return {name: tensor.to(self.torch_device) for name, tensor in tensors.items()}
 
     def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def graph_counts(self) -> GraphCounts:
         return GraphCounts()

@@ -16,6 +16,9 @@ from pipeline.runtime.world import NodeWorld
 LOST_PEER = "another rank went away during a collective"
 """What a rank says that noticed only that somebody else is gone."""
 
+TOLD_TO_END = "the node was told to end"
+"""How the failure of a node begins that somebody ended: Batch, a person, or a host that is taken away."""
+
 UNEXPECTED_RULE = "this is a mistake in trnpipe"
 """The rule of a failure that is an exception nobody expected, which may have a better explanation in the log."""
 
@@ -64,6 +67,10 @@ def cause(failures: Iterable[StageFailure]) -> StageFailure | None:
 
 def is_lost_peer(failure: StageFailure) -> bool:
     return failure.what == LOST_PEER
+
+
+def is_interruption(failure: StageFailure) -> bool:
+    return failure.what.startswith(TOLD_TO_END)
 
 
 def is_unexpected(failure: StageFailure) -> bool:

@@ -113,6 +113,12 @@ class LazyDevice:
     def seed(self, value: int) -> None:
         xm.set_rng_state(value, str(self.torch_device))
 
+    def random_state(self) -> Tensor:
+        return torch.tensor([xm.get_rng_state(str(self.torch_device))], dtype=torch.int64)
+
+    def restore_random_state(self, state: Tensor) -> None:
+        xm.set_rng_state(int(state[0]), str(self.torch_device))
+
     def sync(self) -> None:
         torch_xla.sync()
 

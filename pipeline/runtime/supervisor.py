@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -53,6 +54,8 @@ class Deadlines:
         patience_seconds: the longest that a heartbeat may ask for.
         publish_seconds: between two looks into the run folder, and two signs of life left there.
         peer_grace_seconds: from one rank's failure until the node's other ranks are ended: time to say what they saw.
+        upload_seconds: then until they are killed: time for a checkpoint on its way. Together with `stale_seconds` and the one
+            before it stays below the minute in which a gang ends that has lost a node.
         stop_seconds: from SIGTERM to SIGKILL. Batch leaves a container 30 seconds between its own two.
         stale_seconds: silence after which a node of the gang counts as gone: several publications long, and short enough for
             the main node to end within a minute of the loss.
@@ -67,6 +70,7 @@ class Deadlines:
     patience_seconds: float = COMPILE_PATIENCE
     publish_seconds: float = 2
     peer_grace_seconds: float = 5
+    upload_seconds: float = 15
     stop_seconds: float = 20
     stale_seconds: float = 30
     peer_start_seconds: float = 720
@@ -248,8 +252,12 @@ class Supervisor:
         while True:
             running = ranks.running()
             if self._signal:
+                ended = self._interrupted()
+                if self._in_gang and not self._node.is_main:
+                    # At once, so that the leader writes a checkpoint while all ranks are still there to finish its step.
+                    self._best_effort(partial(gang.write_exit, self._paths, self._stage, self._node, ended))
                 ranks.stop(self._deadlines.stop_seconds)
-                return self._interrupted()
+                return ended
             if ranks.failures():
                 self._end_ranks(ranks)
                 return failure.cause(ranks.failures())
@@ -259,7 +267,10 @@ class Supervisor:
                 ranks.abort_with_stacks([stall.rank for stall in stalls])
                 return self._stalled(ranks, stalls)
             if trouble := reporter.trouble:
-                self._end_ranks(ranks)
+                if failure.is_interruption(trouble):
+                    ranks.stop(self._deadlines.stop_seconds)
+                else:
+                    self._end_ranks(ranks)
                 return failure.cause([trouble, *ranks.failures()])
             if not reporter.is_alive():
                 raise Defect("the supervisor's reporting thread ended", remedy="report it with the log above")
@@ -274,9 +285,9 @@ class Supervisor:
         return self._describe(cause.error(self._node) if cause else error)
 
     def _end_ranks(self, ranks: Ranks) -> None:
-        """End the ranks that still run, which have lost a peer, after time to say what they saw of it."""
+        """End the ranks that still run, which have lost a peer, after time to say what they saw of it and to finish an upload."""
         if not ranks.wait(self._deadlines.peer_grace_seconds):
-            ranks.stop(self._deadlines.stop_seconds)
+            ranks.stop(self._deadlines.upload_seconds)
 
     def _report(self, heartbeat: dict[str, object]) -> StageFailure | None:
         """Leave a sign of life and, on the main node, look for trouble on the other nodes. Runs in the reporter's thread.
@@ -359,7 +370,7 @@ class Supervisor:
         assert self._signal is not None
         return self._describe(
             Transient(
-                f"the node was told to end by {self._signal.name}",
+                f"{failure.TOLD_TO_END} by {self._signal.name}",
                 value=f"{self._stage} on node {self._node.index}",
                 rule="an interrupted stage is taken up again by the next attempt",
                 remedy="none is needed, unless this was not meant: a job timeout, a terminated job, a host taken away",

@@ -16,9 +16,10 @@ from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.device import Device
 from pipeline.runtime.health.quick import quick_check
+from pipeline.runtime.interruption import noticed
 from pipeline.runtime.monitor import HostMonitor
 from pipeline.training.batches import TrainingBatches
-from pipeline.training.checkpoint import CheckpointWriter
+from pipeline.training.checkpoint import CheckpointWriter, Retention
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.schedule_lr import learning_rate
@@ -40,6 +41,7 @@ def run(context: StageContext) -> StageOutput | None:
         BadData: losses that are not finite.
         MissingInput: rows, parent or compiled graphs are not there, or all checkpoints are corrupt.
         UnhealthyHost: this node's host is sick, or becomes so.
+        Transient: the process was told to end, or storage fails.
         Defect: ranks whose weights are not the same; a graph that was not compiled ahead, where that ends a run.
     """
     plan, config = context.plan, context.plan.config
@@ -54,13 +56,25 @@ def run(context: StageContext) -> StageOutput | None:
         begin = start(context, device)
         progress = begin.progress
         resumed_from = progress.step if begin.checkpoint else None
+        # Before the checkpoints, so that an upload on its way is not cut off by what ends the training.
+        interruption = stack.enter_context(noticed())
         metrics = checkpoints = None
         if context.world.is_leader:
             local = context.scratch / "train"
             resumed = begin.checkpoint.metrics if begin.checkpoint else None
             metrics = stack.enter_context(MetricsLog(local / "logs", resumed, progress.step))
+            retention = Retention(
+                newest=config.train.keep_checkpoints, every=config.train.keep_every, best=config.train.keep_best
+            )
             checkpoints = stack.enter_context(
-                CheckpointWriter(context.paths, local, begin.parent, plan.fingerprint, config.train.keep_checkpoints)
+                CheckpointWriter(
+                    context.paths,
+                    local,
+                    plan.fingerprint,
+                    retention,
+                    graphs=plan.graphs.train if plan.graphs else "",
+                    resumed=resumed_from,
+                )
             )
         train(
             Training(
@@ -69,6 +83,7 @@ def run(context: StageContext) -> StageOutput | None:
                 device=device,
                 encoder=begin.encoder,
                 optimizer=begin.optimizer,
+                parent=begin.parent,
                 batches=TrainingBatches(
                     rows / "train.arrow",
                     context.world,
@@ -85,6 +100,7 @@ def run(context: StageContext) -> StageOutput | None:
                 heartbeat=context.heartbeat,
                 watch=watch,
                 monitor=monitor,
+                interruption=interruption,
                 metrics=metrics,
                 checkpoints=checkpoints,
             ),
@@ -120,6 +136,8 @@ def finish(context: StageContext, device: Device, encoder: Encoder, parent: Path
             "first_validation": progress.first_validation,
             "last_validation": progress.last_validation,
             "checkpoints": progress.checkpoints,
+            "checkpoint_stall_seconds": progress.stalled,
+            "checkpoint_stall_share": progress.stalled / (progress.seconds + progress.stalled) if progress.seconds else 0.0,
             "padding_share": 1.0 - progress.tokens / progress.slots if progress.slots else 0.0,
             "device": device.kind,
             "precision": device.precision,

@@ -1,9 +1,11 @@
 """Checkpoints: model folders (config, tokenizer, model.safetensors) with the state of training beside the weights.
 
-    step-00001200/  the files of a model folder; optimizer.safetensors, progress.json, metrics.jsonl; manifest.json
+    step-00001200/  the files of a model folder; optimizer.safetensors, random.safetensors; progress.json, metrics.jsonl;
+                    manifest.json
 
 `manifest.json` is written last and names every file with its size and sha256: without it a checkpoint does not exist, and one
-that is not what its manifest says is passed over. Nothing in a checkpoint is ever unpickled.
+that is not what its manifest says is passed over. Nothing in a checkpoint is ever unpickled. What the files hold is the business
+of pipeline/training/host_state; nothing here loads a framework.
 """
 
 from __future__ import annotations
@@ -11,30 +13,47 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
-
 from pipeline.contract import RunPaths, now
 from pipeline.errors import BadData, MissingInput
-from pipeline.model.encoder import Encoder
-from pipeline.model.folder import save_folder
 from pipeline.runtime import store
-from pipeline.runtime.device import Device
-from pipeline.training.metrics import EVENTS_FOLDER, METRICS_FILE, VALIDATION_FOLDER, MetricsLog
+from pipeline.training.metrics import EVENTS_FOLDER, METRICS_FILE, VALIDATION_FOLDER
 from pipeline.training.state import Progress
 
 log = logging.getLogger("trnpipe")
 
-OPTIMIZER_FILE = "optimizer.safetensors"
 PROGRESS_FILE = "progress.json"
 MANIFEST_FILE = "manifest.json"
 FOLDER_PATTERN = re.compile(r"/step-(\d{8})/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Which checkpoints of a run are left; all others are removed.
+
+    Attributes:
+        newest: this many of the newest.
+        every: those of steps that are multiples of this; None: no others.
+        best: also the one with the best validation, of those that were made together with one.
+    """
+
+    newest: int
+    every: int | None = None
+    best: bool = False
+
+    def kept(self, scores: Mapping[int, float | None]) -> set[int]:
+        """The steps to keep, of step -> score (higher is better; None: not validated)."""
+        kept = set(sorted(scores)[-self.newest :])
+        if self.every:
+            kept |= {step for step in scores if step % self.every == 0}
+        validated = {step: score for step, score in scores.items() if score is not None}
+        if self.best and validated:
+            kept.add(max(validated, key=lambda step: (validated[step], step)))
+        return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +75,36 @@ class Checkpoint:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one run: to local files at once, to the run folder in the background, one at a time.
+    """Writes checkpoints of one run in the background, one at a time: training waits only for the copy that it makes itself.
 
     Args:
         paths: of the run.
         scratch: local folder for what is on its way.
-        model_source: a model folder with the tokenizer.
         fingerprint: of the plan.
-        keep: newest checkpoints that are left.
+        graphs: fingerprint of the graphs that training runs, empty on kinds without graphs.
+        retention: which checkpoints are left.
+        resumed: step of the checkpoint that training goes on from; it stays for as long as this object lives.
 
     Use as a context manager: leaving it waits for the last upload, whose error comes out then or at the next call.
     """
 
-    def __init__(self, paths: RunPaths, scratch: Path, model_source: Path, fingerprint: str, keep: int) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        scratch: Path,
+        fingerprint: str,
+        retention: Retention,
+        *,
+        graphs: str = "",
+        resumed: int | None = None,
+    ) -> None:
         self._paths = paths
         self._scratch = scratch
-        self._model_source = model_source
         self._fingerprint = fingerprint
-        self._keep = keep
+        self._graphs = graphs
+        self._retention = retention
+        self._resumed = resumed
+        self._scores: dict[int, float | None] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
 
@@ -87,18 +118,36 @@ class CheckpointWriter:
         finally:
             self._thread.shutdown(wait=True)
 
-    def save(
-        self, encoder: Encoder, optimizer: torch.optim.Optimizer, device: Device, progress: Progress, metrics: MetricsLog
-    ) -> None:
-        """Write a checkpoint of this moment; returns as soon as it stands in local files."""
+    def folder(self, step: int) -> Path:
+        """Where the files of a checkpoint are put before `save`, once the one before it has arrived.
+
+        Waiting here bounds memory: there is never more than one copy of the weights on its way.
+
+        Raises:
+            TrnpipeError: the one before did not arrive.
+        """
         self.wait()
+        folder = self._scratch / f"step-{step:08d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def save(self, progress: Progress, write: Callable[[Path], None], *, score: float | None = None) -> None:
+        """Write the checkpoint of this moment in the background.
+
+        Args:
+            progress: as it is now; what changes later is not written.
+            write: puts the files that take long into the folder; called in the background, so it must hold copies.
+            score: of the validation at this step, higher is better; None: there was none.
+        """
         folder = self._scratch / f"step-{progress.step:08d}"
-        state = host_state(encoder, optimizer, device)
-        save_folder(encoder, folder, self._model_source, state.weights)
-        save_file(state.optimizer, folder / OPTIMIZER_FILE)
-        (folder / PROGRESS_FILE).write_text(progress.to_json())
-        metrics.snapshot(folder)
-        self._running = self._thread.submit(self._upload, folder, progress.step)
+        (folder / PROGRESS_FILE).write_text(progress.to_json(), encoding="utf-8")
+        self._running = self._thread.submit(self._write, folder, progress.step, write, score)
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if something has; costs nothing."""
+        if self._running is not None and self._running.done():
+            self.wait()
 
     def wait(self) -> None:
         """Until the checkpoint on its way has arrived.
@@ -110,31 +159,47 @@ class CheckpointWriter:
             running, self._running = self._running, None
             running.result()
 
-    def _upload(self, folder: Path, step: int) -> None:
-        store.upload_folder(folder / EVENTS_FOLDER, self._paths.tensorboard)
-        store.upload(folder / METRICS_FILE, self._paths.metrics)
-        store.upload_folder(folder / VALIDATION_FOLDER, self._paths.validations)
-        for name in (EVENTS_FOLDER, VALIDATION_FOLDER):
-            shutil.rmtree(folder / name)
+    def _write(self, folder: Path, step: int, write: Callable[[Path], None], score: float | None) -> None:
+        write(folder)
+        self._upload_beside(folder)
+        # An earlier attempt's, refused since: its manifest must not vouch for half of the new files.
+        store.delete(store.join(self._paths.checkpoint(step), MANIFEST_FILE))
         artifacts = store.upload_folder(folder, self._paths.checkpoint(step))
         files = {name: {"sha256": artifact.sha256, "size": artifact.size} for name, artifact in artifacts.items()}
-        manifest = {"step": step, "fingerprint": self._fingerprint, "time": now(), "files": files}
+        manifest = {
+            "step": step,
+            "fingerprint": self._fingerprint,
+            "graphs": self._graphs,
+            "score": score,
+            "time": now(),
+            "files": files,
+        }
         store.write_json(store.join(self._paths.checkpoint(step), MANIFEST_FILE), manifest)
         shutil.rmtree(folder)
         log.info("checkpoint of step %d is written", step)
-        self._remove_old()
+        self._scores[step] = score
+        self._remove_old(step)
 
-    def _remove_old(self) -> None:
+    def _upload_beside(self, folder: Path) -> None:
+        """Move what people look at while training runs to its own place in the run folder; metrics stay in the checkpoint too."""
+        for name, uri in ((EVENTS_FOLDER, self._paths.tensorboard), (VALIDATION_FOLDER, self._paths.validations)):
+            if (folder / name).is_dir():
+                store.upload_folder(folder / name, uri)
+                shutil.rmtree(folder / name)
+        store.upload(folder / METRICS_FILE, self._paths.metrics)
+
+    def _remove_old(self, newest: int) -> None:
+        """Leave what the retention keeps, now that the checkpoint of step `newest` is whole."""
         steps = _list_checkpoints(self._paths)
-        complete = [step for step, manifest in steps.items() if manifest]
-        if len(complete) <= self._keep:
-            return
-        oldest_kept = sorted(complete)[-self._keep]
-        for step in steps:
-            if step < oldest_kept:
-                # The manifest first: what is left of an interrupted removal is no checkpoint.
-                store.delete(store.join(self._paths.checkpoint(step), MANIFEST_FILE))
-                store.delete_folder(self._paths.checkpoint(step))
+        for step, complete in steps.items():
+            if complete and step not in self._scores:
+                self._scores[step] = _read_score(store.join(self._paths.checkpoint(step), MANIFEST_FILE))
+        # Beyond the newest stand those that were refused when this attempt looked for one to go on from.
+        kept = self._retention.kept({step: self._scores[step] for step, complete in steps.items() if complete and step <= newest})
+        for step in steps.keys() - kept - {self._resumed}:
+            # The manifest first: what is left of an interrupted removal is no checkpoint.
+            store.delete(store.join(self._paths.checkpoint(step), MANIFEST_FILE))
+            store.delete_folder(self._paths.checkpoint(step))
 
 
 def find_checkpoint(paths: RunPaths, fingerprint: str, scratch: Path) -> Checkpoint | None:
@@ -187,41 +252,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, Progress.from_json((folder / PROGRESS_FILE).read_text()))
 
 
-@dataclass(frozen=True, slots=True)
-class HostState:
-    """What a checkpoint keeps of a model in training, in host memory.
-
-    Attributes:
-        weights: the encoder's state.
-        optimizer: the optimizer's tensors as `NAME/KIND`, e.g. `head.inner.weight/exp_avg`.
-    """
-
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-
-
-def host_state(encoder: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> HostState:
-    """Copy weights and optimizer to the host, in one go."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in encoder.named_parameters()}
-    state = {f"{names[parameter]}/{kind}": value for parameter, kinds in optimizer.state.items() for kind, value in kinds.items()}
-    weights = encoder.state_dict()
-    copies = device.to_host({**{f"w:{name}": tensor for name, tensor in weights.items()}, **state})
-    return HostState({name: copies[f"w:{name}"] for name in weights}, {name: copies[name].contiguous() for name in state})
-
-
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device, path: Path) -> None:
-    """Put the optimizer's tensors back. Hyper-parameters are the configuration's, not the checkpoint's."""
-    parameters = dict(model.named_parameters())
-    with safe_open(path, framework="pt") as file:
-        tensors = device.from_host({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a mapping
-    states: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, kind = key.rsplit("/", 1)
-        states.setdefault(name, {})[kind] = tensor
-    for name, state in states.items():
-        optimizer.state[parameters[name]] = state
-
-
 def _list_checkpoints(paths: RunPaths) -> dict[int, bool]:
     """Step -> whether there is a manifest."""
     found: dict[int, bool] = {}
@@ -240,3 +270,12 @@ def _read_manifest(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
         return str(manifest["fingerprint"]), files
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadData("the checkpoint's manifest cannot be read", value=f"{uri}: {error!r}") from error
+
+
+def _read_score(uri: str) -> float | None:
+    """The score of an earlier attempt's checkpoint; one that cannot be read is no reason to end a training."""
+    try:
+        score = store.read_json(uri)["score"]
+        return None if score is None else float(score)
+    except (ValueError, TypeError, KeyError, MissingInput):
+        return None

@@ -6,21 +6,24 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from pipeline.config import RunConfig
 from pipeline.contract import EAGER_KINDS
-from pipeline.errors import BadData
+from pipeline.errors import BadData, Transient
 from pipeline.model.encoder import Encoder
 from pipeline.model.watch import GraphWatch
 from pipeline.runtime.context import Heartbeat
 from pipeline.runtime.device import Device
 from pipeline.runtime.heartbeat import FIRST_STEP_PATIENCE
+from pipeline.runtime.interruption import Interruption
 from pipeline.runtime.monitor import HostMonitor
 from pipeline.training.batches import Batches
 from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.digest import chain
+from pipeline.training.host_state import checkpoint_files
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.state import Progress, Window
 from pipeline.training.step import RecentLosses, require_equal_weights, step_seed, train_step
@@ -38,8 +41,10 @@ class Training:
 
     Attributes:
         steps: optimizer steps of the whole run.
+        parent: a model folder with the tokenizer.
         watch: what is compiled.
         monitor: what the host does meanwhile.
+        interruption: whether to end before the last step.
         metrics, checkpoints: the leader's; None on the other ranks.
     """
 
@@ -48,11 +53,13 @@ class Training:
     device: Device
     encoder: Encoder
     optimizer: torch.optim.Optimizer
+    parent: Path
     batches: Batches
     validation: ValidationSet
     heartbeat: Heartbeat
     watch: GraphWatch
     monitor: HostMonitor
+    interruption: Interruption
     metrics: MetricsLog | None
     checkpoints: CheckpointWriter | None
 
@@ -63,6 +70,7 @@ def train(run: Training, progress: Progress) -> None:
     Raises:
         BadData: a loss or gradient that is not finite, named by step and rows.
         UnhealthyHost: this node's hardware fails.
+        Transient: the process was told to end, and has written a checkpoint first (the leader); or an upload failed.
     """
     config, device = run.config.train, run.device
     losses = RecentLosses(config.log_every, device)
@@ -82,12 +90,15 @@ def train(run: Training, progress: Progress) -> None:
         if not complete:
             continue
         _count(run, progress, first)
+        if run.checkpoints is not None:
+            run.checkpoints.check()
 
         step, last = progress.step, progress.step == run.steps
         log_due, validation_due, checkpoint_due = (
             last or step % every == 0 for every in (config.log_every, config.validate_every, config.checkpoint_every)
         )
-        if not (log_due or validation_due or checkpoint_due):
+        told = run.interruption.asked and _may_stop(run, step)
+        if not (log_due or validation_due or checkpoint_due or told):
             continue
         run.monitor.check()
         # Reading cuts the graph where it stands: only ever at the end of a step.
@@ -99,10 +110,39 @@ def train(run: Training, progress: Progress) -> None:
         if validation_due:
             _validate(run, progress)
         if checkpoint_due:
-            _checkpoint(run, progress)
+            require_equal_weights(run.encoder, run.device)
+        if checkpoint_due or told:
+            _checkpoint(run, progress, validated=validation_due)
+        if told:
+            raise _interrupted(run, progress)
         if validation_due or checkpoint_due:
             clock = time.monotonic()
     run.watch.check(progress.step)
+
+
+def _may_stop(run: Training, step: int) -> bool:
+    """Whether this rank, which was told to end, ends after this step.
+
+    Only the leader does, which can write a checkpoint without the others; they take part in its steps until it is gone, or they
+    are killed. Joined steps are not cut: that would be a graph that nobody has compiled.
+    """
+    return run.device.world.is_leader and step % run.config.device.loader.batches_per_execution == 0
+
+
+def _interrupted(run: Training, progress: Progress) -> Transient:
+    """What to say once the checkpoint of this moment has arrived.
+
+    Raises:
+        TrnpipeError: it did not.
+    """
+    if run.checkpoints is not None:
+        run.checkpoints.wait()
+    return Transient(
+        "training was told to end",
+        value=f"after step {progress.step} of {run.steps}",
+        rule="a checkpoint of this step is written; the next attempt goes on from it",
+        remedy="none is needed, unless this was not meant",
+    )
 
 
 def _count(run: Training, progress: Progress, first: int) -> None:
@@ -152,6 +192,7 @@ def _log(run: Training, progress: Progress) -> None:
         "grad_norm": sum(window.norms) / len(window.norms),
         "pairs_per_second": window.pairs / window.seconds,
         "padding_share": 1.0 - window.tokens / window.slots,
+        "checkpoint_stall_seconds": window.stalled,
     }
     if run.device.kind not in EAGER_KINDS:
         values |= run.watch.metrics()
@@ -185,10 +226,21 @@ def _validate(run: Training, progress: Progress) -> None:
     log.info("step %d: %s", progress.step, ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
 
 
-def _checkpoint(run: Training, progress: Progress) -> None:
+def _checkpoint(run: Training, progress: Progress, *, validated: bool) -> None:
+    """Hand a copy of everything to the writer; what this costs is time that training stands still.
+
+    Args:
+        validated: whether this step was evaluated, so that the checkpoint may turn out to be the best one.
+    """
     progress.checkpoints += 1
-    require_equal_weights(run.encoder, run.device)
     if run.checkpoints is None or run.metrics is None:
         return
+    begun = time.monotonic()
     run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="checkpoint")
-    run.checkpoints.save(run.encoder, run.optimizer, run.device, progress, run.metrics)
+    run.metrics.snapshot(run.checkpoints.folder(progress.step))
+    files = checkpoint_files(run.encoder, run.optimizer, run.device, run.parent)
+    score = progress.last_validation.get(run.config.gate.metric) if validated else None
+    run.checkpoints.save(progress, files, score=score)
+    stalled = time.monotonic() - begun
+    for target in (progress, progress.window):
+        target.stalled += stalled

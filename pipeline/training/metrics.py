@@ -13,10 +13,10 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.utils.tensorboard import SummaryWriter
-
-from pipeline.data.query_values import QueryValues
+if TYPE_CHECKING:
+    from pipeline.data.query_values import QueryValues
 
 log = logging.getLogger("trnpipe")
 
@@ -35,6 +35,9 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, resumed: Path | None, step: int) -> None:
+        # Here, because it loads torch, which those who only want the names of the files do without.
+        from torch.utils.tensorboard import SummaryWriter
+
         (folder / VALIDATION_FOLDER).mkdir(parents=True, exist_ok=True)
         self._folder = folder
         if resumed is not None:

@@ -19,14 +19,8 @@ from pipeline.plan import RunPlan
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext
 from pipeline.runtime.device import Device, open_device
-from pipeline.training.checkpoint import (
-    OPTIMIZER_FILE,
-    Checkpoint,
-    fetch_checkpoint,
-    find_checkpoint,
-    load_optimizer,
-    open_checkpoint,
-)
+from pipeline.training.checkpoint import Checkpoint, fetch_checkpoint, find_checkpoint, open_checkpoint
+from pipeline.training.host_state import OPTIMIZER_FILE, RANDOM_FILE, load_optimizer, restore_random_states
 from pipeline.training.state import Progress
 from pipeline.training.step import build_optimizer, require_equal
 
@@ -79,6 +73,9 @@ def start(context: StageContext, device: Device) -> Start:
     optimizer = build_optimizer(encoder, config.train, device)
     if checkpoint:
         load_optimizer(encoder, optimizer, device, checkpoint.folder / OPTIMIZER_FILE)
+        if context.world.is_leader:
+            # They are the leader's: every other rank has its own, which no step depends on.
+            restore_random_states(device, checkpoint.folder / RANDOM_FILE)
         log.info("going on from the checkpoint of step %d", checkpoint.progress.step)
     return Start(encoder=encoder, optimizer=optimizer, parent=parent, checkpoint=checkpoint)
 

@@ -12,7 +12,7 @@ class Window:
 
     Attributes:
         losses, norms: of each step.
-        pairs, tokens, slots, seconds: as in Progress.
+        pairs, tokens, slots, seconds, stalled: as in Progress.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -21,6 +21,7 @@ class Window:
     tokens: int = 0
     slots: int = 0
     seconds: float = 0.0
+    stalled: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -32,6 +33,7 @@ class Progress:
         pairs: valid pairs trained on, over all ranks.
         tokens, slots: tokens trained on, and with padding.
         seconds: time spent training, without validation, checkpoints and start.
+        stalled: seconds that training stood still for checkpoints.
         checkpoints: checkpoints written.
         first_validation, last_validation: metrics before the first step, and the newest.
         loss: mean of the newest line of metrics.
@@ -44,6 +46,7 @@ class Progress:
     tokens: int = 0
     slots: int = 0
     seconds: float = 0.0
+    stalled: float = 0.0
     checkpoints: int = 0
     first_validation: dict[str, float] = field(default_factory=dict)
     last_validation: dict[str, float] = field(default_factory=dict)

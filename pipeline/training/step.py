@@ -76,17 +76,18 @@ class RecentLosses:
         self._started = self._started + loss.detach()
 
     def push(self, norm: Tensor) -> None:
-        """The step is complete, with this gradient norm."""
+        """The step is complete, with this gradient norm, which is every rank's; the loss becomes the mean of all ranks."""
         # Shifting, not writing at an index: the index would be a constant of the graph, and every step a new graph.
-        self._values = torch.cat([self._values[1:], torch.stack([self._started, norm.detach()])[None]])
+        loss = self._device.all_reduce(self._started) / self._device.world.size
+        self._values = torch.cat([self._values[1:], torch.stack([loss, norm.detach()])[None]])
         self._started = torch.zeros_like(self._started)
         self._unread += 1
 
     def read(self) -> list[tuple[float, float]]:
-        """Wait for the device; (loss, gradient norm) of each step since the last reading, as means over all ranks."""
+        """Wait for the device; (loss, gradient norm) of each step since the last reading. Needs no other rank."""
         if self._unread == 0:
             return []
-        flat = self._device.read(self._device.all_reduce(self._values) / self._device.world.size)
+        flat = self._device.read(self._values)
         pairs = list(zip(flat[0::2], flat[1::2], strict=True))[-self._unread :]
         self._unread = 0
         return pairs

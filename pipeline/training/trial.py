@@ -23,10 +23,12 @@ from pipeline.model.watch import GraphWatch
 from pipeline.runtime.context import StageContext
 from pipeline.runtime.device import Batch, Device
 from pipeline.runtime.health.quick import meet_graphs
+from pipeline.runtime.interruption import Interruption
 from pipeline.runtime.monitor import HostMonitor
 from pipeline.runtime.world import World
 from pipeline.training.batches import StepFacts
-from pipeline.training.checkpoint import CheckpointWriter, host_state
+from pipeline.training.checkpoint import CheckpointWriter, Retention
+from pipeline.training.host_state import host_state
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.schedule_lr import learning_rate
@@ -115,7 +117,7 @@ def run_trial(context: StageContext, device: Device, *, extracting: bool = False
     paths = RunPaths(str(local / "run"))
     with (
         MetricsLog(local / "logs", None, 0) as metrics,
-        CheckpointWriter(paths, local, begin.parent, context.plan.fingerprint, 1) as checkpoints,
+        CheckpointWriter(paths, local, context.plan.fingerprint, Retention(newest=1)) as checkpoints,
     ):
         run = Training(
             config=trial_config(config, batches.steps),
@@ -123,11 +125,13 @@ def run_trial(context: StageContext, device: Device, *, extracting: bool = False
             device=device,
             encoder=begin.encoder,
             optimizer=begin.optimizer,
+            parent=begin.parent,
             batches=batches,
             validation=trial_validation(config, context.world),
             heartbeat=context.heartbeat,
             watch=GraphWatch(device=device),
             monitor=HostMonitor(context, ""),
+            interruption=Interruption(),
             metrics=None if extracting else metrics,
             checkpoints=None if extracting else checkpoints,
         )

@@ -17,23 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import XLMRobertaConfig
 
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage
 from pipeline.model import memory
 from pipeline.model.encoder import Encoder, new_encoder, prepare_for_training
-from pipeline.model.folder import load_encoder, save_folder
+from pipeline.model.folder import load_encoder
 from pipeline.model.watch import GraphWatch
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
 from pipeline.runtime.context import Heartbeat, StageContext
 from pipeline.runtime.device import Device
+from pipeline.runtime.interruption import Interruption
 from pipeline.runtime.monitor import HostMonitor
 from pipeline.runtime.world import World
 from pipeline.training.batches import TrainingBatches
-from pipeline.training.checkpoint import OPTIMIZER_FILE, PROGRESS_FILE, host_state, load_optimizer, open_checkpoint
+from pipeline.training.checkpoint import PROGRESS_FILE, open_checkpoint
+from pipeline.training.host_state import OPTIMIZER_FILE, checkpoint_files, load_optimizer
 from pipeline.training.loop import Training, train
 from pipeline.training.schedule_lr import learning_rate
 from pipeline.training.setup import host_digest, joined
@@ -78,11 +79,8 @@ def main(folder: Path) -> None:
         progress = Progress()
         train(training(context, device, encoder, optimizer, steps=1), progress)
         # What CheckpointWriter leaves in its scratch folder; it would copy the files twice more, and read them as often.
-        state = host_state(encoder, optimizer, device)
-        save_folder(encoder, checkpoint, parent, state.weights)
-        save_file(state.optimizer, checkpoint / OPTIMIZER_FILE)
+        checkpoint_files(encoder, optimizer, device, parent)(checkpoint)
         (checkpoint / PROGRESS_FILE).write_text(progress.to_json())
-        del state
         train(training(context, device, encoder, optimizer, steps=STEPS), progress)
         found["whole"] = [progress.step, progress.loss, host_digest(encoder).tolist()]
         found["peak"] = process_bytes("VmHWM")
@@ -144,6 +142,7 @@ def training(
         device=device,
         encoder=encoder,
         optimizer=optimizer,
+        parent=context.scratch / "local" / "parent",
         batches=TrainingBatches(
             rows / "train.arrow",
             context.world,
@@ -158,6 +157,7 @@ def training(
         heartbeat=context.heartbeat,
         watch=GraphWatch(device=device),
         monitor=HostMonitor(context, ""),
+        interruption=Interruption(),
         metrics=None,
         checkpoints=None,
     )

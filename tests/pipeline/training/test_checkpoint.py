@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import random
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 
 from pipeline.config import ModelConfig, TrainConfig
 from pipeline.contract import RunPaths
-from pipeline.errors import BadData, MissingInput
+from pipeline.errors import MissingInput, Transient
 from pipeline.model.encoder import Encoder
+from pipeline.model.folder import load_encoder
 from pipeline.model.parent import resolve_parent
 from pipeline.runtime import store
 from pipeline.runtime.device import open_device
 from pipeline.runtime.world import World
-from pipeline.training.checkpoint import CheckpointWriter, find_checkpoint, load_optimizer
+from pipeline.training.checkpoint import CheckpointWriter, Retention, find_checkpoint
+from pipeline.training.host_state import RANDOM_FILE, checkpoint_files, load_optimizer, restore_random_states
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.state import Progress, Window
 from pipeline.training.step import build_optimizer
 from tests.tiny import make_model
 
 PLAN = "fingerprint"
+THREE = Retention(newest=3)
+FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "progress.json", "metrics.jsonl", "manifest.json")
 DEVICE = open_device("cpu", "fp32", World(), threads=1)
 
 
@@ -41,16 +49,25 @@ def stepped(encoder: Encoder) -> torch.optim.Optimizer:
 def write(tmp_path: Path) -> Callable[..., tuple[Encoder, torch.optim.Optimizer]]:
     """A function that writes checkpoints of some steps into a run folder."""
 
-    def write(paths: RunPaths, *steps: int, keep: int = 3) -> tuple[Encoder, torch.optim.Optimizer]:
-        encoder = make_model(tmp_path / "parent", head=16)
+    def write(
+        paths: RunPaths,
+        *steps: int,
+        retention: Retention = THREE,
+        scores: Mapping[int, float] = MappingProxyType({}),
+        resumed: int | None = None,
+    ) -> tuple[Encoder, torch.optim.Optimizer]:
+        attempt = tmp_path / f"attempt-{resumed or 0}"
+        encoder = make_model(attempt / "parent", head=16)
         optimizer = stepped(encoder)
         with (
-            MetricsLog(tmp_path / "logs", None, 0) as metrics,
-            CheckpointWriter(paths, tmp_path / "outgoing", tmp_path / "parent", PLAN, keep) as writer,
+            MetricsLog(attempt / "logs", None, 0) as metrics,
+            CheckpointWriter(paths, attempt / "outgoing", PLAN, retention, resumed=resumed) as writer,
         ):
             for step in steps:
                 metrics.training(step, {"loss": 1 / step})
-                writer.save(encoder, optimizer, DEVICE, Progress(step=step, window=Window(losses=[0.1 + step])), metrics)
+                metrics.snapshot(writer.folder(step))
+                files = checkpoint_files(encoder, optimizer, DEVICE, attempt / "parent")
+                writer.save(Progress(step=step, window=Window(losses=[0.1 + step])), files, score=scores.get(step))
         return encoder, optimizer
 
     return write
@@ -83,14 +100,91 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, s3_root: str, write: 
     assert [json.loads(line)["step"] for line in found.metrics.read_text().splitlines()] == [7]
     assert store.read_bytes(paths.metrics) == found.metrics.read_bytes()
     assert len(store.list_objects(paths.tensorboard)) == 1
-    assert not list((tmp_path / "outgoing").iterdir())
+    assert not list((tmp_path / "attempt-0" / "outgoing").iterdir())
+
+
+def kept(paths: RunPaths) -> list[int]:
+    """Steps of which anything is left; each must be whole."""
+    uris = [info.uri.removeprefix(paths.checkpoints) for info in store.list_objects(paths.checkpoints)]
+    whole = {uri.split("/")[1] for uri in uris if uri.endswith("/manifest.json")}
+    assert {uri.split("/")[1] for uri in uris} == whole
+    return sorted(int(name.removeprefix("step-")) for name in whole)
 
 
 def test_only_the_newest_are_kept(paths: RunPaths, write: Write) -> None:
-    write(paths, 2, 4, 6, 8, keep=2)
-    kept = {info.uri.split("/")[-2] for info in store.list_objects(paths.checkpoints) if info.uri.endswith("/manifest.json")}
-    assert kept == {"step-00000006", "step-00000008"}
-    assert {info.uri.removeprefix(paths.checkpoints)[1:14] for info in store.list_objects(paths.checkpoints)} == kept
+    write(paths, 2, 4, 6, 8, retention=Retention(newest=2))
+    assert kept(paths) == [6, 8]
+
+
+def test_every_nth_and_the_best_are_kept_too(paths: RunPaths, write: Write) -> None:
+    scores = {1: 0.5, 2: 0.9, 3: 0.7, 5: 0.1}
+    write(paths, 1, 2, 3, 4, 5, 6, 7, 8, 9, retention=Retention(newest=1, every=4, best=True), scores=scores)
+    assert kept(paths) == [2, 4, 8, 9]
+
+
+def test_a_later_attempt_knows_the_best_of_an_earlier_one(paths: RunPaths, write: Write) -> None:
+    retention = Retention(newest=1, best=True)
+    write(paths, 1, 2, retention=retention, scores={1: 0.9, 2: 0.8})
+    write(paths, 3, 4, retention=retention, scores={3: 0.7}, resumed=2)
+    # 2 is what that attempt went on from.
+    assert kept(paths) == [1, 2, 4]
+
+
+def test_what_was_refused_when_resuming_never_counts_as_newest(tmp_path: Path, paths: RunPaths, write: Write) -> None:
+    write(paths, 2, 4, 6)
+    for step in (4, 6):
+        (Path(paths.checkpoint(step)) / "model.safetensors").write_bytes(b"torn")
+    found = find_checkpoint(paths, PLAN, tmp_path / "resumed")
+    assert found is not None
+    write(paths, 4, retention=Retention(newest=1), resumed=found.progress.step)
+    assert kept(paths) == [2, 4]
+    again = find_checkpoint(paths, PLAN, tmp_path / "again")
+    assert again is not None
+    assert again.progress.step == 4
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, paths: RunPaths) -> None:
+    encoder = make_model(tmp_path / "parent", head=16)
+    optimizer = stepped(encoder)
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    may_write = threading.Event()
+    with (
+        MetricsLog(tmp_path / "logs", None, 0) as metrics,
+        CheckpointWriter(paths, tmp_path / "outgoing", PLAN, Retention(newest=1)) as writer,
+    ):
+        metrics.snapshot(writer.folder(1))
+        files = checkpoint_files(encoder, optimizer, DEVICE, tmp_path / "parent")
+
+        def write(folder: Path) -> None:
+            assert may_write.wait(60)
+            files(folder)
+
+        writer.save(Progress(step=1), write)
+        with torch.no_grad():
+            for parameter in encoder.parameters():
+                parameter += 1
+        writer.check()
+        assert find_checkpoint(paths, PLAN, tmp_path / "none") is None
+        may_write.set()
+        # One at a time: the next one waits for the last, and so bounds the copies in memory.
+        writer.folder(2)
+        found = find_checkpoint(paths, PLAN, tmp_path / "found")
+    assert found is not None
+    written = load_encoder(found.folder, ModelConfig(head={"hidden": 16}))
+    for name, tensor in written.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path, paths: RunPaths, write: Write) -> None:
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    write(paths, 1)
+    # Writing draws nothing that belongs to training.
+    expected = [random.gauss(0, 1), random.random(), *np.random.standard_normal(3), *torch.rand(3).tolist()]
+    found = find_checkpoint(paths, PLAN, tmp_path / "resumed")
+    assert found is not None
+    restore_random_states(DEVICE, found.folder / RANDOM_FILE)
+    assert [random.gauss(0, 1), random.random(), *np.random.standard_normal(3), *torch.rand(3).tolist()] == expected
 
 
 def test_none_yet(tmp_path: Path, paths: RunPaths) -> None:
@@ -98,7 +192,8 @@ def test_none_yet(tmp_path: Path, paths: RunPaths) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "progress.json", "metrics.jsonl", "manifest.json"]
+    "name",
+    ["model.safetensors", "optimizer.safetensors", "random.safetensors", "progress.json", "metrics.jsonl", "manifest.json"],
 )
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
 def test_damaged_ones_are_passed_over_loudly(
@@ -146,11 +241,11 @@ def test_an_interrupted_upload_leaves_no_checkpoint_and_is_reported(
 
     def failing(path: Path, uri: str) -> object:
         if path.name == "optimizer.safetensors":
-            raise BadData("the disk is gone")
+            raise Transient("the storage is gone")
         return upload(path, uri)
 
     monkeypatch.setattr(store, "upload", failing)
-    with pytest.raises(BadData, match="disk is gone"):
+    with pytest.raises(Transient, match="storage is gone"):
         write(paths, 2)
     monkeypatch.undo()
     assert list(Path(paths.checkpoint(2)).glob("*"))

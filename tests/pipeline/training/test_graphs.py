@@ -21,7 +21,7 @@ from pipeline.plan import RunPlan
 from pipeline.runtime import store
 from pipeline.runtime.device import open_device
 from pipeline.runtime.world import World
-from pipeline.training.checkpoint import OPTIMIZER_FILE, host_state, load_optimizer
+from pipeline.training.host_state import OPTIMIZER_FILE, host_state, load_optimizer
 from pipeline.training.step import build_optimizer
 from tests.pipeline.training.planned import plan_training
 

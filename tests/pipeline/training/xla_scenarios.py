@@ -29,7 +29,7 @@ from pipeline.runtime.world import World
 from pipeline.stages import stage_function
 from pipeline.training import loop, step
 from pipeline.training.batches import TrainingBatches
-from pipeline.training.checkpoint import OPTIMIZER_FILE, host_state, load_optimizer
+from pipeline.training.host_state import OPTIMIZER_FILE, host_state, load_optimizer
 from pipeline.training.step import build_optimizer
 
 

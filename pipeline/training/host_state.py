@@ -1,0 +1,106 @@
+"""The state of training in host memory: copied there for a checkpoint, written to its files, and put back from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pipeline.model.encoder import Encoder
+from pipeline.model.folder import save_folder
+from pipeline.runtime.device import Device
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+RANDOM_FILE = "random.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """What a checkpoint keeps of a model in training, in host memory.
+
+    Attributes:
+        weights: the encoder's state.
+        optimizer: the optimizer's tensors as `NAME/KIND`, e.g. `head.inner.weight/exp_avg`.
+    """
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def host_state(encoder: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> HostState:
+    """Copy weights and optimizer to the host, in one go."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in encoder.named_parameters()}
+    state = {f"{names[parameter]}/{kind}": value for parameter, kinds in optimizer.state.items() for kind, value in kinds.items()}
+    weights = encoder.state_dict()
+    copies = device.to_host({**{f"w:{name}": tensor for name, tensor in weights.items()}, **state})
+    return HostState({name: copies[f"w:{name}"] for name in weights}, {name: copies[name].contiguous() for name in state})
+
+
+def checkpoint_files(
+    encoder: Encoder, optimizer: torch.optim.Optimizer, device: Device, model_source: Path
+) -> Callable[[Path], None]:
+    """Copy everything to the host now; the function that is returned writes it to files, at any later time and in any thread.
+
+    Args:
+        model_source: a model folder with the tokenizer.
+    """
+    state = host_state(encoder, optimizer, device)
+    drawn = random_states(device)
+
+    def write(folder: Path) -> None:
+        save_folder(encoder, folder, model_source, state.weights)
+        save_file(state.optimizer, folder / OPTIMIZER_FILE)
+        save_file(drawn, folder / RANDOM_FILE)
+
+    return write
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device, path: Path) -> None:
+    """Put the optimizer's tensors back. Hyper-parameters are the configuration's, not the checkpoint's."""
+    parameters = dict(model.named_parameters())
+    with safe_open(path, framework="pt") as file:
+        tensors = device.from_host({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a mapping
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, kind = key.rsplit("/", 1)
+        states.setdefault(name, {})[kind] = tensor
+    for name, state in states.items():
+        optimizer.state[parameters[name]] = state
+
+
+def random_states(device: Device) -> dict[str, Tensor]:
+    """Where Python's, NumPy's, torch's and the device's random numbers stand, as tensors: nothing to unpickle.
+
+    Dropout is seeded anew in every step (pipeline/training/step) and batches follow from the step alone, so these decide nothing
+    in our own code; they are kept for a model's code that draws by itself.
+    """
+    _, numbers, gauss = random.getstate()
+    _, key, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.asarray(key, dtype=np.int64)),
+        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+        "device": device.random_state(),
+    }
+
+
+def restore_random_states(device: Device, path: Path) -> None:
+    """Put back what `random_states` gave, from the file that a checkpoint holds."""
+    states = load_file(path)
+    gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss = states["numpy_position"].tolist()
+    key = states["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, position, has_gauss, states["numpy_gauss"].item()))
+    torch.set_rng_state(states["torch"])
+    device.restore_random_state(states["device"])
