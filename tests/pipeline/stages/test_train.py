@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from pipeline.contract import Stage
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.runtime import store
 from pipeline.runtime.context import StageOutput
@@ -105,97 +102,6 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(broken).items())
     assert metrics_of(broken) == metrics_of(whole)
     assert output.metrics["pairs"] == 150 + 5 * 8
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from pipeline.contract import RunPaths, Stage
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext
-from pipeline.runtime.heartbeat import Heartbeat
-from pipeline.runtime.world import World
-from pipeline.stages import train
-from pipeline.training import checkpoint
-
-uri, scratch, module, function, words = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
-place = {"store": store, "writer": checkpoint.CheckpointWriter}[module]
-real = getattr(place, function)
-def killed(*arguments, **named):
-    if any(words in argument if isinstance(argument, str) else words == str(argument) for argument in arguments):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments, **named)
-setattr(place, function, killed)
-train.run(StageContext(stage=Stage.TRAIN, paths=RunPaths(uri), world=World(), scratch=scratch, heartbeat=Heartbeat(None, 0)))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("moment", "resumed_from"),
-    [
-        (("writer", "folder", "12"), 6),
-        (("store", "upload", "checkpoints/step-00000012/model.safetensors"), 6),
-        (("store", "write_json", "checkpoints/step-00000012/manifest.json"), 6),
-        (("store", "delete_folder", "checkpoints/step-00000006"), 24),
-    ],
-    ids=["before", "in the middle", "before the manifest", "while an old one is removed"],
-)
-def test_killed_around_a_checkpoint_equals_uninterrupted_bit_for_bit(
-    training_run: PlanTraining, tmp_path: Path, moment: tuple[str, str, str], resumed_from: int
-) -> None:
-    whole, broken = training_run(run="whole", steps=26), training_run(run="broken", steps=26)
-    train(whole)
-    (tmp_path / "scratch").mkdir()
-    command = [sys.executable, "-c", KILLED, broken.paths.root, str(tmp_path / "scratch"), *moment]
-    assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
-    output = train(broken)
-    assert output.metrics["resumed_from"] == resumed_from
-    expected = weights_of(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(broken).items())
-    assert metrics_of(broken) == metrics_of(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_writes_a_checkpoint_of_the_step_and_ends_with_75(
-    training_run: PlanTraining, s3_root: str, ranks: int, tmp_path: Path
-) -> None:
-    sizes = {"batch_size": 8 // ranks, "ranks": ranks}
-    whole, broken = (training_run(s3_root, run=run, steps=400, checkpoint_every=390, **sizes) for run in ("whole", "broken"))
-
-    def supervised(run: TrainingRun) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "pipeline.cli", "stage", "train", "--run", run.paths.root]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRNPIPE_PUBLISH_SECONDS": "0.1"}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def step(run: TrainingRun) -> int:
-        uri = run.paths.progress(Stage.TRAIN, 0)
-        return int(store.read_json(uri).get("done") or 0) if store.exists(uri) else 0
-
-    process = supervised(broken)
-    deadline = time.monotonic() + 120
-    while step(broken) < 10:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, said
-    assert "the node was told to end by SIGTERM" in said
-    (manifest,) = [info.uri for info in store.list_objects(broken.paths.checkpoints) if info.uri.endswith("manifest.json")]
-    stopped_at = store.read_json(manifest)["step"]
-    assert 10 <= stopped_at < 390
-    for run in (broken, whole):
-        process = supervised(run)
-        said, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, said
-    result = store.read_json(broken.paths.result(Stage.TRAIN))
-    assert result["metrics"]["resumed_from"] == stopped_at
-    one, other = (store.download_folder(run.paths.model, tmp_path / run.paths.run_id) for run in (whole, broken))
-    expected = load_file(one / "model.safetensors")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(other / "model.safetensors").items())
-    assert metrics_of(broken) == metrics_of(whole)
 
 
 def test_resumes_from_an_older_checkpoint_when_the_newest_is_corrupt(

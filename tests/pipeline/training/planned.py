@@ -86,6 +86,7 @@ def plan_training(
     local: Path,
     *,
     ranks: int = 1,
+    nodes: int = 1,
     steps: int | None = None,
     rows: int = 150,
     head: int | None = None,
@@ -107,7 +108,7 @@ def plan_training(
     parent = store.join(paths.bucket_root, "parent")
     store.upload_folder(local / "parent", parent)
     counts = count_steps(lengths, config, ranks)
-    world = World(kind=kind, precision=config.device.precision, nodes=1, ranks_per_node=ranks)
+    world = World(kind=kind, precision=config.device.precision, nodes=nodes, ranks_per_node=ranks // nodes)
     plan = RunPlan(
         run=paths.run_id,
         created=now(),
