@@ -114,10 +114,11 @@ class LazyDevice:
         xm.set_rng_state(value, str(self.torch_device))
 
     def random_state(self) -> Tensor:
-        return torch.tensor([xm.get_rng_state(str(self.torch_device))], dtype=torch.int64)
+        # A 64-bit number without a sign, which safetensors and torch keep as bytes.
+        return torch.tensor(list(xm.get_rng_state(str(self.torch_device)).to_bytes(8, "little")), dtype=torch.uint8)
 
     def restore_random_state(self, state: Tensor) -> None:
-        xm.set_rng_state(int(state[0]), str(self.torch_device))
+        xm.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"), str(self.torch_device))
 
     def sync(self) -> None:
         torch_xla.sync()
