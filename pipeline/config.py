@@ -179,6 +179,17 @@ class CompileConfig(Section):
         return cache
 
 
+def require_run_id(run: str | None) -> str | None:
+    """A setting that names a run, or none.
+
+    Raises:
+        ValueError: it cannot be the id of a run.
+    """
+    if run is not None and not RUN_ID_PATTERN.fullmatch(run):
+        raise ValueError(f"must match {RUN_ID_PATTERN.pattern}")
+    return run
+
+
 class TrainConfig(Section):
     """Contrastive training of the bi-encoder."""
 
@@ -208,6 +219,10 @@ class TrainConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
         None, description="Of hidden states while training; None: the model's own. Attention probabilities are never dropped."
     )
+    resume: str | None = Field(
+        None,
+        description="Id of a run whose training to go on with, on other nodes or ranks. None: begin with the parent.",
+    )
     log_every: PositiveInt = 10
     validate_every: PositiveInt = 100
     validation_queries: PositiveInt = Field(512, description="Hold-out queries of the evaluation inside training.")
@@ -222,6 +237,11 @@ class TrainConfig(Section):
         if not buckets or list(buckets) != sorted(set(buckets)):
             raise ValueError(f"buckets must ascend without repeats, found {list(buckets)}")
         return buckets
+
+    @field_validator("resume")
+    @classmethod
+    def _run_id(cls, resume: str | None) -> str | None:
+        return require_run_id(resume)
 
 
 class EvaluateConfig(Section):
@@ -306,9 +326,7 @@ class RunConfig(Section):
     @field_validator("run")
     @classmethod
     def _run_id(cls, run: str | None) -> str | None:
-        if run is not None and not RUN_ID_PATTERN.fullmatch(run):
-            raise ValueError(f"must match {RUN_ID_PATTERN.pattern}")
-        return run
+        return require_run_id(run)
 
     @field_validator("share")
     @classmethod

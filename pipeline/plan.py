@@ -96,6 +96,13 @@ class GraphsPlan(PlanSection):
     cache: str = ""
 
 
+class ResumedRun(PlanSection):
+    """The run whose checkpoints training goes on from while it has none of its own, and the fingerprint of that run's plan."""
+
+    run: str
+    fingerprint: str
+
+
 class TrainPlan(PlanSection):
     """Numbers every rank needs so that no rank runs out of batches before another.
 
@@ -108,6 +115,7 @@ class TrainPlan(PlanSection):
         not_positive: good rows of all training shards with a label of 0 or less, which are no pairs to train on.
         bucket_rows: document bucket -> rows, after moving remainders (see pipeline/data/schedule).
         steps_per_epoch, steps, warmup_steps: optimizer steps.
+        resumed: another run whose training this is; None: training begins with the parent.
     """
 
     new: tuple[Shard, ...]
@@ -121,6 +129,7 @@ class TrainPlan(PlanSection):
     steps_per_epoch: int
     steps: int
     warmup_steps: int
+    resumed: ResumedRun | None = None
 
 
 class Span(PlanSection):

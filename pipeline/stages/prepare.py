@@ -68,6 +68,7 @@ from pipeline.runtime.device import (
     resolve_kind,
     resolve_precision,
 )
+from pipeline.training.resumption import resumed_run
 
 log = logging.getLogger("trnpipe")
 
@@ -266,8 +267,9 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
         memory=memory,
         row_files=upload_rows(paths, rows_folder, written),
         seen=tuple(sorted({*origin.first_runs, *(file.sha256 for file in new)})),
-    ).sealed()
-    return write_plan(paths, plan)
+    )
+    train = plan.train.model_copy(update={"resumed": resumed_run(plan, paths)})
+    return write_plan(paths, plan.model_copy(update={"train": train}).sealed())
 
 
 def check_nodes(nodes: int, allowed: Sequence[int]) -> None:

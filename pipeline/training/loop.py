@@ -118,6 +118,8 @@ def train(run: Training, progress: Progress) -> None:
         if validation_due or checkpoint_due:
             clock = time.monotonic()
     run.watch.check(progress.step)
+    if run.checkpoints is not None:
+        run.checkpoints.wait()
 
 
 def _may_stop(run: Training, step: int) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig
 from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training, require_length
 from pipeline.model.folder import load_encoder
@@ -94,18 +95,32 @@ def joined(context: StageContext, plan: RunPlan) -> Iterator[Device]:
 
 def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | None:
     """The checkpoint that all ranks go on from: the leader chooses, one rank of each node fetches it."""
-    scratch, fingerprint = context.scratch / "resumed", context.plan.fingerprint
+    scratch, sources = context.scratch / "resumed", checkpoint_sources(context)
     context.heartbeat.beat(note="looking for a checkpoint")
-    found = find_checkpoint(context.paths, fingerprint, scratch) if context.world.is_leader else None
+    place, found = 0, None
+    if context.world.is_leader:
+        found = find_checkpoint(*sources[place], scratch)
+        while found is None and place + 1 < len(sources):
+            place += 1
+            found = find_checkpoint(*sources[place], scratch)
     # 0 is no checkpoint: that is what a trial reads in which nothing computes (graph extraction on neuron).
-    choice = torch.tensor([found.progress.step + 1 if found else 0], dtype=torch.int32, device=device.torch_device)
-    step = int(device.read(device.broadcast(choice))[0]) - 1
-    if step < 0:
+    chosen = torch.tensor([found.progress.step + 1 if found else 0, place], dtype=torch.int32, device=device.torch_device)
+    step, place = (int(value) for value in device.read(device.broadcast(chosen)))
+    if step == 0:
         return None
     if context.world.local_rank == 0 and found is None:
-        fetch_checkpoint(context.paths, step, fingerprint, scratch)
+        paths, fingerprint = sources[place]
+        fetch_checkpoint(paths, step - 1, fingerprint, scratch)
     device.barrier()
-    return open_checkpoint(scratch / f"step-{step:08d}")
+    return open_checkpoint(scratch / f"step-{step - 1:08d}")
+
+
+def checkpoint_sources(context: StageContext) -> list[tuple[RunPaths, str]]:
+    """Where to look for checkpoints, and of which plan (its fingerprint): this run's, then those of the one it goes on with."""
+    sources = [(context.paths, context.plan.fingerprint)]
+    if resumed := context.plan.train.resumed:
+        sources.append((RunPaths(f"{context.paths.bucket_root}/runs/{resumed.run}"), resumed.fingerprint))
+    return sources
 
 
 def host_digest(encoder: Encoder) -> Tensor:

@@ -75,11 +75,14 @@ class RecentLosses:
         """The loss of a batch, all or part of its step's."""
         self._started = self._started + loss.detach()
 
+    def reduce(self) -> None:
+        """Make the step's loss the mean of all ranks: with the gradients, where ranks meet anyway. Reading then needs nobody."""
+        self._started = self._device.all_reduce(self._started) / self._device.world.size
+
     def push(self, norm: Tensor) -> None:
-        """The step is complete, with this gradient norm, which is every rank's; the loss becomes the mean of all ranks."""
+        """The step is complete, with this gradient norm."""
         # Shifting, not writing at an index: the index would be a constant of the graph, and every step a new graph.
-        loss = self._device.all_reduce(self._started) / self._device.world.size
-        self._values = torch.cat([self._values[1:], torch.stack([loss, norm.detach()])[None]])
+        self._values = torch.cat([self._values[1:], torch.stack([self._started, norm.detach()])[None]])
         self._started = torch.zeros_like(self._started)
         self._unread += 1
 
@@ -124,6 +127,7 @@ def train_step(
     if not last:
         return
     device.reduce_gradients(parameters)
+    losses.reduce()
     if sync_points == 2:
         device.sync()
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or float("inf"))

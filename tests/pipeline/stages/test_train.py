@@ -18,10 +18,12 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.plan import ResumedRun
 from pipeline.runtime import store
 from pipeline.runtime.context import StageOutput
 from pipeline.stages import train as stage
 from pipeline.training import loop
+from pipeline.training.resumption import resumed_run
 from tests.pipeline.training.conftest import TrainingRun, training_run
 
 __all__ = ["training_run"]
@@ -264,3 +266,51 @@ def test_rows_or_parent_missing(training_run: PlanTraining) -> None:
         shutil.rmtree(run.paths.rows if place == "rows" else run.plan.parent.folder)
         with pytest.raises(MissingInput):
             stage.run(run.context())
+
+
+def test_another_world_goes_on_where_a_run_was_left(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks planned, one to be had: the same examples in the same order, so each once per epoch."""
+    whole = training_run(run="whole", steps=24)
+    left = training_run(run="left", steps=24)
+    train(whole)
+    interrupt(left, 15, monkeypatch)
+    # As if two ranks had written the checkpoints, whose content knows nothing of ranks.
+    world = left.plan.world.model_copy(update={"ranks_per_node": 2})
+    halved = left.plan.config.train.model_copy(update={"batch_size": 4})
+    left.plan = left.plan.model_copy(update={"world": world, "config": left.plan.config.model_copy(update={"train": halved})})
+    on = training_run(run="on", steps=24)
+    asked = on.plan.config.model_copy(update={"train": on.plan.config.train.model_copy(update={"resume": "left"})})
+    store.write_bytes(left.paths.plan, left.plan.to_json())
+    on.plan = on.plan.model_copy(update={"config": asked})
+    resumed = resumed_run(on.plan, on.paths)
+    assert resumed == ResumedRun(run="left", fingerprint=left.plan.fingerprint)
+    on.plan = on.plan.model_copy(update={"train": on.plan.train.model_copy(update={"resumed": resumed})}).sealed()
+    store.write_bytes(on.paths.plan, on.plan.to_json())
+    assert train(on).metrics["resumed_from"] == 12
+    assert metrics_of(on) == metrics_of(whole)
+    # Its own checkpoints come first from then on.
+    assert train(on).metrics["resumed_from"] == 24
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"batch_size": 4}, "global batch: 8 there, 4 here"),
+        ({"learning_rate": 1e-3}, "train.learning_rate: 0.002 there, 0.001 here"),
+        ({"rows": 151}, "training rows (sha256)"),
+    ],
+)
+def test_a_training_that_is_another_one_is_not_gone_on_with(
+    training_run: PlanTraining, settings: dict[str, Any], said: str
+) -> None:
+    training_run(run="left", steps=24)
+    on = training_run(run="on", steps=24, resume="left", **settings)
+    with pytest.raises(BadConfig, match="trained something else") as caught:
+        resumed_run(on.plan, on.paths)
+    assert said in str(caught.value)
+
+
+def test_a_run_that_is_not_there_cannot_be_gone_on_with(training_run: PlanTraining) -> None:
+    on = training_run(run="on", steps=24, resume="left")
+    with pytest.raises(MissingInput, match="left/plan"):
+        resumed_run(on.plan, on.paths)

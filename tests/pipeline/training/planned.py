@@ -11,13 +11,13 @@ import pyarrow as pa
 
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, now
-from pipeline.data.arrow import SCHEMAS
+from pipeline.data.arrow import SCHEMAS, read_table
 from pipeline.data.rows import normalized_hash
 from pipeline.data.steps import count_steps
 from pipeline.data.tokens import TextTokenizer
 from pipeline.model.compiled import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
-from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, RunPlan, TrainPlan, World
+from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, RowFile, RunPlan, TrainPlan, World
 from pipeline.runtime import store
 from tests.tiny import WORDS, make_model
 
@@ -104,7 +104,10 @@ def plan_training(
     settings = config.train
     make_model(local / "parent", head=head)
     lengths = write_rows(local / "rows", local / "parent", settings.query_length, max(settings.buckets), rows=rows, held=40)
-    store.upload_folder(local / "rows", paths.rows)
+    files = {
+        name: RowFile(sha256=artifact.sha256, size=artifact.size or 0, rows=read_table(local / "rows" / name).num_rows)
+        for name, artifact in store.upload_folder(local / "rows", paths.rows).items()
+    }
     parent = store.join(paths.bucket_root, "parent")
     store.upload_folder(local / "parent", parent)
     counts = count_steps(lengths, config, ranks)
@@ -129,6 +132,7 @@ def plan_training(
         holdout=HoldoutPlan(rows=40, queries=40, candidates=40),
         embed=EmbedPlan(source="documents", shards=(), rows=0, ids="", parts=(), children=1),
         graphs=plan_graphs(config, world, inspect_folder(local / "parent", config.model)[0], paths.bucket_root),
+        row_files=files,
         seen=(),
     ).sealed()
     store.write_bytes(paths.plan, plan.to_json())

@@ -1,0 +1,73 @@
+"""Going on with another run's training in another world: fewer nodes than planned are to be had, or more.
+
+The order of examples depends on the global batch alone (pipeline/data/schedule), so that a checkpoint of step n says for any
+number of ranks which examples have been used, as long as ranks x batch size x accumulation stays what it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from pipeline.contract import RunPaths
+from pipeline.errors import BadConfig
+from pipeline.plan import ResumedRun, RunPlan
+from pipeline.runtime import store
+
+log = logging.getLogger("trnpipe")
+
+FREE = frozenset(
+    {
+        *("steps", "epochs", "batch_size", "accumulation", "activation_checkpointing", "resume"),
+        *("log_every", "validate_every", "validation_queries", "checkpoint_every"),
+        *("keep_checkpoints", "keep_every", "keep_best"),
+    }
+)
+"""Settings of `train` that may differ: what they decide is compared by itself, or changes nothing of what is computed."""
+
+
+def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
+    """The run whose training this plan goes on with, None if it names none.
+
+    Raises:
+        MissingInput: there is no such run, or it has no plan.
+        BadConfig: its training is another one.
+    """
+    name = plan.config.train.resume
+    if name is None:
+        return None
+    earlier = RunPlan.from_json(store.read_bytes(RunPaths(f"{paths.bucket_root}/runs/{name}").plan))
+    differences = list(_differences(earlier, plan))
+    if differences:
+        raise BadConfig(
+            "the run that train.resume names trained something else",
+            value=differences,
+            rule="parent, rows, steps, global batch (ranks x train.batch_size x train.accumulation) and the settings of train and"
+            " model are the same; nodes and ranks may differ",
+            remedy="set them as they were there, with data.train naming the same shards, or leave train.resume out",
+        )
+    compete = [one.world.ranks * one.config.train.batch_size for one in (earlier, plan)]
+    if compete[0] != compete[1]:
+        log.warning("documents that compete for a query: %d until now, %d from now on", *compete)
+    return ResumedRun(run=name, fingerprint=earlier.fingerprint)
+
+
+def _differences(earlier: RunPlan, plan: RunPlan) -> Iterator[str]:
+    for name in sorted(type(plan.config.train).model_fields.keys() - FREE):
+        yield from _difference(f"train.{name}", getattr(earlier.config.train, name), getattr(plan.config.train, name))
+    for name in ("pooling", "normalize", "head"):
+        yield from _difference(f"model.{name}", getattr(earlier.config.model, name), getattr(plan.config.model, name))
+    yield from _difference("seed", earlier.config.seed, plan.config.seed)
+    yield from _difference("parent's weights (sha256)", earlier.parent.sha256, plan.parent.sha256)
+    yield from _difference("training rows (sha256)", *(one.row_files["train.arrow"].sha256 for one in (earlier, plan)))
+    yield from _difference("steps", earlier.train.steps, plan.train.steps)
+    yield from _difference("global batch", _global_batch(earlier), _global_batch(plan))
+
+
+def _difference(name: str, before: object, now: object) -> Iterator[str]:
+    if before != now:
+        yield f"{name}: {before} there, {now} here"
+
+
+def _global_batch(plan: RunPlan) -> int:
+    return plan.world.ranks * plan.config.train.batch_size * plan.config.train.accumulation
