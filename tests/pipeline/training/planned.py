@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,32 +92,37 @@ def plan_training(
     rows: int = 150,
     head: int | None = None,
     kind: str = "cpu",
+    parent: Path | None = None,
     sections: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> RunPlan:
     """Write rows, parent and plan into a run folder.
 
     Args:
+        parent: a model folder; None: a tiny random one is made.
         sections: settings beside those of `train`.
     """
     model = {"model": {"head": {"hidden": head}}} if head else {}
     config = build_config(SETTINGS, {"device": {"kind": kind}, "train": train}, model, sections or {})
     settings = config.train
-    make_model(local / "parent", head=head)
+    if parent is None:
+        make_model(local / "parent", head=head)
+    else:
+        shutil.copytree(parent, local / "parent")
     lengths = write_rows(local / "rows", local / "parent", settings.query_length, max(settings.buckets), rows=rows, held=40)
     files = {
         name: RowFile(sha256=artifact.sha256, size=artifact.size or 0, rows=read_table(local / "rows" / name).num_rows)
         for name, artifact in store.upload_folder(local / "rows", paths.rows).items()
     }
-    parent = store.join(paths.bucket_root, "parent")
-    store.upload_folder(local / "parent", parent)
+    uri = store.join(paths.bucket_root, "parent")
+    store.upload_folder(local / "parent", uri)
     counts = count_steps(lengths, config, ranks)
     world = World(kind=kind, precision=config.device.precision, nodes=nodes, ranks_per_node=ranks // nodes)
     plan = RunPlan(
         run=paths.run_id,
         created=now(),
         config=config,
-        parent=Parent(uri=parent, folder=parent, sha256=store.sha256_file(local / "parent" / WEIGHTS)),
+        parent=Parent(uri=uri, folder=uri, sha256=store.sha256_file(local / "parent" / WEIGHTS)),
         world=world,
         train=TrainPlan(
             new=(),
