@@ -83,7 +83,7 @@ def run(context: StageContext) -> StageOutput | None:
                 device=device,
                 encoder=begin.encoder,
                 optimizer=begin.optimizer,
-                parent=begin.parent,
+                source=begin.source,
                 batches=TrainingBatches(
                     rows / "train.arrow",
                     context.world,
@@ -108,18 +108,18 @@ def run(context: StageContext) -> StageOutput | None:
         )
         if not context.world.is_leader:
             return None
-        output = finish(context, device, begin.encoder, begin.parent, progress)
+        output = finish(context, device, begin.encoder, begin.source, progress)
         output.metrics["resumed_from"] = resumed_from
         if plan.graphs:
             output.metrics["graphs"] = watch.report(context)
         return output
 
 
-def finish(context: StageContext, device: Device, encoder: Encoder, parent: Path, progress: Progress) -> StageOutput:
+def finish(context: StageContext, device: Device, encoder: Encoder, source: Path, progress: Progress) -> StageOutput:
     """Write the finished model, and say what was done."""
     context.heartbeat.beat(progress.step, progress.step, unit="pairs", note="writing the model")
     folder = context.scratch / "train" / "model"
-    save_folder(encoder, folder, parent, device.to_host(encoder.state_dict()))
+    save_folder(encoder, folder, source, device.to_host(encoder.state_dict()))
     written = store.upload_folder(folder, context.paths.model)
     return StageOutput(
         inputs={"parent": Artifact(context.plan.parent.uri, context.plan.parent.sha256)},

@@ -41,7 +41,7 @@ class Training:
 
     Attributes:
         steps: optimizer steps of the whole run.
-        parent: a model folder with the tokenizer.
+        source: a model folder with the tokenizer.
         watch: what is compiled.
         monitor: what the host does meanwhile.
         interruption: whether to end before the last step.
@@ -53,7 +53,7 @@ class Training:
     device: Device
     encoder: Encoder
     optimizer: torch.optim.Optimizer
-    parent: Path
+    source: Path
     batches: Batches
     validation: ValidationSet
     heartbeat: Heartbeat
@@ -240,7 +240,7 @@ def _checkpoint(run: Training, progress: Progress, *, validated: bool) -> None:
     begun = time.monotonic()
     run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="checkpoint")
     run.metrics.snapshot(run.checkpoints.folder(progress.step))
-    files = checkpoint_files(run.encoder, run.optimizer, run.device, run.parent)
+    files = checkpoint_files(run.encoder, run.optimizer, run.device, run.source)
     score = progress.last_validation.get(run.config.gate.metric) if validated else None
     run.checkpoints.save(progress, files, score=score)
     stalled = time.monotonic() - begun

@@ -33,13 +33,13 @@ class Start:
     """Where training starts on this rank.
 
     Attributes:
-        parent: local model folder.
+        source: local model folder that the weights come from: the checkpoint's, or the parent.
         checkpoint: what is gone on from; None: from the parent.
     """
 
     encoder: Encoder
     optimizer: torch.optim.AdamW
-    parent: Path
+    source: Path
     checkpoint: Checkpoint | None
 
     @property
@@ -58,10 +58,13 @@ def start(context: StageContext, device: Device) -> Start:
     plan, config = context.plan, context.plan.config
     if context.world.size != plan.world.ranks:
         raise BadConfig("the number of ranks is not the plan's", value=context.world.size, rule=f"{plan.world.ranks} ranks")
-    context.heartbeat.beat(note="fetching the parent")
-    parent = store.local_folder(plan.parent.folder, context.scratch / "parent")
     checkpoint = newest_checkpoint(context, device)
-    encoder = load_encoder(checkpoint.folder if checkpoint else parent, config.model)
+    if checkpoint:
+        source = checkpoint.folder
+    else:
+        context.heartbeat.beat(note="fetching the parent")
+        source = store.local_folder(plan.parent.folder, context.scratch / "parent")
+    encoder = load_encoder(source, config.model)
     require_length(encoder, max(*config.train.buckets, config.train.query_length), "train.buckets")
     require_length(encoder, max(config.embed.buckets), "embed.buckets")
     # The fused kernel's backward pass is slow on processors (torch 2.9), and graph compilers fuse plain products by themselves.
@@ -78,7 +81,7 @@ def start(context: StageContext, device: Device) -> Start:
             # They are the leader's: every other rank has its own, which no step depends on.
             restore_random_states(device, checkpoint.folder / RANDOM_FILE)
         log.info("going on from the checkpoint of step %d", checkpoint.progress.step)
-    return Start(encoder=encoder, optimizer=optimizer, parent=parent, checkpoint=checkpoint)
+    return Start(encoder=encoder, optimizer=optimizer, source=source, checkpoint=checkpoint)
 
 
 @contextmanager

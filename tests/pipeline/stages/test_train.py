@@ -120,6 +120,8 @@ def test_finished_run_only_writes_its_model_again(training_run: PlanTraining) ->
     run = training_run(steps=8)
     first = train(run)
     shutil.rmtree(run.paths.model)
+    # Everything comes from the checkpoint.
+    shutil.rmtree(run.plan.parent.folder)
     second = train(run)
     assert second.outputs["model"] == first.outputs["model"]
     assert second.metrics["resumed_from"] == 8

@@ -142,7 +142,7 @@ def training(
         device=device,
         encoder=encoder,
         optimizer=optimizer,
-        parent=context.scratch / "local" / "parent",
+        source=context.scratch / "local" / "parent",
         batches=TrainingBatches(
             rows / "train.arrow",
             context.world,
