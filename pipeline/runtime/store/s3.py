@@ -29,6 +29,9 @@ REQUEST_ATTEMPTS = 4
 REQUEST_SECONDS = REQUEST_ATTEMPTS * (CONNECT_SECONDS + SILENCE_SECONDS) + 7
 """The longest that botocore may take with one request: every attempt stalls, and it pauses up to 1, 2 and 4 seconds in between."""
 
+READ_BYTES = 256 << 10
+"""Taken from a connection at once: what one that breaks off may lose."""
+
 PIECE_BYTES = 8 << 20
 PIECES_AT_ONCE = 4
 PIECES_AHEAD = 2 * PIECES_AT_ONCE
@@ -110,7 +113,7 @@ class ObjectStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._stop - self._position)
+        wanted = min(len(buffer), READ_BYTES, self._stop - self._position)
         if wanted <= 0:
             return 0
         data = persistently(self._uri, lambda: self._read(wanted))
