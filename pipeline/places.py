@@ -7,7 +7,7 @@ Standard library only.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.errors import BadConfig, BadData, TrnpipeError
@@ -66,7 +66,7 @@ class Places:
     read: tuple[str, ...] = ()
     local_paths: bool = False
 
-    def check(self, uris: Iterator[tuple[str, str]], error: type[TrnpipeError] = BadConfig) -> None:
+    def check(self, uris: Iterable[tuple[str, str]], error: type[TrnpipeError] = BadConfig) -> None:
         """Refuse URIs that lead elsewhere.
 
         Args:
