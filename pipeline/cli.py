@@ -275,7 +275,8 @@ def config_check(
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Settings laid over the file.")] = None,
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of the deployment, to check URIs against.")] = None,
     read: Annotated[
-        list[str] | None, typer.Option("--read", metavar="URI", help="A folder of the deployment's setting `read`; repeat for more.")
+        list[str] | None,
+        typer.Option("--read", metavar="URI", help="A folder of the deployment's setting `read`; repeat for more."),
     ] = None,
 ) -> None:
     """Check a configuration file; prints the whole resolved configuration.

@@ -21,7 +21,7 @@ from pipeline.contract import RunPaths, registry_uri
 from pipeline.data.parts import read_part
 from pipeline.data.rows import read_documents
 from pipeline.data.tokens import TextTokenizer
-from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.errors import BadConfig, BadData, MissingInput, StorageRefused
 from pipeline.model.folder import load_encoder
 from pipeline.model.inference import encode
 from pipeline.places import Places
@@ -158,7 +158,7 @@ def read_text(place: Place, plan: RunPlan, mirror: str | None, skipped: int = 0)
                 for identifier, text in read_documents(shard, plan.embed.source, plan.config.data.columns, start, stop):
                     if identifier == place.id:
                         return text
-            except (MissingInput, BadData) as error:
+            except (MissingInput, StorageRefused, BadData) as error:
                 log.warning("the text of %s cannot be read: %s", place.id, error.what)
                 return ""
         first, last = first - rows, last - rows

@@ -12,8 +12,8 @@
         assert [request.fault for request in storage.requests]
 
 Every request is looked at by the rules in their order; the first one that takes it decides. Which of its requests a rule takes
-depends only on their number and the seed, not on time. Faults of the body (Cut, End, Stall) pass the request on first; a body that
-is not longer than their number of bytes arrives whole. A reset may overtake bytes that were sent before it. Everything ends with
+depends only on their number and the seed, not on time. Faults of the body (Cut, End, Stall) pass the request on first; a body
+that is not longer than their number of bytes arrives whole. A reset may overtake bytes that were sent before it. Everything ends with
 the context, or after `lifetime` seconds.
 """
 
@@ -238,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._reset()
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any  # noqa: N815 - the base class's names
 
     def _reply(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
         # send_response would add headers of its own.

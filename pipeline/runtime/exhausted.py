@@ -1,4 +1,4 @@
-"""A host whose disk or memory has run out, recognized in whatever it shows itself by: errno, a library's text, the kernel's count.
+"""A host whose disk or memory has run out, recognized by whatever shows it: errno, a library's text, the kernel's count.
 
 Libraries hide it well: safetensors and tokenizers put the system's text into errors of their own, torch's allocator raises a
 RuntimeError, and the kernel simply kills a process.

@@ -190,7 +190,10 @@ def check_quarantine(context: StageContext, index: int, record: PartRecord) -> t
     if str(digest) != record.quarantined_ids:
         raise BadData(
             "the list of quarantined documents is not what it should be",
-            value=[f"{uri}: sha256 {found}, expected {record.quarantine_sha256}", f"ids {digest}, expected {record.quarantined_ids}"],
+            value=[
+                f"{uri}: sha256 {found}, expected {record.quarantine_sha256}",
+                f"ids {digest}, expected {record.quarantined_ids}",
+            ],
             remedy=AGAIN,
         )
     return digest, hashes

@@ -15,7 +15,15 @@ AWS = Places(own=OWN, read=("s3://lake/clicks", "s3://models/base.safetensors"))
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://bucket/data/x", "s3://bucket", "s3://lake/clicks", "s3://lake/clicks/", "s3://lake/clicks/a/b", "s3://models/base.safetensors"]
+    "uri",
+    [
+        "s3://bucket/data/x",
+        "s3://bucket",
+        "s3://lake/clicks",
+        "s3://lake/clicks/",
+        "s3://lake/clicks/a/b",
+        "s3://models/base.safetensors",
+    ],
 )
 def test_own_bucket_and_what_the_deployment_reads(uri: str) -> None:
     AWS.check([("data.train", uri)])

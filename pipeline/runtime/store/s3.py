@@ -23,11 +23,11 @@ from pipeline.runtime.store.faults import persistently
 
 CONNECT_SECONDS = 10
 SILENCE_SECONDS = 30
-"""Without a byte from storage for this long, a connection counts as broken. S3 answers within seconds, and keeps a long completion
-of a multipart upload alive with white space."""
+"""Without a byte from storage for this long, a connection counts as broken. S3 answers within seconds, and keeps a long
+completion of a multipart upload alive with white space."""
 REQUEST_ATTEMPTS = 4
 REQUEST_SECONDS = REQUEST_ATTEMPTS * (CONNECT_SECONDS + SILENCE_SECONDS) + 7
-"""The longest that botocore may take with one request: every attempt stalls, and it pauses up to 1, 2 and 4 seconds in between."""
+"""The longest that botocore may take with one request: every attempt stalls, with pauses up to 1, 2 and 4 seconds between."""
 
 READ_BYTES = 256 << 10
 """Taken from a connection at once: what one that breaks off may lose."""

@@ -237,7 +237,9 @@ def poison(run: Any) -> None:
     uri = store.join(run.paths.model, "model.safetensors")
     tensors = load(store.read_bytes(uri))
     row = 5 + WORDS.index(POISON)  # behind the special tokens
-    tensors["embeddings.word_embeddings.weight"][row, :2] = float("inf")
+    # Finite, as weights must be; their differences are not.
+    tensors["embeddings.word_embeddings.weight"][row, 0::2] = 3.4e38
+    tensors["embeddings.word_embeddings.weight"][row, 1::2] = -3.4e38
     store.write_bytes(uri, save(tensors, metadata={"format": "pt"}))
 
 
