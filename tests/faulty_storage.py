@@ -13,8 +13,8 @@
 
 Every request is looked at by the rules in their order; the first one that takes it decides. Which of its requests a rule takes
 depends only on their number and the seed, not on time. Faults of the body (Cut, End, Stall) pass the request on first; a body
-that is not longer than their number of bytes arrives whole. A reset may overtake bytes that were sent before it. Everything ends with
-the context, or after `lifetime` seconds.
+that is not longer than their number of bytes arrives whole. A reset may overtake bytes that were sent before it. Everything ends
+with the context, or after `lifetime` seconds.
 """
 
 from __future__ import annotations
