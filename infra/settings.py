@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pipeline.config import RunConfig, build_config, merge, parse_settings
 from pipeline.contract import SHARE_PATTERN
 from pipeline.errors import BadConfig
+from pipeline.places import is_s3, objection
 
 CONTEXT_KEY = "trnpipe"
 
@@ -143,6 +144,9 @@ class Settings(SettingsSection):
     schedule: WeeklySchedule = WeeklySchedule()
     config: dict[str, Any] = Field(default_factory=dict, description="Partial run configuration under every execution's input.")
     read: tuple[str, ...] = Field((), description="s3://BUCKET/PREFIX folders that runs may read beside our own bucket.")
+    local_paths: bool = Field(
+        False, description="Whether runs may name local paths: only where all stages share one machine, as `trnpipe local` does."
+    )
     gang_submit: Literal["sync", "poll"] = Field(
         "sync",
         description="How gangs are submitted: `trnpipe doctor` says which works. `poll` leaves a gang running when its execution "
@@ -184,6 +188,8 @@ class Settings(SettingsSection):
         for uri in uris:
             if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9](/.*)?", uri):
                 raise ValueError(f"{uri!r}: must be s3://BUCKET/PREFIX")
+            if wrong := objection(uri):
+                raise ValueError(f"{uri!r} {wrong}")
         return uris
 
     @model_validator(mode="after")
@@ -205,6 +211,9 @@ class Settings(SettingsSection):
             raise ValueError(f"config.nodes {config.nodes} is none of allowed_nodes {list(self.allowed_nodes)}")
         if config.run is not None:
             raise ValueError("config.run would send every execution into one run folder: give it per execution")
+        local = [f"config.{key} = {uri}" for key, uri in config.uris() if not is_s3(uri)]
+        if local and not self.local_paths:
+            raise ValueError(f"{', '.join(local)}: a local path, which the hosts do not have: put it on S3")
         return self
 
     @property
@@ -222,6 +231,10 @@ class Settings(SettingsSection):
             BadConfig: `config` is not a valid partial configuration.
         """
         return build_config(self.config)
+
+    def readable(self) -> tuple[str, ...]:
+        """What runs may name beside our own bucket: `read`, and what the deployment's config names itself."""
+        return tuple(dict.fromkeys([*self.read, *(uri for _, uri in self.run_config().uris() if is_s3(uri))]))
 
     def readable_objects(self, *, shards: bool, parent: bool) -> tuple[str, ...]:
         """Patterns `BUCKET/KEY` of what runs read outside our bucket: under `read`, and what the deployment's config names.

@@ -6,7 +6,7 @@ that was, and from there to `KeepFailure` (infra/workflow.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,8 @@ class Targets:
         gang_submit: `sync` lets Step Functions wait for a gang; `poll` submits it and looks again and again.
         capacity_wait_minutes: how long a job may wait for hosts, added to every job state's timeout.
         config: the deployment's partial run configuration.
+        read: s3:// folders and files that runs may read beside the bucket.
+        local_paths: whether runs may name local paths.
         defaults: share, registry and lock wait of an execution that names none.
     """
 
@@ -54,6 +56,8 @@ class Targets:
     gang_submit: Literal["sync", "poll"]
     capacity_wait_minutes: int
     config: Mapping[str, Any]
+    read: Sequence[str]
+    local_paths: bool
     defaults: Mapping[str, Any]
 
 

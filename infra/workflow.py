@@ -298,7 +298,12 @@ def _lap(name: str, minutes: int) -> States:
 def _write_input(targets: Targets, *, then: str) -> States:
     """`input.json`. The body is an object, not a string: Step Functions writes a string with its quotes escaped."""
     body = {
-        "deployment": {"config": targets.config, "allowed_nodes": sorted(targets.gangs)},
+        "deployment": {
+            "config": targets.config,
+            "allowed_nodes": sorted(targets.gangs),
+            "read": list(targets.read),
+            "local_paths": targets.local_paths,
+        },
         "execution.$": "$.execution",
         "execution_arn.$": "$$.Execution.Id",
     }
@@ -578,6 +583,8 @@ class Workflow(Construct):
             gang_submit=settings.gang_submit,
             capacity_wait_minutes=settings.capacity_wait_hours * 60,
             config=settings.config,
+            read=settings.readable(),
+            local_paths=settings.local_paths,
             defaults={"share": config.share, "registry": config.registry, "wait_minutes": config.lock.wait_minutes},
         )
         self.state_machine = sfn.StateMachine(

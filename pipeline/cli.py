@@ -273,11 +273,26 @@ def config_schema() -> None:
 def config_check(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Settings laid over the file.")] = None,
+    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of the deployment, to check URIs against.")] = None,
+    read: Annotated[
+        list[str] | None,
+        typer.Option("--read", metavar="URI", help="A folder of the deployment's setting `read`; repeat for more."),
+    ] = None,
 ) -> None:
-    """Check a configuration file; prints the whole resolved configuration."""
-    from pipeline.config import build_config, load_config_file, parse_settings
+    """Check a configuration file; prints the whole resolved configuration.
 
-    typer.echo(build_config(load_config_file(file), parse_settings(settings or [])).model_dump_json(indent=2))
+    With --bucket also whether a run of that deployment may read every URI; without it they are listed with what they need.
+    """
+    from pipeline.config import build_config, load_config_file, parse_settings
+    from pipeline.places import Places, is_s3
+
+    config = build_config(load_config_file(file), parse_settings(settings or []))
+    if bucket:
+        Places(own=bucket.rstrip("/"), read=tuple(read or ())).check(config.uris())
+    typer.echo(config.model_dump_json(indent=2))
+    for key, uri in () if bucket else config.uris():
+        needs = "the deployment's bucket, or its setting `read`" if is_s3(uri) else "a local run"
+        typer.echo(f"note: {key}: {uri} needs {needs}", err=True)
 
 
 def main() -> NoReturn:

@@ -14,13 +14,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.contract import REGISTRY_NAME_PATTERN, RUN_ID_PATTERN, SHARE_PATTERN
 from pipeline.errors import BadConfig, MissingInput
+from pipeline.places import objection
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
+
+
+def _well_formed(uri: str) -> str:
+    if wrong := objection(uri):
+        raise ValueError(wrong)
+    return uri
+
+
+Uri = Annotated[str, AfterValidator(_well_formed)]
+"""s3://BUCKET/KEY or a local path; whether a deployment may read it is its own matter (pipeline/places)."""
 
 
 class Section(BaseModel):
@@ -32,8 +43,8 @@ class Section(BaseModel):
 class DataConfig(Section):
     """What is read. Folders are listed recursively; `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` count as shards."""
 
-    train: tuple[str, ...] = Field((), description="URIs of training shards or folders of them: rows {id, query, document}.")
-    corpus: tuple[str, ...] = Field(
+    train: tuple[Uri, ...] = Field((), description="URIs of training shards or folders of them: rows {id, query, document}.")
+    corpus: tuple[Uri, ...] = Field(
         (), description="URIs of corpus shards or folders: rows {id, text}. Empty: the documents of all training rows."
     )
     columns: dict[str, str] = Field(
@@ -60,12 +71,12 @@ class HeadConfig(Section):
 class ModelConfig(Section):
     """The encoder and where it starts."""
 
-    parent: str | None = Field(
+    parent: Uri | None = Field(
         None,
         description="URI of the checkpoint to continue from (Hugging Face or sentence-transformers folder, .safetensors, "
         ".pt/.bin/.pth state_dict, training checkpoint). None: what the registry points at.",
     )
-    base: str | None = Field(None, description="Folder with config.json and tokenizer for a parent that is a bare weight file.")
+    base: Uri | None = Field(None, description="Folder with config.json and tokenizer for a parent that is a bare weight file.")
     weights_key: str | None = Field(None, description="Key under which a training checkpoint holds the weights; None: found.")
     pooling: Literal["mean", "cls"] = "mean"
     normalize: bool = True
@@ -166,7 +177,7 @@ class CompileConfig(Section):
         True, description="Compile again what failed in an earlier run, instead of failing from the cache."
     )
     parallel: PositiveInt = Field(8, description="Compilers that run at the same time.")
-    cache: str | None = Field(
+    cache: Uri | None = Field(
         None,
         description="s3:// URI under which the compiler's persistent caches are; None: graphs/neuron-cache in the run's bucket.",
     )
@@ -267,6 +278,9 @@ class EmbedConfig(Section):
 
     children: Annotated[int, Field(ge=1, le=10_000)] = Field(4, description="Array size: independent jobs that share the parts.")
     rows_per_part: PositiveInt = 100_000
+    max_bad_fraction: Fraction = Field(
+        0.001, description="Documents that may be left out (and quarantined) before the run ends with 65."
+    )
     dtype: Literal["float32", "float16"] = "float32"
     buckets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
         (32, 64, 128, 256), description="Static lengths in tokens, ascending."
@@ -322,6 +336,13 @@ class RunConfig(Section):
     publish: PublishConfig = PublishConfig()
     report: ReportConfig = ReportConfig()
     lock: LockConfig = LockConfig()
+
+    def uris(self) -> Iterator[tuple[str, str]]:
+        """Every URI that the configuration names, after the key that names it."""
+        yield from (("data.train", uri) for uri in self.data.train)
+        yield from (("data.corpus", uri) for uri in self.data.corpus)
+        single = {"model.parent": self.model.parent, "model.base": self.model.base, "compile.cache": self.compile.cache}
+        yield from ((key, uri) for key, uri in single.items() if uri is not None)
 
     @field_validator("run")
     @classmethod
@@ -401,10 +422,14 @@ class Deployment(Section):
     Attributes:
         config: partial RunConfig that stands under the execution's input.
         allowed_nodes: node counts that have job definitions.
+        read: s3:// folders and files that runs may read beside the bucket of the run folder.
+        local_paths: whether runs may name local paths: all stages share one machine.
     """
 
     config: dict[str, Any] = Field(default_factory=dict)
     allowed_nodes: tuple[int, ...] = (1,)
+    read: tuple[Uri, ...] = ()
+    local_paths: bool = False
 
 
 class RunInput(Section):

@@ -219,8 +219,12 @@ class RunPaths:
         return f"{self.root}/embed/part-{index:05d}-of-{count:05d}.parquet"
 
     def part_manifest(self, index: int, count: int) -> str:
-        """What a finished part holds, written after it: `{sha256, rows, ids, dimension, dtype, seconds}`."""
+        """What a finished part holds, written after it: `{sha256, rows, ids, quarantined, dimension, dtype, seconds}`."""
         return f"{self.root}/embed/part-{index:05d}-of-{count:05d}.json"
+
+    def part_quarantine(self, index: int, count: int) -> str:
+        """The documents of a part that have no embedding, where there are any: a JSON line each, `{row, id, reason}`."""
+        return f"{self.root}/embed/part-{index:05d}-of-{count:05d}.quarantine.jsonl"
 
     @property
     def embed_manifest(self) -> str:

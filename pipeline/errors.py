@@ -80,7 +80,16 @@ class BadData(TrnpipeError):
 
 
 class MissingInput(TrnpipeError):
-    """A bucket, object or file that is not there or not readable: exit 66, no retry."""
+    """A bucket, object or file that is not there: exit 66, no retry."""
+
+    exit_code = ExitCode.MISSING_INPUT
+
+
+class StorageRefused(TrnpipeError):
+    """Storage answered, and its answer is no: exit 66, no retry.
+
+    Not a MissingInput: what may be absent at times must not be taken for absent when access to it is denied.
+    """
 
     exit_code = ExitCode.MISSING_INPUT
 

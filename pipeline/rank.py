@@ -7,7 +7,6 @@ output, and turns whatever went wrong into `failure-RANK.json` in the node folde
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import platform
@@ -18,9 +17,10 @@ from importlib import metadata
 from pathlib import Path
 
 from pipeline.contract import RunPaths, Stage, StageResult, now
-from pipeline.errors import BadConfig, Defect, ExitCode, MissingInput, Transient, TrnpipeError
+from pipeline.errors import BadConfig, Defect, ExitCode, MissingInput, TrnpipeError
 from pipeline.runtime import failure, store, tether
 from pipeline.runtime.context import StageContext, StageOutput, node_folder
+from pipeline.runtime.exhausted import exhaustion
 from pipeline.runtime.heartbeat import Heartbeat
 from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.world import World
@@ -121,10 +121,8 @@ def as_expected(error: BaseException, world: World) -> TrnpipeError:
         return error
     if world.size > 1 and is_peer_trouble(error):
         return failure.lost_peer(first_line(error))
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return Transient("the disk is full", value=error, remedy="use a larger root volume or fewer kept checkpoints")
-    if isinstance(error, MemoryError):
-        return Defect("out of host memory", value=error, remedy="use a smaller batch or a larger instance")
+    if exhausted := exhaustion(error):
+        return exhausted
     if type(error).__name__ == "OutOfMemoryError":  # torch's; the framework need not be loaded for a stage to fail
         return BadConfig("out of device memory", value=first_line(error), remedy="use a smaller batch, or a device with more")
     return Defect(f"{type(error).__name__}: {error}", rule=failure.UNEXPECTED_RULE, remedy="report it with the log above")

@@ -21,9 +21,10 @@ from pipeline.contract import RunPaths, registry_uri
 from pipeline.data.parts import read_part
 from pipeline.data.rows import read_documents
 from pipeline.data.tokens import TextTokenizer
-from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.errors import BadConfig, BadData, MissingInput, StorageRefused
 from pipeline.model.folder import load_encoder
 from pipeline.model.inference import encode
+from pipeline.places import Places
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
 from pipeline.runtime.device import open_device
@@ -74,13 +75,18 @@ def search(
     pointer = read_pointer(bucket_root, registry)
     # Files of a local run name the bucket that stood for its state folder.
     mirror = None if bucket else bucket_root
-    manifest = store.read_json(mirrored(pointer["embeddings"], mirror))
+    places = Places(own=bucket_root)
+    named = {name: mirrored(pointer[name], mirror) for name in ("model", "embeddings")}
+    places.check(((f"the registry's {name}", uri) for name, uri in named.items()), BadData)
+    manifest = store.read_json(named["embeddings"])
+    places.check((("a part", mirrored(part["uri"], mirror)) for part in manifest["parts"]), BadData)
     plan = RunPlan.from_json(store.read_bytes(RunPaths(store.join(bucket_root, "runs", pointer["run"])).plan))
     with tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
-        model = store.local_folder(mirrored(pointer["model"], mirror), Path(scratch) / "model")
+        model = store.local_folder(named["model"], Path(scratch) / "model")
         vector = embed_query(query, model, plan)
-        places = best_places(vector, manifest, mirror, Path(scratch), count)
-    return [Hit(place.id, place.score, read_text(place, plan, mirror)) for place in places]
+        best = best_places(vector, manifest, mirror, Path(scratch), count)
+    skipped = [part.get("quarantined", 0) for part in manifest["parts"]]
+    return [Hit(place.id, place.score, read_text(place, plan, mirror, skipped[place.part])) for place in best]
 
 
 def read_pointer(bucket_root: str, registry: str) -> dict[str, Any]:
@@ -135,19 +141,28 @@ def best_places(
     return best
 
 
-def read_text(place: Place, plan: RunPlan, mirror: str | None) -> str:
-    """A document's text from the shard it came from, empty if that is no longer there as it was."""
-    row = place.row
+def read_text(place: Place, plan: RunPlan, mirror: str | None, skipped: int = 0) -> str:
+    """A document's text from the shard it came from, empty if that is no longer there as it was.
+
+    Args:
+        skipped: documents of the part that have no embedding: so many rows further down the text may stand.
+    """
+    first, last = place.row, place.row + skipped
     for span in plan.embed.parts[place.part].spans:
-        if row < span.stop - span.start:
+        rows = span.stop - span.start
+        if first < rows:
             shard = plan.embed.shards[span.shard]
             shard = shard.model_copy(update={"uri": mirrored(shard.uri, mirror)})
-            start = span.start + row
+            start, stop = span.start + max(first, 0), span.start + min(last + 1, rows)
             try:
-                [(_, text)] = read_documents(shard, plan.embed.source, plan.config.data.columns, start, start + 1)
-            except (MissingInput, BadData) as error:
+                for identifier, text in read_documents(shard, plan.embed.source, plan.config.data.columns, start, stop):
+                    if identifier == place.id:
+                        return text
+            except (MissingInput, StorageRefused, BadData) as error:
                 log.warning("the text of %s cannot be read: %s", place.id, error.what)
                 return ""
-            return text
-        row -= span.stop - span.start
-    raise AssertionError(f"part {place.part} has no row {place.row}")
+        first, last = first - rows, last - rows
+        if last < 0:
+            break
+    log.warning("the text of %s is not where it was", place.id)
+    return ""

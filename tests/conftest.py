@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import boto3
 import pytest
@@ -48,3 +50,17 @@ def s3_root(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     bucket.objects.delete()
     bucket.delete()
     store._s3_client_of.cache_clear()
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes, which fills up for real (tmpfs; mounting it takes root)."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)

@@ -85,6 +85,8 @@ def local_context(allowed_nodes: tuple[int, ...], run_config: Mapping[str, Any],
             "allowed_nodes": list(allowed_nodes),
             "max_vcpus": 128 * max(4, *allowed_nodes),
             "config": dict(run_config),
+            # All stages are processes of this machine.
+            "local_paths": True,
             **settings,
         },
     }

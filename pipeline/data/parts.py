@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.ids import IdDigest
 from pipeline.errors import BadData
 
 READ_ROWS = 65_536
@@ -32,6 +34,9 @@ class PartRecord:
         sha256, size: of the Parquet file (size in bytes).
         rows: documents in it.
         ids: order-independent digest of their ids (pipeline/data/ids).
+        quarantined: documents of the part that have no embedding, and stand in a list beside it.
+        quarantined_ids: digest of their ids.
+        quarantine_sha256: of that list; empty where there is none.
         dimension, dtype: of an embedding; dtype is `float32` or `float16`.
         model: sha256 of the weights that made it.
         fingerprint: of the plan it was made under.
@@ -54,6 +59,9 @@ class PartRecord:
     finished: str
     seconds: float
     documents_per_second: float
+    quarantined: int = 0
+    quarantined_ids: str = str(IdDigest())
+    quarantine_sha256: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
@@ -71,6 +79,35 @@ class PartRecord:
             raise BadData(
                 "the record of a part cannot be read", value=str(error), remedy="delete it and run embed again"
             ) from error
+
+
+class QuarantinedDocument(NamedTuple):
+    """A document without an embedding: its place among the part's documents, its id, and why."""
+
+    row: int
+    id: str
+    reason: str
+
+
+def quarantine_to_json(documents: Sequence[QuarantinedDocument]) -> bytes:
+    """A part's list: one JSON line per document."""
+    return "".join(json.dumps(document._asdict()) + "\n" for document in documents).encode()
+
+
+def quarantine_from_json(data: bytes) -> list[QuarantinedDocument]:
+    """Read a part's list back.
+
+    Raises:
+        BadData: not such a list.
+    """
+    try:
+        return [QuarantinedDocument(**json.loads(line)) for line in data.splitlines()]
+    except (ValueError, TypeError) as error:
+        raise BadData(
+            "the list of a part's quarantined documents cannot be read",
+            value=str(error),
+            remedy="delete the part's record and run embed again",
+        ) from error
 
 
 def part_schema(dimension: int, dtype: str) -> pa.Schema:

@@ -51,3 +51,32 @@ class TextTokenizer:
         """Token ids of each text, special tokens included, at most `max_length` of them."""
         self._backend.enable_truncation(max_length, direction=self._direction)
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=True)]
+
+    def encode_each(self, texts: Sequence[str], max_length: int) -> list[list[int] | str]:
+        """As `encode`, but a text that the tokenizer cannot take, or makes nothing of, leaves the others alone.
+
+        Returns:
+            For each text its token ids, or why there are none.
+        """
+        encoded: list[list[int] | str]
+        try:
+            encoded = [*self.encode(texts, max_length)]
+        except BaseException as error:
+            if not _is_about_a_text(error):
+                raise
+            encoded = [self._encode_one(text, max_length) for text in texts]
+        return [tokens or "the tokenizer makes no token of it" for tokens in encoded]
+
+    def _encode_one(self, text: str, max_length: int) -> list[int] | str:
+        try:
+            [tokens] = self.encode([text], max_length)
+        except BaseException as error:
+            if not _is_about_a_text(error):
+                raise
+            return f"the tokenizer cannot take it: {type(error).__name__}: {error}"
+        return tokens
+
+
+def _is_about_a_text(error: BaseException) -> bool:
+    """Whether an exception may be one text's fault. A panic inside the tokenizers library is no Exception."""
+    return (isinstance(error, Exception) and not isinstance(error, MemoryError)) or type(error).__name__ == "PanicException"

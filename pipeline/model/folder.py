@@ -23,6 +23,7 @@ from pipeline.config import ModelConfig
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import FAMILIES, Encoder, new_encoder
 from pipeline.model.weights import fill, read_weights, weight_files
+from pipeline.places import check_name
 
 log = logging.getLogger("trnpipe")
 
@@ -161,7 +162,11 @@ def save_folder(encoder: Encoder, folder: Path, source: Path, weights: Mapping[s
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:
-    return _read_json(folder / "modules.json") if (folder / "modules.json").is_file() else []
+    modules: list[dict[str, Any]] = _read_json(folder / "modules.json") if (folder / "modules.json").is_file() else []
+    for module in modules:
+        if module["path"]:  # empty: the folder itself
+            check_name(str(module["path"]))
+    return modules
 
 
 def _kinds(modules: list[dict[str, Any]]) -> list[str]:

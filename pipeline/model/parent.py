@@ -26,6 +26,7 @@ from pipeline.model.folder import (
     transformer_folder,
 )
 from pipeline.model.weights import fill, read_weights, weight_files
+from pipeline.places import check_name
 from pipeline.runtime import store
 
 log = logging.getLogger("trnpipe")
@@ -124,7 +125,7 @@ def _verify_manifest(folder: Path) -> None:
         return
     try:
         files = json.loads(path.read_text())["files"]
-        changed = [name for name, entry in files.items() if not _is_whole(folder / name, entry["sha256"])]
+        changed = [name for name, entry in files.items() if not _is_whole(folder / check_name(name), entry["sha256"])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadData("the checkpoint's manifest cannot be read", value=f"{path}: {error}") from error
     if changed:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder
+from pipeline.places import check_name
 
 log = logging.getLogger("trnpipe")
 
@@ -87,7 +88,7 @@ def weight_files(folder: Path) -> list[Path]:
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (ValueError, KeyError, AttributeError) as error:
                 raise BadData("the index of the weight files cannot be read", value=f"{index}: {error}") from error
-            return [folder / name for name in names]
+            return [folder / check_name(str(name)) for name in names]
     found = sorted(path for path in folder.glob("*") if path.suffix in WEIGHT_SUFFIXES and not path.name.startswith(NOT_WEIGHTS))
     if not found:
         raise MissingInput("the model folder has no weight file", value=folder, rule="model.safetensors, or one weight file")

@@ -26,7 +26,7 @@ from enum import Enum
 from typing import IO
 
 from pipeline.contract import STAGES, Stage, now
-from pipeline.errors import BadConfig, Defect, MissingInput, NoProgress, Transient
+from pipeline.errors import BadConfig, Defect, MissingInput, NoProgress, StorageRefused, Transient
 from pipeline.runtime import store, taxonomy, tether
 from pipeline.runtime.world import NodeWorld
 
@@ -417,7 +417,7 @@ def unregister(cache: str, run: str) -> None:
     """Forget the note; at its best: one that stays counts as old after LONGEST_COMPILE_SECONDS."""
     try:
         store.delete(_note(cache, run))
-    except (Transient, MissingInput) as error:
+    except (Transient, MissingInput, StorageRefused) as error:
         log.warning("the note of use stays: %s", " | ".join(str(error).splitlines()))
 
 

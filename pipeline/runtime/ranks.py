@@ -25,6 +25,7 @@ from typing import IO
 from pipeline.contract import Stage, StageFailure
 from pipeline.errors import Defect, ExitCode, Transient, TrnpipeError
 from pipeline.runtime import failure, neuron_launch, tether
+from pipeline.runtime.exhausted import MEMORY_REMEDY, kernel_kills
 from pipeline.runtime.output import Output
 from pipeline.runtime.taxonomy import Action, Finding
 from pipeline.runtime.world import ROOT_COMM_PORT, NodeWorld
@@ -143,6 +144,7 @@ class Ranks(ABC):
         self.numbers = [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)]
         self._launch = launch
         self._output = output
+        self._kills_before = kernel_kills()
 
     @property
     @abstractmethod
@@ -223,6 +225,11 @@ class Ranks(ABC):
     @staticmethod
     def _may_follow(line: Finding) -> bool:
         return line.row.action is Action.FOLLOW
+
+    def _unexplained(self, rank: int, code: int) -> StageFailure:
+        """The failure of a rank that ended with this status and left none."""
+        killed = kernel_kills() > self._kills_before
+        return self.explained(self._describe(unexplained_end(rank, code, out_of_memory=killed), rank), known=False)
 
     def _describe(self, error: TrnpipeError, rank: int) -> StageFailure:
         launch = self._launch
@@ -346,7 +353,7 @@ class ProcessRanks(Ranks):
             return left
         if left is not None:
             return self.explained(left, known=True)
-        return self.explained(self._describe(unexplained_end(rank.rank, code), rank.rank), known=False)
+        return self._unexplained(rank.rank, code)
 
 
 class TorchrunRanks(Ranks):
@@ -491,8 +498,7 @@ class TorchrunRanks(Ranks):
             return left
         first = neuron_launch.first_failed_rank((self._logs.parent / "torchrun.err").read_text("utf-8", "replace"))
         if first is not None:
-            rank = self._launch.rank(first[0])
-            return [self.explained(self._describe(unexplained_end(rank, first[1]), rank), known=False)]
+            return [self._unexplained(self._launch.rank(first[0]), first[1])]
         # Killed itself, its ranks died with it; or the other nodes never came.
         error = torchrun_end(code, self._own.last_lines(-1), started=bool(self._pids))
         return [self.explained(self._describe(error, self.numbers[0]), known=False)]
@@ -560,15 +566,26 @@ def _place(rank: int, first: Sequence[int]) -> tuple[int, int]:
     return (first.index(rank) if rank in first else len(first), rank)
 
 
-def unexplained_end(rank: int, code: int) -> TrnpipeError:
-    """What to say of a rank that ended with this status and left no explanation."""
+def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> TrnpipeError:
+    """What to say of a rank that ended with this status and left no explanation.
+
+    Args:
+        out_of_memory: the kernel has killed processes for want of memory while the ranks ran.
+    """
+    if code == -signal.SIGKILL and out_of_memory:
+        return Transient(
+            f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
+            value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
+            rule="all ranks of a node and what they prefetch fit the memory of the job",
+            remedy=f"{MEMORY_REMEDY}; the run is retried from its last checkpoint or part",
+        )
     if code < 0:
         name = signal.Signals(-code).name
         return Transient(
             f"rank {rank} was killed by {name}",
             value=f"signal {-code}",
             rule="a killed process may do better in a new attempt",
-            remedy="SIGKILL usually comes from the host's out-of-memory killer: fewer ranks or smaller batches"
+            remedy=f"SIGKILL usually comes from the host's out-of-memory killer: {MEMORY_REMEDY}"
             if name == "SIGKILL"
             else "see the log above",
         )

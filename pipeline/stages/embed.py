@@ -1,30 +1,32 @@
 """embed: one child of the array that embeds the whole corpus with the new model, part after part.
 
 Child i takes the plan's parts i, i + children, ...; reads their rows from the corpus shards and writes `embed/part-....parquet`,
-then the part's record. Complete parts are left alone, so a child that is interrupted loses at most the part it was in. The child
-that finds the parts of all children complete speaks for the stage.
+then the part's record. Complete parts are left alone, so a child that is interrupted loses at most the part it was in. A document
+that cannot be embedded is left out and listed beside its part, up to a share of the corpus. The child that finds the parts of all
+children complete speaks for the stage.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.contract import EAGER_KINDS, Artifact, now
 from pipeline.data.ids import IdDigest
-from pipeline.data.parts import PartRecord, PartWriter
+from pipeline.data.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
 from pipeline.data.rows import read_documents
 from pipeline.data.tokens import TextTokenizer
-from pipeline.errors import BadData
+from pipeline.errors import BadData, Transient
 from pipeline.model.compiled import encode_function, known_graphs
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode, plan_batches
@@ -40,6 +42,11 @@ WINDOW_ROWS = 16_384
 """Rows that are sorted by length together, and make one row group. More would pad less and hold more: with 384 dimensions in fp32
 a window takes 25 MB of embeddings and about as much of tokens."""
 
+MOST_WRITES = 4
+"""Of one part: another child that writes it too has one copy of it to write, and seldom comes between more than once."""
+
+EXAMPLES = 20
+
 Item = TypeVar("Item")
 
 
@@ -50,7 +57,7 @@ def run(context: StageContext) -> StageOutput | None:
         The stage's output if the parts of all children are complete, else None.
 
     Raises:
-        BadData: a shard is not the one that was planned with, or an embedding is not finite.
+        BadData: a shard is not the one that was planned with, or too many documents cannot be embedded.
     """
     plan, world = context.plan.embed, context.world
     child = world.node.array_index
@@ -89,11 +96,22 @@ def complete_part(context: StageContext, index: int, model: Artifact, *, deep: b
         log.warning("part %d: %s; doing it again", index, error.what)
         return None
     expected = (plan.fingerprint, model.sha256, plan.embed.parts[index].rows, info.size)
-    found = (record.fingerprint, record.model, record.rows, record.size)
-    if found != expected or (deep and store.sha256(info.uri) != record.sha256):
+    found = (record.fingerprint, record.model, record.rows + record.quarantined, record.size)
+    if found != expected or (deep and not _is_its_records(context, index, record)):
         log.warning("part %d is not what its record says; doing it again", index)
         return None
     return record
+
+
+def _is_its_records(context: StageContext, index: int, record: PartRecord) -> bool:
+    """Whether the content of a part, and of its list, is what the record says."""
+    count = len(context.plan.embed.parts)
+    if store.sha256(context.paths.part(index, count)) != record.sha256:
+        return False
+    if not record.quarantined:
+        return True
+    uri = quarantine_uri(context, index)
+    return store.exists(uri) and store.sha256(uri) == record.quarantine_sha256
 
 
 @dataclass(kw_only=True)
@@ -145,69 +163,200 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
     )
 
 
+@dataclass(kw_only=True)
+class MadePart:
+    """A part that is computed and stands in a local file.
+
+    Attributes:
+        digest: of the ids in it.
+        bad: documents that are not.
+        tokens, padded_tokens: of the documents in it, and computed with padding.
+        started: ISO 8601 in UTC.
+        begun: monotonic seconds, of the same moment.
+    """
+
+    index: int
+    path: Path
+    started: str
+    begun: float
+    digest: IdDigest = field(default_factory=IdDigest)
+    bad: list[QuarantinedDocument] = field(default_factory=list)
+    tokens: int = 0
+    padded_tokens: int = 0
+
+
 def embed_part(worker: Worker, index: int) -> PartRecord:
     """Embed one part and upload it, its record last.
 
     Raises:
-        BadData: an embedding that is not finite, or a shard that has changed.
+        BadData: too many documents that cannot be embedded, or a shard that has changed.
     """
-    context, config = worker.context, worker.context.plan.config.embed
-    part, count = context.plan.embed.parts[index], len(context.plan.embed.parts)
-    started, clock = now(), time.monotonic()
-    path = context.scratch / f"part-{index:05d}.parquet"
-    digest = IdDigest()
-    tokens = padded_tokens = 0
-    with PartWriter(path, worker.dimension, config.dtype) as writer:
-        for ids, token_lists in ahead(windows(worker, part)):
-            embeddings = encode(
-                worker.encode_with, worker.device, token_lists, config.buckets, config.tokens_per_batch, on_progress=worker.beat
-            )
-            writer.write(ids, checked(ids, embeddings.numpy().astype(config.dtype, copy=False)))
-            for identifier in ids:
-                digest.add(identifier)
-            lengths = np.array([len(item) for item in token_lists])
-            static = worker.device.kind not in EAGER_KINDS
-            batches = plan_batches(lengths, config.buckets, config.tokens_per_batch, static=static)
-            tokens += int(lengths.sum())
-            padded_tokens += sum(batch.slots * batch.length for batch in batches)
-            worker.done += len(ids)
-    artifact = store.upload(path, context.paths.part(index, count))
-    path.unlink()
-    seconds = time.monotonic() - clock
-    record = PartRecord(
-        sha256=artifact.sha256,
-        size=artifact.size,
-        rows=part.rows,
-        ids=str(digest),
-        dimension=worker.dimension,
-        dtype=config.dtype,
-        model=worker.model.sha256,
-        fingerprint=context.plan.fingerprint,
-        tokens=tokens,
-        padded_tokens=padded_tokens,
-        started=started,
-        finished=now(),
-        seconds=seconds,
-        documents_per_second=part.rows / seconds,
-    )
-    store.write_bytes(context.paths.part_manifest(index, count), record.to_json())
-    log.info("part %d of %d: %d documents, %.0f per second", index + 1, count, part.rows, record.documents_per_second)
+    made = make_part(worker, index)
+    record = keep_part(worker, made)
+    made.path.unlink()
+    count = len(worker.context.plan.embed.parts)
+    log.info("part %d of %d: %d documents, %.0f per second", index + 1, count, record.rows, record.documents_per_second)
+    if made.bad:
+        log.warning("part %d of %d: %d documents have no embedding", index + 1, count, len(made.bad))
     return record
 
 
-def windows(worker: Worker, part: PartPlan) -> Iterator[tuple[list[str], list[list[int]]]]:
-    """Ids and token ids of a part's rows in their order, WINDOW_ROWS at a time."""
+def make_part(worker: Worker, index: int) -> MadePart:
+    """Compute a part. A document that the tokenizer or the model cannot cope with is left out: no other one depends on it.
+
+    Raises:
+        BadData: more such documents than the whole corpus may have, or a shard that has changed.
+    """
+    context, config = worker.context, worker.context.plan.config.embed
+    path = context.scratch / f"part-{index:05d}.parquet"
+    made = MadePart(index=index, path=path, started=now(), begun=time.monotonic())
+    with PartWriter(path, worker.dimension, config.dtype) as writer:
+        for window in ahead(windows(worker, context.plan.embed.parts[index])):
+            made.bad += window.bad
+            if window.documents:
+                embed_window(worker, window, made, writer)
+            worker.done += len(window.documents) + len(window.bad)
+            if too_many(context, len(made.bad)):
+                store.write_bytes(quarantine_uri(context, index), quarantine_to_json(made.bad))
+                raise too_many_bad(context, len(made.bad), [f"{one.id}: {one.reason}" for one in made.bad])
+    return made
+
+
+def embed_window(worker: Worker, window: Window, made: MadePart, writer: PartWriter) -> None:
+    """Embed a window's documents; those whose embeddings are not finite are left out."""
+    config = worker.context.plan.config.embed
+    token_lists = [document.tokens for document in window.documents]
+    found = encode(
+        worker.encode_with, worker.device, token_lists, config.buckets, config.tokens_per_batch, on_progress=worker.beat
+    )
+    with np.errstate(over="ignore"):
+        embeddings = found.numpy().astype(config.dtype, copy=False)
+    finite = np.isfinite(embeddings).all(axis=1)
+    for row in np.flatnonzero(~finite):
+        document = window.documents[row]
+        made.bad.append(QuarantinedDocument(document.row, document.id, f"its embedding is not finite in {config.dtype}"))
+    ids = [document.id for document, good in zip(window.documents, finite, strict=True) if good]
+    if ids:
+        writer.write(ids, embeddings[finite])
+    for identifier in ids:
+        made.digest.add(identifier)
+    lengths = np.array([len(tokens) for tokens in token_lists])
+    static = worker.device.kind not in EAGER_KINDS
+    batches = plan_batches(lengths, config.buckets, config.tokens_per_batch, static=static)
+    made.tokens += int(lengths.sum())
+    made.padded_tokens += sum(batch.slots * batch.length for batch in batches)
+
+
+def keep_part(worker: Worker, made: MadePart) -> PartRecord:
+    """Upload a part, its list and then its record, until what stands there fits together.
+
+    A child may run twice at the same time, when a host that was given up for lost is not, and two hosts need not round alike: the
+    file of one must not stay with the record of the other. Each looks after its last write, so who writes last sees what stays.
+
+    Raises:
+        Transient: somebody else kept on writing the part as well.
+    """
+    context, index = worker.context, made.index
+    count = len(context.plan.embed.parts)
+    for _ in range(MOST_WRITES):
+        if found := complete_part(context, index, worker.model, deep=True):
+            return found
+        artifact = store.upload(made.path, context.paths.part(index, count))
+        listed = quarantine_to_json(made.bad)
+        if made.bad:
+            store.write_bytes(quarantine_uri(context, index), listed)
+        store.write_bytes(context.paths.part_manifest(index, count), record_of(worker, made, artifact, listed).to_json())
+    if found := complete_part(context, index, worker.model, deep=True):
+        return found
+    raise Transient(
+        "somebody else keeps on writing the same part",
+        value=context.paths.part(index, count),
+        rule="a part and its record are of one origin",
+        remedy="see whether the same child runs more than once; a new attempt takes up what is complete",
+    )
+
+
+def record_of(worker: Worker, made: MadePart, artifact: Artifact, listed: bytes) -> PartRecord:
+    """What a part's record says."""
+    seconds = time.monotonic() - made.begun
+    left_out = IdDigest()
+    for document in made.bad:
+        left_out.add(document.id)
+    return PartRecord(
+        sha256=artifact.sha256,
+        size=artifact.size,
+        rows=made.digest.count,
+        ids=str(made.digest),
+        dimension=worker.dimension,
+        dtype=worker.context.plan.config.embed.dtype,
+        model=worker.model.sha256,
+        fingerprint=worker.context.plan.fingerprint,
+        tokens=made.tokens,
+        padded_tokens=made.padded_tokens,
+        started=made.started,
+        finished=now(),
+        seconds=seconds,
+        documents_per_second=made.digest.count / seconds,
+        quarantined=len(made.bad),
+        quarantined_ids=str(left_out),
+        quarantine_sha256=hashlib.sha256(listed).hexdigest() if made.bad else "",
+    )
+
+
+def quarantine_uri(context: StageContext, index: int) -> str:
+    return context.paths.part_quarantine(index, len(context.plan.embed.parts))
+
+
+def too_many(context: StageContext, bad: int) -> bool:
+    """Whether so many documents without an embedding are more than the whole corpus may have."""
+    return bad > context.plan.config.embed.max_bad_fraction * context.plan.embed.rows
+
+
+def too_many_bad(context: StageContext, bad: int, examples: list[str]) -> BadData:
+    """What to say of them."""
+    return BadData(
+        f"too many documents cannot be embedded: {bad} of {context.plan.embed.rows}",
+        value=examples[:EXAMPLES],
+        rule=f"embed.max_bad_fraction = {context.plan.config.embed.max_bad_fraction:g}",
+        remedy="look at the model, and at the documents, which are listed in embed/*.quarantine.jsonl; embed.dtype=float32 holds "
+        "larger numbers than float16; or raise embed.max_bad_fraction",
+    )
+
+
+class Document(NamedTuple):
+    """A document on its way: its place among the part's documents, its id and token ids."""
+
+    row: int
+    id: str
+    tokens: list[int]
+
+
+class Window(NamedTuple):
+    """Documents that are embedded together, and those among them that have no tokens."""
+
+    documents: list[Document]
+    bad: list[QuarantinedDocument]
+
+
+def windows(worker: Worker, part: PartPlan) -> Iterator[Window]:
+    """A part's documents in their order, WINDOW_ROWS at a time."""
     plan = worker.context.plan
-    rows = (
+    rows = enumerate(
         row
         for span in part.spans
         for row in read_documents(
             plan.embed.shards[span.shard], plan.embed.source, plan.config.data.columns, span.start, span.stop
         )
     )
-    while window := list(islice(rows, WINDOW_ROWS)):
-        ids, texts = zip(*window, strict=True)
-        yield list(ids), worker.tokenizer.encode(texts, max(plan.config.embed.buckets))
+    while taken := list(islice(rows, WINDOW_ROWS)):
+        window = Window([], [])
+        encoded = worker.tokenizer.encode_each([text for _, (_, text) in taken], max(plan.config.embed.buckets))
+        for (row, (identifier, _)), tokens in zip(taken, encoded, strict=True):
+            if isinstance(tokens, str):
+                window.bad.append(QuarantinedDocument(row, identifier, tokens))
+            else:
+                window.documents.append(Document(row, identifier, tokens))
+        yield window
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
@@ -219,25 +368,12 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
             yield item
 
 
-def checked(ids: Sequence[str], embeddings: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
-    """The embeddings, shape (rows, dimension), if all are finite.
+def stage_output(context: StageContext, model: Artifact) -> StageOutput | None:
+    """What the whole array did, or None while parts are missing.
 
     Raises:
-        BadData: naming the documents whose embeddings are not.
+        BadData: the parts together have too many documents without an embedding.
     """
-    finite = np.isfinite(embeddings).all(axis=1)
-    if not finite.all():
-        raise BadData(
-            "embeddings that are not finite",
-            value=[ids[row] for row in np.flatnonzero(~finite)[:20]],
-            rule=f"every value is a number that {embeddings.dtype} can hold",
-            remedy="look at the model; embed.dtype=float32 holds larger numbers than float16",
-        )
-    return embeddings
-
-
-def stage_output(context: StageContext, model: Artifact) -> StageOutput | None:
-    """What the whole array did, or None while parts are missing."""
     plan = context.plan.embed
     indices = range(len(plan.parts))
     present = {info.uri.rsplit("/", 1)[-1] for info in store.list_objects(context.paths.stage(context.stage))}
@@ -247,6 +383,9 @@ def stage_output(context: StageContext, model: Artifact) -> StageOutput | None:
     if len(records) < len(plan.parts):
         log.info("embed: other children are still at work; this one is done")
         return None
+    bad = sum(record.quarantined for record in records)
+    if too_many(context, bad):
+        raise too_many_bad(context, bad, [quarantine_uri(context, index) for index in indices if records[index].quarantined])
     times = [datetime.fromisoformat(moment) for record in records for moment in (record.started, record.finished)]
     seconds = (max(times) - min(times)).total_seconds()
     documents = sum(record.rows for record in records)
@@ -255,6 +394,7 @@ def stage_output(context: StageContext, model: Artifact) -> StageOutput | None:
         inputs={"model": model},
         metrics={
             "documents": documents,
+            "quarantined": bad,
             "documents_per_second": documents / max(seconds, 1e-9),
             "seconds": seconds,
             "parts": len(records),

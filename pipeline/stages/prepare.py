@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 from pipeline.config import RunConfig, RunInput, build_config
-from pipeline.contract import Artifact, RunPaths, Stage, now, registry_uri
+from pipeline.contract import RUN_ID_PATTERN, Artifact, RunPaths, Stage, now, registry_uri
 from pipeline.data.arrow import SCHEMAS, Lengths, WrittenRows, write_rows
 from pipeline.data.ids import IdDigest, repeated
 from pipeline.data.increments import Selection, select, split_new
@@ -45,6 +45,7 @@ from pipeline.model.encoder import family_of
 from pipeline.model.folder import inspect_folder, transformer_folder
 from pipeline.model.memory import known_limits, read_shape, require_memory, totals
 from pipeline.model.parent import ResolvedParent, resolve_parent
+from pipeline.places import Places
 from pipeline.plan import (
     EmbedPlan,
     GraphsPlan,
@@ -103,7 +104,8 @@ def read_request(paths: RunPaths) -> RunInput:
         raise BadConfig(
             "the run's input cannot be read",
             value=[f"{paths.input}: {'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()],
-            rule="{deployment: {config, allowed_nodes}, execution, execution_arn}, as the state machine writes it",
+            rule="{deployment: {config, allowed_nodes, read, local_paths}, execution, execution_arn}, as the state machine "
+            "writes it",
         ) from error
 
 
@@ -129,6 +131,7 @@ def kept_plan(paths: RunPaths, request: RunInput) -> RunPlan | None:
             remedy="leave these keys out to continue the run, or start a new one",
         )
     check_nodes(plan.world.nodes, request.deployment.allowed_nodes)
+    places_of(paths, request).check([*plan.config.uris(), ("the plan's parent", plan.parent.folder)])
     check_row_files(paths, plan)
     check_compiled(paths, plan.graphs, plan.config)
     log.info("keeping the plan of %s", plan.created)
@@ -220,14 +223,17 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     """Decide everything, write the row files, then the plan.
 
     Raises:
-        BadConfig, BadData, MissingInput: see the functions below.
+        BadConfig, BadData, MissingInput: see the functions below. Nothing is read before every URI has been checked.
     """
     paths, scratch = context.paths, context.scratch
     config = build_config(request.deployment.config, request.execution)
     check_columns(config.data.columns)
     check_nodes(config.nodes, request.deployment.allowed_nodes)
+    places = places_of(paths, request)
+    places.check(config.uris())
     world = plan_world(config)
     origin = find_origin(config, paths)
+    places.check([("the registry's model", origin.uri)], BadData)
     new, earlier = training_files(context, config, origin)
     corpus = corpus_files(context, config)
     resolved = resolve_parent(origin.uri, config.model, scratch)
@@ -281,6 +287,12 @@ def check_nodes(nodes: int, allowed: Sequence[int]) -> None:
             rule=f"one of {', '.join(map(str, sorted(allowed)))}",
             remedy="choose one of these, or add it to the deployment's node counts and deploy",
         )
+
+
+def places_of(paths: RunPaths, request: RunInput) -> Places:
+    """Where the URIs of this run may lead."""
+    deployment = request.deployment
+    return Places(own=paths.bucket_root, read=deployment.read, local_paths=deployment.local_paths)
 
 
 def plan_world(config: RunConfig) -> World:
@@ -354,6 +366,8 @@ def read_pointer(config: RunConfig, paths: RunPaths) -> tuple[dict[str, str] | N
     data, etag = store.read_versioned(uri)
     try:
         pointer = json.loads(data)
+        if not RUN_ID_PATTERN.fullmatch(pointer["run"]):
+            raise ValueError(f"run = {pointer['run']!r}")
         return {name: str(pointer[name]) for name in ("model", "run")}, etag
     except (ValueError, KeyError, TypeError) as error:
         raise BadData(

@@ -6,6 +6,7 @@ write, `registry/NAME.json`, which names the model and the embeddings together. 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections import Counter
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from pipeline.contract import Artifact, Stage, StageResult, now, registry_uri
 from pipeline.data.ids import IdDigest, repeated
-from pipeline.data.parts import PartRecord, read_ids
+from pipeline.data.parts import PartRecord, quarantine_from_json, read_ids
 from pipeline.data.rows import read_documents
 from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
 from pipeline.runtime import store
@@ -55,7 +56,9 @@ def run(context: StageContext) -> StageOutput:
 
     # Invariant: whoever follows the pointer finds the manifest, so it is written first.
     store.write_json(paths.embed_manifest, manifest_of(context, model, parts))
-    log.info("publish: %d embeddings in %d parts are complete", plan.embed.rows, len(parts))
+    quarantined = sum(part.record.quarantined for part in parts)
+    rows = plan.embed.rows - quarantined
+    log.info("publish: %d embeddings in %d parts are complete, %d documents have none", rows, len(parts), quarantined)
     published = move_pointer(context, model) if plan.config.registry is not None else None
     if published is None:
         log.info("publish: registry is null, nothing points at this run")
@@ -66,7 +69,8 @@ def run(context: StageContext) -> StageOutput:
             "published": published is not None,
             "registry": published,
             "replaced": plan.parent.run,
-            "documents": plan.embed.rows,
+            "documents": rows,
+            "quarantined": quarantined,
             "parts": len(parts),
         },
     )
@@ -104,7 +108,9 @@ class CheckedPart:
 
     Attributes:
         uri: of the Parquet file.
-        hashes: lower 64 bits of each id's hash, (rows,).
+        digest: of the ids in it and of those that are quarantined.
+        hashes: lower 64 bits of the hash of each id in it, (rows,).
+        quarantined: the same of each document without an embedding.
     """
 
     index: int
@@ -112,6 +118,7 @@ class CheckedPart:
     record: PartRecord
     digest: IdDigest
     hashes: Hashes
+    quarantined: Hashes
 
 
 def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
@@ -151,7 +158,7 @@ def check_part(context: StageContext, model: Artifact, index: int) -> CheckedPar
             "sha256": (store.sha256_file(path), record.sha256),
             "model": (record.model, model.sha256),
             "fingerprint": (record.fingerprint, plan.fingerprint),
-            "rows": (record.rows, plan.embed.parts[index].rows),
+            "rows and quarantined documents": (record.rows + record.quarantined, plan.embed.parts[index].rows),
         }
         wrong = [f"{name} {found}, expected {expected}" for name, (found, expected) in facts.items() if found != expected]
         if not wrong:
@@ -160,7 +167,36 @@ def check_part(context: StageContext, model: Artifact, index: int) -> CheckedPar
                 wrong = [f"ids {digest}, expected {record.ids}"]
     if wrong:
         raise BadData("a part is not what it should be", value=[f"{uri}: {fact}" for fact in wrong], remedy=AGAIN)
-    return CheckedPart(index=index, uri=uri, record=record, digest=digest, hashes=hashes)
+    left_out, quarantined = check_quarantine(context, index, record)
+    digest.merge(left_out)
+    return CheckedPart(index=index, uri=uri, record=record, digest=digest, hashes=hashes, quarantined=quarantined)
+
+
+def check_quarantine(context: StageContext, index: int, record: PartRecord) -> tuple[IdDigest, Hashes]:
+    """Digest and hashes of the ids that a part's list of documents without an embedding names.
+
+    Raises:
+        MissingInput: the list is absent.
+        BadData: it is not what the record says.
+    """
+    digest = IdDigest()
+    if not record.quarantined:
+        return digest, np.empty(0, np.uint64)
+    uri = context.paths.part_quarantine(index, len(context.plan.embed.parts))
+    data = store.read_bytes(uri)
+    found = hashlib.sha256(data).hexdigest()
+    documents = quarantine_from_json(data) if found == record.quarantine_sha256 else []
+    hashes = np.fromiter((digest.add(document.id) for document in documents), np.uint64)
+    if str(digest) != record.quarantined_ids:
+        raise BadData(
+            "the list of quarantined documents is not what it should be",
+            value=[
+                f"{uri}: sha256 {found}, expected {record.quarantine_sha256}",
+                f"ids {digest}, expected {record.quarantined_ids}",
+            ],
+            remedy=AGAIN,
+        )
+    return digest, hashes
 
 
 @contextmanager
@@ -175,7 +211,7 @@ def local_part(context: StageContext, uri: str) -> Iterator[Path]:
 
 
 def check_ids(context: StageContext, parts: Sequence[CheckedPart]) -> None:
-    """Prove that every id of the corpus is there exactly once.
+    """Prove that every id of the corpus is there exactly once, with an embedding or among those that are known to have none.
 
     The digest of all parts equals the corpus' own, so both hold the same ids equally often; and no id is there twice.
 
@@ -197,7 +233,7 @@ def check_ids(context: StageContext, parts: Sequence[CheckedPart]) -> None:
             *(f"repeated: {identifier}" for identifier in twice),
             *(f"missing: {identifier}" for identifier in missing),
         ],
-        rule="each id of the corpus is in the embeddings exactly once",
+        rule="each id of the corpus is in the embeddings, or in a part's quarantine, exactly once",
         remedy="remove repeated ids from the corpus and start a new run" if twice else AGAIN,
     )
 
@@ -219,7 +255,7 @@ def repeated_ids(context: StageContext, parts: Sequence[CheckedPart], suspects: 
 def missing_ids(context: StageContext, parts: Sequence[CheckedPart]) -> list[str]:
     """Ids of the corpus that no part has, the first few."""
     plan = context.plan
-    present = np.sort(np.concatenate([part.hashes for part in parts]))
+    present = np.sort(np.concatenate([hashes for part in parts for hashes in (part.hashes, part.quarantined)]))
     missing: list[str] = []
     for part in plan.embed.parts:
         for span in part.spans:
@@ -238,15 +274,29 @@ def missing_ids(context: StageContext, parts: Sequence[CheckedPart]) -> list[str
 
 def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedPart]) -> dict[str, Any]:
     """`embed/manifest.json`: the whole set of embeddings, with the model that understands them."""
-    plan = context.plan
+    plan, paths = context.plan, context.paths
+    embedded = IdDigest()
+    for part in parts:
+        embedded.merge(IdDigest.parse(part.record.ids))
+    count = len(parts)
+    lists = [paths.part_quarantine(part.index, count) for part in parts if part.record.quarantined]
     return {
         "run": plan.run,
-        "model": {"uri": context.paths.model, "sha256": model.sha256},
+        "model": {"uri": paths.model, "sha256": model.sha256},
         "dimension": parts[0].record.dimension,
         "dtype": parts[0].record.dtype,
-        "rows": plan.embed.rows,
-        "ids": plan.embed.ids,
-        "parts": [{"uri": part.uri, "sha256": part.record.sha256, "rows": part.record.rows} for part in parts],
+        "rows": embedded.count,
+        "ids": str(embedded),
+        "quarantined": {"documents": plan.embed.rows - embedded.count, "lists": lists},
+        "parts": [
+            {
+                "uri": part.uri,
+                "sha256": part.record.sha256,
+                "rows": part.record.rows,
+                "quarantined": part.record.quarantined,
+            }
+            for part in parts
+        ],
     }
 
 

@@ -399,7 +399,7 @@ def _files(record: RunRecord) -> list[tuple[str, str]]:
         paths.tensorboard: "the same for TensorBoard",
         paths.scorecard: "all evaluation numbers",
         paths.model: "the model, a sentence-transformers folder",
-        paths.embed_manifest: "the embeddings: every part with its checksum",
+        paths.embed_manifest: "the embeddings: every part with its checksum, and the lists of documents that have none",
     }
     return [
         (uri.removeprefix(f"{paths.root}/"), what)

@@ -95,6 +95,7 @@ def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
         },
         schedule={"enabled": False, "flexible_minutes": 0},
         gang_submit="poll",
+        local_paths=True,
         notify=["team@example.com"],
     )
 

@@ -100,6 +100,7 @@ def test_missing_settings(context: dict[str, Any]) -> None:
 def test_what_the_configuration_reads_is_granted_and_nothing_beside_it() -> None:
     found = settings(
         read=["s3://more/x"],
+        local_paths=True,
         config={
             "data": {"train": ["s3://pairs/a/", "/local"], "corpus": ["s3://texts"]},
             "model": {"parent": "s3://models/bert", "base": "s3://models/base/"},
@@ -110,6 +111,20 @@ def test_what_the_configuration_reads_is_granted_and_nothing_beside_it() -> None
     assert found.readable_objects(shards=True, parent=True) == (*listed, *data, *model)
     assert found.readable_objects(shards=True, parent=False) == (*listed, *data)
     assert found.readable_objects(shards=False, parent=True) == (*listed, *model)
+    named = ("s3://pairs/a/", "s3://texts", "s3://models/bert", "s3://models/base/")
+    assert found.readable() == ("s3://more/x", *named)
+
+
+def test_a_deployment_names_no_local_path_that_its_hosts_do_not_have() -> None:
+    with pytest.raises(BadConfig, match="settings") as caught:
+        settings(config={"model": {"parent": "/models/bert"}})
+    assert "config.model.parent = /models/bert" in caught.value.value[0]
+
+
+@pytest.mark.parametrize("uri", ["s3://lake/../x", "s3://lake//x", "lake/x"])
+def test_folders_to_read_are_well_formed(uri: str) -> None:
+    with pytest.raises(BadConfig):
+        settings(read=[uri])
 
 
 def test_a_parent_that_is_a_file_is_granted_with_the_folder_its_tokenizer_stands_in() -> None:

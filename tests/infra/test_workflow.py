@@ -46,6 +46,8 @@ def targets(**changes: Any) -> Targets:
         "gang_submit": "sync",
         "capacity_wait_minutes": 360,
         "config": {"device": {"kind": "cpu"}},
+        "read": ("s3://lake/clicks",),
+        "local_paths": False,
         "defaults": {"share": "manual", "registry": "current", "wait_minutes": 0},
     }
     return Targets(**{**values, **changes})
@@ -363,7 +365,12 @@ def test_a_run_from_end_to_end(account: Account) -> None:
     assert account.batch.stages() == [stage.value for stage in STAGES]
     assert account.lock() == {}
     assert account.read("runs/week-1/input.json") == {
-        "deployment": {"config": {"device": {"kind": "cpu"}}, "allowed_nodes": [1, 2]},
+        "deployment": {
+            "config": {"device": {"kind": "cpu"}},
+            "allowed_nodes": [1, 2],
+            "read": ["s3://lake/clicks"],
+            "local_paths": False,
+        },
         "execution": {"train": {"steps": 5}, "share": "weekly"},
         "execution_arn": found["executionArn"],
     }

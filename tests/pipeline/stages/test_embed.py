@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from safetensors.torch import load, save
 
 from pipeline.contract import Stage, StageResult
 from pipeline.data.ids import IdDigest
-from pipeline.data.parts import PartRecord, read_part
-from pipeline.errors import BadData
+from pipeline.data.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_from_json, read_part
+from pipeline.data.tokens import TextTokenizer
+from pipeline.errors import BadData, ExitCode, MissingInput, Transient
 from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import store
-from pipeline.stages import embed
+from pipeline.stages import embed, evaluate, publish
+from tests.pipeline.conftest import make_texts
+from tests.tiny import WORDS
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -38,6 +42,10 @@ def embeddings(run: Any, folder: Path) -> dict[str, np.ndarray]:
         for ids, vectors in read_part(path):
             found.update(zip(ids, vectors, strict=True))
     return found
+
+
+def quarantine(run: Any, index: int) -> list[QuarantinedDocument]:
+    return quarantine_from_json(store.read_bytes(run.paths.part_quarantine(index, len(run.plan.embed.parts))))
 
 
 def record(run: Any, index: int) -> PartRecord:
@@ -184,8 +192,9 @@ def test_not_a_number_is_bad_data(plan_run: Any) -> None:
     store.write_bytes(uri, save(tensors, metadata={"format": "pt"}))
     with pytest.raises(BadData, match="not finite") as refusal:
         run_child(run, 0)
-    assert refusal.value.value[0] == "doc-0000"
+    assert refusal.value.value[0] == "doc-0000: its embedding is not finite in float32"
     assert not store.exists(run.paths.part(0, 4))
+    assert len(quarantine(run, 0)) == 30
 
 
 def test_ahead_hands_over_errors_and_order() -> None:
@@ -209,3 +218,245 @@ def test_ranks_of_one_child_share_its_parts(plan_run: Any, tmp_path: Path) -> No
         assert f"[node 0 rank {rank}] embed: child 0 of 1: 2 of its 2 parts are to do" in result.stderr
     assert StageResult.from_json(store.read_bytes(run.paths.result(Stage.EMBED))).metrics["documents"] == 100
     assert list(embeddings(run, tmp_path / "parts")) == [identifier for identifier, _ in run.texts]
+
+
+# ---- documents that cannot be embedded -------------------------------------------------------------------------------
+
+POISON = WORDS[-1]
+LENIENT = {"embed": {"max_bad_fraction": 0.03}}
+
+
+def texts_with(poisoned: dict[int, str]) -> list[tuple[str, str]]:
+    """A hundred documents; those named have another text, and no other has the poisonous word in it."""
+    texts = [(identifier, text.replace(POISON, WORDS[0])) for identifier, text in make_texts(100)]
+    return [(identifier, poisoned.get(row, text)) for row, (identifier, text) in enumerate(texts)]
+
+
+def poison(run: Any) -> None:
+    """Make the model's embedding of one word such that no text with it in it has a finite embedding."""
+    uri = store.join(run.paths.model, "model.safetensors")
+    tensors = load(store.read_bytes(uri))
+    row = 5 + WORDS.index(POISON)  # behind the special tokens
+    # Finite, as weights must be; their differences are not.
+    tensors["embeddings.word_embeddings.weight"][row, 0::2] = 3.4e38
+    tensors["embeddings.word_embeddings.weight"][row, 1::2] = -3.4e38
+    store.write_bytes(uri, save(tensors, metadata={"format": "pt"}))
+
+
+def test_a_poisonous_document_is_quarantined_and_its_neighbours_are_not(plan_run: Any, tmp_path: Path) -> None:
+    texts = texts_with({7: f"{WORDS[3]} {POISON}", 45: POISON})
+    clean = plan_run(texts=texts, children=1, run="clean", settings=LENIENT)
+    run_child(clean, 0)
+    expected = embeddings(clean, tmp_path / "clean")
+    run = plan_run(texts=texts, children=1, settings=LENIENT)
+    poison(run)
+    metrics = run_child(run, 0).metrics
+    assert (metrics["documents"], metrics["quarantined"]) == (98, 2)
+    found = embeddings(run, tmp_path / "parts")
+    assert list(found) == [identifier for identifier, _ in texts if identifier not in ("doc-0007", "doc-0045")]
+    assert all(np.array_equal(vector, expected[identifier]) for identifier, vector in found.items())
+    assert quarantine(run, 0) == [QuarantinedDocument(7, "doc-0007", "its embedding is not finite in float32")]
+    assert quarantine(run, 1) == [QuarantinedDocument(15, "doc-0045", "its embedding is not finite in float32")]
+    assert not store.exists(run.paths.part_quarantine(2, 4))
+    assert [record(run, index).quarantined for index in range(4)] == [1, 1, 0, 0]
+    assert [record(run, index).rows for index in range(4)] == [29, 29, 30, 10]
+    # Complete as they are: nothing is done again.
+    before = [record(run, index) for index in range(4)]
+    run_child(run, 0)
+    assert [record(run, index) for index in range(4)] == before
+
+
+def test_a_document_that_the_tokenizer_cannot_take_is_quarantined(plan_run: Any, tmp_path: Path) -> None:
+    texts = texts_with({7: f"{WORDS[3]} {POISON}", 45: POISON})
+    run = plan_run(texts=texts, children=1, settings=LENIENT)
+
+    class Fragile(TextTokenizer):
+        def encode(self, texts: Any, max_length: int) -> list[list[int]]:
+            if any(POISON in text for text in texts):
+                raise type("PanicException", (BaseException,), {})("index out of bounds")  # as pyo3 raises a panic
+            return super().encode(texts, max_length)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(embed, "TextTokenizer", Fragile)
+        assert run_child(run, 0).metrics["quarantined"] == 2
+    assert len(embeddings(run, tmp_path / "parts")) == 98
+    [listed] = quarantine(run, 1)
+    assert (listed.row, listed.id) == (15, "doc-0045")
+    assert listed.reason == "the tokenizer cannot take it: PanicException: index out of bounds"
+
+
+def test_memory_that_runs_out_in_the_tokenizer_is_no_documents_fault(plan_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = plan_run(children=1, settings=LENIENT)
+
+    def exhausted(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(TextTokenizer, "encode", exhausted)
+    with pytest.raises(MemoryError):
+        run_child(run, 0)
+
+
+def test_more_poisonous_documents_than_allowed_end_with_65(plan_run: Any) -> None:
+    """No part has too many by itself; all of them together do."""
+    run = plan_run(texts=texts_with(dict.fromkeys((1, 31, 61, 91), POISON)), children=1, settings=LENIENT)
+    poison(run)
+    with pytest.raises(BadData, match="4 of 100") as caught:
+        run_child(run, 0)
+    assert caught.value.exit_code == ExitCode.BAD_DATA
+    assert caught.value.rule == "embed.max_bad_fraction = 0.03"
+    assert caught.value.value == [run.paths.part_quarantine(index, 4) for index in range(4)]
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_part_without_its_list_is_done_again(plan_run: Any, damage: str) -> None:
+    run = plan_run(texts=texts_with({7: POISON}), children=1, settings=LENIENT)
+    poison(run)
+    run_child(run, 0)
+    uri = run.paths.part_quarantine(0, 4)
+    whole = store.read_bytes(uri)
+    if damage == "gone":
+        store.delete(uri)
+    else:
+        store.write_bytes(uri, whole.replace(b"doc-0007", b"doc-0008"))
+    run_child(run, 0)
+    assert store.read_bytes(uri) == whole
+
+
+def publishable(plan_run: Any) -> Any:
+    run = plan_run(texts=texts_with({7: POISON, 45: POISON}), children=1, settings=LENIENT)
+    run.finish(Stage.EVALUATE, evaluate.run(run.context(Stage.EVALUATE)))
+    # The judged model: poisoned before it is evaluated, it would embed no query of those documents.
+    result = store.read_json(run.paths.result(Stage.EVALUATE))
+    poison(run)
+    result["inputs"]["model"]["sha256"] = store.sha256(store.join(run.paths.model, "model.safetensors"))
+    store.write_json(run.paths.result(Stage.EVALUATE), result)
+    run.finish(Stage.EMBED, embed.run(run.context(Stage.EMBED)))
+    return run
+
+
+def test_publish_proves_that_embedded_and_quarantined_are_the_corpus(plan_run: Any) -> None:
+    run = publishable(plan_run)
+    output = publish.run(run.context(Stage.PUBLISH))
+    assert (output.metrics["documents"], output.metrics["quarantined"]) == (98, 2)
+    manifest = store.read_json(run.paths.embed_manifest)
+    assert manifest["rows"] == 98
+    assert manifest["ids"].startswith("98:")
+    lists = [run.paths.part_quarantine(index, 4) for index in (0, 1)]
+    assert manifest["quarantined"] == {"documents": 2, "lists": lists}
+    assert [part["quarantined"] for part in manifest["parts"]] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed", "forged"])
+def test_publish_refuses_a_list_that_is_not_the_records(plan_run: Any, damage: str) -> None:
+    run = publishable(plan_run)
+    uri = run.paths.part_quarantine(0, 4)
+    if damage == "gone":
+        store.delete(uri)
+    else:
+        forged = store.read_bytes(uri).replace(b"doc-0007", b"doc-0008")
+        store.write_bytes(uri, forged)
+    if damage == "forged":
+        # A list and a record that fit each other, of a document that has an embedding.
+        digest = IdDigest()
+        digest.add("doc-0008")
+        changed = {"quarantined_ids": str(digest), "quarantine_sha256": store.sha256(uri)}
+        store.write_json(run.paths.part_manifest(0, 4), store.read_json(run.paths.part_manifest(0, 4)) | changed)
+    with pytest.raises((BadData, MissingInput)) as caught:
+        publish.run(run.context(Stage.PUBLISH))
+    if damage == "forged":
+        assert "missing: doc-0007" in caught.value.value
+    assert not store.exists(run.paths.embed_manifest)
+
+
+def test_texts_of_hits_are_found_behind_documents_without_an_embedding(plan_run: Any, tmp_path: Path) -> None:
+    from pipeline.search import search
+
+    run = publishable(plan_run)
+    publish.run(run.context(Stage.PUBLISH))
+    hits = search("baba keke", state=tmp_path, count=98)
+    assert len(hits) == 98
+    assert all(dict(run.texts)[hit.id] == hit.text for hit in hits)
+
+
+# ---- the same child, more than once ----------------------------------------------------------------------------------
+
+
+def write_other_part(run: Any, index: int, folder: Path) -> None:
+    """What another process of the same child does, on a host that rounds differently: part, then record."""
+    plan = run.plan.embed.parts[index]
+    [span] = plan.spans
+    ids = [identifier for identifier, _ in run.texts[span.shard * 40 + span.start : span.shard * 40 + span.stop]]
+    path = folder / "other.parquet"
+    with PartWriter(path, 32, "float32") as writer:
+        writer.write(ids, np.full((len(ids), 32), 0.5, np.float32))
+    store.upload(path, run.paths.part(index, len(run.plan.embed.parts)))
+
+
+def test_the_file_of_one_never_stays_with_the_record_of_the_other(
+    plan_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = plan_run(children=1)
+    write_bytes = store.write_bytes
+    between: list[str] = []
+
+    def interrupted(uri: str, data: bytes, **condition: Any) -> str:
+        if uri == run.paths.part_manifest(0, 4) and not between:
+            between.append(uri)
+            write_other_part(run, 0, tmp_path)
+        return write_bytes(uri, data, **condition)
+
+    monkeypatch.setattr(store, "write_bytes", interrupted)
+    run_child(run, 0)
+    assert between
+    assert record(run, 0).sha256 == store.sha256(run.paths.part(0, 4))
+    assert list(embeddings(run, tmp_path / "parts")) == [identifier for identifier, _ in run.texts]
+
+
+def test_one_that_always_comes_between_is_transient(plan_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = plan_run(children=1)
+    write_bytes = store.write_bytes
+
+    def interrupted(uri: str, data: bytes, **condition: Any) -> str:
+        if uri == run.paths.part_manifest(0, 4):
+            write_other_part(run, 0, tmp_path)
+        return write_bytes(uri, data, **condition)
+
+    monkeypatch.setattr(store, "write_bytes", interrupted)
+    with pytest.raises(Transient, match="same part"):
+        run_child(run, 0)
+
+
+@pytest.mark.slow
+def test_a_child_that_runs_twice_and_is_killed_gives_every_id_once(plan_run: Any, s3_root: str, tmp_path: Path) -> None:
+    run = plan_run(s3_root, texts=make_texts(400), part_rows=5, children=1)
+    run.finish(Stage.EVALUATE, evaluate.run(run.context(Stage.EVALUATE)))
+    count = len(run.plan.embed.parts)
+    command = [sys.executable, "-m", "pipeline.rank", "embed", run.paths.root]
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def wait_for(parts: int) -> None:
+        deadline = time.monotonic() + 120
+        while sum(store.exists(run.paths.part_manifest(index, count)) for index in range(count)) < parts:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    both = [start(), start()]
+    try:
+        wait_for(3)
+        both[0].kill()
+        both[0].wait()
+        both[0] = start()  # its next attempt, beside the other one
+        codes = [process.wait(timeout=200) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    assert set(codes) <= {ExitCode.DONE, ExitCode.TRANSIENT}
+    assert ExitCode.DONE in codes
+    for index in range(count):
+        assert record(run, index).sha256 == store.sha256(run.paths.part(index, count))
+    output = publish.run(run.context(Stage.PUBLISH))
+    assert output.metrics["documents"] == 400
+    assert sorted(embeddings(run, tmp_path / "parts")) == [identifier for identifier, _ in run.texts]

@@ -59,6 +59,7 @@ class Bench:
     def __init__(self, root: str, scratch: Path, model: Path) -> None:
         self.root = root
         self.scratch = scratch
+        self.deployment: Config = {}
         self.config: Config = {
             "nodes": 2,
             "device": {"kind": "cpu", "ranks_per_node": 2, "precision": "fp32"},
@@ -83,7 +84,7 @@ class Bench:
     def start(self, run: str, execution: Config | None = None, allowed_nodes: tuple[int, ...] = (1, 2)) -> StageOutput:
         """An execution up to the end of prepare: the deployment's config is `self.config`."""
         paths = self.paths(run)
-        deployment = {"config": self.config, "allowed_nodes": list(allowed_nodes)}
+        deployment = {"config": self.config, "allowed_nodes": list(allowed_nodes), "local_paths": True, **self.deployment}
         store.write_json(paths.input, {"deployment": deployment, "execution": execution or {}, "execution_arn": "arn"})
         return self.attempt(run)
 
@@ -457,6 +458,7 @@ def test_a_bad_configuration_is_refused(execution: Config, words: list[str], ben
     ],
 )
 def test_a_missing_input_is_named(execution: Config, words: list[str], bench: Bench, s3_root: str) -> None:
+    bench.deployment = {"read": ["s3://no-such-bucket-of-ours"]}
     bench.shard("a.jsonl", rows(0, 100))
     error = refusal(MissingInput, lambda: bench.start("run", execution), *words)
     assert error.exit_code == ExitCode.MISSING_INPUT
@@ -631,3 +633,52 @@ def test_a_host_with_too_little_memory_is_refused(bench: Bench) -> None:
     bench.shard("a.jsonl", rows(0, 100))
     bench.config["device"]["host_memory_gib"] = 0.5
     refusal(BadConfig, lambda: bench.start("run"), "Python and its libraries", "at most 0.50 GiB per node's host")
+
+
+# ---- where URIs lead -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("execution", "word"),
+    [
+        ({"data": {"train": ["/etc"]}}, "data.train"),
+        ({"data": {"train": ["s3://elsewhere/x"]}}, "data.train"),
+        ({"data": {"corpus": ["s3://elsewhere/x"]}}, "data.corpus"),
+        ({"model": {"parent": "/etc"}}, "model.parent"),
+        ({"model": {"base": "s3://elsewhere/x"}}, "model.base"),
+        ({"compile": {"cache": "s3://elsewhere/x"}}, "compile.cache"),
+    ],
+)
+def test_uris_lead_only_where_the_deployment_allows(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, execution: Config, word: str
+) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    bench.deployment = {"local_paths": False, "read": ["s3://lake/clicks"]}
+    bench.config["model"] = {"parent": store.join(bench.root, "models", "first")}
+    asked: list[str] = []
+    for name in ("stat", "list_objects", "read_versioned"):
+        real = getattr(store, name)
+        monkeypatch.setattr(store, name, lambda uri, real=real: (asked.append(uri), real(uri))[1])
+    caught = refusal(BadConfig, lambda: bench.start("one", execution), word, "`read`")
+    assert caught.exit_code == ExitCode.BAD_CONFIG
+    # Nothing is read before the check, except what the run was started with.
+    paths = bench.paths("one")
+    assert set(asked) <= {paths.input, paths.plan}
+
+
+def test_the_registrys_model_leads_only_where_the_deployment_allows(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    bench.start("one")
+    bench.deployment = {"local_paths": False}
+    bench.config["model"] = {}
+    bench.publish("one", "s3://elsewhere/model")
+    refusal(BadData, lambda: bench.start("two"), "s3://elsewhere/model", "the registry's model")
+    bench.publish("../../etc", "s3://elsewhere/model")
+    refusal(BadData, lambda: bench.start("three"), "../../etc")
+
+
+def test_a_kept_plan_leads_only_where_the_deployment_still_allows(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    bench.start("one")
+    bench.deployment = {"local_paths": False}
+    refusal(BadConfig, lambda: bench.start("one"), "model.parent")
