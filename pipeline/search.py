@@ -7,6 +7,7 @@ registry's pointer, the manifest, the parts one after another, and the texts of 
 from __future__ import annotations
 
 import heapq
+import json
 import logging
 import tempfile
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.contract import RunPaths, registry_uri
+from pipeline.contract import RUN_ID_PATTERN, RunPaths, check_registry, registry_uri
 from pipeline.data.parts import read_part
 from pipeline.data.rows import read_documents
 from pipeline.data.tokens import TextTokenizer
@@ -65,7 +66,7 @@ def search(
         count: how many documents at most.
 
     Raises:
-        BadConfig: an empty query.
+        BadConfig: an empty query, or no registry name.
         MissingInput: nothing is published under this name.
     """
     if not query.strip():
@@ -83,13 +84,15 @@ def search(
     return [Hit(place.id, place.score, read_text(place, plan, mirror)) for place in places]
 
 
-def read_pointer(bucket_root: str, registry: str) -> dict[str, Any]:
+def read_pointer(bucket_root: str, registry: str) -> dict[str, str]:
     """The registry's pointer.
 
     Raises:
+        BadConfig: no registry name.
         MissingInput: there is none.
+        BadData: it is no pointer.
     """
-    uri = registry_uri(bucket_root, registry)
+    uri = registry_uri(bucket_root, check_registry(registry))
     if not store.exists(uri):
         raise MissingInput(
             "nothing is published under this name",
@@ -97,8 +100,23 @@ def read_pointer(bucket_root: str, registry: str) -> dict[str, Any]:
             rule="search reads what the last accepted run published",
             remedy="run `make local` first, or name the right --state, --bucket or --registry",
         )
-    pointer: dict[str, Any] = store.read_json(uri)
+    try:
+        found = json.loads(store.read_bytes(uri))
+        pointer = {name: str(found[name]) for name in ("model", "embeddings", "run")}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _no_pointer(uri, repr(error)) from error
+    if not RUN_ID_PATTERN.fullmatch(pointer["run"]):
+        raise _no_pointer(uri, f"run = {pointer['run']!r}")
     return pointer
+
+
+def _no_pointer(uri: str, detail: str) -> BadData:
+    return BadData(
+        "the registry's pointer cannot be read",
+        value=f"{uri}: {detail}",
+        rule="{model, embeddings, run}, written by publish",
+        remedy="restore an earlier version of it",
+    )
 
 
 def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float32]:

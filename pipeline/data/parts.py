@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.contract import read_record
 from pipeline.errors import BadData
 
 READ_ROWS = 65_536
@@ -66,10 +67,10 @@ class PartRecord:
             BadData: not a record of a part.
         """
         try:
-            return cls(**json.loads(data))
-        except (ValueError, TypeError) as error:
+            return read_record(cls, data)
+        except BadData as error:
             raise BadData(
-                "the record of a part cannot be read", value=str(error), remedy="delete it and run embed again"
+                "the record of a part cannot be read", value=error.value, rule=error.rule, remedy="delete it and run embed again"
             ) from error
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import ModelConfig
+from pipeline.contract import is_inside
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import (
@@ -124,8 +125,10 @@ def _verify_manifest(folder: Path) -> None:
         return
     try:
         files = json.loads(path.read_text())["files"]
+        if outside := [name for name in files if not is_inside(name)]:
+            raise ValueError(f"files outside of the folder: {outside}")
         changed = [name for name, entry in files.items() if not _is_whole(folder / name, entry["sha256"])]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadData("the checkpoint's manifest cannot be read", value=f"{path}: {error}") from error
     if changed:
         raise BadData("the checkpoint's files are not what its manifest says", value=[str(folder / name) for name in changed])

@@ -23,8 +23,8 @@ from typing import IO, Any, BinaryIO, cast
 
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
 
-from pipeline.contract import Artifact
-from pipeline.errors import BadConfig, MissingInput, Transient
+from pipeline.contract import Artifact, is_inside
+from pipeline.errors import BadConfig, BadData, MissingInput, Transient
 
 CHUNK_BYTES = 1 << 20
 
@@ -244,13 +244,17 @@ def download_folder(uri: str, folder: Path) -> Path:
 
     Raises:
         MissingInput: there is nothing under `uri`.
+        BadData: a key that would lead out of the local folder.
     """
     infos = list_objects(uri)
     if not infos:
         raise MissingInput("the folder does not exist or is empty", value=uri, remedy="check the URI")
     root = uri.rstrip("/") if is_s3(uri) else str(_local(uri))
-    for info in infos:
-        download(info.uri, folder / info.uri[len(root) + 1 :])
+    names = {info.uri: info.uri[len(root) + 1 :] for info in infos}
+    if outside := [uri for uri, name in names.items() if not is_inside(name)]:
+        raise BadData("a folder holds keys that are no file names", value=outside, rule="no part of a key is empty, `.` or `..`")
+    for source, name in names.items():
+        download(source, folder / name)
     return folder
 
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.contract import RunPaths, now
+from pipeline.contract import RunPaths, is_inside, now
 from pipeline.errors import BadData, MissingInput
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import save_folder
@@ -183,8 +183,12 @@ def fetch_checkpoint(paths: RunPaths, step: int, fingerprint: str, scratch: Path
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint that stands in a local folder and has been checked."""
-    return Checkpoint(folder, Progress.from_json((folder / PROGRESS_FILE).read_text()))
+    """A checkpoint that stands in a local folder and has been checked.
+
+    Raises:
+        BadData: its progress cannot be read.
+    """
+    return Checkpoint(folder, Progress.from_json((folder / PROGRESS_FILE).read_bytes()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +241,8 @@ def _read_manifest(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
     try:
         manifest = store.read_json(uri)
         files = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        if outside := [name for name in files if not is_inside(name)]:
+            raise ValueError(f"files outside of the checkpoint: {outside}")
         return str(manifest["fingerprint"]), files
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BadData("the checkpoint's manifest cannot be read", value=f"{uri}: {error!r}") from error
