@@ -182,10 +182,12 @@ def _run(request: _Request) -> int:
     from rich.console import Console
 
     from infra.local import demo
+    from infra.local.server import make_private
     from infra.local.template import local_context, read_stack, synthesize
 
     console = Console()
     state = request.state
+    make_private(state)
     _say(console, f"state folder: {state}")
     _say(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
     allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
