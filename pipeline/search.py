@@ -10,10 +10,10 @@ import heapq
 import json
 import logging
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,12 +75,12 @@ def search(
     pointer = read_pointer(bucket_root, registry)
     # Files of a local run name the bucket that stood for its state folder.
     mirror = None if bucket else bucket_root
-    manifest = store.read_json(mirrored(pointer["embeddings"], mirror))
+    parts = read_parts(mirrored(pointer["embeddings"], mirror))
     plan = RunPlan.from_json(store.read_bytes(RunPaths(store.join(bucket_root, "runs", pointer["run"])).plan))
     with tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
         model = store.local_folder(mirrored(pointer["model"], mirror), Path(scratch) / "model")
         vector = embed_query(query, model, plan)
-        places = best_places(vector, manifest, mirror, Path(scratch), count)
+        places = best_places(vector, parts, mirror, Path(scratch), count)
     return [Hit(place.id, place.score, read_text(place, plan, mirror)) for place in places]
 
 
@@ -119,6 +119,18 @@ def _no_pointer(uri: str, detail: str) -> BadData:
     )
 
 
+def read_parts(uri: str) -> list[str]:
+    """URIs of the parts that a manifest of embeddings joins.
+
+    Raises:
+        BadData: it is no manifest.
+    """
+    try:
+        return [str(part["uri"]) for part in json.loads(store.read_bytes(uri))["parts"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadData("the manifest of the embeddings cannot be read", value=f"{uri}: {error!r}") from error
+
+
 def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float32]:
     """The query's embedding, (D,), on the host's processor, cut to the length that the model was trained with."""
     device = open_device("cpu", "fp32", World())
@@ -130,16 +142,17 @@ def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float3
 
 
 def best_places(
-    vector: npt.NDArray[np.float32], manifest: dict[str, Any], mirror: str | None, scratch: Path, count: int
+    vector: npt.NDArray[np.float32], parts: Sequence[str], mirror: str | None, scratch: Path, count: int
 ) -> list[Place]:
     """The embeddings with the largest inner product, best first. Parts are fetched and forgotten one by one.
 
     Args:
         vector: (D,).
+        parts: their URIs.
     """
     best: list[Place] = []
-    for index, part in enumerate(manifest["parts"]):
-        uri = mirrored(part["uri"], mirror)
+    for index, part in enumerate(parts):
+        uri = mirrored(part, mirror)
         path = store.local_file(uri, scratch)
         start = 0
         for ids, embeddings in read_part(path):

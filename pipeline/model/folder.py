@@ -225,7 +225,7 @@ def _backbone_config(folder: Path) -> PreTrainedConfig:
     if not path.is_file():
         raise MissingInput("the model folder has no config.json", value=folder, remedy="check the URI, or set model.base")
     record = _read_json(path)
-    if not isinstance(record, dict) or record.get("model_type") not in FAMILIES:
+    if not isinstance(record, dict) or str(record.get("model_type")) not in FAMILIES:
         kind = record.get("model_type") if isinstance(record, dict) else type(record).__name__
         raise BadConfig(
             "this kind of encoder is not supported", value=f"{path}: model_type {kind}", rule=f"one of {', '.join(FAMILIES)}"
@@ -233,7 +233,7 @@ def _backbone_config(folder: Path) -> PreTrainedConfig:
     refuse_code(path)
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except Exception as error:
         raise BadData("config.json cannot be used", value=f"{path}: {error}") from error
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import RunConfig, RunInput, build_config, load_config_file, parse_settings
 from pipeline.errors import BadConfig, TrnpipeError
-from tests.fuzz.mutations import documents, files, texts
+from tests.pipeline.fuzz.mutations import documents, files, texts
 
 VALID = RunConfig().model_dump(mode="json")
 LAUGHS = "data:\n  columns:\n    a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -104,7 +104,25 @@ def test_yaml_that_grows_does_not_fill_the_memory(tmp_path: Path, where: str) ->
     assert "Traceback" not in ended.stderr
 
 
-NAMES = ["../x", "a/b", "", ".", "..", "a\0b", "a" * 81, "rún", "а", "run\n", "run ", "-run", "run\u2028", "٣", "a.b", "*", "a\\b"]  # noqa: RUF001
+NAMES = [
+    "../x",
+    "a/b",
+    "",
+    ".",
+    "..",
+    "a\0b",
+    "a" * 81,
+    "rún",
+    "а",
+    "run\n",
+    "run ",
+    "-run",
+    "run\u2028",
+    "٣",
+    "a.b",
+    "*",
+    "a\\b",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
