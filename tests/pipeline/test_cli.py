@@ -82,3 +82,38 @@ def test_a_command_line_that_cannot_be_read_ends_with_64(arguments: list[str]) -
     result = trnpipe(*arguments)
     assert result.returncode == 64
     assert "Usage:" in result.stderr
+
+
+OUTSIDE = ("../x", "..", ".", "", "a b", "rún", "\u0430", "run\n", "---", "a" * 500, "run\u202e", "a.b")
+
+
+@pytest.mark.parametrize("name", OUTSIDE, ids=ascii)
+def test_names_that_lead_elsewhere_end_with_64(name: str, tmp_path: Path) -> None:
+    for arguments in (
+        ["local", f"--run={name}", "--state", tmp_path],
+        ["stage", "report", f"--run={tmp_path}/runs/{name}/{name}"],
+        ["search", "words", f"--registry={name}", "--state", tmp_path],
+    ):
+        result = trnpipe(*arguments)
+        assert result.returncode == 64, (arguments, result.stderr)
+        assert "matches" in result.stderr
+        assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://bucket/runs/../run", "s3://bucket//run", "s3://bucket/./run", "s3:///run", "s3://bucket/a\nb/run"], ids=ascii
+)
+def test_run_folders_that_lead_elsewhere_end_with_64(uri: str) -> None:
+    for arguments in (["stage", "report", f"--run={uri}"], ["plan", f"--run={uri}"], ["graphs", uri]):
+        result = trnpipe(*arguments)
+        assert result.returncode == 64, (arguments, result.stderr)
+        assert "RUN_ID" in result.stderr
+
+
+def test_what_is_typed_does_not_reach_the_terminal_raw(tmp_path: Path) -> None:
+    result = trnpipe("config", "check", tmp_path / "\x1b]0;owned\x07\x1b[2Jfile\nremedy: run this")
+    assert result.returncode == 66
+    assert "\x1b" not in result.stderr
+    assert "\\x1b]0;owned" in result.stderr
+    assert [line for line in result.stderr.splitlines() if line.startswith("remedy")] == ["remedy: check the path"]
