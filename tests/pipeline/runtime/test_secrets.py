@@ -1,4 +1,4 @@
-"""Credentials of a job's environment: in no log, in no file of the run folder or the node's, whatever happens and however loud."""
+"""Credentials of a job's environment: in no log, no file of the run folder, no file of the node, whatever happens."""
 
 from __future__ import annotations
 
