@@ -97,8 +97,6 @@ def test_names_of_runs_are_taken_as_they_are() -> None:
     assert check_run_folder("../state/bucket/runs/week-01") == "../state/bucket/runs/week-01"
 
 
-@pytest.mark.parametrize(
-    ("name", "inside"), [("a", True), ("a/b.c", True), ("../a", False), ("/a", False), ("a\\b", False), (5, False)]
-)
+@pytest.mark.parametrize(("name", "inside"), [("a/b.c", True), ("../a", False), ("/a", False), ("a\\b", False), (5, False)])
 def test_which_names_stay_inside(name: object, inside: bool) -> None:
     assert is_inside(name) is inside
