@@ -69,7 +69,7 @@ def definition(targets: Targets) -> dict[str, Any]:
 def _input_states(targets: Targets, *, then: str) -> States:
     """Make sure of an object with usable values before anything is started; fill in what it leaves out."""
     refusal = {"Type": "Pass", "ResultPath": "$.outcome", "Next": "Notify"}
-    wait = "$.input.lock.wait_minutes"
+    wait, run = "$.input.lock.wait_minutes", "$.input.run"
     return {
         "ReadInput": {
             "Type": "Pass",
@@ -118,11 +118,18 @@ def _input_states(targets: Targets, *, then: str) -> States:
             "Choices": [
                 {"Not": {"Variable": "$.input.share", "IsString": True}, "Next": "WrongValue"},
                 {"And": _neither("$.input.registry", "IsNull", "IsString"), "Next": "WrongValue"},
-                {"And": _neither("$.input.run", "IsNull", "IsString"), "Next": "WrongValue"},
-                {
-                    "And": [{"Variable": "$.input.run", "IsString": True}, {"Variable": "$.input.run", "StringMatches": "*/*"}],
-                    "Next": "WrongValue",
-                },
+                {"And": _neither(run, "IsNull", "IsString"), "Next": "WrongValue"},
+                *(
+                    # Neither of them is in a run id, and both lead out of the run's folder.
+                    {
+                        "And": [
+                            {"Variable": "$.input.run", "IsString": True},
+                            {"Variable": "$.input.run", "StringMatches": part},
+                        ],
+                        "Next": "WrongValue",
+                    }
+                    for part in ("*/*", "*.*")
+                ),
                 {
                     "And": [
                         {"Variable": wait, "IsPresent": True},
@@ -132,7 +139,7 @@ def _input_states(targets: Targets, *, then: str) -> States:
                 },
                 # prepare checks everything else, in words that name the key and the rule.
                 {"Not": {"Variable": wait, "IsPresent": True}, "Next": "DefaultWait"},
-                {"Variable": "$.input.run", "IsNull": True, "Next": "NameRun"},
+                {"Variable": run, "IsNull": True, "Next": "NameRun"},
             ],
             "Default": "Settings",
         },
@@ -143,7 +150,7 @@ def _input_states(targets: Targets, *, then: str) -> States:
                 "state": "CheckValues",
                 "Error": INPUT_REFUSED,
                 "Cause": "share, run, registry or lock.wait_minutes has the wrong type. rule: share is a string; run and "
-                "registry are strings or null, run without a slash; lock.wait_minutes is a number. "
+                "registry are strings or null, run without slashes and dots; lock.wait_minutes is a number. "
                 "remedy: see `trnpipe config schema`",
             },
         },

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from pipeline.config import RunConfig, build_config
-from pipeline.contract import RunPaths
+from pipeline.contract import RunPaths, check_run_folder
 from pipeline.errors import BadConfig
 from pipeline.model.memory import (
     HOST_KINDS,
@@ -146,7 +146,7 @@ def ask(*, parent: str | None, run: str | None, layers: Sequence[Mapping[str, An
             remedy="give --parent FOLDER_OR_URI, or --run s3://BUCKET/runs/RUN_ID",
         )
     if run is not None:
-        planned = RunPlan.from_json(store.read_bytes(RunPaths(run).plan))
+        planned = RunPlan.from_json(store.read_bytes(RunPaths(check_run_folder(run)).plan))
         # What prepare resolved on its host counts, not what this one would make of `auto`.
         device = {
             "kind": planned.world.kind,

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from pipeline.contract import Stage
-from pipeline.errors import ExitCode, TrnpipeError
+from pipeline.errors import ExitCode, TrnpipeError, plain
 
 DEFAULT_STATE = Path(".trnpipe")
 CLICK_USAGE_ERROR = 2
@@ -116,8 +116,8 @@ def search(
 
     console = Console()
     for hit in hits:
-        console.print(Text.assemble((f"{hit.score:6.3f}", "bold green"), "  ", (hit.id, "bold")), soft_wrap=True)
-        console.print(Text("        " + " ".join(hit.text.split()), style="dim"), no_wrap=True, overflow="ellipsis")
+        console.print(Text.assemble((f"{hit.score:6.3f}", "bold green"), "  ", (plain(hit.id), "bold")), soft_wrap=True)
+        console.print(Text("        " + plain(" ".join(hit.text.split())), style="dim"), no_wrap=True, overflow="ellipsis")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,16 @@ def _well_formed(uri: str) -> str:
 
 Uri = Annotated[str, AfterValidator(_well_formed)]
 """s3://BUCKET/KEY or a local path; whether a deployment may read it is its own matter (pipeline/places)."""
+LONGEST_KEY = 100
+"""Characters of an unknown key that are compared with the known ones: every key of the schema is shorter."""
+
+DEEPEST_KEY = 10
+"""Parts of a setting's key: more than any has."""
+
+_VALUES = reprlib.Repr()
+"""Values as messages name them: YAML can say in a line what fills the memory when it is written out."""
+_VALUES.maxlevel, _VALUES.maxdict, _VALUES.maxlist = 3, 10, 20
+_VALUES.maxstring = _VALUES.maxlong = _VALUES.maxother = 200
 
 
 class Section(BaseModel):
@@ -486,8 +497,8 @@ def load_config_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise BadConfig("the configuration file cannot be read", value=f"{path}: {error}") from error
     try:
-        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        loaded = json.loads(text) if path.suffix == ".json" else read_yaml(text)
+    except (ValueError, RecursionError) as error:
         raise BadConfig("the configuration file is not valid YAML or JSON", value=f"{path}: {error}") from error
     if loaded is None:
         return {}
@@ -500,17 +511,17 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     """Turn `--set train.steps=500` items into a partial configuration. Values are YAML (`null`, `true`, `[1, 2]`).
 
     Raises:
-        BadConfig: an item without `=`, or with an empty key.
+        BadConfig: an item without `=`, with an empty key, or with one that is deeper than any.
     """
     merged: dict[str, Any] = {}
     for setting in settings:
         key, separator, text = setting.partition("=")
         names = key.strip().split(".")
-        if not separator or not all(names):
+        if not separator or not all(names) or len(names) > DEEPEST_KEY:
             raise BadConfig("cannot read the setting", value=setting, rule="a setting is KEY=VALUE, e.g. train.steps=500")
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            value = read_yaml(text)
+        except ValueError as error:
             raise BadConfig("the setting's value is not valid YAML", value=setting) from error
         if isinstance(value, str):
             value = _number(value)
@@ -518,6 +529,19 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             value = {name: value}
         merged = merge(merged, value)
     return merged
+
+
+def read_yaml(text: str) -> Any:
+    """The value that YAML text stands for: data only, no tag makes an object.
+
+    Raises:
+        ValueError: no YAML, or a value that its tag does not fit.
+    """
+    try:
+        return yaml.safe_load(text)
+    # Values of the wrong form come out of PyYAML's constructors as whatever happened there.
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
 
 
 def _number(text: str) -> Any:
@@ -534,8 +558,9 @@ def _unknown_keys(values: Mapping[str, Any], section: type[BaseModel], path: tup
         here = ".".join((*path, str(key)))
         if field is None:
             known = [".".join((*path, name)) for name in section.model_fields]
-            near = difflib.get_close_matches(here, known, n=1, cutoff=0.6) or difflib.get_close_matches(
-                here, _all_keys(RunConfig), n=1
+            like = here[:LONGEST_KEY]
+            near = difflib.get_close_matches(like, known, n=1, cutoff=0.6) or difflib.get_close_matches(
+                like, _all_keys(RunConfig), n=1
             )
             yield here + (f" (did you mean {near[0]}?)" if near else "")
         elif isinstance(value, Mapping):
@@ -565,7 +590,7 @@ def _bad_config(error: ValidationError) -> BadConfig:
     found = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "configuration"
-        found.append(f"{where} = {item['input']!r}: {item['msg']}" if item["loc"] else f"{where}: {item['msg']}")
+        found.append(f"{where} = {_VALUES.repr(item['input'])}: {item['msg']}" if item["loc"] else f"{where}: {item['msg']}")
     return BadConfig(
         "the configuration is not valid",
         value=found,

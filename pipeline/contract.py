@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pipeline.errors import BadConfig, BadData
 
 RESULT_LIMIT_BYTES = 32 * 1024
 """Step Functions reads a result file into its state, and a state is limited to 256 KiB: keep each file far below."""
@@ -26,6 +29,57 @@ RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 REGISTRY_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 SHARE_PATTERN = re.compile(r"[A-Za-z0-9]{1,255}")
 """AWS Batch share identifiers are alphanumeric only."""
+
+LONGEST_KEY = 1024
+"""Bytes of an S3 key, and less than any file system allows for a path."""
+
+
+def check_run_id(run: object) -> str:
+    """A run id that somebody typed, as it is.
+
+    Raises:
+        BadConfig: none that a run can have.
+    """
+    if not isinstance(run, str) or not RUN_ID_PATTERN.fullmatch(run):
+        raise BadConfig(
+            "this is no run id",
+            value=repr(run),
+            rule=f"a run id matches {RUN_ID_PATTERN.pattern}",
+            remedy="name the run as its execution, or its folder, is named",
+        )
+    return run
+
+
+def check_registry(name: str) -> str:
+    """A registry name that somebody typed, as it is.
+
+    Raises:
+        BadConfig: none that something can be published under.
+    """
+    if not REGISTRY_NAME_PATTERN.fullmatch(name):
+        raise BadConfig(
+            "this is no registry name", value=repr(name), rule=f"a registry name matches {REGISTRY_NAME_PATTERN.pattern}"
+        )
+    return name
+
+
+def check_run_folder(uri: str) -> str:
+    """A run folder's URI that somebody typed or a job was submitted with, without trailing slashes.
+
+    Raises:
+        BadConfig: its last part is no run id, or a part of an s3:// URI leads elsewhere.
+    """
+    folder = uri.rstrip("/")
+    parts = folder.split("/")
+    stays = not folder.startswith("s3://") or not {"", ".", ".."} & set(parts[2:])
+    if not stays or not RUN_ID_PATTERN.fullmatch(parts[-1]) or not folder.isprintable() or len(folder.encode()) > LONGEST_KEY:
+        raise BadConfig(
+            "this is no run folder",
+            value=repr(uri),
+            rule=f"s3://BUCKET/runs/RUN_ID or a local folder; RUN_ID matches {RUN_ID_PATTERN.pattern}",
+            remedy="name the run as its execution, or its folder, is named",
+        )
+    return folder
 
 
 class Stage(str, Enum):
@@ -250,6 +304,61 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat()
 
 
+Record = TypeVar("Record")
+
+
+def read_record(kind: type[Record], data: bytes | str) -> Record:
+    """A dataclass from the JSON object that it was written as, every value of the type that its field has.
+
+    Raises:
+        BadData: no JSON, no object, a field too many or too few, or a value of another type.
+    """
+    try:
+        record: Record = _typed(kind, json.loads(data), kind.__name__)
+    except (ValueError, RecursionError) as error:
+        raise BadData(
+            "a record cannot be read",
+            value=error,
+            rule=f"a JSON object with the fields of {kind.__name__}",
+            remedy="restore an earlier version of it, or delete it and run its stage again",
+        ) from error
+    return record
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """The value, if it is one of this type; objects of dataclasses are made on the way.
+
+    Raises:
+        ValueError: it is none; `where` names it.
+    """
+    if kind is Any:
+        return value
+    if is_dataclass(kind):
+        return _filled(kind, value, where)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is dict and isinstance(value, dict):
+        return {key: _typed(inner[1], item, f"{where}.{key}") for key, item in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_typed(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if origin is None:
+        wanted = (int, float) if kind is float else (kind,)
+        if isinstance(value, wanted) and (kind is bool or not isinstance(value, bool)):
+            return value
+    elif type(None) in inner:
+        return None if value is None else _typed(inner[0], value, where)
+    raise ValueError(f"{where}: {getattr(kind, '__name__', kind)} was expected, found {type(value).__name__}")
+
+
+def _filled(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: an object was expected, found {type(value).__name__}")
+    types = get_type_hints(kind)
+    needed = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
+    if wrong := sorted((value.keys() - types.keys()) | (needed - value.keys())):
+        raise ValueError(f"{where}: fields that are unknown or missing: {', '.join(wrong[:10])}")
+    return kind(**{name: _typed(types[name], item, f"{where}.{name}") for name, item in value.items()})
+
+
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """One input or output: where it is and what it was when we saw it (sha256 in hex; size in bytes)."""
@@ -298,10 +407,11 @@ class StageResult:
 
     @classmethod
     def from_json(cls, data: bytes) -> StageResult:
-        record = json.loads(data)
-        for name in ("inputs", "outputs"):
-            record[name] = {key: Artifact(**value) for key, value in record.get(name, {}).items()}
-        return cls(**record)
+        """
+        Raises:
+            BadData: no record of a result.
+        """
+        return read_record(cls, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,4 +436,8 @@ class StageFailure:
 
     @classmethod
     def from_json(cls, data: bytes) -> StageFailure:
-        return cls(**json.loads(data))
+        """
+        Raises:
+            BadData: no record of a failure.
+        """
+        return read_record(cls, data)

@@ -1,13 +1,48 @@
 """Every way a stage can end badly, one exception per cause, each with the exit code that tells AWS Batch what to do next.
 
 A message has four parts: what was wrong, the value found, the rule it broke, and the remedy. They are the last lines of a
-failing log and the content of `STAGE/failure.json`. Standard library only.
+failing log and the content of `STAGE/failure.json`. What they show passes through `shown`: values come from data and from what
+people type, and end in terminals. Standard library only.
 """
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 from typing import Any
+
+LONGEST_SHOWN = 1500
+"""Characters of one text in a message. Step Functions reads a failure into its state, which holds 256 KiB."""
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys, what turns the direction of writing, and halves of surrogate pairs; line feeds and tabs are none."""
+
+URI_REST = re.compile(r"(?P<web>\bhttps?)?://[^\s'\"]*")
+"""A URI from the end of its scheme on. Every start matches, so that no text takes longer than its length."""
+
+AUTHORITY_END = re.compile("[/?#]")
+
+
+def plain(text: str) -> str:
+    """Text that is safe to print: control characters as escapes, no password or signature in a URI."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), URI_REST.sub(_without_secrets, text))
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: `plain`, and not longer than anybody reads."""
+    text = str(value)
+    left_out = len(text) - LONGEST_SHOWN
+    return plain(text if left_out <= 0 else f"{text[:LONGEST_SHOWN]} ... and {left_out} more characters")
+
+
+def _without_secrets(found: re.Match[str]) -> str:
+    uri = found[0]
+    end = AUTHORITY_END.search(uri, uri.index("://") + 3)
+    authority, rest = (uri[: end.start()], uri[end.start() :]) if end else (uri, "")
+    if "@" in authority:
+        authority = f"{authority.partition('://')[0]}://***@{authority.rpartition('@')[2]}"
+    path, query, _ = rest.partition("?")
+    return authority + (f"{path}?***" if found["web"] and query else rest)
 
 
 class ExitCode(IntEnum):
@@ -54,17 +89,22 @@ class TrnpipeError(Exception):
 
     def lines(self) -> list[str]:
         """The message as `error:`, `value:`, `rule:`, `remedy:` lines, parts that are empty left out."""
-        lines = [f"error:  {self.what}"]
+        lines = [_line("error: ", self.what)]
         if self.value is not None:
             values = self.value if isinstance(self.value, (list, tuple)) else [self.value]
-            lines += [f"value:  {value}" for value in values[:20]]
+            lines += [_line("value: ", value) for value in values[:20]]
             if len(values) > 20:
                 lines.append(f"value:  ... and {len(values) - 20} more")
         if self.rule:
-            lines.append(f"rule:   {self.rule}")
+            lines.append(_line("rule:  ", self.rule))
         if self.remedy:
-            lines.append(f"remedy: {self.remedy}")
+            lines.append(_line("remedy:", self.remedy))
         return lines
+
+
+def _line(name: str, text: object) -> str:
+    # Further lines are indented: no value can look like a part of the message.
+    return f"{name} {shown(text)}".replace("\n", "\n        ")
 
 
 class BadConfig(TrnpipeError):

@@ -20,13 +20,18 @@ def is_s3(uri: str) -> bool:
     return uri.startswith(S3)
 
 
+def is_inside(name: object) -> bool:
+    """Whether a file name that stands in a manifest, or in an object's key, stays in the folder that it is relative to."""
+    return isinstance(name, str) and not _strange(name) and "\\" not in name and not {"", ".", ".."} & set(name.split("/"))
+
+
 def check_name(name: str) -> str:
     """A file's name relative to its folder, as it is.
 
     Raises:
         BadData: it is absolute or would leave the folder.
     """
-    if _strange(name) or any(part in ("", ".", "..") for part in name.split("/")):
+    if not is_inside(name):
         raise BadData(
             "a file's name leads out of its folder",
             value=repr(name),

@@ -6,9 +6,10 @@ import hashlib
 import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config import RunConfig
+from pipeline.errors import BadData
 
 
 class PlanSection(BaseModel):
@@ -220,7 +221,20 @@ class RunPlan(PlanSection):
 
     @classmethod
     def from_json(cls, data: bytes) -> RunPlan:
-        return cls.model_validate_json(data)
+        """
+        Raises:
+            BadData: no plan, or one of another version of trnpipe.
+        """
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            found = [f"{'.'.join(map(str, item['loc'])) or 'plan'}: {item['msg']}" for item in error.errors(include_input=False)]
+            raise BadData(
+                "the run's plan cannot be read",
+                value=found,
+                rule="a plan is read by the version of trnpipe that wrote it, and never changed",
+                remedy="restore plan.json as prepare wrote it, or start a new run",
+            ) from error
 
     def summary(self) -> dict[str, Any]:
         """The few numbers that the state machine and people need (prepare's metrics)."""

@@ -7,17 +7,18 @@ registry's pointer, the manifest, the parts one after another, and the texts of 
 from __future__ import annotations
 
 import heapq
+import json
 import logging
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.contract import RunPaths, registry_uri
+from pipeline.contract import RUN_ID_PATTERN, RunPaths, check_registry, registry_uri
 from pipeline.data.parts import read_part
 from pipeline.data.rows import read_documents
 from pipeline.data.tokens import TextTokenizer
@@ -66,7 +67,7 @@ def search(
         count: how many documents at most.
 
     Raises:
-        BadConfig: an empty query.
+        BadConfig: an empty query, or no registry name.
         MissingInput: nothing is published under this name.
     """
     if not query.strip():
@@ -78,24 +79,25 @@ def search(
     places = Places(own=bucket_root)
     named = {name: mirrored(pointer[name], mirror) for name in ("model", "embeddings")}
     places.check(((f"the registry's {name}", uri) for name, uri in named.items()), BadData)
-    manifest = store.read_json(named["embeddings"])
-    places.check((("a part", mirrored(part["uri"], mirror)) for part in manifest["parts"]), BadData)
+    parts = read_parts(named["embeddings"], mirror)
+    places.check((("a part", part.uri) for part in parts), BadData)
     plan = RunPlan.from_json(store.read_bytes(RunPaths(store.join(bucket_root, "runs", pointer["run"])).plan))
     with tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
         model = store.local_folder(named["model"], Path(scratch) / "model")
         vector = embed_query(query, model, plan)
-        best = best_places(vector, manifest, mirror, Path(scratch), count)
-    skipped = [part.get("quarantined", 0) for part in manifest["parts"]]
-    return [Hit(place.id, place.score, read_text(place, plan, mirror, skipped[place.part])) for place in best]
+        best = best_places(vector, parts, Path(scratch), count)
+    return [Hit(place.id, place.score, read_text(place, plan, mirror, parts[place.part].quarantined)) for place in best]
 
 
-def read_pointer(bucket_root: str, registry: str) -> dict[str, Any]:
+def read_pointer(bucket_root: str, registry: str) -> dict[str, str]:
     """The registry's pointer.
 
     Raises:
+        BadConfig: no registry name.
         MissingInput: there is none.
+        BadData: it is no pointer.
     """
-    uri = registry_uri(bucket_root, registry)
+    uri = registry_uri(bucket_root, check_registry(registry))
     if not store.exists(uri):
         raise MissingInput(
             "nothing is published under this name",
@@ -103,8 +105,52 @@ def read_pointer(bucket_root: str, registry: str) -> dict[str, Any]:
             rule="search reads what the last accepted run published",
             remedy="run `make local` first, or name the right --state, --bucket or --registry",
         )
-    pointer: dict[str, Any] = store.read_json(uri)
+    try:
+        found = json.loads(store.read_bytes(uri))
+        pointer = {name: str(found[name]) for name in ("model", "embeddings", "run")}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _no_pointer(uri, repr(error)) from error
+    if not RUN_ID_PATTERN.fullmatch(pointer["run"]):
+        raise _no_pointer(uri, f"run = {pointer['run']!r}")
     return pointer
+
+
+def _no_pointer(uri: str, detail: str) -> BadData:
+    return BadData(
+        "the registry's pointer cannot be read",
+        value=f"{uri}: {detail}",
+        rule="{model, embeddings, run}, written by publish",
+        remedy="restore an earlier version of it",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part as the manifest of the embeddings names it.
+
+    Attributes:
+        uri: where it can be read from here.
+        quarantined: documents that are not in it because they could not be embedded.
+    """
+
+    uri: str
+    quarantined: int
+
+
+def read_parts(uri: str, mirror: str | None) -> list[Part]:
+    """The parts that a manifest of embeddings joins.
+
+    Args:
+        mirror: see `mirrored`.
+
+    Raises:
+        BadData: it is no manifest.
+    """
+    try:
+        parts = json.loads(store.read_bytes(uri))["parts"]
+        return [Part(mirrored(str(part["uri"]), mirror), int(part.get("quarantined", 0))) for part in parts]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadData("the manifest of the embeddings cannot be read", value=f"{uri}: {error!r}") from error
 
 
 def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float32]:
@@ -117,18 +163,15 @@ def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float3
     return vector
 
 
-def best_places(
-    vector: npt.NDArray[np.float32], manifest: dict[str, Any], mirror: str | None, scratch: Path, count: int
-) -> list[Place]:
+def best_places(vector: npt.NDArray[np.float32], parts: Sequence[Part], scratch: Path, count: int) -> list[Place]:
     """The embeddings with the largest inner product, best first. Parts are fetched and forgotten one by one.
 
     Args:
         vector: (D,).
     """
     best: list[Place] = []
-    for index, part in enumerate(manifest["parts"]):
-        uri = mirrored(part["uri"], mirror)
-        path = store.local_file(uri, scratch)
+    for index, part in enumerate(parts):
+        path = store.local_file(part.uri, scratch)
         start = 0
         for ids, embeddings in read_part(path):
             scores = embeddings.astype(np.float32, copy=False) @ vector
@@ -136,7 +179,7 @@ def best_places(
             found = (Place(float(scores[row]), index, start + row, ids[row]) for row in rows)
             best = heapq.nlargest(count, chain(best, found), key=lambda place: place.score)
             start += len(ids)
-        if store.is_s3(uri):
+        if store.is_s3(part.uri):
             path.unlink()
     return best
 

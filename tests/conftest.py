@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -20,8 +21,11 @@ BUCKET = "trnpipe-tests"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Shared machines stall: how long an example takes says nothing about the code.
-settings.register_profile("trnpipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("trnpipe")
+QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+# The same examples every time, so that a change is what fails; HYPOTHESIS_PROFILE=long looks for new ones.
+settings.register_profile("trnpipe", derandomize=True, **QUIET)
+settings.register_profile("long", max_examples=20_000, print_blob=True, **QUIET)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "trnpipe"))
 
 
 @pytest.fixture(scope="session")

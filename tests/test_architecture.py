@@ -58,6 +58,67 @@ def test_module_loads_nothing_heavy(module: str, absent: set[str]) -> None:
     assert loaded == []
 
 
+RUNS_CODE = {
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open", "joblib.load"),
+    *("dill.load", "cloudpickle.load", "pandas.read_pickle", "numpy.load", "np.load", "torch.hub.load"),
+    *("yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all", "eval", "exec", "compile", "os.system", "os.popen"),
+}
+"""Calls that run what they read, or read what runs."""
+
+
+def test_nothing_that_is_read_is_run() -> None:
+    assert [found for path in _modules() for found in _code_runners(path.read_text(encoding="utf-8"), path.name)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pickle.loads(data)",
+        "from pickle import loads\nloads(data)",
+        "import numpy\nnumpy.load(path)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "AutoModel.from_pretrained(folder, local_files_only=True)",
+        "AutoModel.from_pretrained(folder, trust_remote_code=True, local_files_only=True)",
+        "AutoModel.from_pretrained(folder, trust_remote_code=False)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "eval(text)",
+        "subprocess.run(text, shell=True)",
+    ],
+)
+def test_what_would_run_is_found(text: str) -> None:
+    assert _code_runners(text, "module.py")
+
+
+def _modules() -> list[Path]:
+    return [path for folder in ("infra", "pipeline") for path in (ROOT / folder).rglob("*.py")]
+
+
+def _code_runners(text: str, name: str) -> list[str]:
+    """Calls in a module's text that may run what they read."""
+    tree = ast.parse(text)
+    origins = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        called = origins.get(called, called)
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        loads = called == "torch.load" and given.get("weights_only") != "True"
+        trusts = called.endswith(".from_pretrained") and (
+            given.get("trust_remote_code") != "False" or given.get("local_files_only") != "True"
+        )
+        if called in RUNS_CODE or loads or trusts or given.get("shell") == "True":
+            found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
 def _imported(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

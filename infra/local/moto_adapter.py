@@ -5,16 +5,20 @@
 2. `batch:submitJob` drops ShareIdentifier, SchedulingPriorityOverride and PropagateTags.
 3. An `aws-sdk` integration names the errors of S3 and Batch in lower case (`s3.NoSuchKeyException`), AWS as `S3.`, `Batch.`.
 4. A `.sync` Batch job goes on running when its state times out or the execution is stopped; Step Functions terminates it.
+5. The engine signs its calls under a fixed key of its own; the endpoint answers those under this process's key only.
 
 Each of them has a test that fails when moto no longer needs it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import boto3
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_aws_sdk as aws_sdk_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_batch as batch_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service import StateTaskService
@@ -22,6 +26,7 @@ from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service_callback import (
     StateTaskServiceCallback,
 )
+from moto.stepfunctions.parser.asl.utils import boto_client
 from moto.stepfunctions.parser.asl.utils.boto_client import boto_client_for
 
 from infra.local.definitions import REGION
@@ -102,7 +107,25 @@ def terminate_abandoned_jobs(undo: ExitStack) -> None:
     _replace(undo, StateTaskServiceBatch, "_eval_sync", eval_sync)
 
 
-CHANGES: tuple[Change, ...] = (change_spelling, pass_on_fair_share, name_errors, terminate_abandoned_jobs)
+def sign_with_own_key(undo: ExitStack) -> None:
+    # The one that the environment has now: what the engine leaves behind must not sign with its user's own key.
+    names = ("aws_access_key_id", "aws_secret_access_key")
+    key = {name: os.environ[name.upper()] for name in names if name.upper() in os.environ}
+
+    def client(**arguments: Any) -> Any:
+        return boto3.client(**{**arguments, **key})
+
+    # In the place of boto3, of which the engine's maker of clients uses nothing else.
+    _replace(undo, boto_client, "boto3", SimpleNamespace(client=client))
+
+
+CHANGES: tuple[Change, ...] = (
+    change_spelling,
+    pass_on_fair_share,
+    name_errors,
+    terminate_abandoned_jobs,
+    sign_with_own_key,
+)
 
 
 def _operation(task: Any, service: str | None, action: str | None) -> Any:

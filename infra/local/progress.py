@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.contract import STAGES, Shape, Stage
+from pipeline.errors import plain
 
 PLAIN_PROGRESS_SECONDS = 15.0
 LIVE_REFRESH_PER_SECOND = 4
@@ -148,7 +149,7 @@ class Tracker:
         words.append(f"{rate:,.1f} {records[0].get('unit', '')}/s" if rate else "")
         words.append(self._remaining(line.stage, done, total))
         words.append(str(records[0].get("note", "")))
-        return ", ".join(word for word in words if word)
+        return plain(", ".join(word for word in words if word))
 
     def _remaining(self, stage: Stage, done: float, total: float) -> str:
         first = self._paces.get(stage)

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import RunConfig, build_config, load_config_file, merge, parse_settings
-from pipeline.contract import Stage, registry_uri
-from pipeline.errors import BadConfig, MissingInput
+from pipeline.contract import Stage, check_run_id, registry_uri
+from pipeline.errors import BadConfig, MissingInput, plain
 
 if TYPE_CHECKING:
     from infra.local.batch import BatchRunner
@@ -119,12 +119,12 @@ class _Request:
         state = options.state.absolute()
         from_file = load_config_file(options.config_file) if options.config_file else {}
         settings = parse_settings(options.settings)
-        run = options.run or merge(from_file, settings).get("run")
+        run = options.run if options.run is not None else merge(from_file, settings).get("run")
         # A run that is taken up has an input already; flags with defaults of their own could only contradict its plan.
-        under = merge(_earlier_input(state, run), {"run": run}) if run else _flags(options)
+        under = _flags(options) if run is None else merge(_earlier_input(state, run), {"run": run})
         given = _absolute(merge(merge(from_file, under), settings))
         config = build_config(DEPLOYMENT_CONFIG, given)
-        if config.device.kind in ONE_NODE_KINDS and "nodes" not in given and not run:
+        if config.device.kind in ONE_NODE_KINDS and "nodes" not in given and run is None:
             given = {"nodes": 1, **given}
             config = build_config(DEPLOYMENT_CONFIG, given)
         if config.nodes > MAX_NODES:
@@ -161,9 +161,10 @@ def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
     """The execution input of the run that is taken up again, which may have ended before it had a plan.
 
     Raises:
+        BadConfig: no run id.
         MissingInput: there is no such run in the state folder.
     """
-    path = state / "bucket/runs" / str(run) / "input.json"
+    path = state / "bucket/runs" / check_run_id(run) / "input.json"
     if not path.is_file():
         known = sorted(path.parent.name for path in state.glob("bucket/runs/*/input.json"))
         raise MissingInput(
@@ -181,10 +182,12 @@ def _run(request: _Request) -> int:
     from rich.console import Console
 
     from infra.local import demo
+    from infra.local.server import make_private
     from infra.local.template import local_context, read_stack, synthesize
 
     console = Console()
     state = request.state
+    make_private(state)
     _say(console, f"state folder: {state}")
     _say(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
     allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
@@ -361,7 +364,7 @@ def _digest(path: Path) -> str:
 
 
 def _say(console: Any, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True, style="dim")
+    console.print(plain(text), markup=False, highlight=False, soft_wrap=True, style="dim")
 
 
 class _Terminated(BaseException):

@@ -3,20 +3,23 @@
 A WSGI layer in front of moto answers Batch's calls with the process runner, and ECS's few about a job's own host; keeps the
 bucket and the lock table in the state folder (written before a request is answered); and lets conditional writes of one key
 happen one at a time. While the endpoint is up, this process sees no AWS setting of its user: nothing here can reach a real
-account.
+account. Batch jobs are processes of the user, so only he may submit any: requests must be signed under a key that is made for
+this endpoint and known to its clients alone, neither to other users of the machine nor to pages in a browser.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hmac
 import json
 import logging
 import os
 import re
+import secrets
 import threading
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +43,7 @@ from pipeline.errors import BadConfig
 
 HOST = "127.0.0.1"
 MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
-SIGNED_SERVICE = re.compile(r"Credential=[^/]+/[^/]+/[^/]+/(?P<service>[^/]+)/aws4_request")
+SIGNED = re.compile(r"Credential=(?P<key>[^/\s]+)/[^/]+/[^/]+/(?P<service>[^/]+)/aws4_request")
 
 ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
 
@@ -75,15 +78,16 @@ class LocalEndpoint:
     def __enter__(self) -> LocalEndpoint:
         with ExitStack() as exit_stack:
             exit_stack.enter_context(_owned(self._state))
-            exit_stack.enter_context(adapted())
             exit_stack.enter_context(_executing_state_machines())
             exit_stack.enter_context(_quiet("moto"))
             BackendDict.reset()
+            key = secrets.token_hex(16)
             application = _Application(self._stack, self._state)
-            server = make_server(HOST, 0, application, threaded=True, request_handler=_QuietHandler)
+            server = make_server(HOST, 0, _Guard(application, key), threaded=True, request_handler=_QuietHandler)
             self.url = f"http://{HOST}:{server.server_port}"
-            environment = endpoint_environment(self.url)
+            environment = endpoint_environment(self.url, key)
             exit_stack.enter_context(_process_environment({**environment, "MOTO_PORT": str(server.server_port)}))
+            exit_stack.enter_context(adapted())
             exit_stack.enter_context(_serving(server))
             self.batch = application.batch = self._make_runner(environment)
             exit_stack.callback(self.batch.close)
@@ -118,11 +122,15 @@ class LocalEndpoint:
         )
 
 
-def endpoint_environment(url: str) -> dict[str, str]:
-    """What any AWS SDK needs to talk to the local endpoint and to nothing else."""
+def endpoint_environment(url: str, key: str) -> dict[str, str]:
+    """What any AWS SDK needs to talk to the local endpoint and to nothing else.
+
+    Args:
+        key: the id of the only access key that the endpoint knows. Its secret counts for nothing: nobody looks at signatures.
+    """
     return {
         "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": "local",
+        "AWS_ACCESS_KEY_ID": key,
         "AWS_SECRET_ACCESS_KEY": "local",
         "AWS_REGION": REGION,
         "AWS_DEFAULT_REGION": REGION,
@@ -132,6 +140,39 @@ def endpoint_environment(url: str) -> dict[str, str]:
         "NO_PROXY": f"{HOST},localhost",
         "no_proxy": f"{HOST},localhost",
     }
+
+
+class _Guard:
+    """Lets pass what the endpoint's own clients send, and nothing else.
+
+    Args:
+        application: what it stands in front of.
+        key: the access key's id.
+    """
+
+    def __init__(self, application: WsgiApplication, key: str) -> None:
+        self._application = application
+        self._key = key
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if objection := self._objection(environ):
+            return _answer_json(start_response, "403 Forbidden", {"__type": "AccessDeniedException", "message": objection})
+        return self._application(environ, start_response)
+
+    def _objection(self, environ: Mapping[str, Any]) -> str | None:
+        """Why a request is refused, None for a good one."""
+        # A page whose name was made to mean this machine sends its own name here (DNS rebinding).
+        if environ.get("HTTP_HOST") not in {f"{name}:{environ['SERVER_PORT']}" for name in (HOST, "localhost")}:
+            return "this endpoint has no other name than its loopback address"
+        if "HTTP_ORIGIN" in environ:
+            return "this endpoint answers no web page"
+        # Containers ask for their metadata without credentials; what they ask under is a secret of each task's own.
+        if ecs.METADATA_PATH.fullmatch(environ["PATH_INFO"]):
+            return None
+        signed = SIGNED.search(environ.get("HTTP_AUTHORIZATION", ""))
+        if signed is None or not hmac.compare_digest(signed["key"].encode(), self._key.encode()):
+            return "this endpoint answers the processes of its own run only"
+        return None
 
 
 class _Application:
@@ -157,7 +198,7 @@ class _Application:
         self._dynamodb = dynamodb
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        signed = SIGNED_SERVICE.search(environ.get("HTTP_AUTHORIZATION", ""))
+        signed = SIGNED.search(environ.get("HTTP_AUTHORIZATION", ""))
         service = signed["service"] if signed else ""
         if service == "batch":
             return self._answer_batch(environ, start_response)
@@ -253,10 +294,16 @@ def _refuse_key(objection: str, start_response: Any) -> Iterable[bytes]:
     return [body]
 
 
+def make_private(state: Path) -> None:
+    """The state folder, which nobody else may look into: it holds people's data. One that is there stays as it is."""
+    state.parent.mkdir(parents=True, exist_ok=True)
+    state.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextmanager
 def _owned(state: Path) -> Iterator[None]:
     """Hold the state folder; the lock goes with the process, however it ends."""
-    state.mkdir(parents=True, exist_ok=True)
+    make_private(state)
     holder: IO[str]
     with open(state / "owner.pid", "a+") as holder:
         try:

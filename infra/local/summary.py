@@ -14,7 +14,7 @@ from rich.table import Table
 from infra.local.batch import BatchRunner, failed_attempts
 from infra.local.progress import Tracker, clock
 from pipeline.contract import RunPaths, Stage, StageFailure
-from pipeline.errors import ExitCode
+from pipeline.errors import ExitCode, TrnpipeError, plain, shown
 
 GATE_REFUSED = "GateRefused"
 ERROR_CODES = {
@@ -67,7 +67,7 @@ def print_outcome(console: Console, execution: Mapping[str, Any], tracker: Track
     refused = execution.get("error") == GATE_REFUSED
     gate = scores.get("gate", {}) if scores else {}
     if gate:
-        console.print(f"gate: {gate.get('verdict')}: {gate.get('reason')}", markup=False, highlight=False, soft_wrap=True)
+        console.print(plain(f"gate: {gate.get('verdict')}: {gate.get('reason')}"), markup=False, highlight=False, soft_wrap=True)
     places = [(name, str(path)) for name, path in _places(folder, published=execution["status"] == "SUCCEEDED")]
     # Lines, not a table: a table cuts paths to the width of the terminal, and they are for copying.
     for name, value in [*_numbers(metrics, tracker), *places]:
@@ -85,10 +85,9 @@ def print_failure(
     where = f"{line.stage} failed" if line else f"the execution ended as {execution['status']}"
     console.print(f"{where} (run {tracker.run_folder.name})", style="bold red")
     if failure is not None:
-        words = [f"error:  {failure.what}", *(f"value:  {value}" for value in failure.value)]
-        words += [f"rule:   {failure.rule}"] * bool(failure.rule) + [f"remedy: {failure.remedy}"] * bool(failure.remedy)
+        words = TrnpipeError(failure.what, value=failure.value, rule=failure.rule, remedy=failure.remedy).lines()
     else:
-        words = [f"error:  {execution.get('error', '')}", f"cause:  {_brief(execution.get('cause', ''))}"]
+        words = [f"error:  {shown(execution.get('error', ''))}", f"cause:  {shown(execution.get('cause', ''))}"]
     for path in _logs(runner, tracker, failure) if line else ():
         words.append(f"log:    {path}")
     console.print("\n".join(words), markup=False, highlight=False, soft_wrap=True)
@@ -154,7 +153,3 @@ def _metrics(folder: Path, stage: Stage) -> Mapping[str, Any]:
 
 def _local(run_folder: Path, uri: str) -> Path:
     return run_folder / uri.partition("/")[2]
-
-
-def _brief(cause: str) -> str:
-    return cause if len(cause) <= 2000 else cause[:2000] + " ..."

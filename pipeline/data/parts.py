@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.contract import read_record
 from pipeline.data.ids import IdDigest
 from pipeline.errors import BadData
 
@@ -74,10 +75,10 @@ class PartRecord:
             BadData: not a record of a part.
         """
         try:
-            return cls(**json.loads(data))
-        except (ValueError, TypeError) as error:
+            return read_record(cls, data)
+        except BadData as error:
             raise BadData(
-                "the record of a part cannot be read", value=str(error), remedy="delete it and run embed again"
+                "the record of a part cannot be read", value=error.value, rule=error.rule, remedy="delete it and run embed again"
             ) from error
 
 

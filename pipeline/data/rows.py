@@ -13,12 +13,12 @@ import re
 import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from pipeline.errors import BadConfig, BadData
 from pipeline.plan import Shard
@@ -156,7 +156,7 @@ def _rows(uri: str, names: Mapping[str, str], make: Callable[[Record, Mapping[st
         try:
             yield make(record, names, line)
         except _Refused as refusal:
-            yield _bad(uri, line, str(refusal), json.dumps(record, ensure_ascii=False, default=str))
+            yield _bad(uri, line, str(refusal), _written(record))
 
 
 def _training_row(record: Record, names: Mapping[str, str], line: int) -> TrainingRow:
@@ -211,9 +211,13 @@ def _label(record: Record, column: str) -> float:
     value = record.get(column)
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    try:
+        label = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+    except OverflowError:
+        label = math.inf
+    if not math.isfinite(label):
         raise _Refused(f"{column!r} is not a number")
-    return float(value)
+    return label
 
 
 def _json_records(uri: str) -> Iterator[tuple[int, Record | BadRow]]:
@@ -262,80 +266,104 @@ def _pieces(uri: str, stream: BinaryIO) -> Iterator[bytes]:
         BadData: it ends before it is complete, or is damaged.
     """
     if uri.endswith(".gz"):
-        yield from _decompressed(uri, stream, lambda: zlib.decompressobj(wbits=31))
+        yield from _gunzipped(uri, stream)
     elif uri.endswith(".zst"):
-        yield from _decompressed(uri, stream, lambda: zstandard.ZstdDecompressor().decompressobj())
+        yield from _unzstd(uri, stream)
     else:
         while piece := stream.read(READ_BYTES):
             yield piece
 
 
-def _decompressed(uri: str, stream: BinaryIO, decompressor: Callable[[], Any]) -> Iterator[bytes]:
-    # Written out because zstandard's own readers take the end of a cut-off file for the end of its data.
+def _gunzipped(uri: str, stream: BinaryIO) -> Iterator[bytes]:
+    # Written out because the library's own reader does not say how much a piece may expand to.
     member = None
     finished = False
     while chunk := stream.read(COMPRESSED_READ_BYTES):
-        while chunk:
+        more = True
+        while chunk or (member is not None and more):
             if member is None:
                 # gzip files may be padded with zeros after the last member.
                 chunk = chunk.lstrip(b"\0") if finished else chunk
                 if not chunk:
                     break
-                member, finished = decompressor(), False
+                member, finished = zlib.decompressobj(wbits=31), False
             try:
-                piece = member.decompress(chunk)
-            except (zlib.error, zstandard.ZstdError) as error:
+                piece = member.decompress(chunk, READ_BYTES)
+            except zlib.error as error:
                 raise _damaged(uri, str(error)) from error
             if piece:
                 yield piece
-            chunk = b""
+            # What did not fit into a piece waits in the decompressor, also when it has taken all of the input.
+            chunk, more = member.unconsumed_tail, len(piece) == READ_BYTES
             if member.eof:
                 chunk, member, finished = member.unused_data, None, True
     if not finished:
         raise _damaged(uri, "the file ends in the middle of its compressed data")
 
 
+def _unzstd(uri: str, stream: BinaryIO) -> Iterator[bytes]:
+    # Arrow's reader: a few bytes may expand to gigabytes, which come in pieces, and the end of a cut-off file is an error.
+    unpacked = pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), "zstd")
+    with _arrow_errors(uri):
+        while piece := unpacked.read(READ_BYTES):
+            yield piece
+    if stream.tell() == 0:
+        raise _damaged(uri, "the file is empty")
+
+
 def _parquet_records(uri: str, names: Mapping[str, str]) -> Iterator[tuple[int, Record | BadRow]]:
-    with store.open_read(uri) as stream:
-        try:
-            file = pq.ParquetFile(stream, buffer_size=READ_BYTES, pre_buffer=False)
-            present = set(file.schema_arrow.names)
-            missing = [name for column, name in names.items() if name not in present and column not in OPTIONAL_COLUMNS]
-            if missing:
-                raise BadData(
-                    "a Parquet file lacks a column",
-                    value=[f"{uri}: {name}" for name in missing],
-                    rule=f"its columns are {', '.join(sorted(present))}",
-                    remedy="name the file's column under data.columns, or remove the file from the folder",
-                )
-            wanted = [name for name in names.values() if name in present]
-            line = 0
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=wanted):
-                values = [_column_values(column) for column in batch.columns]
-                for row in zip(*values, strict=True):
-                    line += 1
-                    record = dict(zip(batch.schema.names, row, strict=True))
-                    if any(isinstance(value, UnicodeDecodeError) for value in row):
-                        yield line, _bad(uri, line, "is not UTF-8", str(record))
-                    else:
-                        yield line, record
-        except (pa.ArrowException, EOFError) as error:
-            raise _damaged(uri, str(error).splitlines()[0]) from error
-        except OSError as error:
-            # Storage trouble has causes of its own (translated by the store); what Arrow finds wrong in a file has none.
-            if error.__cause__ or error.errno:
-                raise
-            raise _damaged(uri, str(error).splitlines()[0]) from error
+    with store.open_read(uri) as stream, _arrow_errors(uri):
+        file = pq.ParquetFile(stream, buffer_size=READ_BYTES, pre_buffer=False)
+        present = set(file.schema_arrow.names)
+        missing = [name for column, name in names.items() if name not in present and column not in OPTIONAL_COLUMNS]
+        if missing:
+            raise BadData(
+                "a Parquet file lacks a column",
+                value=[f"{uri}: {name}" for name in missing],
+                rule=f"its columns are {', '.join(sorted(present))}",
+                remedy="name the file's column under data.columns, or remove the file from the folder",
+            )
+        wanted = [name for name in names.values() if name in present]
+        line = 0
+        for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=wanted):
+            values = [_column_values(column) for column in batch.columns]
+            for row in zip(*values, strict=True):
+                line += 1
+                record = dict(zip(batch.schema.names, row, strict=True))
+                if any(isinstance(value, UnicodeDecodeError) for value in row):
+                    yield line, _bad(uri, line, "is not UTF-8", str(record))
+                else:
+                    yield line, record
+
+
+@contextmanager
+def _arrow_errors(uri: str) -> Iterator[None]:
+    """Within it, what Arrow finds wrong in a file is bad data."""
+    try:
+        yield
+    except (pa.ArrowException, EOFError, UnicodeDecodeError) as error:
+        raise _damaged(uri, _first_line(error)) from error
+    except OSError as error:
+        # Storage trouble has causes of its own (translated by the store); what Arrow finds wrong in a file has none.
+        if error.__cause__ or error.errno:
+            raise
+        raise _damaged(uri, _first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _column_values(column: pa.Array) -> list[Any]:
-    """Python values; text that is not UTF-8 stands as the error that reading it raised."""
+    """Python values. Text that is not UTF-8 stands as the error that reading it raised, what Python cannot hold as its type."""
     if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
         return [_decoded(value) for value in column.to_pylist()]
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
         return [_decoded(value) for value in column.cast(pa.large_binary()).to_pylist()]
+    except (ValueError, OverflowError):  # times outside of Python's calendar or finer than its clock
+        return [column.type if valid else None for valid in column.is_valid().to_pylist()]
 
 
 def _decoded(value: bytes | None) -> str | UnicodeDecodeError | None:
@@ -347,6 +375,13 @@ def _decoded(value: bytes | None) -> str | UnicodeDecodeError | None:
 
 def _file_columns(ours: tuple[str, ...], columns: Mapping[str, str]) -> dict[str, str]:
     return {name: columns.get(name, name) for name in ours}
+
+
+def _written(record: Record) -> str:
+    try:
+        return json.dumps(record, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):  # nested deeper than can be written, or a number longer
+        return ""
 
 
 def _bad(uri: str, line: int, reason: str, row: str) -> BadRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,25 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from pipeline.errors import BadConfig, MissingInput
+
+
+def refuse_code(path: Path) -> None:
+    """Refuse a configuration file that names Python code to be loaded with the model, which never happens here.
+
+    Raises:
+        BadConfig: it does.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # not there, or not readable: whoever reads it says so
+    if isinstance(record, dict) and record.get("auto_map"):
+        raise BadConfig(
+            "the model folder was refused: it wants to run code of its own",
+            value=f"{path}: auto_map = {record['auto_map']}",
+            rule="models and tokenizers are data; only the library's own classes are loaded",
+            remedy="remove auto_map, if the library's class of this model_type gives the same embeddings",
+        )
 
 
 class TextTokenizer:
@@ -21,17 +41,19 @@ class TextTokenizer:
         vocabulary: every token id is below this.
 
     Raises:
-        MissingInput: the folder has no tokenizer.
-        BadConfig: it has only a slow one.
+        MissingInput: the folder has no tokenizer, or one that cannot be loaded.
+        BadConfig: it has only a slow one, or one with code of its own.
     """
 
     def __init__(self, folder: Path) -> None:
+        for name in ("tokenizer_config.json", "config.json"):
+            refuse_code(folder / name)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
             raise MissingInput(
                 "the model's tokenizer cannot be loaded",
-                value=f"{folder}: {str(error).splitlines()[0]}",
+                value=f"{folder}: {(str(error).splitlines() or [type(error).__name__])[0]}",
                 rule="a model folder holds its tokenizer: tokenizer.json, or a vocabulary and tokenizer_config.json",
                 remedy="add the tokenizer files, or name a folder that has them as model.base",
             ) from error

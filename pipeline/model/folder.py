@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from pipeline.config import ModelConfig
+from pipeline.data.tokens import refuse_code
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import FAMILIES, Encoder, new_encoder
 from pipeline.model.weights import fill, read_weights, weight_files
-from pipeline.places import check_name
+from pipeline.places import is_inside
 
 log = logging.getLogger("trnpipe")
 
@@ -161,19 +162,27 @@ def save_folder(encoder: Encoder, folder: Path, source: Path, weights: Mapping[s
         _save_head(_under(weights, "head."), folder)
 
 
-def _modules(folder: Path) -> list[dict[str, Any]]:
-    modules: list[dict[str, Any]] = _read_json(folder / "modules.json") if (folder / "modules.json").is_file() else []
-    for module in modules:
-        if module["path"]:  # empty: the folder itself
-            check_name(str(module["path"]))
-    return modules
+def _modules(folder: Path) -> list[dict[str, str]]:
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
+    modules = _read_json(path)
+    good = isinstance(modules, list) and all(isinstance(module, dict) and _is_module(module) for module in modules)
+    if not good:
+        raise BadData("modules.json cannot be used", value=path, rule="a list of {type, path}, each path a folder beside it")
+    return [{key: str(module[key]) for key in ("type", "path")} for module in modules]
 
 
-def _kinds(modules: list[dict[str, Any]]) -> list[str]:
-    return [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
+def _is_module(module: Mapping[str, Any]) -> bool:
+    path = module.get("path")
+    return isinstance(module.get("type"), str) and (path == "" or is_inside(path))
 
 
-def _check_modules(folder: Path, modules: list[dict[str, Any]], has_head: bool) -> None:
+def _kinds(modules: list[dict[str, str]]) -> list[str]:
+    return [module["type"].rsplit(".", 1)[-1] for module in modules]
+
+
+def _check_modules(folder: Path, modules: list[dict[str, str]], has_head: bool) -> None:
     kinds = _kinds(modules)
     ours = ["Transformer", "Pooling", *(["Dense", "Dense"] if has_head else [])]
     if kinds not in (ours, [*ours, "Normalize"]):
@@ -185,14 +194,14 @@ def _check_modules(folder: Path, modules: list[dict[str, Any]], has_head: bool) 
         )
 
 
-def _pooling(folder: Path, modules: list[dict[str, Any]]) -> str:
+def _pooling(folder: Path, modules: list[dict[str, str]]) -> str:
     path = folder / modules[1]["path"] / "config.json"
     if not path.is_file():
         raise MissingInput("the model folder has no pooling configuration", value=path)
-    record = _read_json(path)
+    record = _read_object(path)
     if "pooling_mode" in record:
         mode = record["pooling_mode"]
-        modes = [mode] if isinstance(mode, str) else list(mode)
+        modes = [str(one) for one in mode] if isinstance(mode, list) else [str(mode)]
     else:
         names = {POOLING_KEYS["mean"]: "mean", POOLING_KEYS["cls"]: "cls"}
         modes = [names.get(key, key) for key, on in record.items() if key.startswith("pooling_mode_") and on] or ["mean"]
@@ -216,32 +225,42 @@ def _backbone_config(folder: Path) -> PreTrainedConfig:
     if not path.is_file():
         raise MissingInput("the model folder has no config.json", value=folder, remedy="check the URI, or set model.base")
     record = _read_json(path)
-    if not isinstance(record, dict) or record.get("model_type") not in FAMILIES:
+    if not isinstance(record, dict) or str(record.get("model_type")) not in FAMILIES:
         kind = record.get("model_type") if isinstance(record, dict) else type(record).__name__
         raise BadConfig(
             "this kind of encoder is not supported", value=f"{path}: model_type {kind}", rule=f"one of {', '.join(FAMILIES)}"
         )
+    refuse_code(path)
     try:
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (ValueError, TypeError, KeyError) as error:
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
         raise BadData("config.json cannot be used", value=f"{path}: {error}") from error
 
 
 def _sentence_config(folder: Path, longest: int) -> dict[str, Any]:
     """`sentence_bert_config.json` with a maximum length that the position embeddings allow."""
     path = folder / "sentence_bert_config.json"
-    record = _read_json(path) if path.is_file() else {}
+    record = _read_object(path) if path.is_file() else {}
     configured = record.get("max_seq_length")
     if configured is None and (folder / "tokenizer_config.json").is_file():
-        configured = _read_json(folder / "tokenizer_config.json").get("model_max_length")
-    return {"max_seq_length": min(int(configured or longest), longest), "do_lower_case": bool(record.get("do_lower_case", False))}
+        configured = _read_object(folder / "tokenizer_config.json").get("model_max_length")
+    # Tokenizers that know no maximum say 1e30.
+    limit = configured if isinstance(configured, (int, float)) and configured > 0 else longest
+    return {"max_seq_length": int(min(limit, longest)), "do_lower_case": bool(record.get("do_lower_case", False))}
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadData("the file is not valid JSON", value=f"{path}: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    record = _read_json(path)
+    if not isinstance(record, dict):
+        raise BadData("the file holds no JSON object", value=path)
+    return record
 
 
 def _write_json(path: Path, record: Any) -> None:

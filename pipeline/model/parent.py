@@ -26,7 +26,7 @@ from pipeline.model.folder import (
     transformer_folder,
 )
 from pipeline.model.weights import fill, read_weights, weight_files
-from pipeline.places import check_name
+from pipeline.places import is_inside
 from pipeline.runtime import store
 
 log = logging.getLogger("trnpipe")
@@ -125,8 +125,10 @@ def _verify_manifest(folder: Path) -> None:
         return
     try:
         files = json.loads(path.read_text())["files"]
-        changed = [name for name, entry in files.items() if not _is_whole(folder / check_name(name), entry["sha256"])]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if outside := [name for name in files if not is_inside(name)]:
+            raise ValueError(f"files outside of the folder: {outside}")
+        changed = [name for name, entry in files.items() if not _is_whole(folder / name, entry["sha256"])]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadData("the checkpoint's manifest cannot be read", value=f"{path}: {error}") from error
     if changed:
         raise BadData("the checkpoint's files are not what its manifest says", value=[str(folder / name) for name in changed])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder
-from pipeline.places import check_name
+from pipeline.places import is_inside
 
 log = logging.getLogger("trnpipe")
 
@@ -85,10 +84,12 @@ def weight_files(folder: Path) -> list[Path]:
         index = folder / f"{name}.index.json"
         if index.is_file():
             try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
+                names = set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
                 raise BadData("the index of the weight files cannot be read", value=f"{index}: {error}") from error
-            return [folder / check_name(str(name)) for name in names]
+            if not names or not all(is_inside(name) for name in names):
+                raise BadData("the index names no weight files of its folder", value=f"{index}: {sorted(map(str, names))}")
+            return [folder / name for name in sorted(names)]
     found = sorted(path for path in folder.glob("*") if path.suffix in WEIGHT_SUFFIXES and not path.name.startswith(NOT_WEIGHTS))
     if not found:
         raise MissingInput("the model folder has no weight file", value=folder, rule="model.safetensors, or one weight file")
@@ -215,7 +216,7 @@ def _read_pickle(path: Path) -> Any:
                 remedy="save model.state_dict() alone, best as safetensors",
             ) from error
         raise _unreadable(path, error) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
+    except Exception as error:
         raise _unreadable(path, error) from error
 
 

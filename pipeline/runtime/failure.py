@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.contract import Stage, StageFailure, now
-from pipeline.errors import ExitCode, Transient, TrnpipeError
+from pipeline.errors import ExitCode, Transient, TrnpipeError, shown
 from pipeline.runtime.world import NodeWorld
 
 LOST_PEER = "another rank went away during a collective"
@@ -36,10 +36,10 @@ def describe(error: TrnpipeError, *, stage: Stage, run: str, node: NodeWorld, ra
         stage=stage.value,
         run=run,
         exit_code=int(error.exit_code),
-        what=error.what,
-        value=[str(value) for value in values[:VALUES_KEPT]],
-        rule=error.rule,
-        remedy=error.remedy,
+        what=shown(error.what),
+        value=[shown(value) for value in values[:VALUES_KEPT]],
+        rule=shown(error.rule),
+        remedy=shown(error.remedy),
         node=node.index,
         rank=rank,
         attempt=node.attempt,

@@ -91,7 +91,7 @@ def parse_report(line: bytes | str) -> Reading:
             reading.host_memory = _whole(memory["memory_used_bytes"])
         if (counters := _group(system, "neuron_hw_counters", reading)) and (devices := counters["neuron_devices"]):
             reading.ecc = {name: sum(_whole(device[name]) for device in devices) for name in ECC_COUNTERS}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return reading
 

@@ -157,7 +157,7 @@ def parse_version(text: str) -> Version:
     Raises:
         ToolError: no version.
     """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text.strip())
+    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text.strip())
     if found is None:
         raise ToolError(f"not a version: {text.strip()!r}")
     return int(found[1]), int(found[2]), int(found[3])
@@ -244,7 +244,7 @@ def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronDevice]:
     stdout, _ = run_tool("neuron-ls", "-j", seconds=seconds, root=root)
     try:
         return [_neuron_device(entry) for entry in _list(json.loads(stdout))]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ToolError(f"neuron-ls printed an unknown format ({type(error).__name__}: {error}): {stdout[:200]!r}") from error
 
 
@@ -308,7 +308,7 @@ def nccom_test(operation: str, ranks: int, size: int, *, seconds: float, root: P
         try:
             results = _list(json.loads(report.read_text())["results"])
             rates = [float(result["busbw(GB/s)"]) for result in results if result["type"] == "fp32" and _whole(result["size(B)"])]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ToolError(f"nccom-test left no report of the known form ({type(error).__name__}: {error})") from error
     if len(rates) != 1 or len(results) != 1 or not math.isfinite(rates[0]) or rates[0] <= 0:
         raise ToolError(f"nccom-test reported other results than the one asked for: {results}")

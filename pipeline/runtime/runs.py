@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from pipeline.contract import RunPaths
+from pipeline.contract import RunPaths, check_run_folder, check_run_id
 from pipeline.errors import BadData, MissingInput
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
@@ -20,9 +18,11 @@ def find_run(run: str, bucket: str | None, state: Path) -> tuple[RunPaths, str |
         bucket: `s3://BUCKET`; None: the local run's bucket, as files in `state`.
 
     Raises:
+        BadConfig: neither an id nor a folder of a run.
         MissingInput: there is no plan.
     """
-    paths = RunPaths(run if "/" in run else store.join(bucket.rstrip("/") if bucket else str(state / "bucket"), "runs", run))
+    root = bucket.rstrip("/") if bucket else str(state / "bucket")
+    paths = RunPaths(check_run_folder(run) if "/" in run else store.join(root, "runs", check_run_id(run)))
     if not store.exists(paths.plan):
         raise MissingInput(
             "there is no such run, or it has no plan yet",
@@ -41,8 +41,9 @@ def read_plan(paths: RunPaths) -> RunPlan:
     """
     try:
         return RunPlan.from_json(store.read_bytes(paths.plan))
-    except ValidationError as error:
-        raise BadData("the run's plan cannot be read", value=f"{paths.plan}: {error}") from error
+    except BadData as error:
+        error.value = f"{paths.plan}: {error.value}"
+        raise
 
 
 def mirrored(uri: str, root: str | None) -> str:

@@ -28,8 +28,18 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from pipeline.contract import RUN_PARAMETER, STAGES, RunPaths, Shape, Stage, StageFailure, StageResult
-from pipeline.errors import BadConfig, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError
+from pipeline.contract import (
+    RUN_PARAMETER,
+    STAGES,
+    RunPaths,
+    Shape,
+    Stage,
+    StageFailure,
+    StageResult,
+    check_run_folder,
+    read_record,
+)
+from pipeline.errors import BadConfig, BadData, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError
 from pipeline.runtime import failure, gang, neuron_launch, store
 from pipeline.runtime.heartbeat import COMPILE_PATIENCE, Stall, Watchdog
 from pipeline.runtime.logs import configure_logging
@@ -92,7 +102,7 @@ def run(stage: Stage, run_uri: str) -> int:
     node = NodeWorld.from_environment()
     configure_logging(f"node {node.index}")
     try:
-        paths = RunPaths(resolve_run(run_uri, node))
+        paths = RunPaths(check_run_folder(resolve_run(run_uri, node)))
     except TrnpipeError as error:
         return conclude(failure.describe(error, stage=stage, run="", node=node, rank=0))
     return Supervisor(stage, paths, node, Deadlines.from_environment()).run()
@@ -398,23 +408,31 @@ class PlanNumbers:
 
         Raises:
             MissingInput: there is no plan.
+            BadData: it is none.
         """
         try:
-            plan = json.loads(store.read_bytes(paths.plan))
+            data = store.read_bytes(paths.plan)
         except MissingInput:
             if stage in STAGES_WITHOUT_PLAN:
                 return cls()
             raise
-        world = plan["world"]
-        graphs = plan.get("graphs") or {"compiler_flags": "", "cache": ""}
-        return cls(
-            fingerprint=plan["fingerprint"],
-            kind=world["kind"],
-            nodes=world["nodes"],
-            ranks_per_node=world["ranks_per_node"],
-            compiler_flags=graphs["compiler_flags"],
-            cache=graphs["cache"],
-        )
+        try:
+            plan = json.loads(data)
+            graphs = plan.get("graphs") or {"compiler_flags": "", "cache": ""}
+            numbers = {
+                "fingerprint": plan["fingerprint"],
+                **{name: plan["world"][name] for name in ("kind", "nodes", "ranks_per_node")},
+                **{name: graphs[name] for name in ("compiler_flags", "cache")},
+            }
+            return read_record(cls, json.dumps(numbers))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if stage in STAGES_WITHOUT_PLAN:
+                return cls()  # prepare refuses it in its own words, the report shows that
+            raise BadData(
+                "the run's plan cannot be read",
+                value=f"{paths.plan}: {error!r}",
+                remedy="restore it as prepare wrote it, or start a new run",
+            ) from error
 
 
 class Reporter(threading.Thread):

@@ -19,6 +19,9 @@ from pipeline.runtime.world import NodeWorld
 LINE_CHARACTERS = 500
 """Of a line as it stands in a failure; an input dump's line has thousands."""
 
+LOOKED_AT_CHARACTERS = 4096
+"""Of a line: what the table knows stands near the beginning, and some patterns take the square of a line's length."""
+
 
 class Action(Enum):
     """What a line means for the attempt that printed it.
@@ -437,6 +440,7 @@ def match(line: str, *, nodes: int = 1) -> Finding | None:
     Args:
         nodes: nodes of the gang; some lines are harmless on one.
     """
+    line = line[:LOOKED_AT_CHARACTERS]
     if not _ANY.search(line) or BENIGN.search(line):
         return None
     for row, pattern in zip(TABLE, _ROWS, strict=True):

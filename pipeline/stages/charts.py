@@ -14,6 +14,10 @@ MOST_POINTS = 500
 """More are thinned out by averaging neighbours: a screen shows no more, and the page stays small."""
 
 
+LARGEST = 1e200
+"""Beyond it, differences and sums overflow; nothing that was measured is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tick:
     """One mark on an axis: its pixel position and label."""
@@ -61,12 +65,12 @@ def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> L
     """Lay out lines over a common pair of axes.
 
     Args:
-        series: name -> (x, y) in ascending x; points that are not finite are left out.
+        series: name -> (x, y) in ascending x; points that are not finite, or absurdly large, are left out.
 
     Returns:
         None when there is nothing to draw.
     """
-    finite = {name: [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)] for name, points in series.items()}
+    finite = {name: [(x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST] for name, points in series.items()}
     longest = max((len(points) for points in finite.values()), default=0)
     if longest == 0:
         return None

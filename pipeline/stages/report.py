@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from pipeline.errors import ExitCode, TrnpipeError
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.stages.charts import Bar, LineChart, bar, line_chart
+from pipeline.stages.charts import LARGEST, Bar, LineChart, bar, line_chart
 
 log = logging.getLogger("trnpipe")
 
@@ -40,7 +39,7 @@ def run(context: StageContext) -> StageOutput | None:
     """Write the page; nothing that is missing or unreadable stops it."""
     context.heartbeat.beat(note="reading the run folder")
     record = read_run(context.paths)
-    page = render(record).encode()
+    page = render(record).encode(errors="replace")  # JSON may hold halves of surrogate pairs
     store.write_bytes(context.paths.report, page)
     log.info("report: %s: %s", record.verdict.headline, context.paths.report)
     if record.plan is None and store.exists(context.paths.plan):
@@ -116,7 +115,7 @@ class HostUse:
         """Read a node's lines.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: not the lines of a monitor.
+            ValueError, TypeError, KeyError, AttributeError, ArithmeticError: not the lines of a monitor.
         """
         lines = _json_lines(data)
         used = [(float(line["time"]), line["utilization"]) for line in lines if "utilization" in line]
@@ -186,7 +185,7 @@ def read_run(paths: RunPaths) -> RunRecord:
     def read(uri: str, parse: Callable[[bytes], Read]) -> Read | None:
         try:
             return parse(store.read_bytes(uri)) if uri in present else None
-        except (TrnpipeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (TrnpipeError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             reason = error.what if isinstance(error, TrnpipeError) else f"{type(error).__name__}: {error}".splitlines()[0]
             record.problems.append(f"{uri.removeprefix(paths.root + '/')}: {reason}")
             return None
@@ -203,7 +202,7 @@ def read_run(paths: RunPaths) -> RunRecord:
     record.scorecard = read(paths.scorecard, _object) or {}
     record.training = read(paths.metrics, _json_lines) or []
     nodes = record.plan.world.nodes if record.plan else 1
-    health = (read(paths.node_health(node), _object) for node in range(nodes))
+    health = (read(paths.node_health(node), _node_health) for node in range(nodes))
     record.nodes = [{"node": node, **found} for node, found in enumerate(health) if found]
     monitors = (read(paths.host_monitor(node), partial(HostUse.parse, node)) for node in range(nodes))
     record.hosts = [found for found in monitors if found and found.hosts]
@@ -278,6 +277,7 @@ def render(record: RunRecord) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.tests.update(measured=_is_number)
     environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment, short=_short, gib=_gib)
     plan, scores = record.plan, record.scorecard or record.metrics(Stage.EVALUATE)
     return environment.get_template(TEMPLATE).render(
@@ -352,7 +352,7 @@ def whiskers(differences: Any) -> dict[str, dict[str, float]]:
     intervals = {
         metric: (change["low"], change["value"], change["high"])
         for metric, change in differences.items()
-        if isinstance(change, Mapping) and all(isinstance(change.get(key), (int, float)) for key in ("low", "value", "high"))
+        if isinstance(change, Mapping) and all(_is_number(change.get(key)) for key in ("low", "value", "high"))
     }
     extent = max((abs(value) for interval in intervals.values() for value in interval), default=0.0) or 1.0
     return {
@@ -415,27 +415,40 @@ def _object(data: bytes) -> dict[str, Any]:
     return loaded
 
 
+def _node_health(data: bytes) -> dict[str, Any]:
+    record = _object(data)
+    if not isinstance(record.get("tests"), list):
+        raise ValueError("no list of tests")
+    return record
+
+
 def _json_lines(data: bytes) -> list[dict[str, Any]]:
     return [_object(line) for line in data.splitlines() if line.strip()]
 
 
 def _time(text: str) -> datetime | None:
     try:
-        return datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text)
     except ValueError:
         return None
+    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
 
 
 def _number(value: Any, digits: int = 0) -> str:
     """1234.5 as `1,234` or, with digits, `1,234.50`; a dash for what is not a number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not _is_number(value):
         return "–"
     return f"{value:,.{digits}f}".replace("-", "−")
 
 
+def _is_number(value: Any) -> bool:
+    """Whether it is one that can be computed with."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
 def _gib(value: Any) -> str:
     """Bytes as GiB."""
-    return _number(value / (1 << 30), 1) if isinstance(value, int) else "–"
+    return _number(value / (1 << 30), 1) if _is_number(value) else "–"
 
 
 def _signed(value: Any, digits: int) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pipeline.contract import RunPaths, now
 from pipeline.errors import BadData, MissingInput
+from pipeline.places import is_inside
 from pipeline.runtime import store
 from pipeline.training.metrics import EVENTS_FOLDER, METRICS_FILE, VALIDATION_FOLDER
 from pipeline.training.state import Progress
@@ -248,8 +249,12 @@ def fetch_checkpoint(paths: RunPaths, step: int, fingerprint: str, scratch: Path
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint that stands in a local folder and has been checked."""
-    return Checkpoint(folder, Progress.from_json((folder / PROGRESS_FILE).read_text()))
+    """A checkpoint that stands in a local folder and has been checked.
+
+    Raises:
+        BadData: its progress cannot be read.
+    """
+    return Checkpoint(folder, Progress.from_json((folder / PROGRESS_FILE).read_bytes()))
 
 
 def _list_checkpoints(paths: RunPaths) -> dict[int, bool]:
@@ -267,8 +272,10 @@ def _read_manifest(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
     try:
         manifest = store.read_json(uri)
         files = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        if outside := [name for name in files if not is_inside(name)]:
+            raise ValueError(f"files outside of the checkpoint: {outside}")
         return str(manifest["fingerprint"]), files
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BadData("the checkpoint's manifest cannot be read", value=f"{uri}: {error!r}") from error
 
 

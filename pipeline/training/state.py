@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
+from pipeline.contract import read_record
+
 
 @dataclass(kw_only=True)
 class Window:
@@ -58,6 +60,9 @@ class Progress:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Progress:
-        record = json.loads(text)
-        return cls(**{**record, "window": Window(**record["window"])})
+    def from_json(cls, data: bytes | str) -> Progress:
+        """
+        Raises:
+            BadData: no record of a run's progress.
+        """
+        return read_record(cls, data)

@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from pipeline.config import RunConfig, build_config, merge
+from pipeline.config import RunConfig, build_config, merge, read_yaml
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig
 from pipeline.plan import World
@@ -59,8 +57,8 @@ def parse_vary(items: Sequence[str], config: RunConfig) -> list[Factor]:
     for item in items:
         key, separator, text = (part.strip() for part in item.partition("="))
         try:
-            values = yaml.safe_load(f"[{text}]")
-        except yaml.YAMLError as error:
+            values = read_yaml(f"[{text}]")
+        except ValueError as error:
             raise BadConfig("the values cannot be read", value=item, rule="KEY=V1,V2,...; values are YAML") from error
         if not separator or not values:
             raise BadConfig("cannot read what to vary", value=item, rule="KEY=V1,V2,..., e.g. train.batch_size=64,128")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +141,14 @@ def test_logs_are_kept_for_the_set_time(deployment: Any) -> None:
     group = deployment.named("AWS::Logs::LogGroup", "LogGroupName", "/trnpipe/jobs")
     assert group["RetentionInDays"] == 180
     assert container(definition(deployment, Stage.TRAIN, 1))["LogConfiguration"]["LogDriver"] == "awslogs"
+
+
+def test_no_container_is_privileged_and_only_devices_need_root(deployment: Any) -> None:
+    for properties in deployment.resources(JOB_DEFINITION):
+        assert not container(properties).get("Privileged")
+        assert "User" not in container(properties)  # the image's own
+    containers = Path(__file__).resolve().parents[2] / "containers"
+    users = {
+        path.parent.name: re.findall(r"^USER (\w+)$", path.read_text(), re.M)[-1] for path in containers.glob("*/Dockerfile")
+    }
+    assert users == {"cpu": "trnpipe", "neuron": "root"}

@@ -99,3 +99,33 @@ def test_check_says_what_a_configurations_uris_need(tmp_path: Path) -> None:
         "config", "check", str(file), "--set", "model.parent=s3://ours/x", "--bucket", "s3://ours", "--read", "s3://lake"
     )
     assert (allowed.returncode, allowed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["../x", "run\n"], ids=ascii)
+def test_names_that_lead_elsewhere_end_with_64(name: str, tmp_path: Path) -> None:
+    for arguments in (
+        ["local", f"--run={name}", "--state", tmp_path],
+        ["stage", "report", f"--run=s3://bucket/runs/{name}"],
+        ["search", "words", f"--registry={name}", "--state", tmp_path],
+    ):
+        result = trnpipe(*arguments)
+        assert result.returncode == 64, (arguments, result.stderr)
+        assert "matches" in result.stderr
+        assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_leads_elsewhere_ends_with_64() -> None:
+    uri = "s3://bucket/runs/../run"
+    for arguments in (["stage", "report", f"--run={uri}"], ["plan", f"--run={uri}"], ["graphs", uri]):
+        result = trnpipe(*arguments)
+        assert result.returncode == 64, (arguments, result.stderr)
+        assert "RUN_ID" in result.stderr
+
+
+def test_what_is_typed_does_not_reach_the_terminal_raw(tmp_path: Path) -> None:
+    result = trnpipe("config", "check", tmp_path / "\x1b]0;owned\x07\x1b[2Jfile\nremedy: run this")
+    assert result.returncode == 66
+    assert "\x1b" not in result.stderr
+    assert "\\x1b]0;owned" in result.stderr
+    assert [line for line in result.stderr.splitlines() if line.startswith("remedy")] == ["remedy: check the path"]

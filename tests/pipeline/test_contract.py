@@ -14,9 +14,13 @@ from pipeline.contract import (
     Stage,
     StageFailure,
     StageResult,
+    check_registry,
+    check_run_folder,
+    check_run_id,
     registry_uri,
     stage_command,
 )
+from pipeline.errors import BadConfig
 
 
 def result(**changes: object) -> StageResult:
@@ -61,3 +65,32 @@ def test_every_stage_has_a_spec_and_a_command() -> None:
     assert {stage for stage in Stage if STAGES[stage].shape is Shape.GANG} == {Stage.HEALTH_CHECK, Stage.COMPILE, Stage.TRAIN}
     assert all(STAGES[stage].queue is Queue.TRAIN for stage in Stage if STAGES[stage].shape is Shape.GANG)
     assert stage_command(Stage.EMBED) == ["trnpipe", "stage", "embed", "--run", "Ref::run"]
+
+
+OUTSIDE = ("../x", "..", ".", "", "a b", "rún", "\u0430", "٣", "run\n", "run\0", "---", "a" * 500, "run\u202e", "a.b", "a/b/..")
+
+
+@pytest.mark.parametrize("name", OUTSIDE, ids=ascii)
+def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
+    for check in (check_run_id, check_registry):
+        with pytest.raises(BadConfig, match="matches"):
+            check(name)
+    with pytest.raises(BadConfig, match="RUN_ID"):
+        check_run_folder(f"s3://bucket/{name}/x/{name}")
+    with pytest.raises(BadConfig, match="no run id"):
+        check_run_id(5)
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://b/runs/../run", "s3://b//run", "s3://b/./run", "s3:///run", "s3://b/a\nb/run", "/", "", "x/.."]
+)
+def test_folders_that_lead_elsewhere_are_refused(uri: str) -> None:
+    with pytest.raises(BadConfig, match="RUN_ID"):
+        check_run_folder(uri)
+
+
+def test_names_of_runs_are_taken_as_they_are() -> None:
+    assert check_run_id("week-01_b") == "week-01_b"
+    assert check_registry("current") == "current"
+    assert check_run_folder("s3://bucket/runs/week-01/") == "s3://bucket/runs/week-01"
+    assert check_run_folder("../state/bucket/runs/week-01") == "../state/bucket/runs/week-01"

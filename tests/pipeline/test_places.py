@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config import build_config
 from pipeline.errors import BadConfig, BadData
-from pipeline.places import Places, check_name, objection
+from pipeline.places import Places, check_name, is_inside, objection
 
 OWN = "s3://bucket"
 AWS = Places(own=OWN, read=("s3://lake/clicks", "s3://models/base.safetensors"))
@@ -117,3 +117,8 @@ def test_a_configuration_knows_all_its_uris() -> None:
         }
     )
     assert [uri for _, uri in config.uris()] == [f"s3://a/{number}" for number in range(1, 6)]
+
+
+@pytest.mark.parametrize(("name", "inside"), [("a/b.c", True), ("../a", False), ("/a", False), ("a\\b", False), (5, False)])
+def test_which_names_stay_inside(name: object, inside: bool) -> None:
+    assert is_inside(name) is inside

@@ -121,8 +121,16 @@ def test_a_job_ends_with_the_state_that_submitted_it(execute: Execute) -> None:
     assert jobs[0].status_reason == "The state that submitted this job ended before it"
 
 
+def test_the_engine_signs_as_the_endpoint_asks(execute: Execute) -> None:
+    execution, _ = execute(READ, moto_adapter.sign_with_own_key)
+    assert execution["status"] == "FAILED"
+    assert "Status Code: 403" in execution["cause"]
+    assert execute(READ, None)[0]["status"] == "SUCCEEDED"
+
+
 def test_the_engine_is_as_it_was_afterwards() -> None:
     owners = (
+        moto_adapter.boto_client,
         moto_adapter.StateTaskService,
         moto_adapter.StateTaskServiceBatch,
         moto_adapter.batch_module,

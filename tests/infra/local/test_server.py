@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +95,20 @@ def test_a_refused_model_publishes_nothing(machine: Start) -> None:
     assert local.lock_items() == []
 
 
-@pytest.mark.parametrize("refused", [[1, 2], "text", 5, {"share": 5}, {"lock": {"wait_minutes": "long"}}], ids=json.dumps)
+@pytest.mark.parametrize(
+    "refused",
+    [
+        [1, 2],
+        "text",
+        5,
+        {"share": 5},
+        {"lock": {"wait_minutes": "long"}},
+        {"run": "a/b"},
+        {"run": ".."},
+        {"run": "../../registry"},
+    ],
+    ids=json.dumps,
+)
 def test_input_that_is_no_usable_object_is_refused_before_anything_runs(machine: Start, refused: Any) -> None:
     local = machine()
     execution = local.run("odd", refused)
@@ -236,6 +252,107 @@ def test_listens_on_loopback_and_hides_the_users_aws_settings(machine: Start, mo
     assert local.run("hidden")["status"] == "SUCCEEDED"
     local.endpoint.__exit__(None, None, None)
     assert os.environ["AWS_PROFILE"] == "production"
+
+
+def ask(local: Any, path: str, **headers: str) -> int:
+    """The status of one request that is good but for the headers given; None leaves one out."""
+    port = local.endpoint.url.rpartition(":")[2]
+    good = {
+        "Host": f"127.0.0.1:{port}",
+        "Authorization": f"AWS4-HMAC-SHA256 Credential={os.environ['AWS_ACCESS_KEY_ID']}/20250101/us-east-1/batch/aws4_request",
+    }
+    sent = {name.replace("_", "-"): value for name, value in {**good, **headers}.items() if value}
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+    connection.putrequest("POST", path, skip_host=True)
+    for name, value in {**sent, "Content-Length": "2"}.items():
+        connection.putheader(name, value.replace("PORT", port))
+    connection.endheaders(b"{}")
+    return connection.getresponse().status
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "attacker.example:PORT"},
+        {"Host": "127.0.0.1.attacker.example:PORT"},
+        {"Host": "127.0.0.1"},
+        {"Host": ""},
+        {"Origin": "http://attacker.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:PORT"},
+        {"Authorization": ""},
+        {"Authorization": "AWS4-HMAC-SHA256 Credential=local/20250101/us-east-1/batch/aws4_request"},
+        {"Authorization": "AWS4-HMAC-SHA256 Credential=/20250101/us-east-1/batch/aws4_request"},
+    ],
+    ids=str,
+)
+def test_only_its_own_clients_are_answered(machine: Start, headers: dict[str, str]) -> None:
+    local = machine()
+    assert ask(local, "/v1/listjobs", **headers) == 403
+    assert ask(local, "/moto-api/reset", **headers) == 403
+    assert ask(local, "/v1/listjobs") == 200
+    assert ask(local, "/v1/listjobs", Host="localhost:PORT") == 200
+
+
+def test_every_endpoint_has_a_key_of_its_own(machine: Start) -> None:
+    machine()
+    first = os.environ["AWS_ACCESS_KEY_ID"]
+    machine()
+    assert first != os.environ["AWS_ACCESS_KEY_ID"]
+    assert len(first) == 32
+
+
+def test_jobs_see_nothing_of_the_users_credentials(machine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    (home / ".aws").mkdir(parents=True)
+    process = f"[default]\ncredential_process = /bin/sh -c 'touch {tmp_path}/asked'\n[profile production]\nregion = eu-west-1\n"
+    (home / ".aws/config").write_text(process)
+    (home / ".aws/credentials").write_text("[default]\naws_access_key_id = REAL\naws_secret_access_key = REAL\n")
+    real = {
+        "HOME": str(home),
+        "AWS_PROFILE": "production",
+        "AWS_CONFIG_FILE": str(home / ".aws/config"),
+        "AWS_ACCESS_KEY_ID": "REAL",
+        "AWS_SECRET_ACCESS_KEY": "REAL",
+        "AWS_SESSION_TOKEN": "REAL",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:1/REAL",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/REAL",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": str(home / "REAL"),
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1/REAL",
+    }
+    for name, value in real.items():
+        monkeypatch.setenv(name, value)
+    local = machine()
+    program = (
+        "import boto3, json, os, sys; found = boto3.session.Session().get_credentials().get_frozen_credentials();"
+        "json.dump([dict(os.environ), found], open(sys.argv[1], 'w'))"
+    )
+    job = local.endpoint.client("batch").submit_job(
+        jobName="look",
+        jobQueue="trnpipe-cpu",
+        jobDefinition="trnpipe-prepare",
+        shareIdentifier="manual",
+        schedulingPriorityOverride=1,
+        containerOverrides={"command": [sys.executable, "-c", program, str(tmp_path / "seen.json")]},
+    )
+    assert local.endpoint.batch.wait(job["jobId"], timedelta(seconds=60)).status == "SUCCEEDED"
+    environment, credentials = json.loads((tmp_path / "seen.json").read_text())
+    assert credentials[:2] == [os.environ["AWS_ACCESS_KEY_ID"], "local"]
+    assert [name for name, value in environment.items() if "REAL" in value or value == "production"] == []
+    assert environment["AWS_CONFIG_FILE"] == environment["AWS_SHARED_CREDENTIALS_FILE"] == os.devnull
+    assert not (tmp_path / "asked").exists()
+
+
+def test_the_state_folder_is_its_users_alone(machine: Start, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        local = machine()
+        assert stat.S_IMODE(local.state.stat().st_mode) == 0o700
+        (tmp_path / "shared").mkdir(mode=0o755)
+        machine(state=tmp_path / "shared")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755
 
 
 def test_two_runs_cannot_share_a_state_folder(machine: Start, stack: LocalStack) -> None:

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.config import HeadConfig, ModelConfig
-from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.data.tokens import TextTokenizer
+from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.parent import ResolvedParent, resolve_parent
@@ -252,6 +253,89 @@ def test_pickles_with_code_are_refused(
         resolve(tmp_path / "code.pt")
     assert "state_dict() alone" in str(caught.value)
     assert not (tmp_path / "pwned").exists()
+
+
+PICKLES = (
+    *("pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "head.safetensors"),
+    *("optimizer.bin", "tokenizer.json"),
+)
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_code_in_a_folder_never_runs(
+    tmp_path: Path, encoder: Encoder, resolve: Callable[..., ResolvedParent], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "tiny"
+    if name in ("pytorch_model.bin", "model.safetensors.index.json"):
+        (folder / WEIGHTS).unlink()
+    torch.save({"model": Malicious()}, folder / ("part.bin" if name.endswith("index.json") else name))
+    if name.endswith("index.json"):
+        (folder / name).write_text(json.dumps({"weight_map": {"a": "part.bin"}}))
+    head = {"head": HeadConfig(hidden=4)} if name.startswith("head") else {}
+    refused: TrnpipeError | None = None
+    try:
+        TextTokenizer(resolve(folder, base=None, **head).folder)
+    except (BadConfig, BadData, MissingInput) as error:
+        refused = error
+    assert not (tmp_path / "pwned").exists()
+    # What is neither weights nor tokenizer is not looked at.
+    assert (refused is None) == (name == "optimizer.bin")
+    if refused is not None:
+        assert str(folder) in str(refused)
+        assert refused.rule
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_python_files_of_a_model_never_run(
+    tmp_path: Path, encoder: Encoder, resolve: Callable[..., ResolvedParent], name: str
+) -> None:
+    folder = tmp_path / "tiny"
+    (folder / "custom.py").write_text(f"open({str(tmp_path / 'pwned')!r}, 'w')\nclass Tokenizer: pass\nclass Config: pass\n")
+    record = json.loads((folder / name).read_text())
+    custom = {"AutoConfig": "custom.Config", "AutoTokenizer": ["custom.Tokenizer", "custom.Tokenizer"]}
+    (folder / name).write_text(json.dumps({**record, "auto_map": custom, "tokenizer_class": "Tokenizer"}))
+    with pytest.raises(BadConfig, match="code of its own") as refusal:
+        TextTokenizer(resolve(folder, base=None).folder)
+    assert "custom.Tokenizer" in str(refusal.value)
+    assert "auto_map" in refusal.value.remedy
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("path", ["../outside", "/tmp", "a/../../outside", "..", "a//b"])
+def test_files_outside_of_the_folder_are_not_read(
+    tmp_path: Path, encoder: Encoder, resolve: Callable[..., ResolvedParent], path: str
+) -> None:
+    folder = tmp_path / "tiny"
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([{**modules[0], "path": path}, *modules[1:]]))
+    with pytest.raises(BadData, match=r"modules\.json"):
+        resolve(folder, base=None)
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "manifest.json").write_text(json.dumps({"files": {path: {"sha256": "0", "size": 1}}}))
+    with pytest.raises(BadData, match="manifest cannot be read"):
+        resolve(folder, base=None)
+    (folder / "manifest.json").unlink()
+    (folder / WEIGHTS).unlink()
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"a": path}}))
+    with pytest.raises(BadData, match="index"):
+        resolve(folder, base=None)
+
+
+def test_keys_that_lead_out_of_the_folder_are_not_fetched(
+    tmp_path: Path, encoder: Encoder, resolve: Callable[..., ResolvedParent], s3_root: str
+) -> None:
+    store.upload_folder(tmp_path / "tiny", f"{s3_root}/models/tiny")
+    listed = store.list_objects
+
+    def with_one_more(uri: str) -> list[store.ObjectInfo]:
+        return [*listed(uri), store.ObjectInfo(f"{uri}/../../outside", 1)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "list_objects", with_one_more)
+        with pytest.raises(BadData, match="no file names"):
+            resolve(f"{s3_root}/models/tiny", base=None)
+    assert not list(tmp_path.rglob("outside"))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "legacy.pt"])

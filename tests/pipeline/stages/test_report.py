@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +27,21 @@ class Page(HTMLParser):
         self.text = ""
         self.tags: list[str] = []
         self.targets: list[str] = []
+        self.attributes: set[str] = set()
+        self.comments: list[str] = []
+        self.policy = ""
         self.feed(html)
         self.text = " ".join(self.text.split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if ("http-equiv", "Content-Security-Policy") in attrs:
+            self.policy = dict(attrs)["content"] or ""
         self.targets += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
 
     def handle_data(self, data: str) -> None:
         if self.lasttag != "style":
@@ -48,6 +58,7 @@ def page_of(run: Any) -> Page:
     assert output is None or output.outputs["report"].uri == run.paths.report
     page = Page(store.read_bytes(run.paths.report).decode())
     assert "script" not in page.tags
+    assert page.policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     assert all(target.startswith("../") for target in page.targets), "a page has no resources of its own"
     return page
 
@@ -276,6 +287,52 @@ def test_everything_from_outside_is_escaped(plan_run: Any) -> None:
     html = store.read_bytes(run.paths.report).decode()
     assert "<script" not in html
     assert "&lt;script&gt;" in html
+
+
+HOSTILE = (
+    '"><img src=x onerror=alert(1)>',
+    "'><svg/onload=alert(1)>",
+    "</script></style></title><script>alert(1)</script>",
+    "<!--",
+    "--><b>",
+    "]]><b>",
+    "javascript:alert(1)",
+    "{{ 7 * 7 }}{% include 'x' %}",
+    "\x00\x1b[2J\ud800",
+)
+
+
+@pytest.mark.parametrize("evil", HOSTILE)
+def test_no_element_and_no_attribute_comes_from_data(plan_run: Any, tmp_path: Path, evil: str) -> None:
+    def make(text: str, week: str) -> Page:
+        whole = text.encode(errors="ignore").decode()  # a plan cannot hold half of a character
+        run = plan_run(str(tmp_path / week), run=week, settings={"report": {"title": whole}})
+        shard = Shard(uri=f"s3://b/{whole}", sha256="0" * 64, size=1, rows=1, first_run=whole)
+        run.replan(train=run.plan.train.model_copy(update={"new": (shard,)}))
+        go_on(run, Stage.TRAIN)
+        gate = {"verdict": text, "reason": text, "metric": "ndcg@10"}
+        run.finish(Stage.EVALUATE, StageOutput(metrics={"gate": gate, "graphs": text}))
+        change = {"value": -0.1, "low": -0.2, "high": -0.05}
+        scores = {
+            "parent": {"ndcg@10": text},
+            "new": {text: 0.4},
+            "difference": {"ndcg@10": change, text: change},
+            "queries": text,
+        }
+        store.write_json(run.paths.scorecard, {**scores, "locales": {text: scores}})
+        test = {"name": text, "rank": text, "passed": False, "value": text, "unit": text, "detail": text}
+        health = {"node": text, "host": text, "instance": f"{text}2", "passed": False, "tests": [test]}
+        store.write_json(run.paths.node_health(0), health)
+        write_monitor(run, 0, monitor_lines(2, host=text, errors={text: 1}, ecc={text: 1}))
+        fail(run, Stage.EMBED, what=text, value=[text], rule=text, remedy=text, host=text)
+        return page_of(run)
+
+    harmless, page = make("harmless", "good"), make(evil, "evil")
+    assert harmless.text.count("harmless") > 15
+    assert page.tags == harmless.tags
+    assert page.attributes == harmless.attributes
+    assert page.comments == harmless.comments == []
+    assert page.targets == harmless.targets
 
 
 def test_a_failed_node_is_shown(plan_run: Any) -> None:
