@@ -29,6 +29,7 @@ log = logging.getLogger("trnpipe")
 
 PROGRESS_FILE = "progress.json"
 MANIFEST_FILE = "manifest.json"
+FILES_AT_ONCE = 4
 FOLDER_PATTERN = re.compile(r"/step-(\d{8})/")
 
 
@@ -241,10 +242,13 @@ def fetch_checkpoint(paths: RunPaths, step: int, fingerprint: str, scratch: Path
     owner, files = _read_manifest(store.join(uri, MANIFEST_FILE))
     if owner != fingerprint:
         raise BadData("the checkpoint belongs to another plan", value=uri)
-    for name, (size, sha256) in files.items():
-        path = store.download(store.join(uri, name), folder / name)
-        if path.stat().st_size != size or store.sha256_file(path) != sha256:
-            raise BadData("a file of the checkpoint is not what its manifest says", value=store.join(uri, name))
+    with ThreadPoolExecutor(FILES_AT_ONCE, "checkpoint") as pool:
+        fetched = [
+            pool.submit(store.download, store.join(uri, name), folder / name, sha256=sha256, size=size)
+            for name, (size, sha256) in files.items()
+        ]
+        for one in fetched:
+            one.result()
     return open_checkpoint(folder)
 
 

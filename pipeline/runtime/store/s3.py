@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from botocore.exceptions import IncompleteReadError
+from botocore.exceptions import IncompleteReadError, ReadTimeoutError
 
 from pipeline.errors import BadConfig
 from pipeline.places import S3
@@ -78,6 +78,8 @@ def split(uri: str) -> tuple[str, str]:
 class ObjectStream(io.RawIOBase):
     """A span of one version of an object as a seekable stream; where its connection breaks off, another one goes on from there.
 
+    smart_open reads, and reconnects a few times; trouble that lasts longer is ours.
+
     Args:
         start, stop: bytes; None: to the end.
         etag: of the version; empty: the one that is there now.
@@ -92,9 +94,13 @@ class ObjectStream(io.RawIOBase):
         self._uri = uri
         self._bucket, self._key = split(uri)
         self._position = start
-        self._etag = etag
+        # One request for a short span; a whole object comes over one connection.
+        self._request_bytes = stop - start if stop else None
         self._body: Any = None
-        self._stop = stop if stop is not None else persistently(uri, self._open_whole)
+        if stop is None or not etag:
+            found = persistently(uri, lambda: s3_client().head_object(Bucket=self._bucket, Key=self._key))
+            stop, etag = stop if stop is not None else int(found["ContentLength"]), etag or found["ETag"]
+        self._stop, self._etag = stop, etag
 
     def readable(self) -> bool:
         return True
@@ -125,24 +131,40 @@ class ObjectStream(io.RawIOBase):
         self._drop()
         super().close()
 
-    def _open_whole(self) -> int:
-        answer = s3_client().get_object(Bucket=self._bucket, Key=self._key)
-        self._body, self._etag = answer["Body"], answer["ETag"]
-        return int(answer["ContentLength"])
-
     def _read(self, wanted: int) -> bytes:
         try:
             if self._body is None:
-                span = f"bytes={self._position}-{self._stop - 1}"
-                answer = s3_client().get_object(Bucket=self._bucket, Key=self._key, Range=span, IfMatch=self._etag)
-                self._body = answer["Body"]
+                self._body = self._open()
             data: bytes = self._body.read(wanted)
-            if not data:
-                raise IncompleteReadError(actual_bytes=self._position, expected_bytes=self._stop)
+        except OSError as error:
+            self._drop()
+            # smart_open's own: around what S3 answered, or that it has given up reconnecting.
+            answer = getattr(error, "backend_error", None)
+            if answer is None and error.errno is None:
+                answer = ReadTimeoutError(endpoint_url=self._uri, error=error)
+            raise answer or error from error
         except BaseException:
             self._drop()
             raise
+        if not data:
+            self._drop()
+            raise IncompleteReadError(actual_bytes=self._position, expected_bytes=self._stop)
         return data
+
+    def _open(self) -> Any:
+        import smart_open.s3  # here, because it loads for a third of a second and a supervisor starts without it
+
+        body = smart_open.s3.open(
+            self._bucket,
+            self._key,
+            "rb",
+            defer_seek=True,
+            client=s3_client(),
+            client_kwargs={"S3.Client.get_object": {"IfMatch": self._etag}},
+            range_chunk_size=self._request_bytes,
+        )
+        body.seek(self._position)
+        return body
 
     def _drop(self) -> None:
         body, self._body = self._body, None
