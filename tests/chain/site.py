@@ -40,7 +40,7 @@ GRACE = timedelta(seconds=8)
 DEADLINES = {
     "STARTUP": 60,
     "PROGRESS": 10,
-    "PUBLISH": 0.4,
+    "PUBLISH": 1,
     "PEER_GRACE": 1,
     "UPLOAD": 5,
     "STOP": 5,
