@@ -201,9 +201,15 @@ def upload(path: Path, uri: str) -> Artifact:
     with _translated(uri):
         if is_s3(uri):
             bucket, key = split(uri)
-            s3_client().upload_file(
-                str(path), bucket, key, Config=_transfer_config(), ExtraArgs={"ContentType": content_type(uri)}
-            )
+            from boto3.exceptions import S3UploadFailedError
+
+            try:
+                s3_client().upload_file(
+                    str(path), bucket, key, Config=_transfer_config(), ExtraArgs={"ContentType": content_type(uri)}
+                )
+            except S3UploadFailedError as error:
+                # boto3 hides what S3 answered behind an exception of its own, a denial and a SlowDown alike.
+                raise error.__context__ or error from None
         else:
             target = _local(uri)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -38,14 +38,14 @@ GRACE = timedelta(seconds=8)
 """Between SIGTERM and SIGKILL of a node: longer than the supervisor's own, as in Batch."""
 
 DEADLINES = {
-    "STARTUP": 60,
+    "STARTUP": 30,
     "PROGRESS": 10,
     "PUBLISH": 1,
     "PEER_GRACE": 1,
     "UPLOAD": 5,
     "STOP": 5,
     "STALE": 8,
-    "PEER_START": 60,
+    "PEER_START": 20,
     "SETTLE": 5,
     "OUTLIVE": 30,
 }
@@ -110,7 +110,7 @@ REAL = Depth(
     },
     rows=240,
     limit_seconds=600,
-    deadlines={**DEADLINES, "STARTUP": 120, "PROGRESS": 40, "STALE": 12, "PEER_START": 120, "OUTLIVE": 60},
+    deadlines={**DEADLINES, "STARTUP": 120, "PROGRESS": 40, "STALE": 12, "PEER_START": 90, "OUTLIVE": 60},
 )
 DEPTHS = {depth.name: depth for depth in (ORCHESTRATION, REAL)}
 
