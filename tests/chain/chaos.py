@@ -1,10 +1,10 @@
-"""`make chaos`: whole local executions with one fault each, and what became of them. The measure of "nothing lost, nothing half-done".
+"""`make chaos`: whole local executions with one fault each, and what became of them: is nothing lost, and nothing half-done?
 
     python -m tests.chain.chaos --depth orchestration --runs 1000
     python -m tests.chain.chaos --table
 
-Run number n of a depth always has the same fault, drawn from the seed. Every run appends one line to the results file, and numbers
-that stand there are not done again: a sitting may be ended at any time, and the table sums over all of them.
+Run number n of a depth always has the same fault, drawn from the seed. Every run appends one line to the results file, and
+numbers that stand there are not done again: a sitting may be ended at any time, and the table sums over all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.chain import faults, invariants
-from tests.chain.site import DEPTHS, REPOSITORY, Depth, Execution, Site, marked, open_site, processes, send, wait_until
+from tests.chain.site import (
+    DEPTHS,
+    LOOK_SECONDS,
+    REPOSITORY,
+    Depth,
+    Execution,
+    Site,
+    marked,
+    open_site,
+    processes,
+    send,
+    wait_until,
+)
 
 DEFAULT_RESULTS = Path(".trnpipe/chaos/results.jsonl")
 DEFAULT_SEED = "trnpipe"
@@ -183,7 +196,7 @@ def _watch(site: Site, scene: faults.Scene, deed: threading.Thread) -> bool:
             deed.join(30)
             if scene.execution is current:
                 return True
-        time.sleep(0.1)
+        time.sleep(LOOK_SECONDS)
     scene.over.set()
     deed.join(30)
     return False
@@ -196,9 +209,7 @@ def _judge(site: Site, fault: faults.Fault, scene: faults.Scene, last: Execution
     outcome.ended_after = round(ended - (scene.struck or ended), 2)
     if outcome.status != "FAILED":
         return f"the execution ended with {outcome.status}"
-    found = [
-        invariants.load(path) for path in site.file(site.paths(last.run).root).glob("*/failure.json")
-    ]
+    found = [invariants.load(path) for path in site.file(site.paths(last.run).root).glob("*/failure.json")]
     if [failure.get("exit_code") for failure in found] != [fault.code] or fault.words not in str(found[0]):
         return f"failure.json says {found}"
     if f"exit code {fault.code}" not in outcome.cause or fault.words not in outcome.cause:
@@ -224,8 +235,6 @@ def _end(site: Site, run: str, execution: Execution) -> None:
     for job in site.runner.jobs():
         if not job.done.is_set():
             site.runner.terminate({"jobId": job.id, "reason": "chaos"})
-    import signal
-
     send(processes(run), signal.SIGCONT)
     site.finish(execution, 30)
 

@@ -23,7 +23,7 @@ from typing import ClassVar
 from infra.local.batch import Job, Node
 from pipeline.contract import Stage, registry_uri
 from tests.chain import front
-from tests.chain.site import Execution, Site, command, family, send
+from tests.chain.site import Execution, Site, family, generations, send
 
 STAGES = (Stage.PREPARE, Stage.HEALTH_CHECK, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH, Stage.REPORT)
 GANGS = (Stage.HEALTH_CHECK, Stage.TRAIN)
@@ -95,12 +95,12 @@ class Scene:
         )
 
 
-def ranks(node: Node) -> list[int]:
-    return [pid for pid in family(node.process.pid) if ".rank " in command(pid)]
-
-
 def supervisor(node: Node) -> list[int]:
-    return [pid for pid in family(node.process.pid)[1:] if " stage " in command(pid)]
+    return [pid for generation in generations(node.process.pid)[1:2] for pid in generation]
+
+
+def ranks(node: Node) -> list[int]:
+    return [pid for generation in generations(node.process.pid)[2:3] for pid in generation]
 
 
 class Fault:

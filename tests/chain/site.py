@@ -1,8 +1,8 @@
 """Where chaos runs take place: one local endpoint for many executions one after another, at one of two depths.
 
-`orchestration` runs the pipeline without its mathematics (tests/chain/light), `real` the real stages with a tiny model. Everything
-that a run leaves outside its state folder carries its name: the folder for temporary files, and MARKER in the environment of every
-process.
+`orchestration` runs the pipeline without its mathematics (tests/chain/light), `real` the real stages with a tiny model. All that
+a run leaves outside its state folder carries its name: the folder for temporary files, and MARKER in the environment of its
+processes.
 """
 
 from __future__ import annotations
@@ -10,30 +10,35 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
+from moto.stepfunctions.parser.asl.utils import boto_client as client_module
 
-from infra.local.batch import THIS_INSTALLATION, BatchRunner, BatchSettings, Job, Node
+from infra.local.batch import THIS_INSTALLATION, BatchRunner, BatchSettings, Job
 from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
-from pipeline.contract import RunPaths, Stage
+from pipeline.contract import RunPaths
 from tests.chain.front import JOB_KEY, Front
+from tests.chain.light.nursery import Nursery
 
 REPOSITORY = Path(__file__).parents[2]
 MARKER = "TRNPIPE_CHAOS_RUN"
 ENGINE_POLL_SECONDS = 0.1
+LOOK_SECONDS = 0.25
 GRACE = timedelta(seconds=8)
 """Between SIGTERM and SIGKILL of a node: longer than the supervisor's own, as in Batch."""
 
@@ -231,7 +236,7 @@ class Site:
         while not self.look(execution):
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.1)
+            time.sleep(LOOK_SECONDS)
         return True
 
     def jobs(self, run: str) -> list[Job]:
@@ -267,13 +272,17 @@ def open_site(depth: Depth, folder: Path, templates: Path) -> Iterator[Site]:
             environment={**environment, "AWS_ACCESS_KEY_ID": JOB_KEY},
             program=depth.program,
             grace=GRACE,
+            start=nursery.start if nursery else subprocess.Popen,
         )
         return BatchRunner(stack.job_definitions, stack.queues, settings)
 
     with ExitStack() as undo:
         variables = {f"TRNPIPE_{name}_SECONDS": str(seconds) for name, seconds in depth.deadlines.items()}
         undo.enter_context(_environment({**variables, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": ""}))
-        undo.enter_context(_engine_poll())
+        undo.enter_context(_quick_engine())
+        nursery = Nursery() if depth is ORCHESTRATION else None
+        if nursery:
+            undo.callback(nursery.close)
         endpoint = undo.enter_context(LocalEndpoint(stack, folder / "state", runner, front))
         boto3.DEFAULT_SESSION = None
         site = Site(depth, folder, stack, endpoint, front)
@@ -308,15 +317,25 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _engine_poll() -> Iterator[None]:
-    """The engine looks at jobs more often, so that little of a run's time is spent waiting for it."""
-    name = "_DELAY_SECONDS_SYNC_CONDITION_CHECK"
-    before = getattr(callback_module, name)
-    setattr(callback_module, name, ENGINE_POLL_SECONDS)
-    try:
+def _quick_engine() -> Iterator[None]:
+    """The engine looks at jobs more often and makes its clients once: less of a run's time is its own."""
+    made: dict[str, Any] = {}
+    lock = threading.Lock()
+
+    def client(*, service_name: str, **settings: Any) -> Any:
+        with lock:
+            if service_name not in made:
+                made[service_name] = boto3.client(service_name, **settings)
+            return made[service_name]
+
+    with ExitStack() as undo:
+        for module, name, value in (
+            (callback_module, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", ENGINE_POLL_SECONDS),
+            (client_module, "boto3", SimpleNamespace(client=client)),
+        ):
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
         yield
-    finally:
-        setattr(callback_module, name, before)
 
 
 @contextmanager
@@ -335,26 +354,24 @@ def marked(site: Site, run: str) -> Iterator[Path]:
 
 
 def processes(run: str) -> list[int]:
-    """Every process that carries the run's name, zombies not among them."""
+    """Every process that carries the run's name in its environment or works in one of its folders; zombies are none."""
     wanted, found = f"{MARKER}={run}\0".encode(), []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if wanted in (path / "environ").read_bytes() + b"\0":
+            if wanted in (path / "environ").read_bytes() + b"\0" or f"/tmp/{run}/" in str((path / "cwd").readlink()):
                 found.append(int(path.name))
         except OSError:
             continue
     return found
 
 
-def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
 def family(root: int) -> list[int]:
-    """A process and all its descendants."""
+    """A process and all its descendants, generation by generation."""
+    return [pid for generation in generations(root) for pid in generation]
+
+
+def generations(root: int) -> list[list[int]]:
+    """A process, its children, their children and so on."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -362,11 +379,10 @@ def family(root: int) -> list[int]:
         except OSError:
             continue
         children.setdefault(int(fields[1]), []).append(int(path.parent.name))
-    found, todo = [], [root]
-    while todo:
-        found.append(todo.pop())
-        todo += children.get(found[-1], [])
-    return found
+    found = [[root]]
+    while found[-1]:
+        found.append([child for pid in found[-1] for child in children.get(pid, [])])
+    return found[:-1]
 
 
 def send(pids: list[int], number: signal.Signals) -> None:
@@ -384,5 +400,3 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-

@@ -1,4 +1,4 @@
-"""What stands for `trnpipe` in the jobs of an orchestration run: the real command line and supervisor; ranks run the light program."""
+"""What stands for `trnpipe` in the jobs of an orchestration run: the real command line and supervisor, whose ranks are light."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of an orchestration run: `python -m tests.chain.light.rank STAGE RUN_URI` is `pipeline.rank` without the mathematics."""
+"""A rank of an orchestration run: `python -m tests.chain.light.rank STAGE RUN_URI` is `pipeline.rank` without the mathematics."""
 
 from __future__ import annotations
 

@@ -20,7 +20,14 @@ from pipeline.errors import Defect, Transient, UnhealthyHost
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.interruption import Interruption, noticed
-from pipeline.training.checkpoint import Checkpoint, CheckpointWriter, Retention, fetch_checkpoint, find_checkpoint, open_checkpoint
+from pipeline.training.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    Retention,
+    fetch_checkpoint,
+    find_checkpoint,
+    open_checkpoint,
+)
 from pipeline.training.digest import chain
 from pipeline.training.metrics import METRICS_FILE
 from pipeline.training.state import Progress
