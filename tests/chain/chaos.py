@@ -49,8 +49,6 @@ CHUNK_RUNS = 20
 """Runs of one worker process: what its endpoint remembers of them stays small."""
 TARGET_SUCCESS = 0.999
 TARGET_SECONDS = 60.0
-TAKE_OVER_SECONDS = 15.0
-"""For the lock of an aborted execution: a few calls of services, none of which waits."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def perform(site: Site, assignment: Assignment, reference: Reference) -> Outcome
         outcome.status, outcome.cause = str((last.ended or {}).get("status")), str((last.ended or {}).get("cause") or "")
         if not outcome.problem:
             outcome.problem = _judge(site, fault, scene, last, ended, outcome)
-        outcome.broken += _broken(site, fault, last, outcome, reference)
+        outcome.broken += scene.broken + _broken(site, fault, last, outcome, reference)
         outcome.broken += invariants.broken_remains(site, run, temporary)
     outcome.expected = not outcome.problem
     if outcome.expected and not outcome.broken:

@@ -23,12 +23,14 @@ from typing import ClassVar
 from infra.local.batch import Job, Node
 from pipeline.contract import Stage, registry_uri
 from tests.chain import front
-from tests.chain.site import Execution, Site, family, generations, send
+from tests.chain.site import Execution, Site, family, generations, send, wait_until
 
 STAGES = (Stage.PREPARE, Stage.HEALTH_CHECK, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH, Stage.REPORT)
 GANGS = (Stage.HEALTH_CHECK, Stage.TRAIN)
 WEIGHTS = {Stage.TRAIN: 4, Stage.EMBED: 3, Stage.HEALTH_CHECK: 2}
 WATCH_SECONDS = 0.02
+TAKE_OVER_SECONDS = 15.0
+"""For the lock of an aborted execution: a few calls of services, none of which waits."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Scene:
         over: set when the execution has ended.
         hits: what was done, in words, one entry per deed.
         struck: monotonic seconds of the first deed.
-        extra: further executions that the fault has started or asks to look at.
+        broken: what must hold and did not, of what only the fault can see.
     """
 
     site: Site
@@ -50,6 +52,7 @@ class Scene:
     over: threading.Event = field(default_factory=threading.Event)
     hits: list[str] = field(default_factory=list)
     struck: float | None = None
+    broken: list[str] = field(default_factory=list)
 
     @property
     def run(self) -> str:
@@ -150,114 +153,121 @@ class Fault:
 # ---- processes, nodes, hosts -----------------------------------------------------------------------------------------
 
 
-class KillRank(Fault):
-    """A rank is killed."""
+class NodeFault(Fault):
+    """Something happens to one node of a running job; where the node has ended meanwhile, to one of the next job."""
+
+    nodes: ClassVar[int] = 1
+    """Nodes that must be running."""
+
+    def act(self, scene: Scene) -> None:
+        stages = self.order
+        while job := scene.moment(stages, self.share, self.nodes):
+            with suppress(IndexError):  # the job has ended since
+                node = self.choose(job)
+                if done := self.happen(scene, job, node):
+                    scene.strike(f"{done} of {job.name}, node {node.index}")
+                    return
+            stages = stages[1 + [stage.value for stage in stages].index(job.name.partition("-")[0]) :]
+
+    def choose(self, job: Job) -> Node:
+        return self.draw.choice(list(job.nodes))
+
+    def happen(self, scene: Scene, job: Job, node: Node) -> str:
+        """Do it; what was done, in words, empty if there was nothing to do it to."""
+        raise NotImplementedError
+
+
+class KillRank(NodeFault):
+    """A rank is killed; a supervisor that has none yet is."""
 
     kind = "kill-rank"
 
-    def act(self, scene: Scene) -> None:
-        if job := scene.moment(self.order, self.share):
-            node = self.draw.choice(job.nodes or [None])  # type: ignore[list-item]
-            if node and (found := ranks(node) or supervisor(node)):
-                send(found[:1], signal.SIGKILL)
-                scene.strike(f"SIGKILL to a rank of {job.name}, node {node.index}")
+    def happen(self, scene: Scene, job: Job, node: Node) -> str:
+        found = ranks(node) or supervisor(node)
+        send(found[:1], signal.SIGKILL)
+        return "SIGKILL to a rank" if found else ""
 
 
-class KillSupervisor(Fault):
+class KillSupervisor(NodeFault):
     """A node's supervisor is killed; its ranks must go with it."""
 
     kind = "kill-supervisor"
 
-    def act(self, scene: Scene) -> None:
-        if job := scene.moment(self.order, self.share):
-            node = self.draw.choice(job.nodes or [None])  # type: ignore[list-item]
-            if node and (found := supervisor(node)):
-                send(found[:1], signal.SIGKILL)
-                scene.strike(f"SIGKILL to the supervisor of {job.name}, node {node.index}")
+    def happen(self, scene: Scene, job: Job, node: Node) -> str:
+        found = supervisor(node)
+        send(found, signal.SIGKILL)
+        return "SIGKILL to the supervisor" if found else ""
 
 
-class KillNode(Fault):
+class KillNode(NodeFault):
     """Everything on one node is killed at once, as an out-of-memory kill does."""
 
     kind = "kill-node"
 
-    def act(self, scene: Scene) -> None:
-        if job := scene.moment(self.order, self.share):
-            index = self.draw.choice([node.index for node in job.nodes] or [0])
-            scene.site.runner.kill_node(job.id, index)
-            scene.strike(f"SIGKILL to node {index} of {job.name}")
+    def happen(self, scene: Scene, job: Job, node: Node) -> str:
+        scene.site.runner.kill_node(job.id, node.index)
+        return "SIGKILL to everything"
 
 
-class SilentChild(Fault):
+class SilentChild(KillNode):
     """A node of a gang that is not the main one is gone without a word: Batch says nothing, its peers have to notice."""
 
     kind = "silent-child"
     stages = GANGS
+    nodes = 2
 
-    def act(self, scene: Scene) -> None:
-        if job := scene.moment(self.order, self.share, nodes=2):
-            scene.site.runner.kill_node(job.id, 1)
-            scene.strike(f"SIGKILL to node 1 of {job.name}")
+    def choose(self, job: Job) -> Node:
+        return [node for node in job.nodes if node.index == 1][0]  # noqa: RUF015 - the error of none is meant
 
 
-class LoseHost(Fault):
+class LoseHost(NodeFault):
     """A host goes away for good, with everything on it."""
 
     kind = "lose-host"
 
-    def act(self, scene: Scene) -> None:
-        if job := scene.moment(self.order, self.share):
-            node = self.draw.choice(job.nodes or [None])  # type: ignore[list-item]
-            if node:
-                scene.site.runner.lose_host(node.host)
-                scene.strike(f"host {node.host} lost, node {node.index} of {job.name}")
+    def happen(self, scene: Scene, job: Job, node: Node) -> str:
+        scene.site.runner.lose_host(node.host)
+        return f"loss of host {node.host}"
 
 
-class HangRank(Fault):
+class HangRank(NodeFault):
     """A rank stands still and never goes on."""
 
     kind = "hang-rank"
 
-    def act(self, scene: Scene) -> None:
-        if job := scene.moment(self.order, self.share):
-            node = self.draw.choice(job.nodes or [None])  # type: ignore[list-item]
-            if node and scene.wait(lambda: ranks(node) or node.process.poll() is not None) and (found := ranks(node)):
-                send(found[:1], signal.SIGSTOP)
-                scene.strike(f"SIGSTOP to a rank of {job.name}, node {node.index}")
+    def happen(self, scene: Scene, job: Job, node: Node) -> str:
+        if not scene.wait(lambda: ranks(node) or node.process.poll() is not None):
+            return ""
+        found = ranks(node)
+        send(found[:1], signal.SIGSTOP)
+        return "SIGSTOP to a rank" if found else ""
 
 
-class HangNode(Fault):
+class HangNode(SilentChild):
     """Everything on a gang's second node stands still and never goes on."""
 
     kind = "hang-node"
-    stages = GANGS
 
-    def act(self, scene: Scene) -> None:
-        if job := scene.moment(self.order, self.share, nodes=2):
-            node = next((node for node in job.nodes if node.index == 1), None)
-            if node:
-                send(family(node.process.pid), signal.SIGSTOP)
-                scene.strike(f"SIGSTOP to node 1 of {job.name}")
+    def happen(self, scene: Scene, job: Job, node: Node) -> str:
+        send(family(node.process.pid), signal.SIGSTOP)
+        return "SIGSTOP to everything"
 
 
-class SlowNode(Fault):
+class SlowNode(NodeFault):
     """A node gets a fifth of its time for a while; nothing may fail."""
 
     kind = "slow-node"
 
-    def act(self, scene: Scene) -> None:
-        job = scene.moment(self.order, self.share)
-        node = self.draw.choice(job.nodes or [None]) if job else None  # type: ignore[list-item]
-        if job is None or node is None:
-            return
-        scene.strike(f"node {node.index} of {job.name} slowed down")
-        until = time.monotonic() + self.draw.uniform(2, 5)
+    def happen(self, scene: Scene, job: Job, node: Node) -> str:
+        seconds = self.draw.uniform(2, 5)
+        until = time.monotonic() + seconds
         while time.monotonic() < until and node.process.poll() is None:
             pids = family(node.process.pid)
             send(pids, signal.SIGSTOP)
             time.sleep(0.2)
             send(pids, signal.SIGCONT)
             time.sleep(0.05)
+        return "SIGSTOP and SIGCONT in turns to everything"
 
 
 HOOK_SICK = {
@@ -332,7 +342,7 @@ class SickHost(Fault):
         scene.strike(f"host {self._sick[0]} is sick")
         scene.over.wait()
         if not scene.site.runner.hosts.is_drained(self._sick[0]):
-            scene.hits.append("and was not taken out")
+            scene.broken.append("the sick host was not taken out")
 
 
 class ClockJump(Fault):
@@ -674,10 +684,13 @@ class Aborted(Fault):
         scene.strike(f"aborted during {job.name}")
         again = self.draw.random() < 0.6
         name = f"{first.run}-again"
+        known = len(site.jobs(first.run if again else name))
         second = site.start(name, first.registry, run=first.run if again else None)
         scene.hits.append("taken up again" if again else "another run follows")
         # Whoever watches goes on with the new one.
         scene.execution = second
+        if not wait_until(lambda: len(site.jobs(second.run)) > known, TAKE_OVER_SECONDS):
+            scene.broken.append(f"the lock was not taken over within {TAKE_OVER_SECONDS:g} s")
 
 
 KINDS: tuple[type[Fault], ...] = (

@@ -68,7 +68,9 @@ class Request:
     def fail(self, status: str, code: str) -> list[bytes]:
         """An error of a service that speaks JSON."""
         body = json.dumps({"__type": code, "message": "chaos"})
-        return self.answer(status, body, ("Content-Type", "application/json"), ("x-amzn-ErrorType", code))
+        return self.answer(
+            status, body, ("Content-Type", "application/json"), ("x-amzn-ErrorType", code), ("x-amzn-RequestId", "chaos")
+        )
 
     def reset(self) -> None:
         """Break the connection: the client sees ECONNRESET.

@@ -20,6 +20,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -157,6 +158,7 @@ def become(command: list[str], environment: Mapping[str, str], stdin: int | None
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None
         if environment.get("PYTHONFAULTHANDLER"):
             import faulthandler
 
