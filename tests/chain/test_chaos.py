@@ -137,6 +137,15 @@ def test_what_a_run_leaves_behind_is_seen(site: Site, tmp_path: Path, monkeypatc
     assert invariants.broken_remains(site, "left", tmp_path) == []
 
 
+def test_a_light_run_loads_no_framework() -> None:
+    program = (
+        "import sys; from importlib import import_module; from tests.chain.light import mathematics, nursery, stages; "
+        "mathematics.install(); stages.install(); [import_module(name) for name in nursery.PRELOADED]; "
+        "assert not {'torch', 'torch_xla', 'tokenizers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 # ---- sittings --------------------------------------------------------------------------------------------------------
 
 

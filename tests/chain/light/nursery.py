@@ -183,6 +183,8 @@ def become(command: list[str], environment: Mapping[str, str], stdin: int | None
 def serve(requests: socket.socket) -> None:
     """Fork a keeper for every request until the runner is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # Ctrl-C is the runner's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         header, descriptors, _, _ = socket.recv_fds(requests, 4, 3)
         if not header:
