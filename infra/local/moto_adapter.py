@@ -4,7 +4,9 @@
    (`jobName`), and a streamed body stays a stream. The engine has the code for both and does not call it.
 2. `batch:submitJob` drops ShareIdentifier, SchedulingPriorityOverride and PropagateTags.
 3. An `aws-sdk` integration names the errors of S3 and Batch in lower case (`s3.NoSuchKeyException`), AWS as `S3.`, `Batch.`.
-4. A `.sync` Batch job goes on running when its state times out or the execution is stopped; Step Functions terminates it.
+4. One look at a `.sync` Batch job that fails for the service's own reasons ends the state, whose retry submits the job once
+   more beside the first. Step Functions hears of a job's end from EventBridge; a look that fails is no end.
+5. A `.sync` Batch job goes on running when its state times out or the execution is stopped; Step Functions terminates it.
 
 Each of them has a test that fails when moto no longer needs it.
 """
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from botocore.exceptions import ClientError
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_aws_sdk as aws_sdk_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_batch as batch_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service import StateTaskService
@@ -27,6 +30,7 @@ from moto.stepfunctions.parser.asl.utils.boto_client import boto_client_for
 from infra.local.definitions import REGION
 
 Change = Callable[[ExitStack], None]
+SERVER_ERROR = 500
 
 
 @contextmanager
@@ -75,6 +79,25 @@ def name_errors(undo: ExitStack) -> None:
     _replace(undo, aws_sdk_module, "_SERVICE_ERROR_NAMES", names)
 
 
+def look_again(undo: ExitStack) -> None:
+    build_resolver = StateTaskServiceBatch._build_sync_resolver
+
+    def build_sync_resolver(self: Any, **others: Any) -> Any:
+        resolver = build_resolver(self, **others)
+
+        def resolve() -> Any:
+            try:
+                return resolver()
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] < SERVER_ERROR:
+                    raise
+                return None
+
+        return resolve
+
+    _replace(undo, StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver)
+
+
 def terminate_abandoned_jobs(undo: ExitStack) -> None:
     build_resolver = StateTaskServiceBatch._build_sync_resolver
     wait_for_outcome = StateTaskServiceCallback._eval_sync
@@ -102,7 +125,7 @@ def terminate_abandoned_jobs(undo: ExitStack) -> None:
     _replace(undo, StateTaskServiceBatch, "_eval_sync", eval_sync)
 
 
-CHANGES: tuple[Change, ...] = (change_spelling, pass_on_fair_share, name_errors, terminate_abandoned_jobs)
+CHANGES: tuple[Change, ...] = (change_spelling, pass_on_fair_share, name_errors, look_again, terminate_abandoned_jobs)
 
 
 def _operation(task: Any, service: str | None, action: str | None) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -73,13 +72,12 @@ class Request:
         )
 
     def reset(self) -> None:
-        """Break the connection: the client sees ECONNRESET.
+        """Break the connection, whatever the client still has to say on it.
 
         Raises:
             ConnectionResetError: always; the server gives the request up.
         """
-        connection = self.environ["werkzeug.socket"]
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         raise ConnectionResetError("chaos")
 
     def cut(self) -> Iterator[bytes]:
