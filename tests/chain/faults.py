@@ -87,6 +87,8 @@ class Scene:
             self.over.wait(share * self.durations.get(stage.value, 1.0))
             if found := self.job(stage, nodes):
                 return found
+            # Stages take less time today than without the fault: be sooner in the next one.
+            share /= 2
         return None
 
     def past(self, stage: Stage) -> bool:

@@ -150,7 +150,15 @@ def test_a_light_run_loads_no_framework() -> None:
 
 
 def outcome(number: int, **changes: Any) -> chaos.Outcome:
-    record = {"kind": "kill-rank", "depth": "orchestration", "seed": "s", "plan": "", "retryable": True, "expected": True}
+    record = {
+        "kind": "kill-rank",
+        "depth": "orchestration",
+        "seed": "s",
+        "plan": "",
+        "retryable": True,
+        "expected": True,
+        "hits": ["hit"],
+    }
     return chaos.Outcome(number=number, **{**record, **changes})
 
 
@@ -184,6 +192,7 @@ def test_done_runs_are_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixt
         ([], True),
         ([outcome(1000, expected=False)], True),
         ([outcome(1000, expected=False), outcome(1001, expected=False)], False),
+        ([outcome(1000, expected=False, hits=[]), outcome(1001, expected=False)], False),
         ([outcome(1000, broken=["ids not embedded"])], False),
         ([outcome(1000, retryable=False, kind="superseded", expected=False)], False),
     ],
