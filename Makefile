@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local parity test test-long check lock clean
+.PHONY: help setup local parity test test-long chaos check lock clean
 
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
 	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
@@ -48,6 +48,16 @@ test: check ## Lint, type check and test
 
 test-long: setup ## The tests that take longest
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto -m long
+
+# Results are kept and summed over sittings: a number of runs is a total.
+RUNS ?= 1000
+REAL_RUNS ?= 100
+
+chaos: setup ## Whole executions with one fault each (RUNS=50 REAL_RUNS=5 for a short sitting; goes on where it was ended)
+	status=0; \
+	$(VENV)/bin/python -m tests.chain.chaos --depth orchestration --runs $(RUNS) || status=$$?; \
+	$(VENV)/bin/python -m tests.chain.chaos --depth real --runs $(REAL_RUNS) || status=$$?; \
+	exit $$status
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -111,7 +111,11 @@ def fail(stage: Stage, paths: RunPaths, world: World, error: BaseException) -> i
         log.error(line)
     folder = node_folder()
     if folder:
-        failure.write_failure(folder, record)
+        try:
+            failure.write_failure(folder, record)
+        except OSError as full:
+            # Perhaps the very cause. The exit code says as much as Batch needs to know.
+            log.error("the failure cannot be left for the supervisor: %s", full)
     return int(expected.exit_code)
 
 

@@ -234,6 +234,7 @@ class BatchSettings:
         grace: between SIGTERM and SIGKILL.
         minimum_timeout_seconds: the shortest attempt timeout that is accepted.
         literal_references: leave `Ref::name` in the commands of gangs as it stands.
+        start: starts a node's process; called as `subprocess.Popen`, whose likes it gives.
     """
 
     logs: Path
@@ -244,6 +245,7 @@ class BatchSettings:
     grace: timedelta = timedelta(seconds=10)
     minimum_timeout_seconds: int = 60
     literal_references: bool = False
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
 class BatchRunner:
@@ -579,7 +581,7 @@ class BatchRunner:
         if endpoint := self.settings.environment.get("AWS_ENDPOINT_URL"):
             environment["ECS_CONTAINER_METADATA_URI_V4"] = ecs.metadata_uri(endpoint, task)
         with open(path, "wb") as stream:
-            process = subprocess.Popen(
+            process = self.settings.start(
                 command,
                 cwd=folder,
                 env=environment,

@@ -4,8 +4,10 @@
    (`jobName`), and a streamed body stays a stream. The engine has the code for both and does not call it.
 2. `batch:submitJob` drops ShareIdentifier, SchedulingPriorityOverride and PropagateTags.
 3. An `aws-sdk` integration names the errors of S3 and Batch in lower case (`s3.NoSuchKeyException`), AWS as `S3.`, `Batch.`.
-4. A `.sync` Batch job goes on running when its state times out or the execution is stopped; Step Functions terminates it.
-5. The engine signs its calls under a fixed key of its own; the endpoint answers those under this process's key only.
+4. One look at a `.sync` Batch job that fails for the service's own reasons ends the state, whose retry submits the job once
+   more beside the first. Step Functions hears of a job's end from EventBridge; a look that fails is no end.
+5. A `.sync` Batch job goes on running when its state times out or the execution is stopped; Step Functions terminates it.
+6. The engine signs its calls under a fixed key of its own; the endpoint answers those under this process's key only.
 
 Each of them has a test that fails when moto no longer needs it.
 """
@@ -19,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import boto3
+from botocore.exceptions import ClientError
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_aws_sdk as aws_sdk_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_batch as batch_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service import StateTaskService
@@ -32,6 +35,7 @@ from moto.stepfunctions.parser.asl.utils.boto_client import boto_client_for
 from infra.local.definitions import REGION
 
 Change = Callable[[ExitStack], None]
+SERVER_ERROR = 500
 
 
 @contextmanager
@@ -80,6 +84,25 @@ def name_errors(undo: ExitStack) -> None:
     _replace(undo, aws_sdk_module, "_SERVICE_ERROR_NAMES", names)
 
 
+def look_again(undo: ExitStack) -> None:
+    build_resolver = StateTaskServiceBatch._build_sync_resolver
+
+    def build_sync_resolver(self: Any, **others: Any) -> Any:
+        resolver = build_resolver(self, **others)
+
+        def resolve() -> Any:
+            try:
+                return resolver()
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] < SERVER_ERROR:
+                    raise
+                return None
+
+        return resolve
+
+    _replace(undo, StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver)
+
+
 def terminate_abandoned_jobs(undo: ExitStack) -> None:
     build_resolver = StateTaskServiceBatch._build_sync_resolver
     wait_for_outcome = StateTaskServiceCallback._eval_sync
@@ -123,6 +146,7 @@ CHANGES: tuple[Change, ...] = (
     change_spelling,
     pass_on_fair_share,
     name_errors,
+    look_again,
     terminate_abandoned_jobs,
     sign_with_own_key,
 )

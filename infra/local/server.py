@@ -57,15 +57,23 @@ class LocalEndpoint:
         stack: what to create.
         state: the state folder: `bucket/KEY`, `lock.json`.
         runner: makes the Batch runner from the variables that job processes need to find the endpoint.
+        front: wraps the application that answers every request; how a test makes services fail.
 
     Raises:
         BadConfig: another run has this state folder open.
     """
 
-    def __init__(self, stack: LocalStack, state: Path, runner: Callable[[dict[str, str]], BatchRunner]) -> None:
+    def __init__(
+        self,
+        stack: LocalStack,
+        state: Path,
+        runner: Callable[[dict[str, str]], BatchRunner],
+        front: Callable[[WsgiApplication], WsgiApplication] = lambda application: application,
+    ) -> None:
         self._stack = stack
         self._state = state
         self._make_runner = runner
+        self._front = front
         self._exit = ExitStack()
         self.url = ""
         self.batch: BatchRunner
@@ -83,7 +91,7 @@ class LocalEndpoint:
             BackendDict.reset()
             key = secrets.token_hex(16)
             application = _Application(self._stack, self._state)
-            server = make_server(HOST, 0, _Guard(application, key), threaded=True, request_handler=_QuietHandler)
+            server = make_server(HOST, 0, _Guard(self._front(application), key), threaded=True, request_handler=_QuietHandler)
             self.url = f"http://{HOST}:{server.server_port}"
             environment = endpoint_environment(self.url, key)
             exit_stack.enter_context(_process_environment({**environment, "MOTO_PORT": str(server.server_port)}))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from infra.local import moto_adapter, server
 from infra.local.batch import BatchRunner, BatchSettings, Job
 from infra.local.definitions import Container, JobDefinition, JobQueue
 from infra.local.moto_adapter import Change, adapted
-from infra.local.server import LocalEndpoint
+from infra.local.server import LocalEndpoint, WsgiApplication
 from infra.local.template import LocalStack
 
+Front = Callable[[WsgiApplication], WsgiApplication]
 SUBMIT: dict[str, Any] = {
     "JobName": "job",
     "JobQueue": "queue",
@@ -34,7 +36,7 @@ def definition(resource: str, parameters: dict[str, Any], **fields: Any) -> str:
 
 @contextlib.contextmanager
 def endpoint_on(
-    text: str, state: Path, monkeypatch: pytest.MonkeyPatch, leave_out: Change | None, seconds: float
+    text: str, state: Path, monkeypatch: pytest.MonkeyPatch, leave_out: Change | None, seconds: float, front: Front
 ) -> Iterator[LocalEndpoint]:
     monkeypatch.setattr(server, "adapted", lambda: adapted(leave_out))
     key = {"KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}]}
@@ -54,7 +56,8 @@ def endpoint_on(
         queues=(JobQueue(name="queue", fair_share=True),),
     )
     settings = BatchSettings(logs=state / "logs")
-    with LocalEndpoint(stack, state, lambda _: BatchRunner(stack.job_definitions, stack.queues, settings)) as endpoint:
+    runner = lambda _: BatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
+    with LocalEndpoint(stack, state, runner, front) as endpoint:
         endpoint.client("s3").put_object(Bucket="bucket", Key="file.json", Body=b'{"is": "here"}')
         yield endpoint
 
@@ -63,8 +66,10 @@ def endpoint_on(
 def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], list[Job]]]:
     """Execute a state machine of one task without one of the changes (None: with all); how it ended, and its jobs."""
 
-    def run(text: str, leave_out: Change | None, seconds: float = 0) -> tuple[dict[str, Any], list[Job]]:
-        with endpoint_on(text, tmp_path / "state", monkeypatch, leave_out, seconds) as endpoint:
+    def run(
+        text: str, leave_out: Change | None, seconds: float = 0, front: Front = lambda application: application
+    ) -> tuple[dict[str, Any], list[Job]]:
+        with endpoint_on(text, tmp_path / "state", monkeypatch, leave_out, seconds, front) as endpoint:
             client = endpoint.client("stepfunctions")
             machine = "arn:aws:states:us-east-1:123456789012:stateMachine:small"
             arn = client.start_execution(stateMachineArn=machine, name="one", input="{}")["executionArn"]
@@ -111,6 +116,28 @@ def test_errors_have_the_names_that_aws_gives_them(execute: Execute) -> None:
     execution, _ = execute(READ_ABSENT, moto_adapter.name_errors)
     assert (execution["status"], execution["error"]) == ("FAILED", "s3.NoSuchKeyException")
     assert execute(READ_ABSENT, None)[0]["status"] == "SUCCEEDED"
+
+
+def failing_looks(application: WsgiApplication) -> WsgiApplication:
+    """Batch answers the first two looks at a job with an error of its own."""
+    looks = itertools.count()
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if not environ["PATH_INFO"].endswith("/describejobs") or next(looks) >= 2:
+            return application(environ, start_response)
+        environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+        start_response("500 Internal Server Error", [("x-amzn-ErrorType", "ServerException"), ("x-amzn-RequestId", "1")])
+        return [b'{"message": "a mistake of the service"}']
+
+    return answer
+
+
+def test_a_look_that_fails_does_not_submit_the_job_again(execute: Execute) -> None:
+    retry = [{"ErrorEquals": ["Batch.ServerException"], "IntervalSeconds": 1, "MaxAttempts": 3}]
+    text = definition("batch:submitJob.sync", SUBMIT, Retry=retry)
+    assert len(execute(text, moto_adapter.look_again, front=failing_looks)[1]) > 1
+    execution, jobs = execute(text, None, front=failing_looks)
+    assert (execution["status"], len(jobs)) == ("SUCCEEDED", 1)
 
 
 def test_a_job_ends_with_the_state_that_submitted_it(execute: Execute) -> None:

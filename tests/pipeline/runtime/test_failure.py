@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError
 
-from pipeline.contract import Stage, StageFailure
+from pipeline.contract import RunPaths, Stage, StageFailure
 from pipeline.errors import BadData, ExitCode
-from pipeline.rank import as_expected
+from pipeline.rank import as_expected, fail
 from pipeline.runtime import failure
 from pipeline.runtime.ranks import unexplained_end
 from pipeline.runtime.world import NodeWorld, World
@@ -71,3 +71,9 @@ def test_an_unexplained_end_is_judged_by_its_status(status: int, exit_code: int)
 
 def test_a_signal_is_named() -> None:
     assert "SIGSEGV" in unexplained_end(5, -11).what
+
+
+def test_a_full_disk_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRNPIPE_NODE_DIR", str(tmp_path / "full"))  # where nothing can be written
+    error = OSError(errno.ENOSPC, "No space left on device")
+    assert fail(Stage.TRAIN, RunPaths("s3://bucket/runs/week"), World(), error) == ExitCode.TRANSIENT

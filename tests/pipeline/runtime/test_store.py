@@ -137,6 +137,12 @@ def test_missing_bucket(s3_root: str) -> None:
         store.list_objects("s3://no-such-bucket-anywhere/prefix")
 
 
+def test_an_upload_fails_for_the_reason_that_s3_gave(s3_root: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1")
+    with pytest.raises(MissingInput, match="the object or bucket does not exist"):
+        store.upload(tmp_path / "file", "s3://no-such-bucket/file")
+
+
 def test_unreachable_endpoint_is_transient(monkeypatch: pytest.MonkeyPatch, s3_root: str) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")

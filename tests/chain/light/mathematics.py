@@ -1,0 +1,152 @@
+"""Stand-ins for the modules that load torch or transformers, as far as prepare and embed use them.
+
+A model is the SHA-256 of its weight file, and an embedding a hash of that and of the document's tokens: every part shows which
+model made it of which text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from pipeline.runtime import store
+
+WEIGHTS = "model.safetensors"
+VOCABULARY = 1000
+DIMENSION = 16
+DOCUMENTS_PER_BEAT = 4
+PACE_SECONDS = 0.02
+"""Of a training step and of a few documents: long enough to be met by a fault at any of them, and no work for the processor."""
+
+
+class TextTokenizer:
+    """Words by their checksums."""
+
+    def __init__(self, folder: Path) -> None:
+        self.vocabulary = VOCABULARY
+
+    def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
+        return [[zlib.crc32(word.encode()) % VOCABULARY for word in text.split()][:max_length] for text in texts]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A model that was loaded."""
+
+    sha256: str
+    dimension: int = DIMENSION
+
+
+class Device:
+    """Computes nothing."""
+
+    kind = "cpu"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class GraphWatch:
+    """Nothing is compiled, so nothing is watched."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def check(self, step: int) -> None:
+        """Nothing to see."""
+
+
+@dataclass(frozen=True)
+class ResolvedParent:
+    folder: Path
+    sha256: str
+    converted: bool = False
+
+
+def load_encoder(folder: Path, config: Any) -> Encoder:
+    return Encoder(store.sha256_file(folder / WEIGHTS))
+
+
+def resolve_parent(uri: str, config: Any, scratch: Path) -> ResolvedParent:
+    folder = store.local_folder(uri, scratch / "parent")
+    return ResolvedParent(folder, store.sha256_file(folder / WEIGHTS))
+
+
+def encode(
+    encoder: Encoder,
+    device: Device,
+    token_lists: Sequence[Sequence[int]],
+    buckets: Sequence[int],
+    tokens_per_batch: int,
+    *,
+    on_progress: Callable[[int], None],
+) -> SimpleNamespace:
+    """Embeddings of token lists, (rows, DIMENSION) float32, behind `numpy()` as a tensor's are."""
+    rows = []
+    for done, tokens in enumerate(token_lists, start=1):
+        digest = hashlib.shake_256(f"{encoder.sha256} {list(tokens)}".encode()).digest(DIMENSION)
+        rows.append(np.frombuffer(digest, np.uint8).astype(np.float32))
+        if done % DOCUMENTS_PER_BEAT == 0:
+            time.sleep(PACE_SECONDS)
+            on_progress(done)
+    return SimpleNamespace(numpy=lambda: np.stack(rows))
+
+
+def plan_batches(lengths: Sequence[int], *_: Any, static: bool) -> list[SimpleNamespace]:
+    return [SimpleNamespace(slots=1, length=int(length)) for length in lengths]
+
+
+BACKBONE = SimpleNamespace(pad_token_id=0, max_position_embeddings=512, model_type="light", vocab_size=VOCABULARY)
+MODULES: dict[str, dict[str, Any]] = {
+    "transformers": {"PreTrainedConfig": object},
+    "pipeline.data.tokens": {"TextTokenizer": TextTokenizer},
+    "pipeline.model.compiled": {
+        "encode_function": lambda context, device, encoder: encoder,
+        "known_graphs": lambda context: None,
+        "missing_sets": lambda bucket, plan: [],
+        "plan_graphs": lambda config, world, backbone, bucket: None,
+    },
+    "pipeline.model.encoder": {"family_of": lambda backbone: SimpleNamespace(counts_from_padding=False)},
+    "pipeline.model.folder": {
+        "WEIGHTS": WEIGHTS,
+        "load_encoder": load_encoder,
+        "inspect_folder": lambda folder, config: (BACKBONE, False),
+        "transformer_folder": lambda folder: folder,
+    },
+    "pipeline.model.inference": {"encode": encode, "plan_batches": plan_batches},
+    "pipeline.model.memory": {
+        "known_limits": lambda config, kind, here: None,
+        "read_shape": lambda folder, config: None,
+        "require_memory": lambda shape, config, world, limits: [],
+        "totals": lambda budgets: {"device": 0, "host": 0},
+    },
+    "pipeline.model.parent": {"ResolvedParent": ResolvedParent, "resolve_parent": resolve_parent},
+    "pipeline.model.watch": {"GraphWatch": GraphWatch},
+    "pipeline.runtime.device": {
+        "Device": Device,
+        "EncodeFunction": Encoder,
+        "open_device": lambda *_, **__: Device(),
+        "default_ranks_per_node": lambda kind: 1,
+        "require_available": lambda kind: None,
+        "require_world": lambda kind, ranks: None,
+        "resolve_kind": lambda kind: "cpu",
+        "resolve_precision": lambda kind, precision: "fp32",
+    },
+}
+
+
+def install() -> None:
+    """Put the stand-ins where an import looks first."""
+    for name, content in MODULES.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        sys.modules[name] = module

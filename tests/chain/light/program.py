@@ -1,0 +1,19 @@
+"""What stands for `trnpipe` in the jobs of an orchestration run: the real command line and supervisor, whose ranks are light."""
+
+from __future__ import annotations
+
+from pipeline.cli import main
+from pipeline.runtime.ranks import Launch
+
+real_program = Launch.program
+
+
+def program(launch: Launch) -> list[str]:
+    """The same arguments for another module."""
+    return ["tests.chain.light.rank", *real_program(launch)[1:]]
+
+
+Launch.program = program  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    main()
