@@ -363,6 +363,8 @@ def test_publish_refuses_a_list_that_is_not_the_records(plan_run: Any, damage: s
         store.write_json(run.paths.part_manifest(0, 4), store.read_json(run.paths.part_manifest(0, 4)) | changed)
     with pytest.raises((BadData, MissingInput)) as caught:
         publish.run(run.context(Stage.PUBLISH))
+    if damage == "changed":
+        assert "list of quarantined documents" in caught.value.what
     if damage == "forged":
         assert "missing: doc-0007" in caught.value.value
     assert not store.exists(run.paths.embed_manifest)
