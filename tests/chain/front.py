@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.local.server import SIGNED_SERVICE, WsgiApplication
+from infra.local.server import SIGNED, WsgiApplication
 
 Disturbance = Callable[["Request"], "Iterable[bytes] | None"]
 """Answers a request in the service's place, or gives None to let it through."""
 
-JOB_KEY = "job"
-"""Access key id of job processes, by which they are told from the state machine."""
+OF_JOBS = {"AWS_SDK_UA_APP_ID": "job"}
+"""Of job processes: what every AWS SDK then says of itself (`app/job`), by which they are told from the state machine."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Request:
 
     @property
     def service(self) -> str:
-        signed = SIGNED_SERVICE.search(self.environ.get("HTTP_AUTHORIZATION", ""))
+        signed = SIGNED.search(self.environ.get("HTTP_AUTHORIZATION", ""))
         return signed["service"] if signed else ""
 
     @property
     def of_job(self) -> bool:
-        return f"Credential={JOB_KEY}/" in self.environ.get("HTTP_AUTHORIZATION", "")
+        return "app/job" in self.environ.get("HTTP_USER_AGENT", "")
 
     @property
     def method(self) -> str:

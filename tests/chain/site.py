@@ -32,7 +32,7 @@ from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
 from pipeline.contract import RunPaths
-from tests.chain.front import JOB_KEY, Front
+from tests.chain.front import OF_JOBS, Front
 from tests.chain.light.nursery import Nursery
 
 REPOSITORY = Path(__file__).parents[2]
@@ -269,7 +269,7 @@ def open_site(depth: Depth, folder: Path, templates: Path) -> Iterator[Site]:
     def runner(environment: dict[str, str]) -> BatchRunner:
         settings = BatchSettings(
             logs=folder / "logs",
-            environment={**environment, "AWS_ACCESS_KEY_ID": JOB_KEY},
+            environment=environment | OF_JOBS,
             program=depth.program,
             grace=GRACE,
             start=nursery.start if nursery else subprocess.Popen,
