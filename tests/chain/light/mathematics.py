@@ -37,6 +37,9 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         return [[zlib.crc32(word.encode()) % VOCABULARY for word in text.split()][:max_length] for text in texts]
 
+    def encode_each(self, texts: Sequence[str], max_length: int) -> list[list[int] | str]:
+        return [*self.encode(texts, max_length)]
+
 
 @dataclass(frozen=True)
 class Encoder:
