@@ -36,6 +36,7 @@ def test_every_kind_of_fault_once(tmp_path: Path) -> None:
     assert sorted(outcome.kind for outcome in outcomes) == sorted(kinds)
 
 
+@pytest.mark.long
 def test_a_real_run_with_a_killed_rank_ends_with_the_same_weights(tmp_path: Path) -> None:
     code, outcomes, output = sample(tmp_path, "--depth", "real", "--runs", "1", "--kinds", "kill-rank")
     assert code == 0, output
