@@ -702,6 +702,9 @@ class BatchRunner:
     def _describe_node(self, job: Job, index: int) -> dict[str, Any]:
         detail = {**self._describe_job(job), "jobId": f"{job.id}#{index}", "container": self._describe_container(job, index)}
         detail.pop("nodeProperties", None)
+        running = next((node for node in job.nodes if node.index == index), None)
+        if running and (code := running.process.poll()) is not None:
+            detail |= {"status": "FAILED" if code else "SUCCEEDED", "statusReason": "Essential container in task exited"}
         return {**detail, "nodeDetails": {"nodeIndex": index, "isMainNode": index == job.definition.main_node}}
 
     def _describe_container(self, job: Job, index: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import threading
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -28,6 +28,7 @@ from urllib.parse import parse_qs
 
 import boto3
 from botocore.config import Config
+from botocore.exceptions import ClientError
 from moto.core.base_backend import BackendDict
 from moto.core.config import default_user_config
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -117,7 +118,9 @@ class LocalEndpoint:
         client = self.client("stepfunctions")
         running = client.list_executions(stateMachineArn=self._stack.state_machine_arn, statusFilter="RUNNING")
         for execution in running["executions"]:
-            client.stop_execution(executionArn=execution["executionArn"])
+            # moto's engine answers with an error where an execution has only just begun.
+            with suppress(ClientError):
+                client.stop_execution(executionArn=execution["executionArn"])
 
     def _create(self) -> None:
         stack = self._stack

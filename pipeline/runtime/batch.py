@@ -11,6 +11,7 @@ import http.client
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,11 +27,15 @@ log = logging.getLogger("trnpipe")
 
 RULE = f"Batch replaces Ref::{RUN_PARAMETER} in the command, or the job can read its own parameters"
 ATTEMPTS = 8
+DESCRIBED_AT_ONCE = 100
+"""Jobs in a DescribeJobs request (API reference)."""
 METADATA_VARIABLE = "ECS_CONTAINER_METADATA_URI_V4"
 """Set by ECS in every container (agent 1.39 and later)."""
 METADATA_SECONDS = 2.0
 ECS_CLIENT = Config(connect_timeout=2, read_timeout=3, retries={"mode": "standard", "total_max_attempts": 2})
 """The node is about to end and its gang waits for its last word: better to go without draining than to wait long."""
+BATCH_CLIENT = Config(connect_timeout=2, read_timeout=5, retries={"mode": "standard", "total_max_attempts": 2})
+"""To ask about other nodes, beside the work: whoever asks comes again."""
 ECS_TROUBLE = (OSError, http.client.HTTPException, ValueError, KeyError, BotoCoreError, ClientError)
 """No answer, or another than the documented one."""
 
@@ -64,6 +69,25 @@ def run_uri_of_job(job_id: str) -> str:
             remedy=f"submit it with Parameters: {{{RUN_PARAMETER}: URI}}, as the state machine does",
         )
     return str(uri)
+
+
+def ended_nodes(job_id: str, nodes: Sequence[int]) -> dict[int, str]:
+    """Nodes of a gang whose containers have ended, as Batch knows it, and what it says of them. At its best, never raising.
+
+    Args:
+        job_id: of the gang, without a node's suffix.
+    """
+    try:
+        client = boto3.session.Session().client("batch", config=BATCH_CLIENT)
+        jobs = client.describe_jobs(jobs=[f"{job_id}#{node}" for node in nodes[:DESCRIBED_AT_ONCE]])["jobs"]
+        return {
+            int(str(job["jobId"]).rpartition("#")[2]): str(job.get("statusReason") or job["status"])
+            for job in jobs
+            if job["status"] in ("SUCCEEDED", "FAILED")
+        }
+    except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
+        log.info("Batch does not say how the other nodes are: %s", _one_line(error))
+        return {}
 
 
 def _describe(job_id: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ Silence is measured with the reader's own clock, from change to change.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -48,15 +48,33 @@ def write_exit(paths: RunPaths, stage: Stage, node: NodeWorld, failure: StageFai
     store.write_json(paths.node_exit(stage, node.attempt, node.node), record)
 
 
+ASK_SECONDS = 10.0
+"""Between two questions to Batch about nodes that have not shown themselves."""
+
+
+def _batch_is_not_asked(_job: str, _nodes: Sequence[int]) -> dict[int, str]:
+    return {}
+
+
 class Peers:
     """The other nodes, as the main node sees them.
 
     Args:
         stale_seconds: a node that showed itself once and then nothing new for this long is lost.
         start_seconds: a node that has not shown itself after this long never came.
+        ended: tells, of a job's nodes, those whose containers have ended: a node that dies before its first word is lost at once.
     """
 
-    def __init__(self, paths: RunPaths, stage: Stage, node: NodeWorld, *, stale_seconds: float, start_seconds: float) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        stage: Stage,
+        node: NodeWorld,
+        *,
+        stale_seconds: float,
+        start_seconds: float,
+        ended: Callable[[str, Sequence[int]], dict[int, str]] = _batch_is_not_asked,
+    ) -> None:
         self._paths = paths
         self._stage = stage
         self._node = node
@@ -67,6 +85,9 @@ class Peers:
         self._seen: dict[int, tuple[float, float]] = {peer: (0.0, moment) for peer in range(node.nodes) if peer != node.node}
         """node -> time of its newest sign of life, by its clock (0: none yet), and when that was first seen, by ours."""
         self._polled = moment
+        self._ended = ended
+        self._asked = moment
+        self._ended_before: set[int] = set()
 
     def poll(self) -> None:
         """Read what is new in the run folder.
@@ -101,7 +122,21 @@ class Peers:
         if silent := self.silent(self._stale_seconds):
             return gone(silent, f"silent for {self._stale_seconds:g} seconds")
         absent = [peer for peer in self.absent() if self._polled - self._seen[peer][1] > self._start_seconds]
-        return gone(absent, f"silent since the start, {self._start_seconds:g} seconds ago") if absent else None
+        if absent:
+            return gone(absent, f"silent since the start, {self._start_seconds:g} seconds ago")
+        return self._ended_at_once()
+
+    def _ended_at_once(self) -> TrnpipeError | None:
+        """Nodes whose containers have ended without a word: a host or an image that is no good."""
+        absent = self.absent()
+        if not absent or time.monotonic() - self._asked < ASK_SECONDS:
+            return None
+        self._asked = time.monotonic()
+        ended = self._ended(self._node.job, absent)
+        # Twice: what a node said just before its end may not have been read yet.
+        again, self._ended_before = self._ended_before & ended.keys(), set(ended)
+        lost = sorted(again)
+        return gone(lost, f"its container ended before it said a word: {ended[lost[0]]}") if lost else None
 
     def _read_exits(self) -> None:
         folder = self._paths.node_exit(self._stage, self._node.attempt, 0).rsplit("/", 1)[0]

@@ -22,7 +22,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from pipeline.contract import (
 )
 from pipeline.errors import BadConfig, BadData, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError
 from pipeline.runtime import failure, gang, neuron_launch, store
+from pipeline.runtime.exhausted import exhaustion
 from pipeline.runtime.heartbeat import COMPILE_PATIENCE, Stall, Watchdog
 from pipeline.runtime.logs import configure_logging
 from pipeline.runtime.ranks import Launch, Ranks, start
@@ -143,7 +144,12 @@ class Supervisor:
         self._peers: gang.Peers | None = None
         if self._in_gang and node.is_main:
             self._peers = gang.Peers(
-                paths, stage, node, stale_seconds=deadlines.stale_seconds, start_seconds=deadlines.peer_start_seconds
+                paths,
+                stage,
+                node,
+                stale_seconds=deadlines.stale_seconds,
+                start_seconds=deadlines.peer_start_seconds,
+                ended=_ended_nodes,
             )
         self._signal: signal.Signals | None = None
 
@@ -160,6 +166,10 @@ class Supervisor:
             ended = None if done else self._attempt(numbers)
         except TrnpipeError as error:
             ended = self._describe(error)
+        except OSError as error:
+            # The node's own: its disk is full, most likely.
+            log.exception("the supervisor cannot go on")
+            ended = self._describe(exhaustion(error) or Defect(f"{type(error).__name__}: {error}", rule=failure.UNEXPECTED_RULE))
         if self._in_gang:
             self._best_effort(lambda: gang.write_exit(self._paths, self._stage, self._node, ended))
         if ended and ended.exit_code == ExitCode.UNHEALTHY_HOST and ended.node == self._node.index:
@@ -433,6 +443,12 @@ class PlanNumbers:
                 value=f"{paths.plan}: {error!r}",
                 remedy="restore it as prepare wrote it, or start a new run",
             ) from error
+
+
+def _ended_nodes(job: str, nodes: Sequence[int]) -> dict[int, str]:
+    from pipeline.runtime.batch import ended_nodes  # here, because it loads an SDK that most supervisors do without
+
+    return ended_nodes(job, nodes)
 
 
 class Reporter(threading.Thread):

@@ -157,6 +157,21 @@ def test_only_the_main_nodes_exit_counts_and_the_others_end_after_it(start: Star
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def test_a_node_that_has_ended_is_shown_so_while_its_gang_runs(start: Start, tmp_path: Path) -> None:
+    code = f"""
+        import os, sys, time
+        if os.environ["AWS_BATCH_JOB_NODE_INDEX"] == "1":
+            sys.exit(3)
+        while not os.path.exists({str(tmp_path / "seen")!r}): time.sleep(0.02)
+    """
+    runner = start(gang(code))
+    job_id = submit(runner, "gang")
+    until(lambda: described(runner, f"{job_id}#1")["status"] == "FAILED")
+    assert [described(runner, one)["status"] for one in (job_id, f"{job_id}#0")] == ["RUNNING", "RUNNING"]
+    (tmp_path / "seen").touch()
+    assert runner.wait(job_id, SOON).status == "SUCCEEDED"
+
+
 def test_a_gang_restarts_whole_and_numbers_its_attempts(start: Start, tmp_path: Path) -> None:
     code = """
         import os, sys, time

@@ -224,3 +224,15 @@ def test_a_host_that_nobody_answers_says_so(ecs: Ecs, monkeypatch: pytest.Monkey
     monkeypatch.setenv("ECS_CONTAINER_METADATA_URI_V4", "http://127.0.0.1:9/v4/abc")
     assert not batch.leave_cluster()
     assert "Connection refused" in caplog.text
+
+
+def test_nodes_that_have_ended_are_told_from_those_that_run(answers: dict[str, tuple[int, dict[str, Any]]]) -> None:
+    job = {"jobName": "n", "jobQueue": "q"}
+    nodes = [{"jobId": "abc#1", "status": "RUNNING"}, {"jobId": "abc#2", "status": "FAILED", "statusReason": "no such image"}]
+    answers["abc#1"] = 200, {"jobs": [job | node for node in nodes]}
+    assert batch.ended_nodes("abc", [1, 2]) == {2: "no such image"}
+
+
+def test_who_cannot_ask_knows_of_no_ended_node(answers: dict[str, tuple[int, dict[str, Any]]]) -> None:
+    answers["abc#1"] = 403, {"code": "AccessDeniedException", "message": "not authorized"}
+    assert batch.ended_nodes("abc", [1]) == {}

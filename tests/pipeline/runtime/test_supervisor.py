@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -208,6 +210,24 @@ def test_the_supervisor_loads_no_framework() -> None:
 def test_deadlines_come_from_the_environment() -> None:
     deadlines = Deadlines.from_environment({"TRNPIPE_PROGRESS_SECONDS": "3600", "TRNPIPE_STOP_SECONDS": ""})
     assert deadlines == replace(Deadlines(), progress_seconds=3600)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "what"), [(errno.ENOSPC, 75, "the disk is full"), (errno.EIO, 69, "Input/output error")]
+)
+def test_a_supervisor_whose_own_files_fail_says_so(
+    planned: Any, monkeypatch: pytest.MonkeyPatch, number: int, code: int, what: str
+) -> None:
+    paths = planned()
+
+    def fail(**_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
+    # This process is the test's.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert Supervisor(Stage.HEALTH_CHECK, paths, NodeWorld(), Deadlines()).run() == code
+    assert what in failure_of(paths).what
 
 
 def test_a_child_of_an_array_leaves_its_sisters_failure(tmp_path: Path) -> None:
