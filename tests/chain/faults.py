@@ -546,7 +546,9 @@ class TornCheckpoint(Fault):
         site, paths = scene.site, scene.site.paths(scene.run)
         folder = site.file(paths.checkpoints)
         whole = lambda: sorted(folder.glob("step-*/manifest.json"))  # noqa: E731
-        if not scene.wait(lambda: (scene.job(Stage.TRAIN, 2) and whole()) or scene.past(Stage.TRAIN)):
+        # One that is whole must be left, where training is to go on from it.
+        needed = 1 if self.everything else 2
+        if not scene.wait(lambda: (scene.job(Stage.TRAIN, 2) and len(whole()) >= needed) or scene.past(Stage.TRAIN)):
             return
         scene.over.wait(self.share * scene.durations["train"] / 4)
         job = scene.job(Stage.TRAIN, 2)

@@ -12,7 +12,7 @@ DEEP = 100_000
 
 numbers = st.one_of(
     st.integers(),
-    st.floats(),
+    st.floats(allow_subnormal=False),  # libraries that others load here may flush them to zero
     st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**400, -(10**400), 1e308, float("nan"), float("inf"), -0.0]),
 )
 texts = st.one_of(
