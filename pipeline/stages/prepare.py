@@ -369,7 +369,7 @@ def read_pointer(config: RunConfig, paths: RunPaths) -> tuple[dict[str, str] | N
         if not RUN_ID_PATTERN.fullmatch(pointer["run"]):
             raise ValueError(f"run = {pointer['run']!r}")
         return {name: str(pointer[name]) for name in ("model", "run")}, etag
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadData(
             "the registry's pointer cannot be read",
             value=f"{uri}: {error!r}",

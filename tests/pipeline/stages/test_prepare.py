@@ -22,7 +22,7 @@ from pipeline.data.increments import holdout_limit
 from pipeline.data.rows import normalized_hash, read_documents
 from pipeline.data.schedule import Schedule
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput, TrnpipeError
-from pipeline.plan import RunPlan
+from pipeline.plan import ResumedRun, RunPlan
 from pipeline.rank import write_result
 from pipeline.runtime import store
 from pipeline.runtime.context import Heartbeat, StageContext, StageOutput
@@ -338,6 +338,21 @@ def test_configured_steps_win_over_epochs(bench: Bench) -> None:
     bench.start("epochs", {"train": {"epochs": 3}})
     train = bench.plan("epochs").train
     assert train.steps == 3 * train.steps_per_epoch
+
+
+def test_training_of_another_run_is_gone_on_with_on_fewer_nodes(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 200))
+    bench.start("first")
+    more = {"nodes": 1, "train": {"resume": "first", "batch_size": 8}}
+    bench.start("second", more)
+    first, second = bench.plan("first"), bench.plan("second")
+    assert (first.world.ranks, second.world.ranks) == (4, 2)
+    assert second.train.resumed == ResumedRun(run="first", fingerprint=first.fingerprint)
+    assert (second.train.steps, second.train.bucket_rows) == (first.train.steps, first.train.bucket_rows)
+    error = refusal(
+        BadConfig, lambda: bench.start("third", {"nodes": 1, "train": {"resume": "first"}}), "global batch: 16 there, 8 here"
+    )
+    assert error.exit_code == 64
 
 
 def test_a_few_bad_rows_are_quarantined(bench: Bench) -> None:
