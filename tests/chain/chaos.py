@@ -242,8 +242,6 @@ def _end(site: Site, run: str, execution: Execution) -> None:
 
 def work(depth: Depth, assignments: Iterable[Assignment], results: Path, templates: Path) -> int:
     """Carry out runs one after another and append their outcomes."""
-    # Unwinds what is open: mounts, processes, the endpoint.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder = Path(tempfile.mkdtemp(prefix=f"trnpipe-chaos-{depth.name}-"))
     kept = False
     with open_site(depth, folder, templates) as site:
@@ -377,6 +375,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--templates", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    # Unwinds what is open: workers, and in them mounts, processes, the endpoint.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     depth = DEPTHS[options.depth]
     if options.worker:
         return work(depth, [Assignment(**one) for one in json.loads(options.worker)], options.results, options.templates)
