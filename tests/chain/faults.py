@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ def ranks(node: Node) -> list[int]:
     return [pid for generation in generations(node.process.pid)[2:3] for pid in generation]
 
 
-class Fault:
+class Fault(ABC):
     """One fault of one run.
 
     Args:
@@ -143,9 +144,9 @@ class Fault:
         """What has to stand before the execution starts, and to go when it has ended."""
         yield
 
+    @abstractmethod
     def act(self, scene: Scene) -> None:
         """Do it. In a thread beside the execution; returns when done or when the execution is over."""
-        raise NotImplementedError
 
     def shard(self, site: Site) -> str | None:
         """Another training shard than the site's."""
@@ -174,9 +175,9 @@ class NodeFault(Fault):
     def choose(self, job: Job) -> Node:
         return self.draw.choice(list(job.nodes))
 
+    @abstractmethod
     def happen(self, scene: Scene, job: Job, node: Node) -> str:
         """Do it; what was done, in words, empty if there was nothing to do it to."""
-        raise NotImplementedError
 
 
 class KillRank(NodeFault):
