@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.contract import RunPaths, Stage, StageFailure, now
+from pipeline.contract import RunPaths, Stage, StageFailure, now, read_record
 from pipeline.errors import MissingInput, Transient, TrnpipeError
 from pipeline.runtime import store
 from pipeline.runtime.world import NodeWorld
 
 
-def same_attempt(record: dict[str, Any], node: NodeWorld) -> bool:
-    return record.get("job") == node.job and record.get("attempt") == node.attempt
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeExit:
+    """`exits/attempt-A/node-N.json`: how a node ended, `failure` None where all went well."""
+
+    exit_code: int
+    time: str
+    failure: StageFailure | None
+    node: int
+    attempt: int
+    job: str
+    host: str
 
 
 def write_progress(paths: RunPaths, stage: Stage, node: NodeWorld, heartbeat: dict[str, Any]) -> None:
@@ -36,16 +45,16 @@ def write_progress(paths: RunPaths, stage: Stage, node: NodeWorld, heartbeat: di
 
 def write_exit(paths: RunPaths, stage: Stage, node: NodeWorld, failure: StageFailure | None) -> None:
     """Say how this node ended."""
-    record = {
-        "exit_code": failure.exit_code if failure else 0,
-        "time": failure.time if failure else now(),
-        "failure": asdict(failure) if failure else None,
-        "node": node.node,
-        "attempt": node.attempt,
-        "job": node.job,
-        "host": node.host,
-    }
-    store.write_json(paths.node_exit(stage, node.attempt, node.node), record)
+    record = NodeExit(
+        exit_code=failure.exit_code if failure else 0,
+        time=failure.time if failure else now(),
+        failure=failure,
+        node=node.node,
+        attempt=node.attempt,
+        job=node.job,
+        host=node.host,
+    )
+    store.write_json(paths.node_exit(stage, node.attempt, node.node), asdict(record))
 
 
 ASK_SECONDS = 10.0
@@ -94,12 +103,13 @@ class Peers:
 
         Raises:
             Transient: storage trouble; nobody counts as silent while it lasts.
+            BadData: a node's last word cannot be read.
         """
         self._read_exits()
         for peer in self.running():
-            record = _read_or_none(self._paths.progress(self._stage, peer))
-            if record and same_attempt(record, self._node) and record["time"] != self._seen[peer][0]:
-                self._seen[peer] = (record["time"], time.monotonic())
+            shown = self._sign_of_life(peer)
+            if shown is not None and shown != self._seen[peer][0]:
+                self._seen[peer] = (shown, time.monotonic())
         self._polled = time.monotonic()
 
     def running(self) -> list[int]:
@@ -143,9 +153,21 @@ class Peers:
         written = {info.uri.rsplit("/", 1)[-1] for info in store.list_objects(folder)}
         for peer in self.running():
             uri = self._paths.node_exit(self._stage, self._node.attempt, peer)
-            record = _read_or_none(uri) if uri.rsplit("/", 1)[-1] in written else None
-            if record and same_attempt(record, self._node):
-                self._exits[peer] = StageFailure(**record["failure"]) if record["failure"] else None
+            if uri.rsplit("/", 1)[-1] in written:
+                record = read_record(NodeExit, store.read_bytes(uri))
+                if (record.job, record.attempt) == (self._node.job, self._node.attempt):
+                    self._exits[peer] = record.failure
+
+    def _sign_of_life(self, peer: int) -> float | None:
+        """When a node said last in this attempt that it lives, by its own clock; None: not yet."""
+        try:
+            record = store.read_json(self._paths.progress(self._stage, peer))
+            ours = (record["job"], record["attempt"]) == (self._node.job, self._node.attempt)
+            return float(record["time"]) if ours else None
+        except MissingInput:
+            return None
+        except (ValueError, TypeError, KeyError):
+            return None  # as good as none: the next one comes within seconds
 
 
 def gone(nodes: Sequence[int], how: str) -> Transient:
@@ -156,11 +178,3 @@ def gone(nodes: Sequence[int], how: str) -> Transient:
         rule="every node of a gang reports until all are done",
         remedy="see that node's log and its host; the run is retried",
     )
-
-
-def _read_or_none(uri: str) -> dict[str, Any] | None:
-    try:
-        record: dict[str, Any] = store.read_json(uri)
-    except MissingInput:
-        return None
-    return record

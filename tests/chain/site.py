@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import boto3
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
@@ -278,7 +279,8 @@ def open_site(depth: Depth, folder: Path, templates: Path) -> Iterator[Site]:
 
     with ExitStack() as undo:
         variables = {f"TRNPIPE_{name}_SECONDS": str(seconds) for name, seconds in depth.deadlines.items()}
-        undo.enter_context(_environment({**variables, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": ""}))
+        variables |= {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": ""}
+        undo.enter_context(mock.patch.dict(os.environ, variables))
         undo.enter_context(_quick_engine())
         nursery = Nursery() if depth is ORCHESTRATION else None
         if nursery:
@@ -303,17 +305,6 @@ def _parent_files(depth: Depth, folder: Path) -> list[tuple[str, bytes]]:
         for path in sorted((folder / "parent").rglob("*"))
         if path.is_file()
     ]
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract import RunPaths, Stage
-from pipeline.runtime import gang
+from pipeline.errors import BadData
+from pipeline.runtime import gang, store
 from pipeline.runtime.world import NodeWorld
 
 MAIN = NodeWorld(job_id="job#0", node=0, nodes=3)
@@ -50,3 +51,22 @@ def test_a_node_that_said_how_it_ended_is_not_lost(paths: RunPaths, monkeypatch:
     peers.poll()
     assert peers.lost() is None
     assert peers.running() == []
+
+
+@pytest.mark.parametrize("left", [b"", b"[]", b'{"exit_code": 76}', b'{"failure": {"what": 1}}'])
+def test_a_last_word_that_cannot_be_read_is_named(paths: RunPaths, left: bytes) -> None:
+    peers = gang.Peers(paths, Stage.TRAIN, MAIN, stale_seconds=30, start_seconds=600)
+    store.write_bytes(paths.node_exit(Stage.TRAIN, MAIN.attempt, 1), left)
+    with pytest.raises(BadData, match="NodeExit"):
+        peers.poll()
+
+
+def test_a_sign_of_life_that_cannot_be_read_is_none(paths: RunPaths) -> None:
+    peers = gang.Peers(paths, Stage.TRAIN, MAIN, stale_seconds=30, start_seconds=600)
+    for left in (b"", b"[]", b'{"job": "job", "attempt": 1, "time": "soon"}'):
+        store.write_bytes(paths.progress(Stage.TRAIN, 1), left)
+        peers.poll()
+        assert peers.absent() == [1, 2]
+    gang.write_progress(paths, Stage.TRAIN, NodeWorld(job_id="job#1", node=1, nodes=3), {})
+    peers.poll()
+    assert peers.absent() == [2]

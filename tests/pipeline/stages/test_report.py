@@ -211,6 +211,15 @@ def test_graphs_are_counted_on_devices_that_compile(plan_run: Any) -> None:
     assert "all were compiled by an earlier run" in page_of(run).text
 
 
+def test_what_checkpoints_cost_training(plan_run: Any) -> None:
+    run = plan_run(None)
+    stalled = {"checkpoints": 4, "checkpoint_stall_seconds": 1.5, "checkpoint_stall_share": 0.0021}
+    run.finish(Stage.TRAIN, StageOutput(metrics=stalled))
+    text = page_of(run).text
+    assert "4 checkpoints were written" in text
+    assert "1.50 s, 0.21 % of its time" in text
+
+
 def test_run_without_a_plan(plan_run: Any) -> None:
     run = plan_run()
     store.delete(run.paths.plan)
