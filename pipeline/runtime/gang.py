@@ -19,6 +19,10 @@ from pipeline.runtime import store
 from pipeline.runtime.world import NodeWorld
 
 
+def same_attempt(record: dict[str, Any], node: NodeWorld) -> bool:
+    return record.get("job") == node.job and record.get("attempt") == node.attempt
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeExit:
     """`exits/attempt-A/node-N.json`: how a node ended, `failure` None where all went well."""
@@ -155,19 +159,16 @@ class Peers:
             uri = self._paths.node_exit(self._stage, self._node.attempt, peer)
             if uri.rsplit("/", 1)[-1] in written:
                 record = read_record(NodeExit, store.read_bytes(uri))
-                if (record.job, record.attempt) == (self._node.job, self._node.attempt):
+                if same_attempt(asdict(record), self._node):
                     self._exits[peer] = record.failure
 
     def _sign_of_life(self, peer: int) -> float | None:
         """When a node said last in this attempt that it lives, by its own clock; None: not yet."""
         try:
             record = store.read_json(self._paths.progress(self._stage, peer))
-            ours = (record["job"], record["attempt"]) == (self._node.job, self._node.attempt)
-            return float(record["time"]) if ours else None
-        except MissingInput:
-            return None
-        except (ValueError, TypeError, KeyError):
-            return None  # as good as none: the next one comes within seconds
+            return float(record["time"]) if same_attempt(record, self._node) else None
+        except (MissingInput, ValueError, TypeError, KeyError, AttributeError):
+            return None  # one that cannot be read is as good as none: the next one comes within seconds
 
 
 def gone(nodes: Sequence[int], how: str) -> Transient:
