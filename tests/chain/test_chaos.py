@@ -29,6 +29,29 @@ def sample(tmp_path: Path, *arguments: str) -> tuple[int, list[chaos.Outcome], s
     return process.returncode, chaos.read_results(results), process.stdout + process.stderr
 
 
+SAMPLE = (
+    "kill-rank",
+    "kill-node",
+    "silent-child",
+    "hang-rank",
+    "sick-host",
+    "torn-checkpoint",
+    "storage",
+    "access-denied",
+    "superseded",
+    "aborted",
+    "batch-errors",
+)
+"""Of every way to fail one: processes, hosts, checkpoints, storage, another run, people, services."""
+
+
+def test_a_sample_of_the_faults(tmp_path: Path) -> None:
+    code, outcomes, output = sample(tmp_path, "--runs", str(len(SAMPLE)), "--kinds", ",".join(SAMPLE), "--workers", "2")
+    assert code == 0, output
+    assert sorted(outcome.kind for outcome in outcomes) == sorted(SAMPLE)
+
+
+@pytest.mark.long
 def test_every_kind_of_fault_once(tmp_path: Path) -> None:
     kinds = [kind.kind for kind in faults.KINDS if kind is not faults.FullDisk or faults.FullDisk.possible()]
     code, outcomes, output = sample(tmp_path, "--runs", str(len(kinds)), "--workers", "2")

@@ -176,6 +176,7 @@ def test_sigkill_in_training_leads_to_a_retry_that_resumes(state: LocalState, tm
     assert not _alive(killed)
 
 
+@pytest.mark.long
 def test_sigkill_in_every_stage_leads_to_retries_and_a_successful_run(state: LocalState, tmp_path: Path) -> None:
     command = state.command(write_pairs(tmp_path / "a.jsonl", 300), arguments=("--parent", str(state.parent)), train__epochs=1)
     # Those that run on a processor: compile is killed in test_xla_run.

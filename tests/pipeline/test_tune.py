@@ -167,7 +167,7 @@ def test_interrupted_leaves_no_process_and_goes_on(training_run: PlanTraining, t
     assert "took longer than 0.01 minutes" in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kind_that_compiles(training_run: PlanTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant goes through compile and train; it reads losses only every few steps."""
     # The programs are as many and compute the same, only slower.

@@ -146,6 +146,7 @@ def test_an_upload_fails_for_the_reason_that_s3_gave(s3_root: str, tmp_path: Pat
 def test_unreachable_endpoint_is_transient(monkeypatch: pytest.MonkeyPatch, s3_root: str) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("TRNPIPE_STORAGE_SECONDS", "1")
     store._s3_client_of.cache_clear()
     with pytest.raises(Transient):
         store.read_bytes("s3://bucket/key")
