@@ -28,6 +28,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
+import boto3.session
+import botocore.session
+
 import infra.local.node
 
 POLL_SECONDS = 0.01
@@ -220,6 +223,14 @@ def keep(command: list[str], folder: str, environment: Mapping[str, str], stdin:
     os._exit(0)
 
 
+def _share_service_models() -> None:
+    """Read the services' models once: they are most of what it takes to make a client, and every process makes its own."""
+    loader = botocore.session.create_loader()
+    botocore.session.create_loader = lambda *_: loader
+    for service in ("s3", "batch"):
+        boto3.session.Session(region_name="us-east-1").client(service)
+
+
 def main() -> None:
     from importlib import import_module
 
@@ -233,6 +244,7 @@ def main() -> None:
     forking = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     ranks.subprocess = forking  # type: ignore[assignment]
     infra.local.node.subprocess = forking  # type: ignore[assignment]
+    _share_service_models()
     gc.collect()
     gc.freeze()
     serve(socket.socket(fileno=int(sys.argv[1])))
