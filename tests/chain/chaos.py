@@ -244,16 +244,21 @@ def work(depth: Depth, assignments: Iterable[Assignment], results: Path, templat
     """Carry out runs one after another and append their outcomes."""
     folder = Path(tempfile.mkdtemp(prefix=f"trnpipe-chaos-{depth.name}-"))
     kept = False
-    with open_site(depth, folder, templates) as site:
-        reference = faultless(site)
-        for assignment in assignments:
-            outcome = perform(site, assignment, reference)
-            append(results, outcome)
-            kept = kept or not outcome.expected or bool(outcome.broken)
-    if kept:
-        sys.stderr.write(f"state and logs of failed runs: {folder}\n")
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with open_site(depth, folder, templates) as site:
+            reference = faultless(site)
+            for assignment in assignments:
+                outcome = perform(site, assignment, reference)
+                append(results, outcome)
+                kept = kept or not outcome.expected or bool(outcome.broken)
+    except Exception:
+        kept = True
+        raise
+    finally:
+        if kept:
+            sys.stderr.write(f"state and logs of failed runs: {folder}\n")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
