@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,7 +33,7 @@ from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
 from pipeline.contract import RunPaths
 from tests.chain.front import OF_JOBS, Front
-from tests.chain.light.nursery import Nursery
+from tests.chain.nursery import Nursery
 
 REPOSITORY = Path(__file__).parents[2]
 MARKER = "TRNPIPE_CHAOS_RUN"
@@ -273,7 +272,7 @@ def open_site(depth: Depth, folder: Path, templates: Path) -> Iterator[Site]:
             environment=environment | OF_JOBS,
             program=depth.program,
             grace=GRACE,
-            start=nursery.start if nursery else subprocess.Popen,
+            start=nursery.start,
         )
         return BatchRunner(stack.job_definitions, stack.queues, settings)
 
@@ -282,9 +281,8 @@ def open_site(depth: Depth, folder: Path, templates: Path) -> Iterator[Site]:
         variables |= {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": ""}
         undo.enter_context(mock.patch.dict(os.environ, variables))
         undo.enter_context(_quick_engine())
-        nursery = Nursery() if depth is ORCHESTRATION else None
-        if nursery:
-            undo.callback(nursery.close)
+        nursery = Nursery(light=depth is ORCHESTRATION)
+        undo.callback(nursery.close)
         endpoint = undo.enter_context(LocalEndpoint(stack, folder / "state", runner, front))
         boto3.DEFAULT_SESSION = None
         site = Site(depth, folder, stack, endpoint, front)

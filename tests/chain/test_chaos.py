@@ -163,7 +163,8 @@ def test_what_a_run_leaves_behind_is_seen(site: Site, tmp_path: Path, monkeypatc
 
 def test_a_light_run_loads_no_framework() -> None:
     program = (
-        "import sys; from importlib import import_module; from tests.chain.light import mathematics, nursery, stages; "
+        "import sys; from importlib import import_module; "
+        "from tests.chain import nursery; from tests.chain.light import mathematics, stages; "
         "mathematics.install(); stages.install(); [import_module(name) for name in nursery.PRELOADED]; "
         "assert not {'torch', 'torch_xla', 'tokenizers'} & sys.modules.keys()"
     )

@@ -1,4 +1,4 @@
-"""Starts the processes of light jobs by forking one that has everything loaded: most of a light run's time would be imports.
+"""Starts the processes of jobs by forking one that has everything loaded: most of a small run's time would be imports.
 
     runner ── asks ──► nursery ── forks ──► keeper ── forks ──► node (infra.local.node, own session)
                                                                   └─ forks ──► supervisor ── forks ──► rank
@@ -51,15 +51,28 @@ PRELOADED = (
     "smart_open",
     "typer",
 )
+FRAMEWORKS = (
+    "pipeline.stages.evaluate",
+    "pipeline.stages.health_check",
+    "pipeline.stages.train",
+    "torch.distributed",
+    "transformers.models.bert.modeling_bert",
+)
+"""What the real stages load besides. Loading starts no thread that a forked process would miss."""
 
 
 class Nursery:
-    """A forking process of one's own; `close` ends it, and everything that it forked ends as its node does."""
+    """A forking process of one's own; `close` ends it, and everything that it forked ends as its node does.
 
-    def __init__(self) -> None:
+    Args:
+        light: load the stages of tests/chain/light and no framework, instead of the real ones with torch and transformers.
+    """
+
+    def __init__(self, *, light: bool) -> None:
         self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.chain.light.nursery", str(theirs.fileno())]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.chain.nursery", str(theirs.fileno()), "light" if light else "real"]
+        # Of a rank's environment, what counts before a framework is loaded.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "USE_TORCH_XLA": "0"}
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
         self._python_path = os.environ.get("PYTHONPATH")
@@ -235,11 +248,16 @@ def main() -> None:
     from importlib import import_module
 
     from pipeline.runtime import ranks
-    from tests.chain.light import mathematics, stages
 
-    mathematics.install()
-    stages.install()
-    for name in PRELOADED:
+    names = PRELOADED
+    if sys.argv[2] == "light":
+        from tests.chain.light import mathematics, stages
+
+        mathematics.install()
+        stages.install()
+    else:
+        names += FRAMEWORKS
+    for name in names:
         import_module(name)
     forking = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     ranks.subprocess = forking  # type: ignore[assignment]
