@@ -105,6 +105,7 @@ def test_search_finds_a_document_by_its_words(two_weeks: LocalState) -> None:
     assert all(hit["text"] for hit in hits)
 
 
+@pytest.mark.long
 def test_a_worse_model_is_refused_and_nothing_is_published(state: LocalState, tmp_path: Path) -> None:
     result = state.run(
         write_pairs(tmp_path / "a.jsonl", 300),

@@ -83,7 +83,7 @@ def row(name: str, settings: dict[str, Any], rate: float, loss: float, *, batch:
 # ---- real runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tries_keeps_resumes(training_run: PlanTraining, tmp_path: Path, s3_root: str) -> None:
     """A batch that is larger, a precision that this kind does not have, a kind that this machine does not have."""
     training_run(s3_root)

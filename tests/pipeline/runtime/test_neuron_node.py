@@ -61,7 +61,18 @@ def test_every_process_has_its_core_and_its_output_reaches_the_log(ranks: Any, c
 
 
 def test_the_line_that_explains_an_end_may_be_another_ranks(ranks: Any) -> None:
-    node = ranks(f"sys.stderr.write(({FILES!r} if rank == 0 else {RX!r}) + chr(10))\nos._exit(rank)")
+    # Rank 1 ends when rank 0 has said why: what nobody has said yet explains nothing.
+    code = f"""
+import pathlib, time
+said = pathlib.Path(os.environ["TRNPIPE_NODE_DIR"], "said")
+sys.stderr.write(({FILES!r} if rank == 0 else {RX!r}) + chr(10))
+if rank == 0:
+    said.touch()
+while not said.exists():
+    time.sleep(0.01)
+os._exit(rank)
+"""
+    node = ranks(code)
     assert node.wait(30)
     (found,) = node.failures()
     assert (found.exit_code, found.rank, found.value) == (64, 0, [FILES])
