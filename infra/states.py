@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.contract import STAGES, Queue, Stage, StageSpec
+from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Stage, StageSpec
 
 State = dict[str, Any]
 States = dict[str, State]
@@ -92,7 +92,7 @@ def _submission(targets: Targets, stage: Stage) -> dict[str, Any]:
         "ShareIdentifier.$": "$.share",
         "SchedulingPriorityOverride": _priority(stage),
         "PropagateTags": True,
-        "Tags": {"trnpipe:run.$": "$.run.id"},
+        "Tags": {f"{RUN_TAG}.$": "$.run.id", f"{EXECUTION_TAG}.$": "$$.Execution.Id"},
     }
 
 

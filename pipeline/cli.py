@@ -17,6 +17,7 @@ from pipeline.contract import Stage
 from pipeline.errors import ExitCode, TrnpipeError, plain
 
 DEFAULT_STATE = Path(".trnpipe")
+DEFAULT_STACK = "trnpipe"
 CLICK_USAGE_ERROR = 2
 
 app = typer.Typer(
@@ -30,6 +31,12 @@ app = typer.Typer(
 config_app = typer.Typer(no_args_is_help=True, help="The run's configuration: its schema, and checking a file against it.")
 app.add_typer(config_app, name="config")
 
+StackOption = Annotated[str, typer.Option("--stack", help="The deployment: name of its pipeline stack, `name` in cdk.json.")]
+LocalOption = Annotated[
+    Path | None,
+    typer.Option("--state", metavar="DIR", help="Not a deployment: the local run that goes on in this state folder."),
+]
+LinesOption = Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")]
 StateOption = Annotated[Path, typer.Option("--state", help="Folder of the local run: its bucket as plain files, logs, registry.")]
 
 
@@ -81,6 +88,116 @@ def local(
         plain=plain,
     )
     raise typer.Exit(run_local(options))
+
+
+@app.command()
+def start(
+    file: Annotated[
+        Path | None, typer.Argument(help="YAML or JSON file: part of the configuration.", metavar="[FILE]")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting, e.g. train.epochs=2; repeat for more.")
+    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to take up where it stopped.")] = None,
+    share: Annotated[str | None, typer.Option("--share", help="Fair-share identifier of its jobs, e.g. experiments.")] = None,
+    wait_lock: Annotated[
+        int | None,
+        typer.Option("--wait-lock", metavar="MINUTES", min=0, help="How long to wait for a run that holds the registry name."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the execution, and so the new run's id.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it until it ends, and end with its exit code.")] = False,
+    lines: LinesOption = False,
+    stack: StackOption = DEFAULT_STACK,
+    state: LocalOption = None,
+) -> None:
+    """Start a run of a deployment. Its configuration is checked before anything is started."""
+    from pipeline.operate.starting import StartOptions, execution_input
+
+    options = StartOptions(config_file=file, settings=tuple(settings or ()), run=run, share=share, wait_lock=wait_lock, name=name)
+    given = execution_input(options)
+    from rich.console import Console
+
+    from pipeline.operate import starting, watching
+    from pipeline.operate.site import open_site
+
+    console = Console()
+    with open_site(stack, state) as site:
+        execution = starting.start(site, given, name)
+        if watch:
+            raise typer.Exit(watching.watch(site, execution, console, lines=lines))
+        typer.echo(f"run {execution.run} started as execution {execution.name}")
+        if link := site.console_link(execution.arn):
+            typer.echo(link)
+        typer.echo(f"follow it with: trnpipe watch {execution.name} {site.option}")
+
+
+@app.command()
+def watch(
+    wanted: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A run or an execution; without it the newest that runs.")
+    ] = None,
+    lines: LinesOption = False,
+    stack: StackOption = DEFAULT_STACK,
+    state: LocalOption = None,
+) -> None:
+    """Show a run until it ends.
+
+    Ends with the run's exit code: 0, 67 (the gate refused), the failed stage's, or 130 (stopped). Ctrl-C ends only the watching.
+    """
+    from rich.console import Console
+
+    from pipeline.operate.executions import find
+    from pipeline.operate.site import open_site
+    from pipeline.operate.watching import watch as follow
+
+    with open_site(stack, state) as site:
+        raise typer.Exit(follow(site, find(site, wanted), Console(), lines=lines))
+
+
+@app.command()
+def stop(
+    wanted: Annotated[str, typer.Argument(metavar="ID", help="A run or an execution.")],
+    reason: Annotated[
+        str, typer.Option("--reason", help="Why; its record and its jobs say so.")
+    ] = "stopped by an operator",
+    stack: StackOption = DEFAULT_STACK,
+    state: LocalOption = None,
+) -> None:
+    """Stop a run: its execution and every Batch job of it; waits until nothing of it runs."""
+    from rich.console import Console
+
+    from pipeline.operate.executions import find
+    from pipeline.operate.site import open_site
+    from pipeline.operate.stopping import stop as end
+
+    with open_site(stack, state) as site:
+        end(site, find(site, wanted), reason, Console())
+
+
+@app.command()
+def runs(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    stack: StackOption = DEFAULT_STACK,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state", metavar="DIR", help="Not a deployment's: a state folder's runs, whether one goes on or not."
+        ),
+    ] = None,
+) -> None:
+    """List the newest runs: when, how long, what came of them, quality of parent and new model, whether they published."""
+    from pipeline.operate import listing
+
+    found = listing.runs(stack, state, limit)
+    if as_json:
+        typer.echo(listing.as_json(found))
+        return
+    from rich.console import Console
+
+    console = Console()
+    # A table that nobody sees in a terminal is not cut to the width of one.
+    console.print(listing.table(found), width=None if console.is_terminal else listing.PIPED_WIDTH)
 
 
 @app.command()

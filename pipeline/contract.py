@@ -151,6 +151,10 @@ EAGER_KINDS = ("cpu", "cuda")
 RUN_PARAMETER = "run"
 """Batch job parameter that carries the run folder's URI; it stands as `Ref::run` in every command."""
 
+RUN_TAG = "trnpipe:run"
+EXECUTION_TAG = "trnpipe:execution"
+"""Tags of every Batch job: its run's id, and the ARN of the execution that submitted it, under which `trnpipe stop` finds it."""
+
 
 def stage_command(stage: Stage) -> list[str]:
     """The container command of a stage, as it stands in its Batch job definition."""

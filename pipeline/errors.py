@@ -134,6 +134,12 @@ class StorageRefused(TrnpipeError):
     exit_code = ExitCode.MISSING_INPUT
 
 
+class ServiceRefused(TrnpipeError):
+    """An AWS service answered an operator's command, and its answer is no: exit 66."""
+
+    exit_code = ExitCode.MISSING_INPUT
+
+
 class GateRefused(TrnpipeError):
     """The new model is worse than its parent: exit 67 (of `trnpipe local` and `trnpipe start --watch`)."""
 

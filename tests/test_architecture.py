@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OWNERS = {
     "torch_xla": {"pipeline/runtime"},
     "torch_neuronx": {"pipeline/runtime"},
-    "boto3": {"pipeline/runtime/store", "pipeline/runtime/batch.py", "pipeline/search.py", "infra/local"},
+    "boto3": {"pipeline/runtime/store", "pipeline/runtime/batch.py", "pipeline/search.py", "pipeline/operate", "infra/local"},
 }
 """Package -> the only places that may import it."""
 
@@ -48,6 +48,11 @@ def test_package_is_imported_only_by_its_owner(package: str) -> None:
         ("pipeline.config", {"torch", "boto3", "transformers", "pyarrow"}),
         ("pipeline.cli", {"torch", "boto3", "transformers", "aws_cdk", "moto", "pyarrow"}),
         ("pipeline.parity", {"torch", "transformers"}),
+        ("pipeline.operate.progress", {"torch", "boto3", "moto"}),
+        ("pipeline.operate.outcome", {"torch", "boto3", "moto"}),
+        ("pipeline.operate.endpoint", {"torch", "boto3", "moto", "pydantic"}),
+        ("pipeline.operate.starting", {"torch", "transformers", "pyarrow", "moto", "aws_cdk"}),
+        ("pipeline.operate.listing", {"torch", "transformers", "pyarrow", "moto", "aws_cdk"}),
         ("pipeline.runtime.supervisor", {"torch", "transformers", "pyarrow"}),
         ("infra.workflow", {"torch", "boto3", "transformers", "pyarrow"}),
     ],

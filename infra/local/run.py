@@ -15,19 +15,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import RunConfig, build_config, load_config_file, merge, parse_settings
-from pipeline.contract import Stage, check_run_id, registry_uri
+from pipeline.contract import check_run_id, registry_uri
 from pipeline.errors import BadConfig, MissingInput, plain
 
 if TYPE_CHECKING:
     from infra.local.batch import BatchRunner
-    from infra.local.progress import Display, Tracker
     from infra.local.server import LocalEndpoint
     from infra.local.template import LocalStack
+    from pipeline.contract import StageFailure
+    from pipeline.operate.progress import Display, StageLine, Tracker
 
 POLL_SECONDS = 1.0
 """How often the execution is looked at: each look serializes its whole history."""
@@ -210,12 +212,13 @@ def _execute(
     request: _Request, stack: LocalStack, endpoint: LocalEndpoint, execution_input: Mapping[str, Any], console: Any
 ) -> int:
     """Start the execution, show it until it ends, print what came of it."""
-    from infra.local.progress import LiveDisplay, PlainDisplay, Tracker
-    from infra.local.summary import exit_code, print_failure, print_outcome
+    from pipeline.operate.files import LocalFiles
+    from pipeline.operate.outcome import conclude
+    from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker
 
     name = _execution_name(request)
     run_id = request.config.run or name
-    tracker = Tracker(request.state / "bucket/runs" / run_id)
+    tracker = Tracker(LocalFiles(request.state / "bucket/runs" / run_id))
     started = datetime.now(timezone.utc)
     client = endpoint.client("stepfunctions")
     arn = client.start_execution(stateMachineArn=stack.state_machine_arn, name=name, input=json.dumps(execution_input))[
@@ -230,30 +233,34 @@ def _execute(
         _say(console, f"stopping run {run_id}; take it up again with --run {run_id}")
         client.stop_execution(executionArn=arn, cause="stopped at the terminal")
         raise
-    code = exit_code(execution, tracker, started)
-    if code == 0 or (tracker.failed is None and tracker.lines[Stage.EVALUATE].state == "done"):
-        print_outcome(console, execution, tracker)
-    if code and execution.get("error") != "GateRefused":
-        print_failure(console, execution, tracker, endpoint.batch, started)
-    return code
+    return conclude(console, execution, tracker, started, partial(_logs, endpoint.batch))
 
 
 def _watch(client: Any, arn: str, tracker: Tracker, display: Display, runner: BatchRunner) -> dict[str, Any]:
     """Show the execution until it has ended; DescribeExecution's last answer."""
     while True:
         execution: dict[str, Any] = client.describe_execution(executionArn=arn)
-        history = client.get_execution_history(executionArn=arn)["events"]
-        tracker.update(history, attempt=_attempt(runner))
+        tracker.update(client.get_execution_history(executionArn=arn)["events"])
+        if (line := tracker.running) and line.jobs:
+            [job] = runner.describe({"jobs": line.jobs[-1:]})["jobs"]
+            tracker.take_job(job, datetime.now(timezone.utc))
         display.show(tracker)
         if execution["status"] != "RUNNING":
             return execution
         time.sleep(POLL_SECONDS)
 
 
-def _attempt(runner: BatchRunner) -> int:
-    """Which attempt of the newest job is running."""
-    jobs = runner.jobs()
-    return len(jobs[-1].attempts) + (not jobs[-1].done.is_set()) if jobs else 1
+def _logs(runner: BatchRunner, line: StageLine, failure: StageFailure | None) -> Iterator[str]:
+    """Log files of the failed stage's last attempts: the node that failed first, the main node's where nobody knows."""
+    from infra.local.batch import failed_attempts
+
+    for job in runner.jobs():
+        if job.id not in line.jobs[-1:]:
+            continue
+        for one, _ in failed_attempts(job):
+            node = failure.node if failure and failure.node < len(one.definition.containers) else one.definition.main_node
+            attempt = failure.attempt if failure and 0 < failure.attempt <= len(one.attempts) else len(one.attempts)
+            yield str(runner.log_file(one, attempt, node))
 
 
 def _endpoint(request: _Request, stack: LocalStack) -> LocalEndpoint:

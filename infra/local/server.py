@@ -4,7 +4,8 @@ A WSGI layer in front of moto answers Batch's calls with the process runner, and
 bucket and the lock table in the state folder (written before a request is answered); and lets conditional writes of one key
 happen one at a time. While the endpoint is up, this process sees no AWS setting of its user: nothing here can reach a real
 account. Batch jobs are processes of the user, so only he may submit any: requests must be signed under a key that is made for
-this endpoint and known to its clients alone, neither to other users of the machine nor to pages in a browser.
+this endpoint and known to its clients alone, neither to other users of the machine nor to pages in a browser. The same user's
+operator commands (`trnpipe watch --state`) learn it from a file that nobody else may read.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from infra.local.mirror import Mirror
 from infra.local.moto_adapter import adapted
 from infra.local.template import LocalStack
 from pipeline.errors import BadConfig
+from pipeline.operate.endpoint import EndpointRecord, announced, only_environment
 
 HOST = "127.0.0.1"
 MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
@@ -95,7 +97,7 @@ class LocalEndpoint:
             server = make_server(HOST, 0, _Guard(self._front(application), key), threaded=True, request_handler=_QuietHandler)
             self.url = f"http://{HOST}:{server.server_port}"
             environment = endpoint_environment(self.url, key)
-            exit_stack.enter_context(_process_environment({**environment, "MOTO_PORT": str(server.server_port)}))
+            exit_stack.enter_context(only_environment({**environment, "MOTO_PORT": str(server.server_port)}))
             exit_stack.enter_context(adapted())
             exit_stack.enter_context(_serving(server))
             self.batch = application.batch = self._make_runner(environment)
@@ -103,6 +105,8 @@ class LocalEndpoint:
             self._create()
             exit_stack.callback(self._stop_executions)
             application.load(self.client("dynamodb"))
+            record = EndpointRecord(state_machine=self._stack.state_machine_arn, environment=environment, process=os.getpid())
+            exit_stack.enter_context(announced(self._state, record))
             self._exit = exit_stack.pop_all()
         return self
 
@@ -331,21 +335,6 @@ def _owned(state: Path) -> Iterator[None]:
         holder.write(str(os.getpid()))
         holder.flush()
         yield
-
-
-@contextmanager
-def _process_environment(variables: dict[str, str]) -> Iterator[None]:
-    """This process's environment with the variables and without any AWS setting of its user; restored afterwards."""
-    before = dict(os.environ)
-    for key in before:
-        if key.startswith("AWS_"):
-            del os.environ[key]
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

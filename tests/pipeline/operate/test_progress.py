@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from infra.local.progress import LiveDisplay, PlainDisplay, Tracker, clock
 from rich.console import Console
 
 from infra.local import progress
-from infra.local.progress import LiveDisplay, PlainDisplay, Tracker, clock
 from pipeline.contract import Stage
 
 START = datetime(2026, 1, 4, 3, 0, tzinfo=timezone.utc)

@@ -1,0 +1,227 @@
+"""Executions of a site's state machine: found by what people call them, listed, their history followed, started and stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from pipeline.contract import RUN_ID_PATTERN, check_run_id
+from pipeline.errors import BadConfig, MissingInput
+from pipeline.operate.files import IN_FOLDER, read_object
+from pipeline.operate.site import Site
+
+RUNNING = ("RUNNING", "PENDING_REDRIVE")
+FIRST_PAGE = 1000
+NEXT_PAGE = 100
+"""Events of a history asked for at once: all there is at first, then what is new."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """One execution as DescribeExecution tells it.
+
+    Attributes:
+        name: unique within its state machine.
+        status: RUNNING, SUCCEEDED, FAILED, TIMED_OUT, ABORTED or PENDING_REDRIVE.
+        stopped: None while it runs.
+        error, cause: of one that failed or was stopped.
+        given: its input, empty where that is no object.
+    """
+
+    arn: str
+    name: str
+    status: str
+    started: datetime
+    stopped: datetime | None
+    error: str
+    cause: str
+    given: Mapping[str, Any]
+
+    @property
+    def running(self) -> bool:
+        return self.status in RUNNING
+
+    @property
+    def run(self) -> str:
+        """Id of the run that it carries out: the input names an earlier one, or the execution's name is the run's."""
+        named = self.given.get("run")
+        return named if isinstance(named, str) and RUN_ID_PATTERN.fullmatch(named) else self.name
+
+    @classmethod
+    def parse(cls, answer: Mapping[str, Any]) -> Execution:
+        try:
+            given = json.loads(answer.get("input") or "{}")
+        except ValueError:
+            given = {}
+        return cls(
+            arn=answer["executionArn"],
+            name=answer["name"],
+            status=answer["status"],
+            started=answer["startDate"],
+            stopped=answer.get("stopDate"),
+            error=answer.get("error") or "",
+            cause=answer.get("cause") or "",
+            given=given if isinstance(given, dict) else {},
+        )
+
+    def outcome(self) -> dict[str, str]:
+        """Status, error and cause, as `outcome.exit_code` takes them."""
+        return {"status": self.status, "error": self.error, "cause": self.cause}
+
+
+def describe(site: Site, arn: str) -> Execution:
+    """
+    Raises:
+        MissingInput: there is no such execution.
+    """
+    found = _described(site, arn)
+    if found is None:
+        raise _no_such_run(site, arn)
+    return found
+
+
+def find(site: Site, wanted: str | None) -> Execution:
+    """The execution that somebody means.
+
+    Args:
+        wanted: an execution's name or ARN, or the id of a run: then the execution that carries it out now or did so last;
+            None: the one that was started last among those that run.
+
+    Raises:
+        BadConfig: no such name can be; or two executions of this run go on, and the name says not which.
+        MissingInput: there is none.
+    """
+    if wanted is None:
+        running = newest(site, 1, running=True)
+        if not running:
+            raise MissingInput(
+                "nothing is running",
+                value=site.option,
+                rule="without an ID the newest running execution is meant",
+                remedy="start one, or name an earlier one: `trnpipe runs` lists them",
+            )
+        return running[0]
+    if wanted.startswith("arn:"):
+        if not wanted.startswith(site.execution_arn("")):
+            raise BadConfig(
+                "this is no execution of this state machine",
+                value=wanted,
+                rule=f"it begins with {site.execution_arn('')}",
+                remedy="name the --stack that it belongs to",
+            )
+        return describe(site, wanted)
+    by_name = _described(site, site.execution_arn(check_run_id(wanted)))
+    newest_arn = read_object(site.files(wanted), IN_FOLDER.input).get("execution_arn")
+    by_run = None
+    if isinstance(newest_arn, str) and (by_name is None or newest_arn != by_name.arn):
+        # Of a local run that is over nobody but the files knows.
+        by_run = _described(site, newest_arn)
+    if by_name and by_run and by_name.running and by_run.running:
+        raise BadConfig(
+            "two executions of this run go on",
+            value=[by_name.arn, by_run.arn],
+            rule="one name, one execution",
+            remedy="give the whole ARN of the one that you mean",
+        )
+    found = [one for one in (by_run, by_name) if one is not None]
+    if not found:
+        raise _no_such_run(site, wanted)
+    return max(found, key=lambda one: (one.running, one.started))
+
+
+def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
+    """The executions that were started last, newest first.
+
+    Args:
+        limit: so many at most.
+        running: only those that run.
+    """
+    asked = {"stateMachineArn": site.machine_arn, **({"statusFilter": "RUNNING"} if running else {})}
+    found: list[Mapping[str, Any]] = []
+    with site.asking("executions"):
+        pages = site.client("stepfunctions").get_paginator("list_executions")
+        for page in pages.paginate(**asked, PaginationConfig={"MaxItems": limit, "PageSize": min(limit, FIRST_PAGE)}):
+            found += page["executions"]
+    return [describe(site, one["executionArn"]) for one in found]
+
+
+def stop(site: Site, execution: Execution, reason: str) -> None:
+    """StopExecution; one that is over stays as it is."""
+    with site.asking(execution.name):
+        site.client("stepfunctions").stop_execution(executionArn=execution.arn, error="Stopped", cause=reason)
+
+
+def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Execution:
+    """StartExecution.
+
+    Raises:
+        BadConfig: there is an execution of this name.
+    """
+    with site.asking(name):
+        client = site.client("stepfunctions")
+        try:
+            answer = client.start_execution(stateMachineArn=site.machine_arn, name=name, input=json.dumps(execution_input))
+        except ClientError as error:
+            if error.response["Error"]["Code"] != "ExecutionAlreadyExists":
+                raise
+            raise BadConfig(
+                "there is an execution of this name already",
+                value=name,
+                rule="names are unique for 90 days",
+                remedy=f"choose another --name, or take that run up again with --run {name}",
+            ) from error
+    return describe(site, answer["executionArn"])
+
+
+class History:
+    """The events of an execution so far, oldest first.
+
+    Attributes:
+        events: as GetExecutionHistory gives them.
+    """
+
+    def __init__(self, site: Site, arn: str) -> None:
+        self.events: list[Mapping[str, Any]] = []
+        self._site = site
+        self._arn = arn
+
+    def update(self) -> None:
+        """Fetch what has been added. Newest first, so that a long history is read once and not at every look."""
+        last = self.events[-1]["id"] if self.events else 0
+        new: dict[int, Mapping[str, Any]] = {}
+        with self._site.asking("the execution's history"):
+            for page in self._pages(reverse=last > 0):
+                new.update({event["id"]: event for event in page["events"] if event["id"] > last})
+                if last and any(event["id"] <= last for event in page["events"]):
+                    break
+        self.events += [new[number] for number in sorted(new)]
+
+    def _pages(self, *, reverse: bool) -> Iterator[Mapping[str, Any]]:
+        paginator = self._site.client("stepfunctions").get_paginator("get_execution_history")
+        size = {"PageSize": NEXT_PAGE if reverse else FIRST_PAGE}
+        yield from paginator.paginate(executionArn=self._arn, reverseOrder=reverse, PaginationConfig=size)
+
+
+def _described(site: Site, arn: str) -> Execution | None:
+    with site.asking(arn):
+        client = site.client("stepfunctions")
+        try:
+            return Execution.parse(client.describe_execution(executionArn=arn))
+        except ClientError as error:
+            if error.response["Error"]["Code"] not in ("ExecutionDoesNotExist", "InvalidArn"):
+                raise
+            return None
+
+
+def _no_such_run(site: Site, wanted: str) -> MissingInput:
+    return MissingInput(
+        "there is no such run",
+        value=f"{wanted} ({site.option})",
+        rule="an execution's name or ARN, or a run's id; AWS forgets executions after 90 days",
+        remedy="`trnpipe runs` lists the newest ones",
+    )

@@ -1,0 +1,186 @@
+"""What a person reads when an execution has ended, and the exit code that says it: the new model against its parent, speeds,
+places, or why it failed. Serves `trnpipe local` and `trnpipe watch` alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.contract import RunPaths, Stage, StageFailure
+from pipeline.errors import ExitCode, TrnpipeError, plain, shown
+from pipeline.operate import files as run_files
+from pipeline.operate.files import IN_FOLDER, RunFiles, read_metrics
+from pipeline.operate.progress import StageLine, Tracker, clock
+
+GATE_REFUSED = "GateRefused"
+ERROR_CODES = {
+    GATE_REFUSED: ExitCode.GATE_REFUSED,
+    "InputRefused": ExitCode.BAD_CONFIG,
+    "NoSuchGang": ExitCode.BAD_CONFIG,
+    "LockHeld": ExitCode.TRANSIENT,
+}
+"""Errors of the state machine's own and the exit codes they stand for."""
+
+ABORTED_EXIT = 130
+
+
+Logs = Callable[[StageLine, StageFailure | None], Iterable[str]]
+"""Where the output of a failed stage's job is, given the stage and its own record of the failure."""
+
+
+def conclude(
+    console: Console, execution: Mapping[str, Any], tracker: Tracker, started: datetime, logs: Logs = lambda *_: ()
+) -> int:
+    """Print what came of an execution; returns the exit code.
+
+    Args:
+        execution: DescribeExecution's answer.
+        tracker: what was seen of it.
+        started: when it started; an older failure file is about something else.
+    """
+    code = exit_code(execution, tracker, started)
+    if code == 0 or (tracker.failed is None and tracker.lines[Stage.EVALUATE].state == "done"):
+        print_outcome(console, execution, tracker)
+    if code and execution.get("error") != GATE_REFUSED:
+        print_failure(console, execution, tracker, started, logs)
+    return code
+
+
+def exit_code(execution: Mapping[str, Any], tracker: Tracker, started: datetime) -> int:
+    """The code that `trnpipe local`, `trnpipe watch` and `trnpipe start --watch` end with; arguments as of `conclude`."""
+    if execution["status"] == "SUCCEEDED":
+        return int(ExitCode.DONE)
+    if execution["status"] == "ABORTED":
+        return ABORTED_EXIT
+    error = execution.get("error", "")
+    if error in ERROR_CODES:
+        return int(ERROR_CODES[error])
+    if tracker.failed is None:
+        return int(ExitCode.DEFECT)
+    failure = read_failure(tracker.files, tracker.failed.stage, started)
+    return failure.exit_code if failure is not None else int(_unexplained(execution))
+
+
+def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
+    """The code of a job that left no word: its container's own; 75 where it never got to one, for lack of hosts or time."""
+    if str(execution.get("error", "")).endswith("States.Timeout"):
+        return ExitCode.TRANSIENT
+    try:
+        job = json.loads(execution.get("cause") or "")
+        ended = [attempt["Container"].get("ExitCode") for attempt in job["Attempts"]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ExitCode.DEFECT
+    if not ended or ended[-1] is None:
+        return ExitCode.TRANSIENT
+    return ExitCode(ended[-1]) if ended[-1] in set(ExitCode) else ExitCode.DEFECT
+
+
+def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailure | None:
+    """The stage's failure file, if this execution wrote it."""
+    failure = run_files.read_failure(files, stage)
+    if failure is None or (failure.time and datetime.fromisoformat(failure.time) < started):
+        return None
+    return failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How an execution ended, as its run folder tells it.
+
+    Attributes:
+        status, error, cause: as DescribeExecution would have them.
+        stage: the stage that failed.
+    """
+
+    status: str
+    error: str = ""
+    cause: str = ""
+    stage: Stage | None = None
+
+
+def judge(files: RunFiles, started: datetime) -> Ended:
+    """How an execution ended that nobody can be asked about any more: a local run that is over."""
+    if run_files.read_result(files, Stage.PUBLISH) is not None:
+        return Ended(status="SUCCEEDED")
+    for stage in reversed([stage for stage in Stage if stage is not Stage.REPORT]):
+        if failure := read_failure(files, stage, started):
+            return Ended(status="FAILED", error=stage.value, cause=failure.what, stage=stage)
+    gate = read_metrics(files, Stage.EVALUATE).get("gate")
+    if isinstance(gate, dict) and gate.get("verdict") == "refused":
+        return Ended(status="FAILED", error=GATE_REFUSED, cause=str(gate.get("reason", "")))
+    return Ended(status="ABORTED", cause="it ended before its time")
+
+
+def print_outcome(console: Console, execution: Mapping[str, Any], tracker: Tracker) -> None:
+    """Tables of a run that came to a verdict: quality, speeds, and where everything is."""
+    metrics = {stage: read_metrics(tracker.files, stage) for stage in Stage}
+    if scores := metrics[Stage.EVALUATE]:
+        console.print(_quality(scores))
+    refused = execution.get("error") == GATE_REFUSED
+    gate = scores.get("gate", {}) if scores else {}
+    if gate:
+        console.print(plain(f"gate: {gate.get('verdict')}: {gate.get('reason')}"), markup=False, highlight=False, soft_wrap=True)
+    places = _places(
+        tracker.files, published=execution["status"] == "SUCCEEDED" and bool(metrics[Stage.PUBLISH].get("published"))
+    )
+    # Lines, not a table: a table cuts paths to the width of the terminal, and they are for copying.
+    for name, value in [*_numbers(metrics, tracker), *places]:
+        console.print(f"{name:<10}  {value}", markup=False, highlight=False, soft_wrap=True)
+    if refused:
+        console.print("refused: nothing was published, the parent stays what is served", style="bold yellow")
+
+
+def print_failure(console: Console, execution: Mapping[str, Any], tracker: Tracker, started: datetime, logs: Logs) -> None:
+    """The failure's own words, and the logs to look at."""
+    line = tracker.failed
+    failure = read_failure(tracker.files, line.stage, started) if line else None
+    where = f"{line.stage} failed" if line else f"the execution ended as {execution['status']}"
+    console.print(f"{where} (run {RunPaths(tracker.files.root).run_id})", style="bold red")
+    if failure is not None:
+        words = TrnpipeError(failure.what, value=failure.value, rule=failure.rule, remedy=failure.remedy).lines()
+    else:
+        words = [f"error:  {shown(execution.get('error', ''))}", f"cause:  {shown(execution.get('cause', ''))}"]
+    words += [f"log:    {log}" for log in (logs(line, failure) if line else ())]
+    console.print("\n".join(words), markup=False, highlight=False, soft_wrap=True)
+
+
+def _quality(scores: Mapping[str, Any]) -> Table:
+    table = Table(title="hold-out", title_justify="left", box=None, pad_edge=False)
+    table.add_column("metric")
+    for name in ("parent", "new", "difference"):
+        table.add_column(name, justify="right")
+    for metric, parent in scores.get("parent", {}).items():
+        new = scores.get("new", {}).get(metric)
+        if isinstance(parent, (int, float)) and isinstance(new, (int, float)):
+            table.add_row(metric, f"{parent:.4f}", f"{new:.4f}", f"{new - parent:+.4f}")
+    return table
+
+
+def _numbers(metrics: Mapping[Stage, Mapping[str, Any]], tracker: Tracker) -> Iterator[tuple[str, str]]:
+    train, embed = metrics[Stage.TRAIN], metrics[Stage.EMBED]
+    if train:
+        yield "train", f"{train.get('steps', 0):,} steps, {train.get('pairs_per_second', 0):,.1f} pairs/s"
+    if embed:
+        yield "embed", f"{embed.get('documents', 0):,} documents, {embed.get('documents_per_second', 0):,.1f} documents/s"
+    ended = [line for line in tracker.lines.values() if line.started and line.ended]
+    if ended:
+        first = min(line.started for line in ended if line.started)
+        last = max(line.ended for line in ended if line.ended)
+        yield "time", clock(last - first)
+
+
+def _places(files: RunFiles, *, published: bool) -> Iterator[tuple[str, str]]:
+    root = RunPaths(files.root)
+    for name, place in (("model", IN_FOLDER.model), ("embeddings", IN_FOLDER.stage(Stage.EMBED)), ("report", IN_FOLDER.report)):
+        if files.has(place):
+            yield name, root.root + place
+    yield "run", root.root
+    if published:
+        yield "registry", f"{root.bucket_root}/registry"

@@ -1,0 +1,440 @@
+"""What an execution is doing, from its history, its Batch jobs and its progress files, as a live table or as plain lines.
+
+`Tracker` turns the history of the state machine into one line per stage; `LiveDisplay` draws them on a terminal,
+`PlainDisplay` prints what changes, and every now and then how far the running stage is. Serves `trnpipe local` and
+`trnpipe watch` alike, so it loads no AWS library: whoever asks the services hands over what they answered.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.contract import STAGES, Shape, Stage
+from pipeline.errors import plain
+from pipeline.operate.files import IN_FOLDER, Listed, RunFiles, read_metrics
+
+PLAIN_PROGRESS = timedelta(seconds=15)
+LIVE_REFRESH_PER_SECOND = 4
+FAILED_SUFFIX = " failed"
+WAITING_STATES = ("Wait", "WaitLong")
+NOTHING_TO_COMPILE = "nothing to compile"
+BATCH_SUBMITS = ("submitJob", "submitJob.sync")
+JOB_ENDED = ("SUCCEEDED", "FAILED")
+SHOWN_METRIC = "ndcg@10"
+METRICS_TAIL_BYTES = 64 << 10
+"""Enough of `metrics.jsonl` for its last lines of either kind."""
+SHORTEST_QUEUED = timedelta(seconds=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class StageLine:
+    """One stage of the execution.
+
+    Attributes:
+        state: pending, running, done, failed or skipped.
+        doing: what it does now, a few words and numbers; why it was skipped.
+        numbers: what it has found so far: the loss, the metric of the hold-out.
+        queued: for how long its job waited for hosts, all attempts together.
+        jobs: ids of the Batch jobs that this execution submitted for it, oldest first.
+    """
+
+    stage: Stage
+    state: str = "pending"
+    started: datetime | None = None
+    ended: datetime | None = None
+    doing: str = ""
+    numbers: str = ""
+    queued: timedelta = timedelta(0)
+    jobs: list[str] = field(default_factory=list)
+
+    @property
+    def elapsed(self) -> timedelta:
+        if self.started is None:
+            return timedelta(0)
+        return (self.ended or datetime.now(timezone.utc)) - self.started
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Progress of one stage as first seen, to tell the remaining time from: rates count something else than `done` does."""
+
+    moment: float
+    done: float
+    total: float
+
+
+@dataclass(slots=True)
+class Tracker:
+    """The state of every stage.
+
+    Args:
+        files: the run folder.
+
+    Attributes:
+        waiting: what the execution waits for outside any stage.
+        trouble: why nothing newer is known, empty when all is well.
+    """
+
+    files: RunFiles
+    lines: dict[Stage, StageLine] = field(default_factory=lambda: {stage: StageLine(stage=stage) for stage in Stage})
+    waiting: str = ""
+    trouble: str = ""
+    _seen: int = 0
+    _task_failed: bool = False
+    _paces: dict[Stage, _Pace] = field(default_factory=dict)
+    _records: dict[str, tuple[Listed, dict[str, Any]]] = field(default_factory=dict)
+    _metrics_seen: Listed | None = None
+
+    @property
+    def running(self) -> StageLine | None:
+        return next((line for line in self.lines.values() if line.state == "running"), None)
+
+    @property
+    def failed(self) -> StageLine | None:
+        """The stage that ended the run; report, which never does, not counted."""
+        return next((line for line in self.lines.values() if line.state == "failed" and line.stage is not Stage.REPORT), None)
+
+    def update(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """Take in what is new in the execution's history.
+
+        Args:
+            history: all events so far.
+        """
+        for event in history[self._seen :]:
+            self._take(event)
+        self._seen = len(history)
+        if line := self.running:
+            line.doing = self._doing(line)
+            self._take_metrics(line)
+
+    def take_job(self, job: Mapping[str, Any], moment: datetime) -> None:
+        """Take in what Batch says of the running stage's job, after `update`.
+
+        Args:
+            job: from DescribeJobs.
+            moment: now.
+        """
+        line = self.running
+        if line is None:
+            return
+        line.queued = queued(job, moment)
+        if held := _held_back(job):
+            since = f" for {clock(_waiting(job, moment))}" if job["status"] in WAITING_FOR_HOSTS else ""
+            line.doing = plain(f"{held}{since}" + (f": {job['statusReason']}" if job.get("statusReason") else ""))
+        attempt = len(_ended_attempts(job)) + (job["status"] not in JOB_ENDED)
+        if attempt > 1:
+            line.doing = f"attempt {attempt}: {line.doing}"
+
+    def conclude(self, failed: Stage | None, moment: datetime) -> None:
+        """Take in the end of an execution whose history cannot be read to its end.
+
+        Args:
+            failed: the stage that ended it, None if none did.
+        """
+        if line := self.running:
+            self._end(line, moment, failed=line.stage is failed)
+        if failed is not None:
+            self.lines[failed].state = "failed"
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        kind, moment = event["type"], event["timestamp"]
+        if kind.endswith("StateEntered"):
+            self._enter(event["stateEnteredEventDetails"]["name"], moment)
+        elif kind in ("TaskFailed", "TaskTimedOut", "TaskSubmitFailed"):
+            self._task_failed = True
+        elif kind in ("TaskScheduled", "TaskSucceeded"):
+            self._task_failed = False
+        elif kind.startswith("Execution") and kind != "ExecutionStarted" and (line := self.running):
+            self._end(line, moment, failed=kind != "ExecutionSucceeded")
+        line = self.running
+        if line is not None and (job := submitted_job(event)) and job not in line.jobs:
+            line.jobs.append(job)
+
+    def _enter(self, state: str, moment: datetime) -> None:
+        self.waiting = "waiting for the lock" if state in WAITING_STATES else ""
+        stage = _stage_of(state)
+        line = self.running
+        if line is not None and line.stage is not stage:
+            self._end(line, moment, failed=self._task_failed)
+        if stage is None:
+            return
+        compiling = self.lines[Stage.COMPILE]
+        if stage is Stage.TRAIN and compiling.state == "pending":
+            compiling.state, compiling.doing = "skipped", NOTHING_TO_COMPILE
+        entered = self.lines[stage]
+        if state.endswith(FAILED_SUFFIX):
+            self._end(entered, moment, failed=True)
+        elif entered.state != "running":
+            entered.state, entered.started, entered.ended = "running", moment, None
+        self._task_failed = False
+
+    def _end(self, line: StageLine, moment: datetime, *, failed: bool) -> None:
+        line.state, line.ended = ("failed" if failed else "done"), moment
+        self._take_metrics(line)
+
+    def _doing(self, line: StageLine) -> str:
+        """The running stage's progress: the main node's, or the sum of an array's children."""
+        assert line.started is not None
+        since = line.started.timestamp()
+        # Files of an earlier execution of this run say nothing about this one.
+        fresh = [file for file in self.files.listed(_progress_files(line.stage)) if file.modified >= since]
+        if STAGES[line.stage].shape is not Shape.ARRAY:
+            fresh = fresh[:1]
+        records = [record for file in fresh if (record := self._progress(file))]
+        if not records:
+            return "starting"
+        done, total, rate = (sum(_number(record, key) for record in records) for key in ("done", "total", "rate"))
+        words = [f"{done:,.0f}/{total:,.0f}" if total else ""]
+        words.append(f"{rate:,.1f} {records[0].get('unit', '')}/s" if rate else "")
+        words.append(self._remaining(line.stage, done, total))
+        words.append(str(records[0].get("note", "")))
+        return plain(", ".join(word for word in words if word))
+
+    def _progress(self, file: Listed) -> dict[str, Any]:
+        """A progress file's record, read when it has changed: children of an array that are done no longer do."""
+        before = self._records.get(file.name)
+        if before is None or before[0] != file:
+            self._records[file.name] = before = file, _record(self.files.read(file.name))
+        return before[1]
+
+    def _take_metrics(self, line: StageLine) -> None:
+        """Loss and hold-out metric as training's last checkpoint had them; parent and new model once they are judged."""
+        if line.stage is Stage.EVALUATE and line.state == "done":
+            line.numbers = quality(read_metrics(self.files, Stage.EVALUATE))
+        if line.stage is not Stage.TRAIN:
+            return
+        written = self.files.listed(IN_FOLDER.metrics)
+        if written and written[0] != self._metrics_seen:
+            self._metrics_seen = written[0]
+            line.numbers = _training_numbers(self.files.read(IN_FOLDER.metrics, last=METRICS_TAIL_BYTES) or b"")
+
+    def _remaining(self, stage: Stage, done: float, total: float) -> str:
+        first = self._paces.get(stage)
+        moment = time.monotonic()
+        if first is None or done < first.done or total != first.total:
+            self._paces[stage] = _Pace(moment, done, total)
+            return ""
+        if not total or done <= first.done or done >= total:
+            return ""
+        return f"{clock(timedelta(seconds=(total - done) * (moment - first.moment) / (done - first.done)))} left"
+
+
+class Display(Protocol):
+    """Shows a tracker's lines; a context manager."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def show(self, tracker: Tracker) -> None: ...
+
+
+class PlainDisplay:
+    """Lines for logs and pipes: when a stage starts or ends, and now and then how far it is.
+
+    Args:
+        every: time between two lines on how far a stage is.
+    """
+
+    def __init__(self, console: Console, every: timedelta = PLAIN_PROGRESS) -> None:
+        self._console = console
+        self._every = every.total_seconds()
+        self._began = time.monotonic()
+        self._states: dict[Stage, str] = {}
+        self._progress_at = time.monotonic()
+        self._notes = ("", "")
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Nothing to take down."""
+
+    def show(self, tracker: Tracker) -> None:
+        for before, now in zip(self._notes, notes := (tracker.waiting, tracker.trouble), strict=True):
+            if now and now != before:
+                self._line(now)
+        self._notes = notes
+        for line in tracker.lines.values():
+            before = self._states.get(line.stage, "pending")
+            if line.state == before:
+                continue
+            if line.state == "skipped":
+                self._line(f"{line.stage:<13} skipped: {line.doing}")
+            elif before == "pending":
+                self._line(f"{line.stage:<13} started")
+            if line.state in ("done", "failed"):
+                self._line(f"{line.stage:<13} " + "; ".join([f"{line.state} after {clock(line.elapsed)}", *_found(line)]))
+            self._states[line.stage] = line.state
+            self._progress_at = time.monotonic()
+        running = tracker.running
+        if running is not None and time.monotonic() - self._progress_at >= self._every:
+            self._line(f"{running.stage:<13} " + "; ".join([running.doing, *_found(running)]))
+            self._progress_at = time.monotonic()
+
+    def _line(self, text: str) -> None:
+        elapsed = clock(timedelta(seconds=time.monotonic() - self._began))
+        self._console.print(f"{elapsed:>8}  {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """A table on the terminal, one line per stage, redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._tracker: Tracker | None = None
+        self._spinner = Spinner("dots", style="cyan")
+        self._live = Live(console=console, refresh_per_second=LIVE_REFRESH_PER_SECOND, get_renderable=self._render)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._live.__exit__(kind, error, traceback)
+
+    def show(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def _render(self) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        if self._tracker is None:
+            return table
+        for line in self._tracker.lines.values():
+            marks: dict[str, Any] = {
+                "pending": Text("·", style="dim"),
+                "running": self._spinner,
+                "done": Text("✓", style="green"),
+                "failed": Text("✗", style="bold red"),
+                "skipped": Text("–", style="dim"),
+            }
+            style = {"pending": "dim", "running": "bold", "failed": "red", "skipped": "dim"}.get(line.state, "")
+            elapsed = clock(line.elapsed) if line.started else ""
+            doing = {"running": line.doing, "skipped": f"skipped: {line.doing}"}.get(line.state, "")
+            words = "; ".join(([doing] if doing else []) + _found(line))
+            table.add_row(marks[line.state], Text(line.stage.value, style=style), Text(elapsed, style="dim"), Text(words))
+        for note in filter(None, (self._tracker.waiting, self._tracker.trouble)):
+            table.add_row("", Text(note, style="yellow"), "", "")
+        return table
+
+
+WAITING_FOR_HOSTS = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING")
+
+
+def queued(job: Mapping[str, Any], moment: datetime) -> timedelta:
+    """For how long a job has waited for its hosts, every attempt's wait counted; 0 of an array, whose children wait each for itself.
+
+    Args:
+        job: from DescribeJobs; its times are milliseconds since 1970.
+        moment: now.
+    """
+    if job.get("arrayProperties", {}).get("statusSummary"):
+        return timedelta(0)
+    # An attempt's end is the beginning of the wait for the next one.
+    waits, since = 0, job["createdAt"]
+    for attempt in _ended_attempts(job):
+        waits += max(0, (attempt.get("startedAt") or attempt["stoppedAt"]) - since)
+        since = attempt["stoppedAt"]
+    if job["status"] in WAITING_FOR_HOSTS:
+        waits += max(0, round(moment.timestamp() * 1000) - since)
+    elif job["status"] not in JOB_ENDED and job.get("startedAt"):
+        waits += max(0, job["startedAt"] - since)
+    return timedelta(milliseconds=waits)
+
+
+def _ended_attempts(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [attempt for attempt in job.get("attempts", ()) if attempt.get("stoppedAt")]
+
+
+def _waiting(job: Mapping[str, Any], moment: datetime) -> timedelta:
+    """For how long the attempt that has not started yet has been waiting."""
+    stops = [attempt["stoppedAt"] for attempt in _ended_attempts(job)]
+    return timedelta(milliseconds=max(0, round(moment.timestamp() * 1000) - max([job["createdAt"], *stops])))
+
+
+def _held_back(job: Mapping[str, Any]) -> str:
+    """Why nothing of a job works yet; empty once something does."""
+    children: Mapping[str, int] = job.get("arrayProperties", {}).get("statusSummary") or {}
+    if any(children.get(state) for state in ("RUNNING", "SUCCEEDED", "FAILED")):
+        return ""
+    if children:
+        counted = ", ".join(f"{count} {state}" for state, count in sorted(children.items()) if count)
+        return f"waiting for hosts, {counted}"
+    return f"waiting for hosts, {job['status']}" if job["status"] in WAITING_FOR_HOSTS else ""
+
+
+def submitted_job(event: Mapping[str, Any]) -> str | None:
+    """The id of the Batch job that an event of the history says was submitted, in either form of the submit."""
+    details = event.get("taskSubmittedEventDetails") or event.get("taskSucceededEventDetails") or {}
+    wanted = event["type"] == "TaskSubmitted" or details.get("resource") == BATCH_SUBMITS[0]
+    if not wanted or details.get("resource") not in BATCH_SUBMITS:
+        return None
+    record = _record(str(details.get("output", "")).encode())
+    return str(record["JobId"]) if "JobId" in record else None
+
+
+def quality(metrics: Mapping[str, Any], metric: str = SHOWN_METRIC) -> str:
+    """`ndcg@10 0.6673 → 0.7468`, the parent's and the new model's, from evaluate's metrics; empty without them."""
+    old, new = (metrics.get(name, {}).get(metric) for name in ("parent", "new"))
+    return f"{metric} {old:.4f} → {new:.4f}" if isinstance(old, (int, float)) and isinstance(new, (int, float)) else ""
+
+
+def _training_numbers(tail: bytes) -> str:
+    """The newest loss and the newest evaluation in the last lines of `metrics.jsonl`."""
+    found: dict[str, float] = {}
+    for line in tail.splitlines():
+        record = _record(line)  # the first one may have lost its beginning
+        if isinstance(record.get("loss"), (int, float)):
+            found["loss"] = record["loss"]
+        if isinstance(validation := record.get("validation"), dict) and isinstance(validation.get(SHOWN_METRIC), (int, float)):
+            found[SHOWN_METRIC] = validation[SHOWN_METRIC]
+    return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+
+
+def _found(line: StageLine) -> list[str]:
+    waited = [f"queued {clock(line.queued)}"] if line.queued >= SHORTEST_QUEUED and line.state != "pending" else []
+    return [*([line.numbers] if line.numbers else []), *waited]
+
+
+def _progress_files(stage: Stage) -> str:
+    return IN_FOLDER.progress(stage, 0).rpartition("-")[0] + "-"
+
+
+def _record(data: bytes | None) -> dict[str, Any]:
+    try:
+        found = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _number(record: Mapping[str, Any], key: str) -> float:
+    value = record.get(key)
+    return value if isinstance(value, (int, float)) else 0
+
+
+def clock(span: timedelta) -> str:
+    """`0:07`, `12:30`, `1:02:03`."""
+    seconds = max(0, round(span.total_seconds()))
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def _stage_of(state: str) -> Stage | None:
+    """The stage that a state belongs to: `train`, `train (wait)`, `embed (single)`, `train failed`."""
+    name = state.partition(" ")[0]
+    return Stage(name) if name in {stage.value for stage in Stage} else None

@@ -1,0 +1,68 @@
+"""`trnpipe stop`: end an execution and every Batch job of it, and wait until nothing of it runs.
+
+StopExecution alone is not enough: Step Functions terminates the job of a `.sync` state at its best effort, and knows nothing of
+jobs that a deployment with `gang_submit: poll` submitted.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from rich.console import Console
+
+from pipeline.errors import Transient
+from pipeline.operate import executions, jobs
+from pipeline.operate.executions import Execution
+from pipeline.operate.site import EndpointGone, Site
+from pipeline.operate.watching import say
+
+PATIENCE = timedelta(minutes=15)
+"""A gang that is told to end finishes its step and writes a checkpoint first."""
+
+LOOK_SECONDS = 5.0
+LOCAL_LOOK_SECONDS = 0.5
+QUIET_LOOKS = 2
+"""So many looks one after another must find nothing alive: a submit may have been on its way when the execution was stopped."""
+
+
+def stop(site: Site, execution: Execution, reason: str, console: Console) -> None:
+    """Stop an execution; one that is over already is cleaned up after.
+
+    Raises:
+        Transient: jobs still run after PATIENCE.
+    """
+    try:
+        _stop(site, execution, reason, console)
+    except EndpointGone:
+        say(console, "the local run has ended, and everything of it with it")
+        return
+    say(console, f"nothing of execution {execution.name} runs any more")
+    say(console, f"take the run up again with: trnpipe start --run {execution.run} {site.option}")
+
+
+def _stop(site: Site, execution: Execution, reason: str, console: Console) -> None:
+    if execution.running:
+        executions.stop(site, execution, reason)
+        say(console, f"execution {execution.name} stopped")
+    else:
+        say(console, f"execution {execution.name} is {execution.status} already")
+    told: set[str] = set()
+    quiet, deadline = 0, time.monotonic() + PATIENCE.total_seconds()
+    while quiet < QUIET_LOOKS:
+        alive = jobs.alive(site, execution)
+        quiet = 0 if alive else quiet + 1
+        for job in alive:
+            if job["jobId"] not in told:
+                jobs.terminate(site, job, reason)
+                told.add(job["jobId"])
+                say(console, f"job {job['jobName']} ({job['jobId']}) terminated, was {job['status']}")
+        if time.monotonic() > deadline:
+            raise Transient(
+                "jobs have been told to end and still run",
+                value=[f"{job['jobName']} ({job['jobId']}) is {job['status']}" for job in alive],
+                rule=f"they end within {PATIENCE.total_seconds() / 60:.0f} minutes",
+                remedy="see their logs; the same command goes on waiting",
+            )
+        if quiet < QUIET_LOOKS:
+            time.sleep(LOCAL_LOOK_SECONDS if site.state else LOOK_SECONDS)
