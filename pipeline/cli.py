@@ -92,9 +92,7 @@ def local(
 
 @app.command()
 def start(
-    file: Annotated[
-        Path | None, typer.Argument(help="YAML or JSON file: part of the configuration.", metavar="[FILE]")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(help="YAML or JSON file: part of the configuration.", metavar="[FILE]")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting, e.g. train.epochs=2; repeat for more.")
     ] = None,
@@ -157,9 +155,7 @@ def watch(
 @app.command()
 def stop(
     wanted: Annotated[str, typer.Argument(metavar="ID", help="A run or an execution.")],
-    reason: Annotated[
-        str, typer.Option("--reason", help="Why; its record and its jobs say so.")
-    ] = "stopped by an operator",
+    reason: Annotated[str, typer.Option("--reason", help="Why; its record and its jobs say so.")] = "stopped by an operator",
     stack: StackOption = DEFAULT_STACK,
     state: LocalOption = None,
 ) -> None:
@@ -181,9 +177,7 @@ def runs(
     stack: StackOption = DEFAULT_STACK,
     state: Annotated[
         Path | None,
-        typer.Option(
-            "--state", metavar="DIR", help="Not a deployment's: a state folder's runs, whether one goes on or not."
-        ),
+        typer.Option("--state", metavar="DIR", help="Not a deployment's: a state folder's runs, whether one goes on or not."),
     ] = None,
 ) -> None:
     """List the newest runs: when, how long, what came of them, quality of parent and new model, whether they published."""
@@ -195,9 +189,8 @@ def runs(
         return
     from rich.console import Console
 
-    console = Console()
     # A table that nobody sees in a terminal is not cut to the width of one.
-    console.print(listing.table(found), width=None if console.is_terminal else listing.PIPED_WIDTH)
+    Console(width=None if sys.stdout.isatty() else listing.PIPED_WIDTH).print(listing.table(found))
 
 
 @app.command()

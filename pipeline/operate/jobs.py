@@ -59,17 +59,17 @@ def failed_logs(site: Site, job_id: str, failure: StageFailure | None) -> Iterat
     Args:
         failure: the stage's own record of it, which names the node or the child.
     """
-    [job] = describe(site, [job_id]) or [None]
-    if job is None:
-        return
-    if job.get("arrayProperties", {}).get("size"):
-        child = f"{job_id}:{failure.node}" if failure else _failed_child(site, job_id)
-        job = next(iter(describe(site, [child]) if child else ()), None)
-    elif failure is not None and job.get("nodeProperties") and failure.node != job["nodeProperties"].get("mainNode"):
-        job = next(iter(describe(site, [f"{job_id}#{failure.node}"])), job)
-    stream = job and _log_stream(job)
-    if stream:
+    job = _one(site, job_id)
+    if job and job.get("arrayProperties", {}).get("size"):
+        job = _one(site, f"{job_id}:{failure.node}" if failure else _failed_child(site, job_id))
+    elif job and failure is not None and job.get("nodeProperties") and failure.node != job["nodeProperties"].get("mainNode"):
+        job = _one(site, f"{job_id}#{failure.node}") or job
+    if job and (stream := _log_stream(job)):
         yield site.log_of(stream)
+
+
+def _one(site: Site, job_id: str | None) -> Job | None:
+    return next(iter(describe(site, [job_id])), None) if job_id else None
 
 
 def _failed_child(site: Site, job_id: str) -> str | None:

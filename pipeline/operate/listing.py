@@ -87,10 +87,12 @@ def runs(stack: str, state: Path | None, limit: int) -> list[Row]:
 def table(rows: list[Row]) -> Table:
     """The rows for people."""
     made = Table(box=None, pad_edge=False, header_style="dim")
-    for name, justify in (("run", "left"), ("share", "left"), ("started", "left"), ("took", "right"), ("result", "left")):
-        made.add_column(name, justify="right" if justify == "right" else "left", no_wrap=name != "result")
-    made.add_column(f"{SHOWN_METRIC}, parent → new", no_wrap=True)
-    made.add_column("published", no_wrap=True)
+    made.add_column("run", overflow="fold", min_width=12)
+    made.add_column("share", no_wrap=True)
+    made.add_column("started", no_wrap=True)
+    made.add_column("took", justify="right", no_wrap=True)
+    made.add_column("result", overflow="fold", min_width=20)
+    made.add_column(SHOWN_METRIC, no_wrap=True)
     costs = any(row.cost is not None for row in rows)
     if costs:
         made.add_column("cost", justify="right", no_wrap=True)
@@ -98,11 +100,10 @@ def table(rows: list[Row]) -> Table:
         words = [
             Text(plain(row.run if row.run == row.execution else f"{row.run} ({row.execution})"), style="bold"),
             Text(plain(row.share)),
-            Text(datetime.fromisoformat(row.started).strftime("%Y-%m-%d %H:%M")),
+            Text(datetime.fromisoformat(row.started).strftime("%m-%d %H:%M")),
             Text(clock(timedelta(seconds=row.seconds)) if row.seconds is not None else ""),
             Text(_result(row), style=STYLES.get(row.result, "")),
             Text(f"{row.parent:.4f} → {row.new:.4f}" if row.parent is not None and row.new is not None else ""),
-            Text({True: "yes", False: "no", None: ""}[row.published]),
         ]
         made.add_row(*words, *([Text(_cost(row.cost))] if costs else []))
     return made
@@ -114,8 +115,9 @@ def as_json(rows: list[Row]) -> str:
 
 def _result(row: Row) -> str:
     at = f" at {row.stage}" if row.result == "running" and row.stage else f" in {row.stage}" if row.stage else ""
+    served = {True: ", published", False: ", not published", None: ""}[row.published if row.result == "succeeded" else None]
     reason = row.reason if len(row.reason) <= LONGEST_REASON else f"{row.reason[: LONGEST_REASON - 1]}…"
-    return plain(f"{row.result}{at}" + (f": {' '.join(reason.split())}" if reason else ""))
+    return plain(f"{row.result}{at}{served}" + (f": {' '.join(reason.split())}" if reason else ""))
 
 
 def _cost(cost: Any) -> str:

@@ -335,7 +335,7 @@ WAITING_FOR_HOSTS = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING")
 
 
 def queued(job: Mapping[str, Any], moment: datetime) -> timedelta:
-    """For how long a job has waited for its hosts, every attempt's wait counted; 0 of an array, whose children wait each for itself.
+    """For how long a job has waited for its hosts, every attempt's wait counted; 0 of an array: its children wait one by one.
 
     Args:
         job: from DescribeJobs; its times are milliseconds since 1970.

@@ -13,7 +13,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from infra.local.server import LocalEndpoint
-from infra.local.template import LocalStack, local_context, read_stack, synthesize
+from infra.local.template import LocalStack
 from pipeline.errors import BadConfig
 
 Start = Callable[..., Any]
@@ -61,14 +60,8 @@ def test_the_plan_chooses_the_gang(machine: Start) -> None:
     assert (local.state / "bucket/runs/pair/train/progress-00001.json").is_file()
 
 
-def test_the_polled_form_of_a_gang_runs_too(machine: Start, request: pytest.FixtureRequest) -> None:
-    folder = request.config.cache.mkdir(f"cdk-out-poll-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
-    polled = read_stack(synthesize(folder, local_context((1, 2), {}, gang_submit="poll")))
-    definition = json.loads(polled.definition)
-    for state in definition["States"].values():
-        if state["Type"] == "Wait":
-            state["Seconds"] = 1
-    local = machine(stack=replace(polled, definition=json.dumps(definition)))
+def test_the_polled_form_of_a_gang_runs_too(machine: Start, polled: LocalStack) -> None:
+    local = machine(stack=polled)
     arn = local.start("polled")
     assert local.finish(arn)["status"] == "SUCCEEDED"
     assert "train (look)" in local.entered(arn)

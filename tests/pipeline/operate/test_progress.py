@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from infra.local.progress import LiveDisplay, PlainDisplay, Tracker, clock
 from rich.console import Console
 
-from infra.local import progress
-from pipeline.contract import Stage
+from pipeline.contract import Stage, StageResult
+from pipeline.operate import progress
+from pipeline.operate.files import LocalFiles
+from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker, clock
 
 START = datetime(2026, 1, 4, 3, 0, tzinfo=timezone.utc)
 
@@ -35,6 +36,17 @@ def states(tracker: Tracker) -> dict[str, str]:
     return {line.stage.value: line.state for line in tracker.lines.values() if line.state != "pending"}
 
 
+def millis(seconds: float) -> int:
+    """A moment relative to START as Batch tells it."""
+    return round((START.timestamp() + seconds) * 1000)
+
+
+def job(status: str, *, created: float = -100, started: float | None = None, **more: Any) -> dict[str, Any]:
+    """A job as DescribeJobs tells it; moments in seconds from START."""
+    described = {"jobId": "j", "status": status, "createdAt": millis(created), "attempts": [], **more}
+    return {**described, **({} if started is None else {"startedAt": millis(started)})}
+
+
 def write_progress(folder: Path, stage: Stage, node: int, moment: datetime = START, **record: Any) -> None:
     path = folder / stage.value / f"progress-{node:05d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +55,7 @@ def write_progress(folder: Path, stage: Stage, node: int, moment: datetime = STA
 
 
 def test_stages_follow_the_states(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(LocalFiles(tmp_path))
     events = history("ReadInput", "prepare", "!TaskSucceeded", "ReadPlan", "health_check")
     tracker.update(events)
     assert states(tracker) == {"prepare": "done", "health_check": "running"}
@@ -55,7 +67,7 @@ def test_stages_follow_the_states(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_is_left_out_is_skipped_and_one_that_was_not_reached_is_not(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(LocalFiles(tmp_path))
     events = history("prepare", "ReadPlan", "health_check", "ChooseCompile")
     tracker.update(events)
     assert tracker.lines[Stage.COMPILE].state == "pending"
@@ -63,20 +75,20 @@ def test_a_stage_that_is_left_out_is_skipped_and_one_that_was_not_reached_is_not
     assert states(tracker) == {"prepare": "done", "health_check": "done", "compile": "skipped", "train": "running"}
     assert tracker.lines[Stage.COMPILE].doing == "nothing to compile"
     assert tracker.lines[Stage.COMPILE].elapsed == timedelta(0)
-    failed = Tracker(tmp_path)
+    failed = Tracker(LocalFiles(tmp_path))
     failed.update(history("prepare", "health_check", "health_check failed", "report", "OwnsLock"))
     assert failed.lines[Stage.COMPILE].state == "pending"
 
 
 def test_a_failed_report_is_no_failure_of_the_run(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(LocalFiles(tmp_path))
     tracker.update(history("publish", "!TaskSucceeded", "Succeeded", "report", "!TaskFailed", "OwnsLock", "!ExecutionSucceeded"))
     assert states(tracker) == {"publish": "done", "report": "failed"}
     assert tracker.failed is None
 
 
 def test_a_polled_gang_and_a_single_embed_are_their_stages(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(LocalFiles(tmp_path))
     events = history("compile", "train", "train (wait)", "train (look)", "train (lap)", "train (wait)")
     tracker.update(events)
     assert states(tracker) == {"compile": "done", "train": "running"}
@@ -85,7 +97,7 @@ def test_a_polled_gang_and_a_single_embed_are_their_stages(tmp_path: Path) -> No
 
 
 def test_the_end_of_the_execution_ends_what_runs(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(LocalFiles(tmp_path))
     tracker.update(history("compile", "train", "!ExecutionAborted"))
     assert states(tracker) == {"compile": "done", "train": "failed"}
 
@@ -93,7 +105,7 @@ def test_the_end_of_the_execution_ends_what_runs(tmp_path: Path) -> None:
 def test_a_running_stage_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: moment)
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(LocalFiles(tmp_path))
     events = history("train")
     tracker.update(events)
     assert tracker.lines[Stage.TRAIN].doing == "starting"
@@ -102,13 +114,16 @@ def test_a_running_stage_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.
     tracker.update(events)
     assert tracker.lines[Stage.TRAIN].doing == "100/400, 93.2 pairs/s, training"
     moment += 20
-    write_progress(tmp_path, Stage.TRAIN, 0, done=200, total=400, unit="pairs", rate=90, note="training")
-    tracker.update(events, attempt=2)
+    later = START + timedelta(seconds=20)
+    write_progress(tmp_path, Stage.TRAIN, 0, later, done=200, total=400, unit="pairs", rate=90, note="training")
+    tracker.update(events)
+    ended = {"startedAt": millis(-60), "stoppedAt": millis(-30)}
+    tracker.take_job(job("RUNNING", started=-20, attempts=[ended]), START)
     assert tracker.lines[Stage.TRAIN].doing == "attempt 2: 200/400, 90.0 pairs/s, 0:40 left, training"
 
 
 def test_array_children_are_summed_and_old_files_are_not_counted(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(LocalFiles(tmp_path))
     for child in (0, 1):
         write_progress(tmp_path, Stage.EMBED, child, done=10, total=50, unit="documents", rate=5, note="embedding")
     write_progress(tmp_path, Stage.EMBED, 2, START - timedelta(minutes=1), done=50, total=50, unit="documents", rate=5)
@@ -118,14 +133,16 @@ def test_array_children_are_summed_and_old_files_are_not_counted(tmp_path: Path)
 
 def test_plain_lines_say_each_change_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=40)
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(LocalFiles(tmp_path))
     events = history("WaitLong", "prepare", "ReadPlan", "health_check", "train")
+    moment = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: moment)
     with PlainDisplay(console) as display:
         for count in range(len(events) + 1):
             tracker.update(events[:count])
             display.show(tracker)
             display.show(tracker)
-        monkeypatch.setattr(progress, "PLAIN_PROGRESS_SECONDS", 0.0)
+        moment += 16
         display.show(tracker)
     lines = [" ".join(line.split()[1:]) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert lines == [
@@ -142,7 +159,7 @@ def test_plain_lines_say_each_change_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_live_table_shows_every_stage(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    tracker = Tracker(tmp_path)
+    tracker = Tracker(LocalFiles(tmp_path))
     tracker.update(history("prepare", "health_check", "health_check failed", "report"))
     with LiveDisplay(console) as display:
         display.show(tracker)
@@ -161,3 +178,86 @@ def test_the_live_table_shows_every_stage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (7.6, "0:08"), (750, "12:30"), (3723, "1:02:03"), (-1, "0:00")])
 def test_clock(seconds: float, text: str) -> None:
     assert clock(timedelta(seconds=seconds)) == text
+
+
+def test_the_wait_for_hosts_is_shown_while_it_lasts_and_kept(tmp_path: Path) -> None:
+    tracker = Tracker(LocalFiles(tmp_path))
+    tracker.update(history("train"))
+    line = tracker.lines[Stage.TRAIN]
+    reason = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT - the job asks for too much"
+    tracker.take_job(job("RUNNABLE", statusReason=reason), START)
+    assert line.doing == f"waiting for hosts, RUNNABLE for 1:40: {reason}"
+    assert line.queued == timedelta(seconds=100)
+    tracker.update(history("train"))
+    first = {"startedAt": millis(-70), "stoppedAt": millis(-60)}
+    tracker.take_job(job("RUNNABLE", attempts=[first], statusReason=""), START)
+    assert line.doing == "attempt 2: waiting for hosts, RUNNABLE for 1:00"
+    assert line.queued == timedelta(seconds=30 + 60)
+    tracker.update(history("train"))
+    tracker.take_job(job("RUNNING", started=-5, attempts=[first]), START + timedelta(hours=1))
+    assert line.doing == "attempt 2: starting"
+    assert line.queued == timedelta(seconds=30 + 55)
+
+
+def test_an_array_says_how_many_of_its_children_wait_until_one_works(tmp_path: Path) -> None:
+    tracker = Tracker(LocalFiles(tmp_path))
+    tracker.update(history("embed"))
+    children = {"RUNNABLE": 3, "STARTING": 1, "RUNNING": 0}
+    tracker.take_job(job("PENDING", arrayProperties={"size": 4, "statusSummary": children}), START)
+    assert tracker.lines[Stage.EMBED].doing == "waiting for hosts, 3 RUNNABLE, 1 STARTING for 1:40"
+    tracker.update(history("embed"))
+    tracker.take_job(job("PENDING", arrayProperties={"size": 4, "statusSummary": {**children, "RUNNING": 1}}), START)
+    assert tracker.lines[Stage.EMBED].doing == "starting"
+
+
+@pytest.mark.parametrize(
+    ("kind", "details", "found"),
+    [
+        ("TaskSubmitted", {"resourceType": "batch", "resource": "submitJob.sync", "output": '{"JobId": "a"}'}, ["a"]),
+        ("TaskSucceeded", {"resourceType": "aws-sdk:batch", "resource": "submitJob", "output": '{"JobId": "a"}'}, ["a"]),
+        ("TaskSucceeded", {"resourceType": "batch", "resource": "submitJob.sync", "output": '{"JobId": "a"}'}, []),
+        ("TaskSucceeded", {"resourceType": "aws-sdk:batch", "resource": "describeJobs", "output": '{"JobId": "a"}'}, []),
+        ("TaskSubmitted", {"resourceType": "batch", "resource": "submitJob.sync", "output": "not JSON"}, []),
+        ("TaskSubmitted", {"resourceType": "batch", "resource": "submitJob.sync"}, []),
+    ],
+)
+def test_jobs_are_known_from_the_history_in_both_forms_of_the_submit(
+    tmp_path: Path, kind: str, details: dict[str, str], found: list[str]
+) -> None:
+    tracker = Tracker(LocalFiles(tmp_path))
+    name = "taskSubmittedEventDetails" if kind == "TaskSubmitted" else "taskSucceededEventDetails"
+    tracker.update([*history("train"), {"type": kind, "timestamp": START, name: details}])
+    assert tracker.lines[Stage.TRAIN].jobs == found
+
+
+def test_loss_and_quality_come_with_the_files(tmp_path: Path) -> None:
+    tracker = Tracker(LocalFiles(tmp_path))
+    metrics = tmp_path / "train/metrics.jsonl"
+    metrics.parent.mkdir()
+    lines = [{"step": 1, "loss": 2.0}, {"step": 1, "validation": {"ndcg@10": 0.5}}, {"step": 2, "loss": 1.25}]
+    metrics.write_text('oken line"}\n' + "".join(json.dumps(line) + "\n" for line in lines))
+    events = history("train")
+    tracker.update(events)
+    assert tracker.lines[Stage.TRAIN].numbers == "loss 1.2500, ndcg@10 0.5000"
+    scores = {"parent": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.625}}
+    result = StageResult(stage="evaluate", run="r", status="done", started="", finished="", fingerprint="f", metrics=scores)
+    (tmp_path / "evaluate").mkdir()
+    (tmp_path / "evaluate/result.json").write_bytes(result.to_json())
+    events += history("evaluate", "!TaskSucceeded", "ReadScorecard")
+    tracker.update(events)
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    with LiveDisplay(console) as display:
+        display.show(tracker)
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "loss 1.2500, ndcg@10 0.5000" in text
+    assert "ndcg@10 0.5000 → 0.6250" in text
+
+
+@pytest.mark.parametrize("content", ["[1]", "nothing", '{"done": "many", "total": null}', "\ud83d" * 3])
+def test_progress_that_cannot_be_read_stops_nobody(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "train/progress-00000.json"
+    path.parent.mkdir()
+    path.write_bytes(content.encode(errors="surrogatepass"))
+    tracker = Tracker(LocalFiles(tmp_path))
+    tracker.update(history("train"))
+    assert tracker.lines[Stage.TRAIN].doing in ("starting", "")
