@@ -87,11 +87,11 @@ def runs(stack: str, state: Path | None, limit: int) -> list[Row]:
 def table(rows: list[Row]) -> Table:
     """The rows for people."""
     made = Table(box=None, pad_edge=False, header_style="dim")
-    made.add_column("run", overflow="fold", min_width=12)
+    made.add_column("run", no_wrap=True, overflow="fold")
     made.add_column("share", no_wrap=True)
     made.add_column("started", no_wrap=True)
     made.add_column("took", justify="right", no_wrap=True)
-    made.add_column("result", overflow="fold", min_width=20)
+    made.add_column("result", overflow="fold", min_width=16)
     made.add_column(SHOWN_METRIC, no_wrap=True)
     costs = any(row.cost is not None for row in rows)
     if costs:

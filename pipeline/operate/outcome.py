@@ -127,9 +127,8 @@ def print_outcome(console: Console, execution: Mapping[str, Any], tracker: Track
     gate = scores.get("gate", {}) if scores else {}
     if gate:
         console.print(plain(f"gate: {gate.get('verdict')}: {gate.get('reason')}"), markup=False, highlight=False, soft_wrap=True)
-    places = _places(
-        tracker.files, published=execution["status"] == "SUCCEEDED" and bool(metrics[Stage.PUBLISH].get("published"))
-    )
+    published = execution["status"] == "SUCCEEDED" and bool(metrics[Stage.PUBLISH].get("published"))
+    places = _places(tracker.files, published=published)
     # Lines, not a table: a table cuts paths to the width of the terminal, and they are for copying.
     for name, value in [*_numbers(metrics, tracker), *places]:
         console.print(f"{name:<10}  {value}", markup=False, highlight=False, soft_wrap=True)

@@ -38,7 +38,8 @@ def stop(site: Site, execution: Execution, reason: str, console: Console) -> Non
         say(console, "the local run has ended, and everything of it with it")
         return
     say(console, f"nothing of execution {execution.name} runs any more")
-    say(console, f"take the run up again with: trnpipe start --run {execution.run} {site.option}")
+    command = "local" if site.state else "start"
+    say(console, f"take the run up again with: trnpipe {command} --run {execution.run} {site.option}")
 
 
 def _stop(site: Site, execution: Execution, reason: str, console: Console) -> None:

@@ -40,7 +40,9 @@ def watch(site: Site, execution: Execution, console: Console, *, lines: bool = F
         0; 67 when the gate refused; the failed stage's exit code; 130 when it was stopped, or after Ctrl-C, which only ends the
         watching.
     """
-    say(console, f"run {execution.run}, execution {execution.name}")
+    say(console, f"run {execution.run}" + (f", execution {execution.name}" if execution.name != execution.run else ""))
+    if link := site.console_link(execution.arn):
+        say(console, link)
     tracker = Tracker(site.files(execution.run))
     live = console.is_terminal and not lines
     every = {} if site.state else {"every": PLAIN_PROGRESS}
@@ -50,10 +52,8 @@ def watch(site: Site, execution: Execution, console: Console, *, lines: bool = F
             ended = _follow(site, execution, tracker, display)
     except KeyboardInterrupt:
         say(console, f"stopped watching; run {execution.run} goes on")
-        say(
-            console,
-            f"look again: trnpipe watch {execution.name} {site.option}; stop it: trnpipe stop {execution.name} {site.option}",
-        )
+        say(console, f"look again: trnpipe watch {execution.name} {site.option}")
+        say(console, f"stop it:    trnpipe stop {execution.name} {site.option}")
         return STOPPED_WATCHING_EXIT
     return conclude(console, ended, tracker, execution.started, partial(_logs, site))
 

@@ -12,6 +12,10 @@ import pytest
 COMMANDS = (
     [],
     ["local"],
+    ["start"],
+    ["watch"],
+    ["stop"],
+    ["runs"],
     ["stage"],
     ["search"],
     ["plan"],

@@ -1,4 +1,4 @@
-"""Executions and their jobs as AWS tells them: which one is meant, what is new in a history, which jobs are whose, where logs are."""
+"""Executions and their jobs as AWS tells them: which one is meant, what is new in a history, whose a job is, where its log is."""
 
 from __future__ import annotations
 

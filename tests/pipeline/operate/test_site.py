@@ -93,7 +93,7 @@ def test_the_definition_says_bucket_queues_and_limits(answers: Any) -> None:
 
 @pytest.mark.parametrize("definition", ["{}", "no JSON", '{"States": {}}', '{"States": {"a": {"Type": "Pass"}}}', "[]"])
 def test_another_state_machine_is_refused(definition: str) -> None:
-    with pytest.raises(BadData, match="another|this version of trnpipe"):
+    with pytest.raises(BadData, match="this version of trnpipe"):
         Machine.parse(definition)
 
 
@@ -123,7 +123,7 @@ def test_the_endpoint_s_file_is_its_owner_s_alone_and_goes(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
     assert read_endpoint(tmp_path) is None
     (tmp_path / "endpoint.json").write_text('{"state_machine": 5}')
-    with pytest.raises(BadData, match="endpoint.json"):
+    with pytest.raises(BadData, match=r"endpoint\.json"):
         read_endpoint(tmp_path)
 
 
