@@ -140,12 +140,13 @@ def print_failure(console: Console, execution: Mapping[str, Any], tracker: Track
     """The failure's own words, and the logs to look at."""
     line = tracker.failed
     failure = read_failure(tracker.files, line.stage, started) if line else None
-    where = f"{line.stage} failed" if line else f"the execution ended as {execution['status']}"
+    aborted = execution["status"] == "ABORTED"
+    where = f"{line.stage} {'was stopped' if aborted else 'failed'}" if line else f"the execution ended as {execution['status']}"
     console.print(f"{where} (run {RunPaths(tracker.files.root).run_id})", style="bold red")
-    if failure is not None:
+    if failure is not None and not aborted:
         words = TrnpipeError(failure.what, value=failure.value, rule=failure.rule, remedy=failure.remedy).lines()
     else:
-        words = [f"error:  {shown(execution.get('error', ''))}", f"cause:  {shown(execution.get('cause', ''))}"]
+        words = [f"{name + ':':<8}{shown(execution[name])}" for name in ("error", "cause") if execution.get(name)]
     words += [f"log:    {log}" for log in (logs(line, failure) if line else ())]
     console.print("\n".join(words), markup=False, highlight=False, soft_wrap=True)
 
