@@ -479,8 +479,8 @@ def _gib(value: Any) -> str:
 
 
 def _hours(value: Any) -> str:
-    """Hours, with as many digits as say something of less than one."""
-    return _number(value, 2 if _is_number(value) and value >= 1 else 4)
+    """Hours, with as many digits as say something of minutes."""
+    return _number(value, 2 if _is_number(value) and value >= 0.1 else 4)
 
 
 def _signed(value: Any, digits: int) -> str:

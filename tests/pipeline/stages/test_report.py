@@ -259,10 +259,11 @@ def test_cost_of_all_attempts_beside_what_was_expected(plan_run: Any, root: str 
     assert {stage: found["node_hours"] for stage, found in cost["stages"].items()} == hours
     assert (cost["usd"], cost["at_most"]) == (round(0.25 + 60 + 10 * 91 / 60, 2), True)
     for words in (
-        "prepare 1 1 0.5000 0.50 0.25",
+        "prepare 1 1 0.50 0.50 0.25",
         "train 2 × trn1.32xlarge 2 3.00 20.00 60.00",
         "embed 2 × inf2.xlarge 1 ≤ 1.52 10.00 ≤ 15.17",
         "all ≤ 5.02 ≤ 75.42",
+        "Cost≤ 75.42 USD",
         "61.25 USD, 4.50 node-hours as run week-00 used; at most 480.00 USD within the time budget of 12 h 00 min.",
         "killed without a last word",
     ):
@@ -275,6 +276,7 @@ def test_node_hours_without_dollars_where_nothing_has_a_price(plan_run: Any) -> 
     put_attempt(run, Stage.TRAIN, (0, 90))
     text = page_of(run).text
     assert "train 1 1 1.50 – –" in text
+    assert text.count("Cost") == 1, "no figure in dollars at the top"
     assert "No sum in dollars" in text
     assert "Expected when it was planned" not in text
     assert "≤" not in text
