@@ -156,13 +156,13 @@ class Settings(SettingsSection):
         6, description="After this a job waiting for hosts is cancelled."
     )
     notify: tuple[Annotated[str, Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = Field((), description="E-mail addresses.")
-    prices: dict[str, Annotated[float, Field(gt=0)]] = Field(
+    prices: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
         description="USD for an hour of one host, where that is not the on-demand price of pipeline/prices.py (Savings Plans, "
         "Capacity Blocks, another region): by instance type, or by queue (train, embed, cpu), which goes first and so can price "
         "the Spot hosts of one queue. cpu: one Fargate task.",
     )
-    budget: Annotated[float, Field(gt=0)] | None = Field(
+    budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
         description="USD a month. AWS Budgets tells `notify` when 80 % of it are spent, and when the forecast is above it. What "
         "counts is the deployment's tag, once it is activated for cost allocation: the output CostAllocationTag says how.",

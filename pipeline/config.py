@@ -430,9 +430,9 @@ class RunConfig(Section):
 class Prices(Section):
     """USD for an hour of one node, by queue: of what the deployment pays for. None: not known, or nobody pays by the hour."""
 
-    train: float | None = Field(None, ge=0)
-    embed: float | None = Field(None, ge=0)
-    cpu: float | None = Field(None, ge=0)
+    train: float | None = Field(None, ge=0, allow_inf_nan=False)
+    embed: float | None = Field(None, ge=0, allow_inf_nan=False)
+    cpu: float | None = Field(None, ge=0, allow_inf_nan=False)
     currency: Literal["USD"] = "USD"
 
     def by_queue(self) -> dict[Queue, float]:

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from pipeline.contract import STAGES, Queue, Shape, Stage, read_record
+from pipeline.errors import BadData
 from pipeline.prices import CURRENCY
 
 NOTE_SECONDS = 60.0
@@ -53,12 +54,20 @@ class NodeAttempt:
     def from_json(cls, data: bytes) -> NodeAttempt:
         """
         Raises:
-            BadData: no record of an attempt.
-            ValueError: a time in it is none, or says nothing of its zone.
+            BadData: no record of an attempt, or a time in it is none or says nothing of its zone.
         """
         record = read_record(cls, data)
-        if None in (record.begin.tzinfo, record.last_seen.tzinfo):
-            raise ValueError(f"a time without a zone: {record.started}, {record.seen}")
+        try:
+            whole = None not in (record.begin.tzinfo, record.last_seen.tzinfo)
+        except ValueError:
+            whole = False
+        if not whole:
+            raise BadData(
+                "the times of an attempt cannot be read",
+                value=[record.started, record.seen],
+                rule="ISO 8601 with the time zone",
+                remedy="delete the record: the attempt is then not counted",
+            )
         return record
 
 
@@ -109,10 +118,11 @@ def _end(record: NodeAttempt, records: Iterable[NodeAttempt], moment: datetime) 
     if record.exit_code is not None:
         return record.last_seen, True
     after = [other.begin for other in records if other.node == record.node and other.begin > record.begin]
-    latest = record.last_seen + timedelta(seconds=NOTE_SECONDS)
-    if latest >= moment and not after:
+    silence = timedelta(seconds=NOTE_SECONDS)
+    alive = record.last_seen > moment - silence
+    if alive and not after:
         return moment, True  # still running, as the report itself is
-    return min([latest, *after]), False
+    return min([moment if alive else record.last_seen + silence, *after]), False
 
 
 def _covered(spans: list[tuple[datetime, datetime]]) -> timedelta:

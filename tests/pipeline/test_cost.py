@@ -117,11 +117,10 @@ def test_at_most_is_the_dearest_stage_for_the_whole_time_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind"),
-    [({"started": "yesterday"}, ValueError), ({"seen": "2026-01-04T03:00:00"}, ValueError), ({"node": "0"}, BadData)],
+    "changes", [{"started": "yesterday"}, {"seen": "2026-01-04T03:00:00"}, {"node": "0"}, {"node": None}, {"more": 1}]
 )
-def test_a_record_is_read_with_its_types_and_times(changes: dict[str, Any], kind: type[Exception]) -> None:
+def test_a_record_is_read_with_its_types_and_times(changes: dict[str, Any]) -> None:
     record = asdict(attempt(0, 1))
     assert NodeAttempt.from_json(json.dumps(record).encode()) == attempt(0, 1)
-    with pytest.raises(kind):
+    with pytest.raises(BadData):
         NodeAttempt.from_json(json.dumps(record | changes).encode())
