@@ -254,12 +254,16 @@ def test_a_child_of_an_array_leaves_its_sisters_failure(tmp_path: Path) -> None:
         assert store.exists(paths.failure(Stage.EMBED)) is left
 
 
-def test_a_child_of_an_array_notes_its_use_now_and_then_and_nothing_after_its_last_word(tmp_path: Path) -> None:
+def test_a_child_of_an_array_notes_its_use_now_and_then_and_nothing_after_its_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = RunPaths(str(tmp_path / "runs" / "run"))
     supervisor = Supervisor(Stage.EMBED, paths, NodeWorld(array_index=3, attempt=2, job_id="job-9:3", host="host-7"), Deadlines())
     uri = paths.node_attempt(Stage.EMBED, "job-9", 2, 3)
     seen = []
     for exit_code in (None, None, 0, None):
+        if seen and seen[-1].exit_code == 0:
+            monkeypatch.setattr("pipeline.runtime.supervisor.NOTE_SECONDS", -1.0)  # a sign of life would be due at once
         supervisor._note(exit_code)
         seen.append(NodeAttempt.from_json(store.read_bytes(uri)))
     first, again, last, after = seen
