@@ -46,16 +46,21 @@ def read_context(path: Path = CDK_JSON) -> dict[str, Any]:
 
 
 def synthesize(context: Mapping[str, Any], outdir: str | None = None) -> Path:
-    """Write the cloud assembly; returns its folder.
+    """Write the cloud assembly, and to stderr what a run may cost; returns the assembly's folder.
 
     Raises:
         BadConfig: wrong settings.
     """
     choose_node()
     # CDK starts its Node.js process when it is imported, so not before the choice above.
+    from infra.cost import expectation
+    from infra.settings import read_settings
     from infra.stacks import build
 
-    return Path(build(context, outdir).synth().directory)
+    app = build(context, outdir)
+    folder = Path(app.synth().directory)
+    sys.stderr.writelines(f"{line}\n" for line in expectation(read_settings(app.node.get_all_context())))
+    return folder
 
 
 if __name__ == "__main__":

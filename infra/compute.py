@@ -13,6 +13,7 @@ from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
+from infra.cost import COST_TAG
 from infra.settings import AMI_PARAMETER, Settings
 from pipeline.contract import Queue
 
@@ -167,7 +168,8 @@ class Compute(Construct):
                 ),
                 # health_check, compile and train follow each other within minutes: keep the hosts that passed the check.
                 scaling_policy=environment.ComputeScalingPolicyProperty(min_scale_down_delay_minutes=20),
-                tags={"Name": f"{self._settings.name}-{construct_id.lower()}"},
+                # Batch's own tags, unlike the stack's, reach the instances.
+                tags={"Name": f"{self._settings.name}-{construct_id.lower()}", COST_TAG: self._settings.name},
             ),
         )
 
@@ -203,7 +205,8 @@ class Compute(Construct):
                 else None,
                 tag_specifications=[
                     template.TagSpecificationProperty(
-                        resource_type="volume", tags=[CfnTag(key="Name", value=self._settings.name)]
+                        resource_type="volume",
+                        tags=[CfnTag(key=key, value=self._settings.name) for key in ("Name", COST_TAG)],
                     )
                 ],
             ),

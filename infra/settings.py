@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.config import RunConfig, build_config, merge, parse_settings
-from pipeline.contract import SHARE_PATTERN
+from pipeline.contract import SHARE_PATTERN, Queue
 from pipeline.errors import BadConfig
 from pipeline.places import is_s3, objection
 
@@ -156,6 +156,17 @@ class Settings(SettingsSection):
         6, description="After this a job waiting for hosts is cancelled."
     )
     notify: tuple[Annotated[str, Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = Field((), description="E-mail addresses.")
+    prices: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict,
+        description="USD for an hour of one host, where that is not the on-demand price of pipeline/prices.py (Savings Plans, "
+        "Capacity Blocks, another region): by instance type, or by queue (train, embed, cpu), which goes first and so can price "
+        "the Spot hosts of one queue. cpu: one Fargate task.",
+    )
+    budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="USD a month. AWS Budgets tells `notify` when 80 % of it are spent, and when the forecast is above it. What "
+        "counts is the deployment's tag, once it is activated for cost allocation: the output CostAllocationTag says how.",
+    )
     log_retention_days: Literal[30, 90, 180, 365, 731] = 180
 
     @field_validator("ami")
@@ -201,6 +212,10 @@ class Settings(SettingsSection):
         needed = self.train_hardware.vcpus * max(self.allowed_nodes)
         if self.max_vcpus < needed:
             raise ValueError(f"max_vcpus {self.max_vcpus} is below {needed}, what {max(self.allowed_nodes)} nodes need")
+        if strange := sorted(self.prices.keys() - HARDWARE.keys() - {queue.value for queue in Queue}):
+            raise ValueError(f"prices for {strange}: a key is one of {sorted(HARDWARE)}, or a queue: train, embed, cpu")
+        if self.budget is not None and not self.notify:
+            raise ValueError(f"budget {self.budget:g} would be watched for nobody: put an e-mail address into `notify`")
         if self.embed_max_vcpus < self.embed_hardware.vcpus:
             raise ValueError(f"embed_max_vcpus {self.embed_max_vcpus} is below one {self.embed_instance_type}")
         config = self.run_config()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from aws_cdk import App, CfnOutput, Environment, Stack
+from aws_cdk import App, CfnOutput, Environment, Stack, Tags
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from infra.compute import Compute
+from infra.cost import COST_TAG, Budget
 from infra.jobs import Jobs
 from infra.monitoring import Monitoring, Topic
 from infra.network import Network
@@ -102,6 +103,8 @@ class PipelineStack(Stack):
             dead_letters=schedule.dead_letters,
             watch_logs=storage.watch_logs,
         )
+        if settings.budget is not None:
+            Budget(self, "Budget", name=settings.name, usd=settings.budget, topic=topic.topic, topic_key=topic.key)
         for stage, role in jobs.roles.items():
             self._grant_storage(stage, role, storage)
             if STAGES[stage].queue is not Queue.CPU:
@@ -177,6 +180,7 @@ def build(context: Mapping[str, Any], outdir: str | None = None) -> App:
     env = Environment(account=settings.account, region=settings.region)
     data = DataStack(app, f"{settings.name}-data", settings=settings, env=env)
     PipelineStack(app, settings.name, settings=settings, storage=data.storage, env=env)
+    Tags.of(app).add(COST_TAG, settings.name)
     return app
 
 

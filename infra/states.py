@@ -42,6 +42,10 @@ class Targets:
         config: the deployment's partial run configuration.
         read: s3:// folders and files that runs may read beside the bucket.
         local_paths: whether runs may name local paths.
+        prices: queue -> USD for an hour of one node, as far as it is known.
+        hosts: queue -> what its nodes are.
+        embed_hosts: how many of them the embed queue has at most.
+        tags: of every job, beside its run: what the deployment's costs are told by.
         defaults: share, registry and lock wait of an execution that names none.
     """
 
@@ -58,6 +62,10 @@ class Targets:
     config: Mapping[str, Any]
     read: Sequence[str]
     local_paths: bool
+    prices: Mapping[Queue, float]
+    hosts: Mapping[Queue, str]
+    embed_hosts: int
+    tags: Mapping[str, str]
     defaults: Mapping[str, Any]
 
 
@@ -92,7 +100,7 @@ def _submission(targets: Targets, stage: Stage) -> dict[str, Any]:
         "ShareIdentifier.$": "$.share",
         "SchedulingPriorityOverride": _priority(stage),
         "PropagateTags": True,
-        "Tags": {f"{RUN_TAG}.$": "$.run.id", f"{EXECUTION_TAG}.$": "$$.Execution.Id"},
+        "Tags": {**targets.tags, f"{RUN_TAG}.$": "$.run.id", f"{EXECUTION_TAG}.$": "$$.Execution.Id"},
     }
 
 

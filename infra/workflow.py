@@ -25,9 +25,11 @@ from aws_cdk import aws_sns as sns
 from aws_cdk import aws_stepfunctions as sfn
 from constructs import Construct
 
+from infra.cost import COST_TAG, host_names, hourly_prices, most_embed_hosts
 from infra.settings import Settings
 from infra.states import CALL_SECONDS, DISCARD, States, Targets, call, call_retry, gang, job, read_result, resource
 from pipeline.contract import Queue, RunPaths, Stage
+from pipeline.prices import CURRENCY
 
 GATE_REFUSED = "GateRefused"
 LOCK_HELD = "LockHeld"
@@ -310,6 +312,9 @@ def _write_input(targets: Targets, *, then: str) -> States:
             "allowed_nodes": sorted(targets.gangs),
             "read": list(targets.read),
             "local_paths": targets.local_paths,
+            "prices": {**{queue.value: price for queue, price in targets.prices.items()}, "currency": CURRENCY},
+            "hosts": {queue.value: host for queue, host in targets.hosts.items()},
+            "embed_hosts": targets.embed_hosts,
         },
         "execution.$": "$.execution",
         "execution_arn.$": "$$.Execution.Id",
@@ -592,6 +597,10 @@ class Workflow(Construct):
             config=settings.config,
             read=settings.readable(),
             local_paths=settings.local_paths,
+            prices=hourly_prices(settings),
+            hosts=host_names(settings),
+            embed_hosts=most_embed_hosts(settings),
+            tags={COST_TAG: settings.name},
             defaults={"share": config.share, "registry": config.registry, "wait_minutes": config.lock.wait_minutes},
         )
         self.state_machine = sfn.StateMachine(

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from pipeline.contract import REGISTRY_NAME_PATTERN, RUN_ID_PATTERN, SHARE_PATTERN
+from pipeline.contract import REGISTRY_NAME_PATTERN, RUN_ID_PATTERN, SHARE_PATTERN, Queue
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.places import objection
 
@@ -427,6 +427,20 @@ class RunConfig(Section):
         return self
 
 
+class Prices(Section):
+    """USD for an hour of one node, by queue: of what the deployment pays for. None: not known, or nobody pays by the hour."""
+
+    train: float | None = Field(None, ge=0, allow_inf_nan=False)
+    embed: float | None = Field(None, ge=0, allow_inf_nan=False)
+    cpu: float | None = Field(None, ge=0, allow_inf_nan=False)
+    currency: Literal["USD"] = "USD"
+
+    def by_queue(self) -> dict[Queue, float]:
+        """The known ones."""
+        found = {queue: getattr(self, queue.value) for queue in Queue}
+        return {queue: price for queue, price in found.items() if price is not None}
+
+
 class Deployment(Section):
     """What the state machine adds to an execution's input: the deployment's own config and limits.
 
@@ -435,12 +449,18 @@ class Deployment(Section):
         allowed_nodes: node counts that have job definitions.
         read: s3:// folders and files that runs may read beside the bucket of the run folder.
         local_paths: whether runs may name local paths: all stages share one machine.
+        prices: what its hosts cost.
+        hosts: queue -> what its nodes are, e.g. trn1.32xlarge.
+        embed_hosts: how many hosts the array has at once, at most; None: as many as it has children.
     """
 
     config: dict[str, Any] = Field(default_factory=dict)
     allowed_nodes: tuple[int, ...] = (1,)
     read: tuple[Uri, ...] = ()
     local_paths: bool = False
+    prices: Prices = Prices()
+    hosts: dict[Queue, str] = Field(default_factory=dict)
+    embed_hosts: PositiveInt | None = None
 
 
 class RunInput(Section):

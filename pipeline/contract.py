@@ -214,6 +214,13 @@ class RunPaths:
         """How one node of a gang ended in one attempt: `{exit_code, time, failure}`."""
         return f"{self.root}/{stage.value}/exits/attempt-{attempt}/node-{node:05d}.json"
 
+    def node_attempt(self, stage: Stage, job: str, attempt: int, node: int) -> str:
+        """When one node began and ended one attempt, and on which host: pipeline/cost.py adds these up."""
+        return f"{self.attempts(stage)}/{job or 'no-job'}/attempt-{attempt}-node-{node:05d}.json"
+
+    def attempts(self, stage: Stage) -> str:
+        return f"{self.root}/{stage.value}/attempts"
+
     def node_health(self, node: int) -> str:
         return f"{self.root}/health_check/node-{node:05d}.json"
 

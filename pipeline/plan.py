@@ -189,8 +189,25 @@ class RowFile(PlanSection):
     rows: int
 
 
+class ExpectedCost(PlanSection):
+    """What the run was expected to cost when it was planned, in USD; None where a price is not known.
+
+    Attributes:
+        run: the run that was published last under this registry's name, and whose use of hosts is known.
+        node_hours: what that run has used, all its stages together.
+        as_before: what that costs at this deployment's prices.
+        at_most: what the run costs if it keeps its time budget, whatever is tried again (pipeline/cost.most).
+    """
+
+    run: str | None = None
+    node_hours: float | None = None
+    as_before: float | None = None
+    at_most: float | None = None
+
+
 class RunPlan(PlanSection):
-    """The whole plan. `fingerprint` covers everything but `created`, so a stage's result names exactly what it ran."""
+    """The whole plan. `fingerprint` covers everything but `created` and `expected_cost`, so a stage's result names exactly what
+    it ran."""
 
     run: str
     created: str
@@ -204,6 +221,7 @@ class RunPlan(PlanSection):
     """None for kinds of device that compile nothing."""
     memory: MemoryPlan | None = None
     """None in plans that were made before it was estimated."""
+    expected_cost: ExpectedCost = ExpectedCost()
     row_files: dict[str, RowFile] = {}
     """`train.arrow`, `holdout.arrow` and `candidates.arrow` as they were written."""
     seen: tuple[str, ...]
@@ -212,7 +230,7 @@ class RunPlan(PlanSection):
 
     def sealed(self) -> RunPlan:
         """The plan with its fingerprint filled in."""
-        record = self.model_dump(mode="json", exclude={"created", "fingerprint"})
+        record = self.model_dump(mode="json", exclude={"created", "expected_cost", "fingerprint"})
         canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
         return self.model_copy(update={"fingerprint": hashlib.sha256(canonical).hexdigest()})
 
@@ -256,4 +274,5 @@ class RunPlan(PlanSection):
             "embed_children": self.embed.children,
             "device_gib": round(self.memory.device / (1 << 30), 2) if self.memory else None,
             "host_gib": round(self.memory.host / (1 << 30), 2) if self.memory else None,
+            "expected_cost": self.expected_cost.model_dump(mode="json"),
         }

@@ -22,7 +22,7 @@ from typing import Any
 import infra
 from infra.app import read_context
 from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
-from pipeline import config, contract, errors
+from pipeline import config, contract, cost, errors, places, prices
 from pipeline.errors import BadConfig, Defect
 
 PSEUDO_PARAMETERS = {
@@ -325,7 +325,7 @@ def _synth_fingerprint(context: Mapping[str, Any]) -> str:
     """Changes with everything that the templates depend on."""
     digest = hashlib.sha256(json.dumps(context, sort_keys=True).encode())
     sources = sorted(Path(infra.__file__).parent.glob("*.py"))
-    for path in [*sources, *(Path(str(module.__file__)) for module in (config, contract, errors))]:
+    for path in [*sources, *(Path(str(module.__file__)) for module in (config, contract, cost, errors, places, prices))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(metadata.version("aws-cdk-lib").encode())
     return digest.hexdigest()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -37,8 +38,10 @@ from pipeline.contract import (
     StageFailure,
     StageResult,
     check_run_folder,
+    now,
     read_record,
 )
+from pipeline.cost import NOTE_SECONDS, NodeAttempt
 from pipeline.errors import BadConfig, BadData, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError
 from pipeline.runtime import failure, gang, neuron_launch, store
 from pipeline.runtime.exhausted import exhaustion
@@ -152,6 +155,9 @@ class Supervisor:
                 ended=_ended_nodes,
             )
         self._signal: signal.Signals | None = None
+        self._started = now()
+        self._noted: float | None = None
+        self._noting = threading.Lock()
 
     def run(self) -> int:
         """Go through all states; returns the exit code."""
@@ -170,14 +176,17 @@ class Supervisor:
             # The node's own: its disk is full, most likely.
             log.exception("the supervisor cannot go on")
             ended = self._describe(exhaustion(error) or Defect(f"{type(error).__name__}: {error}", rule=failure.UNEXPECTED_RULE))
+        reached = True
         if self._in_gang:
-            self._best_effort(lambda: gang.write_exit(self._paths, self._stage, self._node, ended))
+            reached = self._best_effort(lambda: gang.write_exit(self._paths, self._stage, self._node, ended))
         if ended and ended.exit_code == ExitCode.UNHEALTHY_HOST and ended.node == self._node.index:
             self._take_host_out()
         if self._peers and not done:
             ended = self._settle(self._peers, ended)
         if self._node.is_main:
-            self._best_effort(lambda: self._publish_failure(ended, done))
+            reached = self._best_effort(lambda: self._publish_failure(ended, done))
+        if reached:  # a storage that was away just now keeps nobody from ending
+            self._best_effort(lambda: self._note(ended.exit_code if ended else ExitCode.DONE))
         return conclude(ended)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -316,6 +325,7 @@ class Supervisor:
         """
         try:
             gang.write_progress(self._paths, self._stage, self._node, heartbeat)
+            self._note(None)
             if self._peers is None:
                 return None
             self._peers.poll()
@@ -379,12 +389,33 @@ class Supervisor:
             if done or earlier.node == self._node.index or STAGES[self._stage].shape != Shape.ARRAY:
                 store.delete(uri)
 
-    def _best_effort(self, action: Callable[[], None]) -> None:
-        """Do something in the run folder whose failure must not hide how the stage ended."""
+    def _note(self, exit_code: int | None) -> None:
+        """Say how long this node has been used (pipeline/cost.py): now and then, and when it ends, which is the last word."""
+        node = self._node
+        with self._noting:
+            due = self._noted is None or time.monotonic() - self._noted > NOTE_SECONDS / 2
+            if exit_code is None and not due:
+                return
+            record = NodeAttempt(
+                node=node.index,
+                attempt=node.attempt,
+                job=node.job,
+                host=node.host,
+                started=self._started,
+                seen=now(),
+                exit_code=exit_code,
+            )
+            store.write_json(self._paths.node_attempt(self._stage, node.job, node.attempt, node.index), asdict(record))
+            self._noted = time.monotonic() if exit_code is None else math.inf
+
+    def _best_effort(self, action: Callable[[], None]) -> bool:
+        """Do something in the run folder whose failure must not hide how the stage ended; returns whether it was done."""
         try:
             action()
         except (TrnpipeError, OSError) as error:
             log.warning("the run folder could not be read or written: %s", " | ".join(str(error).splitlines()))
+            return False
+        return True
 
     def _interrupted(self) -> StageFailure:
         assert self._signal is not None

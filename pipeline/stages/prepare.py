@@ -21,8 +21,9 @@ import numpy as np
 from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
-from pipeline.config import RunConfig, RunInput, build_config
-from pipeline.contract import RUN_ID_PATTERN, Artifact, RunPaths, Stage, now, registry_uri
+from pipeline.config import Deployment, RunConfig, RunInput, build_config
+from pipeline.contract import RUN_ID_PATTERN, Artifact, RunPaths, Stage, StageResult, now, registry_uri
+from pipeline.cost import cost_of, most
 from pipeline.data.arrow import SCHEMAS, Lengths, WrittenRows, write_rows
 from pipeline.data.ids import IdDigest, repeated
 from pipeline.data.increments import Selection, select, split_new
@@ -48,6 +49,7 @@ from pipeline.model.parent import ResolvedParent, resolve_parent
 from pipeline.places import Places
 from pipeline.plan import (
     EmbedPlan,
+    ExpectedCost,
     GraphsPlan,
     HoldoutPlan,
     MemoryPlan,
@@ -104,8 +106,8 @@ def read_request(paths: RunPaths) -> RunInput:
         raise BadConfig(
             "the run's input cannot be read",
             value=[f"{paths.input}: {'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()],
-            rule="{deployment: {config, allowed_nodes, read, local_paths}, execution, execution_arn}, as the state machine "
-            "writes it",
+            rule="{deployment: {config, allowed_nodes, read, local_paths, prices, ...}, execution, execution_arn}, as the state "
+            "machine writes it",
         ) from error
 
 
@@ -258,6 +260,7 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     written = tokenize(context, config, selection, shards, tokenizer, rows_folder)
     check_holdout(written.queries, config)
 
+    embed = plan_embedding(config, scans, shards, world)
     plan = RunPlan(
         run=paths.run_id,
         created=now(),
@@ -268,9 +271,10 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
         holdout=HoldoutPlan(
             rows=written.rows["holdout.arrow"], queries=written.queries, candidates=written.rows["candidates.arrow"]
         ),
-        embed=plan_embedding(config, scans, shards, world),
+        embed=embed,
         graphs=graphs,
         memory=memory,
+        expected_cost=expect_cost(config, paths, embed.children, request.deployment),
         row_files=upload_rows(paths, rows_folder, written),
         seen=tuple(sorted({*origin.first_runs, *(file.sha256 for file in new)})),
     )
@@ -739,6 +743,27 @@ def plan_parts(rows: Sequence[int], rows_per_part: int, least: int) -> tuple[Par
         ]
         parts.append(PartPlan(spans=tuple(spans), rows=last - first))
     return tuple(parts)
+
+
+def expect_cost(config: RunConfig, paths: RunPaths, children: int, deployment: Deployment) -> ExpectedCost:
+    """What the run may cost: as much as the one published last, and at most what its time budget allows."""
+    prices = deployment.prices.by_queue()
+    at_once = min(children, deployment.embed_hosts or children)
+    at_most = most(prices, nodes=config.nodes, children=at_once, time_budget=config.time_budget)
+    pointer, _ = read_pointer(config, paths)
+    used = used_by(paths, pointer["run"]) if pointer else {}
+    if pointer is None or not used:
+        return ExpectedCost(at_most=at_most)
+    return ExpectedCost(run=pointer["run"], node_hours=sum(used.values()), as_before=cost_of(used, prices), at_most=at_most)
+
+
+def used_by(paths: RunPaths, run_id: str) -> dict[Stage, float]:
+    """The node-hours that a run's report counted, stage by stage; empty where there is none that does."""
+    try:
+        result = StageResult.from_json(store.read_bytes(_sibling(paths, run_id).result(Stage.REPORT)))
+        return {Stage(name): float(stage["node_hours"]) for name, stage in result.metrics["cost"]["stages"].items()}
+    except (MissingInput, BadData, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # a report never failed a run, and neither does one that is missing
 
 
 def place_parent(paths: RunPaths, origin: Origin, resolved: ResolvedParent) -> Parent:

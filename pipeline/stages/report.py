@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -17,7 +18,9 @@ from typing import Any, TypeVar
 
 import jinja2
 
-from pipeline.contract import Artifact, RunPaths, Stage, StageFailure, StageResult, now
+from pipeline.config import Deployment, RunInput
+from pipeline.contract import STAGES, Artifact, RunPaths, Stage, StageFailure, StageResult, now
+from pipeline.cost import Bill, NodeAttempt, StageUse, stage_use
 from pipeline.errors import ExitCode, TrnpipeError
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
@@ -28,6 +31,8 @@ log = logging.getLogger("trnpipe")
 
 TEMPLATE = "report.html.j2"
 SHOWN_SHARDS = 50
+READS_AT_ONCE = 16
+"""Records of attempts: an array may have thousands of children."""
 MOST_LINES = 3
 """Lines of a chart that have a colour of their own."""
 METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100")
@@ -46,7 +51,12 @@ def run(context: StageContext) -> StageOutput | None:
         return None  # a result names its plan, and this one cannot be read
     return StageOutput(
         outputs={"report": Artifact(context.paths.report, store.sha256(context.paths.report), len(page))},
-        metrics={"verdict": record.verdict.kind, "headline": record.verdict.headline, "missing": record.problems[:20]},
+        metrics={
+            "verdict": record.verdict.kind,
+            "headline": record.verdict.headline,
+            "missing": record.problems[:20],
+            "cost": record.bill.metrics(),
+        },
     )
 
 
@@ -161,6 +171,12 @@ class RunRecord:
     hosts: list[HostUse] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    deployment: Deployment = field(default_factory=Deployment)
+    uses: list[StageUse] = field(default_factory=list)
+
+    @property
+    def bill(self) -> Bill:
+        return Bill(uses=tuple(self.uses), prices=self.deployment.prices.by_queue())
 
     @property
     def verdict(self) -> Verdict:
@@ -206,6 +222,14 @@ def read_run(paths: RunPaths) -> RunRecord:
     record.nodes = [{"node": node, **found} for node, found in enumerate(health) if found]
     monitors = (read(paths.host_monitor(node), partial(HostUse.parse, node)) for node in range(nodes))
     record.hosts = [found for found in monitors if found and found.hosts]
+    started_with = read(paths.input, RunInput.model_validate_json)
+    record.deployment = started_with.deployment if started_with else record.deployment
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        for stage in Stage:
+            uris = [uri for uri in record.files if uri.startswith(f"{paths.attempts(stage)}/")]
+            attempts = [found for found in pool.map(partial(read, parse=NodeAttempt.from_json), uris) if found]
+            if use := stage_use(stage, attempts, datetime.now(timezone.utc)):
+                record.uses.append(use)
     return record
 
 
@@ -279,6 +303,7 @@ def render(record: RunRecord) -> str:
     )
     environment.tests.update(measured=_is_number)
     environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment, short=_short, gib=_gib)
+    environment.filters.update(hours=_hours)
     plan, scores = record.plan, record.scorecard or record.metrics(Stage.EVALUATE)
     return environment.get_template(TEMPLATE).render(
         title=(plan.config.report.title if plan else None) or f"Run {record.paths.run_id}",
@@ -299,6 +324,8 @@ def render(record: RunRecord) -> str:
         whiskers=whiskers(scores.get("difference", {})),
         charts=training_charts(record.training, plan.config.gate.metric if plan else METRICS[0]),
         utilization=utilization_chart(record.hosts),
+        bill=record.bill,
+        queues={stage: spec.queue for stage, spec in STAGES.items()},
         configuration=json.dumps(plan.config.model_dump(mode="json"), indent=2) if plan else "",
         versions=_versions(record),
         shown_shards=SHOWN_SHARDS,
@@ -449,6 +476,11 @@ def _is_number(value: Any) -> bool:
 def _gib(value: Any) -> str:
     """Bytes as GiB."""
     return _number(value / (1 << 30), 1) if _is_number(value) else "–"
+
+
+def _hours(value: Any) -> str:
+    """Hours, with as many digits as say something of minutes."""
+    return _number(value, 2 if _is_number(value) and value >= 0.1 else 4)
 
 
 def _signed(value: Any, digits: int) -> str:

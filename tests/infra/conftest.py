@@ -97,6 +97,7 @@ def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
         gang_submit="poll",
         local_paths=True,
         notify=["team@example.com"],
+        budget=2500,
     )
 
 

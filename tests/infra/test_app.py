@@ -38,7 +38,9 @@ def test_it_synthesizes_with_nothing_around_and_loads_no_framework(tmp_path: Pat
     )
     done = run_app(tmp_path, read_context(), code=code)
     assert done.returncode == 0, done.stderr
+    # What a run may cost is for people: programs read stdout.
     assert done.stdout.strip() == "[]"
+    assert "What a run costs in us-west-2, at most" in done.stderr
     assert {"trnpipe.template.json", "trnpipe-data.template.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
     # Nothing to build or upload: no Docker image, no bundled code.
     for path in (tmp_path / "out").glob("*.assets.json"):

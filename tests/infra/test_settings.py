@@ -67,6 +67,10 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
         ({"vpc": {"vpc_id": "vpc-1"}}, "trnpipe.vpc.default_security_group_id"),
         ({"schedule": {"cron": "0 3 * * SUN"}}, "trnpipe.schedule.cron"),
         ({"capacity_wait_hours": 48}, "trnpipe.capacity_wait_hours"),
+        ({"budget": 500}, "put an e-mail address into `notify`"),
+        ({"budget": 0, "notify": ["team@example.com"]}, "trnpipe.budget"),
+        ({"prices": {"p4d.24xlarge": 30}}, "prices for ['p4d.24xlarge']: a key is one of"),
+        ({"prices": {"train": 0}}, "trnpipe.prices.train"),
         ({"ami": None}, "trnpipe.ami"),
     ],
 )

@@ -48,6 +48,10 @@ def targets(**changes: Any) -> Targets:
         "config": {"device": {"kind": "cpu"}},
         "read": ("s3://lake/clicks",),
         "local_paths": False,
+        "prices": {Queue.TRAIN: 21.5, Queue.CPU: 0.3},
+        "hosts": {Queue.TRAIN: "trn1.32xlarge"},
+        "embed_hosts": 4,
+        "tags": {"trnpipe": "ranker"},
         "defaults": {"share": "manual", "registry": "current", "wait_minutes": 0},
     }
     return Targets(**{**values, **changes})
@@ -370,6 +374,9 @@ def test_a_run_from_end_to_end(account: Account) -> None:
             "allowed_nodes": [1, 2],
             "read": ["s3://lake/clicks"],
             "local_paths": False,
+            "prices": {"train": 21.5, "cpu": 0.3, "currency": "USD"},
+            "hosts": {"train": "trn1.32xlarge"},
+            "embed_hosts": 4,
         },
         "execution": {"train": {"steps": 5}, "share": "weekly"},
         "execution_arn": found["executionArn"],
@@ -379,6 +386,9 @@ def test_a_run_from_end_to_end(account: Account) -> None:
     assert by_stage["embed"]["arrayProperties"] == {"size": 3}
     assert by_stage["prepare"]["jobName"] == "prepare-week-1"
     assert {request["shareIdentifier"] for request in account.batch.submitted} == {"weekly"}
+    assert [request["tags"] for request in account.batch.submitted] == [{"trnpipe": "ranker", "trnpipe:run": "week-1"}] * len(
+        STAGES
+    )
     assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
     assert account.notices[0]["subject"] == "trnpipe: week-1 succeeded"
     assert f"s3://{BUCKET}/runs/week-1/report/index.html" in account.notices[0]["message"]

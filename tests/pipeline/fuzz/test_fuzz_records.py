@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import ModelConfig
 from pipeline.contract import Artifact, RunPaths, Stage, StageFailure, StageResult, now
+from pipeline.cost import NodeAttempt
 from pipeline.data.parts import PartRecord
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.model.folder import inspect_folder
@@ -60,6 +61,8 @@ PART = asdict(
         documents_per_second=2.0,
     )
 )
+ATTEMPT = asdict(NodeAttempt(node=0, attempt=1, job="j", host="h", started=now(), seen=now()))
+INPUT = {"deployment": {"prices": {"train": 21.5, "currency": "USD"}, "hosts": {"train": "trn1.32xlarge"}}, "execution": {}}
 PROGRESS = json.loads(Progress(step=3, loss=0.5, last_validation={"ndcg@10": 0.5}).to_json())
 MANIFEST = {"step": 1, "fingerprint": "f", "files": {"model.safetensors": {"sha256": "0" * 64, "size": 3}}}
 POINTER = {"model": "s3://b/m", "embeddings": "s3://b/e", "run": "week-01", "fingerprint": "f"}
@@ -70,6 +73,7 @@ RECORDS: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "failure": (FAILURE, StageFailure.from_json),
     "part": (PART, PartRecord.from_json),
     "progress": (PROGRESS, Progress.from_json),
+    "attempt": (ATTEMPT, NodeAttempt.from_json),
 }
 
 
@@ -223,6 +227,9 @@ def test_the_page_is_written_whatever_it_is_made_of(plan_run: Any) -> None:
         paths.metrics: {"step": 1, "loss": 0.5, "validation": {"ndcg@10": 0.5}},
         paths.node_health(0): HEALTH,
         paths.host_monitor(0): MONITOR,
+        paths.node_attempt(Stage.TRAIN, "j", 1, 0): ATTEMPT,
+        paths.node_attempt(Stage.TRAIN, "j", 2, 0): {**ATTEMPT, "attempt": 2, "exit_code": 0},
+        paths.input: INPUT,
     }
     for uri, record in pieces.items():
         store.write_json(uri, record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract import RunPaths, Stage, StageFailure, StageResult, now
+from pipeline.cost import NodeAttempt
 from pipeline.errors import ExitCode
 from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import gang, store
@@ -57,6 +59,13 @@ def is_gone(process: int) -> bool:
     return state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
+def used(paths: Any, node: int = 0) -> NodeAttempt:
+    """What the node's first attempt has left for the bill."""
+    record = NodeAttempt.from_json(store.read_bytes(paths.node_attempt(Stage.HEALTH_CHECK, "job-1", 1, node)))
+    assert (record.node, record.host) == (node, platform.node())
+    return record
+
+
 def note(paths: Any, node: int = 0) -> str:
     """What the node said last that it was doing."""
     uri = paths.progress(Stage.HEALTH_CHECK, node)
@@ -83,6 +92,7 @@ def test_a_gang_passes_its_health_check_and_runs_it_again_when_asked_again(plann
         assert {"matmul_fp32", "memory", "storage", "all_reduce_65536"} <= {test["name"] for test in report["tests"]}
         assert store.read_json(paths.node_exit(Stage.HEALTH_CHECK, 1, node))["exit_code"] == 0
         assert store.read_json(paths.progress(Stage.HEALTH_CHECK, node))["job"] == "job-1"
+        assert used(paths, node=node).exit_code == 0
     assert not store.exists(paths.failure(Stage.HEALTH_CHECK))
 
 
@@ -131,6 +141,8 @@ def test_a_killed_rank_is_75_and_names_the_signal(planned: Any, supervise: Any) 
     assert node.wait() == ExitCode.TRANSIENT
     assert last_lines(node.log) == ["error", "value", "rule", "remedy"]
     assert "rank 0 was killed by SIGKILL" in failure_of(paths).what
+    assert used(paths).exit_code == ExitCode.TRANSIENT
+    assert used(paths).last_seen > used(paths).begin
 
 
 def test_sigterm_ends_the_ranks_and_is_75(planned: Any, supervise: Any) -> None:
@@ -177,6 +189,8 @@ def test_a_child_that_vanishes_ends_the_main_node_within_a_minute(planned: Any, 
     assert "node 1" in failure_of(paths).what
     assert "node 1" in main.log.splitlines()[-4]
     main.wait_until(lambda: is_gone(rank), 5)
+    # It could not say how it ended, but when it had begun.
+    assert (used(paths, node=0).exit_code, used(paths, node=1).exit_code) == (75, None)
 
 
 def test_a_silent_child_is_noticed_while_the_main_nodes_ranks_run_on(planned: Any, supervise: Any) -> None:
@@ -238,3 +252,23 @@ def test_a_child_of_an_array_leaves_its_sisters_failure(tmp_path: Path) -> None:
         supervisor = Supervisor(Stage.EMBED, paths, NodeWorld(array_index=child), Deadlines())
         supervisor._publish_failure(None, done=False)
         assert store.exists(paths.failure(Stage.EMBED)) is left
+
+
+def test_a_child_of_an_array_notes_its_use_now_and_then_and_nothing_after_its_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(str(tmp_path / "runs" / "run"))
+    supervisor = Supervisor(Stage.EMBED, paths, NodeWorld(array_index=3, attempt=2, job_id="job-9:3", host="host-7"), Deadlines())
+    uri = paths.node_attempt(Stage.EMBED, "job-9", 2, 3)
+    seen = []
+    for exit_code in (None, None, 0, None):
+        if seen and seen[-1].exit_code == 0:
+            monkeypatch.setattr("pipeline.runtime.supervisor.NOTE_SECONDS", -1.0)  # a sign of life would be due at once
+        supervisor._note(exit_code)
+        seen.append(NodeAttempt.from_json(store.read_bytes(uri)))
+    first, again, last, after = seen
+    assert (first.node, first.attempt, first.job, first.host, first.exit_code) == (3, 2, "job-9", "host-7", None)
+    assert again == first, "the next sign of life is not due yet"
+    assert (last.exit_code, last.started) == (0, first.started)
+    assert last.last_seen > first.last_seen
+    assert after == last, "a thread that comes late takes nothing back"

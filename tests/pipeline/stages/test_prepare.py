@@ -22,7 +22,7 @@ from pipeline.data.increments import holdout_limit
 from pipeline.data.rows import normalized_hash, read_documents
 from pipeline.data.schedule import Schedule
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput, TrnpipeError
-from pipeline.plan import ResumedRun, RunPlan
+from pipeline.plan import ExpectedCost, ResumedRun, RunPlan
 from pipeline.rank import write_result
 from pipeline.runtime import store
 from pipeline.runtime.context import Heartbeat, StageContext, StageOutput
@@ -270,6 +270,45 @@ def test_the_second_week(bench: Bench, model: Path) -> None:
     # The same week again, in another run: the same rows.
     bench.start("two-again")
     assert bench.plan("two-again").row_files == second.row_files
+
+
+def test_what_a_run_may_cost_is_said_of_the_last_one_and_of_the_time_budget(bench: Bench, model: Path) -> None:
+    bench.deployment = {"prices": {"train": 20.0, "embed": 10.0, "cpu": 0.5, "currency": "USD"}, "embed_hosts": 2}
+    bench.config |= {"time_budget": "PT3H"}
+    bench.shard("week-1.jsonl", rows(0, 200))
+    bench.start("one")
+    # Two nodes at 20 for three hours; three children have two hosts.
+    assert bench.plan("one").expected_cost == ExpectedCost(at_most=3 * 2 * 20)
+    bench.publish("one", str(model))
+    bench.shard("week-2.jsonl", rows(200, 280))
+    bench.start("no-report")
+    assert bench.plan("no-report").expected_cost.run is None
+
+    stages = {"prepare": {"node_hours": 1.0}, "train": {"node_hours": 4.0}, "embed": {"node_hours": 2.5}}
+    result = store.read_json(bench.paths("one").result(Stage.PREPARE)) | {
+        "stage": "report",
+        "metrics": {"cost": {"stages": stages}},
+    }
+    store.write_json(bench.paths("one").result(Stage.REPORT), result)
+    output = bench.start("two")
+    expected = ExpectedCost(run="one", node_hours=7.5, as_before=0.5 + 4 * 20 + 2.5 * 10, at_most=120)
+    assert bench.plan("two").expected_cost == expected
+    assert output.metrics["expected_cost"] == expected.model_dump()
+
+    # It is no part of what is computed: another price is no other plan. On one machine nothing has a price.
+    bench.deployment = {}
+    bench.start("unpriced")
+    assert bench.plan("unpriced").expected_cost == ExpectedCost(run="one", node_hours=7.5)
+    plan = bench.plan("two")
+    assert plan.model_copy(update={"expected_cost": ExpectedCost()}).sealed().fingerprint == plan.fingerprint
+
+
+@pytest.mark.parametrize("metrics", [{}, {"cost": None}, {"cost": {"stages": {"tain": {"node_hours": 1}}}}])
+def test_a_report_that_counts_nothing_is_no_expectation(metrics: dict[str, Any], bench: Bench) -> None:
+    paths = bench.paths("one")
+    record = StageResult(stage="report", run="one", status="done", started="", finished="", fingerprint="", metrics=metrics)
+    store.write_bytes(paths.result(Stage.REPORT), record.to_json())
+    assert prepare.used_by(bench.paths("two"), "one") == {}
 
 
 def test_nothing_new(bench: Bench, model: Path) -> None:

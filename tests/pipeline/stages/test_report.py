@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 
 from pipeline.contract import Stage, StageFailure, now
-from pipeline.plan import GraphsPlan, Shard
+from pipeline.cost import NodeAttempt
+from pipeline.plan import ExpectedCost, GraphsPlan, Shard
 from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import store
 from pipeline.runtime.context import StageOutput
@@ -105,7 +108,8 @@ def test_result_of_the_page_itself(plan_run: Any) -> None:
     fail(run, Stage.EMBED, what="no host")
     output = report.run(run.context(Stage.REPORT))
     assert output is not None
-    assert output.metrics == {"verdict": "failed", "headline": "Failed in embed", "missing": []}
+    cost = {"currency": "USD", "usd": 0, "node_hours": 0, "at_most": False, "stages": {}}
+    assert output.metrics == {"verdict": "failed", "headline": "Failed in embed", "missing": [], "cost": cost}
     assert output.outputs["report"].sha256 == store.sha256(run.paths.report)
 
 
@@ -218,6 +222,75 @@ def test_what_checkpoints_cost_training(plan_run: Any) -> None:
     text = page_of(run).text
     assert "4 checkpoints were written" in text
     assert "1.50 s, 0.21 % of its time" in text
+
+
+def put_attempt(run: Any, stage: Stage, minutes: tuple[int, int], *, exit_code: int | None = 0, **facts: Any) -> None:
+    start = datetime(2026, 1, 4, 3, tzinfo=timezone.utc)
+    started, seen = ((start + timedelta(minutes=minute)).isoformat() for minute in minutes)
+    record = NodeAttempt(
+        **{"node": 0, "attempt": 1, "job": "job-1", "host": "a"} | facts, started=started, seen=seen, exit_code=exit_code
+    )
+    store.write_json(run.paths.node_attempt(stage, record.job, record.attempt, record.node), asdict(record))
+
+
+def put_input(run: Any, **deployment: Any) -> None:
+    store.write_json(run.paths.input, {"deployment": deployment, "execution": {}, "execution_arn": "arn"})
+
+
+PRICES = {"train": 20.0, "embed": 10.0, "cpu": 0.5, "currency": "USD"}
+
+
+def test_cost_of_all_attempts_beside_what_was_expected(plan_run: Any, root: str | None) -> None:
+    run = plan_run(root)
+    expected = ExpectedCost(run="week-00", node_hours=4.5, as_before=61.25, at_most=480.0)
+    run.replan(expected_cost=expected)
+    put_input(run, prices=PRICES, hosts={"train": "trn1.32xlarge", "embed": "inf2.xlarge"})
+    put_attempt(run, Stage.PREPARE, (0, 30))
+    for node in range(2):
+        put_attempt(run, Stage.TRAIN, (40, 70), node=node, host=f"h{node}", exit_code=75)
+        put_attempt(run, Stage.TRAIN, (75, 135), node=node, host=f"h{node}", attempt=2)
+    put_attempt(run, Stage.EMBED, (140, 200), exit_code=None)
+    put_attempt(run, Stage.EMBED, (140, 170), node=1, host="b", attempt=3)
+    output = report.run(run.context(Stage.REPORT))
+    text = Page(store.read_bytes(run.paths.report).decode()).text
+    assert output is not None
+    cost = output.metrics["cost"]
+    hours = {"prepare": 0.5, "train": 3.0, "embed": round((61 + 30) / 60, 4)}
+    assert {stage: found["node_hours"] for stage, found in cost["stages"].items()} == hours
+    assert (cost["usd"], cost["at_most"]) == (round(0.25 + 60 + 10 * 91 / 60, 2), True)
+    for words in (
+        "prepare 1 1 0.50 0.50 0.25",
+        "train 2 × trn1.32xlarge 2 3.00 20.00 60.00",
+        "embed 2 × inf2.xlarge 1 ≤ 1.52 10.00 ≤ 15.17",
+        "all ≤ 5.02 ≤ 75.42",
+        "Cost≤ 75.42 USD",
+        "61.25 USD, 4.50 node-hours as run week-00 used; at most 480.00 USD within the time budget of 12 h 00 min.",
+        "killed without a last word",
+    ):
+        assert words in text, (words, text)
+    assert "No sum in dollars" not in text
+
+
+def test_node_hours_without_dollars_where_nothing_has_a_price(plan_run: Any) -> None:
+    run = plan_run()
+    put_attempt(run, Stage.TRAIN, (0, 90))
+    text = page_of(run).text
+    assert "train 1 1 1.50 – –" in text
+    assert text.count("Cost") == 1, "no figure in dollars at the top"
+    assert "No sum in dollars" in text
+    assert "Expected when it was planned" not in text
+    assert "≤" not in text
+
+
+def test_a_record_of_an_attempt_that_cannot_be_read_is_named_and_the_others_count(plan_run: Any) -> None:
+    run = plan_run()
+    put_attempt(run, Stage.TRAIN, (0, 60))
+    store.write_bytes(run.paths.node_attempt(Stage.TRAIN, "job-2", 1, 0), b'{"node": 0}')
+    put_input(run, prices={"train": "much"})
+    text = page_of(run).text
+    assert "train/attempts/job-2/attempt-1-node-00000.json: " in text
+    assert "input.json: " in text
+    assert "train 1 1 1.00 – –" in text
 
 
 def test_run_without_a_plan(plan_run: Any) -> None:

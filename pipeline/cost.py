@@ -1,0 +1,217 @@
+"""What a run costs: the node-hours that its stages use, times what an hour of a host costs. Standard library only.
+
+Every node's supervisor leaves a record of each attempt (`STAGE/attempts/`): when it began, on which host, its last sign of life,
+how it ended. The report adds them up, failed attempts included. A node is paid for as long as its supervisor lives; not counted
+are hosts while they boot, pull an image or wait for the next job, and what is no compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from pipeline.contract import STAGES, Queue, Shape, Stage, read_record
+from pipeline.errors import BadData
+from pipeline.prices import CURRENCY
+
+NOTE_SECONDS = 60.0
+"""At least this often a node's record gets a new sign of life: what is not known of one that is killed."""
+
+HourlyPrices = Mapping[Queue, float]
+"""USD for an hour of one node, by queue; one whose price nobody knows is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAttempt:
+    """`STAGE/attempts/JOB/attempt-A-node-N.json`: one attempt on one node. Written when it begins, twice in
+    NOTE_SECONDS, and at its end.
+
+    Attributes:
+        node: index within the gang, or of the array child.
+        started, seen: ISO 8601 in UTC: its supervisor's start, and its last sign of life.
+        exit_code: None as long as it runs, and for ever if it was killed.
+    """
+
+    node: int
+    attempt: int
+    job: str
+    host: str
+    started: str
+    seen: str
+    exit_code: int | None = None
+
+    @property
+    def begin(self) -> datetime:
+        return datetime.fromisoformat(self.started)
+
+    @property
+    def last_seen(self) -> datetime:
+        return datetime.fromisoformat(self.seen)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> NodeAttempt:
+        """
+        Raises:
+            BadData: no record of an attempt, or a time in it is none or says nothing of its zone.
+        """
+        record = read_record(cls, data)
+        try:
+            whole = None not in (record.begin.tzinfo, record.last_seen.tzinfo)
+        except ValueError:
+            whole = False
+        if not whole:
+            raise BadData(
+                "the times of an attempt cannot be read",
+                value=[record.started, record.seen],
+                rule="ISO 8601 with the time zone",
+                remedy="delete the record: the attempt is then not counted",
+            )
+        return record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageUse:
+    """What a stage has used, over all its attempts.
+
+    Attributes:
+        nodes: different nodes of its gang, or children of its array.
+        attempts: of the node that had most of them, in all executions of the run.
+        at_most: an attempt left no last word, and is counted up to the latest moment at which it can have ended.
+    """
+
+    stage: Stage
+    nodes: int
+    attempts: int
+    node_hours: float
+    at_most: bool
+
+
+def stage_use(stage: Stage, records: Sequence[NodeAttempt], moment: datetime) -> StageUse | None:
+    """Add up a stage's attempts. A host on which two of them overlap is paid once.
+
+    Args:
+        moment: now, for attempts that are still running.
+    """
+    if not records:
+        return None
+    intervals: dict[str, list[tuple[datetime, datetime]]] = {}
+    at_most = False
+    for record in records:
+        ended, known = _end(record, records, moment)
+        intervals.setdefault(record.host, []).append((record.begin, ended))
+        at_most |= not known
+    used = sum((_covered(spans) for spans in intervals.values()), timedelta())
+    by_node = [record.node for record in records]
+    return StageUse(
+        stage=stage,
+        nodes=len(set(by_node)),
+        attempts=max(by_node.count(node) for node in set(by_node)),
+        node_hours=used.total_seconds() / 3600,
+        at_most=at_most,
+    )
+
+
+def _end(record: NodeAttempt, records: Iterable[NodeAttempt], moment: datetime) -> tuple[datetime, bool]:
+    """When an attempt ended, and whether that is known or only the latest moment possible."""
+    if record.exit_code is not None:
+        return record.last_seen, True
+    after = [other.begin for other in records if other.node == record.node and other.begin > record.begin]
+    silence = timedelta(seconds=NOTE_SECONDS)
+    alive = record.last_seen > moment - silence
+    if alive and not after:
+        return moment, True  # still running, as the report itself is
+    return min([moment if alive else record.last_seen + silence, *after]), False
+
+
+def _covered(spans: list[tuple[datetime, datetime]]) -> timedelta:
+    """The length of the intervals' union."""
+    total = timedelta()
+    reached: datetime | None = None
+    for start, stop in sorted(spans):
+        begin = start if reached is None else max(start, reached)
+        if stop > begin:
+            total += stop - begin
+            reached = stop
+    return total
+
+
+def cost_of(node_hours: Mapping[Stage, float], prices: HourlyPrices) -> float | None:
+    """USD for these node-hours; None where one of the prices is not known."""
+    queues = {stage: STAGES[stage].queue for stage in node_hours}
+    if any(queue not in prices for queue in queues.values()):
+        return None
+    return sum(hours * prices[queues[stage]] for stage, hours in node_hours.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """What a run has used, stage by stage, and what that costs at some prices."""
+
+    uses: tuple[StageUse, ...]
+    prices: HourlyPrices
+
+    @property
+    def node_hours(self) -> float:
+        return sum(use.node_hours for use in self.uses)
+
+    @property
+    def usd(self) -> float | None:
+        """None where a price is not known."""
+        return cost_of({use.stage: use.node_hours for use in self.uses}, self.prices)
+
+    @property
+    def at_most(self) -> bool:
+        return any(use.at_most for use in self.uses)
+
+    def price(self, use: StageUse) -> float | None:
+        return self.prices.get(STAGES[use.stage].queue)
+
+    def usd_of(self, use: StageUse) -> float | None:
+        return cost_of({use.stage: use.node_hours}, self.prices)
+
+    def metrics(self) -> dict[str, Any]:
+        """For the result of the stage that counted."""
+        return {
+            "currency": CURRENCY,
+            "usd": _rounded(self.usd, 2),
+            "node_hours": _rounded(self.node_hours, 4),
+            "at_most": self.at_most,
+            "stages": {
+                use.stage.value: {
+                    "nodes": use.nodes,
+                    "attempts": use.attempts,
+                    "node_hours": _rounded(use.node_hours, 4),
+                    "usd": _rounded(self.usd_of(use), 2),
+                }
+                for use in self.uses
+            },
+        }
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def nodes_of(stage: Stage, *, nodes: int, children: int) -> int:
+    """How many nodes a stage has at once.
+
+    Args:
+        nodes: of the run's gangs.
+        children: of its array job.
+    """
+    return {Shape.GANG: nodes, Shape.ARRAY: children, Shape.SINGLE: 1}[STAGES[stage].shape]
+
+
+def longest_attempt(stage: Stage, time_budget: timedelta) -> timedelta:
+    """How long one attempt of a stage takes at most in a run that keeps its time budget."""
+    return min(timedelta(minutes=STAGES[stage].timeout_minutes), time_budget)
+
+
+def most(prices: HourlyPrices, *, nodes: int, children: int, time_budget: timedelta) -> float | None:
+    """USD that a run costs at most if it keeps its time budget: one stage follows the other, so never more than the dearest
+    stage's nodes for all that time, however often something is tried again. None where a price is not known."""
+    hourly = [cost_of({stage: float(nodes_of(stage, nodes=nodes, children=children))}, prices) for stage in STAGES]
+    known = [usd for usd in hourly if usd is not None]
+    return max(known) * time_budget.total_seconds() / 3600 if len(known) == len(hourly) else None
