@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 from pipeline.config import RunConfig, RunInput, build_config
-from pipeline.contract import RUN_ID_PATTERN, Artifact, RunPaths, Stage, now, registry_uri
+from pipeline.contract import RUN_ID_PATTERN, Artifact, Metric, RunPaths, Stage, now, registry_uri
 from pipeline.data.arrow import SCHEMAS, Lengths, WrittenRows, write_rows
 from pipeline.data.ids import IdDigest, repeated
 from pipeline.data.increments import Selection, select, split_new
@@ -543,6 +543,8 @@ def scan(
             corpus=None if corpus is None else scan_corpus(corpus, columns, digest, quarantine.refuse, beat),
             digest=digest,
         )
+        scanned = (*scans.new, *scans.earlier, *(scans.corpus or ()))
+        context.cloudwatch.write({Metric.QUARANTINED_ROWS: sum(scan.bad_rows for scan in scanned)})
         # Each by itself, or a long history would hide a spoilt week.
         limit = config.data.max_bad_fraction
         check_bad_rows("new training shards", scans.new, limit, quarantine)
