@@ -10,10 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from infra.console import Console
 from pipeline.contract import STAGES, Queue, Stage, StageSpec
 
 State = dict[str, Any]
 States = dict[str, State]
+
+EXECUTION_TAG = "trnpipe:execution"
+"""Tag of every job: ARN of the execution that submitted it, by which infra/watches.py finds those left behind."""
 
 INCOMPLETE_RESULT = "IncompleteResult"
 
@@ -32,7 +36,8 @@ class Targets:
     """What the states call, as plain strings (ARNs, names), and the settings that shape them.
 
     Attributes:
-        partition, region: of the stack; region only makes links.
+        partition: of the stack.
+        console: links for the notification.
         bucket, lock_table, topic: names of bucket and table, ARN of the topic.
         queues: ARN of each queue.
         jobs: ARN of the job definition of each single or array stage.
@@ -46,7 +51,7 @@ class Targets:
     """
 
     partition: str
-    region: str
+    console: Console
     bucket: str
     lock_table: str
     topic: str
@@ -92,7 +97,7 @@ def _submission(targets: Targets, stage: Stage) -> dict[str, Any]:
         "ShareIdentifier.$": "$.share",
         "SchedulingPriorityOverride": _priority(stage),
         "PropagateTags": True,
-        "Tags": {"trnpipe:run.$": "$.run.id"},
+        "Tags": {"trnpipe:run.$": "$.run.id", f"{EXECUTION_TAG}.$": "$$.Execution.Id"},
     }
 
 

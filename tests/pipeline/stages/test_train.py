@@ -23,6 +23,7 @@ from pipeline.runtime import store
 from pipeline.runtime.context import StageOutput
 from pipeline.stages import train as stage
 from pipeline.training import loop
+from pipeline.training.metrics import WATCHED
 from pipeline.training.resumption import resumed_run
 from tests.pipeline.training.conftest import TrainingRun, training_run
 
