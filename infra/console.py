@@ -32,7 +32,7 @@ class Console:
 
     @property
     def log(self) -> str:
-        """Every line of the jobs of a run: all lines name it."""
+        """What the jobs of a run logged: every line of the program's own names the run (pipeline/runtime/logs.py)."""
         # CloudWatch's console escapes what follows the # twice, with $ in the place of %.
         pattern = f"$3FfilterPattern$3D{_escaped(chr(34))}{{}}{_escaped(chr(34))}"
         return f"{self._home('cloudwatch')}#logsV2:log-groups/log-group/{_escaped(self.job_logs)}/log-events{pattern}"

@@ -76,7 +76,7 @@ def week(partition: str, topic: str, machine: str, patience_seconds: int, consol
         machine: ARN of the state machine.
         patience_seconds: how long a success may take after the one before, beyond a week.
     """
-    newest = "$.seen.Executions[0].ExecutionArn"
+    newest = "$.seen.succeeded[0]"
     newer = {
         "And": [{"Variable": newest, "IsPresent": True}, {"Not": {"Variable": newest, "StringEqualsPath": "$.execution"}}],
         "Next": "Done",
@@ -90,6 +90,7 @@ def week(partition: str, topic: str, machine: str, patience_seconds: int, consol
                 **_call(partition, "aws-sdk:sfn:listExecutions"),
                 # The newest stands first.
                 "Parameters": {"StateMachineArn": machine, "StatusFilter": "SUCCEEDED", "MaxResults": 1},
+                "ResultSelector": {"succeeded.$": "$.Executions[*].ExecutionArn"},
                 "ResultPath": "$.seen",
                 "Next": "Newer",
             },

@@ -536,8 +536,8 @@ def _ending(targets: Targets) -> States:
     }
     console = targets.console
     lines: tuple[tuple[str, tuple[str, ...]], ...] = (
-        ("Run {} {} in {}.", ("$.run.id", "$.outcome.result", "$.outcome.state")),
-        ("{} {}", ("$.outcome.Error", "$.outcome.Cause")),
+        ("Run {} {} in {}. {}", ("$.run.id", "$.outcome.result", "$.outcome.state", "$.outcome.Error")),
+        ("{}", ("$.outcome.Cause",)),
         ("{}", ("$.run.words.figures",)),
         (f"Report: s3://{targets.bucket}/runs/{{}}/report/index.html {console.report}", ("$.run.id", "$.run.id")),
         (f"Execution: {console.execution}", ("$$.Execution.Id",)),

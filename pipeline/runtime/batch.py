@@ -108,7 +108,7 @@ def queue_wait_seconds(job_id: str, *, now: float) -> float | None:
     except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
         log.info("Batch does not say how long this job has waited: %s", _one_line(error))
         return None
-    return max(0.0, now - since)
+    return max(0.0, now - float(since))
 
 
 def _describe(job_id: str) -> list[dict[str, Any]]:

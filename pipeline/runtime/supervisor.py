@@ -109,6 +109,7 @@ def run(stage: Stage, run_uri: str) -> int:
         paths = RunPaths(check_run_folder(resolve_run(run_uri, node)))
     except TrnpipeError as error:
         return conclude(failure.describe(error, stage=stage, run="", node=node, rank=0))
+    configure_logging(f"{paths.run_id} node {node.index}")
     return Supervisor(stage, paths, node, Deadlines.from_environment()).run()
 
 

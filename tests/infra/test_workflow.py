@@ -409,7 +409,17 @@ def test_a_run_from_end_to_end(account: Account) -> None:
     assert {request["shareIdentifier"] for request in account.batch.submitted} == {"weekly"}
     assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
     assert account.notices[0]["subject"] == "trnpipe: week-1 succeeded"
-    assert f"s3://{BUCKET}/runs/week-1/report/index.html" in account.notices[0]["message"]
+    message = account.notices[0]["message"]
+    assert message.splitlines() == [
+        "Run week-1 succeeded in publish. ",
+        "the model and its embeddings are published",
+        "+0.002",
+        f"Report: s3://{BUCKET}/runs/week-1/report/index.html {CONSOLE.report.format('week-1')}",
+        f"Execution: {CONSOLE.execution.format(found['executionArn'])}",
+        f"Log of its jobs: {CONSOLE.log.format('week-1')}",
+        f"Dashboard: {CONSOLE.overview}",
+    ]
+    assert {request["tags"][EXECUTION_TAG] for request in account.batch.submitted} == {found["executionArn"]}
 
 
 @pytest.mark.parametrize("account", [{"gang_submit": "poll"}], indirect=True)
@@ -479,7 +489,9 @@ def test_the_gate_refuses(account: Account) -> None:
     assert account.batch.stages()[-2:] == ["evaluate", "report"]
     assert account.lock() == {}
     assert account.notices[0]["subject"] == "trnpipe: week-1 refused"
-    assert "ndcg@10 fell" in account.notices[0]["message"]
+    message = account.notices[0]["message"].splitlines()
+    assert message[:2] == ["Run week-1 refused in evaluate. GateRefused", "ndcg@10 fell from 0.51 to 0.48"]
+    assert CONSOLE.report.format("week-1") in message[3]
 
 
 @pytest.mark.parametrize("stage", ["prepare", "train", "embed"])
@@ -491,7 +503,11 @@ def test_a_failing_stage_is_reported_unlocked_and_named(account: Account, stage:
     assert account.batch.stages()[-2:] == [stage, "report"]
     assert account.lock() == {}
     assert account.notices[0]["subject"] == "trnpipe: week-1 failed"
-    assert f"failed in {stage}." in account.notices[0]["message"]
+    message = account.notices[0]["message"].splitlines()
+    assert message[0] == f"Run week-1 failed in {stage}. {stage}: States.TaskFailed"
+    assert "Essential container in task exited" in message[1]
+    # What the gate said is still of use when something after it fails.
+    assert message[2] == ("+0.002" if stage == "embed" else "")
 
 
 def test_a_stages_own_words_become_the_cause(account: Account) -> None:
@@ -587,6 +603,7 @@ def test_an_input_that_cannot_be_used_starts_no_job(account: Account) -> None:
         assert (found["status"], found["error"]) == ("FAILED", "InputRefused"), given
         assert "rule:" in found["cause"]
         assert account.notices[number]["subject"] == f"trnpipe: run-{number} failed"
+        assert "rule:" in account.notices[number]["message"]
     assert account.batch.submitted == []
 
 

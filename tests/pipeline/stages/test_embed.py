@@ -219,7 +219,7 @@ def test_ranks_of_one_child_share_its_parts(plan_run: Any, tmp_path: Path) -> No
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     for rank in range(2):
-        assert f"[node 0 rank {rank}] embed: child 0 of 1: 2 of its 2 parts are to do" in result.stderr
+        assert f"node 0 rank {rank}] embed: child 0 of 1: 2 of its 2 parts are to do" in result.stderr
     assert StageResult.from_json(store.read_bytes(run.paths.result(Stage.EMBED))).metrics["documents"] == 100
     assert list(embeddings(run, tmp_path / "parts")) == [identifier for identifier, _ in run.texts]
 
