@@ -66,15 +66,19 @@ ACCEPTED: tuple[Accepted, ...] = (
     ),
     _accepted(
         _wildcard(r"\*"),
-        r"(Workflow/StateMachine|Monitoring/Watch)/Role/",
-        "batch:DescribeJobs and the delivery of logs and traces know no resource-level permissions.",
+        r"(Workflow/StateMachine|Watches/\w+)/Role/",
+        "batch:ListJobs, batch:DescribeJobs and the delivery of logs and traces know no resource-level permissions.",
     ),
     _accepted(
         _wildcard(r"arn:\w+:batch:.*:job-definition/[\w-]+:\*"),
         r"Workflow/StateMachine/Role/",
         "The wildcard is the revision: an execution that is redriven names the revision it began with.",
     ),
-    _accepted(_wildcard(r"arn:\w+:batch:.*:job/\*"), r"Workflow/StateMachine/Role/", "Job ids are not known at deploy time."),
+    _accepted(
+        _wildcard(r"arn:\w+:batch:.*:job/\*"),
+        r"(Workflow/StateMachine|Watches/Cleanup)/Role/",
+        "Job ids are not known at deploy time.",
+    ),
     _accepted(
         _wildcard(r".*/runs/\*/(input|result|failure)\.json"),
         r"Workflow/StateMachine/Role/",
@@ -82,7 +86,7 @@ ACCEPTED: tuple[Accepted, ...] = (
     ),
     _accepted(
         _wildcard(r"arn:\w+:states:.*:execution:[\w-]+:\*"),
-        r"(Workflow/StateMachine|Monitoring/Watch)/Role/",
+        r"(Workflow/StateMachine|Watches/(Overdue|Cleanup))/Role/",
         "Names of executions are not known at deploy time; the state machine's is spelled out.",
     ),
     _accepted(r"AwsSolutions-SQS3", r"Schedule/DeadLetters/", "This queue is itself the dead-letter queue of the schedule."),

@@ -17,7 +17,7 @@ from aws_cdk import aws_logs as logs
 from constructs import Construct
 
 from infra.settings import Hardware, Settings
-from pipeline.contract import STAGES, Queue, Shape, Stage, StageSpec, stage_command
+from pipeline.contract import DEPLOYMENT_VARIABLE, STAGES, Queue, Shape, Stage, StageSpec, stage_command
 
 FARGATE_VCPUS = 4
 FARGATE_MEMORY_MIB = 30 * 1024
@@ -185,7 +185,11 @@ class Jobs(Construct):
         )
 
     def _environment(self, stage: Stage, gang: Hardware | None) -> Mapping[str, str]:
-        environment = {"AWS_DEFAULT_REGION": Stack.of(self).region, "TRNPIPE_STAGE": stage.value}
+        environment = {
+            "AWS_DEFAULT_REGION": Stack.of(self).region,
+            "TRNPIPE_STAGE": stage.value,
+            DEPLOYMENT_VARIABLE: self._settings.name,
+        }
         if gang is not None:
             # EFA carries the collectives; the rendezvous goes over the task's own interface.
             environment |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "CCOM_SOCKET_IFNAME": "eth0"}

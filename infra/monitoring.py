@@ -1,15 +1,15 @@
-"""What tells people: the topic, notices of executions that ended without running their last states, a watch on the time
-budget, alarms, and a dashboard.
+"""What tells people: the topic, notices of what no state can speak of any more, alarms, and a dashboard.
 
 An execution that ends by itself publishes its own outcome (infra/workflow.py). One that is aborted or times out runs no
-further state; EventBridge speaks for it.
+further state: EventBridge speaks for it, and for a queue that is blocked. What takes waiting is left to infra/watches.py.
+Metrics of the containers come from the catalogue in pipeline.contract; what alarms mean, from infra/runbook.py.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 
-from aws_cdk import Duration, Stack
+from aws_cdk import Duration
 from aws_cdk import aws_cloudwatch as cloudwatch
 from aws_cdk import aws_cloudwatch_actions as actions
 from aws_cdk import aws_events as events
@@ -23,7 +23,36 @@ from aws_cdk import aws_sqs as sqs
 from aws_cdk import aws_stepfunctions as sfn
 from constructs import Construct
 
+from infra.console import Console
+from infra.runbook import GUIDE, advice, remedy
 from infra.settings import Settings
+from infra.workflow import GATE_REFUSED
+from pipeline.contract import DEPLOYMENT_DIMENSION, METRICS, METRICS_NAMESPACE, STAGE_DIMENSION, Metric, Queue, Stage
+
+CHECKPOINT_STALL_SECONDS = 60
+"""Training waits for a copy in host memory, which takes seconds; a minute means that it waited for an upload."""
+
+REFUSALS = "RunsRefused"
+"""Counted in the state machine's log: Step Functions itself counts a refused run as failed."""
+
+PANELS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
+    ("Training: pairs per second", (Metric.PAIRS_PER_SECOND,)),
+    ("Training: loss", (Metric.LOSS,)),
+    ("Training: seconds per step", (Metric.STEP_SECONDS,)),
+    ("Training: share of time without data", (Metric.DATA_WAIT_SHARE,)),
+    ("Training: utilization of NeuronCores", (Metric.CORE_UTILIZATION,)),
+    ("Training: seconds stood still for a checkpoint", (Metric.CHECKPOINT_STALL_SECONDS,)),
+    ("Graphs that were not compiled ahead", (Metric.NEW_GRAPHS,)),
+    ("Seconds that jobs waited for their hosts", (Metric.QUEUE_WAIT_SECONDS,)),
+    ("Attempts beyond the first", (Metric.RETRIES,)),
+    ("Unhealthy hosts", (Metric.UNHEALTHY_HOSTS,)),
+    ("Memory errors of devices", (Metric.ECC_CORRECTED, Metric.ECC_UNCORRECTED)),
+    ("nDCG@10 on the hold-out", (Metric.NDCG, Metric.PARENT_NDCG)),
+    ("Drop that the gate judged", (Metric.GATE_DROP,)),
+    ("Embedding: documents per second", (Metric.DOCUMENTS_PER_SECOND,)),
+    ("Quarantined", (Metric.QUARANTINED_ROWS, Metric.QUARANTINED_DOCUMENTS)),
+)
+"""Of the dashboard, two in a row: title, metrics."""
 
 
 class Topic(Construct):
@@ -46,7 +75,11 @@ class Topic(Construct):
 
 
 class Monitoring(Construct):
-    """Notices, alarms and the dashboard of one deployment."""
+    """Notices, alarms and the dashboard of one deployment.
+
+    Attributes:
+        alarms: by name.
+    """
 
     def __init__(
         self,
@@ -55,186 +88,207 @@ class Monitoring(Construct):
         *,
         settings: Settings,
         state_machine: sfn.StateMachine,
+        watches: Mapping[str, sfn.StateMachine],
+        machine_logs: logs.ILogGroup,
+        queue_arns: Mapping[Queue, str],
         topic: sns.ITopic,
-        topic_key: kms.IKey,
         dead_letters: sqs.IQueue,
-        watch_logs: logs.ILogGroup,
+        console: Console,
     ) -> None:
         super().__init__(scope, construct_id)
         self._name = settings.name
         self._topic = topic
-        budget = settings.run_config().time_budget
-        self._notice_unfinished(state_machine)
-        self._watch_budget(state_machine, topic_key, int(budget.total_seconds()), watch_logs)
-        hours = Duration.hours(1)
-        failed = state_machine.metric_failed(period=hours, statistic="Sum")
-        lost = dead_letters.metric_approximate_number_of_messages_visible(period=hours, statistic="Maximum")
-        took = state_machine.metric("ExecutionTime", period=hours, statistic="Maximum")
-        succeeded = state_machine.metric_succeeded(period=Duration.days(1), statistic="Sum")
-        self._alarm("Failed", failed, 1, "A run failed, or its model was refused: the notification says why.")
-        self._alarm("Aborted", state_machine.metric_aborted(period=hours, statistic="Sum"), 1, "A run was stopped by hand.")
-        self._alarm("TimedOut", state_machine.metric_timed_out(period=hours, statistic="Sum"), 1, "A run timed out.")
-        self._alarm("Overdue", took, budget.total_seconds() * 1000, "A run took longer than its time budget.")
-        self._alarm("NotStarted", lost, 1, "The weekly start could not be delivered: see the dead-letter queue.")
-        if settings.schedule.enabled:
-            self._alarm(
-                "NoSuccess",
-                succeeded,
-                1,
-                "No run has succeeded for seven days.",
-                periods=7,
-                comparison=cloudwatch.ComparisonOperator.LESS_THAN_THRESHOLD,
-                missing=cloudwatch.TreatMissingData.BREACHING,
-            )
-        self._dashboard(state_machine, took, lost)
+        self._console = console
+        self._machine = state_machine
+        self.alarms: dict[str, cloudwatch.Alarm] = {}
+        self._notice_unfinished()
+        self._notice_blocked_queues(list(queue_arns.values()))
+        refused = self._count_refusals(machine_logs)
+        self._alarms_of_runs(settings, refused, watches, dead_letters)
+        self._alarms_of_jobs()
+        self._dashboard(refused, dead_letters)
 
-    def _notice_unfinished(self, state_machine: sfn.StateMachine) -> None:
+    def _notice_unfinished(self) -> None:
         field = events.EventField.from_path
-        events.Rule(
-            self,
-            "Unfinished",
-            description="Executions that ended without running their last states",
-            event_pattern=events.EventPattern(
-                source=["aws.states"],
-                detail_type=["Step Functions Execution Status Change"],
-                detail={"stateMachineArn": [state_machine.state_machine_arn], "status": ["ABORTED", "TIMED_OUT"]},
+        for status, name in (("ABORTED", "Aborted"), ("TIMED_OUT", "TimedOut")):
+            run, execution = field("$.detail.name"), field("$.detail.executionArn")
+            self._notice(
+                f"{name}Notice",
+                description=f"Executions that ended {status}, without running their last states",
+                pattern=events.EventPattern(
+                    source=["aws.states"],
+                    detail_type=["Step Functions Execution Status Change"],
+                    detail={"stateMachineArn": [self._machine.state_machine_arn], "status": [status]},
+                ),
+                message=f"Run {run} ended {status} and wrote no report. Its jobs are terminated, and its lock counts as free; "
+                f"started again with its run id it goes on where it stopped. {remedy(name)} "
+                f"Execution: {self._console.execution.format(execution)} Log: {self._console.log.format(run)}",
+            )
+
+    def _notice_blocked_queues(self, queue_arns: Sequence[str]) -> None:
+        field = events.EventField.from_path
+        self._notice(
+            "QueueBlockedNotice",
+            description="Queues whose first job cannot be placed",
+            pattern=events.EventPattern(
+                source=["aws.batch"],
+                detail_type=["Batch Job Queue Blocked"],
+                detail={"jobQueue": list(queue_arns)},
             ),
-            targets=[
-                targets.SnsTopic(
-                    self._topic,
-                    message=events.RuleTargetInput.from_text(
-                        f"Run {field('$.detail.name')} ended {field('$.detail.status')} and wrote no report. Its lock counts as "
-                        f"free; started again with its run id it goes on where it stopped. Execution: "
-                        f"{field('$.detail.executionArn')}"
-                    ),
-                )
-            ],
+            message=f"Job {field('$.detail.jobName')} at the head of queue {field('$.detail.jobQueue')} cannot be placed: "
+            f"{field('$.detail.statusReason')}. Everything behind it waits. {remedy('QueueBlocked')} "
+            f"Dashboard: {self._console.overview}",
         )
 
-    def _watch_budget(
-        self, state_machine: sfn.StateMachine, topic_key: kms.IKey, budget_seconds: int, log_group: logs.ILogGroup
-    ) -> None:
-        """Every execution has a watch that looks at it once, when its time budget is spent."""
-        stack = Stack.of(self)
-        watch = sfn.StateMachine(
-            self,
-            "Watch",
-            state_machine_name=f"{self._name}-watch",
-            definition_body=sfn.DefinitionBody.from_string(
-                json.dumps(watch_definition(stack.partition, self._topic.topic_arn, budget_seconds))
-            ),
-            tracing_enabled=True,
-            logs=sfn.LogOptions(destination=log_group, level=sfn.LogLevel.ALL),
-        )
-        executions = f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{self._name}:*"
-        for action, resource in (
-            ("states:DescribeExecution", executions),
-            ("sns:Publish", self._topic.topic_arn),
-            ("kms:GenerateDataKey", topic_key.key_arn),
-            ("kms:Decrypt", topic_key.key_arn),
-        ):
-            watch.add_to_role_policy(iam.PolicyStatement(actions=[action], resources=[resource]))
+    def _notice(self, construct_id: str, *, description: str, pattern: events.EventPattern, message: str) -> None:
         events.Rule(
-            self,
-            "Started",
-            description="Executions that begin",
-            event_pattern=events.EventPattern(
-                source=["aws.states"],
-                detail_type=["Step Functions Execution Status Change"],
-                detail={"stateMachineArn": [state_machine.state_machine_arn], "status": ["RUNNING"]},
-            ),
-            targets=[
-                targets.SfnStateMachine(
-                    watch,
-                    input=events.RuleTargetInput.from_object({"execution": events.EventField.from_path("$.detail.executionArn")}),
-                )
-            ],
-        )
-
-    def _alarm(
-        self,
-        construct_id: str,
-        metric: cloudwatch.IMetric,
-        threshold: float,
-        description: str,
-        *,
-        periods: int = 1,
-        comparison: cloudwatch.ComparisonOperator = cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
-        missing: cloudwatch.TreatMissingData = cloudwatch.TreatMissingData.NOT_BREACHING,
-    ) -> None:
-        alarm = cloudwatch.Alarm(
             self,
             construct_id,
-            alarm_name=f"{self._name}-{construct_id}",
-            alarm_description=description,
+            description=description,
+            event_pattern=pattern,
+            targets=[targets.SnsTopic(self._topic, message=events.RuleTargetInput.from_text(message))],
+        )
+
+    def _count_refusals(self, machine_logs: logs.ILogGroup) -> cloudwatch.Metric:
+        """Executions that the gate ended: Step Functions counts them as failed."""
+        return logs.MetricFilter(
+            self,
+            "Refusals",
+            log_group=machine_logs,
+            filter_pattern=logs.FilterPattern.all_terms("ExecutionFailed", GATE_REFUSED),
+            # What a filter counts has no dimensions of its own choice.
+            metric_namespace=f"{METRICS_NAMESPACE}/{self._name}",
+            metric_name=REFUSALS,
+            metric_value="1",
+            default_value=0,
+        ).metric(period=Duration.hours(1), statistic="Sum")
+
+    def _alarms_of_runs(
+        self,
+        settings: Settings,
+        refused: cloudwatch.Metric,
+        watches: Mapping[str, sfn.StateMachine],
+        dead_letters: sqs.IQueue,
+    ) -> None:
+        hours = Duration.hours(1)
+        machine = self._machine
+        failed = cloudwatch.MathExpression(
+            # Where the log did not arrive, a refused run is called failed: nothing goes unnoticed.
+            expression="failed - FILL(refused, 0)",
+            using_metrics={"failed": machine.metric_failed(period=hours, statistic="Sum"), "refused": refused},
+            period=hours,
+            label="Runs that failed",
+        )
+        broken = cloudwatch.MathExpression(
+            expression="SUM(METRICS())",
+            using_metrics={
+                f"watch{number}": watch.metric_failed(period=hours, statistic="Sum")
+                for number, watch in enumerate(watches.values())
+            },
+            period=hours,
+            label="Watches that failed",
+        )
+        budget = settings.run_config().time_budget.total_seconds()
+        self._alarm("Failed", failed, 1)
+        self._alarm("Refused", refused, 1)
+        self._alarm("Aborted", machine.metric_aborted(period=hours, statistic="Sum"), 1)
+        self._alarm("TimedOut", machine.metric_timed_out(period=hours, statistic="Sum"), 1)
+        # When it has ended; a watch speaks up while it still runs.
+        self._alarm("Overdue", machine.metric("ExecutionTime", period=hours, statistic="Maximum"), budget * 1000)
+        self._alarm("NotStarted", _waiting_messages(dead_letters), 1)
+        self._alarm("WatchFailed", broken, 1)
+
+    def _alarms_of_jobs(self) -> None:
+        soon = Duration.minutes(5)
+        self._alarm("UnhealthyHost", self._metric(Metric.UNHEALTHY_HOSTS, soon), 1)
+        self._alarm("MemoryErrors", self._metric(Metric.ECC_UNCORRECTED, soon), 1)
+        self._alarm("NewGraphs", self._metric(Metric.NEW_GRAPHS, soon, stage=Stage.TRAIN), 1)
+        self._alarm("CheckpointStall", self._metric(Metric.CHECKPOINT_STALL_SECONDS, soon), CHECKPOINT_STALL_SECONDS)
+
+    def _metric(self, metric: Metric, period: Duration, *, stage: Stage | None = None) -> cloudwatch.Metric:
+        """One metric of the catalogue, of all stages together or of one."""
+        spec = METRICS[metric]
+        names = (DEPLOYMENT_DIMENSION,) if stage is None else (DEPLOYMENT_DIMENSION, STAGE_DIMENSION)
+        if names not in spec.dimensions:
+            raise ValueError(f"{metric} is not kept under {names}")
+        values = {DEPLOYMENT_DIMENSION: self._name, STAGE_DIMENSION: stage.value if stage else ""}
+        return cloudwatch.Metric(
+            namespace=METRICS_NAMESPACE,
+            metric_name=metric.value,
+            dimensions_map={name: values[name] for name in names},
+            statistic=spec.statistic,
+            period=period,
+            label=stage.value if stage else metric.value,
+        )
+
+    def _alarm(self, name: str, metric: cloudwatch.IMetric, threshold: float) -> None:
+        alarm = cloudwatch.Alarm(
+            self,
+            name,
+            alarm_name=f"{self._name}-{name}",
+            alarm_description=advice(name),
             metric=metric,
             threshold=threshold,
-            evaluation_periods=periods,
-            comparison_operator=comparison,
-            treat_missing_data=missing,
+            evaluation_periods=1,
+            comparison_operator=cloudwatch.ComparisonOperator.GREATER_THAN_OR_EQUAL_TO_THRESHOLD,
+            treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
         )
         alarm.add_alarm_action(actions.SnsAction(self._topic))
+        self.alarms[name] = alarm
 
-    def _dashboard(self, state_machine: sfn.StateMachine, took: cloudwatch.IMetric, lost: cloudwatch.IMetric) -> None:
-        day = Duration.days(1)
+    def _dashboard(self, refused: cloudwatch.Metric, dead_letters: sqs.IQueue) -> None:
+        day, often, machine = Duration.days(1), Duration.minutes(5), self._machine
+        runs = [
+            machine.metric_started(period=day, statistic="Sum"),
+            machine.metric_succeeded(period=day, statistic="Sum"),
+            machine.metric_failed(period=day, statistic="Sum"),
+            refused.with_(period=day),
+            machine.metric_aborted(period=day, statistic="Sum"),
+            machine.metric_timed_out(period=day, statistic="Sum"),
+        ]
+        took = machine.metric("ExecutionTime", period=day, statistic="Maximum")
+        panels = [
+            cloudwatch.GraphWidget(
+                title=title, width=12, left=[line for metric in metrics for line in self._lines(metric, often)]
+            )
+            for title, metrics in PANELS
+        ]
+        panels.append(
+            cloudwatch.GraphWidget(title="Starts that could not be delivered", width=12, left=[_waiting_messages(dead_letters)])
+        )
         cloudwatch.Dashboard(
             self,
             "Dashboard",
             dashboard_name=self._name,
             default_interval=Duration.days(90),
             widgets=[
+                [cloudwatch.TextWidget(markdown=self._links(), width=24, height=3)],
+                [cloudwatch.AlarmStatusWidget(title="Alarms", width=24, height=3, alarms=list(self.alarms.values()))],
                 [
-                    cloudwatch.GraphWidget(
-                        title="Runs",
-                        width=12,
-                        left=[
-                            state_machine.metric_started(period=day),
-                            state_machine.metric_succeeded(period=day),
-                            state_machine.metric_failed(period=day),
-                            state_machine.metric_aborted(period=day),
-                            state_machine.metric_timed_out(period=day),
-                        ],
-                    ),
+                    cloudwatch.GraphWidget(title="Runs", width=12, left=runs),
                     cloudwatch.GraphWidget(title="Duration of runs", width=12, left=[took]),
                 ],
-                [cloudwatch.GraphWidget(title="Starts that could not be delivered", width=12, left=[lost])],
+                *([left, right] for left, right in zip(panels[::2], panels[1::2], strict=True)),
             ],
         )
 
+    def _lines(self, metric: Metric, period: Duration) -> list[cloudwatch.IMetric]:
+        """A line per stage where there are several."""
+        stages = METRICS[metric].stages
+        if len(stages) == 1:
+            return [self._metric(metric, period)]
+        return [self._metric(metric, period, stage=stage) for stage in stages]
 
-def watch_definition(partition: str, topic_arn: str, budget_seconds: int) -> dict[str, object]:
-    """A state machine that waits one time budget and speaks up if the execution it was given still runs."""
-    retry = [{"ErrorEquals": ["States.ALL"], "IntervalSeconds": 5, "BackoffRate": 2, "MaxAttempts": 6, "JitterStrategy": "FULL"}]
-    call = {"Type": "Task", "TimeoutSeconds": 60, "Retry": retry}
-    return {
-        "Comment": "Speaks up when a run is overdue.",
-        "StartAt": "Wait",
-        "States": {
-            "Wait": {"Type": "Wait", "Seconds": budget_seconds, "Next": "Look"},
-            "Look": {
-                **call,
-                "Resource": f"arn:{partition}:states:::aws-sdk:sfn:describeExecution",
-                # Without input and output, which could exceed what a state may hold.
-                "Parameters": {"ExecutionArn.$": "$.execution", "IncludedData": "METADATA_ONLY"},
-                "ResultSelector": {"Name.$": "$.Name", "Status.$": "$.Status", "ExecutionArn.$": "$.ExecutionArn"},
-                "Next": "StillRuns",
-            },
-            "StillRuns": {
-                "Type": "Choice",
-                "Choices": [{"Variable": "$.Status", "StringEquals": "RUNNING", "Next": "Notify"}],
-                "Default": "Done",
-            },
-            "Notify": {
-                **call,
-                "Resource": f"arn:{partition}:states:::sns:publish",
-                "Parameters": {
-                    "TopicArn": topic_arn,
-                    "Subject.$": "States.Format('trnpipe: {} overdue', $.Name)",
-                    "Message.$": f"States.Format('Run {{}} still runs after its time budget of {budget_seconds // 60} minutes. "
-                    "It goes on; nothing was stopped. Execution: {}', $.Name, $.ExecutionArn)",
-                },
-                "Next": "Done",
-            },
-            "Done": {"Type": "Succeed"},
-        },
-    }
+    def _links(self) -> str:
+        console = self._console
+        links = {
+            "Executions": console.machine(self._machine.state_machine_arn),
+            "Log of all jobs": console.job_log_group,
+            "Runs and registry": console.bucket_objects,
+        }
+        shown = " | ".join(f"[{title}]({link})" for title, link in links.items())
+        return f"# {self._name}\n{shown}\n\nWhat alarms mean, and what to do first: {GUIDE} of the repository."
+
+
+def _waiting_messages(queue: sqs.IQueue) -> cloudwatch.Metric:
+    return queue.metric_approximate_number_of_messages_visible(period=Duration.hours(1), statistic="Maximum")

@@ -10,13 +10,15 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from infra.compute import Compute
+from infra.console import Console
 from infra.cost import COST_TAG, Budget
 from infra.jobs import Jobs
 from infra.monitoring import Monitoring, Topic
 from infra.network import Network
 from infra.schedule import Schedule
 from infra.settings import Settings, read_settings
-from infra.storage import Storage
+from infra.storage import Storage, job_log_group
+from infra.watches import Watches
 from infra.workflow import Workflow
 from pipeline.contract import STAGES, Queue, Shape, Stage
 
@@ -78,6 +80,12 @@ class PipelineStack(Stack):
             log_group=storage.job_logs,
         )
         topic = Topic(self, "Notifications", settings=settings)
+        console = Console(
+            region=settings.region,
+            bucket=storage.bucket.bucket_name,
+            job_logs=job_log_group(settings.name),
+            dashboard=settings.name,
+        )
         workflow = Workflow(
             self,
             "Workflow",
@@ -90,18 +98,32 @@ class PipelineStack(Stack):
             job_arns=jobs.arns,
             gang_arns=jobs.gang_arns,
             job_names=jobs.names,
+            console=console,
             log_group=storage.machine_logs,
         )
         schedule = Schedule(self, "Schedule", settings=settings, state_machine=workflow.state_machine)
+        watches = Watches(
+            self,
+            "Watches",
+            settings=settings,
+            state_machine=workflow.state_machine,
+            topic=topic.topic,
+            topic_key=topic.key,
+            queue_arns=compute.queue_arns,
+            console=console,
+            log_group=storage.watch_logs,
+        )
         Monitoring(
             self,
             "Monitoring",
             settings=settings,
             state_machine=workflow.state_machine,
+            watches=watches.machines,
+            machine_logs=storage.machine_logs,
+            queue_arns=compute.queue_arns,
             topic=topic.topic,
-            topic_key=topic.key,
             dead_letters=schedule.dead_letters,
-            watch_logs=storage.watch_logs,
+            console=console,
         )
         if settings.budget is not None:
             Budget(self, "Budget", name=settings.name, usd=settings.budget, topic=topic.topic, topic_key=topic.key)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from infra.console import Console
 from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Stage, StageSpec
 
 State = dict[str, Any]
@@ -32,7 +33,8 @@ class Targets:
     """What the states call, as plain strings (ARNs, names), and the settings that shape them.
 
     Attributes:
-        partition, region: of the stack; region only makes links.
+        partition: of the stack.
+        console: links for the notification.
         bucket, lock_table, topic: names of bucket and table, ARN of the topic.
         queues: ARN of each queue.
         jobs: ARN of the job definition of each single or array stage.
@@ -50,7 +52,7 @@ class Targets:
     """
 
     partition: str
-    region: str
+    console: Console
     bucket: str
     lock_table: str
     topic: str

@@ -26,6 +26,11 @@ LOCK_KEY = "name"
 """Partition key of the lock table: the registry name that the lock guards."""
 
 
+def job_log_group(name: str) -> str:
+    """Name of the log group of all jobs of a deployment."""
+    return f"/{name}/jobs"
+
+
 class Storage(Construct):
     """Everything here is kept when its stack is deleted.
 
@@ -33,7 +38,7 @@ class Storage(Construct):
         bucket: `runs/`, `registry/`, `data/` and `graphs/`.
         lock_table: one item per registry name: {name, owner, run, since}.
         neuron_repository, cpu_repository: container images, immutable tags.
-        job_logs, machine_logs, watch_logs: of all jobs, of the state machine, of the watch on its time budget. They have names
+        job_logs, machine_logs, watch_logs: of all jobs, of the state machine, of its watches. They have names
             and are kept, so in the pipeline's own stack they would stop it from being deployed a second time.
     """
 
@@ -71,7 +76,7 @@ class Storage(Construct):
         self.neuron_repository = self._repository("NeuronImage", f"{settings.name}/neuron")
         self.cpu_repository = self._repository("CpuImage", f"{settings.name}/cpu")
         retention = RETENTION[settings.log_retention_days]
-        self.job_logs = self._log_group("JobLogs", f"/{settings.name}/jobs", retention)
+        self.job_logs = self._log_group("JobLogs", job_log_group(settings.name), retention)
         # Step Functions writes only to groups under this prefix without a policy of its own for each.
         self.machine_logs = self._log_group("MachineLogs", f"/aws/vendedlogs/states/{settings.name}", retention)
         self.watch_logs = self._log_group("WatchLogs", f"/aws/vendedlogs/states/{settings.name}-watch", retention)

@@ -5,8 +5,9 @@ without CDK; `Workflow` deploys it and grants its role exactly what the states c
                                                                                                                 │
     every other way out ─► keep the failure ─► its words ─────────────────────────────────► report ─► unlock ─► notify ─► end
 
-The machine's data, from `Settings` on: {execution, share, registry, lock, run: {id, key, uri, since}}, and at the end `outcome`:
-{result: succeeded | refused | failed, state, Error, Cause}.
+The machine's data, from `Settings` on: {execution, share, registry, lock, run: {id, key, uri, since, words, newline}}, and at the
+end `outcome`: {result: succeeded | refused | failed, state, Error, Cause}. `run.words.figures` is what the gate said once it has
+accepted the model; a line break for the notification comes as data, because no document says how a States.Format has one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from aws_cdk import aws_sns as sns
 from aws_cdk import aws_stepfunctions as sfn
 from constructs import Construct
 
+from infra.console import Console
 from infra.cost import COST_TAG, host_names, hourly_prices, most_embed_hosts
 from infra.settings import Settings
 from infra.states import CALL_SECONDS, DISCARD, States, Targets, call, call_retry, gang, job, read_result, resource
@@ -35,6 +37,8 @@ GATE_REFUSED = "GateRefused"
 LOCK_HELD = "LockHeld"
 INPUT_REFUSED = "InputRefused"
 """Errors of the machine's own under which an execution ends, beside `IncompleteResult` and `NoSuchGang`."""
+
+NO_WORDS_YET = {"words": {"figures": ""}, "newline": "\n"}
 
 LAP_MINUTES = 1
 LONG_LAP_MINUTES = 30
@@ -81,7 +85,7 @@ def _input_states(targets: Targets, *, then: str) -> States:
                 # Takes the place of `run: null`.
                 "named": {"run.$": "$$.Execution.Name"},
                 # What a refusal is published under.
-                "run": {"id.$": "$$.Execution.Name"},
+                "run": {"id.$": "$$.Execution.Name", **NO_WORDS_YET},
                 "defaults": {
                     "share": targets.defaults["share"],
                     "registry": targets.defaults["registry"],
@@ -184,6 +188,7 @@ def _input_states(targets: Targets, *, then: str) -> States:
                     "key.$": "States.Format('runs/{}', $.input.run)",
                     "uri.$": f"States.Format('s3://{targets.bucket}/runs/{{}}', $.input.run)",
                     "since.$": "$$.State.EnteredTime",
+                    **NO_WORDS_YET,
                 },
             },
             "Next": then,
@@ -381,11 +386,17 @@ def _gate(targets: Targets, *, accepted: str, refused: str) -> States:
     states["Gate"] = {
         "Type": "Choice",
         "Choices": [
-            {"Variable": verdict, "StringEquals": "accepted", "Next": accepted},
+            {"Variable": verdict, "StringEquals": "accepted", "Next": "KeepFigures"},
             {"Variable": verdict, "StringEquals": "refused", "Next": refused},
         ],
         # Nothing is published without a clear yes.
         "Default": "IncompleteScorecard",
+    }
+    states["KeepFigures"] = {
+        "Type": "Pass",
+        "Parameters": {"figures.$": "$.scorecard.metrics.gate.reason"},
+        "ResultPath": "$.run.words",
+        "Next": accepted,
     }
     return states
 
@@ -528,15 +539,23 @@ def _ending(targets: Targets) -> States:
         "ExpressionAttributeNames": {"#owner": "owner"},
         "ExpressionAttributeValues": {":me": {"S.$": "$$.Execution.Id"}},
     }
-    report = f"s3://{targets.bucket}/runs/{{}}/report/index.html"
-    execution = f"https://{targets.region}.console.aws.amazon.com/states/home?region={targets.region}#/v2/executions/details/{{}}"
+    console = targets.console
+    lines: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("Run {} {} in {}. {}", ("$.run.id", "$.outcome.result", "$.outcome.state", "$.outcome.Error")),
+        ("{}", ("$.outcome.Cause",)),
+        ("{}", ("$.run.words.figures",)),
+        (f"Report: s3://{targets.bucket}/runs/{{}}/report/index.html {console.report}", ("$.run.id", "$.run.id")),
+        (f"Execution: {console.execution}", ("$$.Execution.Id",)),
+        (f"Log of its jobs: {console.log}", ("$.run.id",)),
+        (f"Dashboard: {console.overview}", ()),
+    )
+    text = "{}".join(line for line, _ in lines)
+    values = [path for _, paths in lines for path in (*paths, "$.run.newline")][:-1]
     message = {
         "TopicArn": targets.topic,
         # At most 100 characters: a run id has up to 80.
         "Subject.$": "States.Format('trnpipe: {} {}', $.run.id, $.outcome.result)",
-        "Message.$": "States.Format('Run {} {} in {}. "
-        f"{{}} {{}} Report: {report} Execution: {execution}', "
-        "$.run.id, $.outcome.result, $.outcome.state, $.outcome.Error, $.outcome.Cause, $.run.id, $$.Execution.Id)",
+        "Message.$": f"States.Format('{text}', {', '.join(values)})",
         "MessageAttributes": {"result": {"DataType": "String", "StringValue.$": "$.outcome.result"}},
     }
     states["OwnsLock"] = {
@@ -578,6 +597,7 @@ class Workflow(Construct):
         job_arns: Mapping[Stage, str],
         gang_arns: Mapping[int, Mapping[Stage, str]],
         job_names: list[str],
+        console: Console,
         log_group: logs.ILogGroup,
     ) -> None:
         super().__init__(scope, construct_id)
@@ -585,7 +605,7 @@ class Workflow(Construct):
         config = settings.run_config()
         targets = Targets(
             partition=stack.partition,
-            region=stack.region,
+            console=console,
             bucket=bucket.bucket_name,
             lock_table=lock_table.table_name,
             topic=topic.topic_arn,

@@ -145,6 +145,95 @@ STAGES: dict[Stage, StageSpec] = {
     Stage.REPORT: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=30, attempts=2, always_runs=True),
 }
 
+
+class Metric(str, Enum):
+    """What the containers tell CloudWatch, as `METRICS` describes it."""
+
+    LOSS = "Loss"
+    PAIRS_PER_SECOND = "PairsPerSecond"
+    STEP_SECONDS = "StepSeconds"
+    DATA_WAIT_SHARE = "DataWaitShare"
+    CHECKPOINT_STALL_SECONDS = "CheckpointStallSeconds"
+    CORE_UTILIZATION = "CoreUtilization"
+    ECC_CORRECTED = "EccCorrected"
+    ECC_UNCORRECTED = "EccUncorrected"
+    NEW_GRAPHS = "NewGraphs"
+    QUEUE_WAIT_SECONDS = "QueueWaitSeconds"
+    RETRIES = "Retries"
+    UNHEALTHY_HOSTS = "UnhealthyHosts"
+    QUARANTINED_ROWS = "QuarantinedRows"
+    QUARANTINED_DOCUMENTS = "QuarantinedDocuments"
+    DOCUMENTS_PER_SECOND = "DocumentsPerSecond"
+    NDCG = "Ndcg"
+    PARENT_NDCG = "ParentNdcg"
+    GATE_DROP = "GateDrop"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One metric.
+
+    Attributes:
+        unit: as CloudWatch's PutMetricData takes it.
+        statistic: what its values within a period come to: `Average`, `Maximum`, or `Sum` where each counts something new.
+        stages: those that have it.
+    """
+
+    unit: str
+    statistic: str
+    stages: tuple[Stage, ...]
+
+    @property
+    def dimensions(self) -> tuple[tuple[str, ...], ...]:
+        """The sets of dimensions it is kept under. Each set is a metric of its own that is paid for by the month: so a stage only
+        tells those apart that have more than one, and a run never does."""
+        every = (DEPLOYMENT_DIMENSION,)
+        return (every,) if len(self.stages) == 1 else (every, (DEPLOYMENT_DIMENSION, STAGE_DIMENSION))
+
+
+METRICS_NAMESPACE = "trnpipe"
+DEPLOYMENT_DIMENSION = "Deployment"
+STAGE_DIMENSION = "Stage"
+DEPLOYMENT_VARIABLE = "TRNPIPE_DEPLOYMENT"
+"""Environment variable of every job: the deployment's name, which its metrics carry."""
+
+_GANGS = tuple(stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG)
+_ON_CHIPS = tuple(stage for stage, spec in STAGES.items() if spec.queue is not Queue.CPU)
+
+METRICS: dict[Metric, MetricSpec] = {
+    Metric.LOSS: MetricSpec("None", "Average", (Stage.TRAIN,)),
+    Metric.PAIRS_PER_SECOND: MetricSpec("Count/Second", "Average", (Stage.TRAIN,)),
+    Metric.STEP_SECONDS: MetricSpec("Seconds", "Average", (Stage.TRAIN,)),
+    # Of the time spent training, 0 to 1.
+    Metric.DATA_WAIT_SHARE: MetricSpec("None", "Average", (Stage.TRAIN,)),
+    # Between two lines of training's own metrics.
+    Metric.CHECKPOINT_STALL_SECONDS: MetricSpec("Seconds", "Maximum", (Stage.TRAIN,)),
+    # Mean over a host's NeuronCores.
+    Metric.CORE_UTILIZATION: MetricSpec("Percent", "Average", (Stage.TRAIN,)),
+    Metric.ECC_CORRECTED: MetricSpec("Count", "Sum", (Stage.TRAIN,)),
+    Metric.ECC_UNCORRECTED: MetricSpec("Count", "Sum", (Stage.TRAIN,)),
+    # Met and not compiled ahead.
+    Metric.NEW_GRAPHS: MetricSpec("Count", "Sum", (Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)),
+    # From a job's submission, or its last attempt's end, until its main container runs. Only a gang may ask Batch.
+    Metric.QUEUE_WAIT_SECONDS: MetricSpec("Seconds", "Maximum", _GANGS),
+    # Attempts beyond a job's first.
+    Metric.RETRIES: MetricSpec("Count", "Sum", tuple(STAGES)),
+    # That took themselves out of their cluster.
+    Metric.UNHEALTHY_HOSTS: MetricSpec("Count", "Sum", _ON_CHIPS),
+    Metric.QUARANTINED_ROWS: MetricSpec("Count", "Sum", (Stage.PREPARE,)),
+    Metric.QUARANTINED_DOCUMENTS: MetricSpec("Count", "Sum", (Stage.EMBED,)),
+    # Of the whole array, when it is done.
+    Metric.DOCUMENTS_PER_SECOND: MetricSpec("Count/Second", "Average", (Stage.EMBED,)),
+    # nDCG@10 on the hold-out: of the new model, of its parent.
+    Metric.NDCG: MetricSpec("None", "Average", (Stage.EVALUATE,)),
+    Metric.PARENT_NDCG: MetricSpec("None", "Average", (Stage.EVALUATE,)),
+    # How far gate.metric fell below the parent's; negative where it rose.
+    Metric.GATE_DROP: MetricSpec("None", "Maximum", (Stage.EVALUATE,)),
+}
+
 EAGER_KINDS = ("cpu", "cuda")
 """Kinds of device that run every operation as it is written, in any shape. All others compile graphs, one per shape."""
 

@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     tether.tie_to_parent()
     world = World.from_environment()
-    configure_logging(f"node {world.node.index} rank {world.rank}")
     paths = RunPaths(options.run)
+    configure_logging(f"{paths.run_id} node {world.node.index} rank {world.rank}")
     try:
         run_stage(options.stage, paths, world)
     except BaseException as error:

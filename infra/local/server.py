@@ -1,17 +1,21 @@
 """The local AWS endpoint: moto's S3, DynamoDB, SNS, STS and Step Functions, and our own Batch, behind one loopback address.
 
 A WSGI layer in front of moto answers Batch's calls with the process runner, and ECS's few about a job's own host; keeps the
-bucket and the lock table in the state folder (written before a request is answered); and lets conditional writes of one key
-happen one at a time. While the endpoint is up, this process sees no AWS setting of its user: nothing here can reach a real
-account. Batch jobs are processes of the user, so only he may submit any: requests must be signed under a key that is made for
-this endpoint and known to its clients alone, neither to other users of the machine nor to pages in a browser. The same user's
-operator commands (`trnpipe watch --state`) learn it from a file that nobody else may read.
+A WSGI layer in front of moto answers Batch's calls with the process runner, and ECS's few about a job's own host; keeps the
+bucket and the lock table in the state folder (written before a request is answered); lets conditional writes of one key happen
+one at a time; and, when an execution is stopped, starts what EventBridge would (`LocalStack.watches`): the watch that ends the
+jobs of an execution that polled them, which nobody else does, here as in a deployed account. While the endpoint is up, this
+process sees no AWS setting of its user: nothing here can reach a real account. Batch jobs are processes of the user, so only he
+may submit any: requests must be signed under a key that is made for this endpoint and known to its clients alone, neither to
+other users of the machine nor to pages in a browser. The same user's operator commands (`trnpipe watch --state`) learn it from a
+file that nobody else may read.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hmac
+import io
 import json
 import logging
 import os
@@ -40,7 +44,7 @@ from infra.local.batch import BatchRunner
 from infra.local.definitions import REGION
 from infra.local.mirror import Mirror
 from infra.local.moto_adapter import adapted
-from infra.local.template import LocalStack
+from infra.local.template import LocalStack, machine_arn
 from pipeline.errors import BadConfig
 from pipeline.operate.endpoint import EndpointRecord, announced, only_environment
 
@@ -48,6 +52,7 @@ HOST = "127.0.0.1"
 MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
 SIGNED = re.compile(r"Credential=(?P<key>[^/\s]+)/[^/]+/[^/]+/(?P<service>[^/]+)/aws4_request")
 
+STOP_EXECUTION = "AWSStepFunctions.StopExecution"
 ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
 
 WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
@@ -104,6 +109,7 @@ class LocalEndpoint:
             exit_stack.callback(self.batch.close)
             self._create()
             exit_stack.callback(self._stop_executions)
+            exit_stack.callback(application.watches.clear)
             application.load(self.client("dynamodb"))
             record = EndpointRecord(state_machine=self._stack.state_machine_arn, environment=environment, process=os.getpid())
             exit_stack.enter_context(announced(self._state, record))
@@ -120,11 +126,13 @@ class LocalEndpoint:
     def _stop_executions(self) -> None:
         """End what still runs, as a machine that is switched off does: no further state, no lock given back."""
         client = self.client("stepfunctions")
-        running = client.list_executions(stateMachineArn=self._stack.state_machine_arn, statusFilter="RUNNING")
-        for execution in running["executions"]:
-            # moto's engine answers with an error where an execution has only just begun.
-            with suppress(ClientError):
-                client.stop_execution(executionArn=execution["executionArn"])
+        machines = [self._stack.state_machine, *(watch.state_machine for watch in self._stack.watches)]
+        for machine in machines:
+            running = client.list_executions(stateMachineArn=machine_arn(machine), statusFilter="RUNNING")
+            for execution in running["executions"]:
+                # moto's engine answers with an error where an execution has only just begun.
+                with suppress(ClientError):
+                    client.stop_execution(executionArn=execution["executionArn"])
 
     def _create(self) -> None:
         stack = self._stack
@@ -132,9 +140,10 @@ class LocalEndpoint:
         self.client("dynamodb").create_table(**stack.table)
         for topic in stack.topics:
             self.client("sns").create_topic(Name=topic)
-        self.client("stepfunctions").create_state_machine(
-            name=stack.state_machine, definition=stack.definition, roleArn=stack.role_arn
-        )
+        machines = {stack.state_machine: stack.definition}
+        machines |= {watch.state_machine: watch.definition for watch in stack.watches}
+        for name, definition in machines.items():
+            self.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
 
 
 def endpoint_environment(url: str, key: str) -> dict[str, str]:
@@ -191,7 +200,11 @@ class _Guard:
 
 
 class _Application:
-    """The WSGI layer in front of moto."""
+    """The WSGI layer in front of moto.
+
+    Attributes:
+        watches: ARNs of state machines that are started when an execution of the stack's is stopped.
+    """
 
     def __init__(self, stack: LocalStack, state: Path) -> None:
         self.batch: BatchRunner
@@ -199,6 +212,8 @@ class _Application:
         self._bucket = stack.bucket
         self._mirror = Mirror(stack.bucket, state / "bucket", state / "tmp")
         self._table = stack.table["TableName"]
+        self._machine_arn = stack.state_machine_arn
+        self.watches = [machine_arn(watch.state_machine) for watch in stack.watches]
         self._lock_file = state / "lock.json"
         self._lock_items = threading.Lock()
         self._dynamodb: Any = None
@@ -224,6 +239,8 @@ class _Application:
             return _answer_json(start_response, "404 Not Found" if found is None else "200 OK", found or {})
         if service == "s3":
             return self._answer_s3(environ, start_response)
+        if environ.get("HTTP_X_AMZ_TARGET") == STOP_EXECUTION:
+            return self._stop_execution(environ, start_response)
         if self._dynamodb is not None and MUTATIONS.fullmatch(environ.get("HTTP_X_AMZ_TARGET", "")):
             body = self._moto(environ, start_response)
             self._keep_lock_items()
@@ -266,6 +283,22 @@ class _Application:
             body = self._moto(environ, start_response)
             self._mirror.store(key)
             return body
+
+    def _stop_execution(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        asked = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        statuses: list[str] = []
+
+        def answered(status: str, headers: Any, *rest: Any) -> Any:
+            statuses.append(status)
+            return start_response(status, headers, *rest)
+
+        body = self._moto({**environ, "wsgi.input": io.BytesIO(asked)}, answered)
+        execution = json.loads(asked)["executionArn"]
+        if statuses == ["200 OK"] and execution.startswith(self._machine_arn.replace(":stateMachine:", ":execution:") + ":"):
+            client = boto3.session.Session().client("stepfunctions")
+            for watch in self.watches:
+                client.start_execution(stateMachineArn=watch, input=json.dumps({"execution": execution}))
+        return body
 
     def _keep_lock_items(self) -> None:
         with self._lock_items:

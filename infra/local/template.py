@@ -36,6 +36,18 @@ SYNTH_TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocalWatch:
+    """A state machine that EventBridge starts with the ARN of an execution that was aborted (infra/watches.py).
+
+    Attributes:
+        definition: as JSON text.
+    """
+
+    state_machine: str
+    definition: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStack:
     """What a run touches of the deployment.
 
@@ -47,6 +59,7 @@ class LocalStack:
         table: the lock table, as arguments of DynamoDB's CreateTable.
         topics: names of SNS topics.
         job_definitions, queues: as the process runner takes them.
+        watches: what an aborted execution starts.
     """
 
     state_machine: str
@@ -57,10 +70,15 @@ class LocalStack:
     topics: tuple[str, ...]
     job_definitions: tuple[JobDefinition, ...]
     queues: tuple[JobQueue, ...]
+    watches: tuple[LocalWatch, ...] = ()
 
     @property
     def state_machine_arn(self) -> str:
-        return f"arn:aws:states:{REGION}:{ACCOUNT}:stateMachine:{self.state_machine}"
+        return machine_arn(self.state_machine)
+
+
+def machine_arn(name: str) -> str:
+    return f"arn:aws:states:{REGION}:{ACCOUNT}:stateMachine:{name}"
 
 
 def local_context(allowed_nodes: tuple[int, ...], run_config: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
@@ -140,7 +158,7 @@ def read_stack(folder: Path) -> LocalStack:
     }
     stacks = _Stacks(templates)
     machines = stacks.of_type("AWS::StepFunctions::StateMachine")
-    # Another machine may look after executions (overdue runs); the one that submits jobs runs the stages.
+    # Others look after executions; the one that submits jobs runs the stages.
     running_stages = [one for one in machines if "batch:submitJob" in json.dumps(_definition(one))]
     machine = _only("state machine that submits jobs", running_stages)
     definition = _definition(machine)
@@ -165,7 +183,22 @@ def read_stack(folder: Path) -> LocalStack:
             JobQueue(name=resource.name, fair_share="SchedulingPolicyArn" in resource.properties)
             for resource in stacks.of_type("AWS::Batch::JobQueue")
         ),
+        watches=tuple(
+            LocalWatch(state_machine=one.name, definition=json.dumps(_definition(one)))
+            for one in machines
+            if machine_arn(one.name) in _started_by_aborts(stacks)
+        ),
     )
+
+
+def _started_by_aborts(stacks: _Stacks) -> set[str]:
+    """What EventBridge's rules do when an execution is aborted, as ARNs; topics among them."""
+    return {
+        target["Arn"]
+        for rule in stacks.of_type("AWS::Events::Rule")
+        if "ABORTED" in rule.properties["EventPattern"]["detail"].get("status", ())
+        for target in rule.properties["Targets"]
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ import logging
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipeline.contract import Metric
 from pipeline.errors import Defect
 from pipeline.model.compiled import KnownGraphs
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext
 from pipeline.runtime.device import Device, GraphCounts
 from pipeline.runtime.hlo import GraphDescription, describe, difference
+from pipeline.runtime.metrics import EmbeddedMetrics
 
 log = logging.getLogger("trnpipe")
 
@@ -43,6 +45,7 @@ class GraphWatch:
         known: what was recorded when everything was compiled; None: nothing is compared (the trial itself, and ranks whose leader
             does it for all of them).
         stop: end the run at the first new graph.
+        cloudwatch: is told of new graphs; None: nobody is.
         new: those that were met and not recorded.
         last_compiled_step: steps done when a graph was last met for the first time; everything after it compiled nothing.
     """
@@ -50,6 +53,7 @@ class GraphWatch:
     device: Device
     known: KnownGraphs | None = None
     stop: bool = False
+    cloudwatch: EmbeddedMetrics | None = None
     new: list[NewGraph] = field(default_factory=list)
     last_compiled_step: int = 0
     _counts: GraphCounts = field(default_factory=GraphCounts)
@@ -73,7 +77,10 @@ class GraphWatch:
         ]
         if counts.compiled > before.compiled:
             self.last_compiled_step = step
-            problems += [f"graph {graph.key}: {graph.cause}" for graph in self._new_graphs(step)]
+            found = self._new_graphs(step)
+            problems += [f"graph {graph.key}: {graph.cause}" for graph in found]
+            if found and self.cloudwatch:
+                self.cloudwatch.write({Metric.NEW_GRAPHS: len(found)}, Step=step)
         for problem in problems:
             log.warning("step %d: not compiled ahead of time: %s", step, problem)
         if problems and self.stop:

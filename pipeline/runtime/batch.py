@@ -90,6 +90,27 @@ def ended_nodes(job_id: str, nodes: Sequence[int]) -> dict[int, str]:
         return {}
 
 
+def queue_wait_seconds(job_id: str, *, now: float) -> float | None:
+    """How long this attempt of a job has waited: since its submission, or since the attempt before it ended. At its best.
+
+    Args:
+        job_id: without a node's suffix.
+        now: seconds since the epoch, when its main container has begun.
+
+    Returns:
+        None where Batch does not say.
+    """
+    try:
+        client = boto3.session.Session().client("batch", config=BATCH_CLIENT)
+        [job] = client.describe_jobs(jobs=[job_id])["jobs"]
+        ended = [attempt["stoppedAt"] for attempt in job.get("attempts", ()) if "stoppedAt" in attempt]
+        since = max([int(job["createdAt"]), *ended]) / 1000
+    except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
+        log.info("Batch does not say how long this job has waited: %s", _one_line(error))
+        return None
+    return max(0.0, now - float(since))
+
+
 def _describe(job_id: str) -> list[dict[str, Any]]:
     try:
         client = boto3.session.Session().client("batch", config=Config(retries={"mode": "standard", "max_attempts": ATTEMPTS}))

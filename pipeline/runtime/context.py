@@ -12,6 +12,7 @@ from pipeline.contract import Artifact, RunPaths, Stage
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
 from pipeline.runtime.heartbeat import Heartbeat
+from pipeline.runtime.metrics import EmbeddedMetrics
 from pipeline.runtime.world import World
 
 __all__ = ["NODE_FOLDER", "Heartbeat", "StageContext", "StageOutput", "node_folder"]
@@ -46,6 +47,11 @@ class StageContext:
     def plan(self) -> RunPlan:
         """The run's plan; prepare has none yet and must not ask."""
         return RunPlan.from_json(store.read_bytes(self.paths.plan))
+
+    @cached_property
+    def cloudwatch(self) -> EmbeddedMetrics:
+        """Where this process's metrics go."""
+        return EmbeddedMetrics.from_environment(self.stage, self.paths.run_id, self.world.node)
 
 
 def node_folder() -> Path | None:

@@ -6,6 +6,7 @@ in a module of its own beside this one, loaded on demand. Loops are written agai
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -44,6 +45,24 @@ class GraphCounts:
     fallbacks: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Waits:
+    """How long consumers have waited for the next item of what `on` gave them, in seconds."""
+
+    seconds: float = 0.0
+
+    def on(self, items: Iterable[Batch]) -> Iterator[Batch]:
+        """The same items."""
+        iterator = iter(items)
+        while True:
+            begun = time.monotonic()
+            item = next(iterator, None)
+            self.seconds += time.monotonic() - begun
+            if item is None:
+                return
+            yield item
+
+
 class Device(Protocol):
     """One rank's device. Collectives must be called by all ranks in the same order.
 
@@ -52,12 +71,14 @@ class Device(Protocol):
         world: this rank among all ranks.
         torch_device: where tensors live.
         precision: `bf16` or `fp32`: what matrix products are computed in; weights stay fp32. `compiler`: as neuronx-cc was told.
+        waits: what those who iterate over `batches` have waited for data.
     """
 
     kind: str
     world: World
     torch_device: torch.device
     precision: str
+    waits: Waits
 
     def place(self, module: ModuleT) -> ModuleT:
         """Move a module to the device."""

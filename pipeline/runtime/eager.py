@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.runtime.device import Batch, EncodeFunction, GraphCounts, ModuleT
+from pipeline.runtime.device import Batch, EncodeFunction, GraphCounts, ModuleT, Waits
 from pipeline.runtime.world import World
 
 PREFETCH_BATCHES = 4
@@ -33,6 +33,7 @@ class EagerDevice:
         self.torch_device = torch_device
         self.precision = precision
         self.world = world
+        self.waits = Waits()
         if world.size > 1:
             dist.init_process_group(
                 backend,
@@ -52,7 +53,7 @@ class EagerDevice:
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         prepared = ({name: self._prepare(value) for name, value in batch.items()} for batch in batches)
-        for batch in _ahead(prepared, PREFETCH_BATCHES):
+        for batch in self.waits.on(_ahead(prepared, PREFETCH_BATCHES)):
             yield {name: self._put(value) for name, value in batch.items()}
 
     def _prepare(self, value: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch_xla.distributed.parallel_loader import MpDeviceLoader
 from torch_xla.utils.checkpoint import checkpoint
 
 from pipeline.config import LoaderConfig
-from pipeline.runtime.device import Batch, EncodeFunction, GraphCounts, ModuleT
+from pipeline.runtime.device import Batch, EncodeFunction, GraphCounts, ModuleT, Waits
 from pipeline.runtime.world import World
 
 REDUCE_BUCKET_MIB = 50
@@ -47,6 +47,7 @@ class LazyDevice:
         self.precision = precision
         self.world = world
         self.loader = loader
+        self.waits = Waits()
         # Spelled out, although all ranks is the default: so the number of ranks stands in the graph, here as on a gang.
         self._all_ranks = [list(range(world.size))]
 
@@ -71,7 +72,7 @@ class LazyDevice:
         )
         items = iter(loader)
         try:
-            for number, batch in enumerate(_in_order(items)):
+            for number, batch in enumerate(self.waits.on(_in_order(items))):
                 if number and number % self.loader.batches_per_execution == 0:
                     self.sync()
                 yield batch

@@ -26,7 +26,8 @@ def configure_logging(where: str) -> None:
     """Log to stderr from TRNPIPE_LOG_LEVEL (default INFO) on.
 
     Args:
-        where: who writes, e.g. `node 0 rank 3`.
+        where: who writes, e.g. `week-1 node 0 rank 3`. All jobs of a deployment write to one log group: with the run's id in it,
+            a line can be told from those of other runs.
 
     Raises:
         BadConfig: there is no such level.

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.contract import Metric
 from pipeline.errors import MissingInput, TrnpipeError, UnhealthyHost
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext
@@ -138,13 +139,20 @@ class _Interval:
     def __init__(self) -> None:
         self.cores: dict[int, tuple[float, int]] = {}
         self.errors: dict[str, int] = {}
+        self.ecc: dict[str, int] = {}
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: Reading, events: Mapping[str, int]) -> None:
+        """
+        Args:
+            events: memory errors that the reading has beyond the one before.
+        """
         for core, share in reading.utilization.items():
             total, count = self.cores.get(core, (0.0, 0))
             self.cores[core] = total + share, count + 1
         for kind, count in reading.errors.items():
             self.errors[kind] = self.errors.get(kind, 0) + count
+        for name, count in events.items():
+            self.ecc[name] = self.ecc.get(name, 0) + count
 
     def means(self) -> dict[int, float]:
         return {core: total / count for core, (total, count) in sorted(self.cores.items())}
@@ -282,11 +290,13 @@ class HostMonitor:
 
     def _take(self, reading: Reading) -> None:
         fatal = []
+        events: dict[str, int] = {}
         risen = {name: count for name, count in reading.ecc.items() if count > self._ecc.get(name, 0)}
         for name, count in risen.items():
             # Corrected errors from before this attempt are no news; an uncorrected one always is.
             if name in FATAL_ECC or self._ecc:
                 log.warning("memory errors: %s is now %d", name, count)
+                events[name] = count - self._ecc.get(name, 0)
             if name in FATAL_ECC:
                 fatal.append(f"{name}: {count}")
         for kind, count in reading.errors.items():
@@ -298,7 +308,7 @@ class HostMonitor:
             self._say_once(f"neuron-monitor could not collect everything: {gap}")
         with self._lock:
             self._latest = reading
-            self._interval.add(reading)
+            self._interval.add(reading, events)
             self._ecc |= reading.ecc
             self._fatal += fatal
 
@@ -332,6 +342,7 @@ class HostMonitor:
         means = interval.means()
         if not means and reading.host_memory is None:
             return
+        self._tell(interval, means)
         node = self._context.world.node
         line: dict[str, Any] = {"time": time.time(), "attempt": node.attempt, "host": node.host}
         if means:
@@ -352,6 +363,16 @@ class HostMonitor:
             store.write_bytes(self._uri, "".join(f"{text}\n" for text in self._lines).encode())
         except (TrnpipeError, OSError) as error:
             log.warning("what neuron-monitor saw could not be written: %s", _one_line(error))
+
+    def _tell(self, interval: _Interval, means: Mapping[int, float]) -> None:
+        uncorrected = sum(interval.ecc.get(name, 0) for name in FATAL_ECC)
+        values: dict[Metric, float] = {
+            Metric.ECC_CORRECTED: sum(interval.ecc.values()) - uncorrected,
+            Metric.ECC_UNCORRECTED: uncorrected,
+        }
+        if means:
+            values[Metric.CORE_UTILIZATION] = math.fsum(means.values()) / len(means)
+        self._context.cloudwatch.write(values)
 
     @property
     def _uri(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from pipeline.runtime import taxonomy
+from pipeline.runtime.metrics import is_record
 from pipeline.runtime.taxonomy import Finding
 
 CHUNK_BYTES = 1 << 16
@@ -87,6 +88,8 @@ class Output:
             for stream in streams:
                 for raw in stream.close() if end else stream.read():
                     line = raw.decode("utf-8", "replace")
+                    if is_record(line):
+                        continue  # numbers, whose names are words of what may be wrong
                     self._last[rank].append(line[: taxonomy.LINE_CHARACTERS])
                     self._findings[rank] = taxonomy.better(self._findings[rank], taxonomy.match(line, nodes=self._nodes))
 

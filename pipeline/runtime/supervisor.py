@@ -30,8 +30,10 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.contract import (
+    METRICS,
     RUN_PARAMETER,
     STAGES,
+    Metric,
     RunPaths,
     Shape,
     Stage,
@@ -47,6 +49,7 @@ from pipeline.runtime import failure, gang, neuron_launch, store
 from pipeline.runtime.exhausted import exhaustion
 from pipeline.runtime.heartbeat import COMPILE_PATIENCE, Stall, Watchdog
 from pipeline.runtime.logs import configure_logging
+from pipeline.runtime.metrics import EmbeddedMetrics
 from pipeline.runtime.ranks import Launch, Ranks, start
 from pipeline.runtime.world import NodeWorld
 
@@ -109,6 +112,7 @@ def run(stage: Stage, run_uri: str) -> int:
         paths = RunPaths(check_run_folder(resolve_run(run_uri, node)))
     except TrnpipeError as error:
         return conclude(failure.describe(error, stage=stage, run="", node=node, rank=0))
+    configure_logging(f"{paths.run_id} node {node.index}")
     return Supervisor(stage, paths, node, Deadlines.from_environment()).run()
 
 
@@ -144,6 +148,7 @@ class Supervisor:
         self._node = node
         self._deadlines = deadlines
         self._in_gang = STAGES[stage].shape == Shape.GANG and node.nodes > 1
+        self._cloudwatch = EmbeddedMetrics.from_environment(stage, paths.run_id, node)
         self._peers: gang.Peers | None = None
         if self._in_gang and node.is_main:
             self._peers = gang.Peers(
@@ -256,6 +261,7 @@ class Supervisor:
     # Watching and stopping.
 
     def _attempt(self, numbers: PlanNumbers) -> StageFailure | None:
+        self._tell_start()
         with tempfile.TemporaryDirectory(prefix="trnpipe-node-", ignore_cleanup_errors=True) as name:
             launch = self._launch(numbers, Path(name))
             log.info("%s: %d rank(s) on node %d of %d", self._stage, launch.ranks_per_node, self._node.node, launch.nodes)
@@ -276,6 +282,22 @@ class Supervisor:
                 ranks.kill()
                 # The main node goes on to use what the reporter used; elsewhere a slow storage keeps nobody from ending.
                 reporter.stop(wait=self._peers is not None and self._signal is None)
+
+    def _tell_start(self) -> None:
+        if not self._node.is_main:
+            return
+        if self._node.attempt > 1:
+            self._cloudwatch.write({Metric.RETRIES: 1})
+        if self._cloudwatch.enabled and self._stage in METRICS[Metric.QUEUE_WAIT_SECONDS].stages:
+            # Beside the work: Batch may be slow to answer.
+            threading.Thread(target=self._tell_queue_wait, name="queue-wait", daemon=True).start()
+
+    def _tell_queue_wait(self) -> None:
+        from pipeline.runtime.batch import queue_wait_seconds
+
+        waited = queue_wait_seconds(self._node.job, now=time.time())
+        if waited is not None:
+            self._cloudwatch.write({Metric.QUEUE_WAIT_SECONDS: waited})
 
     def _watch(self, ranks: Ranks, watchdog: Watchdog, reporter: Reporter) -> StageFailure | None:
         while True:
@@ -377,6 +399,7 @@ class Supervisor:
         """Let no retry land on this host; at its best, and once: a node ends once."""
         from pipeline.runtime.batch import leave_cluster
 
+        self._cloudwatch.write({Metric.UNHEALTHY_HOSTS: 1})
         leave_cluster()
 
     def _publish_failure(self, ended: StageFailure | None, done: bool) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from pipeline.contract import EAGER_KINDS, Artifact, now
+from pipeline.contract import EAGER_KINDS, Artifact, Metric, now
 from pipeline.data.ids import IdDigest
 from pipeline.data.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
 from pipeline.data.rows import read_documents
@@ -155,7 +155,12 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
         device=device,
         encode_with=encode_function(context, device, encoder),
         dimension=encoder.dimension,
-        watch=GraphWatch(device=device, known=known_graphs(context), stop=config.compile.new_graphs == "stop"),
+        watch=GraphWatch(
+            device=device,
+            known=known_graphs(context),
+            stop=config.compile.new_graphs == "stop",
+            cloudwatch=context.cloudwatch,
+        ),
         tokenizer=TextTokenizer(folder),
         model=model,
         total=sum(plan.embed.parts[index].rows for index in todo),
@@ -389,13 +394,15 @@ def stage_output(context: StageContext, model: Artifact) -> StageOutput | None:
     times = [datetime.fromisoformat(moment) for record in records for moment in (record.started, record.finished)]
     seconds = (max(times) - min(times)).total_seconds()
     documents = sum(record.rows for record in records)
+    rate = documents / max(seconds, 1e-9)
+    context.cloudwatch.write({Metric.DOCUMENTS_PER_SECOND: rate, Metric.QUARANTINED_DOCUMENTS: bad})
     tokens = sum(record.tokens for record in records)
     return StageOutput(
         inputs={"model": model},
         metrics={
             "documents": documents,
             "quarantined": bad,
-            "documents_per_second": documents / max(seconds, 1e-9),
+            "documents_per_second": rate,
             "seconds": seconds,
             "parts": len(records),
             "children": plan.children,

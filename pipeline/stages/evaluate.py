@@ -18,7 +18,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from pipeline.config import GateConfig, RunConfig
-from pipeline.contract import EAGER_KINDS, Artifact
+from pipeline.contract import EAGER_KINDS, Artifact, Metric
 from pipeline.data.arrow import read_table
 from pipeline.data.query_values import QueryKey, QueryValues
 from pipeline.errors import BadConfig, BadData
@@ -53,7 +53,12 @@ def run(context: StageContext) -> StageOutput:
     check_size(len(holdout.queries), config.gate)
     threads = config.device.threads_per_rank
     device = open_device(plan.world.kind, plan.world.precision, context.world, threads=threads, inference=True)
-    watch = GraphWatch(device=device, known=known_graphs(context), stop=config.compile.new_graphs == "stop")
+    watch = GraphWatch(
+        device=device,
+        known=known_graphs(context),
+        stop=config.compile.new_graphs == "stop",
+        cloudwatch=context.cloudwatch,
+    )
     started = time.monotonic()
     parent = measure(context, device, holdout, "parent", plan.parent.folder)
     new = measure(context, device, holdout, "new", context.paths.model)
@@ -65,6 +70,14 @@ def run(context: StageContext) -> StageOutput:
     scores = compare(parent, new, samples=config.evaluate.bootstrap_samples, seed=config.seed)
     gate = judge(scores, config.gate)
     log.info("gate: %s: %s", gate["verdict"], gate["reason"])
+    context.cloudwatch.write(
+        {
+            Metric.NDCG: scores["new"]["ndcg@10"],
+            Metric.PARENT_NDCG: scores["parent"]["ndcg@10"],
+            Metric.GATE_DROP: -gate["difference"],
+        },
+        Verdict=gate["verdict"],
+    )
     counts = {"queries": len(holdout.queries), "candidates": len(holdout.candidates)}
     scorecard = {**counts, **scores, "gate": gate, "locales": compare_locales(parent, new, holdout.locales, config)}
     store.write_json(context.paths.scorecard, scorecard)

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 from pipeline.config import Deployment, RunConfig, RunInput, build_config
-from pipeline.contract import RUN_ID_PATTERN, Artifact, RunPaths, Stage, StageResult, now, registry_uri
+from pipeline.contract import RUN_ID_PATTERN, Artifact, Metric, RunPaths, Stage, StageResult, now, registry_uri
 from pipeline.cost import cost_of, most
 from pipeline.data.arrow import SCHEMAS, Lengths, WrittenRows, write_rows
 from pipeline.data.ids import IdDigest, repeated
@@ -547,6 +547,8 @@ def scan(
             corpus=None if corpus is None else scan_corpus(corpus, columns, digest, quarantine.refuse, beat),
             digest=digest,
         )
+        scanned = (*scans.new, *scans.earlier, *(scans.corpus or ()))
+        context.cloudwatch.write({Metric.QUARANTINED_ROWS: sum(scan.bad_rows for scan in scanned)})
         # Each by itself, or a long history would hide a spoilt week.
         limit = config.data.max_bad_fraction
         check_bad_rows("new training shards", scans.new, limit, quarantine)

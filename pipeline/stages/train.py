@@ -48,7 +48,8 @@ def run(context: StageContext) -> StageOutput | None:
     with joined(context, plan) as device, ExitStack() as stack:
         # All ranks have the same graphs: one of them asks the storage for what was recorded and what is new.
         known = known_graphs(context) if context.world.is_leader else None
-        watch = GraphWatch(device=device, known=known, stop=config.compile.new_graphs == "stop")
+        stop = config.compile.new_graphs == "stop"
+        watch = GraphWatch(device=device, known=known, stop=stop, cloudwatch=context.cloudwatch)
         quick_check(context, device, config.health_check)
         monitor = stack.enter_context(HostMonitor(context, device.kind))
         context.heartbeat.beat(note="fetching rows")
@@ -62,7 +63,7 @@ def run(context: StageContext) -> StageOutput | None:
         if context.world.is_leader:
             local = context.scratch / "train"
             resumed = begin.checkpoint.metrics if begin.checkpoint else None
-            metrics = stack.enter_context(MetricsLog(local / "logs", resumed, progress.step))
+            metrics = stack.enter_context(MetricsLog(local / "logs", resumed, progress.step, context.cloudwatch))
             retention = Retention(
                 newest=config.train.keep_checkpoints, every=config.train.keep_every, best=config.train.keep_best
             )

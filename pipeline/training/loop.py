@@ -104,7 +104,7 @@ def train(run: Training, progress: Progress) -> None:
         # Reading cuts the graph where it stands: only ever at the end of a step.
         device.sync()
         _read(run, progress, losses)
-        clock = _spend(progress, clock)
+        clock = _spend(run, progress, clock)
         if log_due:
             _log(run, progress)
         if validation_due:
@@ -176,8 +176,10 @@ def _read(run: Training, progress: Progress, losses: RecentLosses) -> None:
     progress.window.norms += [norm for _, norm in values]
 
 
-def _spend(progress: Progress, since: float) -> float:
+def _spend(run: Training, progress: Progress, since: float) -> float:
     moment = time.monotonic()
+    progress.window.waited += run.device.waits.seconds
+    run.device.waits.seconds = 0.0
     progress.seconds += moment - since
     progress.window.seconds += moment - since
     return moment
@@ -193,6 +195,8 @@ def _log(run: Training, progress: Progress) -> None:
         "lr": float(run.device.read(run.optimizer.param_groups[0]["lr"])[0]),
         "grad_norm": sum(window.norms) / len(window.norms),
         "pairs_per_second": window.pairs / window.seconds,
+        "step_seconds": window.seconds / len(window.losses),
+        "data_wait_share": window.waited / window.seconds,
         "padding_share": 1.0 - window.tokens / window.slots,
         "checkpoint_stall_seconds": window.stalled,
     }

@@ -1,8 +1,10 @@
-"""What training says about itself: `metrics.jsonl`, one JSON object per line, and the same numbers as TensorBoard events.
+"""What training says about itself: `metrics.jsonl`, one JSON object per line, the same numbers as TensorBoard events, and those
+that somebody watches from afar as CloudWatch's (pipeline/runtime/metrics).
 
-A line is `{step, time, loss, lr, grad_norm, pairs_per_second, padding_share, data_digest}` (means since the line before;
-pipeline/training/digest) or `{step, time, validation: {metric: value}}`. What each query got at an evaluation stands in
-`validation/step-00000100.parquet` (pipeline/data/query_values).
+A line is `{step, time, loss, lr, grad_norm, pairs_per_second, step_seconds, data_wait_share, padding_share,
+checkpoint_stall_seconds, data_digest}` (means since the line before, the stall their sum; pipeline/training/digest) or `{step,
+time, validation: {metric: value}}`. What each query got at an evaluation stands in `validation/step-00000100.parquet`
+(pipeline/data/query_values).
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.contract import Metric
+from pipeline.runtime.metrics import EmbeddedMetrics
+
 if TYPE_CHECKING:
     from pipeline.data.query_values import QueryValues
 
@@ -24,6 +29,14 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
 VALIDATION_FOLDER = "validation"
 
+WATCHED = {
+    "loss": Metric.LOSS,
+    "pairs_per_second": Metric.PAIRS_PER_SECOND,
+    "step_seconds": Metric.STEP_SECONDS,
+    "data_wait_share": Metric.DATA_WAIT_SHARE,
+    "checkpoint_stall_seconds": Metric.CHECKPOINT_STALL_SECONDS,
+}
+
 
 class MetricsLog:
     """The files of one attempt; use as a context manager.
@@ -32,14 +45,16 @@ class MetricsLog:
         folder: gets METRICS_FILE, EVENTS_FOLDER and VALIDATION_FOLDER.
         resumed: the checkpoint's copy of METRICS_FILE, which this attempt goes on with; None: from the beginning.
         step: steps already done; events that a lost attempt wrote beyond it are taken back.
+        cloudwatch: gets the WATCHED ones; None: nobody watches.
     """
 
-    def __init__(self, folder: Path, resumed: Path | None, step: int) -> None:
+    def __init__(self, folder: Path, resumed: Path | None, step: int, cloudwatch: EmbeddedMetrics | None = None) -> None:
         # Here, because it loads torch, which those who only want the names of the files do without.
         from torch.utils.tensorboard import SummaryWriter
 
         (folder / VALIDATION_FOLDER).mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._cloudwatch = cloudwatch
         if resumed is not None:
             shutil.copyfile(resumed, folder / METRICS_FILE)
         self._lines = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as this object
@@ -56,6 +71,8 @@ class MetricsLog:
         """Numbers of the steps since the last line, and the digest of all data so far."""
         self._write({"step": step, "time": time.time(), **values, **({"data_digest": data_digest} if data_digest else {})})
         self._scalars("train", step, values)
+        if self._cloudwatch:
+            self._cloudwatch.write({metric: values[name] for name, metric in WATCHED.items() if name in values}, Step=step)
 
     def validation(self, step: int, found: QueryValues) -> None:
         """What every query got after `step` steps."""

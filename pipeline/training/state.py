@@ -14,6 +14,7 @@ class Window:
 
     Attributes:
         losses, norms: of each step.
+        waited: seconds among those spent training in which this rank had no data.
         pairs, tokens, slots, seconds, stalled: as in Progress.
     """
 
@@ -24,6 +25,7 @@ class Window:
     slots: int = 0
     seconds: float = 0.0
     stalled: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass(kw_only=True)

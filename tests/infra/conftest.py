@@ -115,6 +115,11 @@ class ServiceModel:
         report = ParamValidator().validate(dict(request), shape)
         return "; ".join([report.generate_report(), *_outside_enumeration(request, shape)]).strip("; ")
 
+    def enumeration(self, service: str, operation: str, member: str) -> list[str]:
+        """What a member of a request may be."""
+        shape = _service(service).operation_model(operation).input_shape
+        return list(shape.members[member].enum)
+
     def from_template(self, service: str, operation: str, properties: Mapping[str, Any]) -> dict[str, Any]:
         """CloudFormation properties spelled as the API spells them; references become text."""
         shape = _service(service).operation_model(operation).input_shape

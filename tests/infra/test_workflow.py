@@ -20,15 +20,18 @@ from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sns.models import sns_backends
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback
 
+from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
 from infra.local.server import LocalEndpoint
-from infra.local.template import LocalStack
-from infra.states import Targets
+from infra.local.template import LocalStack, LocalWatch
+from infra.states import EXECUTION_TAG, Targets
+from infra.watches import cleanup
 from infra.workflow import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, definition
 from pipeline.contract import STAGES, Queue, Shape, Stage, StageFailure, now, stage_command
 
 GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
 BUCKET, TABLE = "runs-bucket", "locks"
+CONSOLE = Console(region=REGION, bucket=BUCKET, job_logs="/trnpipe/jobs", dashboard="trnpipe")
 TOPIC = f"arn:aws:sns:{REGION}:{ACCOUNT}:notifications"
 
 
@@ -36,7 +39,7 @@ def targets(**changes: Any) -> Targets:
     arn = f"arn:aws:batch:{REGION}:{ACCOUNT}"
     values: dict[str, Any] = {
         "partition": "aws",
-        "region": REGION,
+        "console": CONSOLE,
         "bucket": BUCKET,
         "lock_table": TABLE,
         "topic": TOPIC,
@@ -232,7 +235,13 @@ class ScriptedBatch:
     reasons: dict[str, str | None] = field(default_factory=dict)
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
-        return {"submitjob": self._submit, "describejobs": self._describe, "terminatejob": self._terminate}[operation](request)
+        operations = {
+            "submitjob": self._submit,
+            "describejobs": self._describe,
+            "terminatejob": self._terminate,
+            "listjobs": self._list,
+        }
+        return operations[operation](request)
 
     def stages(self) -> list[str]:
         return [request["jobName"].split("-")[0] for request in self.submitted]
@@ -251,6 +260,17 @@ class ScriptedBatch:
             self.put(f"{key}/{stage}/result.json", json.dumps({"metrics": self.results.get(stage, {})}).encode())
         return {"jobArn": f"arn:{job_id}", "jobName": request["jobName"], "jobId": job_id}
 
+    def _list(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A job per page."""
+        alive = [
+            f"job-{number}"
+            for number, submitted in enumerate(self.submitted, start=1)
+            if submitted["jobQueue"] == request["jobQueue"] and self._detail(f"job-{number}")["status"] == request["jobStatus"]
+        ]
+        first = int(request.get("nextToken", 0))
+        page = {"jobSummaryList": [{"jobId": job_id, "jobName": "job"} for job_id in alive[first : first + 1]]}
+        return page | ({"nextToken": str(first + 1)} if alive[first + 1 :] else {})
+
     def _describe(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"jobs": [self._detail(job_id) for job_id in request["jobs"]]}
 
@@ -264,6 +284,7 @@ class ScriptedBatch:
             "jobDefinition": "d",
             "startedAt": 0,
             "statusReason": reason or "",
+            "tags": self.submitted[int(job_id.removeprefix("job-")) - 1].get("tags", {}),
             **status,
         }
 
@@ -317,15 +338,21 @@ class Account:
         return {key: value["S"] for key, value in found.items()}
 
 
-@pytest.fixture
-def account(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
-    monkeypatch.setattr(state_task_service_callback, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", 0.02)
-    machine = definition(targets(**getattr(request, "param", {})))
+def quick(machine: dict[str, Any]) -> dict[str, Any]:
+    """The same machine with short waits and few retries."""
     for state in machine["States"].values():
         if state["Type"] == "Wait":
             state["Seconds"] = 1
         for rule in state.get("Retry", ()):
             rule |= {"IntervalSeconds": 1, "MaxAttempts": min(rule["MaxAttempts"], 1)}
+    return machine
+
+
+@pytest.fixture
+def account(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
+    monkeypatch.setattr(state_task_service_callback, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", 0.02)
+    machine = quick(definition(targets(**getattr(request, "param", {}))))
+    watch = quick(cleanup("aws", [f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/{queue.value}" for queue in Queue]))
     stack = LocalStack(
         state_machine="trnpipe",
         definition=json.dumps(machine),
@@ -340,6 +367,7 @@ def account(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
         topics=("notifications",),
         job_definitions=(),
         queues=(),
+        watches=(LocalWatch(state_machine="trnpipe-cleanup", definition=json.dumps(watch)),),
     )
     batch = ScriptedBatch(put=lambda key, body: endpoint.client("s3").put_object(Bucket=BUCKET, Key=key, Body=body))
     endpoint = LocalEndpoint(stack, tmp_path / "state", lambda environment: batch)  # type: ignore[arg-type,return-value]
@@ -391,7 +419,17 @@ def test_a_run_from_end_to_end(account: Account) -> None:
     )
     assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
     assert account.notices[0]["subject"] == "trnpipe: week-1 succeeded"
-    assert f"s3://{BUCKET}/runs/week-1/report/index.html" in account.notices[0]["message"]
+    message = account.notices[0]["message"]
+    assert message.splitlines() == [
+        "Run week-1 succeeded in publish. ",
+        "the model and its embeddings are published",
+        "+0.002",
+        f"Report: s3://{BUCKET}/runs/week-1/report/index.html {CONSOLE.report.format('week-1')}",
+        f"Execution: {CONSOLE.execution.format(found['executionArn'])}",
+        f"Log of its jobs: {CONSOLE.log.format('week-1')}",
+        f"Dashboard: {CONSOLE.overview}",
+    ]
+    assert {request["tags"][EXECUTION_TAG] for request in account.batch.submitted} == {found["executionArn"]}
 
 
 @pytest.mark.parametrize("account", [{"gang_submit": "poll"}], indirect=True)
@@ -407,6 +445,28 @@ def test_a_polled_gang_that_fails(account: Account) -> None:
     assert found["status"] == "FAILED"
     assert "Host EC2 (instance i-1) terminated." in found["cause"]
     assert account.batch.stages() == ["prepare", "health_check", "compile", "report"]
+
+
+@pytest.mark.parametrize("account", [{"gang_submit": "poll"}], indirect=True)
+def test_stopping_an_execution_ends_its_polled_gang_and_nobody_else_s(account: Account) -> None:
+    """What the watch looks through holds jobs of others too, with tags and without."""
+    account.batch.script["health_check"] = lambda: "RUNNING"
+    queue = f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/train"
+    others: list[dict[str, Any]] = [{}, {"tags": {EXECUTION_TAG: "arn:another"}}]
+    for number, more in enumerate(others):
+        account.batch.script["other"] = lambda: "RUNNING"
+        account.batch.call(
+            "submitjob",
+            {"jobName": f"other-{number}", "jobQueue": queue, "parameters": {"run": f"s3://{BUCKET}/runs/x"}, **more},
+        )
+    arn = account.start("week-1")
+    wait_until(lambda: account.batch.stages()[-1] == "health_check")
+    account.endpoint.client("stepfunctions").stop_execution(executionArn=arn)
+    client = account.endpoint.client("stepfunctions")
+    watch = account.machine_arn + "-cleanup"
+    wait_until(lambda: [one["status"] for one in client.list_executions(stateMachineArn=watch)["executions"]] == ["SUCCEEDED"])
+    assert account.batch.terminated == [f"job-{len(account.batch.submitted)}"]
+    assert account.batch.stages() == ["other", "other", "prepare", "health_check"]
 
 
 @pytest.mark.parametrize("account", [{"gang_submit": "sync"}, {"gang_submit": "poll"}], indirect=True)
@@ -439,7 +499,9 @@ def test_the_gate_refuses(account: Account) -> None:
     assert account.batch.stages()[-2:] == ["evaluate", "report"]
     assert account.lock() == {}
     assert account.notices[0]["subject"] == "trnpipe: week-1 refused"
-    assert "ndcg@10 fell" in account.notices[0]["message"]
+    message = account.notices[0]["message"].splitlines()
+    assert message[:2] == ["Run week-1 refused in evaluate. GateRefused", "ndcg@10 fell from 0.51 to 0.48"]
+    assert CONSOLE.report.format("week-1") in message[3]
 
 
 @pytest.mark.parametrize("stage", ["prepare", "train", "embed"])
@@ -451,7 +513,11 @@ def test_a_failing_stage_is_reported_unlocked_and_named(account: Account, stage:
     assert account.batch.stages()[-2:] == [stage, "report"]
     assert account.lock() == {}
     assert account.notices[0]["subject"] == "trnpipe: week-1 failed"
-    assert f"failed in {stage}." in account.notices[0]["message"]
+    message = account.notices[0]["message"].splitlines()
+    assert message[0] == f"Run week-1 failed in {stage}. {stage}: States.TaskFailed"
+    assert "Essential container in task exited" in message[1]
+    # What the gate said is still of use when something after it fails.
+    assert message[2] == ("+0.002" if stage == "embed" else "")
 
 
 def test_a_stages_own_words_become_the_cause(account: Account) -> None:
@@ -547,6 +613,7 @@ def test_an_input_that_cannot_be_used_starts_no_job(account: Account) -> None:
         assert (found["status"], found["error"]) == ("FAILED", "InputRefused"), given
         assert "rule:" in found["cause"]
         assert account.notices[number]["subject"] == f"trnpipe: run-{number} failed"
+        assert "rule:" in account.notices[number]["message"]
     assert account.batch.submitted == []
 
 

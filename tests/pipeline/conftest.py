@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipeline.config import RunConfig, build_config
-from pipeline.contract import RunPaths, Stage, StageResult, now
+from pipeline.contract import DEPLOYMENT_VARIABLE, RunPaths, Stage, StageResult, now
 from pipeline.data.arrow import SCHEMAS
 from pipeline.data.ids import IdDigest
 from pipeline.data.rows import normalized_hash
@@ -26,6 +26,7 @@ from pipeline.plan import World as PlannedWorld
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.heartbeat import Heartbeat
+from pipeline.runtime.metrics import EXECUTION_VARIABLE, is_record
 from pipeline.runtime.world import NodeWorld, World
 from tests.tiny import WORDS, make_model
 
@@ -37,6 +38,14 @@ SMALL = {
     "gate": {"allow_small": True},
 }
 Text = tuple[str, str]
+
+
+@pytest.fixture
+def cloudwatch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], list[dict[str, Any]]]:
+    """A process in a container of a deployment, and a function that gives the metrics it has printed since the last call."""
+    monkeypatch.setenv(EXECUTION_VARIABLE, "AWS_ECS_EC2")
+    monkeypatch.setenv(DEPLOYMENT_VARIABLE, "search")
+    return lambda: [json.loads(line) for line in capsys.readouterr().out.splitlines() if is_record(line)]
 
 
 def make_texts(count: int, seed: int = 0) -> list[Text]:

@@ -22,7 +22,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from infra.local.server import LocalEndpoint
-from infra.local.template import LocalStack
+from infra.local.template import LocalStack, machine_arn
 from pipeline.errors import BadConfig
 
 Start = Callable[..., Any]
@@ -147,6 +147,23 @@ def test_stopping_an_execution_terminates_its_job(machine: Start) -> None:
     assert job.done.wait(20)
     assert (job.status, job.attempts[0].exit_code) == ("FAILED", 143)
     assert local.finish(arn)["status"] == "ABORTED"
+
+
+def test_an_abort_starts_the_watch_that_looks_for_left_jobs(machine: Start) -> None:
+    """The synthesized one, through the queues of the job runner, up to its wait before it looks again."""
+    local = machine({"prepare": {"seconds": 600}})
+    [watch] = local.stack.watches
+    assert watch.state_machine == "trnpipe-cleanup"
+    arn = local.start("stopped")
+    while not any(job.status == "RUNNING" for job in local.endpoint.batch.jobs()):
+        time.sleep(0.05)
+    local.client.stop_execution(executionArn=arn)
+    [started] = local.client.list_executions(stateMachineArn=machine_arn(watch.state_machine))["executions"]
+    assert json.loads(local.client.describe_execution(executionArn=started["executionArn"])["input"]) == {"execution": arn}
+    deadline = time.monotonic() + 60
+    while "Wait" not in local.entered(started["executionArn"]):
+        assert time.monotonic() < deadline, local.entered(started["executionArn"])
+        time.sleep(0.1)
 
 
 def s3_of(local: Any) -> tuple[Any, str]:

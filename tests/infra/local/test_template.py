@@ -128,6 +128,13 @@ def test_the_real_templates_hold_a_definition_for_every_stage_and_node_count(sta
     assert "${Token" not in stack.definition
 
 
+def test_the_watch_that_an_abort_starts_is_found_with_its_queues_resolved(stack: LocalStack) -> None:
+    """The notices of the same event go to a topic, and other watches wait for other events."""
+    [watch] = stack.watches
+    assert watch.state_machine == "trnpipe-cleanup"
+    assert all(queue.arn in watch.definition for queue in stack.queues)
+
+
 def test_synth_is_done_again_only_after_a_change(templates: Path) -> None:
     manifest = templates / "manifest.json"
     before = manifest.stat().st_mtime_ns

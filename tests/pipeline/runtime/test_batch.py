@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -91,6 +92,31 @@ def test_a_literal_ref_run_is_resolved_by_the_stage_itself(
     unknown = supervise(Stage.COMPILE, "Ref::run", job="job-2")
     assert unknown.wait() == ExitCode.BAD_CONFIG
     assert "error:  AWS Batch does not know this job" in unknown.log
+
+
+def test_how_long_an_attempt_has_waited(answers: dict[str, tuple[int, dict[str, Any]]]) -> None:
+    """The first since the submission, a later one since the attempt before it ended."""
+    job = {"jobId": "abc", "jobName": "n", "jobQueue": "q", "jobDefinition": "d", "status": "RUNNING", "startedAt": 0}
+    answers["abc"] = (200, {"jobs": [{**job, "createdAt": 1_000_000}]})
+    answers["again"] = (200, {"jobs": [{**job, "createdAt": 1_000_000, "attempts": [{"stoppedAt": 1_400_000}, {}]}]})
+    assert batch.queue_wait_seconds("abc", now=1_090.5) == 90.5
+    assert batch.queue_wait_seconds("again", now=1_430.0) == 30.0
+    # Clocks of two machines.
+    assert batch.queue_wait_seconds("abc", now=999.0) == 0.0
+    answers["secret"] = (403, {"code": "AccessDeniedException", "message": "not authorized"})
+    answers["odd"] = (200, {"jobs": [{"jobId": "odd"}]})
+    assert [batch.queue_wait_seconds(name, now=1_090.5) for name in ("gone", "secret", "odd")] == [None, None, None]
+
+
+def test_a_gang_in_a_container_says_how_long_it_has_waited(
+    answers: dict[str, tuple[int, dict[str, Any]]], supervise: Any, planned_ranks: Any, scripted_stage: dict[str, str]
+) -> None:
+    answers["job-1"] = (200, {"jobs": [{"jobId": "job-1", "createdAt": int(time.time() * 1000) - 3_600_000}]})
+    container = {"AWS_EXECUTION_ENV": "AWS_ECS_EC2", "TRNPIPE_DEPLOYMENT": "search", "TRNPIPE_TEST_RANK": "time.sleep(2)"}
+    node = supervise(Stage.HEALTH_CHECK, planned_ranks(ranks_per_node=1).root, **scripted_stage, **container)
+    assert node.wait() == 0, node.log
+    [record] = [json.loads(line) for line in node.log.splitlines() if "QueueWaitSeconds" in line]
+    assert 3_600 <= record["QueueWaitSeconds"] < 3_660
 
 
 # The host in ECS.

@@ -103,6 +103,24 @@ def test_the_newest_reading_and_the_line_that_stays(context: StageContext, print
     assert watching.latest() == {}
 
 
+def test_cloudwatch_is_told_of_memory_errors_as_they_happen(
+    context: StageContext, prints: Callable[..., None], cloudwatch: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """Corrected ones from before the attempt are no news; every one is told once, whatever the counters go on showing."""
+    prints(
+        monitor_report(utilization=50.0, sram_ecc_corrected=2),
+        monitor_report(utilization=50.0, sram_ecc_corrected=5, mem_ecc_uncorrected=1),
+    )
+    with monitor(context, interval_seconds=0.05) as watching:
+        until(lambda: watching.latest().get("ecc_uncorrected") == 1)
+        time.sleep(0.2)
+    told = cloudwatch()
+    assert len(told) > 1
+    assert sum(record["EccCorrected"] for record in told) == 3
+    assert sum(record["EccUncorrected"] for record in told) == 1
+    assert {record["CoreUtilization"] for record in told if "CoreUtilization" in record} == {57.0}
+
+
 def test_lines_are_written_all_along_and_after_those_of_earlier_attempts(
     context: StageContext, prints: Callable[..., None]
 ) -> None:

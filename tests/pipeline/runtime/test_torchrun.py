@@ -66,7 +66,7 @@ def test_a_gang_of_two_nodes_meets_under_torchrun(planned_ranks: Any, supervise:
     result = StageResult.from_json(store.read_bytes(paths.result(Stage.HEALTH_CHECK)))
     assert result.metrics["nodes"] == 2
     # What ranks log reaches their node's log.
-    assert "[node 0 rank 0]" in main.log
+    assert "node 0 rank 0] " in main.log
     assert set(re.findall(r"rank (\d) is process", child.log)) == {"2", "3"}
 
 

@@ -52,7 +52,9 @@ def record(run: Any, index: int) -> PartRecord:
     return PartRecord.from_json(store.read_bytes(run.paths.part_manifest(index, len(run.plan.embed.parts))))
 
 
-def test_children_share_the_parts_and_the_last_one_speaks(plan_run: Any, root: str | None, tmp_path: Path) -> None:
+def test_children_share_the_parts_and_the_last_one_speaks(
+    plan_run: Any, root: str | None, tmp_path: Path, cloudwatch: Any
+) -> None:
     run = plan_run(root)
     assert len(run.plan.embed.parts) == 4
     assert run_child(run, 0) is None
@@ -64,6 +66,8 @@ def test_children_share_the_parts_and_the_last_one_speaks(plan_run: Any, root: s
     assert (metrics["documents"], metrics["parts"], metrics["dimension"], metrics["dtype"]) == (100, 4, 32, "float32")
     assert 0 <= metrics["padding"] < 1
     assert metrics["documents_per_second"] == pytest.approx(100 / metrics["seconds"])
+    [told] = cloudwatch()
+    assert (told["DocumentsPerSecond"], told["QuarantinedDocuments"]) == (metrics["documents_per_second"], 0)
     found = embeddings(run, tmp_path / "parts")
     assert list(found) == [identifier for identifier, _ in run.texts]
     assert np.allclose([np.linalg.norm(vector) for vector in found.values()], 1.0, atol=1e-5)
@@ -215,7 +219,7 @@ def test_ranks_of_one_child_share_its_parts(plan_run: Any, tmp_path: Path) -> No
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     for rank in range(2):
-        assert f"[node 0 rank {rank}] embed: child 0 of 1: 2 of its 2 parts are to do" in result.stderr
+        assert f"node 0 rank {rank}] embed: child 0 of 1: 2 of its 2 parts are to do" in result.stderr
     assert StageResult.from_json(store.read_bytes(run.paths.result(Stage.EMBED))).metrics["documents"] == 100
     assert list(embeddings(run, tmp_path / "parts")) == [identifier for identifier, _ in run.texts]
 

@@ -20,7 +20,7 @@ from pipeline.runtime import store
 from pipeline.stages import evaluate
 
 
-def test_equal_models_are_accepted(plan_run: Any) -> None:
+def test_equal_models_are_accepted(plan_run: Any, cloudwatch: Any) -> None:
     run = plan_run()
     output = evaluate.run(run.context(Stage.EVALUATE))
     metrics = output.metrics
@@ -34,6 +34,8 @@ def test_equal_models_are_accepted(plan_run: Any) -> None:
         assert metrics["difference"][metric] == {"value": 0.0, "low": 0.0, "high": 0.0}
     assert output.inputs["model"].sha256 == run.plan.parent.sha256
     run.finish(Stage.EVALUATE, output)
+    [told] = cloudwatch()
+    assert (told["Ndcg"], told["ParentNdcg"], told["GateDrop"]) == (metrics["new"]["ndcg@10"], metrics["parent"]["ndcg@10"], 0.0)
 
     scorecard = store.read_json(run.paths.scorecard)
     assert scorecard["new"] == metrics["new"]

@@ -394,13 +394,14 @@ def test_training_of_another_run_is_gone_on_with_on_fewer_nodes(bench: Bench) ->
     assert error.exit_code == 64
 
 
-def test_a_few_bad_rows_are_quarantined(bench: Bench) -> None:
+def test_a_few_bad_rows_are_quarantined(bench: Bench, cloudwatch: Any) -> None:
     data = [*rows(0, 50), b"not json", *rows(50, 99), {"id": "x", "query": "q"}]
     uri = bench.shard("a.jsonl", data)
     output = bench.start("run", {"data": {"max_bad_fraction": 0.02}})
     assert output.metrics["bad_rows"] == 2
     assert [row["at"] for row in bench.quarantine("run")] == [f"{uri}:51", f"{uri}:101"]
     assert bench.plan("run").train.new[0].bad_rows == 2
+    assert [told["QuarantinedRows"] for told in cloudwatch()] == [2]
 
 
 def test_result_stays_small_with_many_shards(bench: Bench) -> None:

@@ -23,13 +23,21 @@ from pipeline.runtime import store
 from pipeline.runtime.context import StageOutput
 from pipeline.stages import train as stage
 from pipeline.training import loop
+from pipeline.training.metrics import WATCHED
 from pipeline.training.resumption import resumed_run
 from tests.pipeline.training.conftest import TrainingRun, training_run
 
 __all__ = ["training_run"]
 
 PlanTraining = Callable[..., TrainingRun]
-NOT_REPEATED = {"time", "pairs_per_second", "checkpoint_stall_seconds", "checkpoint_stall_share"}
+NOT_REPEATED = {
+    "time",
+    "pairs_per_second",
+    "step_seconds",
+    "data_wait_share",
+    "checkpoint_stall_seconds",
+    "checkpoint_stall_share",
+}
 """What clocks say."""
 
 
@@ -67,10 +75,16 @@ def interrupt(run: TrainingRun, step: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(loop, "step_seed", step_seed)
 
 
-def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining) -> None:
+def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, cloudwatch: Any) -> None:
     run = training_run(steps=40, head=16)
     output = train(run)
     metrics = output.metrics
+    told = cloudwatch()
+    lines = [line for line in map(json.loads, store.read_bytes(run.paths.metrics).splitlines()) if "loss" in line]
+    assert [record["Step"] for record in told] == [line["step"] for line in lines]
+    for name, metric in WATCHED.items():
+        assert [record[metric.value] for record in told] == [line[name] for line in lines]
+    assert all(0 <= line["data_wait_share"] <= 1 and line["step_seconds"] > 0 for line in lines)
     assert metrics["steps"] == 40
     assert metrics["pairs"] == 2 * 150 + 8 * 2  # 40 steps: two epochs of 19 steps and two steps of the third
     assert metrics["last_validation"]["ndcg@10"] > metrics["first_validation"]["ndcg@10"] + 0.05
