@@ -589,7 +589,7 @@ class Workflow(Construct):
             gangs=gang_arns,
             gang_submit=settings.gang_submit,
             capacity_wait_minutes=settings.capacity_wait_hours * 60,
-            config=settings.config,
+            config=settings.deployed_config(),
             read=settings.readable(),
             local_paths=settings.local_paths,
             defaults={"share": config.share, "registry": config.registry, "wait_minutes": config.lock.wait_minutes},
