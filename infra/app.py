@@ -1,14 +1,16 @@
 """The CDK app: `cdk synth`, `cdk deploy`, or without the CDK CLI `python -m infra.app`, which writes `cdk.out`.
 
-Needs no AWS credentials, no Docker, and no Node.js but the packaged one. Ends with 64 when the settings are wrong.
+Takes the CDK CLI's `-c KEY=VALUE` itself too: `python -m infra.app -c env=prod -c trnpipe.region=us-east-2`. Needs no AWS
+credentials, no Docker, and no Node.js but the packaged one. Ends with 64 when the settings are wrong.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,45 @@ from pipeline.errors import BadConfig, TrnpipeError
 CDK_JSON = Path(__file__).parent.parent / "cdk.json"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Synthesize.
+
+    Args:
+        arguments: of the command line; None: this process's.
+    """
+    parser = argparse.ArgumentParser(prog="python -m infra.app", description="Write the CDK app's cloud assembly to cdk.out.")
+    parser.add_argument(
+        *("-c", "--context"),
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="over cdk.json: env=NAME for infra/environments/NAME.yaml, trnpipe.KEY=VALUE for one setting",
+    )
+    given = parser.parse_args(arguments).context
     try:
         if "CDK_OUTDIR" in os.environ:
-            synthesize({})  # the CDK CLI hands over outdir and context itself
+            synthesize(parse_context(given))  # the CDK CLI hands over outdir and its own context itself
         else:
-            synthesize(read_context(), "cdk.out")
+            synthesize({**read_context(), **parse_context(given)}, "cdk.out")
     except TrnpipeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
+
+
+def parse_context(items: Sequence[str]) -> dict[str, str]:
+    """The context of `-c KEY=VALUE` options, later ones over earlier ones.
+
+    Raises:
+        BadConfig: an item that is none.
+    """
+    context = {}
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not key or not separator:
+            raise BadConfig("cannot read the option", value=f"-c {item}", rule="-c KEY=VALUE", remedy="e.g. -c env=example")
+        context[key] = value
+    return context
 
 
 def read_context(path: Path = CDK_JSON) -> dict[str, Any]:

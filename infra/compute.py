@@ -7,6 +7,9 @@ groups itself; a launch template's `$Default` version is not re-read; an image w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 from aws_cdk import CfnDynamicReference, CfnDynamicReferenceService, CfnTag, Fn
 from aws_cdk import aws_batch as batch
 from aws_cdk import aws_ec2 as ec2
@@ -35,6 +38,11 @@ MISCONFIGURED_SECONDS = 600
 class Compute(Construct):
     """Compute environments and queues.
 
+    Args:
+        subnets: zone -> id of its private subnet.
+        efa_group: on the gangs' EFA interfaces; None where their hosts have none.
+        host_group: of all other hosts and of Fargate tasks.
+
     Attributes:
         queue_arns: queue -> ARN.
         accelerator_environment_names: names of the compute environments whose hosts may drain themselves.
@@ -46,13 +54,13 @@ class Compute(Construct):
         construct_id: str,
         *,
         settings: Settings,
-        subnets: list[ec2.ISubnet],
-        efa_group: ec2.ISecurityGroup,
+        subnets: Mapping[str, str],
+        efa_group: ec2.ISecurityGroup | None,
         host_group: ec2.ISecurityGroup,
     ) -> None:
         super().__init__(scope, construct_id)
         self._settings = settings
-        self._subnet_ids = [subnet.subnet_id for subnet in subnets]
+        self._subnets = subnets
         instance_role = iam.Role(
             self,
             "InstanceRole",
@@ -60,7 +68,7 @@ class Compute(Construct):
             managed_policies=[iam.ManagedPolicy.from_aws_managed_policy_name("service-role/AmazonEC2ContainerServiceforEC2Role")],
         )
         self._instance_profile = iam.CfnInstanceProfile(self, "InstanceProfile", roles=[instance_role.role_name])
-        train = self._train(efa_group)
+        train = self._train(host_group) if efa_group is None else self._train_with_efa(efa_group)
         embed = self._embed(host_group)
         cpu = self._cpu(host_group)
         self.accelerator_environment_names = [Fn.select(1, Fn.split("/", each.ref)) for each in (train, embed)]
@@ -68,8 +76,8 @@ class Compute(Construct):
             self,
             "FairShare",
             fairshare_policy=batch.CfnSchedulingPolicy.FairsharePolicyProperty(
-                # A reservation would shrink what one share may use, and a gang of full width could never start.
-                compute_reservation=0,
+                # What it takes from a single share is refused by the settings where a gang of full width could then never start.
+                compute_reservation=settings.compute_reservation,
                 share_decay_seconds=settings.share_decay_seconds,
                 share_distribution=[
                     batch.CfnSchedulingPolicy.ShareAttributesProperty(share_identifier=share, weight_factor=weight)
@@ -82,7 +90,20 @@ class Compute(Construct):
             for queue, environment in ((Queue.TRAIN, train), (Queue.EMBED, embed), (Queue.CPU, cpu))
         }
 
-    def _train(self, efa_group: ec2.ISecurityGroup) -> batch.CfnComputeEnvironment:
+    def _train(self, host_group: ec2.ISecurityGroup) -> batch.CfnComputeEnvironment:
+        """Hosts without EFA, each a gang of its own: nothing to place together, and no interfaces that would carry groups."""
+        return self._accelerator_environment(
+            "Train",
+            instance_type=self._settings.instance_type,
+            market=self._settings.train_market,
+            max_vcpus=self._settings.max_vcpus,
+            zones=(self._settings.zone,),
+            template=self._launch_template("TrainTemplate", None, self._settings.capacity_reservation_id),
+            placement_group=None,
+            security_groups=[host_group.security_group_id],
+        )
+
+    def _train_with_efa(self, efa_group: ec2.ISecurityGroup) -> batch.CfnComputeEnvironment:
         settings = self._settings
         interfaces = [
             ec2.CfnLaunchTemplate.NetworkInterfaceProperty(
@@ -96,23 +117,28 @@ class Compute(Construct):
             )
             for card in range(settings.train_hardware.efa_interfaces)
         ]
-        template = self._launch_template("TrainTemplate", interfaces)
+        template = self._launch_template("TrainTemplate", interfaces, settings.capacity_reservation_id)
         placement = ec2.PlacementGroup(self, "Placement", strategy=ec2.PlacementGroupStrategy.CLUSTER)
         return self._accelerator_environment(
             "Train",
             instance_type=settings.instance_type,
+            market=settings.train_market,
             max_vcpus=settings.max_vcpus,
+            zones=(settings.zone,),
             template=template,
             placement_group=placement.placement_group_name,
             security_groups=None,
         )
 
     def _embed(self, host_group: ec2.ISecurityGroup) -> batch.CfnComputeEnvironment:
+        settings = self._settings
         return self._accelerator_environment(
             "Embed",
-            instance_type=self._settings.embed_instance_type,
-            max_vcpus=self._settings.embed_max_vcpus,
-            template=self._launch_template("EmbedTemplate", None),
+            instance_type=settings.embed_instance_type,
+            market=settings.embed_market,
+            max_vcpus=settings.embed_max_vcpus,
+            zones=settings.embed_zones or (settings.zone,),
+            template=self._launch_template("EmbedTemplate", None, None),
             placement_group=None,
             security_groups=[host_group.security_group_id],
         )
@@ -126,7 +152,7 @@ class Compute(Construct):
             compute_resources=batch.CfnComputeEnvironment.ComputeResourcesProperty(
                 type="FARGATE",
                 maxv_cpus=self._settings.cpu_max_vcpus,
-                subnets=self._subnet_ids,
+                subnets=list(self._subnets.values()),
                 security_group_ids=[host_group.security_group_id],
             ),
         )
@@ -136,7 +162,9 @@ class Compute(Construct):
         construct_id: str,
         *,
         instance_type: str,
+        market: Literal["on-demand", "spot"],
         max_vcpus: int,
+        zones: tuple[str, ...],
         template: ec2.CfnLaunchTemplate,
         placement_group: str | None,
         security_groups: list[str] | None,
@@ -149,15 +177,17 @@ class Compute(Construct):
             replace_compute_environment=False,
             # An update of image or template lets jobs run on for as long as Batch allows; what it cuts after that is retried and
             # goes on from its last checkpoint. Before a run that takes longer, deploy such changes when none is going on.
-            update_policy=environment.UpdatePolicyProperty(terminate_jobs_on_update=False, job_execution_timeout_minutes=360),
+            update_policy=environment.UpdatePolicyProperty(
+                terminate_jobs_on_update=False, job_execution_timeout_minutes=self._settings.update_minutes
+            ),
             compute_resources=environment.ComputeResourcesProperty(
-                type="EC2",
-                allocation_strategy="BEST_FIT_PROGRESSIVE",
+                type="EC2" if market == "on-demand" else "SPOT",
+                allocation_strategy="BEST_FIT_PROGRESSIVE" if market == "on-demand" else "SPOT_PRICE_CAPACITY_OPTIMIZED",
                 minv_cpus=0,
                 maxv_cpus=max_vcpus,
                 instance_types=[instance_type],
                 instance_role=self._instance_profile.attr_arn,
-                subnets=self._subnet_ids,
+                subnets=[self._subnets[zone] for zone in zones],
                 security_group_ids=security_groups,
                 placement_group=placement_group,
                 ec2_configuration=[
@@ -167,17 +197,21 @@ class Compute(Construct):
                     launch_template_id=template.ref, version=template.attr_latest_version_number
                 ),
                 # health_check, compile and train follow each other within minutes: keep the hosts that passed the check.
-                scaling_policy=environment.ComputeScalingPolicyProperty(min_scale_down_delay_minutes=20),
+                scaling_policy=environment.ComputeScalingPolicyProperty(
+                    min_scale_down_delay_minutes=self._settings.keep_hosts_minutes
+                ),
                 # Batch's own tags, unlike the stack's, reach the instances.
                 tags={"Name": f"{self._settings.name}-{construct_id.lower()}", COST_TAG: self._settings.name},
             ),
         )
 
     def _launch_template(
-        self, construct_id: str, interfaces: list[ec2.CfnLaunchTemplate.NetworkInterfaceProperty] | None
+        self,
+        construct_id: str,
+        interfaces: list[ec2.CfnLaunchTemplate.NetworkInterfaceProperty] | None,
+        reservation: str | None,
     ) -> ec2.CfnLaunchTemplate:
         template = ec2.CfnLaunchTemplate
-        reservation = self._settings.capacity_reservation_id if interfaces else None
         return template(
             self,
             construct_id,

@@ -15,8 +15,8 @@ from aws_cdk import aws_kms as kms
 from aws_cdk import aws_sns as sns
 from constructs import Construct
 
-from infra.jobs import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS
-from infra.settings import Settings
+from infra.jobs import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB
+from infra.settings import FARGATE_VCPUS, Settings
 from pipeline.contract import STAGES, Queue
 from pipeline.cost import cost_of, longest_attempt, most, nodes_of
 from pipeline.prices import CURRENCY, fargate_hour, instance_hour
@@ -92,7 +92,16 @@ def host_names(settings: Settings) -> dict[Queue, str]:
 
 
 def hourly_prices(settings: Settings) -> dict[Queue, float]:
-    """USD for an hour of one node of each queue: as the settings say, else the published price. What nobody knows is left out."""
+    """USD for an hour of one node of each queue: as the settings say, else the published price. What nobody knows is left out:
+    of Spot hosts, whose price moves, everything but what the settings say of their queue."""
+    prices = highest_prices(settings)
+    if settings.embed_market == "spot" and Queue.EMBED.value not in settings.prices:
+        prices.pop(Queue.EMBED, None)
+    return prices
+
+
+def highest_prices(settings: Settings) -> dict[Queue, float]:
+    """The same, but for Spot hosts of an unknown price what they would cost on demand: Batch bids no more."""
     published = {
         Queue.TRAIN: instance_hour(settings.region, settings.instance_type),
         Queue.EMBED: instance_hour(settings.region, settings.embed_instance_type),
@@ -100,9 +109,9 @@ def hourly_prices(settings: Settings) -> dict[Queue, float]:
             settings.region, vcpus=FARGATE_VCPUS, memory_gib=FARGATE_MEMORY_MIB / 1024, disk_gib=FARGATE_DISK_GIB
         ),
     }
-    names = host_names(settings)
     found = {
-        queue: settings.prices.get(queue.value, settings.prices.get(host, published[queue])) for queue, host in names.items()
+        queue: settings.prices.get(queue.value, settings.prices.get(host, published[queue]))
+        for queue, host in host_names(settings).items()
     }
     return {queue: round(price, 6) for queue, price in found.items() if price is not None}
 
@@ -114,7 +123,7 @@ def most_embed_hosts(settings: Settings) -> int:
 
 def expectation(settings: Settings) -> Iterator[str]:
     """Lines on what a run of this deployment may cost, for people at synth; none where nobody pays by the hour."""
-    names, prices, config = host_names(settings), hourly_prices(settings), settings.run_config()
+    names, prices, config = host_names(settings), highest_prices(settings), settings.run_config()
     if not names:
         return
     gang, children = config.nodes, min(config.embed.children, most_embed_hosts(settings))

@@ -16,10 +16,9 @@ from aws_cdk import aws_iam as iam
 from aws_cdk import aws_logs as logs
 from constructs import Construct
 
-from infra.settings import Hardware, Settings
+from infra.settings import FARGATE_VCPUS, Hardware, Settings
 from pipeline.contract import DEPLOYMENT_VARIABLE, STAGES, Queue, Shape, Stage, StageSpec, stage_command
 
-FARGATE_VCPUS = 4
 FARGATE_MEMORY_MIB = 30 * 1024
 FARGATE_DISK_GIB = 200
 
@@ -190,7 +189,7 @@ class Jobs(Construct):
             "TRNPIPE_STAGE": stage.value,
             DEPLOYMENT_VARIABLE: self._settings.name,
         }
-        if gang is not None:
+        if gang is not None and gang.efa_interfaces:
             # EFA carries the collectives; the rendezvous goes over the task's own interface.
             environment |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "CCOM_SOCKET_IFNAME": "eth0"}
         return environment

@@ -7,33 +7,33 @@ agent and telemetry), Batch.
 from __future__ import annotations
 
 from aws_cdk import aws_ec2 as ec2
+from aws_cdk import aws_logs as logs
 from constructs import Construct
 
-from infra.settings import Settings
+from infra.settings import ExistingVpc, Settings
+from infra.storage import RETENTION
 
 HTTPS = ec2.Port.tcp(443)
 INTERFACE_ENDPOINTS = ("ECR", "ECR_DOCKER", "CLOUDWATCH_LOGS", "ECS", "ECS_AGENT", "ECS_TELEMETRY", "BATCH")
 
 
 class Network(Construct):
-    """One zone, because a gang's nodes share a placement group.
+    """A private subnet per zone. A gang's nodes share one, because they share a placement group.
 
     Attributes:
-        vpc, subnets: where every host and task runs.
-        efa_group: on the launch template's EFA interfaces; allows itself in and out, as EFA demands.
+        vpc: where every host and task runs.
+        subnets: zone -> its private subnet.
+        efa_group: on the launch template's EFA interfaces; allows itself in and out, as EFA demands. None without EFA.
         host_group: hosts and Fargate tasks that work alone.
         task_group: the VPC's default group; Batch puts it on the interface of a gang's containers.
     """
 
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings) -> None:
         super().__init__(scope, construct_id)
-        self.vpc, self.subnets, self.task_group = self._existing(settings) if settings.vpc else self._new(settings)
-        self.efa_group = ec2.SecurityGroup(
-            self, "Efa", vpc=self.vpc, description="EFA between the nodes of a gang", allow_all_outbound=False
-        )
-        self.efa_group.add_ingress_rule(self.efa_group, ec2.Port.all_traffic(), "all EFA traffic from the gang's nodes")
-        self.efa_group.add_egress_rule(self.efa_group, ec2.Port.all_traffic(), "all EFA traffic to the gang's nodes")
-        self.efa_group.add_egress_rule(ec2.Peer.any_ipv4(), HTTPS, "AWS services")
+        self.vpc, self.task_group = self._existing(settings, settings.vpc) if settings.vpc else self._new(settings)
+        # In the order of the zones that the VPC was given.
+        self.subnets: dict[str, ec2.ISubnet] = dict(zip(settings.zones, self.vpc.isolated_subnets, strict=True))
+        self.efa_group = self._efa_group() if settings.train_hardware.efa_interfaces else None
         self.host_group = ec2.SecurityGroup(
             self, "Host", vpc=self.vpc, description="Hosts and tasks that work alone", allow_all_outbound=False
         )
@@ -41,12 +41,21 @@ class Network(Construct):
         if settings.vpc is None:
             self._add_endpoints()
 
-    def _new(self, settings: Settings) -> tuple[ec2.IVpc, list[ec2.ISubnet], ec2.ISecurityGroup]:
+    def _efa_group(self) -> ec2.SecurityGroup:
+        group = ec2.SecurityGroup(
+            self, "Efa", vpc=self.vpc, description="EFA between the nodes of a gang", allow_all_outbound=False
+        )
+        group.add_ingress_rule(group, ec2.Port.all_traffic(), "all EFA traffic from the gang's nodes")
+        group.add_egress_rule(group, ec2.Port.all_traffic(), "all EFA traffic to the gang's nodes")
+        group.add_egress_rule(ec2.Peer.any_ipv4(), HTTPS, "AWS services")
+        return group
+
+    def _new(self, settings: Settings) -> tuple[ec2.IVpc, ec2.ISecurityGroup]:
         vpc = ec2.Vpc(
             self,
             "Vpc",
             ip_addresses=ec2.IpAddresses.cidr("10.0.0.0/16"),
-            availability_zones=[settings.zone],
+            availability_zones=list(settings.zones),
             nat_gateways=0,
             # A trn1.32xlarge takes eight addresses and its container one more: a /20 holds some 450 nodes.
             subnet_configuration=[
@@ -55,22 +64,27 @@ class Network(Construct):
             # A gang's containers talk to each other through the default group; emptying it would cut them off.
             restrict_default_security_group=False,
         )
-        vpc.add_flow_log("FlowLog", traffic_type=ec2.FlowLogTrafficType.REJECT)
+        rejected = logs.LogGroup(self, "Rejected", retention=RETENTION[settings.retention.log_days])
+        vpc.add_flow_log(
+            "FlowLog",
+            traffic_type=ec2.FlowLogTrafficType.REJECT,
+            destination=ec2.FlowLogDestination.to_cloud_watch_logs(rejected),
+        )
         group = ec2.SecurityGroup.from_security_group_id(self, "Task", vpc.vpc_default_security_group, mutable=False)
-        return vpc, list(vpc.isolated_subnets), group
+        return vpc, group
 
-    def _existing(self, settings: Settings) -> tuple[ec2.IVpc, list[ec2.ISubnet], ec2.ISecurityGroup]:
-        assert settings.vpc is not None
+    def _existing(self, settings: Settings, existing: ExistingVpc) -> tuple[ec2.IVpc, ec2.ISecurityGroup]:
+        subnets = [existing.subnets[zone] for zone in settings.zones]
         vpc = ec2.Vpc.from_vpc_attributes(
             self,
             "Vpc",
-            vpc_id=settings.vpc.vpc_id,
-            availability_zones=[settings.zone],
-            isolated_subnet_ids=[settings.vpc.subnet_id],
-            isolated_subnet_route_table_ids=[settings.vpc.route_table_id],
+            vpc_id=existing.vpc_id,
+            availability_zones=list(settings.zones),
+            isolated_subnet_ids=[subnet.subnet_id for subnet in subnets],
+            isolated_subnet_route_table_ids=[subnet.route_table_id for subnet in subnets],
         )
-        group = ec2.SecurityGroup.from_security_group_id(self, "Task", settings.vpc.default_security_group_id, mutable=False)
-        return vpc, list(vpc.isolated_subnets), group
+        group = ec2.SecurityGroup.from_security_group_id(self, "Task", existing.default_security_group_id, mutable=False)
+        return vpc, group
 
     def _add_endpoints(self) -> None:
         for name in ("S3", "DYNAMODB"):
@@ -83,12 +97,13 @@ class Network(Construct):
             ("gang containers", self.task_group),
             ("hosts and tasks", self.host_group),
         ):
-            group.add_ingress_rule(peer, HTTPS, f"HTTPS from {name}")
+            if peer is not None:
+                group.add_ingress_rule(peer, HTTPS, f"HTTPS from {name}")
         for name in INTERFACE_ENDPOINTS:
             self.vpc.add_interface_endpoint(
                 name,
                 service=getattr(ec2.InterfaceVpcEndpointAwsService, name),
-                subnets=ec2.SubnetSelection(subnets=self.subnets),
+                subnets=ec2.SubnetSelection(subnets=list(self.subnets.values())),
                 security_groups=[group],
                 open=False,
             )

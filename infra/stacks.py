@@ -67,7 +67,7 @@ class PipelineStack(Stack):
             self,
             "Compute",
             settings=settings,
-            subnets=network.subnets,
+            subnets={zone: subnet.subnet_id for zone, subnet in network.subnets.items()},
             efa_group=network.efa_group,
             host_group=network.host_group,
         )
@@ -154,6 +154,9 @@ class PipelineStack(Stack):
         _allow(role, ["s3:ListBucket"], [bucket.bucket_arn])
         _allow(role, ["s3:GetObject"], [bucket.arn_for_objects(pattern) for pattern in read])
         _allow(role, ["s3:PutObject", "s3:AbortMultipartUpload"], [bucket.arn_for_objects(pattern) for pattern in own])
+        if stage is Stage.TRAIN:
+            # Checkpoints are written with the tag that lets them expire.
+            _allow(role, ["s3:PutObjectTagging"], [bucket.arn_for_objects("runs/*/train/checkpoints/*")])
         # A new attempt removes the last one's failure.json; train removes its older checkpoints; who compiles takes its lock off
         # the cache again. The bucket keeps versions.
         removed = [f"runs/*/{stage}/*", *([COMPILER_CACHE] if stage in CACHE_WRITERS else [])]

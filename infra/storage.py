@@ -10,6 +10,7 @@ from aws_cdk import aws_s3 as s3
 from constructs import Construct
 
 from infra.settings import Settings
+from pipeline.contract import RESUME, RETENTION_TAG
 
 KEEP = RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE
 """Kept for good, except when the very first deployment is rolled back: what has a name would be in the next one's way."""
@@ -44,9 +45,10 @@ class Storage(Construct):
 
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings) -> None:
         super().__init__(scope, construct_id)
+        keep = settings.retention
         expire = s3.LifecycleRule(
             id="expire",
-            expiration=Duration.days(settings.log_retention_days),
+            expiration=Duration.days(keep.log_days),
             # In a versioned bucket the expiration alone only hides an object.
             noncurrent_version_expiration=Duration.days(1),
         )
@@ -58,8 +60,18 @@ class Storage(Construct):
             lifecycle_rules=[
                 s3.LifecycleRule(
                     id="old-versions",
-                    noncurrent_version_expiration=Duration.days(30),
-                    abort_incomplete_multipart_upload_after=Duration.days(3),
+                    noncurrent_version_expiration=Duration.days(keep.noncurrent_days),
+                    abort_incomplete_multipart_upload_after=Duration.days(keep.upload_days),
+                    # What stays of a deleted object when its last version is gone.
+                    expired_object_delete_marker=True,
+                ),
+                # By tag: a rule's prefix has no place for the run's id, which stands before the folder.
+                s3.LifecycleRule(
+                    id="resume",
+                    tag_filters={RETENTION_TAG: RESUME},
+                    expiration=Duration.days(keep.resume_days),
+                    # Training removes its older checkpoints itself, and they are the largest of all objects.
+                    noncurrent_version_expiration=Duration.days(1),
                 ),
             ],
         )
@@ -75,7 +87,7 @@ class Storage(Construct):
         )
         self.neuron_repository = self._repository("NeuronImage", f"{settings.name}/neuron")
         self.cpu_repository = self._repository("CpuImage", f"{settings.name}/cpu")
-        retention = RETENTION[settings.log_retention_days]
+        retention = RETENTION[keep.log_days]
         self.job_logs = self._log_group("JobLogs", job_log_group(settings.name), retention)
         # Step Functions writes only to groups under this prefix without a policy of its own for each.
         self.machine_logs = self._log_group("MachineLogs", f"/aws/vendedlogs/states/{settings.name}", retention)

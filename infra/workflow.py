@@ -614,7 +614,7 @@ class Workflow(Construct):
             gangs=gang_arns,
             gang_submit=settings.gang_submit,
             capacity_wait_minutes=settings.capacity_wait_hours * 60,
-            config=settings.config,
+            config=settings.deployed_config(),
             read=settings.readable(),
             local_paths=settings.local_paths,
             prices=hourly_prices(settings),

@@ -288,6 +288,9 @@ class EmbedConfig(Section):
     """Offline embedding of the whole corpus."""
 
     children: Annotated[int, Field(ge=1, le=10_000)] = Field(4, description="Array size: independent jobs that share the parts.")
+    ranks_per_child: PositiveInt | None = Field(
+        None, description="Ranks of a child's host, which may be another than training's. None: device.ranks_per_node."
+    )
     rows_per_part: PositiveInt = 100_000
     max_bad_fraction: Fraction = Field(
         0.001, description="Documents that may be left out (and quarantined) before the run ends with 65."

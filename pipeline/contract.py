@@ -30,6 +30,11 @@ REGISTRY_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 SHARE_PATTERN = re.compile(r"[A-Za-z0-9]{1,255}")
 """AWS Batch share identifiers are alphanumeric only."""
 
+RETENTION_TAG, RESUME = "trnpipe:retention", "resume"
+"""Object tag, and its value, of what only serves to take up a run; a lifecycle rule lets it expire (infra/storage.py)."""
+
+CHECKPOINT_KEY = re.compile(r"runs/[^/]+/train/checkpoints/.+")
+
 LONGEST_KEY = 1024
 """Bytes of an S3 key, and less than any file system allows for a path."""
 
@@ -387,6 +392,14 @@ class RunPaths:
     @property
     def report(self) -> str:
         return f"{self.root}/report/index.html"
+
+
+def retention_tags(key: str) -> dict[str, str]:
+    """The tags under which an object of the deployment's bucket is written: how long it is kept.
+
+    A checkpoint serves resuming alone: the finished model stands under `runs/RUN_ID/model`.
+    """
+    return {RETENTION_TAG: RESUME} if CHECKPOINT_KEY.fullmatch(key) else {}
 
 
 def registry_uri(bucket_root: str, name: str) -> str:

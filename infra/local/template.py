@@ -22,6 +22,7 @@ from typing import Any
 import infra
 from infra.app import read_context
 from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
+from infra.settings import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS
 from pipeline import config, contract, cost, errors, places, prices
 from pipeline.errors import BadConfig, Defect
 
@@ -31,7 +32,6 @@ PSEUDO_PARAMETERS = {
     "AWS::Partition": "aws",
     "AWS::URLSuffix": "amazonaws.com",
 }
-CONTEXT_KEY = "trnpipe"
 SYNTH_TIMEOUT_SECONDS = 300
 
 
@@ -89,7 +89,8 @@ def local_context(allowed_nodes: tuple[int, ...], run_config: Mapping[str, Any],
         run_config: the deployment's partial run configuration.
         settings: further settings of infra/settings.py.
     """
-    flags = {key: value for key, value in read_context().items() if key.partition(".")[0] != CONTEXT_KEY}
+    deployed = (CONTEXT_KEY, ENVIRONMENT_KEY)
+    flags = {key: value for key, value in read_context().items() if key.partition(".")[0] not in deployed}
     return {
         **flags,
         # Names by construct path: what is in the state folder is called as in the code.
@@ -153,10 +154,7 @@ def read_stack(folder: Path) -> LocalStack:
     Raises:
         Defect: the templates hold something that cannot be resolved, or not exactly one state machine and lock table.
     """
-    templates = {
-        path.name.removesuffix(".template.json"): json.loads(path.read_text()) for path in folder.glob("*.template.json")
-    }
-    stacks = _Stacks(templates)
+    stacks = Stacks.read(folder)
     machines = stacks.of_type("AWS::StepFunctions::StateMachine")
     # Others look after executions; the one that submits jobs runs the stages.
     running_stages = [one for one in machines if "batch:submitJob" in json.dumps(_definition(one))]
@@ -191,7 +189,7 @@ def read_stack(folder: Path) -> LocalStack:
     )
 
 
-def _started_by_aborts(stacks: _Stacks) -> set[str]:
+def _started_by_aborts(stacks: Stacks) -> set[str]:
     """What EventBridge's rules do when an execution is aborted, as ARNs; topics among them."""
     return {
         target["Arn"]
@@ -202,7 +200,9 @@ def _started_by_aborts(stacks: _Stacks) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Resource:
+class Resource:
+    """One resource of a template: its name, given or made of its path, and its properties without references."""
+
     name: str
     properties: dict[str, Any]
 
@@ -229,7 +229,7 @@ ARNS = {
 REF_IS_ARN = {"AWS::SNS::Topic", "AWS::Batch::JobQueue", "AWS::Batch::JobDefinition", "AWS::StepFunctions::StateMachine"}
 
 
-class _Stacks:
+class Stacks:
     """All stacks of the app, with their references to each other.
 
     What a run does not touch (networks, hosts, alarms) resolves to its logical id: present, unique and never used.
@@ -244,9 +244,15 @@ class _Stacks:
             if "Export" in output
         }
 
-    def of_type(self, kind: str) -> list[_Resource]:
+    @classmethod
+    def read(cls, folder: Path) -> Stacks:
+        """The stacks of a cloud assembly."""
+        names = {path.name.removesuffix(".template.json"): path for path in folder.glob("*.template.json")}
+        return cls({name: json.loads(path.read_text()) for name, path in names.items()})
+
+    def of_type(self, kind: str) -> list[Resource]:
         return [
-            _Resource(self._name(stack, logical_id), self.resolve(stack, resource.get("Properties", {})))
+            Resource(self._name(stack, logical_id), self.resolve(stack, resource.get("Properties", {})))
             for stack, template in self._templates.items()
             for logical_id, resource in template.get("Resources", {}).items()
             if resource["Type"] == kind
@@ -340,25 +346,30 @@ class _Stacks:
         return pattern.format(region=REGION, account=ACCOUNT, name=self._name(stack, logical_id))
 
 
-def _definition(machine: _Resource) -> Any:
+def _definition(machine: Resource) -> Any:
     text = machine.properties["DefinitionString"]
     for key, value in machine.properties.get("DefinitionSubstitutions", {}).items():
         text = text.replace(f"${{{key}}}", str(value))
     return json.loads(text)
 
 
-def _only(what: str, found: list[_Resource]) -> _Resource:
+def _only(what: str, found: list[Resource]) -> Resource:
     if len(found) != 1:
         names = [item.name for item in found]
         raise Defect(f"the templates hold {len(found)} resources where one is expected: {what}", value=names)
     return found[0]
 
 
+def synth_sources() -> list[Path]:
+    """Every file of ours that synth reads; its context is given."""
+    sources = [*Path(infra.__file__).parent.glob("*.py"), *ENVIRONMENTS.glob("*.yaml")]
+    return sorted([*sources, *(Path(str(module.__file__)) for module in (config, contract, cost, errors, places, prices))])
+
+
 def _synth_fingerprint(context: Mapping[str, Any]) -> str:
     """Changes with everything that the templates depend on."""
     digest = hashlib.sha256(json.dumps(context, sort_keys=True).encode())
-    sources = sorted(Path(infra.__file__).parent.glob("*.py"))
-    for path in [*sources, *(Path(str(module.__file__)) for module in (config, contract, cost, errors, places, prices))]:
+    for path in synth_sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(metadata.version("aws-cdk-lib").encode())
     return digest.hexdigest()

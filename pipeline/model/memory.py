@@ -245,17 +245,21 @@ def _bytes(gib: float | None) -> int | None:
 
 def estimate(shape: ModelShape, config: RunConfig, world: World, limits: Limits) -> list[Budget]:
     """Training's and embedding's memory on each device and on each node, whose memory is the devices' on `cpu` and `xla`."""
-    need = Need(shape, config, world)
     on_host = world.kind in HOST_KINDS
     budgets = []
-    for stage, device in (("train", need.train_device()), ("embed", need.embed_device())):
+    for stage in ("train", "embed"):
+        ranks = world.ranks_per_node
+        if stage == "embed":
+            ranks = config.embed.ranks_per_child or ranks
+        need = Need(shape, config, world.model_copy(update={"ranks_per_node": ranks}))
+        device = need.train_device() if stage == "train" else need.embed_device()
         working = need.train_host() if stage == "train" else need.embed_host()
         if stage == "train":
             # A checkpoint is on its way at any moment of training.
             working |= need.checkpoint()
         host = {"while the model is loaded": need.loading()}
         if on_host:
-            host |= {name: {**working, **_times(world.ranks_per_node, items)} for name, items in device.items()}
+            host |= {name: {**working, **_times(ranks, items)} for name, items in device.items()}
         else:
             host["at work"] = working
         budgets.append(_worst(stage, "device", device, limits.device))

@@ -225,7 +225,7 @@ class Supervisor:
             nodes, ranks_per_node = 1, 1
         elif shape == Shape.ARRAY:
             # A child's ranks share its parts and need no collectives.
-            nodes, ranks_per_node = 1, numbers.ranks_per_node
+            nodes, ranks_per_node = 1, numbers.ranks_per_child or numbers.ranks_per_node
         elif numbers.nodes != self._node.nodes:
             raise BadConfig(
                 "the job's gang is not the plan's",
@@ -463,6 +463,7 @@ class PlanNumbers:
     kind: str = ""
     nodes: int = 1
     ranks_per_node: int = 1
+    ranks_per_child: int | None = None
     compiler_flags: str = ""
     cache: str = ""
 
@@ -486,6 +487,7 @@ class PlanNumbers:
             numbers = {
                 "fingerprint": plan["fingerprint"],
                 **{name: plan["world"][name] for name in ("kind", "nodes", "ranks_per_node")},
+                "ranks_per_child": plan["config"]["embed"].get("ranks_per_child"),
                 **{name: graphs[name] for name in ("compiler_flags", "cache")},
             }
             return read_record(cls, json.dumps(numbers))

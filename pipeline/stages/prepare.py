@@ -707,7 +707,8 @@ def plan_embedding(config: RunConfig, scans: Scans, shards: Mapping[str, Shard],
     rows = [scan.rows for scan in embedded]
     if not sum(rows):
         raise BadData("the corpus is empty", value=list(config.data.corpus), rule="there is at least one document to embed")
-    parts = plan_parts(rows, config.embed.rows_per_part, config.embed.children * world.ranks_per_node)
+    ranks = config.embed.ranks_per_child or world.ranks_per_node
+    parts = plan_parts(rows, config.embed.rows_per_part, config.embed.children * ranks)
     return EmbedPlan(
         source="documents" if scans.corpus is None else "corpus",
         shards=tuple(shards[scan.file.uri] if scans.corpus is None else _corpus_shard(scan) for scan in embedded),

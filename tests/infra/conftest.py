@@ -1,8 +1,12 @@
-"""What the tests of the CDK app share: two synthesized deployments, and validation against the services' own models."""
+"""What the tests of the CDK app share: three synthesized deployments, and validation against the services' own models."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +18,8 @@ import pytest
 from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
 
-from infra.app import read_context
+from infra.app import CDK_JSON, read_context
+from infra.local.template import Stacks
 from infra.node import choose_node
 
 choose_node()  # before any test module imports CDK
@@ -27,6 +32,12 @@ class Deployment:
     app: Any
     data: dict[str, Any]
     pipeline: dict[str, Any]
+    region: str
+
+    @property
+    def stacks(self) -> Stacks:
+        """The same with every reference resolved."""
+        return Stacks({"data": self.data, "pipeline": self.pipeline})
 
     def resources(self, kind: str) -> list[dict[str, Any]]:
         """Properties of every resource of a type, in both stacks."""
@@ -52,7 +63,8 @@ def deploy(folder: Path, **settings: Any) -> Deployment:
     app.synth()
     name = settings.get("name", "trnpipe")
     read = lambda stack: json.loads((folder / f"{stack}.template.json").read_text())  # noqa: E731
-    return Deployment(app=app, data=read(f"{name}-data"), pipeline=read(name))
+    region = settings.get("region", context["trnpipe"]["region"])
+    return Deployment(app=app, data=read(f"{name}-data"), pipeline=read(name), region=region)
 
 
 @pytest.fixture(scope="session")
@@ -71,10 +83,9 @@ def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
         region="us-east-2",
         zone="us-east-2a",
         vpc={
-            "vpc_id": "vpc-0a1b2c",
-            "subnet_id": "subnet-0a1b2c",
-            "route_table_id": "rtb-0a1b2c",
-            "default_security_group_id": "sg-0a1b2c",
+            "vpc_id": "vpc-0a1b2c3d",
+            "subnets": {"us-east-2a": {"subnet_id": "subnet-0a1b2c3d", "route_table_id": "rtb-0a1b2c3d"}},
+            "default_security_group_id": "sg-0a1b2c3d",
         },
         instance_type="trn1n.32xlarge",
         embed_instance_type="inf2.8xlarge",
@@ -88,7 +99,7 @@ def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
         },
         read=["s3://shared/more"],
         ami="ami-0123456789abcdef0",
-        capacity_reservation_id="cr-0a1b2c",
+        capacity_reservation_id="cr-0a1b2c3d",
         images={
             "neuron": "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7",
             "cpu": "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7-cpu",
@@ -101,6 +112,68 @@ def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     )
 
 
+@pytest.fixture(scope="session")
+def small_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """Development on single small hosts: no EFA, Spot hosts that embed in two zones, a reservation for other shares."""
+    return deploy(
+        tmp_path_factory.mktemp("cdk-small"),
+        name="dev",
+        zone="us-west-2d",
+        embed_zones=["us-west-2a", "us-west-2b"],
+        instance_type="trn1.2xlarge",
+        embed_instance_type="inf2.24xlarge",
+        embed_market="spot",
+        allowed_nodes=[1],
+        max_vcpus=32,
+        capacity_reservation_id="cr-0a1b2c3d",
+        compute_reservation=50,
+        shares={"weekly": 0.5, "manual": 1, "team*": 4},
+        keep_hosts_minutes=45,
+        update_minutes=7200,
+        retention={"resume_days": 7, "noncurrent_days": 8, "upload_days": 1, "log_days": 30},
+        schedule={"cron": "cron(15 4 ? * MON#1 *)", "time_zone": "Europe/Berlin"},
+    )
+
+
+@dataclass(frozen=True)
+class Synth:
+    """What a process of its own wrote and loaded: the assembly's folder, and module -> file."""
+
+    folder: Path
+    modules: dict[str, Path]
+    told_people: str
+    told_programs: str
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Synth:
+    """cdk.json synthesized by a process without environment, Node.js on PATH, credentials or network, by another hash seed."""
+    folder = tmp_path_factory.mktemp("cdk-alone")
+    program = (
+        "import json, socket, sys\n"
+        "def refuse(*_): raise OSError('synth asks the network')\n"
+        "socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse\n"
+        "from infra.app import main\n"
+        "code = main([])\n"
+        "print(json.dumps({name: getattr(module, '__file__', None) for name, module in sys.modules.items()}))\n"
+        "sys.exit(code)\n"
+    )
+    environment = {
+        "CDK_OUTDIR": str(folder),
+        "CDK_CONTEXT_JSON": json.dumps({**read_context(), "aws:cdk:enable-path-metadata": True}),
+        "PATH": str(folder / "nothing"),
+        "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2",
+        "PYTHONPATH": str(CDK_JSON.parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *told, loaded = done.stdout.splitlines()
+    modules = {name: Path(file or "") for name, file in json.loads(loaded).items()}
+    return Synth(folder=folder, modules=modules, told_people=done.stderr, told_programs="\n".join(told))
+
+
 @lru_cache
 def _service(name: str) -> Any:
     return botocore.session.get_session().get_service_model(name)
@@ -110,10 +183,10 @@ class ServiceModel:
     """AWS's own description of an operation's input, as botocore ships it."""
 
     def problems(self, service: str, operation: str, request: Mapping[str, Any]) -> str:
-        """What the service would refuse: unknown or missing members, wrong types, values outside an enumeration."""
+        """What the service would refuse: unknown or missing members, wrong types, values outside an enumeration or range."""
         shape = _service(service).operation_model(operation).input_shape
         report = ParamValidator().validate(dict(request), shape)
-        return "; ".join([report.generate_report(), *_outside_enumeration(request, shape)]).strip("; ")
+        return "; ".join([report.generate_report(), *_outside(request, shape)]).strip("; ")
 
     def enumeration(self, service: str, operation: str, member: str) -> list[str]:
         """What a member of a request may be."""
@@ -150,13 +223,22 @@ def _spelled(value: Any, shape: Shape | None) -> Any:
     return value
 
 
-def _outside_enumeration(value: Any, shape: Shape) -> Iterator[str]:
+def _outside(value: Any, shape: Shape) -> Iterator[str]:
+    """Values that the model's enumerations, patterns and upper bounds exclude; botocore's own validation looks at lower ones."""
     if isinstance(shape, StructureShape) and isinstance(value, Mapping):
         for key, inner in value.items():
             if key in shape.members:
-                yield from _outside_enumeration(inner, shape.members[key])
-    elif isinstance(shape, ListShape) and isinstance(value, list):
+                yield from _outside(inner, shape.members[key])
+        return
+    size = value if isinstance(value, (int, float)) else len(value) if isinstance(value, (str, list, Mapping)) else 0
+    if size > (most := shape.metadata.get("max", float("inf"))):
+        yield f"{shape.name}: {size} is more than {most}"
+    if isinstance(shape, ListShape) and isinstance(value, list):
         for inner in value:
-            yield from _outside_enumeration(inner, shape.member)
-    elif isinstance(shape, StringShape) and shape.enum and value not in shape.enum:
-        yield f"{shape.name}: {value!r} is none of {shape.enum}"
+            yield from _outside(inner, shape.member)
+    elif isinstance(shape, StringShape) and isinstance(value, str):
+        if shape.enum and value not in shape.enum:
+            yield f"{shape.name}: {value!r} is none of {shape.enum}"
+        pattern = shape.metadata.get("pattern")
+        if pattern and not re.fullmatch(pattern, value):
+            yield f"{shape.name}: {value!r} does not match {pattern}"

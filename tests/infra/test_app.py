@@ -13,12 +13,13 @@ import pytest
 
 from infra import app
 from infra.app import CDK_JSON, read_context
+from infra.settings import Settings, read_settings
 from pipeline.errors import BadConfig, ExitCode
 
 ROOT = CDK_JSON.parent
 
 
-def run_app(folder: Path, context: dict[str, Any], *, code: str = "") -> subprocess.CompletedProcess[str]:
+def run_app(folder: Path, context: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """As the CDK CLI runs it, without Node.js, Docker or AWS credentials in reach."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "CDK_", "JSII_"))},
@@ -27,23 +28,18 @@ def run_app(folder: Path, context: dict[str, Any], *, code: str = "") -> subproc
         "CDK_OUTDIR": str(folder / "out"),
         "CDK_CONTEXT_JSON": json.dumps(context),
     }
-    program = ["-c", code] if code else ["-m", "infra.app"]
-    return subprocess.run([sys.executable, *program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    program = [sys.executable, "-m", "infra.app"]
+    return subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_it_synthesizes_with_nothing_around_and_loads_no_framework(tmp_path: Path) -> None:
-    code = (
-        "import sys; from infra.app import main; code = main(); "
-        "print([name for name in ('torch', 'transformers', 'pyarrow', 'boto3') if name in sys.modules]); sys.exit(code)"
-    )
-    done = run_app(tmp_path, read_context(), code=code)
-    assert done.returncode == 0, done.stderr
+def test_it_synthesizes_with_nothing_around_and_loads_no_framework(alone: Any) -> None:
+    assert not {"torch", "transformers", "pyarrow", "boto3"} & alone.modules.keys()
     # What a run may cost is for people: programs read stdout.
-    assert done.stdout.strip() == "[]"
-    assert "What a run costs in us-west-2, at most" in done.stderr
-    assert {"trnpipe.template.json", "trnpipe-data.template.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert "What a run costs in us-west-2, at most" in alone.told_people
+    assert alone.told_programs == ""
+    assert {"trnpipe.template.json", "trnpipe-data.template.json"} <= {path.name for path in alone.folder.iterdir()}
     # Nothing to build or upload: no Docker image, no bundled code.
-    for path in (tmp_path / "out").glob("*.assets.json"):
+    for path in alone.folder.glob("*.assets.json"):
         assert json.loads(path.read_text())["dockerImages"] == {}
 
 
@@ -61,8 +57,31 @@ def test_without_the_cdk_cli_it_reads_cdk_json(tmp_path: Path, monkeypatch: pyte
     seen: list[tuple[dict[str, Any], str | None]] = []
     monkeypatch.delenv("CDK_OUTDIR", raising=False)
     monkeypatch.setattr(app, "synthesize", lambda context, outdir=None: seen.append((dict(context), outdir)))
-    assert app.main() == 0
-    assert seen == [(read_context(), "cdk.out")]
+    assert app.main([]) == 0
+    assert app.main(["-c", "env=example", "--context", "trnpipe.region=us-east-2", "-c", "trnpipe.notify=[]"]) == 0
+    given = {"env": "example", "trnpipe.region": "us-east-2", "trnpipe.notify": "[]"}
+    assert seen == [(read_context(), "cdk.out"), ({**read_context(), **given}, "cdk.out")]
+
+
+@pytest.mark.parametrize("option", ["env", "=prod", ""])
+def test_an_option_that_cannot_be_read_ends_with_64(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert app.main(["-c", option]) == ExitCode.BAD_CONFIG
+    assert f"-c {option}" in capsys.readouterr().err
+
+
+def test_an_environment_and_a_setting_of_the_command_line_are_the_deployments(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Settings] = []
+    monkeypatch.delenv("CDK_OUTDIR", raising=False)
+    monkeypatch.setattr(app, "synthesize", lambda context, outdir=None: found.append(read_settings(context)))
+    assert app.main(["-c", "env=example", "-c", "trnpipe.name=tried", "-c", "trnpipe.embed_market=on-demand"]) == 0
+    assert (found[0].name, found[0].region, found[0].embed_market) == ("tried", "us-east-2", "on-demand")
+
+
+def test_an_unknown_environment_ends_with_64_and_the_known_ones(tmp_path: Path) -> None:
+    done = run_app(tmp_path, {**read_context(), "env": "../../etc/passwd"})
+    assert done.returncode == ExitCode.BAD_CONFIG
+    assert "name one of: example" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract import Queue
+from pipeline.contract import STAGES, Queue
 
 ENVIRONMENT = "AWS::Batch::ComputeEnvironment"
 QUEUE = "AWS::Batch::JobQueue"
@@ -22,29 +22,6 @@ def environment(deployment: Any, instance_type: str | None) -> dict[str, Any]:
 
 def templates(deployment: Any) -> list[dict[str, Any]]:
     return [each["LaunchTemplateData"] for each in deployment.resources("AWS::EC2::LaunchTemplate")]
-
-
-def test_batch_takes_every_compute_environment_and_queue(deployment: Any, other_deployment: Any, service_model: Any) -> None:
-    kinds = {
-        ENVIRONMENT: "CreateComputeEnvironment",
-        QUEUE: "CreateJobQueue",
-        "AWS::Batch::SchedulingPolicy": "CreateSchedulingPolicy",
-    }
-    for found in (deployment, other_deployment):
-        for kind, operation in kinds.items():
-            for properties in found.resources(kind):
-                names = {"computeEnvironmentName": "made by CloudFormation", "name": "made by CloudFormation"}
-                request = service_model.from_template("batch", operation, properties)
-                # How CloudFormation updates it is not part of the API.
-                for key in ("ReplaceComputeEnvironment", "UpdatePolicy"):
-                    request.pop(key, None)
-                required = {key: value for key, value in names.items() if key.lower() in ("name", "computeenvironmentname")}
-                wanted = {"CreateComputeEnvironment": "computeEnvironmentName", "CreateSchedulingPolicy": "name"}.get(operation)
-                if wanted is not None:
-                    request.setdefault(wanted, required[wanted])
-                if operation == "CreateJobQueue":
-                    request.setdefault("priority", 1)
-                assert service_model.problems("batch", operation, request) == "", properties
 
 
 def test_gangs_get_on_demand_hosts_in_one_placement_group_and_pay_for_none_when_idle(deployment: Any) -> None:
@@ -99,18 +76,22 @@ def test_the_image_is_the_pinned_one_and_the_template_the_latest(
         assert resources["LaunchTemplate"]["Version"]["Fn::GetAtt"][1] == "LatestVersionNumber"
 
 
-def test_a_capacity_reservation_serves_the_gangs_only(other_deployment: Any) -> None:
+def test_a_capacity_reservation_serves_the_gangs_only(other_deployment: Any, small_deployment: Any) -> None:
+    assert ["CapacityReservationSpecification" in each for each in templates(small_deployment)] == [True, False]
     reserved = [each for each in templates(other_deployment) if "CapacityReservationSpecification" in each]
     [template] = reserved
     assert "NetworkInterfaces" in template
     target = template["CapacityReservationSpecification"]["CapacityReservationTarget"]
-    assert target == {"CapacityReservationId": "cr-0a1b2c"}
+    assert target == {"CapacityReservationId": "cr-0a1b2c3d"}
 
 
-def test_an_update_leaves_running_jobs_all_the_time_that_batch_allows(deployment: Any) -> None:
+def test_an_update_leaves_running_jobs_all_the_time_that_they_may_take(deployment: Any, small_deployment: Any) -> None:
+    longest = max(spec.timeout_minutes for spec in STAGES.values())
+    updates = [each["UpdatePolicy"] for each in small_deployment.resources(ENVIRONMENT) if "UpdatePolicy" in each]
+    assert [update["JobExecutionTimeoutMinutes"] for update in updates] == [7200, 7200]
     for properties in deployment.resources(ENVIRONMENT):
         if properties["ComputeResources"]["Type"] == "EC2":
-            assert properties["UpdatePolicy"] == {"TerminateJobsOnUpdate": False, "JobExecutionTimeoutMinutes": 360}
+            assert properties["UpdatePolicy"] == {"TerminateJobsOnUpdate": False, "JobExecutionTimeoutMinutes": longest}
             assert properties["ReplaceComputeEnvironment"] is False
 
 
@@ -123,6 +104,39 @@ def test_every_queue_shares_fairly(deployment: Any) -> None:
     assert weights == {"weekly": 0.5, "manual": 1, "experiments": 4}
     # Anything held back could keep a gang of full width from ever starting.
     assert policy["ComputeReservation"] == 0
+
+
+def test_a_part_can_be_held_back_and_shares_can_be_prefixes(small_deployment: Any) -> None:
+    policy = small_deployment.only("AWS::Batch::SchedulingPolicy")["FairsharePolicy"]
+    assert policy["ComputeReservation"] == 50
+    assert {share["ShareIdentifier"] for share in policy["ShareDistribution"]} == {"weekly", "manual", "team*"}
+
+
+def test_hosts_wait_for_their_next_job_as_long_as_set(deployment: Any, small_deployment: Any) -> None:
+    for found, minutes in ((deployment, 20), (small_deployment, 45)):
+        for each in found.resources(ENVIRONMENT):
+            if each["ComputeResources"]["Type"] != "FARGATE":
+                assert each["ComputeResources"]["ScalingPolicy"] == {"MinScaleDownDelayMinutes": minutes}
+
+
+def test_hosts_without_efa_have_a_group_of_their_own_and_nothing_to_be_placed_with(small_deployment: Any) -> None:
+    resources = environment(small_deployment, "trn1.2xlarge")
+    assert len(resources["SecurityGroupIds"]) == 1
+    assert "PlacementGroup" not in resources
+    assert small_deployment.resources("AWS::EC2::PlacementGroup") == []
+    assert not any("NetworkInterfaces" in template for template in templates(small_deployment))
+
+
+def test_hosts_that_embed_may_be_spot_in_several_zones_and_gangs_never_are(small_deployment: Any) -> None:
+    embed, train = (environment(small_deployment, kind) for kind in ("inf2.24xlarge", "trn1.2xlarge"))
+    assert (embed["Type"], embed["AllocationStrategy"]) == ("SPOT", "SPOT_PRICE_CAPACITY_OPTIMIZED")
+    assert (train["Type"], train["AllocationStrategy"]) == ("EC2", "BEST_FIT_PROGRESSIVE")
+    assert (len(embed["Subnets"]), len(train["Subnets"])) == (2, 1)
+    # The gangs' zone is none of the two, and jobs on Fargate may run in all.
+    assert train["Subnets"][0] not in embed["Subnets"]
+    fargate = environment(small_deployment, None)["Subnets"]
+    assert len(fargate) == 3
+    assert all(subnet in fargate for subnet in (*embed["Subnets"], *train["Subnets"]))
 
 
 def test_a_job_that_cannot_start_is_cancelled_for_every_reason_batch_names(deployment: Any) -> None:

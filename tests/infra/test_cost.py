@@ -38,6 +38,13 @@ def test_prices_are_the_published_ones_unless_the_settings_say_otherwise() -> No
     assert (spot[Queue.TRAIN], spot[Queue.EMBED]) == (12.9, 4.1)
 
 
+def test_spot_hosts_cost_what_the_settings_say_of_their_queue_and_at_most_what_they_cost_on_demand() -> None:
+    assert Queue.EMBED not in hourly_prices(settings(embed_market="spot"))
+    assert Queue.EMBED not in hourly_prices(settings(embed_market="spot", prices={"trn1.32xlarge": 12.9}))
+    assert hourly_prices(settings(embed_market="spot", prices={"embed": 6.5}))[Queue.EMBED] == 6.5
+    assert lines(embed_market="spot") == lines()
+
+
 def test_no_price_is_made_up_for_a_region_that_is_not_in_the_table() -> None:
     elsewhere = {"region": "eu-north-1", "zone": "eu-north-1a"}
     assert hourly_prices(settings(**elsewhere)) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,6 @@ def container(properties: dict[str, Any]) -> dict[str, Any]:
 
 def needs(properties: dict[str, Any]) -> dict[str, int]:
     return {item["Type"]: int(item["Value"]) for item in container(properties)["ResourceRequirements"]}
-
-
-def test_batch_takes_every_definition(deployment: Any, other_deployment: Any, service_model: Any) -> None:
-    for properties in (*deployment.resources(JOB_DEFINITION), *other_deployment.resources(JOB_DEFINITION)):
-        request = service_model.from_template("batch", "RegisterJobDefinition", properties)
-        # What to do with earlier revisions is CloudFormation's business, not the API's.
-        assert request.pop("ResourceRetentionPolicy") == {"SkipDeregisterOnUpdate": True}
-        assert service_model.problems("batch", "RegisterJobDefinition", request) == "", properties["JobDefinitionName"]
 
 
 def test_there_is_one_per_stage_and_for_gangs_per_node_count(deployment: Any) -> None:
@@ -93,6 +86,22 @@ def test_a_gangs_container_has_every_chip_and_network_device(
     environment = {item["Name"]: item["Value"] for item in properties["Environment"]}
     assert environment["FI_PROVIDER"] == "efa"
     assert environment["CCOM_SOCKET_IFNAME"] == "eth0"
+
+
+def test_a_gang_of_one_small_host_has_its_chip_and_asks_for_no_efa(small_deployment: Any) -> None:
+    assert [each["JobDefinitionName"] for each in small_deployment.resources(JOB_DEFINITION) if "NodeProperties" in each] == [
+        f"dev-{stage}-1" for stage in GANGS
+    ]
+    properties = container(definition(small_deployment, Stage.TRAIN, 1, "dev"))
+    assert [device["HostPath"] for device in properties["LinuxParameters"]["Devices"]] == ["/dev/neuron0"]
+    assert not [item["Name"] for item in properties["Environment"] if item["Name"].startswith("FI_")]
+
+
+def test_the_state_machine_hands_every_run_what_its_hosts_are(small_deployment: Any) -> None:
+    machine = small_deployment.named("AWS::StepFunctions::StateMachine", "StateMachineName", "dev")
+    text = json.dumps(machine["DefinitionString"]).replace("\\", "")
+    assert '"ranks_per_node": 2' in text
+    assert '"ranks_per_child": 12' in text
 
 
 def test_two_jobs_never_share_a_host_with_chips(deployment: Any, other_deployment: Any) -> None:

@@ -18,6 +18,23 @@ def test_nothing_reaches_the_internet_and_nothing_is_reached_from_it(deployment:
             assert rule.get("CidrIp") is None
 
 
+def test_every_zone_has_a_private_subnet_and_ways_to_the_services(small_deployment: Any) -> None:
+    subnets = small_deployment.resources("AWS::EC2::Subnet")
+    assert [subnet["AvailabilityZone"] for subnet in subnets] == ["us-west-2d", "us-west-2a", "us-west-2b"]
+    assert not any(subnet["MapPublicIpOnLaunch"] for subnet in subnets)
+    tables = small_deployment.resources("AWS::EC2::RouteTable")
+    for endpoint in small_deployment.resources("AWS::EC2::VPCEndpoint"):
+        if endpoint["VpcEndpointType"] == "Gateway":
+            assert len(endpoint["RouteTableIds"]) == len(tables) == 3
+        else:
+            assert len(endpoint["SubnetIds"]) == 3
+
+
+def test_without_efa_there_is_no_group_for_it(small_deployment: Any) -> None:
+    described = [group["GroupDescription"] for group in small_deployment.resources(GROUP)]
+    assert sorted(described) == ["Endpoints of AWS services", "Hosts and tasks that work alone"]
+
+
 def test_the_services_that_jobs_call_have_endpoints(deployment: Any) -> None:
     endpoints = deployment.resources("AWS::EC2::VPCEndpoint")
     names = " ".join(str(endpoint["ServiceName"]) for endpoint in endpoints)
@@ -51,5 +68,5 @@ def test_an_existing_vpc_is_used_and_not_changed(other_deployment: Any) -> None:
     for kind in ("VPC", "Subnet", "VPCEndpoint", "RouteTable"):
         assert other_deployment.resources(f"AWS::EC2::{kind}") == []
     for properties in other_deployment.resources("AWS::Batch::ComputeEnvironment"):
-        assert properties["ComputeResources"]["Subnets"] == ["subnet-0a1b2c"]
-    assert {group["VpcId"] for group in other_deployment.resources(GROUP)} == {"vpc-0a1b2c"}
+        assert properties["ComputeResources"]["Subnets"] == ["subnet-0a1b2c3d"]
+    assert {group["VpcId"] for group in other_deployment.resources(GROUP)} == {"vpc-0a1b2c3d"}

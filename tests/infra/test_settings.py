@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from infra.app import read_context
-from infra.settings import HARDWARE, Settings, read_settings
+from infra.settings import ENVIRONMENTS, HARDWARE, Settings, read_settings
+from pipeline.contract import STAGES
 from pipeline.errors import BadConfig, ExitCode
 
 BASE: dict[str, Any] = {"ami": "ami-0123456789abcdef0"}
@@ -42,36 +46,29 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
     ("values", "words"),
     [
         ({"ami": "ssm:/aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id:1"}, "trnpipe.ami"),
-        ({"ami": "ssm:/company/ami"}, "must be an image id"),
-        ({"ami": "latest"}, "trnpipe.ami"),
+        ({"ami": None}, "trnpipe.ami"),
         ({"regoin": "us-east-2"}, "trnpipe.regoin"),
-        ({"zone": "us-east-1a"}, "zone us-east-1a is not in region us-west-2"),
-        ({"instance_type": "trn1.2xlarge"}, "trnpipe.instance_type"),
         ({"instance_type": "p4d.24xlarge"}, "trnpipe.instance_type"),
-        ({"embed_instance_type": "p4d.24xlarge"}, "embed_instance_type 'p4d.24xlarge' is none of"),
-        ({"allowed_nodes": [4, 2]}, "ascend"),
-        ({"allowed_nodes": []}, "ascend"),
-        ({"allowed_nodes": [1, 8]}, "max_vcpus 512 is below 1024"),
-        ({"embed_max_vcpus": 64}, "below one trn1.32xlarge"),
-        ({"shares": {"weekly": 1, "man-ual": 1}}, "alphanumeric"),
         ({"shares": {"weekly": 0, "manual": 1}}, "trnpipe.shares.weekly"),
-        ({"shares": {"manual": 1}}, "share 'weekly' is none of the declared shares"),
-        ({"config": {"share": "night"}}, "share 'night'"),
-        ({"config": {"nodes": 3}}, "config.nodes 3 is none of allowed_nodes [1, 2, 4]"),
-        ({"config": {"run": "one"}}, "per execution"),
         ({"images": {"tag": "latest"}}, "moves under a run"),
         ({"images": {"cpu": "example.com/cpu:latest"}}, "moves under a run"),
         ({"notify": ["nobody"]}, "trnpipe.notify.0"),
         ({"read": ["/data"]}, "s3://BUCKET/PREFIX"),
         ({"gang_submit": "both"}, "trnpipe.gang_submit"),
-        ({"vpc": {"vpc_id": "vpc-1"}}, "trnpipe.vpc.default_security_group_id"),
-        ({"schedule": {"cron": "0 3 * * SUN"}}, "trnpipe.schedule.cron"),
+        ({"embed_market": "reserved"}, "trnpipe.embed_market"),
+        ({"vpc": {"vpc_id": "vpc-1"}}, "trnpipe.vpc.vpc_id"),
         ({"capacity_wait_hours": 48}, "trnpipe.capacity_wait_hours"),
         ({"budget": 500}, "put an e-mail address into `notify`"),
         ({"budget": 0, "notify": ["team@example.com"]}, "trnpipe.budget"),
         ({"prices": {"p4d.24xlarge": 30}}, "prices for ['p4d.24xlarge']: a key is one of"),
         ({"prices": {"train": 0}}, "trnpipe.prices.train"),
-        ({"ami": None}, "trnpipe.ami"),
+        ({"compute_reservation": 100}, "trnpipe.compute_reservation"),
+        ({"keep_hosts_minutes": 19}, "trnpipe.keep_hosts_minutes"),
+        ({"keep_hosts_minutes": 10_081}, "trnpipe.keep_hosts_minutes"),
+        ({"update_minutes": 7201}, "trnpipe.update_minutes"),
+        ({"retention": {"resume_days": 1}}, "trnpipe.retention.resume_days"),
+        ({"retention": {"log_days": 31}}, "trnpipe.retention.log_days"),
+        ({"cpu_max_vcpus": 3}, "trnpipe.cpu_max_vcpus"),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, Any], words: str) -> None:
@@ -80,6 +77,179 @@ def test_a_wrong_value_is_named(values: dict[str, Any], words: str) -> None:
     assert caught.value.exit_code == ExitCode.BAD_CONFIG
     assert any(words in line for line in caught.value.lines()), caught.value.lines()
     assert caught.value.remedy
+
+
+VPC = {
+    "vpc_id": "vpc-0a1b2c3d",
+    "default_security_group_id": "sg-0a1b2c3d",
+    "subnets": {"us-west-2d": {"subnet_id": "subnet-0a1b2c3d", "route_table_id": "rtb-0a1b2c3d"}},
+}
+WEEKLY = {"weekly": 0.5, "manual": 1}
+NEURON = {"device": {"kind": "neuron"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "remedy"),
+    [
+        ({"zone": "us-east-1a"}, "zone us-east-1a is not in region us-west-2", "name zones of us-west-2, such as us-west-2a"),
+        ({"zone": "us-west-2-lax-1a"}, "is not in region us-west-2", "name zones of us-west-2"),
+        ({"zone": ["us-west-2a", "us-west-2d"]}, "EFA and a cluster placement group", "further ones under embed_zones"),
+        ({"zone": "us-west-2a,us-west-2d"}, "EFA and a cluster placement group", "name the one zone of the gangs here"),
+        ({"embed_zones": ["us-west-2a", "us-east-1a"]}, "zone us-east-1a is not in region", "name zones of us-west-2"),
+        ({"embed_zones": ["us-west-2a", "us-west-2a"]}, "names a zone twice", "name each zone once"),
+        ({"vpc": VPC, "embed_zones": ["us-west-2a"]}, "has none in us-west-2a", "add vpc.subnets.us-west-2a with the subnet_id"),
+        (
+            {"vpc": {key: value for key, value in VPC.items() if key != "default_security_group_id"}},
+            "trnpipe.vpc.default_security_group_id: Field required",
+            "set trnpipe.vpc.default_security_group_id: The VPC's default security group",
+        ),
+        ({"train_market": "spot"}, "no multi-node job on Spot", "set embed_market: spot"),
+        ({"instance_type": "trn1.2xlarge"}, "has no EFA and trains alone", "set allowed_nodes: [1]"),
+        ({"instance_type": "trn1.2xlarge", "allowed_nodes": [2]}, "has no EFA", "or take instance_type trn1.32xlarge"),
+        ({"embed_instance_type": "p4d.24xlarge"}, "embed_instance_type 'p4d.24xlarge' is none of", "name one of them"),
+        ({"allowed_nodes": [4, 2]}, "ascend", "list them as in [1, 2, 4]"),
+        ({"allowed_nodes": []}, "ascend", "list them"),
+        ({"allowed_nodes": [1, 8]}, "max_vcpus 512 is below 1024, what 8 nodes need", "set max_vcpus to 1024 or more"),
+        ({"embed_max_vcpus": 64}, "below 128, one trn1.32xlarge", "set embed_max_vcpus to 128 or more"),
+        (
+            {"compute_reservation": 30},
+            "compute_reservation 30 leaves a single share 358 of max_vcpus 512, and what 4 nodes need is 512",
+            "set max_vcpus to 732 or more, or compute_reservation to at most 0",
+        ),
+        (
+            {"compute_reservation": 30, "max_vcpus": 1000, "embed_max_vcpus": 150},
+            "of embed_max_vcpus 150, and one trn1.32xlarge is 128",
+            "set embed_max_vcpus to 183 or more, or compute_reservation to at most 14",
+        ),
+        (
+            {"compute_reservation": 30, "max_vcpus": 1000, "cpu_max_vcpus": 5},
+            "of cpu_max_vcpus 5, and one job on Fargate is 4",
+            "set cpu_max_vcpus to 6 or more",
+        ),
+        ({"shares": {**WEEKLY, "man-ual": 1}}, "share 'man-ual': AWS Batch share identifiers", "use letters and digits only"),
+        ({"shares": {**WEEKLY, "te*am": 1}}, "share 'te*am'", "a `*` at the end"),
+        ({"shares": {**WEEKLY, "team*": 1, "teamA1": 1}}, "shares team* and teamA1 overlap", "remove teamA1"),
+        ({"shares": {**WEEKLY, "team*": 1, "tea*": 1}}, "shares tea* and team* overlap", "choose a prefix"),
+        ({"shares": {**WEEKLY, **{f"s{n}": 1 for n in range(499)}}}, "501 shares", "join shares of one weight under a prefix"),
+        ({"shares": {"manual": 1}}, "share 'weekly' is none of the declared shares", "add weekly to shares"),
+        ({"config": {"share": "night"}}, "share 'night' is none of", "add night to shares, with a weight"),
+        ({"config": {"nodes": 3}}, "config.nodes 3 is none of allowed_nodes [1, 2, 4]", "add it to allowed_nodes"),
+        ({"config": {"run": "one"}}, "into one run folder", "give `run` per execution"),
+        (
+            {"config": {"device": {"kind": "neuron", "ranks_per_node": 33}}},
+            "config.device.ranks_per_node 33: a trn1.32xlarge has 32 NeuronCores",
+            "set config.device.ranks_per_node to 32 or less",
+        ),
+        (
+            {"config": {**NEURON, "embed": {"ranks_per_child": 3}}, "embed_instance_type": "inf2.8xlarge"},
+            "config.embed.ranks_per_child 3: a inf2.8xlarge has 2",
+            "set config.embed.ranks_per_child to 2 or less",
+        ),
+        ({"ami": "ssm:/company/ami"}, "must be an image id", "pin an image with driver 2.27"),
+        ({"ami": "latest"}, "moves without notice", "pin an image with driver 2.27"),
+        ({"ami": "ami-0123"}, "must be an image id", "pin an image"),
+        ({"schedule": {"cron": "0 3 * * SUN"}}, "is neither cron(...) nor rate(...)", "cron(0 3 ? * SUN *)"),
+        ({"schedule": {"time_zone": "Europe/Berln"}}, "is no time zone", "such as Europe/Berlin"),
+        ({"schedule": {"time_zone": "PST"}}, "is no time zone", "name a zone such as"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(values: dict[str, Any], words: str, remedy: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        settings(**values)
+    assert any(words in found for found in caught.value.value), caught.value.value
+    assert remedy in caught.value.remedy
+
+
+def test_what_was_refused_works_with_the_remedy() -> None:
+    """The limits are where the messages say that they are."""
+    assert settings(compute_reservation=30, max_vcpus=732, embed_max_vcpus=183, cpu_max_vcpus=6).compute_reservation == 30
+    assert settings(max_vcpus=1024, allowed_nodes=[1, 8]).max_vcpus == 1024
+    assert settings(instance_type="trn1.2xlarge", allowed_nodes=[1], max_vcpus=8).train_hardware.efa_interfaces == 0
+    assert settings(shares={**WEEKLY, "team*": 1}, config={"share": "teamA1"}).run_config().share == "teamA1"
+    assert len(settings(shares={**WEEKLY, **{f"s{n}": 1 for n in range(498)}}).shares) == 500
+    assert settings(vpc=VPC, embed_zones=["us-west-2d"]).zones == ("us-west-2d",)
+
+
+def test_what_the_hosts_are_lies_under_the_configuration() -> None:
+    """A configuration's defaults are a trn1.32xlarge's: prepare plans ranks, memory and devices by them."""
+    assert settings(config=NEURON).deployed_config() == NEURON
+    small = settings(
+        instance_type="trn1.2xlarge", embed_instance_type="inf2.24xlarge", allowed_nodes=[1], config=NEURON
+    ).run_config()
+    assert (small.device.ranks_per_node, small.embed.ranks_per_child) == (2, 12)
+    assert small.device.host_memory_gib == 29
+    assert (small.health_check.neuron_devices, small.health_check.efa_devices) == (1, 0)
+    assert settings(instance_type="trn1n.32xlarge", config=NEURON).run_config().health_check.efa_devices == 16
+    # What the configuration says itself counts, and other kinds of device have no NeuronCores.
+    own = {**NEURON, "embed": {"ranks_per_child": 1}}
+    assert settings(embed_instance_type="inf2.8xlarge", config=own).run_config().embed.ranks_per_child == 1
+    assert settings(instance_type="trn1.2xlarge", allowed_nodes=[1]).deployed_config() == {}
+
+
+def test_an_update_waits_for_the_longest_job_there_is() -> None:
+    assert settings().update_minutes == max(spec.timeout_minutes for spec in STAGES.values())
+
+
+# ---- environments --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environments(tmp_path: Path) -> Path:
+    (tmp_path / "staging.yaml").write_text("name: staging\nmax_vcpus: 1024\nschedule: {enabled: false}\nnotify: [a@b.c]\n")
+    (tmp_path / "broken.yaml").write_text("- a list\n")
+    (tmp_path / "wrong.yaml").write_text("regoin: us-east-2\n")
+    (tmp_path / "notes.txt").write_text("none of them")
+    return tmp_path
+
+
+def test_an_environment_lies_over_cdk_json_and_the_command_line_over_both(environments: Path) -> None:
+    context = {
+        "trnpipe": {**BASE, "name": "base", "schedule": {"flexible_minutes": 0}, "notify": ["x@y.z"]},
+        "env": "staging",
+        "trnpipe.max_vcpus": "2048",
+    }
+    found = read_settings(context, environments)
+    assert (found.name, found.max_vcpus, found.notify) == ("staging", 2048, ("a@b.c",))
+    assert (found.schedule.enabled, found.schedule.flexible_minutes) == (False, 0)
+    del context["env"]
+    assert read_settings(context, environments).name == "base"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["prod", "", "notes", "../staging", "staging/../staging", "/etc/passwd", "staging.yaml", ".", "STAGING", 7, ["staging"]],
+)
+def test_an_environment_that_is_none_is_refused_with_those_that_are(environments: Path, name: Any) -> None:
+    with pytest.raises(BadConfig) as caught:
+        read_settings({"trnpipe": BASE, "env": name}, environments)
+    assert f"-c env={name}" in caught.value.lines()[1]
+    assert "name one of: broken, staging, wrong" in caught.value.remedy
+
+
+def test_a_file_outside_of_the_folder_is_no_environment(environments: Path) -> None:
+    inside = environments / "inside"
+    inside.mkdir()
+    with pytest.raises(BadConfig, match="no such environment"):
+        read_settings({"trnpipe": BASE, "env": "../staging"}, inside)
+
+
+@pytest.mark.parametrize(("name", "words"), [("broken", "does not hold an object"), ("wrong", "trnpipe.regoin")])
+def test_a_wrong_file_is_named(environments: Path, name: str, words: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        read_settings({"trnpipe": BASE, "env": name}, environments)
+    assert words in str(caught.value)
+
+
+def test_the_example_is_a_deployment_and_shows_what_it_explains() -> None:
+    found = read_settings({**read_context(), "env": "example"})
+    assert (found.name, found.embed_market, found.retention.resume_days) == ("trnpipe-example", "spot", 30)
+    assert found.zones == ("us-east-2c", "us-east-2b")
+    assert found.run_config().embed.ranks_per_child == 2
+    # What is commented out is valid, too.
+    text = (ENVIRONMENTS / "example.yaml").read_text()
+    uncommented = yaml.safe_load(re.sub(r"^# ?((vpc:|  )|(?=capacity_reservation_id))", r"\2", text, flags=re.M))
+    assert {"vpc", "capacity_reservation_id"} <= uncommented.keys()
+    assert read_settings({"trnpipe": {**read_context()["trnpipe"], **uncommented}}).vpc is not None
 
 
 def test_recommended_is_refused_with_the_driver_rule() -> None:

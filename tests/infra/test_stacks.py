@@ -43,11 +43,13 @@ def role_of(stage: Stage) -> str:
     return "Jobs/" + "".join(word.capitalize() for word in stage.value.split("_")) + "Role"
 
 
-def test_cdk_nag_finds_nothing_that_is_not_accepted_with_a_reason(deployment: Any, other_deployment: Any) -> None:
+def test_cdk_nag_finds_nothing_that_is_not_accepted_with_a_reason(
+    deployment: Any, other_deployment: Any, small_deployment: Any
+) -> None:
     from cdk_nag import AwsSolutionsChecks
 
     findings = []
-    for app in (deployment.app, other_deployment.app):
+    for app in (deployment.app, other_deployment.app, small_deployment.app):
         violations = AwsSolutionsChecks(app).validate_scope(app).violations
         assert len(violations) > 10, "the pack looked at nothing"
         findings += [(each.rule_name, resource.construct_path) for each in violations for resource in each.violating_resources]
@@ -66,6 +68,13 @@ def test_a_stage_writes_its_own_part_of_a_run_only(deployment: Any, stage: Stage
     own = {resource for resource in granted(deployment, role_of(stage), "s3:DeleteObject") if "/runs/" in resource}
     assert own == {f"/runs/*/{stage}/*"}
     assert "/runs/*" in granted(deployment, role_of(stage), "s3:GetObject")
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_only_checkpoints_are_tagged(deployment: Any, stage: Stage) -> None:
+    """A write with a tag needs the permission to tag; an object without one never expires."""
+    tagged = granted(deployment, role_of(stage), "s3:PutObjectTagging")
+    assert tagged == ({"/runs/*/train/checkpoints/*"} if stage is Stage.TRAIN else set())
 
 
 @pytest.mark.parametrize("stage", list(STAGES))

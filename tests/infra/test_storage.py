@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from pipeline.contract import retention_tags
+
 
 def test_buckets_are_private_versioned_encrypted_and_take_tls_only(deployment: Any) -> None:
     buckets = deployment.resources("AWS::S3::Bucket")
@@ -39,6 +43,37 @@ def test_access_logs_are_gone_after_their_time(deployment: Any) -> None:
     [rule] = [rule for rule in rules if rule["Id"] == "expire"]
     assert rule["ExpirationInDays"] == 180
     assert rule["NoncurrentVersionExpiration"] == {"NoncurrentDays": 1}
+
+
+def rules(deployment: Any) -> dict[str, dict[str, Any]]:
+    found = [rule for bucket in deployment.resources("AWS::S3::Bucket") for rule in bucket["LifecycleConfiguration"]["Rules"]]
+    return {rule["Id"]: rule for rule in found}
+
+
+@pytest.mark.parametrize(("fixture", "days"), [("deployment", (60, 30, 3, 180)), ("small_deployment", (7, 8, 1, 30))])
+def test_what_is_kept_is_kept_as_long_as_set(
+    request: pytest.FixtureRequest, fixture: str, days: tuple[int, int, int, int]
+) -> None:
+    resume, noncurrent, upload, log = days
+    deployment = request.getfixturevalue(fixture)
+    found = rules(deployment)
+    assert found["resume"]["ExpirationInDays"] == resume
+    assert found["old-versions"]["NoncurrentVersionExpiration"] == {"NoncurrentDays": noncurrent}
+    assert found["old-versions"]["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": upload}
+    assert found["expire"]["ExpirationInDays"] == log
+    assert {group["RetentionInDays"] for group in deployment.resources("AWS::Logs::LogGroup")} == {log}
+
+
+def test_only_what_is_tagged_expires(deployment: Any) -> None:
+    """S3 takes no tags beside the end of uploads, and no days beside the end of delete markers."""
+    found = rules(deployment)
+    expiring = {name for name, rule in found.items() if "ExpirationInDays" in rule}
+    assert expiring == {"resume", "expire"}
+    checkpoint = retention_tags("runs/week-1/train/checkpoints/step-00000100/model.safetensors")
+    assert {tag["Key"]: tag["Value"] for tag in found["resume"]["TagFilters"]} == checkpoint
+    assert "AbortIncompleteMultipartUpload" not in found["resume"]
+    assert found["old-versions"]["ExpiredObjectDeleteMarker"] is True
+    assert "TagFilters" not in found["old-versions"]
 
 
 def test_the_lock_table_is_keyed_by_registry_name(deployment: Any) -> None:

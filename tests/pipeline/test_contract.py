@@ -18,6 +18,7 @@ from pipeline.contract import (
     check_run_folder,
     check_run_id,
     registry_uri,
+    retention_tags,
     stage_command,
 )
 from pipeline.errors import BadConfig
@@ -58,6 +59,24 @@ def test_run_folder_names() -> None:
     assert paths.checkpoint(1200) == "s3://bucket/runs/week-1/train/checkpoints/step-00001200"
     assert paths.part(17, 64) == "s3://bucket/runs/week-1/embed/part-00017-of-00064.parquet"
     assert registry_uri(paths.bucket_root, "current") == "s3://bucket/registry/current.json"
+
+
+def test_checkpoints_alone_are_tagged_to_expire() -> None:
+    paths = RunPaths("runs/week-1")
+    expiring = {"trnpipe:retention": "resume"}
+    assert retention_tags(f"{paths.checkpoint(100)}/model.safetensors") == expiring
+    assert retention_tags(f"{paths.checkpoint(100)}/state/rank-00000.pt") == expiring
+    kept = [
+        f"{paths.model}/model.safetensors",
+        paths.plan,
+        paths.metrics,
+        paths.result(Stage.TRAIN),
+        paths.part(1, 2),
+        paths.rows,
+    ]
+    # Nor what is only called so: another stage's folder, another bucket's layout.
+    kept += ["runs/week-1/embed/train/checkpoints/x", "backup/runs/week-1/train/checkpoints/x", "registry/train/checkpoints/x"]
+    assert [key for key in kept if retention_tags(key)] == []
 
 
 def test_every_stage_has_a_spec_and_a_command() -> None:

@@ -136,9 +136,10 @@ def write_bytes(uri: str, data: bytes, *, if_absent: bool = False, if_match: str
     if is_s3(uri):
         bucket, key = split(uri)
         condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
+        arguments = {"ContentType": content_type(uri), **s3.tagging(key), **condition}
 
         def write() -> str:
-            answer = s3_client().put_object(Bucket=bucket, Key=key, Body=data, ContentType=content_type(uri), **condition)
+            answer = s3_client().put_object(Bucket=bucket, Key=key, Body=data, **arguments)
             return str(answer["ETag"])
 
         try:

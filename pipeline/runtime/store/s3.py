@@ -14,9 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from botocore.exceptions import IncompleteReadError, ReadTimeoutError
 
+from pipeline.contract import retention_tags
 from pipeline.errors import BadConfig
 from pipeline.places import S3
 from pipeline.runtime.store.faults import persistently
@@ -73,6 +75,12 @@ def split(uri: str) -> tuple[str, str]:
     if not bucket:
         raise BadConfig("the URI names no bucket", value=uri, rule="s3://BUCKET/KEY")
     return bucket, key
+
+
+def tagging(key: str) -> dict[str, str]:
+    """The argument of a write that tags the object, where it is one that expires."""
+    tags = retention_tags(key)
+    return {"Tagging": urlencode(tags)} if tags else {}
 
 
 class ObjectStream(io.RawIOBase):
@@ -206,7 +214,5 @@ def send_file(path: Path, uri: str, content_type: str) -> None:
 
     bucket, key = split(uri)
     config = TransferConfig(multipart_threshold=MULTIPART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
-    persistently(
-        uri,
-        lambda: s3_client().upload_file(str(path), bucket, key, Config=config, ExtraArgs={"ContentType": content_type}),
-    )
+    arguments = {"ContentType": content_type, **tagging(key)}
+    persistently(uri, lambda: s3_client().upload_file(str(path), bucket, key, Config=config, ExtraArgs=arguments))

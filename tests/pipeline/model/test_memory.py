@@ -302,6 +302,15 @@ def test_ranks_that_load_at_once_exhaust_a_host() -> None:
     memory.require_memory(large(), config, world.model_copy(update={"ranks_per_node": ranks}), Limits(16 * GIB, 64 * GIB))
 
 
+def test_hosts_that_embed_have_ranks_of_their_own() -> None:
+    as_training, fewer = (
+        memory.estimate(large(), settings(embed={"ranks_per_child": ranks}), planned(ranks=8), UNKNOWN) for ranks in (None, 2)
+    )
+    assert budget(fewer, "train", "host") == budget(as_training, "train", "host")
+    two = memory.estimate(large(), settings(), planned(ranks=2), UNKNOWN)
+    assert budget(fewer, "embed", "host") == budget(two, "embed", "host") != budget(as_training, "embed", "host")
+
+
 def test_nothing_makes_a_giant_fit() -> None:
     config, world, limits = on_trainium(batch_size=8)
     with pytest.raises(BadConfig) as caught:

@@ -196,6 +196,26 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def test_what_only_serves_resuming_is_written_with_its_tag(s3_root: str, s3_endpoint: str, large: Path, tmp_path: Path) -> None:
+    """Also in parts, where the tag goes with the request that begins them."""
+    (tmp_path / "small").write_bytes(b"state")
+    checkpoint, model = RunPaths(f"{s3_root}/runs/week-1").checkpoint(100), RunPaths(f"{s3_root}/runs/week-1").model
+    for folder in (checkpoint, model):
+        store.upload(large, store.join(folder, "model.safetensors"))
+        store.upload(tmp_path / "small", store.join(folder, "state"))
+        store.write_json(store.join(folder, "manifest.json"), {})
+    client = boto3.client("s3", endpoint_url=s3_endpoint)
+    tags = {
+        item.uri.removeprefix(s3_root): client.get_object_tagging(
+            Bucket="trnpipe-tests", Key=item.uri.removeprefix(f"{s3_root}/")
+        )["TagSet"]
+        for item in store.list_objects(s3_root)
+    }
+    assert len(tags) == 6
+    for key, found in tags.items():
+        assert found == ([{"Key": "trnpipe:retention", "Value": "resume"}] if "/checkpoints/" in key else []), key
+
+
 def test_parts_that_fail_are_sent_again_and_none_stays(s3_root: str, s3_endpoint: str, large: Path, faulty: Start) -> None:
     storage = faulty(Rule(Answer(503, "SlowDown"), method="PUT", path="partNumber=3"), Rule(Cut(0), path="partNumber=5"))
     artifact = store.upload(large, f"{s3_root}/large")

@@ -186,6 +186,13 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
     assert not store.exists(bench.paths("first").quarantine)
 
 
+def test_there_is_a_part_for_every_rank_of_the_hosts_that_embed(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 130))
+    bench.config["embed"]["ranks_per_child"] = 4
+    bench.start("run")
+    assert len(bench.plan("run").embed.parts) == 12  # three children of four ranks, though training has two
+
+
 def test_the_parts_hold_every_document_once(bench: Bench) -> None:
     data = rows(0, 130)
     bench.shard("a.jsonl", [*data[:70], b"bad"])
