@@ -18,6 +18,7 @@ COMMANDS = (
     ["graphs"],
     ["parity"],
     ["tune"],
+    ["doctor"],
     ["config"],
     ["config", "schema"],
     ["config", "check"],
