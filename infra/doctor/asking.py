@@ -238,16 +238,19 @@ class Subject:
     """What a check looks at.
 
     Attributes:
-        settings, blueprint: what the deployment should be.
+        blueprint: what the deployment should be.
         account: the account of the credentials.
         after: whether the deployment should be there already.
     """
 
-    settings: Settings
     blueprint: Blueprint
     account: str
     after: bool
     ask: Ask
+
+    @property
+    def settings(self) -> Settings:
+        return self.blueprint.settings
 
     def physical(self, stack: str, kind: str) -> list[str]:
         """Physical ids of a deployed stack's resources of a type.

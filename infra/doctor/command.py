@@ -112,7 +112,7 @@ def _findings(options: DoctorOptions, blueprint: Blueprint) -> list[Finding]:
             "AWS cannot be reached", value=error, remedy="look at the network, proxies and AWS_ENDPOINT_URL"
         ) from error
     findings = [dataclasses.replace(found, area=account.CREDENTIALS)]
-    subject = Subject(settings=blueprint.settings, blueprint=blueprint, account=account_id, after=options.after, ask=aws)
+    subject = Subject(blueprint=blueprint, account=account_id, after=options.after, ask=aws)
     # Where these are wrong, every other answer would be about something else.
     findings += account.region(subject)
     if output.exit_code(findings):
