@@ -175,7 +175,7 @@ def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any])
     blocks = [subnet["CidrBlock"] for subnet in subject.ask("ec2", "DescribeSubnets", SubnetIds=subnet_ids)["Subnets"]]
     if not any(_lets_in(group, default, blocks) for group in groups):
         yield problem(
-            "an endpoint lets our containers' calls not in",
+            "an endpoint does not let our containers' calls in",
             value=f"{named}: {', '.join(group_ids)}",
             rule=f"one of its security groups takes {HTTPS} from the subnets or from the default group {default}",
             remedy=f"aws ec2 authorize-security-group-ingress --group-id {group_ids[0]} --protocol tcp --port {HTTPS} "
