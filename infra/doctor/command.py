@@ -14,7 +14,20 @@ import typer
 from rich.console import Console
 
 from infra.doctor import account, capacity, deployed, image, network, output, storage
-from infra.doctor.asking import Aws, Check, Denied, Finding, NotAuthenticated, Refused, Subject, Unavailable, examine, ok, policy
+from infra.doctor.asking import (
+    Ask,
+    Aws,
+    Check,
+    Denied,
+    Finding,
+    NotAuthenticated,
+    Refused,
+    Subject,
+    Unavailable,
+    examine,
+    ok,
+    policy,
+)
 from infra.doctor.blueprint import Blueprint, chosen_context, draw
 from infra.doctor.gang import FORMS, Form, Outcome, Pace, definition, node_command, verdict, walk
 from infra.doctor.probe import CALLS, NODES, Probe
@@ -229,7 +242,7 @@ def _place(options: DoctorOptions, subject: Subject) -> tuple[str, str]:
     return subnet_id, f"{subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com/{container.uri}"
 
 
-def hourly_price(aws: Aws, instance_type: str, region: str) -> float | None:
+def hourly_price(ask: Ask, instance_type: str, region: str) -> float | None:
     """US dollars per hour on demand, from the AWS price list; None where it cannot be asked or says nothing."""
     wanted = {
         "instanceType": instance_type,
@@ -242,7 +255,7 @@ def hourly_price(aws: Aws, instance_type: str, region: str) -> float | None:
     }
     filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted.items()]
     try:
-        listed = aws("pricing", "GetProducts", ServiceCode="AmazonEC2", Filters=filters)["PriceList"]
+        listed = ask("pricing", "GetProducts", ServiceCode="AmazonEC2", Filters=filters)["PriceList"]
     except (Denied, Refused, Unavailable):
         return None
     prices = [

@@ -9,13 +9,14 @@ Both forms are the deployment's own states (infra/states.py). Each node tells by
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from infra.doctor.asking import Finding, ok, problem, warning
-from infra.doctor.probe import Probe
+from infra.doctor.probe import LIVE_JOBS, Probe
 from infra.states import Targets, gang
 from pipeline.contract import Queue, Stage
 
@@ -27,7 +28,6 @@ STAGE = Stage.HEALTH_CHECK
 
 RUN = "s3://doctor/run"
 REPLACED, LITERAL, NEITHER = 0, 41, 42
-LIVE = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
 ENDED = ("SUCCEEDED", "FAILED")
 
 
@@ -125,9 +125,11 @@ def walk(probe: Probe, form: Form, machine_arn: str, definition_arn: str, queue_
     Raises:
         Denied, Unavailable, Refused: as the calls do.
     """
+    # Batch remembers jobs for a week, those of an earlier probe's queue of this name too.
+    run = f"doctor-{form}-{secrets.token_hex(4)}"
     given = {
         "gang": {STAGE.value: definition_arn},
-        "run": {"id": f"doctor-{form}", "uri": RUN},
+        "run": {"id": run, "uri": RUN},
         "share": probe.share,
     }
     execution_arn = probe.call("stepfunctions", "StartExecution", stateMachineArn=machine_arn, input=json.dumps(given))[
@@ -136,7 +138,7 @@ def walk(probe: Probe, form: Form, machine_arn: str, definition_arn: str, queue_
     started, ended = pace.clock(), None
     while True:
         execution = probe.call("stepfunctions", "DescribeExecution", executionArn=execution_arn)
-        job = _job(probe, queue_arn, f"{STAGE.value}-doctor-{form}")
+        job = _job(probe, queue_arn, f"{STAGE.value}-{run}")
         if ended is None and job is not None and job["status"] in ENDED:
             ended = pace.clock()
         deaf = ended is not None and pace.clock() - ended > pace.deaf_seconds
@@ -154,12 +156,12 @@ def walk(probe: Probe, form: Form, machine_arn: str, definition_arn: str, queue_
 
 
 def _job(probe: Probe, queue_arn: str, name: str) -> dict[str, Any] | None:
-    """The newest job of a name: a queue of our own holds few."""
-    found: list[dict[str, Any]] = []
-    for status in (*LIVE, *ENDED):
-        listed = probe.call("batch", "ListJobs", jobQueue=queue_arn, jobStatus=status)["jobSummaryList"]
-        found += [job for job in listed if job["jobName"] == name]
-    return max(found, key=lambda job: int(job["createdAt"]), default=None)
+    """The job of a name; a queue of our own holds few."""
+    for status in (*LIVE_JOBS, *ENDED):
+        for job in probe.call("batch", "ListJobs", jobQueue=queue_arn, jobStatus=status)["jobSummaryList"]:
+            if job["jobName"] == name:
+                return dict(job)
+    return None
 
 
 def _codes(probe: Probe, job_id: str) -> dict[int, int | None]:
