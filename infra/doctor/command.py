@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import typer
@@ -171,22 +173,35 @@ def try_forms(
         StorageRefused: something could not be removed, or a permission is missing.
         Transient: a service does not answer.
     """
-    if left := probe.leftovers():
-        raise BadConfig(
-            "an earlier probe has left something behind, or runs now",
-            value=left,
-            rule="one probe of a deployment at a time",
-            remedy="trnpipe doctor --gang --cleanup",
-        )
-    try:
-        made = probe.make(subnet_id=subnet_id, instance_type=instance_type, image=container, command=node_command(hold_seconds))
-        outcomes = {}
-        for form in FORMS:
-            machine_arn = probe.make_machine(
-                form, definition(form, made.queue_arn, probe.partition, probe.region), made.machine_role_arn
+    with _explained():
+        if left := probe.leftovers():
+            raise BadConfig(
+                "an earlier probe has left something behind, or runs now",
+                value=left,
+                rule="one probe of a deployment at a time",
+                remedy="trnpipe doctor --gang --cleanup",
             )
-            probe.tell(f"form {form}: a gang of {probe.nodes}, which waits for hosts first")
-            outcomes[form] = walk(probe, form, machine_arn, made.definition_arn, made.queue_arn, pace)
+        try:
+            made = probe.make(
+                subnet_id=subnet_id, instance_type=instance_type, image=container, command=node_command(hold_seconds)
+            )
+            outcomes = {}
+            for form in FORMS:
+                machine_arn = probe.make_machine(
+                    form, definition(form, made.queue_arn, probe.partition, probe.region), made.machine_role_arn
+                )
+                probe.tell(f"form {form}: a gang of {probe.nodes}, which waits for hosts first")
+                outcomes[form] = walk(probe, form, machine_arn, made.definition_arn, made.queue_arn, pace)
+        finally:
+            _remove(probe)
+    return outcomes
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What stands in the way of a probe, as this command's errors."""
+    try:
+        yield
     except Denied as denied:
         raise StorageRefused(
             "the probe may not make what it needs",
@@ -199,9 +214,6 @@ def try_forms(
         raise BadConfig(
             "AWS refuses a part of the probe", value=refused, remedy="another --subnet, --instance-type or --image"
         ) from refused
-    finally:
-        _remove(probe)
-    return outcomes
 
 
 def _remove(probe: Probe) -> None:

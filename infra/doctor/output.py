@@ -38,11 +38,8 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold", ratio=1)
-    areas = dict.fromkeys(finding.area for finding in findings)
-    for number, area in enumerate(areas):
-        table.add_row("", Text(area, style="bold"), end_section=False) if not number else table.add_row(
-            "", Text(f"\n{area}", "bold")
-        )
+    for area in dict.fromkeys(finding.area for finding in findings):
+        table.add_row("", Text(f"\n{area}", style="bold"))
         for finding in findings:
             if finding.area == area:
                 table.add_row(Text(finding.level.value, STYLES[finding.level]), _cell(finding))

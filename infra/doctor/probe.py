@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from infra.doctor.asking import Ask, Denied, Refused, Unavailable
+from infra.doctor.asking import Ask, Denied, NotAuthenticated, Refused, Unavailable
 from pipeline.errors import MissingInput, Transient
 
 INSTANCE_POLICY = "service-role/AmazonEC2ContainerServiceforEC2Role"
@@ -260,7 +260,7 @@ class Probe:
             self.tell(f"removing {what}")
             try:
                 step()
-            except (Denied, Refused, Unavailable, Transient) as error:
+            except (Denied, NotAuthenticated, Refused, Unavailable, Transient) as error:
                 kept.append(f"{what}: {error}")
         return kept
 

@@ -16,7 +16,7 @@ from moto.core.config import default_user_config
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
 from infra.doctor import gang
-from infra.doctor.asking import Aws
+from infra.doctor.asking import Aws, NotAuthenticated
 from infra.doctor.command import hourly_price, try_forms
 from infra.doctor.gang import FORMS, LITERAL, REPLACED, Outcome, Pace, definition, node_command, verdict
 from infra.doctor.probe import Probe
@@ -113,13 +113,13 @@ class Account:
                 request["serviceRole"] = SERVICE_ROLE
             body = json.dumps(request).encode()
             environ |= {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
-            answered = self._moto(environ, start_response)
-            self._learn(path, request)
-            return answered
+            answered = b"".join(self._moto(environ, start_response))
+            self._learn(path, request, answered)
+            return [answered]
 
         return answer
 
-    def _learn(self, path: str, request: dict[str, Any]) -> None:
+    def _learn(self, path: str, request: dict[str, Any], answered: bytes) -> None:
         if path.endswith("/createjobqueue"):
             self.queues.append(JobQueue(name=request["jobQueueName"], fair_share="schedulingPolicyArn" in request))
         if path.endswith("/registerjobdefinition"):
@@ -129,7 +129,8 @@ class Account:
                 "RetryStrategy": request["retryStrategy"],
                 "Timeout": request["timeout"],
             }
-            self.definitions.append(JobDefinition.parse(request["jobDefinitionName"], properties))
+            made = JobDefinition.parse(request["jobDefinitionName"], properties)
+            self.definitions.append(replace(made, revision=json.loads(answered)["revision"]))
 
 
 @pytest.fixture(scope="module")
@@ -366,3 +367,12 @@ def test_the_price_is_that_of_the_price_list(recorded: Any) -> None:
 
     assert asked({"PriceList": [product("0.1250")]}) == 0.125
     assert asked({"PriceList": []}) is None
+
+
+def test_credentials_that_go_bad_while_removing_are_told_as_what_is_left() -> None:
+    def call(service: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        raise NotAuthenticated("ExpiredToken: too old")
+
+    kept = replace(probe_of(), call=call).remove(FORMS)
+    assert len(kept) == 9
+    assert all(line.endswith("ExpiredToken: too old") for line in kept)
