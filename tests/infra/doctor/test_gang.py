@@ -374,5 +374,5 @@ def test_credentials_that_go_bad_while_removing_are_told_as_what_is_left() -> No
         raise NotAuthenticated("ExpiredToken: too old")
 
     kept = replace(probe_of(), call=call).remove(FORMS)
-    assert len(kept) == 9
+    assert len(kept) == 10
     assert all(line.endswith("ExpiredToken: too old") for line in kept)
