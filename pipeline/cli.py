@@ -1,7 +1,7 @@
 """The `trnpipe` command: what people and containers type. Parses, calls, prints, maps errors to exit codes; nothing else.
 
 Every command imports what it needs when it runs, so that help and mistakes are answered at once. This is the one module
-of `pipeline` that knows `infra.local`: the local run drives the deployment's own state machine.
+of `pipeline` that knows `infra`: the local run drives the deployment's own state machine, and doctor judges by its templates.
 """
 
 from __future__ import annotations
@@ -369,6 +369,56 @@ def plan(
     asked.require()
     if not as_json:
         typer.echo(asked.verdict())
+
+
+@app.command()
+def doctor(
+    context: Annotated[
+        list[str] | None,
+        typer.Option("--context", "-c", metavar="KEY=VALUE", help="As after `cdk deploy -c`; repeat for more."),
+    ] = None,
+    env: Annotated[str | None, typer.Option("--env", help="Settings of an environment, as `cdk deploy -c env=NAME`.")] = None,
+    after: Annotated[bool, typer.Option("--after", help="Look at what was deployed, too.")] = False,
+    gang: Annotated[
+        bool,
+        typer.Option("--gang", help="Try gangs on two cheap hosts and tell which gang_submit to set. Asks before it starts."),
+    ] = False,
+    image: Annotated[
+        str | None, typer.Option("--image", help="Image that --gang runs; without it the deployment's cpu image.")
+    ] = None,
+    instance_type: Annotated[str, typer.Option("--instance-type", help="Hosts of --gang.")] = "c6i.large",
+    subnet: Annotated[str | None, typer.Option("--subnet", help="Subnet of --gang; without it the deployment's.")] = None,
+    hold: Annotated[
+        int, typer.Option("--hold", min=1, max=1200, help="Seconds that --gang's main node waits for the other one.")
+    ] = 180,
+    yes: Annotated[bool, typer.Option("--yes", help="--gang: do not ask.")] = False,
+    cleanup: Annotated[bool, typer.Option("--cleanup", help="--gang: only remove what an earlier try has left.")] = False,
+    policy: Annotated[
+        bool, typer.Option("--policy", help="Print the IAM policy that doctor takes (with --gang, that this takes).")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check an AWS account against the deployment's settings, with what to do about each finding. Only reads, except --gang.
+
+    Ends with 0 without a problem, with 64 if a setting or the account is wrong, with 75 if AWS could not be asked.
+    """
+    from infra.doctor.command import DoctorOptions, run_doctor
+
+    options = DoctorOptions(
+        context=tuple(context or ()),
+        environment=env,
+        after=after,
+        gang=gang,
+        cleanup=cleanup,
+        image=image,
+        instance_type=instance_type,
+        subnet=subnet,
+        hold_seconds=hold,
+        yes=yes,
+        as_json=as_json,
+        policy=policy,
+    )
+    raise typer.Exit(run_doctor(options))
 
 
 @config_app.command("schema")

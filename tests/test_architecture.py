@@ -14,7 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 OWNERS = {
     "torch_xla": {"pipeline/runtime"},
     "torch_neuronx": {"pipeline/runtime"},
-    "boto3": {"pipeline/runtime/store", "pipeline/runtime/batch.py", "pipeline/search.py", "pipeline/operate", "infra/local"},
+    "boto3": {
+        "pipeline/runtime/store",
+        "pipeline/runtime/batch.py",
+        "pipeline/search.py",
+        "pipeline/operate",
+        "infra/local",
+        "infra/doctor",
+    },
 }
 """Package -> the only places that may import it."""
 

@@ -164,7 +164,12 @@ class Node:
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """How one attempt ended. Times in milliseconds since the epoch."""
+    """How one attempt ended. Times in milliseconds since the epoch.
+
+    Attributes:
+        exit_code, host, log_stream: of the main node.
+        node_codes: node -> exit code of its container; of lost hosts none.
+    """
 
     exit_code: int | None
     reason: str
@@ -173,6 +178,7 @@ class Attempt:
     stopped: int
     host: str
     log_stream: str
+    node_codes: Mapping[int, int]
 
     def describe(self) -> dict[str, Any]:
         container: dict[str, Any] = {"logStreamName": self.log_stream, "containerInstanceArn": ecs.instance_arn(self.host)}
@@ -537,8 +543,8 @@ class BatchRunner:
             for node in nodes:
                 shutil.rmtree(node.folder, ignore_errors=True)
             self.hosts.give_back(hosts)
-        code = main.process.returncode
-        exit_code = None if main.host_lost else 128 - code if code < 0 else code
+        node_codes = {node.index: _exit_code(node.process) for node in nodes if not node.host_lost}
+        exit_code = node_codes.get(main.index)
         status_reason = stopped_because or (
             f"Host EC2 (instance {main.host}) terminated." if main.host_lost else "Essential container in task exited"
         )
@@ -550,6 +556,7 @@ class BatchRunner:
             stopped=_now(),
             host=main.host,
             log_stream=main.log_stream,
+            node_codes=node_codes,
         )
         return attempt, stopped_because is None
 
@@ -730,6 +737,9 @@ class BatchRunner:
             shown["containerInstanceArn"] = ecs.instance_arn(running.host)
         elif job.attempts:
             shown.update(job.attempts[-1].describe()["container"])
+            shown.pop("exitCode", None)
+            if index in job.attempts[-1].node_codes:
+                shown["exitCode"] = job.attempts[-1].node_codes[index]
             shown["logStreamName"] = _log_stream(job, len(job.attempts), index)
         return shown
 
@@ -814,6 +824,12 @@ def _log_stream(job: Job, attempt: int, node: int) -> str:
     if job.array_index is not None:
         return f"{folder}/child-{job.array_index:05d}-attempt-{attempt}.log"
     return f"{folder}/attempt-{attempt}-node-{node:05d}.log"
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """As a container has it: 137 for one that was killed."""
+    code = process.returncode
+    return 128 - code if code < 0 else code
 
 
 def _free_port() -> int:

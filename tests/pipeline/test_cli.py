@@ -22,6 +22,7 @@ COMMANDS = (
     ["graphs"],
     ["parity"],
     ["tune"],
+    ["doctor"],
     ["config"],
     ["config", "schema"],
     ["config", "check"],

@@ -234,6 +234,22 @@ def test_no_matching_rule_means_retry_and_patterns_are_anded() -> None:
         RetryStrategy.parse({"EvaluateOnExit": [{"Action": "EXIT", "OnExitCode": "*"}]})
 
 
+def test_each_node_of_a_gang_that_is_over_has_its_own_exit_code(start: Start) -> None:
+    code = """
+    import os, sys, time
+    if os.environ["AWS_BATCH_JOB_NODE_INDEX"] == "1":
+        sys.exit(41)
+    time.sleep(600)
+    """
+    runner = start(gang(code))
+    job_id = submit(runner, "gang")
+    until(lambda: described(runner, f"{job_id}#1")["status"] == "FAILED")
+    runner.kill_node(job_id, 0)
+    job = runner.wait(job_id, SOON)
+    assert [described(runner, f"{job_id}#{node}")["container"]["exitCode"] for node in (0, 1)] == [137, 41]
+    assert job.attempts[0].exit_code == 137
+
+
 def test_a_killed_node_ends_with_128_plus_the_signal(start: Start) -> None:
     runner = start(single("import time; time.sleep(600)", retry=RetryStrategy(attempts=1)))
     job_id = submit(runner, "single")

@@ -1,0 +1,62 @@
+"""The findings as people read them, and as programs do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from infra.doctor.asking import Finding, Level
+from pipeline.errors import ExitCode, shown
+
+STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+
+
+def exit_code(findings: Sequence[Finding]) -> ExitCode:
+    """64 where a setting or the account is wrong, 75 where something could only not be asked now, else 0."""
+    if any(finding.level is Level.PROBLEM for finding in findings):
+        return ExitCode.BAD_CONFIG
+    return ExitCode.TRANSIENT if any(finding.transient for finding in findings) else ExitCode.DONE
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """One object: the findings, how many there are of each level, and the exit code."""
+    record = {
+        "findings": [{**asdict(finding), "level": finding.level.value} for finding in findings],
+        "count": {level.value: _count(findings, level) for level in Level},
+        "exit_code": int(exit_code(findings)),
+    }
+    return json.dumps(record, indent=2)
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """Print the findings as a table, area by area, and a last line that sums them up."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", ratio=1)
+    for area in dict.fromkeys(finding.area for finding in findings):
+        table.add_row("", Text(f"\n{area}", style="bold"))
+        for finding in findings:
+            if finding.area == area:
+                table.add_row(Text(finding.level.value, STYLES[finding.level]), _cell(finding))
+    console.print(table)
+    counts = ", ".join(f"{_count(findings, level)} {level.value}" for level in reversed(Level))
+    console.print(Text(f"\n{counts}", style="bold"))
+
+
+def _cell(finding: Finding) -> Group | Text:
+    if finding.level is Level.OK:
+        return Text.assemble(shown(finding.what), (f"  {shown(finding.value)}" if finding.value else "", "dim"))
+    parts = [Text(shown(finding.what), style="bold")]
+    for name in ("value", "rule", "remedy"):
+        if text := getattr(finding, name):
+            parts.append(Text.assemble((f"{name}: ", "dim"), shown(text)))
+    return Group(*parts)
+
+
+def _count(findings: Sequence[Finding], level: Level) -> int:
+    return sum(finding.level is level for finding in findings)
