@@ -1,5 +1,5 @@
-"""`python -m tests.chain.recorded CALLS ...` is `trnpipe ...`, and writes to CALLS what jobs asked of AWS services, a line of JSON
-each (tests/infra/calls.py): so that runs with the real stages are looked at without being run for it.
+"""`python -m tests.chain.recorded CALLS ...` is `trnpipe ...`, and writes to CALLS what jobs asked of AWS services, a JSON
+line each (tests/infra/calls.py): so that runs with the real stages are looked at without being run for it.
 """
 
 from __future__ import annotations
