@@ -45,6 +45,9 @@ LONG_LAP_MINUTES = 30
 LONG_WAIT_MINUTES = 300
 """A wait for the lock longer than this takes long laps: an execution may have 25,000 events, and a lap makes about 25."""
 
+LONGEST_WAIT_MINUTES = 7 * 24 * 60
+"""The configuration's limit too, which nobody checks before the lock is there; longer, the events would run out."""
+
 
 def definition(targets: Targets) -> dict[str, Any]:
     """The state machine in the Amazon States Language (JSONPath)."""
@@ -143,6 +146,13 @@ def _input_states(targets: Targets, *, then: str) -> States:
                     ],
                     "Next": "WrongValue",
                 },
+                {
+                    "And": [
+                        {"Variable": wait, "IsPresent": True},
+                        {"Variable": wait, "NumericGreaterThan": LONGEST_WAIT_MINUTES},
+                    ],
+                    "Next": "WrongValue",
+                },
                 # prepare checks everything else, in words that name the key and the rule.
                 {"Not": {"Variable": wait, "IsPresent": True}, "Next": "DefaultWait"},
                 {"Variable": run, "IsNull": True, "Next": "NameRun"},
@@ -155,8 +165,8 @@ def _input_states(targets: Targets, *, then: str) -> States:
                 "result": "failed",
                 "state": "CheckValues",
                 "Error": INPUT_REFUSED,
-                "Cause": "share, run, registry or lock.wait_minutes has the wrong type. rule: share is a string; run and "
-                "registry are strings or null, run without slashes and dots; lock.wait_minutes is a number. "
+                "Cause": "share, run, registry or lock.wait_minutes cannot be used. rule: share is a string; run and registry "
+                f"are strings or null, run without slashes and dots; lock.wait_minutes is a number up to {LONGEST_WAIT_MINUTES}. "
                 "remedy: see `trnpipe config schema`",
             },
         },

@@ -221,12 +221,19 @@ ARNS = {
     "AWS::DynamoDB::Table": "arn:aws:dynamodb:{region}:{account}:table/{name}",
     "AWS::DynamoDB::GlobalTable": "arn:aws:dynamodb:{region}:{account}:table/{name}",
     "AWS::SNS::Topic": "arn:aws:sns:{region}:{account}:{name}",
+    "AWS::Batch::ComputeEnvironment": "arn:aws:batch:{region}:{account}:compute-environment/{name}",
     "AWS::Batch::JobQueue": "arn:aws:batch:{region}:{account}:job-queue/{name}",
     "AWS::Batch::JobDefinition": "arn:aws:batch:{region}:{account}:job-definition/{name}:1",
     "AWS::StepFunctions::StateMachine": "arn:aws:states:{region}:{account}:stateMachine:{name}",
     "AWS::IAM::Role": "arn:aws:iam::{account}:role/{name}",
 }
-REF_IS_ARN = {"AWS::SNS::Topic", "AWS::Batch::JobQueue", "AWS::Batch::JobDefinition", "AWS::StepFunctions::StateMachine"}
+REF_IS_ARN = {
+    "AWS::Batch::ComputeEnvironment",
+    "AWS::Batch::JobDefinition",
+    "AWS::Batch::JobQueue",
+    "AWS::SNS::Topic",
+    "AWS::StepFunctions::StateMachine",
+}
 
 
 class Stacks:

@@ -40,15 +40,21 @@ SETTINGS = {
 
 @dataclass
 class LocalState:
-    """One state folder and the runs made in it."""
+    """One state folder and the runs made in it.
+
+    Attributes:
+        calls: where the runs' calls of AWS services are written (tests/chain/recorded.py); None: nowhere.
+    """
 
     folder: Path
     parent: Path
     device: str = "cpu"
+    calls: Path | None = None
 
     def command(self, *inputs: Path, arguments: tuple[str, ...] = (), **settings: Any) -> list[str]:
         merged = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
-        command = [sys.executable, "-m", "pipeline.cli", "local", "--state", str(self.folder), "--device", self.device]
+        program = ["pipeline.cli"] if self.calls is None else ["tests.chain.recorded", str(self.calls)]
+        command = [sys.executable, "-m", *program, "local", "--state", str(self.folder), "--device", self.device]
         command += arguments
         for path in inputs:
             command += ["--input", str(path)]

@@ -14,7 +14,9 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from pipeline.contract import Stage
+from tests.chain.recorded import read_calls
 from tests.chain.runs import LocalState, embeddings, kill_descendant, load, started
+from tests.infra.calls import Roles
 from tests.tiny import make_model, write_pairs
 
 pytestmark = pytest.mark.slow
@@ -36,7 +38,7 @@ def state(tmp_path: Path, tiny_parent: Path) -> LocalState:
 def two_weeks(tmp_path_factory: pytest.TempPathFactory, tiny_parent: Path) -> Iterator[LocalState]:
     """A first run from a parent, and next week's from what it published."""
     folder = tmp_path_factory.mktemp("weeks")
-    state = LocalState(folder / "state", tiny_parent)
+    state = LocalState(folder / "state", tiny_parent, calls=folder / "calls.jsonl")
     first = state.run(write_pairs(folder / "week-1.jsonl", 600), arguments=("--parent", str(tiny_parent)))
     assert first.returncode == 0, first.stdout + first.stderr
     second = state.run(write_pairs(folder / "week-2.jsonl", 200, seed=1, prefix="new"))
@@ -103,6 +105,13 @@ def test_search_finds_a_document_by_its_words(two_weeks: LocalState) -> None:
     assert len(hits) == 7
     assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
     assert all(hit["text"] for hit in hits)
+
+
+def test_roles_allow_every_call_of_the_real_stages(two_weeks: LocalState) -> None:
+    assert two_weeks.calls is not None
+    calls = read_calls(two_weeks.calls)
+    assert {call.caller for call in calls} == {*map(str, Stage)} - {Stage.COMPILE.value}
+    assert Roles(two_weeks.folder / "cdk.out").refused(calls) == []
 
 
 @pytest.mark.long

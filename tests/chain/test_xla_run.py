@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.chain.recorded import read_calls
 from tests.chain.runs import LocalState, embeddings, kill_descendant, load, started
+from tests.infra.calls import Roles
 from tests.tiny import make_model, write_pairs
 
 pytest.importorskip("torch_xla", reason="torch-xla exists for Linux on x86-64 only")
@@ -33,7 +35,7 @@ def two_weeks(tmp_path_factory: pytest.TempPathFactory) -> LocalState:
     """A first run, whose compile stage is killed once, and next week's from what it published."""
     folder = tmp_path_factory.mktemp("weeks")
     make_model(folder / "parent")
-    state = LocalState(folder / "state", folder / "parent", device="xla")
+    state = LocalState(folder / "state", folder / "parent", device="xla", calls=folder / "calls.jsonl")
     first = state.command(write_pairs(folder / "week-1.jsonl", 200), arguments=("--parent", str(state.parent)), **SETTINGS)
     with started(first, folder / "first.txt") as process:
         while not kill_descendant(process.pid, lambda command: "rank compile" in command):
@@ -87,3 +89,11 @@ def test_both_weeks_are_published(two_weeks: LocalState) -> None:
     assert two_weeks.published()["run"] == two_weeks.runs[-1].name
     assert [len(embeddings(run)) for run in two_weeks.runs] == [200, 300]
     assert "skipped" in (two_weeks.runs[-1] / "report/index.html").read_text()
+
+
+def test_roles_allow_every_call_of_those_who_compile_and_load(two_weeks: LocalState) -> None:
+    assert two_weeks.calls is not None
+    calls = read_calls(two_weeks.calls)
+    compiled = {call.resource.partition("/graphs/")[2] for call in calls if call.caller == "compile" and call.writes}
+    assert any(key for key in compiled)
+    assert Roles(two_weeks.folder / "cdk.out").refused(calls) == []

@@ -5,9 +5,9 @@ In the executions the services are those of the local endpoint, except Batch: jo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,57 +18,20 @@ from typing import Any
 import pytest
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sns.models import sns_backends
-from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback
 
-from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, LocalWatch
-from infra.states import EXECUTION_TAG, Targets
 from infra.watches import cleanup
 from infra.workflow import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, definition
-from pipeline.contract import STAGES, Queue, Shape, Stage, StageFailure, now, stage_command
-
-GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
-BUCKET, TABLE = "runs-bucket", "locks"
-CONSOLE = Console(region=REGION, bucket=BUCKET, job_logs="/trnpipe/jobs", dashboard="trnpipe")
-TOPIC = f"arn:aws:sns:{REGION}:{ACCOUNT}:notifications"
-
-
-def targets(**changes: Any) -> Targets:
-    arn = f"arn:aws:batch:{REGION}:{ACCOUNT}"
-    values: dict[str, Any] = {
-        "partition": "aws",
-        "console": CONSOLE,
-        "bucket": BUCKET,
-        "lock_table": TABLE,
-        "topic": TOPIC,
-        "queues": {queue: f"{arn}:job-queue/{queue.value}" for queue in Queue},
-        "jobs": {stage: f"{arn}:job-definition/{stage}:3" for stage in STAGES if stage not in GANGS},
-        "gangs": {nodes: {stage: f"{arn}:job-definition/{stage}-{nodes}:3" for stage in GANGS} for nodes in (1, 2)},
-        "gang_submit": "sync",
-        "capacity_wait_minutes": 360,
-        "config": {"device": {"kind": "cpu"}},
-        "read": ("s3://lake/clicks",),
-        "local_paths": False,
-        "prices": {Queue.TRAIN: 21.5, Queue.CPU: 0.3},
-        "hosts": {Queue.TRAIN: "trn1.32xlarge"},
-        "embed_hosts": 4,
-        "tags": {"trnpipe": "ranker"},
-        "defaults": {"share": "manual", "registry": "current", "wait_minutes": 0},
-    }
-    return Targets(**{**values, **changes})
+from pipeline.contract import EXECUTION_TAG, STAGES, Queue, Stage, StageFailure, now, stage_command
+from tests.engine import quick_engine
+from tests.infra.machines import BUCKET, CONSOLE, GANGS, RESULTS, TABLE, TOPIC, called, successors, targets, tasks
 
 
 @pytest.fixture(params=["sync", "poll"])
 def machine(request: pytest.FixtureRequest) -> dict[str, Any]:
     return definition(targets(gang_submit=request.param))
-
-
-def successors(state: Mapping[str, Any]) -> set[str]:
-    choices = [choice["Next"] for choice in state.get("Choices", ())]
-    catches = [catch["Next"] for catch in state.get("Catch", ())]
-    return {*choices, *catches, *(state[key] for key in ("Next", "Default") if key in state)}
 
 
 def reachable(states: Mapping[str, Any], start: str, *, without: frozenset[str] = frozenset()) -> set[str]:
@@ -80,10 +43,6 @@ def reachable(states: Mapping[str, Any], start: str, *, without: frozenset[str] 
             seen.add(name)
             todo += successors(states[name])
     return seen
-
-
-def tasks(machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: state for name, state in machine["States"].items() if state["Type"] == "Task"}
 
 
 # ---------------------------------------------------------------------------------------------------------------- shape
@@ -188,15 +147,13 @@ def test_only_errors_of_the_service_itself_submit_a_job_again(machine: dict[str,
 
 
 def test_what_the_states_send_is_what_the_services_take(machine: dict[str, Any], service_model: Any) -> None:
-    services = {"sfn": "stepfunctions"}
     for name, state in tasks(machine).items():
-        service, action = re.fullmatch(r"arn:aws:states:::(?:aws-sdk:)?(\w+):(\w+)(?:\.sync)?", state["Resource"]).groups()  # type: ignore[union-attr]
-        operation = action[0].upper() + action[1:]
+        service, operation = called(state)
         request = example(state["Parameters"])
         if operation == "PutObject":
             request["Body"] = json.dumps(request["Body"])
-        lowered = service_model.from_template(services.get(service, service), operation, request)
-        assert service_model.problems(services.get(service, service), operation, lowered) == "", name
+        lowered = service_model.from_template(service, operation, request)
+        assert service_model.problems(service, operation, lowered) == "", name
 
 
 def example(value: Any, key: str = "") -> Any:
@@ -211,11 +168,6 @@ def example(value: Any, key: str = "") -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------- executions
-
-RESULTS: dict[str, dict[str, Any]] = {
-    "prepare": {"nodes": 2, "embed_children": 3, "compile": True},
-    "evaluate": {"gate": {"verdict": "accepted", "reason": "+0.002"}},
-}
 
 
 @dataclass
@@ -303,15 +255,19 @@ class Account:
     machine_arn: str
     notices: list[dict[str, Any]]
 
+    def __post_init__(self) -> None:
+        # Making a client takes longer than most executions here.
+        self.client = functools.cache(self.endpoint.client)
+
     def start(self, run: str, given: Any = None) -> str:
         text = json.dumps({} if given is None else given)
-        arn: str = self.endpoint.client("stepfunctions").start_execution(stateMachineArn=self.machine_arn, name=run, input=text)[
+        arn: str = self.client("stepfunctions").start_execution(stateMachineArn=self.machine_arn, name=run, input=text)[
             "executionArn"
         ]
         return arn
 
     def end(self, arn: str) -> dict[str, Any]:
-        client = self.endpoint.client("stepfunctions")
+        client = self.client("stepfunctions")
         deadline = time.monotonic() + 60
         while (found := client.describe_execution(executionArn=arn))["status"] == "RUNNING":
             assert time.monotonic() < deadline, client.get_execution_history(executionArn=arn)["events"][-5:]
@@ -322,15 +278,15 @@ class Account:
         return self.end(self.start(run, given))
 
     def entered(self, arn: str) -> list[str]:
-        events = self.endpoint.client("stepfunctions").get_execution_history(executionArn=arn)["events"]
+        events = self.client("stepfunctions").get_execution_history(executionArn=arn)["events"]
         return [event["stateEnteredEventDetails"]["name"] for event in events if event["type"].endswith("StateEntered")]
 
     def read(self, key: str) -> Any:
-        return json.loads(self.endpoint.client("s3").get_object(Bucket=BUCKET, Key=key)["Body"].read())
+        return json.loads(self.client("s3").get_object(Bucket=BUCKET, Key=key)["Body"].read())
 
     def lock(self, owner: str | None = None, name: str = "current") -> dict[str, str]:
         """The lock's item; with an owner, put one there first."""
-        client = self.endpoint.client("dynamodb")
+        client = self.client("dynamodb")
         if owner is not None:
             item = {"name": name, "owner": owner, "run": "other-run", "since": "2026-01-04"}
             client.put_item(TableName=TABLE, Item={key: {"S": value} for key, value in item.items()})
@@ -338,21 +294,10 @@ class Account:
         return {key: value["S"] for key, value in found.items()}
 
 
-def quick(machine: dict[str, Any]) -> dict[str, Any]:
-    """The same machine with short waits and few retries."""
-    for state in machine["States"].values():
-        if state["Type"] == "Wait":
-            state["Seconds"] = 1
-        for rule in state.get("Retry", ()):
-            rule |= {"IntervalSeconds": 1, "MaxAttempts": min(rule["MaxAttempts"], 1)}
-    return machine
-
-
 @pytest.fixture
-def account(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
-    monkeypatch.setattr(state_task_service_callback, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", 0.02)
-    machine = quick(definition(targets(**getattr(request, "param", {}))))
-    watch = quick(cleanup("aws", [f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/{queue.value}" for queue in Queue]))
+def account(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Account]:
+    machine = definition(targets(**getattr(request, "param", {})))
+    watch = cleanup("aws", [f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/{queue.value}" for queue in Queue])
     stack = LocalStack(
         state_machine="trnpipe",
         definition=json.dumps(machine),
@@ -369,11 +314,12 @@ def account(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
         queues=(),
         watches=(LocalWatch(state_machine="trnpipe-cleanup", definition=json.dumps(watch)),),
     )
-    batch = ScriptedBatch(put=lambda key, body: endpoint.client("s3").put_object(Bucket=BUCKET, Key=key, Body=body))
+    batch = ScriptedBatch(put=lambda key, body: account.client("s3").put_object(Bucket=BUCKET, Key=key, Body=body))
     endpoint = LocalEndpoint(stack, tmp_path / "state", lambda environment: batch)  # type: ignore[arg-type,return-value]
-    with endpoint:
+    with endpoint, quick_engine():
         sent = sns_backends[DEFAULT_ACCOUNT_ID][REGION].topics[TOPIC].sent_notifications
-        yield Account(endpoint=endpoint, batch=batch, machine_arn=stack.state_machine_arn, notices=_Notices(sent))  # type: ignore[arg-type]
+        account = Account(endpoint=endpoint, batch=batch, machine_arn=stack.state_machine_arn, notices=_Notices(sent))
+        yield account
 
 
 class _Notices(list):  # type: ignore[type-arg]
@@ -691,8 +637,8 @@ def test_the_lock_names_its_owner_and_keeps_a_second_run_out(account: Account) -
 
 def test_a_run_that_may_wait_gets_the_lock_when_it_is_free(account: Account) -> None:
     holder = Holder(account)
-    waiting = account.start("week-2", {"lock": {"wait_minutes": 30}})
-    time.sleep(1.5)
+    waiting = account.start("week-2", {"lock": {"wait_minutes": LONG_WAIT_MINUTES}})
+    wait_until(lambda: "CountWait" in account.entered(waiting))
     assert account.batch.stages() == ["prepare"]
     holder.end()
     assert account.end(waiting)["error"] == "prepare: States.TaskFailed"

@@ -1,0 +1,60 @@
+"""What the tests of the state machine share: what it is made for, how its states lead to each other, and results of stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from infra.local.definitions import ACCOUNT, REGION
+from infra.states import Targets
+from pipeline.contract import STAGES, Queue, Shape
+
+GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
+BUCKET, TABLE = "runs-bucket", "locks"
+TOPIC = f"arn:aws:sns:{REGION}:{ACCOUNT}:notifications"
+
+
+def targets(**changes: Any) -> Targets:
+    arn = f"arn:aws:batch:{REGION}:{ACCOUNT}"
+    values: dict[str, Any] = {
+        "partition": "aws",
+        "region": REGION,
+        "bucket": BUCKET,
+        "lock_table": TABLE,
+        "topic": TOPIC,
+        "queues": {queue: f"{arn}:job-queue/{queue.value}" for queue in Queue},
+        "jobs": {stage: f"{arn}:job-definition/{stage}:3" for stage in STAGES if stage not in GANGS},
+        "gangs": {nodes: {stage: f"{arn}:job-definition/{stage}-{nodes}:3" for stage in GANGS} for nodes in (1, 2)},
+        "gang_submit": "sync",
+        "capacity_wait_minutes": 360,
+        "config": {"device": {"kind": "cpu"}},
+        "read": ("s3://lake/clicks",),
+        "local_paths": False,
+        "defaults": {"share": "manual", "registry": "current", "wait_minutes": 0},
+    }
+    return Targets(**{**values, **changes})
+
+
+def successors(state: Mapping[str, Any]) -> set[str]:
+    choices = [choice["Next"] for choice in state.get("Choices", ())]
+    catches = [catch["Next"] for catch in state.get("Catch", ())]
+    return {*choices, *catches, *(state[key] for key in ("Next", "Default") if key in state)}
+
+
+def tasks(machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: state for name, state in machine["States"].items() if state["Type"] == "Task"}
+
+
+RESULTS: dict[str, dict[str, Any]] = {
+    "prepare": {"nodes": 2, "embed_children": 3, "compile": True},
+    "evaluate": {"gate": {"verdict": "accepted", "reason": "+0.002"}},
+}
+
+
+def called(state: Mapping[str, Any]) -> tuple[str, str]:
+    """Service and operation that a Task state calls, as botocore names them."""
+    found = re.fullmatch(r"arn:aws:states:::(?:aws-sdk:)?(\w+):(\w+)(?:\.sync)?", state["Resource"])
+    assert found is not None, state["Resource"]
+    service, action = found.groups()
+    return {"sfn": "stepfunctions"}.get(service, service), action[0].upper() + action[1:]

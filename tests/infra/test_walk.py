@@ -1,0 +1,412 @@
+"""The state machine walked on every path: each Task state fails in each way that its Retry and Catch or its service know, every
+Choice takes each of its ways. A state, a way on or a kind of failure that is added to the machine is missed here by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from infra.states import POLL_LAPS
+from infra.workflow import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, LONGEST_WAIT_MINUTES
+from pipeline.contract import RESULT_LIMIT_BYTES, STAGES, StageFailure
+from tests.infra.machines import GANGS, RESULTS, called, successors
+from tests.infra.walks import FORMS, LAPS, OWNER, SAID, Fault, JobEnd, Walk, Walked, Walker, open_walker
+
+RETRIED = 7
+"""Requests of a state whose calls fail for good: the first, and six that its Retry adds."""
+
+FAILED_JOB = JobEnd(reason="Host EC2 (instance i-1) terminated.", exit_code=None)
+SINGLE = {**RESULTS["prepare"], "embed_children": 1}
+WORDS = StageFailure(
+    stage="prepare", run="r", exit_code=64, what="an unknown key", value=["trian"], rule="schema", remedy="fix it"
+)
+
+HARMLESS = ("report", "ReleaseLock", "Notify", "ReadFailure", *(f"{stage} (stop)" for stage in GANGS))
+"""States whose failure changes nothing of how an execution ends."""
+
+BEFORE_THE_LOCK = ("AcquireLock", "ReadLock", "ReadOwner", "TakeOverLock")
+REPORTED = ("ReadPlan", "ReadScorecard")
+"""States, beside those of a stage, after whose failure there is something to report on."""
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "ReadLock": {"owners": ("SUCCEEDED",)},
+    "ReadOwner": {"owners": ("SUCCEEDED",)},
+    "TakeOverLock": {"owners": ("SUCCEEDED",)},
+    "embed (single)": {"results": {"prepare": SINGLE}},
+    **{state: {"jobs": {"prepare": FAILED_JOB}} for state in ("report", "ReleaseLock", "Notify", "ReadFailure")},
+    **{f"{stage} (stop)": {"jobs": {stage.value: JobEnd(status="RUNNING")}} for stage in GANGS},
+}
+"""What leads to a state that a run without trouble does not enter, or to one that it enters late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way for one state to fail, and what must come of it.
+
+    Attributes:
+        error: under which the state fails.
+        requests: how often the state asks the service; None: the failure is not about requests.
+        cause: words that the execution's cause must hold.
+        ends: stages whose jobs must have been terminated.
+    """
+
+    walk: Walk
+    state: str
+    kind: str
+    error: str
+    requests: int | None = None
+    cause: str = SAID
+    ends: tuple[str, ...] = ()
+
+
+def cases() -> Iterator[Case]:
+    machines = Walker().machines
+    polled = {name for name in machines["poll"]["States"] if name.split(" ")[0] in {stage.value for stage in GANGS}}
+    for form in FORMS:
+        for name, state in machines[form]["States"].items():
+            # What is the same in both forms is walked in one of them.
+            if state["Type"] == "Task" and (form == "sync" or name in polled):
+                yield from (replace(case, walk=replace(case.walk, form=form)) for case in failures(name, state))
+
+
+def failures(name: str, state: Mapping[str, Any]) -> Iterator[Case]:
+    """Each way of failing of what the state calls."""
+
+    def refused(kind: str, error: str, requests: int, status: int, code: str, **more: Any) -> Case:
+        walk = Walk(name="", faults={name: Fault(status=status, code=code, **more)}, **ROUTES.get(name, {}))
+        return Case(walk=walk, state=name, kind=kind, error=error, requests=requests)
+
+    def unanswered(requests: int) -> Case:
+        walk = Walk(name="", faults={name: Fault()}, times_out=frozenset({name}), **ROUTES.get(name, {}))
+        return Case(walk=walk, state=name, kind="unanswered", error="States.Timeout", requests=requests, cause="")
+
+    def ended(kind: str, error: str, end: JobEnd, **more: Any) -> Case:
+        route = ROUTES.get(name, {})
+        walk = Walk(name="", **{**route, "jobs": {**route.get("jobs", {}), stage: end}})
+        return Case(walk=replace(walk, times_out=more.pop("times_out", frozenset())), state=name, kind=kind, error=error, **more)
+
+    stage = name.split(" ")[0]
+    service, operation = called(state)
+    if operation == "SubmitJob":
+        yield refused("refused", "Batch.ClientException", 1, 400, "ClientException", operation="submitjob")
+        yield refused("sick", "Batch.ServerException", RETRIED, 500, "ServerException", operation="submitjob")
+        if state["Resource"].endswith(".sync"):
+            yield ended("job failed", "States.TaskFailed", FAILED_JOB, cause=FAILED_JOB.reason)
+            overdue = {"times_out": frozenset({name}), "cause": "", "ends": (stage,)}
+            yield ended("job overdue", "States.Timeout", JobEnd(status="RUNNING"), **overdue)
+        else:
+            yield unanswered(1)
+    elif operation == "DescribeJobs":
+        ends = {"ends": (stage,)}
+        yield replace(refused("refused", "Batch.ClientException", 1, 400, "ClientException"), **ends)
+        yield replace(refused("sick", "Batch.ServerException", RETRIED, 500, "ServerException"), **ends)
+        yield replace(unanswered(1), **ends)
+        yield ended("job unknown", "States.IntrinsicFailure", JobEnd(status="GONE"), cause="", ends=(stage,))
+    elif operation == "TerminateJob":
+        yield refused("refused", "", 1, 400, "ClientException")
+        yield unanswered(1)
+    elif service == "dynamodb":
+        yield refused("throttled", "DynamoDB.ThrottlingException", RETRIED, 400, "ThrottlingException")
+        yield refused("table gone", "DynamoDB.ResourceNotFoundException", RETRIED, 400, "ResourceNotFoundException")
+        yield unanswered(RETRIED)
+    elif service == "s3":
+        yield refused("slow down", "S3.S3Exception", RETRIED, 503, "SlowDown")
+        yield refused("denied", "S3.AccessDeniedException", RETRIED, 403, "AccessDenied")
+        if operation == "GetObject":
+            yield refused("absent", "S3.NoSuchKeyException", 1, 404, "NoSuchKey")
+        yield unanswered(RETRIED)
+    elif service == "stepfunctions":
+        yield refused("throttled", "Sfn.SfnException", RETRIED, 400, "ThrottlingException")
+        yield unanswered(RETRIED)
+    elif service == "sns":
+        yield refused("throttled", "", RETRIED, 429, "Throttled")
+        yield refused("refused", "", RETRIED, 400, "InvalidParameter")
+        yield unanswered(RETRIED)
+    else:
+        raise AssertionError(f"{name} calls {service}, of whose failures nothing is known here")
+
+
+CASES = [replace(case, walk=replace(case.walk, name=f"fail-{number}")) for number, case in enumerate(cases())]
+
+BRIEFLY = {"*": Fault(status=500, code="ServerException", times=2)}
+LONG_WAIT = {"lock": {"wait_minutes": LONG_WAIT_MINUTES + LONG_LAP_MINUTES}}
+UNUSABLE: tuple[Any, ...] = (
+    [1],
+    "{text",
+    3,
+    None,
+    {"share": 3},
+    {"registry": 3},
+    {"run": ["x"]},
+    {"run": "../other"},
+    {"run": "a.b"},
+    {"lock": {"wait_minutes": "long"}},
+    {"lock": {"wait_minutes": LONGEST_WAIT_MINUTES + 1}},
+)
+OTHERS = {
+    walk.name: walk
+    for walk in (
+        Walk(name="good-sync"),
+        Walk(name="good-poll", form="poll"),
+        Walk(name="briefly-sync", faults=BRIEFLY),
+        Walk(name="briefly-poll", form="poll", faults=BRIEFLY),
+        Walk(
+            name="quietly",
+            faults={state: Fault(status=400, code="ClientException") for state in ("report", "ReleaseLock", "Notify")},
+        ),
+        *(Walk(name=f"unusable-{number}", given=given) for number, given in enumerate(UNUSABLE)),
+        Walk(name="nowhere", given={"registry": None, "run": None}),
+        Walk(name="one-node", results={"prepare": {"nodes": 1, "embed_children": 1, "compile": False}}),
+        Walk(name="no-gang", results={"prepare": {"nodes": 16, "embed_children": 1}}),
+        Walk(name="no-number", results={"prepare": {"nodes": {"of": "them"}, "embed_children": 1}}),
+        Walk(name="no-plan", results={"prepare": None}),
+        Walk(name="plan-of-text", results={"prepare": b"not json"}),
+        Walk(name="plan-of-nothing", results={"prepare": b"[]"}),
+        Walk(name="half-a-plan", results={"prepare": {"nodes": 2}}),
+        Walk(name="refused", results={"evaluate": {"gate": {"verdict": "refused", "reason": "worse"}}}),
+        Walk(name="no-reason", results={"evaluate": {"gate": {"verdict": "accepted"}}}),
+        Walk(name="no-verdict", results={"evaluate": {"gate": {"verdict": "perhaps", "reason": "?"}}}),
+        Walk(name="verdict-of-another-type", results={"evaluate": {"gate": {"verdict": True, "reason": "?"}}}),
+        Walk(name="with-words", jobs={"prepare": JobEnd(failure=WORDS)}),
+        Walk(name="half-the-words", jobs={"prepare": JobEnd(failure=b'{"what": "?"}')}),
+        Walk(name="no-words", jobs={"prepare": JobEnd(failure=b"not json")}),
+        Walk(name="held", owners=("RUNNING",)),
+        Walk(name="held-for-redrive", owners=("PENDING_REDRIVE",)),
+        Walk(name="waits", owners=("RUNNING", "RUNNING", "SUCCEEDED"), given={"lock": {"wait_minutes": 2}}),
+        Walk(name="waits-long", owners=("RUNNING", "RUNNING", "ABORTED"), given=LONG_WAIT),
+        Walk(name="forgotten", owners=("FORGOTTEN",), jobs={"prepare": FAILED_JOB}),
+        Walk(
+            name="free-again",
+            faults={"AcquireLock": Fault(status=400, code="ConditionalCheckFailedException", times=1)},
+            jobs={"prepare": FAILED_JOB},
+        ),
+        Walk(
+            name="taken-by-another",
+            owners=("ABORTED",),
+            faults={"TakeOverLock": Fault(status=400, code="ConditionalCheckFailedException", times=1)},
+            jobs={"prepare": FAILED_JOB},
+        ),
+        *(Walk(name=f"failed-{stage}", form="poll", jobs={stage.value: FAILED_JOB}) for stage in GANGS),
+        *(Walk(name=f"overdue-{stage}", form="poll", jobs={stage.value: JobEnd(status="RUNNING")}) for stage in GANGS),
+        Walk(
+            name="large",
+            given={"model": {"parent": "x" * (48 << 10)}},
+            results={stage: {**metrics, "more": "x" * (RESULT_LIMIT_BYTES - 1024)} for stage, metrics in RESULTS.items()},
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Walks:
+    walker: Walker
+    found: Mapping[str, Walked] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Walked:
+        return self.found[name]
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
+    with open_walker(tmp_path_factory.mktemp("walks") / "state") as walker:
+        found = walker.walk([*(case.walk for case in CASES), *OTHERS.values()])
+        yield Walks(walker, {one.walk.name: one for one in found})
+
+
+def stages_until(state: str, form: str) -> list[str]:
+    """Stages whose jobs Batch has taken when a state fails: those before it in the machine's order."""
+    order = [stage.value for stage in STAGES if stage.value != "report"]
+    place = {**{name: name for name in order}, "embed (single)": "embed", "ReadPlan": "health_check", "ReadScorecard": "embed"}
+    if state in (*BEFORE_THE_LOCK, "WriteInput"):
+        return []
+    return order[: order.index(place.get(state, state.split(" ")[0]))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.walk.form}-{case.state}-{case.kind}".replace(" ", "_"))
+def test_a_failing_state(walks: Walks, case: Case) -> None:
+    found, stage = walks[case.walk.name], case.state.split(" ")[0]
+    assert case.state in found.failed_tasks
+    if case.requests is not None:
+        assert found.requests[case.state] == case.requests
+    assert set(found.terminated) >= {*case.ends}
+    assert found.status == "FAILED"
+    if case.state in HARMLESS:
+        word = "States.Timeout" if case.state.endswith(" (stop)") else "States.TaskFailed"
+        at = "prepare" if word == "States.TaskFailed" else stage
+        assert found.error == f"{at}: {word}"
+    else:
+        named = stage if stage in {gang.value for gang in GANGS} else case.state
+        assert found.error == f"{named}: {case.error}"
+        assert case.cause in found.cause
+        assert "report" in found.submitted if stage in STAGES or case.state in REPORTED else "report" not in found.submitted
+        taken = [submitted for submitted in found.submitted if submitted != "report"]
+        started = (taken[-1:] == [stage] and case.kind not in ("refused", "sick")) or case.state.endswith("(look)")
+        assert taken == stages_until(case.state, case.walk.form) + [stage] * started
+    held_by_another = found.arn + OWNER if case.walk.owners else None
+    expected = dict.fromkeys(BEFORE_THE_LOCK, held_by_another) | {"ReleaseLock": found.arn}
+    assert found.lock == expected.get(case.state)
+    published = [subject for subject, _ in found.notices]
+    assert published == ([] if case.state == "Notify" else [f"trnpipe: {case.walk.name} failed"])
+
+
+def test_every_task_has_been_made_to_fail_and_every_way_has_been_taken(walks: Walks) -> None:
+    for form, machine in walks.walker.machines.items():
+        of_form = [one for one in walks.found.values() if one.walk.form == form]
+        others = [one for one in walks.found.values() if one.walk.form == "sync"]
+        shared = {name for name in machine["States"] if name in walks.walker.machines["sync"]["States"]}
+        entered = {name for one in of_form for name in one.path} | shared & {name for one in others for name in one.path}
+        assert set(machine["States"]) - entered == set()
+        failed = set().union(*(one.failed_tasks for one in [*of_form, *others]))
+        assert {name for name, state in machine["States"].items() if state["Type"] == "Task"} - failed == set()
+        taken = {way for one in [*of_form, *others] for way in itertools.pairwise(one.path)}
+        ways = {(name, after) for name, state in machine["States"].items() for after in successors(state)}
+        assert ways - taken == set()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_service_that_is_sick_for_a_while_is_asked_again(walks: Walks, form: str) -> None:
+    found = walks[f"briefly-{form}"]
+    assert found.status == "SUCCEEDED"
+    assert found.submitted == tuple(stage.value for stage in STAGES)
+    assert len(found.notices) == 1
+    assert found.lock is None
+    entered = Counter(found.path)
+    for state, requests in found.requests.items():
+        # What is asked after the job is submitted counts here, too.
+        assert requests >= 3 * entered[state], state
+
+
+def test_what_comes_after_the_outcome_does_not_change_it(walks: Walks) -> None:
+    found = walks["quietly"]
+    assert found.failed_tasks == {"report", "ReleaseLock", "Notify"}
+    assert found.status == "SUCCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "stages", "words"),
+    [
+        ("no-gang", "NoSuchGang", ["prepare", "report"], "16 nodes"),
+        ("no-number", "NoSuchGang", ["prepare", "report"], "one of 1, 2"),
+        ("no-plan", "ReadPlan: S3.NoSuchKeyException", ["prepare", "report"], ""),
+        ("plan-of-text", "ReadPlan: States.IntrinsicFailure", ["prepare", "report"], ""),
+        ("plan-of-nothing", "IncompleteResult", ["prepare", "report"], "prepare/result.json"),
+        ("half-a-plan", "IncompleteResult", ["prepare", "report"], "embed_children"),
+        ("refused", "GateRefused", ["evaluate", "report"], "worse"),
+        ("no-reason", "IncompleteResult", ["evaluate", "report"], "gate.reason"),
+        ("no-verdict", "IncompleteResult", ["evaluate", "report"], "evaluate/result.json"),
+        ("verdict-of-another-type", "IncompleteResult", ["evaluate", "report"], "evaluate/result.json"),
+        ("with-words", "prepare: States.TaskFailed", ["prepare", "report"], "exit code 64: an unknown key"),
+        ("half-the-words", "prepare: States.TaskFailed", ["prepare", "report"], "Essential container in task exited"),
+        ("no-words", "prepare: States.TaskFailed", ["prepare", "report"], "Essential container in task exited"),
+    ],
+)
+def test_what_stages_leave_behind_decides(walks: Walks, name: str, error: str, stages: list[str], words: str) -> None:
+    found = walks[name]
+    assert (found.status, found.error) == ("FAILED", error)
+    assert words in found.cause
+    assert list(found.submitted[-2:]) == stages
+    assert found.lock is None
+    assert [subject for subject, _ in found.notices] == [f"trnpipe: {name} {'refused' if name == 'refused' else 'failed'}"]
+
+
+@pytest.mark.parametrize("number", range(len(UNUSABLE)))
+def test_an_input_that_cannot_be_used_calls_nothing_but_the_notification(walks: Walks, number: int) -> None:
+    found = walks[f"unusable-{number}"]
+    assert (found.status, found.error) == ("FAILED", "InputRefused")
+    assert [state for state, _ in found.calls()] == ["Notify"]
+    assert len(found.notices) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "waits"),
+    [
+        ("held", "LockHeld", []),
+        ("held-for-redrive", "LockHeld", []),
+        ("waits", "", ["Wait", "Wait"]),
+        ("waits-long", "", ["WaitLong", "WaitLong"]),
+    ],
+)
+def test_a_lock_that_is_held(walks: Walks, name: str, error: str, waits: list[str]) -> None:
+    found = walks[name]
+    assert found.error == error
+    assert [state for state in found.path if state.startswith("Wait")] == waits
+    assert found.lock == (found.arn + OWNER if error else None)
+    assert ("prepare" in found.submitted) == (not error)
+    assert len(found.notices) == 1
+
+
+@pytest.mark.parametrize("name", ["free-again", "forgotten", "taken-by-another"])
+def test_a_lock_that_is_lost_by_its_owner_is_taken(walks: Walks, name: str) -> None:
+    found = walks[name]
+    assert found.error == "prepare: States.TaskFailed"
+    assert found.lock is None
+
+
+@pytest.mark.parametrize("stage", [stage.value for stage in GANGS])
+def test_a_polled_gang(walks: Walks, stage: str) -> None:
+    failed, overdue = walks[f"failed-{stage}"], walks[f"overdue-{stage}"]
+    assert FAILED_JOB.reason in failed.cause
+    assert failed.terminated == ()
+    assert overdue.error == f"{stage}: States.Timeout"
+    assert overdue.terminated == (stage,)
+    assert overdue.path.count(f"{stage} (lap)") == LAPS + 1
+
+
+# ------------------------------------------------------------------------------------------- what is sent, and the limits
+
+
+def test_every_call_is_one_that_the_service_takes(walks: Walks, service_model: Any) -> None:
+    """With the values of real inputs; unknown members are refused as missing ones are."""
+    seen: set[tuple[str, str]] = set()
+    for one in walks.found.values():
+        states = walks.walker.machines[one.walk.form]["States"]
+        for name, parameters in one.calls():
+            service, operation = called(states[name])
+            request = service_model.from_template(service, operation, parameters)
+            if operation == "PutObject":
+                request["Body"] = json.dumps(request["Body"])
+            assert service_model.problems(service, operation, request) == "", (one.walk.name, name)
+            seen.add((service, operation))
+    expected = {
+        called(state) for machine in walks.walker.machines.values() for state in machine["States"].values() if "Resource" in state
+    }
+    assert seen == expected
+
+
+def test_a_call_that_the_service_does_not_take_is_seen(service_model: Any) -> None:
+    good = {"Bucket": "b", "Key": "k"}
+    assert service_model.problems("s3", "GetObject", good) == ""
+    assert "Key" in service_model.problems("s3", "GetObject", {"Bucket": "b"})
+    assert "Bukkit" in service_model.problems("s3", "GetObject", {**good, "Bukkit": "b"})
+
+
+def lap(one: Walked, state: str) -> int:
+    """Events from one visit of a state to the next."""
+    visits = [index for index, event in enumerate(one.events) if event.kind.endswith("StateEntered") and event.state == state]
+    [length] = {later - earlier for earlier, later in itertools.pairwise(visits)}
+    return length
+
+
+def test_the_longest_execution_has_fewer_events_than_an_execution_may_have(walks: Walks) -> None:
+    polls = len(GANGS) * (POLL_LAPS + 1) * lap(walks["overdue-train"], "train (wait)")
+    waits = max(
+        LONG_WAIT_MINUTES // LAP_MINUTES * lap(walks["waits"], "Wait"),
+        LONGEST_WAIT_MINUTES // LONG_LAP_MINUTES * lap(walks["waits-long"], "WaitLong"),
+    )
+    # All else, everything tried again until the last time.
+    once = max(len(one.events) for one in walks.found.values()) * RETRIED
+    assert polls + waits + once < 25_000
+
+
+def test_no_state_holds_more_than_it_may_with_the_largest_results(walks: Walks) -> None:
+    found = walks["large"]
+    assert found.status == "SUCCEEDED"
+    sizes = [len(value) for event in found.events for value in event.details.values() if isinstance(value, str)]
+    assert 3 * RESULT_LIMIT_BYTES < max(sizes) < 256 << 10
