@@ -147,14 +147,10 @@ GROUPS: dict[str, str] = {
     "AWS::SNS::TopicPolicy": "topic",
     "AWS::SNS::Subscription": "topic",
     "AWS::KMS::Key": "topic",
-    "AWS::KMS::Alias": "topic",
     "AWS::CloudWatch::Alarm": "alarms",
-    "AWS::CloudWatch::CompositeAlarm": "alarms",
     "AWS::CloudWatch::Dashboard": "alarms",
     "AWS::Logs::MetricFilter": "alarms",
     "AWS::Budgets::Budget": "alarms",
-    "AWS::CE::AnomalyMonitor": "alarms",
-    "AWS::CE::AnomalySubscription": "alarms",
     "AWS::Batch::SchedulingPolicy": "queues",
     "AWS::Batch::JobQueue": "queues",
     "AWS::Batch::JobDefinition": "queues",
@@ -164,8 +160,6 @@ GROUPS: dict[str, str] = {
     "AWS::DynamoDB::Table": "lock",
     "AWS::ECR::Repository": "images",
     "AWS::Logs::LogGroup": "logs",
-    "AWS::Logs::ResourcePolicy": "logs",
-    "AWS::Logs::QueryDefinition": "logs",
     **{f"AWS::EC2::{kind}": "network" for kind in ("VPC", "Subnet", "RouteTable", "SubnetRouteTableAssociation", "FlowLog")},
     **{f"AWS::EC2::{kind}": "network" for kind in ("VPCEndpoint", "SecurityGroup")},
     **{f"AWS::EC2::SecurityGroup{way}": "network" for way in ("Ingress", "Egress")},
@@ -174,15 +168,10 @@ GROUPS: dict[str, str] = {
 
 NOT_DRAWN: dict[tuple[str, str], str] = {
     ("hosts", "network"): "hosts stand in one frame with their network",
-    ("queues", "network"): "hosts stand in one frame with their network",
-    **{
-        ("alarms", group): "an alarm's name says what it watches"
-        for group in ("machine", "schedule", "queues", "watches", "logs")
-    },
+    **{("alarms", group): "an alarm's name says what it watches" for group in ("machine", "schedule", "watches", "logs")},
+    ("alarms", "bucket"): "the dashboard links to it",
     **{(group, "logs"): "everything writes logs; jobs write most" for group in ("machine", "watches", "network")},
-    ("topic", "alarms"): "the other direction's permission",
-    ("watches", "queues"): "a rule that listens to a queue",
-    ("watches", "schedule"): "what a watch could not deliver",
+    ("watches", "queues"): "they look at queues for the state machine, which has its arrow",
 }
 """References between groups that would only be lines on lines, and why."""
 
@@ -330,13 +319,15 @@ def _machine_card(assembly: Assembly) -> Card:
 
 
 def _watch_cards(assembly: Assembly) -> Iterator[Card]:
-    machines = [
-        properties["StateMachineName"]
+    machines = {
+        key: str(properties["StateMachineName"]).removeprefix(f"{assembly.name}-")
         for key, properties in assembly.of("AWS::StepFunctions::StateMachine").items()
         if group_of(assembly, key) == "watches"
-    ]
-    rules = [rule["Description"] for rule in assembly.of("AWS::Events::Rule").values() if "Description" in rule]
-    rows = [*rules, *(f"state machine {name}" for name in machines)]
+    }
+    rows = [f"state machine{'s' * (len(machines) > 1)} {', '.join(machines.values())}"]
+    # A rule that starts one of them needs no words of its own.
+    rules = assembly.of("AWS::Events::Rule").items()
+    rows += [rule["Description"] for key, rule in rules if not machines.keys() & assembly.reached(key)]
     yield Card(name="watches", service="EventBridge", title="Watches", tone="notify", rows=rows)
     topics = assembly.of("AWS::SNS::Topic").values()
     addresses = len(assembly.of("AWS::SNS::Subscription"))
