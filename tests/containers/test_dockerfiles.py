@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,6 +213,30 @@ def test_no_secret_and_no_installed_system_package(kind: str) -> None:
         for text in (*stage.texts("RUN"), *stage.texts("ENV"), *stage.texts("ARG")):
             assert not re.search(r"password|secret|token|AWS_ACCESS|_KEY\b", text, re.IGNORECASE), text
             assert not re.search(r"\b(apt-get|apt|curl|wget)\b", text), text
+
+
+def test_the_wheel_is_built_from_what_is_copied_and_whole(tmp_path: Path) -> None:
+    """With the files that the Dockerfiles copy and nothing else, offline, as their stage `wheel` does it."""
+    for kind in KINDS:
+        _, stages = read(kind)
+        [stage] = [stage for stage in stages if stage.name == "wheel"]
+        copied = {path for step in stage.steps if step.instruction == "COPY" for path in step.rest.split()[:-1]}
+        assert copied - {"containers/build.lock"} == {"pyproject.toml", "README.md", "LICENSE", "pipeline"}
+        [epoch] = [text.partition("=")[2] for text in stage.texts("ARG") if text.startswith("SOURCE_DATE_EPOCH")]
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "dist", "."]
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": epoch}
+    subprocess.run([sys.executable, "-m", "pip", *build], cwd=tmp_path, env=environment, check=True)
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {entry.filename: entry for entry in archive.infolist()}
+    code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*") if path.suffix in (".py", ".j2")}
+    assert "pipeline/stages/report.html.j2" in code
+    assert {name for name in held if not name.startswith("trnpipe-")} == code
+    # Nothing of when or where it was built.
+    assert {entry.date_time for entry in held.values()} == {(1980, 1, 1, 0, 0, 0)}
 
 
 @pytest.mark.parametrize("name", ["cpu/requirements.lock", "neuron/requirements.lock", "build.lock"])
