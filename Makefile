@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local parity test test-long chaos check lock clean
+.PHONY: help setup local parity test test-long chaos check images lock clean
 
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
 	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
@@ -64,16 +64,29 @@ check: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/hadolint containers/*/Dockerfile
 
-COMPILE = $(VENV)/bin/uv pip compile pyproject.toml --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet
+# Under the tag that cdk.json names, so that pushing them needs no other.
+TAG ?= $(shell sed -nE 's/.*"images": *\{.*"tag": *"([^"]+)".*/\1/p' cdk.json)
+images: ## Build the two container images (TAG=0.1.0; needs Docker with BuildKit)
+	for kind in cpu neuron; do \
+		docker build --platform linux/amd64 --file containers/$$kind/Dockerfile --tag trnpipe/$$kind:$(TAG) \
+			--build-arg VERSION=$(TAG) --build-arg REVISION=$$(git rev-parse HEAD) . || exit $$?; \
+	done
+
+LOCK_FORMAT = --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet
+COMPILE = $(VENV)/bin/uv pip compile pyproject.toml $(LOCK_FORMAT)
 CONTAINER = --python-version 3.12 --python-platform x86_64-manylinux_2_28
-# What the Neuron base image brings, in its own builds.
-IN_NEURON_IMAGE = torch torch-xla triton numpy setuptools $(shell sed -nE 's/^(nvidia-[a-z0-9-]+)==.*/\1/p' requirements.lock)
+# What the Neuron base image brings, in its own builds, and what only these stand on.
+IN_NEURON_IMAGE = torch torch-xla triton numpy setuptools networkx sympy mpmath \
+	$(shell sed -nE 's/^(nvidia-[a-z0-9-]+)==.*/\1/p' requirements.lock)
 
 lock: setup ## Resolve the dependencies again
 	$(COMPILE) --extra infra --extra demo --extra dev --universal --python-version 3.10 -o requirements.lock
-	$(COMPILE) $(CONTAINER) -o containers/cpu/requirements.lock
+	$(COMPILE) $(CONTAINER) --torch-backend cpu -o containers/cpu/requirements.lock
 	$(COMPILE) $(CONTAINER) $(foreach name,$(IN_NEURON_IMAGE),--no-emit-package $(name)) -o containers/neuron/requirements.lock
+	printf 'setuptools>=77\n$(UV)\n' | $(VENV)/bin/uv pip compile - --constraints requirements.lock $(LOCK_FORMAT) $(CONTAINER) \
+		-o containers/build.lock
 
 clean: ## Remove the virtual environment and the local run's state
 	rm -rf $(VENV) .trnpipe cdk.out

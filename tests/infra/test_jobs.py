@@ -158,6 +158,6 @@ def test_no_container_is_privileged_and_only_devices_need_root(deployment: Any) 
         assert "User" not in container(properties)  # the image's own
     containers = Path(__file__).resolve().parents[2] / "containers"
     users = {
-        path.parent.name: re.findall(r"^USER (\w+)$", path.read_text(), re.M)[-1] for path in containers.glob("*/Dockerfile")
+        path.parent.name: re.findall(r"^USER (\S+)$", path.read_text(), re.M)[-1] for path in containers.glob("*/Dockerfile")
     }
-    assert users == {"cpu": "trnpipe", "neuron": "root"}
+    assert users == {"cpu": "10001:10001", "neuron": "0:0"}
