@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from infra.console import Console
 from infra.doctor.asking import Finding, ok, problem, warning
 from infra.doctor.probe import LIVE_JOBS, Probe
 from infra.states import Targets, gang
@@ -48,7 +49,7 @@ def definition(form: Form, queue_arn: str, partition: str, region: str) -> dict[
     """A state machine of nothing but the deployment's states for one gang, in one form."""
     targets = Targets(
         partition=partition,
-        region=region,
+        console=Console(region=region, bucket="", job_logs="", dashboard=""),
         bucket="",
         lock_table="",
         topic="",
@@ -60,6 +61,10 @@ def definition(form: Form, queue_arn: str, partition: str, region: str) -> dict[
         config={},
         read=(),
         local_paths=False,
+        prices={},
+        hosts={},
+        embed_hosts=1,
+        tags={},
         defaults={},
     )
     return {

@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
 from infra.states import Targets
 from pipeline.contract import STAGES, Queue, Shape
 
 GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
 BUCKET, TABLE = "runs-bucket", "locks"
+CONSOLE = Console(region=REGION, bucket=BUCKET, job_logs="/trnpipe/jobs", dashboard="trnpipe")
 TOPIC = f"arn:aws:sns:{REGION}:{ACCOUNT}:notifications"
 
 
@@ -19,7 +21,7 @@ def targets(**changes: Any) -> Targets:
     arn = f"arn:aws:batch:{REGION}:{ACCOUNT}"
     values: dict[str, Any] = {
         "partition": "aws",
-        "region": REGION,
+        "console": CONSOLE,
         "bucket": BUCKET,
         "lock_table": TABLE,
         "topic": TOPIC,
@@ -31,6 +33,10 @@ def targets(**changes: Any) -> Targets:
         "config": {"device": {"kind": "cpu"}},
         "read": ("s3://lake/clicks",),
         "local_paths": False,
+        "prices": {Queue.TRAIN: 21.5, Queue.CPU: 0.3},
+        "hosts": {Queue.TRAIN: "trn1.32xlarge"},
+        "embed_hosts": 4,
+        "tags": {"trnpipe": "ranker"},
         "defaults": {"share": "manual", "registry": "current", "wait_minutes": 0},
     }
     return Targets(**{**values, **changes})

@@ -19,11 +19,10 @@ from botocore.exceptions import UnknownServiceError
 from pydantic import BaseModel
 from typer.exceptions import TyperException
 
+from infra import runbook
 from infra.settings import Settings
 from pipeline.cli import app
 from pipeline.config import RunConfig, RunInput
-
-runbook = pytest.importorskip("infra.runbook")
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / "infra" / "environments"

@@ -129,7 +129,7 @@ def test_fleets_are_read_from_the_template(blueprint: Blueprint, other_blueprint
         ("EC2", "trn1.32xlarge", 512, 1, ("us-west-2d",)),
         ("FARGATE", None, 64, 1, ("us-west-2d",)),
     ]
-    subnet = ("subnet-0a1b2c",)
+    subnet = ("subnet-0a1b2c3d",)
     assert [told(fleet) for fleet in other_blueprint.fleets()] == [
         ("EC2", "trn1n.32xlarge", 512, 16, subnet),
         ("EC2", "inf2.8xlarge", 512, 1, subnet),

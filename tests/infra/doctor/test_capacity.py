@@ -72,7 +72,7 @@ def test_zones(blueprint: Blueprint, look: Any, bad: Any) -> None:
 
 
 def test_zones_of_an_existing_vpc_are_those_of_its_subnets(other_blueprint: Blueprint, look: Any, bad: Any) -> None:
-    subnet = {"ec2:DescribeSubnets": {"Subnets": [{"SubnetId": "subnet-0a1b2c", "AvailabilityZone": "us-east-2b"}]}}
+    subnet = {"ec2:DescribeSubnets": {"Subnets": [{"SubnetId": "subnet-0a1b2c3d", "AvailabilityZone": "us-east-2b"}]}}
     assert bad(look(capacity.zones, other_blueprint, {**offers("us-east-2b"), **subnet})) == []
     assert bad(look(capacity.zones, other_blueprint, {**offers("us-east-2a"), **subnet})) == [
         ("problem", "us-east-2b does not offer trn1n.32xlarge"),
@@ -83,7 +83,7 @@ def test_zones_of_an_existing_vpc_are_those_of_its_subnets(other_blueprint: Blue
 
 
 RESERVATION = {
-    "CapacityReservationId": "cr-0a1b2c",
+    "CapacityReservationId": "cr-0a1b2c3d",
     "State": "active",
     "InstanceType": "trn1n.32xlarge",
     "AvailabilityZone": "us-east-2a",

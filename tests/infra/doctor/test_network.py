@@ -11,7 +11,7 @@ from infra.doctor import network
 from infra.doctor.asking import Refused
 from infra.doctor.blueprint import Blueprint
 
-VPC, SUBNET, TABLE, GROUP = "vpc-0a1b2c", "subnet-0a1b2c", "rtb-0a1b2c", "sg-0a1b2c"
+VPC, SUBNET, TABLE, GROUP = "vpc-0a1b2c3d", "subnet-0a1b2c3d", "rtb-0a1b2c3d", "sg-0a1b2c3d"
 SELF = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": GROUP}]}
 ANYWHERE = {"IpProtocol": "-1", "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
 HTTPS = {"IpProtocol": "tcp", "FromPort": 443, "ToPort": 443, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
