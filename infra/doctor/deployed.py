@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from infra.cron import next_time
 from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, warning
 from infra.doctor.blueprint import COMPUTE_ENVIRONMENT
-from infra.doctor.cron import next_time
 
 COMPLETE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "IMPORT_COMPLETE")
 ALIVE = ("RUNNING", "PENDING_REDRIVE")
