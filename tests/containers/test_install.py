@@ -1,0 +1,47 @@
+"""The Python part of both images, installed from their lock files as the Dockerfiles do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+CONTAINERS = Path(__file__).resolve().parents[2] / "containers"
+UV = Path(sys.executable).with_name("uv")
+ENTRY = re.compile(r"^(?P<name>[a-z0-9-]+)==(?P<version>[^\s;\\]+)(?:[^\n]*\\\n)?(?:    --hash[^\n]*\n?)*", re.MULTILINE)
+
+
+def installed_here(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "neuron"])
+def test_the_locked_packages_install_by_hash_and_the_program_starts_with_them(tmp_path: Path, kind: str) -> None:
+    entries = {found["name"]: found for found in ENTRY.finditer((CONTAINERS / kind / "requirements.lock").read_text())}
+    # Left out: what is there for the images' Python only, and torch's CPU build, which stands in an index of its own.
+    wanted = {name: found["version"] for name, found in entries.items() if installed_here(name) == found["version"]}
+    assert len(wanted) > 0.9 * len(entries), sorted(entries.keys() - wanted.keys())
+    lock, home = tmp_path / "requirements.lock", tmp_path / "image"
+    lock.write_text("".join(entries[name][0].rstrip() + "\n" for name in wanted))
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, home], env=environment, check=True)
+    python = home / "bin" / "python"
+    # Most of it stands in uv's cache since the set-up, which installed the same files.
+    install = [UV, "pip", "install", "--quiet", "--python", python, "--require-hashes", "--no-deps", "-r", lock]
+    subprocess.run(install, env=environment, check=True)
+    listed = subprocess.run([UV, "pip", "list", "--python", python, "--format", "json"], capture_output=True, check=True)
+    assert {package["name"]: package["version"] for package in json.loads(listed.stdout)} == wanted
+    environment["PYTHONPATH"] = str(CONTAINERS.parent)
+    for arguments in (["stage", "--help"], ["config", "schema"]):
+        command = [python, "-m", "pipeline.cli", *arguments]
+        started = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert started.returncode == 0, started.stderr
