@@ -33,7 +33,7 @@ from infra.doctor.asking import (
 from infra.doctor.blueprint import Blueprint, chosen_context, draw
 from infra.doctor.gang import FORMS, Form, Outcome, Pace, definition, node_command, verdict, walk
 from infra.doctor.probe import CALLS, NODES, Probe
-from pipeline.errors import BadConfig, StorageRefused, Transient
+from pipeline.errors import BadConfig, ServiceRefused, Transient
 
 ALWAYS: tuple[Check, ...] = (
     account.bootstrap,
@@ -100,7 +100,7 @@ def run_doctor(options: DoctorOptions) -> int:
 
     Raises:
         BadConfig: the settings are refused, or there is nothing to try gangs with.
-        StorageRefused: something of a try could not be removed.
+        ServiceRefused: something of a try could not be removed.
     """
     if options.policy:
         more = (*account.CREDENTIAL_CALLS, *(CALLS if options.gang else ()))
@@ -170,7 +170,7 @@ def try_forms(
 
     Raises:
         BadConfig: an earlier probe is in the way, or AWS refuses one of the resources.
-        StorageRefused: something could not be removed, or a permission is missing.
+        ServiceRefused: something could not be removed, or a permission is missing.
         Transient: a service does not answer.
     """
     with _explained():
@@ -203,7 +203,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Denied as denied:
-        raise StorageRefused(
+        raise ServiceRefused(
             "the probe may not make what it needs",
             value=denied.action,
             remedy="trnpipe doctor --gang --policy prints the permissions; iam:PassRole on its two roles besides",
@@ -223,7 +223,7 @@ def _remove(probe: Probe) -> None:
         probe.tell("interrupted while removing: `trnpipe doctor --gang --cleanup` removes the rest")
         raise
     if kept:
-        raise StorageRefused(
+        raise ServiceRefused(
             "something of the probe could not be removed",
             value=kept,
             rule="hosts that are left cost money",

@@ -44,7 +44,8 @@ class Row:
         reason: why it did not succeed.
         metric: of parent and new.
         published: whether the new model is what is served since; None: it came to no verdict.
-        cost: as the report has it, None if it has none.
+        usd: what its hosts have cost, as the report counted it; None: not counted, or nobody pays by the hour.
+        at_most: so much at most: an attempt was killed, and when is not known to the second.
     """
 
     run: str
@@ -59,7 +60,8 @@ class Row:
     parent: float | None = None
     new: float | None = None
     published: bool | None = None
-    cost: Any = None
+    usd: float | None = None
+    at_most: bool = False
 
 
 def runs(stack: str, state: Path | None, limit: int) -> list[Row]:
@@ -93,9 +95,9 @@ def table(rows: list[Row]) -> Table:
     made.add_column("took", justify="right", no_wrap=True)
     made.add_column("result", overflow="fold", min_width=16)
     made.add_column(SHOWN_METRIC, no_wrap=True)
-    costs = any(row.cost is not None for row in rows)
+    costs = any(row.usd is not None for row in rows)
     if costs:
-        made.add_column("cost", justify="right", no_wrap=True)
+        made.add_column("USD", justify="right", no_wrap=True)
     for row in rows:
         words = [
             Text(plain(row.run if row.run == row.execution else f"{row.run} ({row.execution})"), style="bold"),
@@ -105,7 +107,7 @@ def table(rows: list[Row]) -> Table:
             Text(_result(row), style=STYLES.get(row.result, "")),
             Text(f"{row.parent:.4f} → {row.new:.4f}" if row.parent is not None and row.new is not None else ""),
         ]
-        made.add_row(*words, *([Text(_cost(row.cost))] if costs else []))
+        made.add_row(*words, *([Text(_cost(row))] if costs else []))
     return made
 
 
@@ -120,10 +122,8 @@ def _result(row: Row) -> str:
     return plain(f"{row.result}{at}{served}" + (f": {' '.join(reason.split())}" if reason else ""))
 
 
-def _cost(cost: Any) -> str:
-    if isinstance(cost, Mapping):
-        cost = cost.get("total", "")
-    return f"{cost:,.2f}" if isinstance(cost, (int, float)) else plain(str(cost or ""))
+def _cost(row: Row) -> str:
+    return "" if row.usd is None else f"{'≤ ' if row.at_most else ''}{row.usd:,.2f}"
 
 
 def _executions(site: Site, limit: int) -> list[Row]:
@@ -206,8 +206,9 @@ def _numbers(files: RunFiles, until: datetime | None, *, over: bool) -> dict[str
         found["published"] = bool(metrics[Stage.PUBLISH].get("published"))
     elif scores and over:
         found["published"] = False
-    if (cost := metrics.get(Stage.REPORT, {}).get("cost")) is not None:
-        found["cost"] = cost
+    cost = metrics.get(Stage.REPORT, {}).get("cost")
+    if isinstance(cost, Mapping) and isinstance(cost.get("usd"), (int, float)):
+        found |= {"usd": float(cost["usd"]), "at_most": bool(cost.get("at_most"))}
     return found
 
 

@@ -24,7 +24,7 @@ from infra.local.batch import BatchRunner, BatchSettings
 from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
 from infra.local.server import LocalEndpoint, WsgiApplication
 from infra.local.template import LocalStack
-from pipeline.errors import BadConfig, StorageRefused
+from pipeline.errors import BadConfig, ServiceRefused
 
 CONTROL = re.compile(
     r"/v1/(create|update|delete|register|deregister|listscheduling|describe(compute|jobqueues|jobdefinitions|scheduling)).*"
@@ -208,7 +208,7 @@ def test_an_interruption_leaves_nothing_behind(account: Account) -> None:
 
 def test_what_cannot_be_removed_is_named_and_removed_later(account: Account) -> None:
     account.refusals = {"deletejobqueue": ("AccessDeniedException", ""), "submitjob": ("ClientException", "")}
-    with pytest.raises(StorageRefused) as kept:
+    with pytest.raises(ServiceRefused) as kept:
         attempt(account)
     assert [line.partition(":")[0] for line in kept.value.value] == ["queue trnpipe-doctor"]
     assert account.left() == ["trnpipe-doctor"]
@@ -227,7 +227,7 @@ def test_a_refusal_in_the_middle_is_told_and_leaves_nothing(account: Account) ->
         attempt(account)
     assert account.left() == []
     account.refusals = {"/registerjobdefinition": ("AccessDeniedException", "")}
-    with pytest.raises(StorageRefused, match="may not make") as caught:
+    with pytest.raises(ServiceRefused, match="may not make") as caught:
         attempt(account)
     assert caught.value.value == "batch:RegisterJobDefinition"
     assert account.left() == []

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.contract import Stage, StageFailure, StageResult
+from pipeline.contract import Queue, Stage, StageFailure, StageResult
+from pipeline.cost import Bill, StageUse
 from pipeline.operate import listing
 from pipeline.operate.executions import Execution
 from pipeline.operate.files import LocalFiles
@@ -48,7 +49,8 @@ def write(folder: Path, stage: Stage, finished: datetime = END - timedelta(minut
 def test_a_published_run_has_quality_and_cost(row_of: Callable[..., Row], tmp_path: Path) -> None:
     write(tmp_path / "a", Stage.EVALUATE, parent={"ndcg@10": 0.5}, new={"ndcg@10": 0.55})
     write(tmp_path / "a", Stage.PUBLISH, published=True)
-    write(tmp_path / "a", Stage.REPORT, cost={"total": 12.5, "currency": "USD"})
+    killed = StageUse(stage=Stage.TRAIN, nodes=2, attempts=2, node_hours=62.5, at_most=True)
+    write(tmp_path / "a", Stage.REPORT, cost=Bill(uses=(killed,), prices={Queue.TRAIN: 20.0}).metrics())
     row = row_of("SUCCEEDED", input='{"share": "weekly"}')
     assert (row.result, row.share, row.seconds, row.parent, row.new, row.published) == (
         "succeeded",
@@ -61,7 +63,7 @@ def test_a_published_run_has_quality_and_cost(row_of: Callable[..., Row], tmp_pa
     text = rendered([row])
     assert "succeeded, published" in text
     assert "0.5000 → 0.5500" in text
-    assert "12.50" in text
+    assert "≤ 1,250.00" in text
 
 
 @pytest.mark.parametrize(
@@ -122,5 +124,5 @@ def test_the_table_keeps_ids_whole_and_shows_nothing_raw() -> None:
     assert "1:02:03" in text
     assert "\x1b" not in text
     assert "many words " * 6 not in " ".join(text.split())
-    assert "cost" not in text
+    assert "USD" not in text
     assert json.loads(as_json([row]))[0]["reason"] == row.reason
