@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments).context
     try:
         if "CDK_OUTDIR" in os.environ:
-            synthesize(parse_context(given))  # the CDK CLI hands over outdir and its own context itself
+            # The CDK CLI hands over outdir and its own context itself.
+            synthesize(parse_context(given), tell=_tell_people)
         else:
-            synthesize({**read_context(), **parse_context(given)}, "cdk.out")
+            synthesize({**read_context(), **parse_context(given)}, "cdk.out", tell=_tell_people)
     except TrnpipeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -76,8 +77,15 @@ def read_context(path: Path = CDK_JSON) -> dict[str, Any]:
     return dict(loaded["context"])
 
 
-def synthesize(context: Mapping[str, Any], outdir: str | None = None) -> Path:
-    """Write the cloud assembly, and to stderr what a run may cost; returns the assembly's folder.
+def _tell_people(line: str) -> None:
+    sys.stderr.write(f"{line}\n")  # stdout is for programs
+
+
+def synthesize(context: Mapping[str, Any], outdir: str | None = None, *, tell: Callable[[str], None] = lambda line: None) -> Path:
+    """Write the cloud assembly; returns its folder.
+
+    Args:
+        tell: gets, line by line, what a run may cost.
 
     Raises:
         BadConfig: wrong settings.
@@ -90,7 +98,8 @@ def synthesize(context: Mapping[str, Any], outdir: str | None = None) -> Path:
 
     app = build(context, outdir)
     folder = Path(app.synth().directory)
-    sys.stderr.writelines(f"{line}\n" for line in expectation(read_settings(app.node.get_all_context())))
+    for line in expectation(read_settings(app.node.get_all_context())):
+        tell(line)
     return folder
 
 

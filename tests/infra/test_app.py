@@ -56,7 +56,7 @@ def test_a_wrong_setting_ends_with_64_and_the_remedy(tmp_path: Path) -> None:
 def test_without_the_cdk_cli_it_reads_cdk_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[dict[str, Any], str | None]] = []
     monkeypatch.delenv("CDK_OUTDIR", raising=False)
-    monkeypatch.setattr(app, "synthesize", lambda context, outdir=None: seen.append((dict(context), outdir)))
+    monkeypatch.setattr(app, "synthesize", lambda context, outdir=None, tell=None: seen.append((dict(context), outdir)))
     assert app.main([]) == 0
     assert app.main(["-c", "env=example", "--context", "trnpipe.region=us-east-2", "-c", "trnpipe.notify=[]"]) == 0
     given = {"env": "example", "trnpipe.region": "us-east-2", "trnpipe.notify": "[]"}
@@ -72,7 +72,7 @@ def test_an_option_that_cannot_be_read_ends_with_64(capsys: pytest.CaptureFixtur
 def test_an_environment_and_a_setting_of_the_command_line_are_the_deployments(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Settings] = []
     monkeypatch.delenv("CDK_OUTDIR", raising=False)
-    monkeypatch.setattr(app, "synthesize", lambda context, outdir=None: found.append(read_settings(context)))
+    monkeypatch.setattr(app, "synthesize", lambda context, outdir=None, tell=None: found.append(read_settings(context)))
     assert app.main(["-c", "env=example", "-c", "trnpipe.name=tried", "-c", "trnpipe.embed_market=on-demand"]) == 0
     assert (found[0].name, found[0].region, found[0].embed_market) == ("tried", "us-east-2", "on-demand")
 
