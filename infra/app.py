@@ -81,7 +81,9 @@ def _tell_people(line: str) -> None:
     sys.stderr.write(f"{line}\n")  # stdout is for programs
 
 
-def synthesize(context: Mapping[str, Any], outdir: str | None = None, *, tell: Callable[[str], None] = lambda line: None) -> Path:
+def synthesize(
+    context: Mapping[str, Any], outdir: str | None = None, *, tell: Callable[[str], None] = lambda _line: None
+) -> Path:
     """Write the cloud assembly; returns its folder.
 
     Args:
