@@ -42,12 +42,15 @@ parity: setup ## Train twice from one parent and compare all evaluations (A=cpu-
 	done
 	$(VENV)/bin/trnpipe parity $(PARITY)/A/bucket/runs/* $(PARITY)/B/bucket/runs/*
 
+# One more than there are processors: many tests wait for processes, deadlines or time to pass.
+WORKERS ?= $(shell expr $$(nproc) + 1)
+
 # In the order of their folders: tests/chain, whose files take longest, begins at once.
 test: check ## Lint, type check and test
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: setup ## The tests that take longest
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n auto -m long
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) -m long
 
 # Results are kept and summed over sittings: a number of runs is a total.
 RUNS ?= 1000

@@ -69,7 +69,7 @@ class Budget(Construct):
             ],
         )
         # Budgets looks whether it may publish when it is told to.
-        budget.node.add_dependency(topic)
+        budget.node.add_dependency(topic.node.find_child("Policy"))
         CfnOutput(
             self,
             "CostAllocationTag",

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +28,6 @@ from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state
 )
 from moto.stepfunctions.parser.asl.component.state.wait.wait_function.wait_function import WaitFunction
 from moto.stepfunctions.parser.asl.eval.event.event_detail import EventDetails
-from moto.stepfunctions.parser.asl.parse.asl_parser import AmazonStateLanguageParser
 from moto.stepfunctions.parser.asl.utils import boto_client as client_module
 from moto.stepfunctions.parser.asl.utils.json_path import NoSuchJsonPathError
 
@@ -55,7 +53,6 @@ def quick_engine(timeout: Timeouts = lambda _execution, _state, seconds: seconds
 
         replace(callback_module, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", POLL_SECONDS)
         replace(client_module, "boto3", SimpleNamespace(client=_clients(client_module.boto3.client)))
-        replace(AmazonStateLanguageParser, "parse", lru_cache(maxsize=16)(AmazonStateLanguageParser.parse))
         replace(retrier_decl, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 60 * MINUTE_SECONDS)))
         replace(WaitFunction, "_wait_interval", _wait)
         replace(StateTaskService, "_eval_execution", _named(StateTaskService._eval_execution))

@@ -8,6 +8,7 @@
    more beside the first. Step Functions hears of a job's end from EventBridge; a look that fails is no end.
 5. A `.sync` Batch job goes on running when its state times out or the execution is stopped; Step Functions terminates it.
 6. The engine signs its calls under a fixed key of its own; the endpoint answers those under this process's key only.
+7. It makes a client for every request and parses the definition for every execution: most of what an execution costs.
 
 Each of them has a test that fails when moto no longer needs it.
 """
@@ -15,12 +16,13 @@ Each of them has a test that fails when moto no longer needs it.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-import boto3
 from botocore.exceptions import ClientError
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_aws_sdk as aws_sdk_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_batch as batch_module
@@ -29,6 +31,7 @@ from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service_callback import (
     StateTaskServiceCallback,
 )
+from moto.stepfunctions.parser.asl.parse.asl_parser import AmazonStateLanguageParser
 from moto.stepfunctions.parser.asl.utils import boto_client
 from moto.stepfunctions.parser.asl.utils.boto_client import boto_client_for
 
@@ -135,11 +138,23 @@ def sign_with_own_key(undo: ExitStack) -> None:
     names = ("aws_access_key_id", "aws_secret_access_key")
     key = {name: os.environ[name.upper()] for name in names if name.upper() in os.environ}
 
-    def client(**arguments: Any) -> Any:
-        return boto3.client(**{**arguments, **key})
-
+    make = boto_client.boto3.client
     # In the place of boto3, of which the engine's maker of clients uses nothing else.
+    _replace(undo, boto_client, "boto3", SimpleNamespace(client=lambda **arguments: make(**{**arguments, **key})))
+
+
+def make_once(undo: ExitStack) -> None:
+    make, made, lock = boto_client.boto3.client, {}, threading.Lock()
+
+    def client(*, service_name: str, region_name: str, **others: Any) -> Any:
+        # Others are the same for all: the endpoint, the key, no retries. Clients may be shared by threads, their making not.
+        with lock:
+            if (service_name, region_name) not in made:
+                made[service_name, region_name] = make(service_name=service_name, region_name=region_name, **others)
+            return made[service_name, region_name]
+
     _replace(undo, boto_client, "boto3", SimpleNamespace(client=client))
+    _replace(undo, AmazonStateLanguageParser, "parse", staticmethod(lru_cache(maxsize=16)(AmazonStateLanguageParser.parse)))
 
 
 CHANGES: tuple[Change, ...] = (
@@ -149,6 +164,7 @@ CHANGES: tuple[Change, ...] = (
     look_again,
     terminate_abandoned_jobs,
     sign_with_own_key,
+    make_once,
 )
 
 

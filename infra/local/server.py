@@ -297,7 +297,9 @@ class _Application:
         if statuses == ["200 OK"] and execution.startswith(self._machine_arn.replace(":stateMachine:", ":execution:") + ":"):
             client = boto3.session.Session().client("stepfunctions")
             for watch in self.watches:
-                client.start_execution(stateMachineArn=watch, input=json.dumps({"execution": execution}))
+                # moto gives an execution without a name none at all.
+                name = str(uuid.uuid4())
+                client.start_execution(stateMachineArn=watch, name=name, input=json.dumps({"execution": execution}))
         return body
 
     def _keep_lock_items(self) -> None:

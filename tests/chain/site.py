@@ -12,20 +12,17 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import boto3
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
-from moto.stepfunctions.parser.asl.utils import boto_client as client_module
 
 from infra.local.batch import THIS_INSTALLATION, BatchRunner, BatchSettings, Job
 from infra.local.run import DEPLOYMENT_CONFIG
@@ -307,24 +304,14 @@ def _parent_files(depth: Depth, folder: Path) -> list[tuple[str, bytes]]:
 
 @contextmanager
 def _quick_engine() -> Iterator[None]:
-    """The engine looks at jobs more often and makes its clients once: less of a run's time is its own."""
-    made: dict[str, Any] = {}
-    lock = threading.Lock()
-
-    def client(*, service_name: str, **settings: Any) -> Any:
-        with lock:
-            if service_name not in made:
-                made[service_name] = boto3.client(service_name, **settings)
-            return made[service_name]
-
-    with ExitStack() as undo:
-        for module, name, value in (
-            (callback_module, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", ENGINE_POLL_SECONDS),
-            (client_module, "boto3", SimpleNamespace(client=client)),
-        ):
-            undo.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, value)
+    """The engine looks at jobs more often: less of a run's time is its own."""
+    name = "_DELAY_SECONDS_SYNC_CONDITION_CHECK"
+    seconds = getattr(callback_module, name)
+    setattr(callback_module, name, ENGINE_POLL_SECONDS)
+    try:
         yield
+    finally:
+        setattr(callback_module, name, seconds)
 
 
 @contextmanager

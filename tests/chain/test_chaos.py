@@ -31,18 +31,15 @@ def sample(tmp_path: Path, *arguments: str) -> tuple[int, list[chaos.Outcome], s
 
 SAMPLE = (
     "kill-rank",
-    "kill-node",
     "silent-child",
     "hang-rank",
     "sick-host",
     "torn-checkpoint",
     "storage",
     "access-denied",
-    "superseded",
     "aborted",
-    "batch-errors",
 )
-"""Of every way to fail one: processes, hosts, checkpoints, storage, another run, people, services."""
+"""Of most ways to fail one: processes, hosts, checkpoints, storage, people. All: below, and `make chaos`."""
 
 
 def test_a_sample_of_the_faults(tmp_path: Path) -> None:

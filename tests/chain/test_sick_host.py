@@ -18,7 +18,7 @@ from pipeline.contract import RunPaths, Stage
 from pipeline.runtime import store
 from tests.tiny import make_model, write_pairs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SICK = """
 from pipeline.runtime.eager import EagerDevice

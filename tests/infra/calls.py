@@ -17,7 +17,7 @@ from moto.iam.access_control import IAMPolicy, PermissionResult
 from moto.s3.responses import ACTION_MAP
 
 from infra.local.definitions import ACCOUNT, REGION
-from infra.local.template import _Stacks
+from infra.local.template import Stacks
 from tests.chain.front import Request
 from tests.engine import CALLER
 
@@ -178,10 +178,7 @@ class Roles:
     """The roles of a synthesized deployment, every reference resolved as the local endpoint resolves it."""
 
     def __init__(self, templates: Path) -> None:
-        read = {
-            path.name.removesuffix(".template.json"): json.loads(path.read_text()) for path in templates.glob("*.template.json")
-        }
-        self.stacks = _Stacks(read)
+        self.stacks = Stacks.read(templates)
         statements: dict[str, list[dict[str, Any]]] = {}
         for policy in self.stacks.of_type("AWS::IAM::Policy"):
             for name in policy.properties["Roles"]:

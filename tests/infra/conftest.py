@@ -239,6 +239,7 @@ def _outside(value: Any, shape: Shape) -> Iterator[str]:
     elif isinstance(shape, StringShape) and isinstance(value, str):
         if shape.enum and value not in shape.enum:
             yield f"{shape.name}: {value!r} is none of {shape.enum}"
-        pattern = shape.metadata.get("pattern")
+        # Java switches to any case in the middle of a pattern, Python only at its beginning.
+        pattern = shape.metadata.get("pattern", "").replace("|(?i)", "|")
         if pattern and not re.fullmatch(pattern, value):
             yield f"{shape.name}: {value!r} does not match {pattern}"

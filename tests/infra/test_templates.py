@@ -31,7 +31,7 @@ def variant(request: pytest.FixtureRequest) -> Any:
 # ---- cfn-lint ------------------------------------------------------------------------------------------------------------------
 
 EXPLAINED = {
-    ("W3005", r"Resources/(Workflow|Monitoring)\w+/DependsOn/\d+"): "CDK lets a state machine wait for its role's policy by "
+    ("W3005", r"Resources/(Workflow|Watches)\w+/DependsOn/\d+"): "CDK lets a state machine wait for its role's policy by "
     "naming both; the role is implied",
     (
         "W6001",
@@ -96,14 +96,18 @@ CALLS: dict[str, tuple[Call, ...]] = {
         Call(
             "batch",
             "UpdateComputeEnvironment",
-            dropped=("ReplaceComputeEnvironment", "Type", "ComputeResources"),
+            # Another tag replaces the environment.
+            dropped=("ReplaceComputeEnvironment", "Type", "ComputeResources", "Tags"),
             given={"computeEnvironment": NAME},
         ),
     ),
     "AWS::Batch::JobQueue": (Call("batch", "CreateJobQueue"),),
     "AWS::Batch::SchedulingPolicy": (Call("batch", "CreateSchedulingPolicy", given={"name": NAME}),),
     "AWS::EC2::LaunchTemplate": (Call("ec2", "CreateLaunchTemplate", given={"LaunchTemplateName": NAME}),),
-    "AWS::EC2::PlacementGroup": (Call("ec2", "CreatePlacementGroup", given={"GroupName": NAME}),),
+    "AWS::EC2::PlacementGroup": (
+        # Tags are spelled otherwise there.
+        Call("ec2", "CreatePlacementGroup", dropped=("Tags",), given={"GroupName": NAME}),
+    ),
     "AWS::Scheduler::Schedule": (Call("scheduler", "CreateSchedule", given={"Name": NAME}),),
     "AWS::DynamoDB::Table": (
         # Recovery is another request; encryption is spelled otherwise there.

@@ -24,7 +24,7 @@ from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, LocalWatch
 from infra.watches import cleanup
 from infra.workflow import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, definition
-from pipeline.contract import EXECUTION_TAG, STAGES, Queue, Stage, StageFailure, now, stage_command
+from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Stage, StageFailure, now, stage_command
 from tests.engine import quick_engine
 from tests.infra.machines import BUCKET, CONSOLE, GANGS, RESULTS, TABLE, TOPIC, called, successors, targets, tasks
 
@@ -360,9 +360,8 @@ def test_a_run_from_end_to_end(account: Account) -> None:
     assert by_stage["embed"]["arrayProperties"] == {"size": 3}
     assert by_stage["prepare"]["jobName"] == "prepare-week-1"
     assert {request["shareIdentifier"] for request in account.batch.submitted} == {"weekly"}
-    assert [request["tags"] for request in account.batch.submitted] == [{"trnpipe": "ranker", "trnpipe:run": "week-1"}] * len(
-        STAGES
-    )
+    tags = {"trnpipe": "ranker", RUN_TAG: "week-1", EXECUTION_TAG: found["executionArn"]}
+    assert [request["tags"] for request in account.batch.submitted] == [tags] * len(STAGES)
     assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
     assert account.notices[0]["subject"] == "trnpipe: week-1 succeeded"
     message = account.notices[0]["message"]

@@ -147,7 +147,7 @@ def test_a_planted_new_graph_ends_with_69(proved: tuple[RunPaths, dict[str, Any]
         store.write_json(report, true)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_graphs_of_64_ranks_are_shown_without_any(tmp_path: Path) -> None:
     """Also for a kind that has no graphs: those that Neuron would compile."""
     plan_training(RunPaths(f"{tmp_path}/bucket/runs/week-01"), tmp_path / "made", ranks=64, rows=700)

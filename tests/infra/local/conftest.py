@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
 
 from infra.local.batch import BatchRunner, BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
+
+LOOK_SECONDS = 0.1
+"""Between two looks of the engine at a job."""
 
 STAGE_PROGRAM = (sys.executable, str(Path(__file__).with_name("stage_program.py")))
 
@@ -88,6 +92,7 @@ def machine(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         def start(script: dict[str, Any] | None = None, state: Path = tmp_path / "state", stack: LocalStack = stack) -> Machine:
             endpoints.close()
             monkeypatch.setenv("TRNPIPE_TEST_SCRIPT", json.dumps(script or {}))
+            monkeypatch.setattr(callback_module, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", LOOK_SECONDS)
             endpoint = LocalEndpoint(stack, state, runner_of(stack, state))
             return Machine(endpoints.enter_context(endpoint), stack, state)
 

@@ -8,8 +8,10 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import boto3
 import pytest
 
 from infra.local import moto_adapter, server
@@ -155,8 +157,30 @@ def test_the_engine_signs_as_the_endpoint_asks(execute: Execute) -> None:
     assert execute(READ, None)[0]["status"] == "SUCCEEDED"
 
 
+def test_clients_and_definitions_are_made_once(execute: Execute, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def count(**arguments: Any) -> Any:
+        made.append(arguments["service_name"])
+        return boto3.client(**arguments)
+
+    monkeypatch.setattr(moto_adapter.boto_client, "boto3", SimpleNamespace(client=count))
+    assert execute(READ, moto_adapter.make_once)[0]["status"] == "SUCCEEDED"
+    assert made.count("s3") > 1
+    made.clear()
+    assert execute(READ, None)[0]["status"] == "SUCCEEDED"
+    assert made == ["s3"]
+    with adapted(moto_adapter.make_once):
+        parse = moto_adapter.AmazonStateLanguageParser.parse
+        assert parse(READ) is not parse(READ)
+    with adapted():
+        parse = moto_adapter.AmazonStateLanguageParser.parse
+        assert parse(READ) is parse(READ)
+
+
 def test_the_engine_is_as_it_was_afterwards() -> None:
     owners = (
+        moto_adapter.AmazonStateLanguageParser,
         moto_adapter.boto_client,
         moto_adapter.StateTaskService,
         moto_adapter.StateTaskServiceBatch,

@@ -80,12 +80,12 @@ def test_gradients_are_those_of_torch() -> None:
     assert found["barriers"] == 2 * 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_precisions_keep_the_layers_as_they_are() -> None:
     assert answer(PROGRAM, "bf16")["barriers"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bf16_activations_are_rounded_once() -> None:
     found = answer(ACTIVATION)
     assert found["dtype"] == "torch.bfloat16"

@@ -432,7 +432,7 @@ def test_one_that_always_comes_between_is_transient(plan_run: Any, tmp_path: Pat
         run_child(run, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_child_that_runs_twice_and_is_killed_gives_every_id_once(plan_run: Any, s3_root: str, tmp_path: Path) -> None:
     run = plan_run(s3_root, texts=make_texts(400), part_rows=5, children=1)
     run.finish(Stage.EVALUATE, evaluate.run(run.context(Stage.EVALUATE)))

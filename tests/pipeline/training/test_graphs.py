@@ -75,6 +75,7 @@ def compiled(planned: Callable[..., Run], tmp_path_factory: pytest.TempPathFacto
     return paths, plan
 
 
+@pytest.mark.long
 def test_a_run_meets_only_what_the_trial_met(planned: Callable[..., Run], tmp_path: Path) -> None:
     """Two lengths, warm-up and decay, validation, checkpoints, the last partial batch, a death and what follows it."""
     paths, plan = planned("two-lengths", steps=24)
@@ -113,6 +114,7 @@ def test_batches_reach_the_device_in_their_order() -> None:
     assert found["threads"] == 0
 
 
+@pytest.mark.long
 def test_next_week_needs_no_compilation(compiled: Run, planned: Callable[..., Run], tmp_path: Path) -> None:
     """Another parent, other rows, other counts, another seed: the same graphs."""
     _, earlier = compiled
