@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import threading
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,6 +54,8 @@ MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWrite
 SIGNED = re.compile(r"Credential=(?P<key>[^/\s]+)/[^/]+/[^/]+/(?P<service>[^/]+)/aws4_request")
 
 STOP_EXECUTION = "AWSStepFunctions.StopExecution"
+STOP_SECONDS = 10.0
+"""After which a stopped execution has ended."""
 ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
 
 WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
@@ -296,6 +299,10 @@ class _Application:
         execution = json.loads(asked)["executionArn"]
         if statuses == ["200 OK"] and execution.startswith(self._machine_arn.replace(":stateMachine:", ":execution:") + ":"):
             client = boto3.session.Session().client("stepfunctions")
+            # EventBridge speaks of an execution that has ended; moto ends it in a thread of its own, after it has answered.
+            deadline = time.monotonic() + STOP_SECONDS
+            while client.describe_execution(executionArn=execution)["status"] == "RUNNING" and time.monotonic() < deadline:
+                time.sleep(0.05)
             for watch in self.watches:
                 # moto gives an execution without a name none at all.
                 name = str(uuid.uuid4())
