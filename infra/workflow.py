@@ -563,8 +563,9 @@ def _ending(targets: Targets) -> States:
     values = [path for _, paths in lines for path in (*paths, "$.run.newline")][:-1]
     message = {
         "TopicArn": targets.topic,
-        # At most 100 characters: a run id has up to 80.
-        "Subject.$": "States.Format('trnpipe: {} {}', $.run.id, $.outcome.result)",
+        # At most 100 characters, and no others than those of an execution's name, which has up to 80. What the input calls the
+        # run is checked by prepare only, and may be anything.
+        "Subject.$": "States.Format('trnpipe: {} {}', $$.Execution.Name, $.outcome.result)",
         "Message.$": f"States.Format('{text}', {', '.join(values)})",
         "MessageAttributes": {"result": {"DataType": "String", "StringValue.$": "$.outcome.result"}},
     }

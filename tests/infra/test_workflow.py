@@ -383,6 +383,14 @@ def test_a_run_whose_gangs_are_polled(account: Account) -> None:
     assert account.batch.stages() == [stage.value for stage in STAGES]
 
 
+@pytest.mark.parametrize("run", ["x" * 200, "two\nlines"])
+def test_people_are_told_whatever_the_input_calls_the_run(account: Account, run: str) -> None:
+    account.batch.script["prepare"] = lambda: "Essential container in task exited"
+    assert account.run("by-hand", {"run": run})["status"] == "FAILED"
+    assert account.notices[0]["subject"] == "trnpipe: by-hand failed"
+    assert f"Run {run} failed in " in account.notices[0]["message"]
+
+
 @pytest.mark.parametrize("account", [{"gang_submit": "poll"}], indirect=True)
 def test_a_polled_gang_that_fails(account: Account) -> None:
     account.batch.script["compile"] = lambda: "Host EC2 (instance i-1) terminated."
