@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
+from infra.local.template import LocalStack, LocalWatch
 from infra.states import Targets
 from pipeline.contract import STAGES, Queue, Shape
 
@@ -40,6 +42,34 @@ def targets(**changes: Any) -> Targets:
         "defaults": {"share": "manual", "registry": "current", "wait_minutes": 0},
     }
     return Targets(**{**values, **changes})
+
+
+def stack_around(
+    machine: Mapping[str, Any], *, name: str = "trnpipe", watches: Mapping[str, Mapping[str, Any]] | None = None
+) -> LocalStack:
+    """What a local endpoint needs beside a state machine; its jobs are nobody's.
+
+    Args:
+        watches: name -> definition of the machines that an abort starts.
+    """
+    return LocalStack(
+        state_machine=name,
+        definition=json.dumps(machine),
+        role_arn=f"arn:aws:iam::{ACCOUNT}:role/machine",
+        bucket=BUCKET,
+        table={
+            "TableName": TABLE,
+            "KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}],
+            "AttributeDefinitions": [{"AttributeName": "name", "AttributeType": "S"}],
+            "BillingMode": "PAY_PER_REQUEST",
+        },
+        topics=("notifications",),
+        job_definitions=(),
+        queues=(),
+        watches=tuple(
+            LocalWatch(state_machine=watch, definition=json.dumps(definition)) for watch, definition in (watches or {}).items()
+        ),
+    )
 
 
 def successors(state: Mapping[str, Any]) -> set[str]:

@@ -16,9 +16,9 @@ from moto.sns.models import sns_backends
 from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
 from infra.local.server import LocalEndpoint
-from infra.local.template import LocalStack, LocalWatch
 from infra.runbook import RUNBOOK
 from infra.watches import ALIVE, ENDED_BADLY, LOOK_AGAIN_SECONDS, LOOKS, WEEK_SECONDS, cleanup, overdue, week
+from tests.infra.machines import stack_around
 from tests.infra.test_stacks import granted
 
 TOPIC = f"arn:aws:sns:{REGION}:{ACCOUNT}:notifications"
@@ -178,22 +178,7 @@ def account(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Account]
             "Done": {"Type": "Succeed"},
         },
     }
-    stack = LocalStack(
-        state_machine="trnpipe",
-        definition=json.dumps(watched),
-        role_arn=f"arn:aws:iam::{ACCOUNT}:role/machine",
-        bucket="bucket",
-        table={
-            "TableName": "lock",
-            "KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}],
-            "AttributeDefinitions": [{"AttributeName": "name", "AttributeType": "S"}],
-            "BillingMode": "PAY_PER_REQUEST",
-        },
-        topics=("notifications",),
-        job_definitions=(),
-        queues=(),
-        watches=(LocalWatch(state_machine="trnpipe-watch", definition=json.dumps(watch)),),
-    )
+    stack = stack_around(watched, watches={"trnpipe-watch": watch})
     with LocalEndpoint(stack, tmp_path / "state", lambda _: NoBatch()) as endpoint:  # type: ignore[arg-type,return-value]
         yield Account(endpoint)
 

@@ -21,12 +21,11 @@ from moto.sns.models import sns_backends
 
 from infra.local.definitions import ACCOUNT, REGION
 from infra.local.server import LocalEndpoint
-from infra.local.template import LocalStack, LocalWatch
 from infra.watches import cleanup
 from infra.workflow import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, definition
 from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Stage, StageFailure, now, stage_command
 from tests.engine import quick_engine
-from tests.infra.machines import BUCKET, CONSOLE, GANGS, RESULTS, TABLE, TOPIC, called, successors, targets, tasks
+from tests.infra.machines import BUCKET, CONSOLE, GANGS, RESULTS, TABLE, TOPIC, called, stack_around, successors, targets, tasks
 
 
 @pytest.fixture(params=["sync", "poll"])
@@ -298,22 +297,7 @@ class Account:
 def account(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Account]:
     machine = definition(targets(**getattr(request, "param", {})))
     watch = cleanup("aws", [f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/{queue.value}" for queue in Queue])
-    stack = LocalStack(
-        state_machine="trnpipe",
-        definition=json.dumps(machine),
-        role_arn=f"arn:aws:iam::{ACCOUNT}:role/machine",
-        bucket=BUCKET,
-        table={
-            "TableName": TABLE,
-            "KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}],
-            "AttributeDefinitions": [{"AttributeName": "name", "AttributeType": "S"}],
-            "BillingMode": "PAY_PER_REQUEST",
-        },
-        topics=("notifications",),
-        job_definitions=(),
-        queues=(),
-        watches=(LocalWatch(state_machine="trnpipe-cleanup", definition=json.dumps(watch)),),
-    )
+    stack = stack_around(machine, watches={"trnpipe-cleanup": watch})
     batch = ScriptedBatch(put=lambda key, body: account.client("s3").put_object(Bucket=BUCKET, Key=key, Body=body))
     endpoint = LocalEndpoint(stack, tmp_path / "state", lambda environment: batch)  # type: ignore[arg-type,return-value]
     with endpoint, quick_engine():

@@ -20,14 +20,13 @@ from typing import Any
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sns.models import sns_backends
 
-from infra.local.definitions import ACCOUNT, REGION
+from infra.local.definitions import REGION
 from infra.local.server import LocalEndpoint, WsgiApplication
-from infra.local.template import LocalStack
 from infra.workflow import definition
 from pipeline.contract import StageFailure, now
 from tests.chain.front import Request
 from tests.engine import CALLER, quick_engine
-from tests.infra.machines import BUCKET, RESULTS, TABLE, TOPIC, targets
+from tests.infra.machines import BUCKET, RESULTS, TABLE, TOPIC, stack_around, targets
 
 FORMS = ("sync", "poll")
 LAPS = 2
@@ -228,7 +227,7 @@ class Walker:
 
     @contextmanager
     def open(self, folder: Path) -> Iterator[Walker]:
-        stacks = {form: _stack(form, machine) for form, machine in self.machines.items()}
+        stacks = {form: stack_around(machine, name=f"trnpipe-{form}") for form, machine in self.machines.items()}
         batch: Any = self.batch
         with LocalEndpoint(stacks["sync"], folder, lambda _: batch, self._front) as endpoint, quick_engine(self._timeout):
             self.endpoint = endpoint
@@ -349,24 +348,6 @@ def _walked_definition(form: str) -> dict[str, Any]:
             [limit] = [rule for rule in state["Choices"] if "NumericGreaterThan" in rule]
             limit["NumericGreaterThan"] = LAPS
     return machine
-
-
-def _stack(form: str, machine: Mapping[str, Any]) -> LocalStack:
-    return LocalStack(
-        state_machine=f"trnpipe-{form}",
-        definition=json.dumps(machine),
-        role_arn=f"arn:aws:iam::{ACCOUNT}:role/machine",
-        bucket=BUCKET,
-        table={
-            "TableName": TABLE,
-            "KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}],
-            "AttributeDefinitions": [{"AttributeName": "name", "AttributeType": "S"}],
-            "BillingMode": "PAY_PER_REQUEST",
-        },
-        topics=("notifications",),
-        job_definitions=(),
-        queues=(),
-    )
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from infra.doctor.probe import Probe
 from infra.local.batch import BatchRunner, BatchSettings
 from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
 from infra.local.server import LocalEndpoint, WsgiApplication
-from infra.local.template import LocalStack
 from pipeline.errors import BadConfig, ServiceRefused
+from tests.infra.machines import stack_around
 
 CONTROL = re.compile(
     r"/v1/(create|update|delete|register|deregister|listscheduling|describe(compute|jobqueues|jobdefinitions|scheduling)).*"
@@ -52,21 +52,7 @@ class Account:
     @contextmanager
     def open(self) -> Iterator[Account]:
         machine = {"StartAt": "Done", "States": {"Done": {"Type": "Succeed"}}}
-        stack = LocalStack(
-            state_machine="unused",
-            definition=json.dumps(machine),
-            role_arn=f"arn:aws:iam::{ACCOUNT}:role/unused",
-            bucket="unused",
-            table={
-                "TableName": "unused",
-                "AttributeDefinitions": [{"AttributeName": "name", "AttributeType": "S"}],
-                "KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}],
-                "BillingMode": "PAY_PER_REQUEST",
-            },
-            topics=(),
-            job_definitions=(),
-            queues=(),
-        )
+        stack = stack_around(machine, name="unused")
         with LocalEndpoint(stack, self._state, self._runner, self._front) as endpoint:
             self.endpoint = endpoint
             endpoint.client("iam").create_role(RoleName="AWSServiceRoleForBatch", AssumeRolePolicyDocument="{}")
