@@ -214,6 +214,10 @@ def search(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per hit.")] = False,
 ) -> None:
     """Search the published embeddings: the result of the run, usable at once."""
+    from pipeline.contract import check_registry
+
+    check_registry(registry)
+    # Looked at before large libraries are loaded, so that a mistake is answered at once.
     from pipeline.search import search as find
 
     hits = find(query, bucket=bucket, state=state, registry=registry, count=count)
@@ -325,6 +329,10 @@ def graphs(
 
     Ends with 69 if a stage met a graph that compile did not, or if the last rank's graphs are not the first one's.
     """
+    from pipeline.runtime.runs import find_run
+
+    find_run(run, bucket, state)
+    # Looked for before large libraries are loaded, so that a mistake is answered at once.
     from pipeline.graphs.command import GraphsOptions, run_graphs
 
     options = GraphsOptions(
@@ -354,8 +362,11 @@ def plan(
     Ends with 64 and a change that helps where it cannot fit; prepare refuses the same.
     """
     from pipeline.config import load_config_file, parse_settings
+    from pipeline.contract import check_run_folder
 
     layers = [load_config_file(config) if config else {}, parse_settings(settings or []), {"nodes": nodes} if nodes else {}]
+    if run:
+        check_run_folder(run)
     # Read before large libraries are loaded, so that mistakes are answered at once.
     from rich.console import Console
 
