@@ -194,7 +194,7 @@ def compiled_run(account: Account) -> tuple[Account, RunPaths, RunPlan, StageRes
     return account, paths, plan, account.stage(Stage.COMPILE, paths)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compile_fills_the_cache_and_stores_traces(compiled_run: Any) -> None:
     account, _, plan, result = compiled_run
     graphs = graphs_of(plan)
@@ -220,7 +220,7 @@ def test_compile_fills_the_cache_and_stores_traces(compiled_run: Any) -> None:
     assert (metrics["train"], metrics["infer"]) == (graphs.train, graphs.infer)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_flags_that_were_planned_reach_the_compilers(compiled_run: Any, tmp_path: Path) -> None:
     account, _, plan, _ = compiled_run
     graphs = graphs_of(plan)
@@ -234,7 +234,7 @@ def test_the_flags_that_were_planned_reach_the_compilers(compiled_run: Any, tmp_
         assert form.compiler_args == graphs.infer_compiler_flags.split()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compile_leaves_nothing_behind_but_what_it_made(compiled_run: Any) -> None:
     account, paths, _, _ = compiled_run
     # The trial's ranks trained, validated and made a checkpoint; nothing of that is in the run folder.
@@ -244,7 +244,7 @@ def test_compile_leaves_nothing_behind_but_what_it_made(compiled_run: Any) -> No
     assert not [info for info in store.list_objects(f"{account.root}/graphs") if "in-use" in info.uri or ".lock" in info.uri]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_call_does_nothing(compiled_run: Any) -> None:
     account, paths, plan, first = compiled_run
     result = account.stage(Stage.COMPILE, paths, tool={"trial": False, "fail": "nobody should call this"})
@@ -267,7 +267,7 @@ def trained_run(compiled_run: Any) -> tuple[Account, RunPaths, RunPlan, StageRes
     return account, paths, plan, account.stage(Stage.TRAIN, paths)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_compiles_nothing(trained_run: Any) -> None:
     _, paths, _, result = trained_run
     graphs = result.metrics["graphs"]
@@ -278,7 +278,7 @@ def test_training_compiles_nothing(trained_run: Any) -> None:
     assert result.metrics["resumed_from"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_has_the_variables_of_its_node(trained_run: Any) -> None:
     account, _, plan, _ = trained_run
     (environment,) = environments(account, "week-1-train")
@@ -300,7 +300,7 @@ def test_a_rank_has_the_variables_of_its_node(trained_run: Any) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_evaluate_compares_both_models_through_traces(trained_run: Any, tmp_path: Path) -> None:
     account, paths, plan, _ = trained_run
     metrics = account.stage(Stage.EVALUATE, paths).metrics
@@ -314,7 +314,7 @@ def test_evaluate_compares_both_models_through_traces(trained_run: Any, tmp_path
     assert metrics["new"]["mrr@10"] != metrics["parent"]["mrr@10"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_embeddings_are_the_new_models(trained_run: Any, tmp_path: Path) -> None:
     account, paths, plan, _ = trained_run
     metrics = account.stage(Stage.EMBED, paths).metrics
@@ -363,7 +363,7 @@ print(TracedEncoder(empty, weights)(tokens[:2, :8], tokens[:2, :8]).shape)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_shape_without_a_trace_is_a_defect(trained_run: Any, tmp_path: Path) -> None:
     account, paths, plan, _ = trained_run
     traces = store.local_folder(traces_uri(account.root, graphs_of(plan).infer), tmp_path / "traces")
@@ -456,7 +456,7 @@ def test_a_trial_that_used_another_cache_is_noticed(account: Account, compile_he
     assert len(missing_sets(account.root, plan.graphs)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_of_the_trial_says_why_it_failed(account: Account) -> None:
     paths, plan = account.plan("no-parent", sections={"compile": {"optlevel": 2}})
     plan = plan.model_copy(update={"parent": plan.parent.model_copy(update={"folder": f"{account.root}/gone"})}).sealed()
@@ -469,7 +469,7 @@ def test_a_rank_of_the_trial_says_why_it_failed(account: Account) -> None:
     assert "||NEURON_PARALLEL_COMPILE||: Command" in job.log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_leader_waits_for_the_other_node(account: Account) -> None:
     """Two ranks cannot meet on XLA's CPU client, so their trial's graph is there already."""
     paths, plan = account.plan("gang", nodes=2, sections={"compile": {"infer_target": "inf2"}})

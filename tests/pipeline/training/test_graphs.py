@@ -146,6 +146,7 @@ def test_next_week_needs_no_compilation(compiled: Run, planned: Callable[..., Ru
     assert reloaded["compiled"] == 1
 
 
+@pytest.mark.long
 def test_deliberate_breaks_are_caught(compiled: Run, planned: Callable[..., Run], tmp_path: Path) -> None:
     """A changing number in the graph, an unpadded last batch, a value read in the middle of a step."""
     stop = {"compile": {**SMALL["compile"], "new_graphs": "stop"}}

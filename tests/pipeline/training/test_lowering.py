@@ -9,7 +9,7 @@ import pytest
 from pipeline.runtime.hlo import GraphDescription, difference
 from tests.pipeline.training.conftest import Lowering
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 ACROSS_64 = {"all-gather x64": 1, "all-reduce x64": 2, "reduce-scatter x64": 1}
 """Embeddings are gathered, and scattered again by the backward pass; gradients are reduced, and beside them the loss."""
