@@ -50,7 +50,7 @@ test: check ## Lint, type check and test
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: setup ## The tests that take longest
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) -m long
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m long
 
 # Results are kept and summed over sittings: a number of runs is a total.
 RUNS ?= 1000
