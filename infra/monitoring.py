@@ -1,7 +1,8 @@
 """What tells people: the topic, notices of what no state can speak of any more, alarms, and a dashboard.
 
 An execution that ends by itself publishes its own outcome (infra/workflow.py). One that is aborted or times out runs no
-further state: EventBridge speaks for it, and for a queue that is blocked. What takes waiting is left to infra/watches.py.
+further state: EventBridge speaks for it, and for a queue that is blocked, with the reason that an alarm cannot give. What takes
+waiting is left to infra/watches.py.
 Metrics of the containers come from the catalogue in pipeline.contract; what alarms mean, from infra/runbook.py.
 """
 
@@ -102,10 +103,10 @@ class Monitoring(Construct):
         self._machine = state_machine
         self.alarms: dict[str, cloudwatch.Alarm] = {}
         self._notice_unfinished()
-        self._notice_blocked_queues(list(queue_arns.values()))
+        blocked = self._notice_blocked_queues(list(queue_arns.values()))
         refused = self._count_refusals(machine_logs)
         self._alarms_of_runs(settings, refused, watches, dead_letters)
-        self._alarms_of_jobs()
+        self._alarms_of_jobs(blocked)
         self._dashboard(refused, dead_letters)
 
     def _notice_unfinished(self) -> None:
@@ -125,9 +126,9 @@ class Monitoring(Construct):
                 f"Execution: {self._console.execution.format(execution)} Log: {self._console.log.format(run)}",
             )
 
-    def _notice_blocked_queues(self, queue_arns: Sequence[str]) -> None:
+    def _notice_blocked_queues(self, queue_arns: Sequence[str]) -> events.Rule:
         field = events.EventField.from_path
-        self._notice(
+        return self._notice(
             "QueueBlockedNotice",
             description="Queues whose first job cannot be placed",
             pattern=events.EventPattern(
@@ -140,8 +141,8 @@ class Monitoring(Construct):
             f"Dashboard: {self._console.overview}",
         )
 
-    def _notice(self, construct_id: str, *, description: str, pattern: events.EventPattern, message: str) -> None:
-        events.Rule(
+    def _notice(self, construct_id: str, *, description: str, pattern: events.EventPattern, message: str) -> events.Rule:
+        return events.Rule(
             self,
             construct_id,
             description=description,
@@ -198,8 +199,21 @@ class Monitoring(Construct):
         self._alarm("NotStarted", _waiting_messages(dead_letters), 1)
         self._alarm("WatchFailed", broken, 1)
 
-    def _alarms_of_jobs(self) -> None:
+    def _alarms_of_jobs(self, blocked: events.Rule) -> None:
+        """
+        Args:
+            blocked: the rule that tells of blocked queues: Batch counts them nowhere else.
+        """
         soon = Duration.minutes(5)
+        told = cloudwatch.Metric(
+            namespace="AWS/Events",
+            metric_name="Invocations",
+            dimensions_map={"RuleName": blocked.rule_name},
+            statistic="Sum",
+            period=soon,
+            label="Queues that are blocked",
+        )
+        self._alarm("QueueBlocked", told, 1)
         self._alarm("UnhealthyHost", self._metric(Metric.UNHEALTHY_HOSTS, soon), 1)
         self._alarm("MemoryErrors", self._metric(Metric.ECC_UNCORRECTED, soon), 1)
         self._alarm("NewGraphs", self._metric(Metric.NEW_GRAPHS, soon, stage=Stage.TRAIN), 1)

@@ -32,6 +32,7 @@ from botocore.exceptions import ConnectionError as NoConnection
 
 from infra.doctor.blueprint import Blueprint
 from infra.settings import Settings
+from pipeline.answers import Meaning, meaning
 from pipeline.errors import Defect
 
 SIDE_BY_SIDE = 8
@@ -39,28 +40,6 @@ HOME_REGION = "us-east-1"
 """Always enabled: where the account is asked about itself, since a region that is not enabled knows none of its keys."""
 
 HOME_SERVICES = frozenset({"account", "pricing", "sts"})
-
-DENIED_CODES = frozenset(
-    {"AccessDenied", "AccessDeniedException", "AuthorizationError", "AuthorizationErrorException", "UnauthorizedOperation", "403"}
-)
-CREDENTIAL_CODES = frozenset(
-    {
-        "AuthFailure",
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "IncompleteSignature",
-        "InvalidAccessKeyId",
-        "InvalidClientTokenId",
-        "InvalidSignatureException",
-        "RequestExpired",
-        "SignatureDoesNotMatch",
-        "UnrecognizedClientException",
-    }
-)
-THROTTLING_CODES = frozenset(
-    {"Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequestsException", "SlowDown"}
-)
-SERVER_ERROR = 500
 
 IAM_PREFIX = {"service-quotas": "servicequotas", "stepfunctions": "states"}
 IAM_ACTION = {"budgets:DescribeBudgets": "budgets:ViewBudget", "s3:HeadBucket": "s3:ListBucket"}
@@ -217,14 +196,15 @@ def told_apart(error: ClientError, action: str) -> Exception:
     """
     code = str(error.response["Error"].get("Code", ""))
     message = str(error.response["Error"].get("Message", ""))
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    if code in DENIED_CODES:
-        return Denied(action)
-    if code in CREDENTIAL_CODES:
-        return NotAuthenticated(f"{code}: {message}")
-    if code in THROTTLING_CODES or status >= SERVER_ERROR:
-        return Unavailable(f"{code}: {message}")
-    return Refused(code, message)
+    match meaning(error):
+        case Meaning.DENIED:
+            return Denied(action)
+        case Meaning.CREDENTIALS:
+            return NotAuthenticated(f"{code}: {message}")
+        case Meaning.BUSY:
+            return Unavailable(f"{code}: {message}")
+        case Meaning.REFUSED:
+            return Refused(code, message)
 
 
 def permission(operation: str) -> str:

@@ -19,11 +19,13 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from pydantic import ValidationError
 
+from pipeline.answers import Meaning, meaning
 from pipeline.config import Deployment
 from pipeline.errors import BadConfig, BadData, MissingInput, ServiceRefused, Transient
+from pipeline.operate import console
 from pipeline.operate.endpoint import NAME, only_environment, read_endpoint
 from pipeline.operate.files import Listed, LocalFiles, RunFiles
-from pipeline.runtime.store.faults import ABSENT, AGAIN, CREDENTIALS, DENIED, SETUP_ERRORS
+from pipeline.runtime.store.faults import ABSENT, SETUP_ERRORS
 
 CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 8}, connect_timeout=10, read_timeout=30)
 LOCAL_CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
@@ -32,9 +34,6 @@ LOCAL_CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 1}, con
 STATE_MACHINE_OUTPUT = "StateMachineArn"
 LOG_GROUP_OUTPUT = "JobLogGroup"
 """Outputs of the pipeline's stack (infra/stacks.py)."""
-
-DENIED_CODES = {*DENIED, "AccessDeniedException", "UnauthorizedOperation", "KmsAccessDeniedException", "NotAuthorized"}
-CONSOLES = {"aws": "console.aws.amazon.com", "aws-cn": "console.amazonaws.cn", "aws-us-gov": "console.amazonaws-us-gov.com"}
 
 
 class EndpointGone(Transient):
@@ -132,9 +131,7 @@ class Site:
         """Where the execution can be looked at in a browser; None of a local run."""
         if self.state is not None:
             return None
-        _, partition, _, region, *_ = execution_arn.split(":")
-        host = CONSOLES.get(partition, CONSOLES["aws"])
-        return f"https://{region}.{host}/states/home?region={region}#/v2/executions/details/{execution_arn}"
+        return console.execution(execution_arn.split(":")[3], execution_arn)
 
     def log_of(self, stream: str) -> str:
         """Where a job's output is, as people find it."""
@@ -272,22 +269,22 @@ def _outputs(stack: str) -> dict[str, str]:
 def _answered(error: ClientError, what: str) -> Exception:
     """What an error that a service answered with means."""
     code, message = error.response["Error"]["Code"], error.response["Error"].get("Message", "")
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    means = meaning(error)
     value = f"{error.operation_name} for {what}: {code}: {message}"
-    if code in CREDENTIALS:
+    if means is Meaning.CREDENTIALS:
         return BadConfig(
             "AWS does not accept the credentials",
             value=value,
             rule="credentials that are valid now, of the deployment's account",
             remedy="renew them (`aws sso login`, `aws configure`), or set AWS_PROFILE",
         )
-    if code in DENIED_CODES:
+    if means is Meaning.DENIED:
         return ServiceRefused(
             "access is denied",
             value=value,
             rule="your role may call this operation on the deployment's resources",
             remedy=f"grant it {error.operation_name}, or set AWS_PROFILE to a role that may",
         )
-    if status >= 500 or code in AGAIN or "Throttl" in code or code in ("TooManyRequestsException", "RequestLimitExceeded"):
+    if means is Meaning.BUSY:
         return Transient("AWS answered with an error", value=value, remedy="a new attempt may succeed")
     return ServiceRefused("AWS refused the request", value=value, remedy="see the message")

@@ -17,6 +17,7 @@ from pipeline.contract import METRICS, METRICS_NAMESPACE, Metric
 SERVICES = {
     "AWS/States": {"ExecutionsStarted", "ExecutionsSucceeded", "ExecutionsFailed", "ExecutionsAborted", "ExecutionsTimedOut"}
     | {"ExecutionTime"},
+    "AWS/Events": {"Invocations"},
     "AWS/SQS": {"ApproximateNumberOfMessagesVisible"},
 }
 """Metrics of services that are used here, as their guides name them."""
@@ -26,6 +27,7 @@ ALARMS = {"Failed", "Refused", "Aborted", "TimedOut", "Overdue", "NotStarted", "
     "MemoryErrors",
     "NewGraphs",
     "CheckpointStall",
+    "QueueBlocked",
 }
 
 
@@ -80,6 +82,9 @@ def test_a_blocked_queue_is_noticed_with_its_reason(deployment: Any) -> None:
     assert len(pattern["detail"]["jobQueue"]) == len(deployment.resources("AWS::Batch::JobQueue"))
     assert set(paths.values()) == {"$.detail.jobName", "$.detail.jobQueue", "$.detail.statusReason"}
     assert RUNBOOK["QueueBlocked"] in text
+    [(_, _, dimensions)] = used_metrics(alarms_of(deployment)["QueueBlocked"])
+    counted = deployment.pipeline["Resources"][dimensions["RuleName"]["Ref"]]
+    assert counted["Properties"]["EventPattern"] == pattern
 
 
 @pytest.mark.parametrize("fixture", ["deployment", "other_deployment"])
@@ -96,7 +101,7 @@ def test_alarms_speak_through_the_topic_and_say_what_to_do(request: pytest.Fixtu
 
 
 def test_whatever_can_be_said_has_advice_and_a_place_in_the_guide() -> None:
-    assert set(ADVICE) == set(RUNBOOK) == ALARMS | {"MissedWeek", "QueueBlocked"}
+    assert set(ADVICE) == set(RUNBOOK) == ALARMS | {"MissedWeek"}
     assert RUNBOOK["TimedOut"] == "infra/README.md#alarm-timed-out"
     for name in ("Overdue", "MissedWeek"):
         # These stand in strings of States.Format, too.

@@ -30,6 +30,7 @@ from botocore.exceptions import (
 )
 from urllib3.exceptions import HTTPError
 
+from pipeline.answers import Meaning, meaning
 from pipeline.errors import BadConfig, MissingInput, StorageRefused, Transient
 
 log = logging.getLogger("trnpipe")
@@ -45,31 +46,6 @@ FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 10.0
 
 ABSENT = {"NoSuchKey", "NoSuchBucket", "404"}
-DENIED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem", "InvalidObjectState"}
-CREDENTIALS = {
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "InvalidAccessKeyId",
-    "InvalidClientTokenId",
-    "InvalidToken",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
-    "UnrecognizedClientException",
-}
-AGAIN = {
-    "BadDigest",
-    "IncompleteBody",
-    "InternalError",
-    "NoSuchUpload",
-    "OperationAborted",
-    "RequestTimeout",
-    "ServiceUnavailable",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-    "429",
-}
 CHANGED = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 
 SETUP_ERRORS = (
@@ -155,26 +131,26 @@ def _unreachable(uri: str, error: Exception) -> Transient:
 
 def _translated_answer(uri: str, error: ClientError) -> Exception:
     code, message = error.response["Error"]["Code"], error.response["Error"].get("Message", "")
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    means = meaning(error)
     if code in ABSENT:
         return MissingInput("the object or bucket does not exist", value=uri, remedy="check the URI and that it was uploaded")
     if code in CHANGED:
         return Conflict(uri)
-    if code in CREDENTIALS:
+    if means is Meaning.CREDENTIALS:
         return BadConfig(
             "storage does not accept the credentials",
             value=f"{uri}: {code}: {message}",
             rule="credentials are valid for as long as the stage runs: those of a role renew themselves",
             remedy="renew them (`aws sso login`, `aws configure`), or use a role",
         )
-    if code in DENIED:
+    if means is Meaning.DENIED:
         return StorageRefused(
             "access to the object is denied",
             value=f"{uri}: {code}: {message}",
             rule="the stage's role may read and write what the run names, for as long as the run lasts",
             remedy="grant this stage's role access to it: see the bucket's policy, its key's, and the role's; then run again",
         )
-    if status >= 500 or code in AGAIN:
+    if means is Meaning.BUSY:
         return Transient("storage answered with an error", value=f"{uri}: {code}", remedy="a new attempt may succeed")
     return StorageRefused(
         "storage refused the request",

@@ -34,7 +34,7 @@ def test_a_stack_says_where_everything_is(s3_root: str) -> None:
         arn = site.execution_arn("week-1")
         assert arn == "arn:aws:states:us-west-2:123456789012:execution:trnpipe:week-1"
         assert site.console_link(arn) == (
-            f"https://us-west-2.console.aws.amazon.com/states/home?region=us-west-2#/v2/executions/details/{arn}"
+            f"https://console.aws.amazon.com/states/home?region=us-west-2#/v2/executions/details/{arn}"
         )
     with pytest.raises(BadConfig, match="without -data"), open_site("site-test-data", None):
         pass
