@@ -29,17 +29,8 @@ def sample(tmp_path: Path, *arguments: str) -> tuple[int, list[chaos.Outcome], s
     return process.returncode, chaos.read_results(results), process.stdout + process.stderr
 
 
-SAMPLE = (
-    "kill-rank",
-    "silent-child",
-    "hang-rank",
-    "sick-host",
-    "torn-checkpoint",
-    "storage",
-    "access-denied",
-    "aborted",
-)
-"""Of most ways to fail one: processes, hosts, checkpoints, storage, people. All: below, and `make chaos`."""
+SAMPLE = ("kill-rank", "sick-host", "storage", "aborted")
+"""One way to fail of each: processes, hosts, storage, people. All: below, and `make chaos`."""
 
 
 def test_a_sample_of_the_faults(tmp_path: Path) -> None:
