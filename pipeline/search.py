@@ -159,7 +159,7 @@ def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float3
     encoder = device.place(load_encoder(model, plan.config.model))
     length = plan.config.train.query_length
     tokens = TextTokenizer(model).encode([query.strip()], length)
-    vector: npt.NDArray[np.float32] = encode(encoder, device, tokens, (length,), length)[0].numpy()
+    vector: npt.NDArray[np.float32] = encode(encoder, device, tokens, (length,), length).embeddings[0].numpy()
     return vector
 
 

@@ -41,7 +41,7 @@ class PartRecord:
         dimension, dtype: of an embedding; dtype is `float32` or `float16`.
         model: sha256 of the weights that made it.
         fingerprint: of the plan it was made under.
-        tokens, padded_tokens: tokens of the documents, and tokens computed with padding.
+        tokens, padded_tokens: that were computed (once for equal documents), without padding and with it.
         started, finished: ISO 8601 in UTC.
         seconds, documents_per_second: wall time from the first row read to the uploaded file.
     """

@@ -1,4 +1,4 @@
-"""Encoding many token lists with one encoder: sorted by length, cut into batches of few shapes, results in input order.
+"""Encoding many token lists with one encoder: equal ones once, sorted by length, cut into batches, results in input order.
 
 The same function serves the evaluation inside training, the evaluate stage and the embed stage.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,25 @@ from torch import Tensor, nn
 
 from pipeline.contract import EAGER_KINDS
 from pipeline.runtime.device import Batch, Device, EncodeFunction
+
+LONGEST_PADDING = 1 / 16
+"""A batch whose shape is free ends where a row would be shorter than the longest one by more than this share of it."""
+
+LEAST_OF_BATCH = 1 / 8
+"""But not before it has this share of the tokens that it may have: calls for a few rows cost more than their padding."""
+
+
+class Encoded(NamedTuple):
+    """
+    Attributes:
+        embeddings: (N, D) fp32 on the host, row i for token list i; (0, 0) when there are none.
+        tokens: that were computed, without padding: equal token lists are computed once.
+        slots: the same with padding.
+    """
+
+    embeddings: Tensor
+    tokens: int
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +61,7 @@ def encode(
     tokens_per_batch: int,
     *,
     on_progress: Callable[[int], None] | None = None,
-) -> Tensor:
+) -> Encoded:
     """Embeddings of all token lists.
 
     Args:
@@ -50,14 +70,12 @@ def encode(
         buckets: static lengths in tokens, ascending.
         tokens_per_batch: a bucket's batch size is this / its length, at least 1.
         on_progress: called after every batch with the number of token lists done.
-
-    Returns:
-        (N, D) fp32 on the host, row i for token list i; (0, 0) when there are none.
     """
-    lengths = np.fromiter((len(tokens) for tokens in token_lists), dtype=np.int64, count=len(token_lists))
+    distinct, place, copies = _distinct(token_lists)
+    lengths = np.fromiter((len(tokens) for tokens in distinct), dtype=np.int64, count=len(distinct))
     plan = plan_batches(lengths, buckets, tokens_per_batch, static=device.kind not in EAGER_KINDS)
     if not plan:
-        return torch.empty((0, 0))
+        return Encoded(torch.empty((0, 0)), 0, 0)
     result: Tensor | None = None
     done = 0
     # torch-xla's tensors cannot be inference tensors (torch-xla 2.9).
@@ -65,21 +83,33 @@ def encode(
     with _evaluation(encoder), without_gradients, device.autocast():
         # One batch stays in flight: the host fetches a batch's embeddings while the device computes the next.
         waiting: tuple[EncodeBatch, Tensor] | None = None
-        for batch, tensors in zip(plan, device.batches(_padded(token_lists, plan)), strict=True):
+        for batch, tensors in zip(plan, device.batches(_padded(distinct, plan)), strict=True):
             embeddings = encoder(tensors["tokens"], tensors["mask"])
             device.sync()
             if result is None:
-                result = torch.empty((len(token_lists), embeddings.shape[1]), dtype=torch.float32)
+                result = torch.empty((len(distinct), embeddings.shape[1]), dtype=torch.float32)
             if waiting is not None:
                 _store(result, *waiting)
             waiting = batch, embeddings
-            done += len(batch.rows)
+            done += int(copies[batch.rows].sum())
             if on_progress:
                 on_progress(done)
         assert result is not None
         assert waiting is not None
         _store(result, *waiting)
-    return result.clone()  # an ordinary tensor again: inference tensors are refused by autograd
+    # An ordinary tensor again: inference tensors are refused by autograd.
+    return Encoded(result[torch.from_numpy(place)], int(lengths.sum()), sum(batch.slots * batch.length for batch in plan))
+
+
+def _distinct(
+    token_lists: Sequence[Sequence[int]],
+) -> tuple[list[Sequence[int]], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The different token lists; for each list its place among them; and how often each of them is there."""
+    places: dict[tuple[int, ...], int] = {}
+    place = np.fromiter(
+        (places.setdefault(tuple(tokens), len(places)) for tokens in token_lists), dtype=np.int64, count=len(token_lists)
+    )
+    return list(places), place, np.bincount(place, minlength=len(places))
 
 
 def plan_batches(
@@ -89,7 +119,7 @@ def plan_batches(
 
     Args:
         static: only the buckets' own shapes: rows are padded to the bucket, and its last batch is filled up with padding rows.
-            False: batches are only as long as their longest row, and the last one has only the rows that are left.
+            False: batches are as long as their longest row, of any number of rows, and the buckets' lengths mean nothing.
 
     Raises:
         ValueError: a length of 0, or one above the largest bucket.
@@ -99,20 +129,34 @@ def plan_batches(
     if lengths.min() < 1 or lengths.max() > buckets[-1]:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit the buckets {list(buckets)}")
     order = np.argsort(-lengths, kind="stable")
+    return list(
+        _static_batches(lengths, order, buckets, tokens_per_batch) if static else _free_batches(lengths, order, tokens_per_batch)
+    )
+
+
+def _static_batches(
+    lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64], buckets: Sequence[int], tokens_per_batch: int
+) -> Iterator[EncodeBatch]:
     bucket_of = np.searchsorted(np.asarray(buckets), lengths[order])
-    batches = []
     for bucket in range(len(buckets) - 1, -1, -1):
         rows = order[bucket_of == bucket]
         size = batch_rows(buckets[bucket], tokens_per_batch)
         for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            if static:
-                batches.append(EncodeBatch(part, size, buckets[bucket]))
-            else:
-                # Multiples of 8 suit matrix units, and keep the number of shapes small.
-                longest = int(-(-lengths[part[0]] // 8) * 8)
-                batches.append(EncodeBatch(part, len(part), min(longest, buckets[bucket])))
-    return batches
+            yield EncodeBatch(rows[start : start + size], size, buckets[bucket])
+
+
+def _free_batches(lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64], tokens_per_batch: int) -> Iterator[EncodeBatch]:
+    falling = -lengths[order]
+    start = 0
+    while start < len(order):
+        longest = -int(falling[start])
+        most = max(1, tokens_per_batch // longest)
+        least = min(most, max(1, int(LEAST_OF_BATCH * tokens_per_batch) // longest))
+        near = int(np.searchsorted(falling, -longest * (1 - LONGEST_PADDING), side="right"))
+        stop = min(start + most, max(start + least, near))
+        rows = order[start:stop]
+        yield EncodeBatch(rows, len(rows), longest)
+        start += len(rows)
 
 
 def batch_rows(bucket: int, tokens_per_batch: int) -> int:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
+from torch import nn
 
-from pipeline.runtime.device import resolve_precision
+from pipeline.runtime.device import EncodeFunction, resolve_precision
 from pipeline.runtime.eager import EagerDevice
 from pipeline.runtime.world import World
 
 
 class CpuDevice(EagerDevice):
     kind = "cpu"
+
+    def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:  # noqa: ARG002 - needs none
+        """In bf16 as a whole: autocast would turn every layer's activations into fp32 and back.
+
+        Pooling and head stay fp32, see `Encoder.forward`.
+        """
+        if self.precision == "bf16":
+            encoder.get_submodule("backbone").to(torch.bfloat16)
+        return encoder
 
 
 def open_device(precision: str, world: World, *, threads: int | None, timeout_seconds: int) -> CpuDevice:

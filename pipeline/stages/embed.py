@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from pipeline.contract import EAGER_KINDS, Artifact, Metric, now
+from pipeline.contract import Artifact, Metric, now
 from pipeline.data.ids import IdDigest
 from pipeline.data.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
 from pipeline.data.rows import read_documents
@@ -29,7 +29,7 @@ from pipeline.data.tokens import TextTokenizer
 from pipeline.errors import BadData, Transient
 from pipeline.model.compiled import encode_function, known_graphs
 from pipeline.model.folder import WEIGHTS, load_encoder
-from pipeline.model.inference import encode, plan_batches
+from pipeline.model.inference import encode
 from pipeline.model.watch import GraphWatch
 from pipeline.plan import PartPlan
 from pipeline.runtime import store
@@ -175,7 +175,7 @@ class MadePart:
     Attributes:
         digest: of the ids in it.
         bad: documents that are not.
-        tokens, padded_tokens: of the documents in it, and computed with padding.
+        tokens, padded_tokens: that were computed for it (once for equal documents), without padding and with it.
         started: ISO 8601 in UTC.
         begun: monotonic seconds, of the same moment.
     """
@@ -235,7 +235,7 @@ def embed_window(worker: Worker, window: Window, made: MadePart, writer: PartWri
         worker.encode_with, worker.device, token_lists, config.buckets, config.tokens_per_batch, on_progress=worker.beat
     )
     with np.errstate(over="ignore"):
-        embeddings = found.numpy().astype(config.dtype, copy=False)
+        embeddings = found.embeddings.numpy().astype(config.dtype, copy=False)
     finite = np.isfinite(embeddings).all(axis=1)
     for row in np.flatnonzero(~finite):
         document = window.documents[row]
@@ -245,11 +245,8 @@ def embed_window(worker: Worker, window: Window, made: MadePart, writer: PartWri
         writer.write(ids, embeddings[finite])
     for identifier in ids:
         made.digest.add(identifier)
-    lengths = np.array([len(tokens) for tokens in token_lists])
-    static = worker.device.kind not in EAGER_KINDS
-    batches = plan_batches(lengths, config.buckets, config.tokens_per_batch, static=static)
-    made.tokens += int(lengths.sum())
-    made.padded_tokens += sum(batch.slots * batch.length for batch in batches)
+    made.tokens += found.tokens
+    made.padded_tokens += found.slots
 
 
 def keep_part(worker: Worker, made: MadePart) -> PartRecord:

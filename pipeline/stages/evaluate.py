@@ -183,7 +183,7 @@ def measure(context: StageContext, device: Device, holdout: Holdout, name: str, 
             rate = (before + done) / max(time.monotonic() - begun, 1e-9)
             context.heartbeat.beat(before + done, total, unit="texts", rate=rate, note=f"encoding with the {name} model")
 
-        return encode(encode_with, device, token_lists, buckets, config.embed.tokens_per_batch, on_progress=beat)
+        return encode(encode_with, device, token_lists, buckets, config.embed.tokens_per_batch, on_progress=beat).embeddings
 
     candidates = vectors(holdout.candidates, config.embed.buckets, 0)
     queries = vectors(holdout.queries, (config.train.query_length,), len(holdout.candidates))

@@ -113,7 +113,7 @@ def _encode_shared(
     """Embeddings of all token lists, on every rank's host; each rank computes every world-size-th."""
     rank, size = device.world.rank, device.world.size
     mine = token_lists[rank::size]
-    embeddings = encode(encoder, device, mine, config.buckets, config.tokens_per_batch, on_progress=on_progress)
+    embeddings = encode(encoder, device, mine, config.buckets, config.tokens_per_batch, on_progress=on_progress).embeddings
     if size == 1:
         return embeddings
     share = -(-len(token_lists) // size)

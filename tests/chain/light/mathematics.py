@@ -93,7 +93,7 @@ def encode(
     *,
     on_progress: Callable[[int], None],
 ) -> SimpleNamespace:
-    """Embeddings of token lists, (rows, DIMENSION) float32, behind `numpy()` as a tensor's are."""
+    """Token lists' embeddings, (rows, DIMENSION) float32, behind `numpy()` as a tensor's are."""
     rows = []
     for done, tokens in enumerate(token_lists, start=1):
         digest = hashlib.shake_256(f"{encoder.sha256} {list(tokens)}".encode()).digest(DIMENSION)
@@ -101,11 +101,8 @@ def encode(
         if done % DOCUMENTS_PER_BEAT == 0:
             time.sleep(PACE_SECONDS)
             on_progress(done)
-    return SimpleNamespace(numpy=lambda: np.stack(rows))
-
-
-def plan_batches(lengths: Sequence[int], *_: Any, static: bool) -> list[SimpleNamespace]:
-    return [SimpleNamespace(slots=1, length=int(length)) for length in lengths]
+    tokens = sum(map(len, token_lists))
+    return SimpleNamespace(embeddings=SimpleNamespace(numpy=lambda: np.stack(rows)), tokens=tokens, slots=tokens)
 
 
 BACKBONE = SimpleNamespace(pad_token_id=0, max_position_embeddings=512, model_type="light", vocab_size=VOCABULARY)
@@ -125,7 +122,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "inspect_folder": lambda folder, config: (BACKBONE, False),
         "transformer_folder": lambda folder: folder,
     },
-    "pipeline.model.inference": {"encode": encode, "plan_batches": plan_batches},
+    "pipeline.model.inference": {"encode": encode},
     "pipeline.model.memory": {
         "known_limits": lambda config, kind, here: None,
         "read_shape": lambda folder, config: None,

@@ -66,7 +66,7 @@ def test_embeddings_come_in_the_order_of_the_input(tmp_path: Path, device: Devic
     encoder = make_model(tmp_path / "model").eval()
     texts = token_lists([3, 30, 8, 1, 17, 9, 16, 31, 5])
     done: list[int] = []
-    embeddings = encode(encoder, device, texts, (8, 16, 32), 48, on_progress=done.append)
+    embeddings = encode(encoder, device, texts, (8, 16, 32), 48, on_progress=done.append).embeddings
     with torch.no_grad():
         expected = torch.cat([encoder(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long)) for text in texts])
     torch.testing.assert_close(embeddings, expected, rtol=0, atol=1e-5)
@@ -79,7 +79,7 @@ def test_embeddings_come_in_the_order_of_the_input(tmp_path: Path, device: Devic
 def test_static_shapes_on_compiling_devices(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = make_model(tmp_path / "model").eval()
     texts = token_lists([3, 30, 8, 1, 17, 9, 16, 31, 5])
-    eager = encode(encoder, device, texts, (8, 16, 32), 48)
+    eager = encode(encoder, device, texts, (8, 16, 32), 48).embeddings
     shapes: set[tuple[int, ...]] = set()
 
     def compiled(tokens: Tensor, mask: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def test_static_shapes_on_compiling_devices(tmp_path: Path, device: Device, monk
         return encoder(tokens, mask)
 
     monkeypatch.setattr(device, "kind", "neuron")
-    static = encode(compiled, device, texts, (8, 16, 32), 48)
+    static = encode(compiled, device, texts, (8, 16, 32), 48).embeddings
     assert shapes == {(6, 8), (3, 16), (1, 32)}
     torch.testing.assert_close(static, eager, rtol=0, atol=1e-5)
 
@@ -95,9 +95,10 @@ def test_static_shapes_on_compiling_devices(tmp_path: Path, device: Device, monk
 def test_training_mode_is_left_and_restored(tmp_path: Path, device: Device) -> None:
     encoder = make_model(tmp_path / "model").train()
     texts = token_lists([5, 5])
-    assert torch.equal(encode(encoder, device, texts, (8,), 64), encode(encoder, device, texts, (8,), 64))
+    first, second = (encode(encoder, device, texts, (8,), 64).embeddings for _ in range(2))
+    assert torch.equal(first, second)
     assert encoder.training
 
 
 def test_nothing_to_encode(device: Device) -> None:
-    assert encode(lambda tokens, mask: tokens, device, [], (8,), 64).shape == (0, 0)
+    assert encode(lambda tokens, mask: tokens, device, [], (8,), 64).embeddings.shape == (0, 0)

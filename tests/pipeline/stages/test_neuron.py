@@ -336,7 +336,7 @@ def embeddings(folder: Path) -> np.ndarray:
     prepare_for_inference(encoder, fused_attention=True)
     texts = TextTokenizer(folder).encode([text for _, text in TEXTS], 32)
     device = open_device("cpu", "fp32", RankWorld())
-    return encode(encoder.eval(), device, texts, [16, 32], 256).numpy()
+    return encode(encoder.eval(), device, texts, [16, 32], 256).embeddings.numpy()
 
 
 UNKNOWN_SHAPES = """

@@ -1,0 +1,62 @@
+"""The same measurements of this project: its own stages, as a job runs them, on a run folder that prepare has made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract import RunPaths, Stage
+
+
+def plan(folder: Path, *, model: Path, pairs: Path, corpus: Path, config: Mapping[str, Any]) -> RunPaths:
+    """Prepare a run.
+
+    Args:
+        folder: the bucket; replaced.
+        model: folder of the parent.
+        pairs, corpus: JSON Lines.
+        config: partial run configuration.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    paths = RunPaths(str(folder / "runs" / "bench"))
+    places = {"data": {"train": [str(pairs)], "corpus": [str(corpus)], "holdout_fraction": 0.02}, "model": {"parent": str(model)}}
+    given = {"nodes": 1, "registry": None, "gate": {"allow_small": True}, **places, **config}
+    Path(paths.root).mkdir(parents=True)
+    deployment = {"config": given, "allowed_nodes": [1], "local_paths": True}
+    Path(paths.input).write_text(json.dumps({"deployment": deployment, "execution": {}, "execution_arn": "arn:benchmark"}))
+    run_stage(Stage.PREPARE, paths)
+    return paths
+
+
+def run_stage(stage: Stage, paths: RunPaths, **environment: str) -> dict[str, Any]:
+    """Run a stage to its end; its metrics.
+
+    Raises:
+        RuntimeError: it failed, with what it said.
+    """
+    command = [sys.executable, "-m", "pipeline.cli", "stage", stage.value, "--run", paths.root]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{stage} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    metrics: dict[str, Any] = json.loads(Path(paths.result(stage)).read_text())["metrics"]
+    return metrics
+
+
+def embed(paths: RunPaths, model: Path) -> dict[str, Any]:
+    """Embed the whole corpus with a model as it is, with one child; the metrics of the stage."""
+    shutil.rmtree(paths.stage(Stage.EMBED), ignore_errors=True)
+    if not Path(paths.model).exists():
+        shutil.copytree(model, paths.model)
+    return run_stage(Stage.EMBED, paths)
+
+
+def train(paths: RunPaths) -> dict[str, Any]:
+    """Train as planned; the metrics of the stage."""
+    shutil.rmtree(paths.stage(Stage.TRAIN), ignore_errors=True)
+    return run_stage(Stage.TRAIN, paths)
