@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from pipeline.contract import Artifact
+from pipeline.contract import EAGER_KINDS, Artifact
 from pipeline.model.compiled import known_graphs
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import WEIGHTS, save_folder
@@ -92,6 +92,7 @@ def run(context: StageContext) -> StageOutput | None:
                     accumulation=config.train.accumulation,
                     query_length=config.train.query_length,
                     buckets=config.train.buckets,
+                    static=device.kind not in EAGER_KINDS,
                     seed=config.seed,
                     learning_rate=partial(
                         learning_rate, config.train, steps=plan.train.steps, warmup_steps=plan.train.warmup_steps

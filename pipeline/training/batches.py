@@ -1,4 +1,4 @@
-"""Training batches with static shapes: from memory-mapped rows, in the order of the schedule, all that the device needs per step.
+"""Training batches: from memory-mapped rows, in the order of the schedule, all that the device needs per step.
 
 Each rank reads only its own rows' tokens; hashes and lengths, which are small, it knows of the whole global batch.
 """
@@ -103,8 +103,10 @@ class TrainingBatches:
         world: this rank among all.
         batch_size: pairs per rank and batch.
         accumulation: batches per step, all of one bucket.
-        query_length: static length of queries in tokens.
-        buckets: static lengths of documents.
+        query_length: length of queries in tokens, at most.
+        buckets: lengths of documents; which rows meet in a batch depends on them.
+        static: every batch has these lengths. False: it is only as long as its longest row, which is all the same to devices
+            that compile nothing.
         seed: of the schedule.
         learning_rate: step from 0 -> learning rate; it travels with the batch (as a constant it would make a graph per step).
 
@@ -121,6 +123,7 @@ class TrainingBatches:
         accumulation: int = 1,
         query_length: int,
         buckets: tuple[int, ...],
+        static: bool = True,
         seed: int,
         learning_rate: Callable[[int], float],
     ) -> None:
@@ -135,6 +138,7 @@ class TrainingBatches:
         self._batch_size = batch_size
         self._accumulation = accumulation
         self._query_length = query_length
+        self._static = static
         self._learning_rate = learning_rate
         # One scheduled "rank" that takes whole global batches: the order depends on the global batch alone.
         self._schedule = Schedule(self._document_lengths, buckets, batch_size * world.size * accumulation, 1, seed)
@@ -145,8 +149,8 @@ class TrainingBatches:
         """Batches of the steps start, ..., stop - 1, on the host.
 
         Yields:
-            query_tokens, query_mask (B, query length) and document_tokens, document_mask (B, bucket): int64; roles (B, N): int32,
-            see Role; weights (B,) and learning_rate (1,): fp32.
+            query_tokens, query_mask (B, query length) and document_tokens, document_mask (B, bucket): int64, shorter unless
+            `static`; roles (B, N): int32, see Role; weights (B,) and learning_rate (1,): fp32.
         """
         for step in self._schedule.batches(0, start, stop):
             self._facts[step.step] = self._count(step)
@@ -185,12 +189,21 @@ class TrainingBatches:
 
     def _tokens(self, column: TokenColumn, rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         # Fillers stand at the end of a batch, so the lists that are there keep their places.
-        return pad([column[row] for row in rows.tolist() if row != MASKED], len(rows), length)
+        lists = [column[row] for row in rows.tolist() if row != MASKED]
+        return pad(lists, len(rows), length if self._static else max(map(len, lists), default=1))
 
     def _count(self, batch: ScheduledBatch) -> StepFacts:
         rows = batch.rows[batch.rows != MASKED]
         tokens = int(self._query_lengths[rows].sum() + self._document_lengths[rows].sum())
         slots = len(batch.rows) * (self._query_length + batch.bucket)
+        if not self._static:
+            # Every rank's batches have lengths of their own.
+            shares = batch.rows.reshape(-1, self._batch_size)
+            valid = shares != MASKED
+            slots = sum(
+                self._batch_size * int(np.where(valid, lengths[shares], 1).max(axis=1).sum())
+                for lengths in (self._query_lengths, self._document_lengths)
+            )
         return StepFacts(len(rows), tokens, slots, self._digest(batch, rows) if self._world.is_leader else "")
 
     def _digest(self, batch: ScheduledBatch, rows: Rows) -> str:

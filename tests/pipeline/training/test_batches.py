@@ -25,7 +25,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "rows" / "train.arrow"
 
 
-def open_batches(path: Path, rank: int, size: int, batch_size: int, accumulation: int = 1) -> TrainingBatches:
+def open_batches(
+    path: Path, rank: int, size: int, batch_size: int, accumulation: int = 1, *, static: bool = True
+) -> TrainingBatches:
     return TrainingBatches(
         path,
         World(rank=rank, size=size),
@@ -33,6 +35,7 @@ def open_batches(path: Path, rank: int, size: int, batch_size: int, accumulation
         accumulation=accumulation,
         query_length=8,
         buckets=(16, 32),
+        static=static,
         seed=3,
         learning_rate=lambda step: step / 10,
     )
@@ -105,6 +108,33 @@ def test_a_step_of_several_batches_is_the_same_rows_cut_up(rows: Path) -> None:
         assert counted.digest != expected.digest
         assert parts.row_ids(step) == whole.row_ids(step)
     assert next(cut, None) is None
+
+
+def test_without_static_shapes_batches_are_as_long_as_their_longest_rows(rows: Path) -> None:
+    size, accumulation = 2, 2
+    padded = [open_batches(rows, rank, size, 4, accumulation) for rank in range(size)]
+    cut = [open_batches(rows, rank, size, 4, accumulation, static=False) for rank in range(size)]
+    steps = cut[0].steps_per_epoch
+    streams = [batches.iterate(0, steps) for batches in (*padded, *cut)]
+    shorter = 0
+    for step in range(steps):
+        slots = 0
+        for _ in range(accumulation):
+            whole, short = [next(stream) for stream in streams[:size]], [next(stream) for stream in streams[size:]]
+            for one, other in zip(whole, short, strict=True):
+                for name in ("query", "document"):
+                    tokens, mask = other[f"{name}_tokens"], other[f"{name}_mask"]
+                    length = tokens.shape[1]
+                    assert length == max(1, int(one[f"{name}_mask"].sum(1).max()))
+                    assert torch.equal(one[f"{name}_tokens"][:, :length], tokens)
+                    assert torch.equal(one[f"{name}_mask"][:, :length], mask)
+                    slots += tokens.numel()
+                    shorter += length < one[f"{name}_tokens"].shape[1]
+                assert torch.equal(one["roles"], other["roles"])
+        facts = [batches.take_facts(step) for batches in cut]
+        assert {found.slots for found in facts} == {slots}
+        assert facts[0].digest == padded[0].take_facts(step).digest
+    assert shorter > 0
 
 
 def test_starting_late_gives_the_same_batches(rows: Path) -> None:
