@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 from pipeline.config import Deployment, RunConfig, RunInput, build_config
-from pipeline.contract import RUN_ID_PATTERN, Artifact, Metric, RunPaths, Stage, StageResult, now, registry_uri
+from pipeline.contract import RUN_ID_PATTERN, Artifact, Metric, Queue, RunPaths, Stage, StageResult, now, registry_uri
 from pipeline.cost import cost_of, most
 from pipeline.data.arrow import SCHEMAS, Lengths, WrittenRows, write_rows
 from pipeline.data.ids import IdDigest, repeated
@@ -71,6 +71,8 @@ from pipeline.runtime.device import (
     resolve_kind,
     resolve_precision,
 )
+from pipeline.scale.limits import LISTED_SHARDS, Counts, Room, over, require_room, rows_read
+from pipeline.scale.work import part_count
 from pipeline.training.resumption import resumed_run
 
 log = logging.getLogger("trnpipe")
@@ -78,10 +80,10 @@ log = logging.getLogger("trnpipe")
 NOT_PLANNED = frozenset({"run", "share", "lock", "time_budget"})
 """Settings of how an execution is carried out, not of what it computes: they may differ when a run is taken up again."""
 
-LISTED_SHARDS = 20
-"""Shards named in result.json, which must stay small; all of them are in the plan."""
-
 LISTED_PROBLEMS = 20
+
+SHORTEST_TEXT = 3
+"""Tokens of a text, the two that every family puts around it included."""
 
 
 def run(context: StageContext) -> StageOutput:
@@ -256,11 +258,12 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     )
     check_selection(selection, config)
     shards = plan_shards(selection, origin, paths.run_id)
+    embed = plan_embedding(config, scans, shards, world)
+    check_room(resolved.folder, request.deployment, config, world, selection, embed)
     rows_folder = scratch / "rows"
     written = tokenize(context, config, selection, shards, tokenizer, rows_folder)
     check_holdout(written.queries, config)
 
-    embed = plan_embedding(config, scans, shards, world)
     plan = RunPlan(
         run=paths.run_id,
         created=now(),
@@ -636,6 +639,40 @@ def check_holdout(queries: int, config: RunConfig) -> None:
         )
 
 
+def check_room(
+    folder: Path, deployment: Deployment, config: RunConfig, world: World, selection: Selection, embed: EmbedPlan
+) -> None:
+    """Refuse more data than a stage of a deployment can hold, before hours are spent on it; warn of what would take too long.
+
+    Of the texts' lengths nothing is known yet: they are taken for as short as a text can be, so what is refused is certain.
+
+    Raises:
+        BadConfig: with everything that is too much and what helps.
+    """
+    shape = read_shape(folder, config.model)
+    counts = Counts(
+        train_rows=sum(scan.rows for scan in selection.scans),
+        trained_rows=selection.train_rows(new=True) + selection.train_rows(new=False),
+        holdout=sum(int(mask.sum()) for mask in selection.holdout),
+        train_shards=len(selection.scans),
+        corpus_shards=len(embed.shards) if embed.source == "corpus" else 0,
+        largest_shard=max(scan.rows for scan in selection.scans),
+        corpus_rows=embed.rows,
+        parts=len(embed.parts),
+        children=embed.children,
+        rows_read=rows_read([span for part in embed.parts for span in part.spans]),
+        uri_bytes=max(len(scan.file.uri.encode()) for scan in selection.scans),
+        query_tokens=SHORTEST_TEXT,
+        document_tokens=SHORTEST_TEXT,
+        dimension=shape.hidden,
+    )
+    # Where all stages share a machine, nobody knows what else it has to hold.
+    limits = known_limits(config, world.kind, here=False)
+    room = Room() if deployment.local_paths else Room.deployed(limits, deployment.hosts.get(Queue.EMBED))
+    for need in over(require_room(counts, shape, config, world, room)):
+        log.warning("%s: %s of %s; %s", need.what, need.shown(need.amount), need.shown(need.limit), need.remedy)
+
+
 def plan_shards(selection: Selection, origin: Origin, run_id: str) -> dict[str, Shard]:
     """URI -> training shard, new ones first, as the plan has it."""
     return {
@@ -734,7 +771,7 @@ def plan_parts(rows: Sequence[int], rows_per_part: int, least: int) -> tuple[Par
         least: at least this many parts, as long as each has a row.
     """
     total = sum(rows)
-    count = max(-(-total // rows_per_part), min(least, total))
+    count = part_count(total, rows_per_part, least)
     starts = np.concatenate([[0], np.cumsum(rows)]).tolist()
     parts = []
     for index in range(count):
