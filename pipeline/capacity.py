@@ -72,9 +72,11 @@ class Capacity:
         """Refuse what cannot fit.
 
         Raises:
-            BadConfig: with the largest items, and changes that help.
+            BadConfig: with the largest items or what the workload is too much for, and changes that help.
         """
         require_memory(self.shape, self.config, self.world, self.limits)
+        if self.scale:
+            self.scale.require()
 
     def verdict(self) -> str:
         """Of a plan that was not refused."""

@@ -23,7 +23,8 @@ from pipeline.model.memory import ModelShape, known_limits
 from pipeline.plan import RunPlan, World
 from pipeline.prices import CURRENCY, INSTANCE_HOUR, REGIONS
 from pipeline.runtime import store
-from pipeline.scale.limits import Counts, Need, Room, equal_shards, needs, over
+from pipeline.scale.limits import Counts, Need, Room, needs, over, refuse
+from pipeline.scale.measured import READ_ROWS, SOURCE, TOKENIZED_TOKENS
 from pipeline.scale.published import CORE_FLOPS, FP32_SHARE, HOSTS, INFERENCE, SIXTEEN_NODES, TRAIN_HOST, Host
 from pipeline.scale.work import (
     CHILD_COUNTS,
@@ -39,6 +40,7 @@ from pipeline.scale.work import (
     passes,
     published_efficiency,
     reduce_seconds,
+    times_read,
 )
 
 QUERY_TOKENS, DOCUMENT_TOKENS = 12.0, 96.0
@@ -181,17 +183,29 @@ class Scale:
         cheapest = self.best is not None and offer in self.best
         return {**asdict(offer), "stage": offer.stage.value, "within_limit": offer.within_limit, "cheapest": cheapest}
 
+    def require(self) -> None:
+        """Refuse what prepare would refuse at this size.
+
+        Raises:
+            BadConfig: with everything that is too much and what helps.
+        """
+        refuse(self.needs)
+
     def shown(self) -> RenderableType:
         """For people."""
-        return Group(self._offers(), self._units(), *self._verdict(), self._needs(), *self._findings(), *self._assumed())
+        title = f"{self.work.train_rows:,} pairs to train on, {self.work.corpus_rows:,} documents to embed"
+        return Group(
+            Text(title, style="italic"),
+            self._offers(),
+            self._units(),
+            *self._verdict(),
+            self._needs(),
+            *self._findings(),
+            *self._assumed(),
+        )
 
     def _offers(self) -> Table:
-        work = self.work
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            title=f"{work.train_rows:,} pairs to train on, {work.corpus_rows:,} documents to embed",
-            title_justify="left",
-        )
+        table = Table(box=box.SIMPLE_HEAD)
         table.add_column("stage")
         table.add_column("hosts", no_wrap=True)
         for name in ("hours", CURRENCY):
@@ -204,7 +218,7 @@ class Scale:
                 table.add_row(
                     offer.stage.value,
                     f"{offer.count:,} x {offer.host}",
-                    f"{offer.hours:,.2f}",
+                    _hours(offer.hours),
                     "?" if offer.usd is None else f"{offer.usd:,.2f}",
                     remark,
                     style="bold" if chosen else "" if offer.within_limit else "dim",
@@ -228,7 +242,7 @@ class Scale:
         train, embed = self.best
         usd = (train.usd or 0.0) + (embed.usd or 0.0)
         hosts = f"{train.count} x {train.host}, then {embed.count} x {embed.host}"
-        words = f"Cheapest{within}: {hosts}: {train.hours + embed.hours:.2f} h, {usd:,.2f} {CURRENCY}."
+        words = f"Cheapest{within}: {hosts}: {_hours(train.hours + embed.hours)} h, {usd:,.2f} {CURRENCY}."
         return [Text(words, style="bold")]
 
     def _needs(self) -> Table:
@@ -257,6 +271,10 @@ class Scale:
         return [Text("Assumed:"), *(Text(f"- {line}") for line in self.assumptions)]
 
 
+def _hours(hours: float) -> str:
+    return f"{hours:,.2f}" if hours >= 1 else f"{hours:.3f}"
+
+
 def _limit(stage: Stage) -> str:
     return f"the {STAGES[stage].timeout_minutes // 60} h of an attempt"
 
@@ -277,7 +295,8 @@ def answer(question: Question, shape: ModelShape, config: RunConfig, measured: M
         rates=rates,
         prices=_prices(measured, said),
     )
-    nodes = sorted({*(measured.deployment.allowed_nodes if measured and measured.deployment else NODE_COUNTS), config.nodes})
+    deployed = measured.deployment.allowed_nodes if measured and measured.deployment else None
+    nodes = sorted(set(deployed or (*NODE_COUNTS, config.nodes)))
     children = sorted({*CHILD_COUNTS, config.embed.children})
     trains = [estimator.train(work, count) for count in nodes]
     offers = [estimator.embed(work, host, count) for host in HOSTS for count in children]
@@ -392,7 +411,7 @@ def _measured_rates(rates: Rates, shape: ModelShape, measured: Measured) -> Rate
             work = per_step * pair * passes(checkpointing=settings.activation_checkpointing)
             train, nodes = work / seconds / (world.ranks * CORE_FLOPS), world.nodes
             train_source = f"measured: run {plan.run}, {measured.train['pairs_per_second']:,.0f} pairs/s on {nodes} nodes"
-    embed, embed_source = dict(rates.embed), dict(rates.embed_source)
+    embed, embed_source, with_input = dict(rates.embed), dict(rates.embed_source), set(rates.with_input)
     found = measured.embed
     if found.get("documents_per_second") and found.get("tokens"):
         family = plan.config.compile.infer_target
@@ -402,6 +421,7 @@ def _measured_rates(rates: Rates, shape: ModelShape, measured: Measured) -> Rate
             rate = found["documents_per_second"]
             embed[family] = rate * operations.text(round(length)) / (ranks * CORE_FLOPS)
             embed_source[family] = f"measured: run {plan.run}, {rate:,.0f} documents/s on {ranks} cores"
+            with_input.add(family)
     checkpoints = measured.train.get("checkpoints")
     return Rates(
         train=train,
@@ -409,6 +429,7 @@ def _measured_rates(rates: Rates, shape: ModelShape, measured: Measured) -> Rate
         train_nodes=nodes,
         embed=embed,
         embed_source=embed_source,
+        with_input=frozenset(with_input),
         stall=measured.train["checkpoint_stall_seconds"] / checkpoints if checkpoints else None,
         wait=measured.wait,
     )
@@ -439,13 +460,19 @@ def _say_general(config: RunConfig, rates: Rates, nodes: Sequence[int], said: li
     else:
         said.append(f"a checkpoint stops training for {rates.stall:.2f} s, as in the run")
     if rates.wait is None:
-        said.append("reading and tokenizing keep up with the chips")
+        said.append("training never waits for data: its rows are tokenized by prepare")
     else:
         said.append(f"training waits for data {rates.wait:.1%} of the time, as in the run; its speed has that in it")
+    if rates.with_input < set(INFERENCE):
+        said.append(
+            f"embedding reads {READ_ROWS:,} rows a second and rank, and tokenizes {TOKENIZED_TOKENS:,} tokens a second and vCPU "
+            f"({SOURCE})"
+        )
     said.append(
         "hours are those of train and embed alone, from the first row to the last: not counted are hosts starting, the other "
         "stages, validations, and attempts that are tried again"
     )
+    said.append(f"{config.data.holdout_fraction:.2%} of the pairs are held out, each with a query and a document of its own")
     if config.device.precision == "fp32":
         said.append(f"all figures are for bf16: fp32 is slower (published training: {FP32_SHARE:.0%} of the speed)")
 
@@ -455,18 +482,21 @@ def _say_general(config: RunConfig, rates: Rates, nodes: Sequence[int], said: li
 
 def _counts(work: Workload, config: RunConfig, shape: ModelShape, host: Host, children: int) -> Counts:
     parts = part_count(work.corpus_rows, config.embed.rows_per_part, children * host.cores)
+    held = round(work.train_rows * config.data.holdout_fraction)
     own_corpus = bool(config.data.corpus) or work.corpus_rows != work.train_rows
     return Counts(
         train_rows=work.train_rows,
         trained_rows=work.train_rows,
-        holdout=round(work.train_rows * config.data.holdout_fraction),
+        holdout=held,
+        queries=held,
+        candidates=held,
         train_shards=math.ceil(work.train_rows / work.shard_rows),
         corpus_shards=math.ceil(work.corpus_rows / work.shard_rows) if own_corpus else 0,
         largest_shard=min(work.shard_rows, work.train_rows),
         corpus_rows=work.corpus_rows,
         parts=parts,
         children=min(children, parts),
-        rows_read=equal_shards(work.corpus_rows, work.shard_rows, parts),
+        rows_read=round(work.corpus_rows * times_read(work.corpus_rows, work.shard_rows, parts)),
         uri_bytes=URI_BYTES,
         query_tokens=work.query_tokens,
         document_tokens=work.document_tokens,

@@ -33,12 +33,12 @@ from pipeline.model.memory import (
     INT64,
     MIB,
     PROCESS_BYTES,
-    TOKEN_OBJECT_BYTES,
     Limits,
     ModelShape,
     estimate,
 )
 from pipeline.plan import EmbedPlan, PartPlan, Shard, Span, World
+from pipeline.scale.measured import RANKED_SCORES, TOKENIZED_TOKENS
 from pipeline.scale.published import HOSTS
 
 LISTED_SHARDS = 20
@@ -89,9 +89,12 @@ TRAIN_ROW_BYTES = 2 * INT64 + 2 * INT32 + INT64 + 28
 """Of a training row in each rank: two hashes, two lengths, its place; and while an epoch is laid out its key, its new place, and
 the batches before and after they are shuffled (pipeline/training/batches.TrainingBatches)."""
 
-CANDIDATE_BYTES, HOLDOUT_QUERY_BYTES = 400, 650
+CANDIDATE_BYTES, HOLDOUT_QUERY_BYTES = 180, 300
 """Of a candidate and of a query in evaluate beside their tokens: lists, dicts and keys as CPython 3.11 allocates them for 50,000
 (pipeline/stages/evaluate.join_holdout)."""
+
+LISTED_TOKEN_BYTES = 42
+"""Of a token there: an int object, and its entry in a list that was made longer and longer."""
 
 RANKED_BYTES = 100 * (2 * INT64 + 8)
 """Of a query in evaluate: its 100 best candidates in pieces and joined, and their gains (pipeline/model/retrieval)."""
@@ -101,14 +104,6 @@ ROW_FIELDS_BYTES = 8 + 8 + 4 + 8 + 3 * 4
 
 ID_BYTES = 24
 """Taken for an id."""
-
-RANKED_PER_SECOND = 4_000_000
-"""Scores that one thread computes and ranks: 64 queries against 200,000 candidates of 384 dimensions with
-pipeline/model/retrieval.rank, torch 2.9, one core of an AMD EPYC. More candidates are slower."""
-
-TOKENIZED_PER_SECOND = 590_000
-"""Tokens that one thread makes of English text: the tokenizer of all-MiniLM-L6-v2 (tokenizers 0.22), 10,000 texts of 86 tokens,
-one core of an AMD EPYC."""
 
 MANY_READS = 10
 """Times that embed reads the corpus, above which its shards are too large for its parts."""
@@ -127,7 +122,8 @@ class Counts:
     Attributes:
         train_rows: good rows of all training shards, new and earlier.
         trained_rows: those trained on in an epoch.
-        holdout: rows held out; as many queries and candidate documents at most.
+        holdout: rows held out.
+        queries, candidates: distinct queries and documents among these; the distractors' number is a setting.
         train_shards, corpus_shards: input files; no corpus files where the documents of the training rows are the corpus.
         largest_shard: rows of the largest training shard.
         corpus_rows: documents embedded.
@@ -141,6 +137,8 @@ class Counts:
     train_rows: int
     trained_rows: int
     holdout: int
+    queries: int
+    candidates: int
     train_shards: int
     corpus_shards: int
     largest_shard: int
@@ -152,11 +150,6 @@ class Counts:
     query_tokens: float
     document_tokens: float
     dimension: int
-
-    @property
-    def candidates(self) -> int:
-        """The hold-out's documents; the distractors' number is fixed."""
-        return self.holdout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +243,16 @@ def require_room(counts: Counts, shape: ModelShape, config: RunConfig, world: Wo
         BadConfig: of one that cannot, with everything that is too much and what helps.
     """
     found = needs(counts, shape, config, world, room)
+    refuse(found)
+    return found
+
+
+def refuse(found: Sequence[Need]) -> None:
+    """End where a stage cannot hold its data.
+
+    Raises:
+        BadConfig: with everything that is too much and what helps.
+    """
     refused = [need for need in found if need.over and need.breaks]
     if refused:
         raise BadConfig(
@@ -258,7 +261,6 @@ def require_room(counts: Counts, shape: ModelShape, config: RunConfig, world: Wo
             rule="; ".join(f"{need.what}: at most {need.shown(need.limit)}" for need in refused),
             remedy="; ".join(dict.fromkeys(need.remedy for need in refused)),
         )
-    return found
 
 
 # ---- stage by stage --------------------------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ def _prepare(counts: Counts, config: RunConfig, room: Room) -> Iterator[Need]:
         masks
         + MARK_BYTES * counts.largest_shard
         + KNOWN_BYTES * documents
-        + QUERY_SET_BYTES * counts.holdout
+        + QUERY_SET_BYTES * counts.queries
         + INT32 * counts.trained_rows,
         masks + SCHEDULE_BYTES * counts.trained_rows,
     )
@@ -301,7 +303,7 @@ def _prepare(counts: Counts, config: RunConfig, room: Room) -> Iterator[Need]:
     tokens = (counts.trained_rows + counts.holdout) * (counts.query_tokens + counts.document_tokens)
     yield Need(
         what="prepare, tokenizing alone, at a rate measured elsewhere",
-        amount=tokens / TOKENIZED_PER_SECOND / FARGATE_VCPUS / 60,
+        amount=tokens / TOKENIZED_TOKENS / FARGATE_VCPUS / 60,
         limit=STAGES[Stage.PREPARE].timeout_minutes if room.cpu_memory else None,
         unit="minutes",
         breaks=False,
@@ -342,10 +344,10 @@ def _train(counts: Counts, shape: ModelShape, config: RunConfig, world: World, r
 
 
 def _evaluate(counts: Counts, config: RunConfig, room: Room) -> Iterator[Need]:
-    candidates, queries = counts.candidates + config.evaluate.candidates, counts.holdout
+    candidates, queries = counts.candidates + config.evaluate.candidates, counts.queries
     # For a moment there are both copies of the candidates' embeddings.
-    candidate = CANDIDATE_BYTES + TOKEN_OBJECT_BYTES * counts.document_tokens + 2 * FP32 * counts.dimension
-    query = HOLDOUT_QUERY_BYTES + RANKED_BYTES + TOKEN_OBJECT_BYTES * counts.query_tokens + 2 * FP32 * counts.dimension
+    candidate = CANDIDATE_BYTES + LISTED_TOKEN_BYTES * counts.document_tokens + 2 * FP32 * counts.dimension
+    query = HOLDOUT_QUERY_BYTES + RANKED_BYTES + LISTED_TOKEN_BYTES * counts.query_tokens + 2 * FP32 * counts.dimension
     fewer = f"data.holdout_fraction={_enough(counts, config):.2g} holds out ten times what gate.min_queries asks for"
     yield Need(
         what="evaluate, memory of a host",
@@ -355,7 +357,7 @@ def _evaluate(counts: Counts, config: RunConfig, room: Room) -> Iterator[Need]:
     )
     yield Need(
         what="evaluate, ranking both models' candidates, at a rate measured elsewhere",
-        amount=2 * queries * candidates / RANKED_PER_SECOND / (room.embed_threads or 1) / 60,
+        amount=2 * queries * candidates / RANKED_SCORES / (room.embed_threads or 1) / 60,
         limit=STAGES[Stage.EVALUATE].timeout_minutes if room.embed_threads else None,
         unit="minutes",
         breaks=False,
@@ -471,14 +473,6 @@ def result_bytes(counts: Counts) -> int:
 def rows_read(spans: Sequence[Span]) -> int:
     """Rows that are read for these spans: every shard is a stream, so all before a span's end."""
     return sum(span.stop for span in spans)
-
-
-def equal_shards(rows: int, shard_rows: int, parts: int) -> int:
-    """The same for shards of one size, of which parts of one size are cut."""
-    part_rows = max(1.0, rows / max(parts, 1))
-    shards = max(1, math.ceil(rows / shard_rows))
-    per_shard = max(1.0, rows / shards / part_rows)
-    return int(rows * (per_shard + 1) / 2)
 
 
 def over(found: Sequence[Need]) -> list[Need]:

@@ -4,7 +4,8 @@ published or measured of the hosts.
 Counted exactly: products of the projections, the inner layers, attention and the head, and the scores of the contrastive loss; a
 lookup of an embedding is none. Training is three times the forward pass, four times with activation checkpointing. What a host
 makes of its documented peak is a share, calibrated by published figures (pipeline/scale/published) or by a measured run; beside
-it stands the ring all-reduce of the gradients at documented bandwidths, which nothing hides.
+it stands the ring all-reduce of the gradients at documented bandwidths, which nothing hides. Embedding also reads and tokenizes,
+in the background: what of that takes longer than computing is waited for (pipeline/scale/measured).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pipeline.config import RunConfig
 from pipeline.contract import STAGES, Stage
 from pipeline.model.memory import FP32, ModelShape
+from pipeline.scale.measured import READ_ROWS, TOKENIZED_TOKENS
 from pipeline.scale.published import (
     BERT_LARGE,
     HOSTS,
@@ -159,6 +161,7 @@ class Rates:
         train_nodes: nodes it was seen on, from which it is scaled.
         embed: family -> share in embedding.
         embed_source: family -> where that is from.
+        with_input: families whose share was measured with reading and tokenizing in it.
         stall: seconds that training stands still for a checkpoint; None: not known, and not counted.
         wait: share of training's time in which data was waited for; None: not known. It is within `train`.
     """
@@ -168,6 +171,7 @@ class Rates:
     train_nodes: int
     embed: Mapping[str, float]
     embed_source: Mapping[str, str]
+    with_input: frozenset[str] = frozenset()
     stall: float | None = None
     wait: float | None = None
 
@@ -284,9 +288,11 @@ class Estimator:
         most = math.ceil(math.ceil(parts / children) / host.cores)
         rows = most * work.corpus_rows / parts
         speed = host.flops / host.cores * self.rates.embed[host.family]
-        return self._offer(
-            Stage.EMBED, host_type, children, {"computing": rows * self.operations.texts(work.embed_lengths) / speed}
-        )
+        computing = rows * self.operations.texts(work.embed_lengths) / speed
+        read = times_read(work.corpus_rows, work.shard_rows, parts) * rows / READ_ROWS
+        tokenized = rows * work.document_tokens / (TOKENIZED_TOKENS * host.job_vcpus / host.cores)
+        waiting = 0.0 if host.family in self.rates.with_input else max(0.0, read + tokenized - computing)
+        return self._offer(Stage.EMBED, host_type, children, {"computing": computing, "waiting for rows and tokens": waiting})
 
     def _offer(self, stage: Stage, host: str, count: int, seconds: Mapping[str, float]) -> Offer:
         hours = {name: value / 3600 for name, value in seconds.items()}
@@ -305,6 +311,12 @@ def part_count(rows: int, rows_per_part: int, least: int) -> int:
         least: at least this many parts, as long as each has a row.
     """
     return max(-(-rows // rows_per_part), min(least, rows))
+
+
+def times_read(rows: int, shard_rows: int, parts: int) -> float:
+    """How often the ranks together read a corpus of equal shards: a part is read from the beginning of its shard."""
+    shards = max(1, math.ceil(rows / shard_rows))
+    return (max(1.0, parts / shards) + 1) / 2
 
 
 def cheapest(trains: Iterable[Offer], embeds: Iterable[Offer], deadline_hours: float | None) -> tuple[Offer, Offer] | None:

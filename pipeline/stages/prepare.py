@@ -44,7 +44,7 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.compiled import missing_sets, plan_graphs
 from pipeline.model.encoder import family_of
 from pipeline.model.folder import inspect_folder, transformer_folder
-from pipeline.model.memory import known_limits, read_shape, require_memory, totals
+from pipeline.model.memory import ModelShape, known_limits, read_shape, require_memory, totals
 from pipeline.model.parent import ResolvedParent, resolve_parent
 from pipeline.places import Places
 from pipeline.plan import (
@@ -259,10 +259,12 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     check_selection(selection, config)
     shards = plan_shards(selection, origin, paths.run_id)
     embed = plan_embedding(config, scans, shards, world)
-    check_room(resolved.folder, request.deployment, config, world, selection, embed)
+    space = Space(shape=read_shape(resolved.folder, config.model), deployment=request.deployment, config=config, world=world)
+    space.check(selection, embed)
     rows_folder = scratch / "rows"
     written = tokenize(context, config, selection, shards, tokenizer, rows_folder)
     check_holdout(written.queries, config)
+    space.check(selection, embed, written)
 
     plan = RunPlan(
         run=paths.run_id,
@@ -639,38 +641,52 @@ def check_holdout(queries: int, config: RunConfig) -> None:
         )
 
 
-def check_room(
-    folder: Path, deployment: Deployment, config: RunConfig, world: World, selection: Selection, embed: EmbedPlan
-) -> None:
-    """Refuse more data than a stage of a deployment can hold, before hours are spent on it; warn of what would take too long.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What the stages have for their data: in a deployment that of its hosts; where all share a machine, nobody knows."""
 
-    Of the texts' lengths nothing is known yet: they are taken for as short as a text can be, so what is refused is certain.
+    shape: ModelShape
+    deployment: Deployment
+    config: RunConfig
+    world: World
 
-    Raises:
-        BadConfig: with everything that is too much and what helps.
-    """
-    shape = read_shape(folder, config.model)
-    counts = Counts(
-        train_rows=sum(scan.rows for scan in selection.scans),
-        trained_rows=selection.train_rows(new=True) + selection.train_rows(new=False),
-        holdout=sum(int(mask.sum()) for mask in selection.holdout),
-        train_shards=len(selection.scans),
-        corpus_shards=len(embed.shards) if embed.source == "corpus" else 0,
-        largest_shard=max(scan.rows for scan in selection.scans),
-        corpus_rows=embed.rows,
-        parts=len(embed.parts),
-        children=embed.children,
-        rows_read=rows_read([span for part in embed.parts for span in part.spans]),
-        uri_bytes=max(len(scan.file.uri.encode()) for scan in selection.scans),
-        query_tokens=SHORTEST_TEXT,
-        document_tokens=SHORTEST_TEXT,
-        dimension=shape.hidden,
-    )
-    # Where all stages share a machine, nobody knows what else it has to hold.
-    limits = known_limits(config, world.kind, here=False)
-    room = Room() if deployment.local_paths else Room.deployed(limits, deployment.hosts.get(Queue.EMBED))
-    for need in over(require_room(counts, shape, config, world, room)):
-        log.warning("%s: %s of %s; %s", need.what, need.shown(need.amount), need.shown(need.limit), need.remedy)
+    def check(self, selection: Selection, embed: EmbedPlan, written: WrittenRows | None = None) -> None:
+        """Refuse more data than a stage can hold, before days are spent on it; warn of what would take too long.
+
+        Args:
+            written: the row files; None: before there are any. Texts then count as short as they can be, and the hold-out's
+                queries not at all, so that what is refused is certain.
+
+        Raises:
+            BadConfig: with everything that is too much and what helps.
+        """
+        scans = selection.scans
+        held = [scan.documents[mask] for scan, mask in zip(scans, selection.holdout, strict=True)]
+        uris = [*(scan.file.uri for scan in scans), *(shard.uri for shard in embed.shards)]
+        counts = Counts(
+            train_rows=sum(scan.rows for scan in scans),
+            trained_rows=selection.train_rows(new=True) + selection.train_rows(new=False),
+            holdout=sum(map(len, held)),
+            queries=written.queries if written else 0,
+            candidates=len(np.unique(np.concatenate(held))),
+            train_shards=len(scans),
+            corpus_shards=len(embed.shards) if embed.source == "corpus" else 0,
+            largest_shard=max(scan.rows for scan in scans),
+            corpus_rows=embed.rows,
+            parts=len(embed.parts),
+            children=embed.children,
+            rows_read=rows_read([span for part in embed.parts for span in part.spans]),
+            uri_bytes=max(len(uri.encode()) for uri in uris),
+            query_tokens=SHORTEST_TEXT,
+            document_tokens=float(written.document_lengths.mean()) if written else SHORTEST_TEXT,
+            dimension=self.shape.hidden,
+        )
+        limits = known_limits(self.config, self.world.kind, here=False)
+        local = self.deployment.local_paths
+        room = Room() if local else Room.deployed(limits, self.deployment.hosts.get(Queue.EMBED))
+        for need in over(require_room(counts, self.shape, self.config, self.world, room)):
+            if written:
+                log.warning("%s: %s of %s; %s", need.what, need.shown(need.amount), need.shown(need.limit), need.remedy)
 
 
 def plan_shards(selection: Selection, origin: Origin, run_id: str) -> dict[str, Shard]:
