@@ -343,6 +343,9 @@ def _workload(question: Question, config: RunConfig, measured: Measured | None, 
     if question.document_tokens is None:
         source = ", as in the run" if seen else "; say --document-tokens"
         said.append(f"a document has {document:.4g} tokens on average{source}")
+    longest = max(config.embed.buckets)
+    if document > longest:
+        said.append(f"embed cuts every document at {longest} tokens: the mean is taken for as many")
     shard_rows = question.shard_rows or (_shard_rows(plan) if plan else 0) or SHARD_ROWS
     if question.shard_rows is None:
         said.append(f"an input file has {shard_rows:,} rows" + (", as in the run" if shard_rows != SHARD_ROWS else ""))
@@ -363,7 +366,7 @@ def _workload(question: Question, config: RunConfig, measured: Measured | None, 
         train_rows=train_rows,
         corpus_rows=corpus_rows,
         query_tokens=query,
-        document_tokens=min(document, max(config.embed.buckets)),
+        document_tokens=min(document, longest),
         shard_rows=shard_rows,
         train_lengths=train_lengths,
         embed_lengths=embed_lengths,
@@ -389,6 +392,7 @@ def _rates(shape: ModelShape, measured: Measured | None, said: list[str]) -> Rat
     said.append(f"training: {rates.train:.1%} of {TRAIN_HOST}'s peak ({rates.train_source})")
     for family in INFERENCE:
         said.append(f"embedding on {family}: {rates.embed[family]:.1%} of the peak ({rates.embed_source[family]})")
+    said.append("the chips of a host do not slow each other when embedding; published are hosts of one chip, products in bf16")
     if min(INFERENCE["trn1"]) > shape.hidden and "measured" not in rates.train_source:
         said.append(
             f"nothing is published of a model as narrow as {shape.hidden}: the share of {min(INFERENCE['trn1'])} is taken, and "
@@ -515,8 +519,8 @@ def _unit_costs(estimator: Estimator, work: Workload) -> dict[str, dict[str, flo
     for name, host in HOSTS.items():
         price = estimator.prices.get(name)
         if price is not None:
-            speed = host.flops * estimator.rates.embed[host.family]
-            per_row = estimator.operations.texts(work.embed_lengths) / speed / 3600 * price
+            parts = part_count(work.corpus_rows, estimator.config.embed.rows_per_part, host.cores)
+            per_row = sum(estimator.document_seconds(work, host, parts)) / host.cores / 3600 * price
             costs[f"documents embedded, {name}"] = _by(per_row, work.document_tokens)
     return costs
 

@@ -20,6 +20,7 @@ from pipeline.model.memory import FP32, ModelShape
 from pipeline.scale.measured import READ_ROWS, TOKENIZED_TOKENS
 from pipeline.scale.published import (
     BERT_LARGE,
+    CORE_FLOPS,
     HOSTS,
     INFERENCE,
     INFERENCE_LENGTH,
@@ -287,12 +288,17 @@ class Estimator:
         # Child i takes every children-th part, and its ranks share those in the same way.
         most = math.ceil(math.ceil(parts / children) / host.cores)
         rows = most * work.corpus_rows / parts
-        speed = host.flops / host.cores * self.rates.embed[host.family]
-        computing = rows * self.operations.texts(work.embed_lengths) / speed
-        read = times_read(work.corpus_rows, work.shard_rows, parts) * rows / READ_ROWS
-        tokenized = rows * work.document_tokens / (TOKENIZED_TOKENS * host.job_vcpus / host.cores)
-        waiting = 0.0 if host.family in self.rates.with_input else max(0.0, read + tokenized - computing)
-        return self._offer(Stage.EMBED, host_type, children, {"computing": computing, "waiting for rows and tokens": waiting})
+        computing, waiting = self.document_seconds(work, host, parts)
+        return self._offer(
+            Stage.EMBED, host_type, children, {"computing": rows * computing, "waiting for rows and tokens": rows * waiting}
+        )
+
+    def document_seconds(self, work: Workload, host: Host, parts: int) -> tuple[float, float]:
+        """What the mean document takes a rank: to compute, and to wait for until it is read and tokenized."""
+        computing = self.operations.texts(work.embed_lengths) / (CORE_FLOPS * self.rates.embed[host.family])
+        read = times_read(work.corpus_rows, work.shard_rows, parts) / READ_ROWS
+        tokenized = work.document_tokens / (TOKENIZED_TOKENS * host.job_vcpus / host.cores)
+        return computing, 0.0 if host.family in self.rates.with_input else max(0.0, read + tokenized - computing)
 
     def _offer(self, stage: Stage, host: str, count: int, seconds: Mapping[str, float]) -> Offer:
         hours = {name: value / 3600 for name, value in seconds.items()}

@@ -245,7 +245,7 @@ def offers(stage: Stage, *values: tuple[float, float | None]) -> list[Offer]:
 @pytest.mark.parametrize(("deadline", "expected"), [(None, (0, 0)), (12.0, (0, 0)), (8.0, (1, 0)), (3.5, (2, 1)), (2.0, None)])
 def test_the_cheapest_that_keeps_the_deadline(deadline: float | None, expected: tuple[int, int] | None) -> None:
     trains = offers(Stage.TRAIN, (8.0, 10.0), (4.0, 11.0), (2.0, 14.0), (30.0, 1.0), (0.1, None))
-    embeds = offers(Stage.EMBED, (2.0, 5.0), (1.0, 6.0))
+    embeds = offers(Stage.EMBED, (2.0, 5.0), (1.0, 6.0), (13.0, 1.0))
     found = cheapest(trains, embeds, deadline)
     assert (found and (found[0].count, found[1].count)) == expected
 
@@ -485,6 +485,7 @@ def test_hosts_hours_and_dollars_are_printed_with_all_that_is_assumed(model: Pat
         "Cheapest within 12 h: ",
         "Nothing that is known of breaks at this size.",
         "a document has 96 tokens on average; say --document-tokens",
+        "embed cuts every document at 60 tokens",
         "3,827 sequences/s",
         "as narrow as 32",
         "It fits.",
@@ -497,7 +498,10 @@ def test_hosts_hours_and_dollars_are_printed_with_all_that_is_assumed(model: Pat
     assert sum(offer["cheapest"] for offer in (*record["train"], *record["embed"])) == 2
     assert record["findings"] == []
     assert all(line in " ".join(record["assumptions"]) for line in ("published", "on demand", "not counted"))
-    assert record["unit_costs"]["documents embedded, inf2.xlarge"]["million_rows"] > 0
+    usd = record["unit_costs"]["documents embedded, inf2.xlarge"]
+    [alone] = [offer for offer in record["embed"] if (offer["host"], offer["count"]) == ("inf2.xlarge", 1)]
+    assert usd["million_rows"] == pytest.approx(alone["usd"] / 8, rel=0.01)
+    assert usd["billion_tokens"] == pytest.approx(1000 * usd["million_rows"] / 60)
 
 
 def test_a_workload_that_no_stage_can_hold_ends_with_64(model: Path) -> None:
