@@ -18,10 +18,7 @@ from constructs import Construct
 
 from infra.cost import COST_TAG
 from infra.settings import AMI_PARAMETER, Settings
-from pipeline.contract import Queue
-
-ROOT_VOLUME_GIB = 500
-"""The Neuron image, a checkpoint being written, and an array child's share of the corpus at once."""
+from pipeline.contract import ROOT_VOLUME_GIB, Queue
 
 STUCK_REASONS = (
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",

@@ -15,9 +15,8 @@ from aws_cdk import aws_kms as kms
 from aws_cdk import aws_sns as sns
 from constructs import Construct
 
-from infra.jobs import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB
-from infra.settings import FARGATE_VCPUS, Settings
-from pipeline.contract import STAGES, Queue
+from infra.settings import Settings
+from pipeline.contract import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS, STAGES, Queue
 from pipeline.cost import cost_of, longest_attempt, most, nodes_of
 from pipeline.prices import CURRENCY, fargate_hour, instance_hour
 

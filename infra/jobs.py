@@ -16,11 +16,19 @@ from aws_cdk import aws_iam as iam
 from aws_cdk import aws_logs as logs
 from constructs import Construct
 
-from infra.settings import FARGATE_VCPUS, Hardware, Settings
-from pipeline.contract import DEPLOYMENT_VARIABLE, STAGES, Queue, Shape, Stage, StageSpec, stage_command
-
-FARGATE_MEMORY_MIB = 30 * 1024
-FARGATE_DISK_GIB = 200
+from infra.settings import Hardware, Settings
+from pipeline.contract import (
+    DEPLOYMENT_VARIABLE,
+    FARGATE_DISK_GIB,
+    FARGATE_MEMORY_MIB,
+    FARGATE_VCPUS,
+    STAGES,
+    Queue,
+    Shape,
+    Stage,
+    StageSpec,
+    stage_command,
+)
 
 EVALUATE_ON_EXIT: tuple[tuple[str, str, str], ...] = (
     ("on_reason", "OutOfMemory*", "EXIT"),

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from infra import cron
 from pipeline.config import RunConfig, build_config, load_config_file, merge, parse_settings
-from pipeline.contract import STAGES, Queue
+from pipeline.contract import FARGATE_VCPUS, STAGES, Queue
 from pipeline.errors import BadConfig
 from pipeline.places import is_s3, objection
 
@@ -31,8 +31,6 @@ ENVIRONMENTS = Path(__file__).parent / "environments"
 SHARE = re.compile(r"[A-Za-z0-9]{1,254}\*?")
 """A share identifier, or with `*` all that begin so (AWS Batch, ShareAttributes)."""
 MOST_SHARES = 500
-FARGATE_VCPUS = 4
-"""Of every job on Fargate."""
 CORES_PER_DEVICE = 2
 """NeuronCores of a Trainium chip, and of an Inferentia2 chip."""
 

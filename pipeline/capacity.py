@@ -1,6 +1,7 @@
-"""`trnpipe plan`: what a run would need of every device and every host, asked before anything is started for it.
+"""`trnpipe plan`: what a run would need of every device and every host, and what a workload would take and cost.
 
-Reads a parent's configuration, or the plan of a run; no weights, no rows. Prepare judges by the same figures.
+Asked before anything is started: reads a parent's configuration, or a run's plan and what it measured; no weights, no rows.
+Prepare judges by the same figures.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pipeline.model.memory import (
 )
 from pipeline.plan import RunPlan, World
 from pipeline.runtime import store
+from pipeline.scale.answer import Measured, Question, Scale, answer
 from pipeline.stages.prepare import plan_world
 
 UNITS = {"device": "a rank's device", "host": "a node's host"}
@@ -46,6 +48,7 @@ class Capacity:
 
     Attributes:
         budgets: of training and embedding, on a rank's device and a node's host.
+        scale: what a workload takes and costs, where one was asked about.
     """
 
     shape: ModelShape
@@ -53,6 +56,7 @@ class Capacity:
     world: World
     limits: Limits
     budgets: list[Budget]
+    scale: Scale | None = None
 
     @property
     def global_batch(self) -> int:
@@ -68,9 +72,11 @@ class Capacity:
         """Refuse what cannot fit.
 
         Raises:
-            BadConfig: with the largest items, and changes that help.
+            BadConfig: with the largest items or what the workload is too much for, and changes that help.
         """
         require_memory(self.shape, self.config, self.world, self.limits)
+        if self.scale:
+            self.scale.require()
 
     def verdict(self) -> str:
         """Of a plan that was not refused."""
@@ -96,6 +102,7 @@ class Capacity:
             "budgets": [budget.record() for budget in self.budgets],
             "fits": fits,
             "remedies": [] if fits else remedies(self.shape, self.config, self.world, self.limits),
+            **({"scale": self.scale.record()} if self.scale else {}),
         }
 
     def table(self) -> Table:
@@ -126,13 +133,16 @@ class Capacity:
         return table
 
 
-def ask(*, parent: str | None, run: str | None, layers: Sequence[Mapping[str, Any]]) -> Capacity:
+def ask(
+    *, parent: str | None, run: str | None, layers: Sequence[Mapping[str, Any]], question: Question | None = None
+) -> Capacity:
     """What a run would need.
 
     Args:
         parent: folder or URI of the model, of which only the configuration is read.
         run: URI of a run folder with a plan, instead; `layers` are laid over its configuration.
         layers: partial configurations, later ones over earlier ones.
+        question: a workload, whose times and costs are wanted as well.
 
     Raises:
         BadConfig: neither or both, or settings that are not valid.
@@ -145,8 +155,11 @@ def ask(*, parent: str | None, run: str | None, layers: Sequence[Mapping[str, An
             rule="either --parent or --run",
             remedy="give --parent FOLDER_OR_URI, or --run s3://BUCKET/runs/RUN_ID",
         )
+    measured = None
     if run is not None:
-        planned = RunPlan.from_json(store.read_bytes(RunPaths(check_run_folder(run)).plan))
+        paths = RunPaths(check_run_folder(run))
+        planned = RunPlan.from_json(store.read_bytes(paths.plan))
+        measured = Measured.of(paths, planned) if question else None
         # What prepare resolved on its host counts, not what this one would make of `auto`.
         device = {
             "kind": planned.world.kind,
@@ -164,4 +177,5 @@ def ask(*, parent: str | None, run: str | None, layers: Sequence[Mapping[str, An
     with tempfile.TemporaryDirectory(prefix="trnpipe-") as scratch:
         shape = fetch_shape(parent, config.model, Path(scratch))
     budgets = estimate(shape, config, world, limits)
-    return Capacity(shape=shape, config=config, world=world, limits=limits, budgets=budgets)
+    scale = answer(question, shape, config, measured) if question else None
+    return Capacity(shape=shape, config=config, world=world, limits=limits, budgets=budgets, scale=scale)

@@ -355,11 +355,23 @@ def plan(
         typer.Option("--set", metavar="KEY=VALUE", help="One setting, e.g. train.batch_size=64; repeat for more."),
     ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the gang.")] = None,
+    train_rows: Annotated[
+        int | None, typer.Option("--train-rows", min=1, help="Pairs to train on: tells hosts, hours and dollars, too.")
+    ] = None,
+    corpus_rows: Annotated[int | None, typer.Option("--corpus-rows", min=1, help="Documents to embed, likewise.")] = None,
+    query_tokens: Annotated[float | None, typer.Option("--query-tokens", min=1, help="Mean length of a query.")] = None,
+    document_tokens: Annotated[float | None, typer.Option("--document-tokens", min=1, help="Mean length of a document.")] = None,
+    shard_rows: Annotated[int | None, typer.Option("--shard-rows", min=1, help="Rows of an input file.")] = None,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", metavar="TIME", help="For train and embed together: 90m, 12h, 2d.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Tell how much memory a run needs, on each device and each host, before anything is started for it.
 
-    Ends with 64 and a change that helps where it cannot fit; prepare refuses the same.
+    With rows or a deadline also how long train and embed take on how many trn1 and inf2 hosts, what that costs, which choice is
+    the cheapest, and what would break first at that size. Ends with 64 and a change that helps where the plan cannot fit;
+    prepare refuses the same.
     """
     from pipeline.config import load_config_file, parse_settings
     from pipeline.contract import check_run_folder
@@ -371,12 +383,24 @@ def plan(
     from rich.console import Console
 
     from pipeline.capacity import ask
+    from pipeline.scale.answer import Question, parse_hours
 
-    asked = ask(parent=parent, run=run, layers=layers)
+    workload = (train_rows, corpus_rows, query_tokens, document_tokens, shard_rows, deadline)
+    question = Question(
+        train_rows=train_rows,
+        corpus_rows=corpus_rows,
+        query_tokens=query_tokens,
+        document_tokens=document_tokens,
+        shard_rows=shard_rows,
+        deadline_hours=parse_hours(deadline) if deadline else None,
+    )
+    asked = ask(parent=parent, run=run, layers=layers, question=question if any(workload) else None)
     if as_json:
         typer.echo(json.dumps(asked.record(), indent=2))
     else:
         Console().print(asked.table())
+        if asked.scale:
+            Console().print(asked.scale.shown())
     asked.require()
     if not as_json:
         typer.echo(asked.verdict())

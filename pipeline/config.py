@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from pipeline.contract import REGISTRY_NAME_PATTERN, RUN_ID_PATTERN, SHARE_PATTERN, Queue
+from pipeline.contract import ARRAY_LIMIT, REGISTRY_NAME_PATTERN, RUN_ID_PATTERN, SHARE_PATTERN, Queue
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.places import objection
 
@@ -287,7 +287,9 @@ class GateConfig(Section):
 class EmbedConfig(Section):
     """Offline embedding of the whole corpus."""
 
-    children: Annotated[int, Field(ge=1, le=10_000)] = Field(4, description="Array size: independent jobs that share the parts.")
+    children: Annotated[int, Field(ge=1, le=ARRAY_LIMIT)] = Field(
+        4, description="Array size: independent jobs that share the parts."
+    )
     ranks_per_child: PositiveInt | None = Field(
         None, description="Ranks of a child's host, which may be another than training's. None: device.ranks_per_node."
     )

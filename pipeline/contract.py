@@ -35,6 +35,17 @@ RETENTION_TAG, RESUME = "trnpipe:retention", "resume"
 
 CHECKPOINT_KEY = re.compile(r"runs/[^/]+/train/checkpoints/.+")
 
+ARRAY_LIMIT = 10_000
+"""Children of an AWS Batch array job, at most (Batch user guide, `Array jobs`)."""
+
+FARGATE_VCPUS = 4
+FARGATE_MEMORY_MIB = 30 * 1024
+FARGATE_DISK_GIB = 200
+"""What every job on Fargate has: prepare and publish hold their rows' hashes and files in it."""
+
+ROOT_VOLUME_GIB = 500
+"""Of an accelerator's host: the Neuron image, the row files, a checkpoint being written, and an array child's parts at once."""
+
 LONGEST_KEY = 1024
 """Bytes of an S3 key, and less than any file system allows for a path."""
 

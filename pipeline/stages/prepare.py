@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 from pipeline.config import Deployment, RunConfig, RunInput, build_config
-from pipeline.contract import RUN_ID_PATTERN, Artifact, Metric, RunPaths, Stage, StageResult, now, registry_uri
+from pipeline.contract import RUN_ID_PATTERN, Artifact, Metric, Queue, RunPaths, Stage, StageResult, now, registry_uri
 from pipeline.cost import cost_of, most
 from pipeline.data.arrow import SCHEMAS, Lengths, WrittenRows, write_rows
 from pipeline.data.ids import IdDigest, repeated
@@ -44,7 +44,7 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.compiled import missing_sets, plan_graphs
 from pipeline.model.encoder import family_of
 from pipeline.model.folder import inspect_folder, transformer_folder
-from pipeline.model.memory import known_limits, read_shape, require_memory, totals
+from pipeline.model.memory import ModelShape, known_limits, read_shape, require_memory, totals
 from pipeline.model.parent import ResolvedParent, resolve_parent
 from pipeline.places import Places
 from pipeline.plan import (
@@ -71,6 +71,8 @@ from pipeline.runtime.device import (
     resolve_kind,
     resolve_precision,
 )
+from pipeline.scale.limits import LISTED_SHARDS, Counts, Room, over, require_room, rows_read
+from pipeline.scale.work import part_count
 from pipeline.training.resumption import resumed_run
 
 log = logging.getLogger("trnpipe")
@@ -78,10 +80,10 @@ log = logging.getLogger("trnpipe")
 NOT_PLANNED = frozenset({"run", "share", "lock", "time_budget"})
 """Settings of how an execution is carried out, not of what it computes: they may differ when a run is taken up again."""
 
-LISTED_SHARDS = 20
-"""Shards named in result.json, which must stay small; all of them are in the plan."""
-
 LISTED_PROBLEMS = 20
+
+SHORTEST_TEXT = 3
+"""Tokens of a text, the two that every family puts around it included."""
 
 
 def run(context: StageContext) -> StageOutput:
@@ -256,11 +258,14 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     )
     check_selection(selection, config)
     shards = plan_shards(selection, origin, paths.run_id)
+    embed = plan_embedding(config, scans, shards, world)
+    space = Space(shape=read_shape(resolved.folder, config.model), deployment=request.deployment, config=config, world=world)
+    space.check(selection, embed)
     rows_folder = scratch / "rows"
     written = tokenize(context, config, selection, shards, tokenizer, rows_folder)
     check_holdout(written.queries, config)
+    space.check(selection, embed, written)
 
-    embed = plan_embedding(config, scans, shards, world)
     plan = RunPlan(
         run=paths.run_id,
         created=now(),
@@ -636,6 +641,54 @@ def check_holdout(queries: int, config: RunConfig) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What the stages have for their data: in a deployment that of its hosts; where all share a machine, nobody knows."""
+
+    shape: ModelShape
+    deployment: Deployment
+    config: RunConfig
+    world: World
+
+    def check(self, selection: Selection, embed: EmbedPlan, written: WrittenRows | None = None) -> None:
+        """Refuse more data than a stage can hold, before days are spent on it; warn of what would take too long.
+
+        Args:
+            written: the row files; None: before there are any. Texts then count as short as they can be, and the hold-out's
+                queries not at all, so that what is refused is certain.
+
+        Raises:
+            BadConfig: with everything that is too much and what helps.
+        """
+        scans = selection.scans
+        held = [scan.documents[mask] for scan, mask in zip(scans, selection.holdout, strict=True)]
+        uris = [*(scan.file.uri for scan in scans), *(shard.uri for shard in embed.shards)]
+        counts = Counts(
+            train_rows=sum(scan.rows for scan in scans),
+            trained_rows=selection.train_rows(new=True) + selection.train_rows(new=False),
+            holdout=sum(map(len, held)),
+            queries=written.queries if written else 0,
+            candidates=len(np.unique(np.concatenate(held))),
+            train_shards=len(scans),
+            corpus_shards=len(embed.shards) if embed.source == "corpus" else 0,
+            largest_shard=max(scan.rows for scan in scans),
+            corpus_rows=embed.rows,
+            parts=len(embed.parts),
+            children=embed.children,
+            rows_read=rows_read([span for part in embed.parts for span in part.spans]),
+            uri_bytes=max(len(uri.encode()) for uri in uris),
+            query_tokens=SHORTEST_TEXT,
+            document_tokens=float(written.document_lengths.mean()) if written else SHORTEST_TEXT,
+            dimension=self.shape.hidden,
+        )
+        limits = known_limits(self.config, self.world.kind, here=False)
+        local = self.deployment.local_paths
+        room = Room() if local else Room.deployed(limits, self.deployment.hosts.get(Queue.EMBED))
+        for need in over(require_room(counts, self.shape, self.config, self.world, room)):
+            if written:
+                log.warning("%s: %s of %s; %s", need.what, need.shown(need.amount), need.shown(need.limit), need.remedy)
+
+
 def plan_shards(selection: Selection, origin: Origin, run_id: str) -> dict[str, Shard]:
     """URI -> training shard, new ones first, as the plan has it."""
     return {
@@ -734,7 +787,7 @@ def plan_parts(rows: Sequence[int], rows_per_part: int, least: int) -> tuple[Par
         least: at least this many parts, as long as each has a row.
     """
     total = sum(rows)
-    count = max(-(-total // rows_per_part), min(least, total))
+    count = part_count(total, rows_per_part, least)
     starts = np.concatenate([[0], np.cumsum(rows)]).tolist()
     parts = []
     for index in range(count):

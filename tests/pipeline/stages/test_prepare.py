@@ -27,6 +27,7 @@ from pipeline.rank import write_result
 from pipeline.runtime import store
 from pipeline.runtime.context import Heartbeat, StageContext, StageOutput
 from pipeline.runtime.world import World
+from pipeline.scale import limits
 from pipeline.stages import prepare
 
 POSITIONS = 48
@@ -695,6 +696,65 @@ def test_a_host_with_too_little_memory_is_refused(bench: Bench) -> None:
     bench.shard("a.jsonl", rows(0, 100))
     bench.config["device"]["host_memory_gib"] = 0.5
     refusal(BadConfig, lambda: bench.start("run"), "Python and its libraries", "at most 0.50 GiB per node's host")
+
+
+# ---- more data than a stage can hold ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deployed(bench: Bench, model: Path) -> Bench:
+    """The same with hosts of its own for each stage: the parent is in the bucket."""
+    store.upload_folder(model, store.join(bench.root, "parent"))
+    bench.config["model"]["parent"] = store.join(bench.root, "parent")
+    bench.deployment = {"local_paths": False, "hosts": {"embed": "inf2.xlarge"}}
+    bench.shard("a.jsonl", rows(0, 200))
+    return bench
+
+
+def test_more_rows_than_a_task_can_hold_are_refused_before_they_are_tokenized(
+    deployed: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FARGATE_MEMORY_MIB", 100)
+    with monkeypatch.context() as before:
+        before.delattr(prepare, "tokenize")
+        refusal(BadConfig, lambda: deployed.start("run"), "prepare, memory", "publish, memory", "100.00 MiB", "data.train")
+    # Where all stages share a machine, nobody knows what else it holds.
+    deployed.deployment = {}
+    deployed.start("run")
+
+
+def test_a_hold_out_that_evaluate_cannot_hold_is_refused(deployed: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # How many queries there are is known once they are read.
+    monkeypatch.setattr(limits, "HOLDOUT_QUERY_BYTES", 1 << 40)
+    refusal(BadConfig, lambda: deployed.start("run"), "evaluate, memory", "data.holdout_fraction")
+    assert not store.exists(deployed.paths("run").plan)
+
+
+def test_what_only_takes_long_is_a_warning(
+    deployed: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "RANKED_SCORES", 0.01)
+    with caplog.at_level("WARNING"):
+        deployed.start("run")
+    warned = [record.getMessage() for record in caplog.records if "evaluate, ranking" in record.getMessage()]
+    assert len(warned) == 1
+    assert "data.holdout_fraction" in warned[0]
+
+
+def test_plan_and_result_are_as_large_as_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[limits.Counts] = []
+    real = prepare.require_room
+    monkeypatch.setattr(prepare, "require_room", lambda counts, *others: (counted.append(counts), real(counts, *others))[1])
+    sizes = []
+    for run, shards in (("few", 2), ("many", 30)):
+        for number in range(shards):
+            bench.shard(f"shard-{number:03d}.jsonl", rows(number * 9, number * 9 + 9))
+        bench.start(run, {"embed": {"rows_per_part": 3}})
+        sizes.append(len(store.read_bytes(bench.paths(run).plan)))
+        result = len(store.read_bytes(bench.paths(run).result(Stage.PREPARE)))
+        assert result <= limits.result_bytes(counted[-1]) < result + 2 * limits.RESULT_REST_BYTES
+    grown = limits.plan_bytes(counted[-1]) - limits.plan_bytes(counted[0])
+    assert grown == pytest.approx(sizes[1] - sizes[0], rel=0.15)
 
 
 # ---- where URIs lead -------------------------------------------------------------------------------------------------
