@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local parity test test-long chaos check images lock clean
+.PHONY: help setup local parity test test-long chaos bench check images lock clean
 
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
 	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
@@ -62,6 +62,15 @@ chaos: setup ## Whole executions with one fault each (RUNS=50 REAL_RUNS=5 for a 
 	$(VENV)/bin/python -m tests.chain.chaos --depth real --runs $(REAL_RUNS) || status=$$?; \
 	exit $$status
 
+# The peers' environment: without torch-xla, see tests/benchmarks/peers/requirements.in.
+.bench/ready: tests/benchmarks/peers/requirements.lock | setup
+	test -x .bench/bin/python || $(PYTHON) -m venv .bench
+	$(VENV)/bin/uv pip install --quiet --python .bench/bin/python --require-hashes -r $<
+	touch $@
+
+bench: setup .bench/ready ## Measure beside sentence-transformers and datasets on this machine (ARGS="--what train --rounds 1")
+	$(VENV)/bin/python -m tests.benchmarks.peers $(ARGS)
+
 check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -88,8 +97,10 @@ lock: setup ## Resolve the dependencies again
 	$(COMPILE) --extra infra --extra demo --extra dev --universal --python-version 3.10 -o requirements.lock
 	$(COMPILE) $(CONTAINER) --torch-backend cpu -o containers/cpu/requirements.lock
 	$(COMPILE) $(CONTAINER) $(foreach name,$(IN_NEURON_IMAGE),--no-emit-package $(name)) -o containers/neuron/requirements.lock
+	$(VENV)/bin/uv pip compile tests/benchmarks/peers/requirements.in $(LOCK_FORMAT) --universal --python-version 3.10 \
+		-o tests/benchmarks/peers/requirements.lock
 	printf 'setuptools>=77\n$(UV)\n' | $(VENV)/bin/uv pip compile - --constraints requirements.lock $(LOCK_FORMAT) $(CONTAINER) \
 		-o containers/build.lock
 
 clean: ## Remove the virtual environment and the local run's state
-	rm -rf $(VENV) .trnpipe cdk.out
+	rm -rf $(VENV) .bench .trnpipe cdk.out

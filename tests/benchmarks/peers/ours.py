@@ -60,3 +60,37 @@ def train(paths: RunPaths) -> dict[str, Any]:
     """Train as planned; the metrics of the stage."""
     shutil.rmtree(paths.stage(Stage.TRAIN), ignore_errors=True)
     return run_stage(Stage.TRAIN, paths)
+
+
+def read(corpus: Path, model: Path, length: int) -> dict[str, Any]:
+    """What comes before the device: read, tokenize, cut into batches, pad; in this process."""
+    import hashlib
+    import time
+    from itertools import islice
+
+    import numpy as np
+
+    from pipeline.data.rows import read_documents
+    from pipeline.data.tokens import TextTokenizer
+    from pipeline.model.inference import pad, plan_batches
+    from pipeline.plan import Shard
+    from pipeline.stages.embed import WINDOW_ROWS
+
+    data = corpus.read_bytes()
+    shard = Shard(uri=str(corpus), sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=data.count(b"\n"))
+    tokenizer = TextTokenizer(model)
+    begun = time.perf_counter()
+    rows = read_documents(shard, "corpus", {}, 0, shard.rows)
+    tokens = 0
+    while window := [text for _, text in islice(rows, WINDOW_ROWS)]:
+        lists = tokenizer.encode(window, length)
+        lengths = np.array([len(one) for one in lists])
+        for batch in plan_batches(lengths, (length,), 16_384, static=False):
+            pad([lists[row] for row in batch.rows.tolist()], batch.slots, batch.length)
+        tokens += int(lengths.sum())
+    seconds = time.perf_counter() - begun
+    return {"rows": shard.rows, "tokens": tokens, "seconds": seconds, "rate": shard.rows / seconds}
+
+
+if __name__ == "__main__":
+    print(json.dumps(read(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))))
