@@ -299,7 +299,8 @@ class EmbedConfig(Section):
     )
     dtype: Literal["float32", "float16"] = "float32"
     buckets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
-        (32, 64, 128, 256), description="Static lengths in tokens, ascending."
+        (16, 24, 32, 48, 64, 96, 128, 192, 256),
+        description="Static lengths in tokens, ascending. More pad less; each is a graph, on neuron with weights of its own.",
     )
     tokens_per_batch: PositiveInt = Field(16_384, description="Tokens of a batch; a bucket's batch size is this / its length.")
 

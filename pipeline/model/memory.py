@@ -21,6 +21,7 @@ from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.model.encoder import Encoder, family_of, new_encoder
 from pipeline.model.folder import HEAD, inspect_folder, transformer_folder
+from pipeline.model.inference import encode_shapes
 from pipeline.model.weights import WEIGHT_SUFFIXES
 from pipeline.plan import World
 from pipeline.runtime import store
@@ -323,6 +324,9 @@ def remedies(shape: ModelShape, config: RunConfig, world: World, limits: Limits)
         found.append(f"train.batch_size={batch} with train.activation_checkpointing=true fits")
     if tokens := _largest(config.embed.tokens_per_batch, lambda count: fits(embed={"tokens_per_batch": count})):
         found.append(f"embed.tokens_per_batch={tokens} fits")
+    lengths = config.embed.buckets
+    if kept := _largest(len(lengths), lambda count: fits(embed={"buckets": _thinned(lengths, count)})):
+        found.append(f"embed.buckets=[{','.join(map(str, _thinned(lengths, kept)))}] fits")
     if not found:
         batch, tokens = _largest_pair(config, fits, checkpointing)
         if batch and tokens:
@@ -332,6 +336,11 @@ def remedies(shape: ModelShape, config: RunConfig, world: World, limits: Limits)
     if not found and (ranks := _largest(world.ranks_per_node, lambda count: fits(ranks=count))):
         found.append(f"device.ranks_per_node={ranks} fits")
     return found
+
+
+def _thinned(lengths: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """So many of the lengths, evenly spread, the longest among them."""
+    return tuple(lengths[-1 - index * len(lengths) // count] for index in reversed(range(count)))
 
 
 def _largest_pair(config: RunConfig, fits: Callable[..., bool], checkpointing: Mapping[str, Any]) -> tuple[int, int]:
@@ -550,9 +559,16 @@ class Need:
         # Fused attention everywhere but on XLA; a model that evaluates is never prepared for training.
         plain = self.lazy or not self.shape.fused
         space = {"work space of a layer": self.inference_space(plain=plain)}
-        return {
-            "in a batch": {"weights (fp32)": self.shape.weights, **self.runtime(), **self.paged({**self.inference(), **space})}
-        }
+        # On Neuron every traced form has weights of its own on the core (runtime/neuron.TracedEncoder).
+        settings, forms = self.config.embed, 1
+        if self.world.kind == "neuron":
+            forms = len(encode_shapes(settings.buckets, self.config.train.query_length, settings.tokens_per_batch))
+        weights = (
+            {"weights (fp32), of every shape": forms * self.shape.weights}
+            if forms > 1
+            else {"weights (fp32)": self.shape.weights}
+        )
+        return {"in a batch": {**weights, **self.runtime(), **self.paged({**self.inference(), **space})}}
 
     def inference(self) -> Items:
         tokens = self.config.embed.tokens_per_batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -282,6 +283,23 @@ def test_batches_of_embedding_are_judged_too() -> None:
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(large(), config, world, limits)
     assert "embed.tokens_per_batch=" in caught.value.remedy
+
+
+def test_every_shape_of_a_traced_encoder_has_weights_of_its_own() -> None:
+    config, world, limits = on_trainium(batch_size=1, buckets=[32])
+    shape = large()
+    weights = budget(memory.estimate(shape, config, world, limits), "embed", "device").items["weights (fp32), of every shape"]
+    assert weights == (4 + 1) * shape.weights  # documents' lengths, and the queries'
+    lengths = (16, 24, 32, 40, 48, 64, 80, 96, 128, 256)
+    many = config.model_copy(update={"embed": config.embed.model_copy(update={"buckets": lengths})})
+    with pytest.raises(BadConfig) as caught:
+        memory.require_memory(shape, many, world, limits)
+    assert caught.value.remedy.startswith("embed.buckets=[")
+    fewer = tuple(json.loads(caught.value.remedy.partition("=")[2].partition(" ")[0]))
+    assert set(fewer) < set(lengths)
+    assert fewer[-1] == 256
+    accepted = config.model_copy(update={"embed": config.embed.model_copy(update={"buckets": fewer})})
+    memory.require_memory(shape, accepted, world, limits)
 
 
 def test_both_may_have_to_shrink() -> None:
