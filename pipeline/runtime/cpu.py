@@ -10,6 +10,7 @@ from torch import nn
 
 from pipeline.runtime.device import EncodeFunction, resolve_precision
 from pipeline.runtime.eager import EagerDevice
+from pipeline.runtime.packed import can_pack, pack_linears
 from pipeline.runtime.world import World
 
 
@@ -22,7 +23,9 @@ class CpuDevice(EagerDevice):
         Pooling and head stay fp32, see `Encoder.forward`.
         """
         if self.precision == "bf16":
-            encoder.get_submodule("backbone").to(torch.bfloat16)
+            backbone = encoder.get_submodule("backbone").to(torch.bfloat16)
+            if can_pack():
+                pack_linears(backbone)
         return encoder
 
 

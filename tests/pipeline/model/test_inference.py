@@ -102,3 +102,30 @@ def test_training_mode_is_left_and_restored(tmp_path: Path, device: Device) -> N
 
 def test_nothing_to_encode(device: Device) -> None:
     assert encode(lambda tokens, mask: tokens, device, [], (8,), 64).embeddings.shape == (0, 0)
+
+
+def test_equal_token_lists_are_computed_once(tmp_path: Path, device: Device) -> None:
+    encoder = make_model(tmp_path / "model").eval()
+    different = token_lists([9, 3, 30])
+    texts = [different[place] for place in (0, 1, 0, 2, 0, 1)]
+    seen: list[int] = []
+
+    def counting(tokens: Tensor, mask: Tensor) -> Tensor:
+        seen.append(len(tokens))
+        return encoder(tokens, mask)
+
+    done: list[int] = []
+    found = encode(counting, device, texts, (8, 16, 32), 32, on_progress=done.append)
+    assert sum(seen) == 3
+    assert done[-1] == 6
+    assert (found.tokens, found.slots >= found.tokens) == (42, True)
+    torch.testing.assert_close(found.embeddings, encode(encoder, device, texts[::-1], (32,), 512).embeddings.flip(0))
+
+
+@given(lengths=st.lists(st.integers(1, 256), min_size=200, max_size=400), tokens_per_batch=st.integers(2048, 16384))
+def test_free_batches_hardly_pad(lengths: list[int], tokens_per_batch: int) -> None:
+    plan = plan_batches(np.array(lengths), (256,), tokens_per_batch, static=False)
+    for batch in plan:
+        shortest = min(lengths[row] for row in batch.rows)
+        small = batch.slots * batch.length <= tokens_per_batch / 8
+        assert small or shortest >= batch.length * 15 / 16
