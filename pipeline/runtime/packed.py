@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
 
 def can_pack() -> bool:
     """Whether oneDNN is there and computes in bf16 on this processor."""
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
 
 
 def pack_linears(module: nn.Module) -> None:
