@@ -4,12 +4,12 @@
     PYTHONPATH=. python tests/benchmarks/start_up.py stages [--rounds 5]
     PYTHONPATH=. python tests/benchmarks/start_up.py execution [--rounds 3]
 
-`commands` runs every command's `--help`, and `search` where nothing is published: seconds from the start of the process to its end.
+`commands` runs every command's `--help`, and `search` where nothing is published: seconds from a process's start to its end.
 
-`stages` runs train and embed of all-MiniLM-L6-v2 as jobs do, supervisor and all, from a local S3 endpoint in a process of its own:
-seconds from the start of the supervisor to the first batch, and to where a rank stands on the way. Beside it, in turn, a process
-that only imports torch and loads the same model from the disk, with `AutoModel.from_pretrained` of transformers (`torch and
-model`, what the ratios are to) and with this project's own loader.
+`stages` runs train and embed of all-MiniLM-L6-v2 as jobs do, supervisor and all, from a local S3 endpoint (moto, a process of its
+own): seconds from the start of the supervisor to the first batch, and to where a rank stands on the way. In turn with a process
+that only imports torch and loads the same model from the disk: with `AutoModel.from_pretrained` of transformers (`torch and
+model`, what the ratios are to), and with this project's own loader.
 
 `execution` carries out whole executions on this machine, with a tiny model and few rows, synthesis included: seconds of the whole
 process, of its Batch jobs (from a job's start to its end, as Batch tells them), of what is not in any job, and the longest time
@@ -30,13 +30,14 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.checkpoints import BUCKET, endpoint
 
 if TYPE_CHECKING:
-    from pipeline.contract import RunPaths, Stage
+    from pipeline.contract import RunPaths
 
 PROGRAM = (sys.executable, "-m", "pipeline.cli")
 COMMANDS = ("", "local", "start", "watch", "stop", "runs", "stage", "search", "tune", "parity", "graphs", "plan", "doctor")
@@ -54,17 +55,17 @@ EXECUTION = """
 import json, sys
 from pathlib import Path
 from infra.local import run
+from pipeline import cli
 
-kept, make = [], run._endpoint
+told, kept, make = Path(sys.argv.pop(1)), [], run._endpoint
 run._endpoint = lambda *arguments: kept.append(make(*arguments)) or kept[0]
-options = run.LocalOptions(inputs=(Path(sys.argv[2]),), parent=sys.argv[3], settings=tuple(sys.argv[5:]), state=Path(sys.argv[1]),
-                           device="cpu", plain=True)
-code = run.run_local(options)
-jobs = [(job.name, one.started, one.stopped) for job in kept[0].batch.jobs() for one in job.children or [job]]
-Path(sys.argv[4]).write_text(json.dumps(jobs))
-sys.exit(code)
+try:
+    cli.main()
+finally:
+    jobs = [(job.name, one.started, one.stopped) for job in kept[0].batch.jobs() for one in job.children or [job]]
+    told.write_text(json.dumps(jobs))
 """
-"""A process that does what `trnpipe local` does, and then writes down when its jobs ran."""
+"""`trnpipe local`, which then writes down when its jobs ran."""
 
 TINY_RUN = {
     "nodes": "1",
@@ -201,11 +202,11 @@ def measure_execution(options: argparse.Namespace) -> None:
         folder = Path(name)
         make_model(folder / "parent")
         shard = write_pairs(folder / "pairs.jsonl", 300)
-        settings = [f"{key}={value}" for key, value in TINY_RUN.items()]
+        settings = [word for key, value in TINY_RUN.items() for word in ("--set", f"{key}={value}")]
+        common = ["--input", str(shard), "--parent", str(folder / "parent"), "--device", "cpu", "--plain", *settings]
         for number in range(options.rounds):
             state, told = folder / f"state-{number}", folder / f"jobs-{number}.json"
-            arguments = [str(state), str(shard), str(folder / "parent"), str(told), *settings]
-            whole = seconds_of([sys.executable, "-c", EXECUTION, *arguments])
+            whole = seconds_of([sys.executable, "-c", EXECUTION, str(told), "local", "--state", str(state), *common])
             jobs = json.loads(told.read_text())
             records = [json.loads(path.read_text()) for path in state.glob("bucket/runs/*/*/attempts/*/*.json")]
             for what, seconds in summary(whole, jobs, records).items():
@@ -237,7 +238,7 @@ def summary(whole: float, jobs: Sequence[tuple[str, int, int]], records: Sequenc
 
 def gaps(spans: Sequence[tuple[float, float]]) -> list[float]:
     """Seconds between the end of each and the start of the next one."""
-    return [start - stop for (_, stop), (start, _) in zip(spans, spans[1:], strict=False)]
+    return [start - stop for (_, stop), (start, _) in pairwise(spans)]
 
 
 def seconds_of(command: Sequence[str], *, code: int = 0, **environment: str) -> float:
