@@ -6,6 +6,8 @@ of `pipeline` that knows `infra`: the local run drives the deployment's own stat
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from pipeline import quick_help
 from pipeline.contract import Stage
 from pipeline.errors import ExitCode, TrnpipeError, plain
 
@@ -214,10 +217,6 @@ def search(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per hit.")] = False,
 ) -> None:
     """Search the published embeddings: the result of the run, usable at once."""
-    from pipeline.contract import check_registry
-
-    check_registry(registry)
-    # Looked at before large libraries are loaded, so that a mistake is answered at once.
     from pipeline.search import search as find
 
     hits = find(query, bucket=bucket, state=state, registry=registry, count=count)
@@ -492,6 +491,9 @@ def config_check(
 
 def main() -> NoReturn:
     """Entry point: expected failures become four plain lines and their exit code."""
+    # At its end Python looks twice through everything that large libraries have made, for garbage in what ends anyway.
+    atexit.register(gc.freeze)
+    quick_help.install()
     try:
         app()
     except TrnpipeError as error:

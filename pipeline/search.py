@@ -1,7 +1,8 @@
 """Search in what a run has published: the query is embedded with the published model and compared with every embedding.
 
 Exact and simple, for people who want to see what a run is worth; a service would load the parts into an index. Reads the
-registry's pointer, the manifest, the parts one after another, and the texts of the best documents from the corpus shards.
+registry's pointer, the manifest, the parts one after another, and the texts of the best documents from the corpus shards. Loads
+torch and pyarrow when it knows that there is something to search in.
 """
 
 from __future__ import annotations
@@ -19,16 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.contract import RUN_ID_PATTERN, RunPaths, check_registry, registry_uri
-from pipeline.data.parts import read_part
-from pipeline.data.rows import read_documents
-from pipeline.data.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput, StorageRefused
-from pipeline.model.folder import load_encoder
-from pipeline.model.inference import encode
 from pipeline.places import Places
 from pipeline.plan import RunPlan
 from pipeline.runtime import store
-from pipeline.runtime.device import open_device
 from pipeline.runtime.runs import mirrored
 from pipeline.runtime.world import World
 
@@ -155,6 +150,11 @@ def read_parts(uri: str, mirror: str | None) -> list[Part]:
 
 def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float32]:
     """The query's embedding, (D,), on the host's processor, cut to the length that the model was trained with."""
+    from pipeline.data.tokens import TextTokenizer
+    from pipeline.model.folder import load_encoder
+    from pipeline.model.inference import encode
+    from pipeline.runtime.device import open_device
+
     device = open_device("cpu", "fp32", World())
     encoder = device.place(load_encoder(model, plan.config.model))
     length = plan.config.train.query_length
@@ -169,6 +169,8 @@ def best_places(vector: npt.NDArray[np.float32], parts: Sequence[Part], scratch:
     Args:
         vector: (D,).
     """
+    from pipeline.data.parts import read_part
+
     best: list[Place] = []
     for index, part in enumerate(parts):
         path = store.local_file(part.uri, scratch)
@@ -190,6 +192,8 @@ def read_text(place: Place, plan: RunPlan, mirror: str | None, skipped: int = 0)
     Args:
         skipped: documents of the part that have no embedding: so many rows further down the text may stand.
     """
+    from pipeline.data.rows import read_documents
+
     first, last = place.row, place.row + skipped
     for span in plan.embed.parts[place.part].spans:
         rows = span.stop - span.start

@@ -55,6 +55,7 @@ def test_package_is_imported_only_by_its_owner(package: str) -> None:
         ("pipeline.config", {"torch", "boto3", "transformers", "pyarrow"}),
         ("pipeline.cli", {"torch", "boto3", "transformers", "aws_cdk", "moto", "pyarrow"}),
         ("pipeline.parity", {"torch", "transformers"}),
+        ("pipeline.search", {"torch", "transformers", "pyarrow"}),
         ("pipeline.operate.progress", {"torch", "boto3", "moto"}),
         ("pipeline.operate.outcome", {"torch", "boto3", "moto"}),
         ("pipeline.operate.endpoint", {"torch", "boto3", "moto", "pydantic"}),

@@ -280,6 +280,7 @@ class BatchRunner:
         self._threads: list[threading.Thread] = []
         self._slots = threading.BoundedSemaphore(settings.side_by_side)
         self._tasks: dict[str, str] = {}
+        self._ended = threading.Condition()
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
         """Answer one operation, named as in its path (`submitjob`).
@@ -374,6 +375,11 @@ class BatchRunner:
         if not job.done.wait(timeout.total_seconds()):
             raise TimeoutError(f"job {job.name} is still {job.status}")
         return job
+
+    def pause(self, seconds: float) -> bool:
+        """Wait until some job is over, or so long; whether one is. Who looked just before it was over waits in vain."""
+        with self._ended:
+            return self._ended.wait(seconds)
 
     def log_file(self, job: Job, attempt: int, node: int) -> Path:
         """Where the output of one node of one attempt stands."""
@@ -660,6 +666,8 @@ class BatchRunner:
             job.stopped = _now()
         self._set_status(job, "SUCCEEDED" if failure is None else "FAILED")
         job.done.set()
+        with self._ended:
+            self._ended.notify_all()
 
     def _summary(self, job: Job) -> dict[str, Any]:
         shown = {

@@ -9,6 +9,7 @@
 5. A `.sync` Batch job goes on running when its state times out or the execution is stopped; Step Functions terminates it.
 6. The engine signs its calls under a fixed key of its own; the endpoint answers those under this process's key only.
 7. It makes a client for every request and parses the definition for every execution: most of what an execution costs.
+8. It looks at a `.sync` job every half second; the end of one is a reason to look at once.
 
 Each of them has a test that fails when moto no longer needs it.
 """
@@ -26,6 +27,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_aws_sdk as aws_sdk_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_batch as batch_module
+from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service import StateTaskService
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service_batch import StateTaskServiceBatch
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service_callback import (
@@ -38,17 +40,23 @@ from moto.stepfunctions.parser.asl.utils.boto_client import boto_client_for
 from infra.local.definitions import REGION
 
 Change = Callable[[ExitStack], None]
+Pause = Callable[[float], Any]
+"""Waits so many seconds, or until a Batch job has ended."""
+
 SERVER_ERROR = 500
 
 
 @contextmanager
-def adapted(leave_out: Change | None = None) -> Iterator[None]:
+def adapted(pause: Pause, leave_out: Change | None = None) -> Iterator[None]:
     """Moto's engine with everything above; as it was before on leaving.
 
     Args:
+        pause: what the engine does between two looks at a job.
         leave_out: one of CHANGES that is not made, for the test that asks whether it is still needed.
     """
     with ExitStack() as undo:
+        # The one thing that module takes from `time`.
+        _replace(undo, callback_module, "time", SimpleNamespace(sleep=pause))
         for change in CHANGES:
             if change is not leave_out:
                 change(undo)

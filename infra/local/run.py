@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 1.0
 """How often the execution is looked at: each look serializes its whole history."""
+SOON_SECONDS = 0.1
+"""The same once a job has ended: the execution goes on to the next one, or is over."""
+LOOKS_SOON = 5
 SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
@@ -184,8 +186,8 @@ def _run(request: _Request) -> int:
     from rich.console import Console
 
     from infra.local import demo
-    from infra.local.server import make_private
     from infra.local.template import local_context, read_stack, synthesize
+    from pipeline.operate.endpoint import make_private
 
     console = Console()
     state = request.state
@@ -194,8 +196,11 @@ def _run(request: _Request) -> int:
     _say(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
     allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
     with ThreadPoolExecutor(max_workers=1) as pool:
-        # Node.js works on the templates while the demo's text is read here, where Ctrl-C interrupts it.
+        # Node.js works on the templates while the demo's text is read here, where Ctrl-C interrupts it, and the engine is loaded.
         synthesis = pool.submit(synthesize, state / "cdk.out", local_context(allowed_nodes, DEPLOYMENT_CONFIG))
+        from infra.local.server import load_services
+
+        load_services()
         weeks = demo.weekly_shards(state / "demo", rows=request.options.demo_rows) if request.demo else []
         stack = read_stack(synthesis.result())
     with _endpoint(request, stack) as endpoint:
@@ -238,6 +243,7 @@ def _execute(
 
 def _watch(client: Any, arn: str, tracker: Tracker, display: Display, runner: BatchRunner) -> dict[str, Any]:
     """Show the execution until it has ended; DescribeExecution's last answer."""
+    soon = 0
     while True:
         execution: dict[str, Any] = client.describe_execution(executionArn=arn)
         tracker.update(client.get_execution_history(executionArn=arn)["events"])
@@ -247,7 +253,7 @@ def _watch(client: Any, arn: str, tracker: Tracker, display: Display, runner: Ba
         display.show(tracker)
         if execution["status"] != "RUNNING":
             return execution
-        time.sleep(POLL_SECONDS)
+        soon = LOOKS_SOON if runner.pause(SOON_SECONDS if soon else POLL_SECONDS) else max(0, soon - 1)
 
 
 def _logs(runner: BatchRunner, line: StageLine, failure: StageFailure | None) -> Iterator[str]:

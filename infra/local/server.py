@@ -1,7 +1,6 @@
 """The local AWS endpoint: moto's S3, DynamoDB, SNS, STS and Step Functions, and our own Batch, behind one loopback address.
 
 A WSGI layer in front of moto answers Batch's calls with the process runner, and ECS's few about a job's own host; keeps the
-A WSGI layer in front of moto answers Batch's calls with the process runner, and ECS's few about a job's own host; keeps the
 bucket and the lock table in the state folder (written before a request is answered); lets conditional writes of one key happen
 one at a time; and, when an execution is stopped, starts what EventBridge would (`LocalStack.watches`): the watch that ends the
 jobs of an execution that polled them, which nobody else does, here as in a deployed account. While the endpoint is up, this
@@ -27,6 +26,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -47,7 +47,7 @@ from infra.local.mirror import Mirror
 from infra.local.moto_adapter import adapted
 from infra.local.template import LocalStack, machine_arn
 from pipeline.errors import BadConfig
-from pipeline.operate.endpoint import EndpointRecord, announced, only_environment
+from pipeline.operate.endpoint import EndpointRecord, announced, make_private, only_environment
 
 HOST = "127.0.0.1"
 MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
@@ -57,6 +57,9 @@ STOP_EXECUTION = "AWSStepFunctions.StopExecution"
 STOP_SECONDS = 10.0
 """After which a stopped execution has ended."""
 ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
+
+SERVICES = ("s3", "sts", "dynamodb", "sns", "stepfunctions")
+"""Of moto's. It loads each at its first request."""
 
 WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
@@ -88,6 +91,8 @@ class LocalEndpoint:
         self._exit = ExitStack()
         self.url = ""
         self.batch: BatchRunner
+        self._session: Any = None
+        self._making = threading.Lock()
 
     @property
     def mirror_folder(self) -> Path:
@@ -106,9 +111,11 @@ class LocalEndpoint:
             self.url = f"http://{HOST}:{server.server_port}"
             environment = endpoint_environment(self.url, key)
             exit_stack.enter_context(only_environment({**environment, "MOTO_PORT": str(server.server_port)}))
-            exit_stack.enter_context(adapted())
-            exit_stack.enter_context(_serving(server))
+            # One for all clients: it reads each of AWS's large descriptions once.
+            self._session = boto3.session.Session()
             self.batch = application.batch = self._make_runner(environment)
+            exit_stack.enter_context(adapted(self.batch.pause))
+            exit_stack.enter_context(_serving(server))
             exit_stack.callback(self.batch.close)
             self._create()
             exit_stack.callback(self._stop_executions)
@@ -124,7 +131,8 @@ class LocalEndpoint:
 
     def client(self, service: str) -> Any:
         """A client of this endpoint."""
-        return boto3.session.Session().client(service, config=Config(retries={"max_attempts": 0}))
+        with self._making:
+            return self._session.client(service, config=Config(retries={"max_attempts": 0}))
 
     def _stop_executions(self) -> None:
         """End what still runs, as a machine that is switched off does: no further state, no lock given back."""
@@ -147,6 +155,12 @@ class LocalEndpoint:
         machines |= {watch.state_machine: watch.definition for watch in stack.watches}
         for name, definition in machines.items():
             self.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
+
+
+def load_services() -> None:
+    """Load what moto would load at the first requests, where there is time for it."""
+    for service in SERVICES:
+        import_module(f"moto.{service}.urls")
 
 
 def endpoint_environment(url: str, key: str) -> dict[str, str]:
@@ -349,12 +363,6 @@ def _refuse_key(objection: str, start_response: Any) -> Iterable[bytes]:
     body = f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>".encode()
     start_response("400 Bad Request", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
     return [body]
-
-
-def make_private(state: Path) -> None:
-    """The state folder, which nobody else may look into: it holds people's data. One that is there stays as it is."""
-    state.parent.mkdir(parents=True, exist_ok=True)
-    state.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager

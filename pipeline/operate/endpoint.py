@@ -34,6 +34,12 @@ class EndpointRecord:
     process: int
 
 
+def make_private(state: Path) -> None:
+    """The state folder, which nobody else may look into: it holds people's data. One that is there stays as it is."""
+    state.parent.mkdir(parents=True, exist_ok=True)
+    state.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextmanager
 def announced(state: Path, record: EndpointRecord) -> Iterator[None]:
     """Within it the file is there, for its owner alone."""

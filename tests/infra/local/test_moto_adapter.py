@@ -40,7 +40,7 @@ def definition(resource: str, parameters: dict[str, Any], **fields: Any) -> str:
 def endpoint_on(
     text: str, state: Path, monkeypatch: pytest.MonkeyPatch, leave_out: Change | None, seconds: float, front: Front
 ) -> Iterator[LocalEndpoint]:
-    monkeypatch.setattr(server, "adapted", lambda: adapted(leave_out))
+    monkeypatch.setattr(server, "adapted", lambda pause: adapted(pause, leave_out))
     key = {"KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}]}
     stack = LocalStack(
         state_machine="small",
@@ -170,12 +170,18 @@ def test_clients_and_definitions_are_made_once(execute: Execute, monkeypatch: py
     made.clear()
     assert execute(READ, None)[0]["status"] == "SUCCEEDED"
     assert made == ["s3"]
-    with adapted(moto_adapter.make_once):
+    with adapted(time.sleep, moto_adapter.make_once):
         parse = moto_adapter.AmazonStateLanguageParser.parse
         assert parse(READ) is not parse(READ)
-    with adapted():
+    with adapted(time.sleep):
         parse = moto_adapter.AmazonStateLanguageParser.parse
         assert parse(READ) is parse(READ)
+
+
+def test_the_end_of_a_job_is_noticed_at_once(execute: Execute, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Longer than `execute` waits; a constant of another name would be a reason to look at the change again.
+    monkeypatch.setattr(moto_adapter.callback_module, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", 600)
+    assert execute(definition("batch:submitJob.sync", SUBMIT), None, seconds=1)[0]["status"] == "SUCCEEDED"
 
 
 def test_the_engine_is_as_it_was_afterwards() -> None:
@@ -185,9 +191,10 @@ def test_the_engine_is_as_it_was_afterwards() -> None:
         moto_adapter.StateTaskService,
         moto_adapter.StateTaskServiceBatch,
         moto_adapter.batch_module,
+        moto_adapter.callback_module,
         moto_adapter.aws_sdk_module,
     )
     before = [dict(vars(owner)) for owner in owners]
-    with adapted():
+    with adapted(time.sleep):
         assert [dict(vars(owner)) for owner in owners] != before
     assert [dict(vars(owner)) for owner in owners] == before
