@@ -43,6 +43,8 @@ ROWS = {"short": 6000, "mixed": 3000, "long": 400}
 EMBED_WAYS = ("default", "bf16", "onnx", "openvino", "openvino-bf16")
 TRAIN_WAYS = ("default", "bf16")
 PEER = "sentence-transformers"
+WIDTH = 150
+"""Of the table where it goes into a file or a pipe."""
 
 Measure = Callable[[], dict[str, Any]]
 
@@ -64,7 +66,7 @@ def main() -> None:
         found["rows"] += run[what](model, cores, options, found["machine"]["bf16_peak_gflops"])
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "results.json").write_text(json.dumps(found, indent=1))
-    Console().print(table(found))
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table(found))
 
 
 def embed(model: Path, cores: int, options: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
