@@ -110,7 +110,6 @@ def train(model: Path, cores: int, options: argparse.Namespace, peak: float) -> 
     steps = max(6, int(20 * options.scale))
     config = {
         "device": {"threads_per_rank": cores},
-        "data": {"holdout_fraction": 0.02},
         "evaluate": {"candidates": 10},
         "train": {
             "steps": steps,

@@ -51,9 +51,14 @@ def run_stage(stage: Stage, paths: RunPaths, **environment: str) -> dict[str, An
 def embed(paths: RunPaths, model: Path) -> dict[str, Any]:
     """Embed the whole corpus with a model as it is, with one child; the metrics of the stage."""
     shutil.rmtree(paths.stage(Stage.EMBED), ignore_errors=True)
+    place_model(paths, model)
+    return run_stage(Stage.EMBED, paths)
+
+
+def place_model(paths: RunPaths, model: Path) -> None:
+    """Put a model where train would have left it."""
     if not Path(paths.model).exists():
         shutil.copytree(model, paths.model)
-    return run_stage(Stage.EMBED, paths)
 
 
 def train(paths: RunPaths) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from infra.local.demo import read_pairs
+from infra.local.demo import Pair, read_pairs
 
 WORDNET = Path("/usr/share/wordnet")
 LONG_CHARACTERS = 1500
@@ -40,13 +41,19 @@ def write_pairs(path: Path, rows: int) -> Path:
     Args:
         rows: at most so many.
     """
-    chosen = islice(sorted(read_pairs(), key=lambda pair: _hash(pair.id)), rows)
+    chosen = pairs()[:rows]
     return _write(path, ({"id": pair.id, "query": pair.query, "document": pair.document} for pair in chosen))
+
+
+@cache
+def pairs() -> tuple[Pair, ...]:
+    """Docstrings, in the order of their hashes; reading them takes a while."""
+    return tuple(sorted(read_pairs(), key=lambda pair: _hash(pair.id)))
 
 
 def short() -> Iterator[str]:
     """Some 10 to 30 tokens."""
-    yield from sorted({*glosses(), *(pair.query for pair in read_pairs())}, key=_hash)
+    yield from sorted({*glosses(), *(pair.query for pair in pairs())}, key=_hash)
 
 
 def long() -> Iterator[str]:
@@ -66,7 +73,7 @@ def mixed() -> Iterator[str]:
 
 def whole() -> Iterator[str]:
     """Docstrings under their signatures, some 30 to 300 tokens."""
-    yield from sorted({pair.document for pair in read_pairs()}, key=_hash)
+    yield from sorted({pair.document for pair in pairs()}, key=_hash)
 
 
 def glosses() -> Iterator[str]:
