@@ -25,6 +25,7 @@ from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
 from infra.settings import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS
 from pipeline import config, contract, cost, errors, places, prices
 from pipeline.errors import BadConfig, Defect
+from pipeline.operate import console
 
 PSEUDO_PARAMETERS = {
     "AWS::AccountId": ACCOUNT,
@@ -370,7 +371,9 @@ def _only(what: str, found: list[Resource]) -> Resource:
 def synth_sources() -> list[Path]:
     """Every file of ours that synth reads; its context is given."""
     sources = [*Path(infra.__file__).parent.glob("*.py"), *ENVIRONMENTS.glob("*.yaml")]
-    return sorted([*sources, *(Path(str(module.__file__)) for module in (config, contract, cost, errors, places, prices))])
+    return sorted(
+        [*sources, *(Path(str(module.__file__)) for module in (config, console, contract, cost, errors, places, prices))]
+    )
 
 
 def _synth_fingerprint(context: Mapping[str, Any]) -> str:

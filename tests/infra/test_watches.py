@@ -156,6 +156,8 @@ class Account:
 class NoBatch:
     """Nobody submits anything here."""
 
+    pause = staticmethod(time.sleep)
+
     def close(self) -> None:
         """Nothing is open."""
 

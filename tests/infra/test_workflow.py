@@ -184,6 +184,7 @@ class ScriptedBatch:
     submitted: list[dict[str, Any]] = field(default_factory=list)
     terminated: list[str] = field(default_factory=list)
     reasons: dict[str, str | None] = field(default_factory=dict)
+    pause = staticmethod(time.sleep)
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
         operations = {

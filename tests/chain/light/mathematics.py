@@ -75,6 +75,14 @@ class ResolvedParent:
     converted: bool = False
 
 
+class Room:
+    """As much as is wanted."""
+
+    @classmethod
+    def deployed(cls, *_: Any) -> Room:
+        return cls()
+
+
 def load_encoder(folder: Path, config: Any) -> Encoder:
     return Encoder(store.sha256_file(folder / WEIGHTS))
 
@@ -124,11 +132,22 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "pipeline.model.inference": {"encode": encode},
     "pipeline.model.memory": {
+        "ModelShape": object,
         "known_limits": lambda config, kind, here: None,
-        "read_shape": lambda folder, config: None,
+        "read_shape": lambda folder, config: SimpleNamespace(hidden=DIMENSION),
         "require_memory": lambda shape, config, world, limits: [],
         "totals": lambda budgets: {"device": 0, "host": 0},
     },
+    # What is small fits.
+    "pipeline.scale.limits": {
+        "LISTED_SHARDS": 20,
+        "Counts": SimpleNamespace,
+        "Room": Room,
+        "over": lambda needs: [],
+        "require_room": lambda *_: [],
+        "rows_read": lambda spans: 0,
+    },
+    "pipeline.scale.work": {"part_count": lambda rows, rows_per_part, least: max(-(-rows // rows_per_part), min(least, rows))},
     "pipeline.model.parent": {"ResolvedParent": ResolvedParent, "resolve_parent": resolve_parent},
     "pipeline.model.watch": {"GraphWatch": GraphWatch},
     "pipeline.runtime.device": {
