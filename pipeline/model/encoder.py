@@ -22,6 +22,9 @@ from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfA
 
 from pipeline.config import ModelConfig
 from pipeline.errors import BadConfig
+from pipeline.model import unpadded
+from pipeline.model.dropout import use_bit_dropout
+from pipeline.model.unpadded import PaddedBatch
 
 SELF_ATTENTION = (BertSelfAttention, RobertaSelfAttention, XLMRobertaSelfAttention, MPNetSelfAttention)
 
@@ -125,19 +128,46 @@ class Encoder(nn.Module):
         Returns:
             (B, D) fp32.
         """
-        length = tokens.shape[1]
         additive = ((1 - mask) * MASKED)[:, None, None, :]
-        positions = torch.arange(length, device=tokens.device)[None, :] + self._first_position
-        arguments = {"token_type_ids": torch.zeros_like(tokens)} if self._family.token_types else {}
-        hidden = self.backbone(
-            input_ids=tokens, attention_mask=additive, position_ids=positions.expand_as(tokens), **arguments
-        ).last_hidden_state
+        hidden = self._hidden(tokens, self._positions(tokens), attention_mask=additive)
         # From here on in fp32, whatever the backbone computed in: a mean over 256 tokens loses too much in bf16.
         with torch.autocast(tokens.device.type, enabled=False):
-            pooled = pool(hidden.float(), mask, self.pooling)
-            if self.head is not None:
-                pooled = self.head(pooled)
-            return F.normalize(pooled, dim=-1) if self.normalize else pooled
+            return self._finish(pool(hidden.float(), mask, self.pooling))
+
+    @property
+    def unpads(self) -> bool:
+        """Whether `unpadded` is there; see `prepare_for_training`."""
+        return self.config._attn_implementation in (unpadded.PLAIN, unpadded.FUSED)
+
+    def unpadded(self, *batches: PaddedBatch) -> tuple[Tensor, ...]:
+        """What `forward` makes of each batch, computed together and without their padding.
+
+        Returns:
+            (B, D) fp32 for each.
+        """
+        tokens = torch.cat([batch.tokens.reshape(-1)[batch.places] for batch in batches])
+        positions = torch.cat([self._positions(batch.tokens).reshape(-1)[batch.places] for batch in batches])
+        rows = unpadded.rows_of(batches, MASKED)
+        hidden = self._hidden(tokens[None], positions[None], rows=rows)[0]
+        with torch.autocast(tokens.device.type, enabled=False):
+            pooled = [
+                pool(own.padded(hidden).float(), batch.mask, self.pooling) for own, batch in zip(rows, batches, strict=True)
+            ]
+            return torch.split(self._finish(torch.cat(pooled)), [batch.mask.shape[0] for batch in batches])
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        return (torch.arange(tokens.shape[1], device=tokens.device)[None, :] + self._first_position).expand_as(tokens)
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
+        if self._family.token_types:
+            arguments["token_type_ids"] = torch.zeros_like(tokens)
+        hidden: Tensor = self.backbone(input_ids=tokens, position_ids=positions, **arguments).last_hidden_state
+        return hidden
+
+    def _finish(self, pooled: Tensor) -> Tensor:
+        if self.head is not None:
+            pooled = self.head(pooled)
+        return F.normalize(pooled, dim=-1) if self.normalize else pooled
 
 
 def require_length(encoder: Encoder, length: int, setting: str) -> None:
@@ -163,7 +193,14 @@ def prepare_for_inference(encoder: Encoder, *, fused_attention: bool) -> None:
     encoder.backbone.set_attn_implementation(encoder._family.attention if fused_attention else "eager")
 
 
-def prepare_for_training(encoder: Encoder, *, fused_attention: bool, dropout: float | None = None) -> None:
+def prepare_for_training(
+    encoder: Encoder,
+    *,
+    fused_attention: bool,
+    unpadded_rows: bool = False,
+    bit_dropout: bool = False,
+    dropout: float | None = None,
+) -> None:
     """Choose how attention and dropout are computed in training; the saved configuration keeps its own values.
 
     Attention probabilities are trained without dropout (hidden states keep theirs): fused kernels cannot drop them everywhere,
@@ -171,15 +208,21 @@ def prepare_for_training(encoder: Encoder, *, fused_attention: bool, dropout: fl
 
     Args:
         fused_attention: False on processors, whose fused kernel has a backward pass far slower than plain products (torch 2.9).
+        unpadded_rows: allow `Encoder.unpadded`, where the library lets attention be replaced (`Encoder.unpads` says so).
+        bit_dropout: see pipeline.model.dropout; for processors.
         dropout: of hidden states; None: as configured in the model.
     """
+    if bit_dropout:
+        use_bit_dropout(encoder.backbone)
     for module in encoder.backbone.modules():
         if isinstance(module, nn.Dropout) and dropout is not None:
             module.p = dropout
     for module in encoder.backbone.modules():
         if isinstance(module, SELF_ATTENTION):
             module.dropout.p = 0.0
-    if not fused_attention:
+    if unpadded_rows and encoder._family.attention == "sdpa":
+        encoder.backbone.set_attn_implementation(unpadded.FUSED if fused_attention else unpadded.PLAIN)
+    elif not fused_attention:
         encoder.backbone.set_attn_implementation("eager")
 
 

@@ -18,7 +18,7 @@ from pipeline.runtime.device import Device
 from pipeline.runtime.health.quick import quick_check
 from pipeline.runtime.interruption import noticed
 from pipeline.runtime.monitor import HostMonitor
-from pipeline.training.batches import TrainingBatches
+from pipeline.training.batches import Padding, TrainingBatches
 from pipeline.training.checkpoint import CheckpointWriter, Retention
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
@@ -92,7 +92,7 @@ def run(context: StageContext) -> StageOutput | None:
                     accumulation=config.train.accumulation,
                     query_length=config.train.query_length,
                     buckets=config.train.buckets,
-                    static=device.kind not in EAGER_KINDS,
+                    padding=padding(device, begin.encoder),
                     seed=config.seed,
                     learning_rate=partial(
                         learning_rate, config.train, steps=plan.train.steps, warmup_steps=plan.train.warmup_steps
@@ -115,6 +115,13 @@ def run(context: StageContext) -> StageOutput | None:
         if plan.graphs:
             output.metrics["graphs"] = watch.report(context)
         return output
+
+
+def padding(device: Device, encoder: Encoder) -> Padding:
+    """How much of a batch has to be padding."""
+    if device.kind not in EAGER_KINDS:
+        return Padding.STATIC
+    return Padding.NONE if encoder.unpads else Padding.LONGEST
 
 
 def finish(context: StageContext, device: Device, encoder: Encoder, source: Path, progress: Progress) -> StageOutput:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,19 @@ from pipeline.training.digest import digest_batch
 
 Rows = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
+
+
+class Padding(Enum):
+    """How rows of different lengths become a batch, and what of it is computed."""
+
+    STATIC = auto()
+    """Every batch has the lengths that are set, for devices that compile a graph per shape."""
+
+    LONGEST = auto()
+    """A batch is as long as its longest row."""
+
+    NONE = auto()
+    """As LONGEST on the host; the batch also says where its tokens are, and the encoder computes nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +119,7 @@ class TrainingBatches:
         accumulation: batches per step, all of one bucket.
         query_length: length of queries in tokens, at most.
         buckets: lengths of documents; which rows meet in a batch depends on them.
-        static: every batch has these lengths. False: it is only as long as its longest row, which is all the same to devices
-            that compile nothing.
+        padding: see Padding.
         seed: of the schedule.
         learning_rate: step from 0 -> learning rate; it travels with the batch (as a constant it would make a graph per step).
 
@@ -123,7 +136,7 @@ class TrainingBatches:
         accumulation: int = 1,
         query_length: int,
         buckets: tuple[int, ...],
-        static: bool = True,
+        padding: Padding = Padding.STATIC,
         seed: int,
         learning_rate: Callable[[int], float],
     ) -> None:
@@ -138,7 +151,7 @@ class TrainingBatches:
         self._batch_size = batch_size
         self._accumulation = accumulation
         self._query_length = query_length
-        self._static = static
+        self._padding = padding
         self._learning_rate = learning_rate
         # One scheduled "rank" that takes whole global batches: the order depends on the global batch alone.
         self._schedule = Schedule(self._document_lengths, buckets, batch_size * world.size * accumulation, 1, seed)
@@ -150,7 +163,8 @@ class TrainingBatches:
 
         Yields:
             query_tokens, query_mask (B, query length) and document_tokens, document_mask (B, bucket): int64, shorter unless
-            `static`; roles (B, N): int32, see Role; weights (B,) and learning_rate (1,): fp32.
+            padding is STATIC; with Padding.NONE query_places and document_places (T,): int64, where the flattened masks are 1;
+            roles (B, N): int32, see Role; weights (B,) and learning_rate (1,): fp32.
         """
         for step in self._schedule.batches(0, start, stop):
             self._facts[step.step] = self._count(step)
@@ -162,14 +176,10 @@ class TrainingBatches:
     def _batch(self, rows: Rows, bucket: int, weight: float, learning_rate: float) -> Batch:
         """This rank's share of the `rows` of all ranks."""
         own = slice(self._world.rank * self._batch_size, (self._world.rank + 1) * self._batch_size)
-        query_tokens, query_mask = self._tokens(self._queries, rows[own], self._query_length)
-        document_tokens, document_mask = self._tokens(self._documents, rows[own], bucket)
         valid = rows != MASKED
         return {
-            "query_tokens": query_tokens,
-            "query_mask": query_mask,
-            "document_tokens": document_tokens,
-            "document_mask": document_mask,
+            **self._tokens("query", self._queries, rows[own], self._query_length),
+            **self._tokens("document", self._documents, rows[own], bucket),
             "roles": torch.from_numpy(
                 roles(self._query_hash[rows], self._document_hash[rows], valid, own.start, self._batch_size)
             ),
@@ -187,16 +197,24 @@ class TrainingBatches:
         batch = next(self._schedule.batches(0, step, step + 1))
         return [self._ids[row].as_py() for row in batch.rows.tolist() if row != MASKED]
 
-    def _tokens(self, column: TokenColumn, rows: Rows, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tokens(self, tower: str, column: TokenColumn, rows: Rows, length: int) -> dict[str, torch.Tensor]:
         # Fillers stand at the end of a batch, so the lists that are there keep their places.
         lists = [column[row] for row in rows.tolist() if row != MASKED]
-        return pad(lists, len(rows), length if self._static else max(map(len, lists), default=1))
+        static = self._padding is Padding.STATIC
+        tokens, mask = pad(lists, len(rows), length if static else max(map(len, lists), default=1))
+        made = {f"{tower}_tokens": tokens, f"{tower}_mask": mask}
+        if self._padding is Padding.NONE:
+            made[f"{tower}_places"] = mask.flatten().nonzero().flatten()
+        return made
 
     def _count(self, batch: ScheduledBatch) -> StepFacts:
         rows = batch.rows[batch.rows != MASKED]
         tokens = int(self._query_lengths[rows].sum() + self._document_lengths[rows].sum())
         slots = len(batch.rows) * (self._query_length + batch.bucket)
-        if not self._static:
+        if self._padding is Padding.NONE:
+            # A filler is one token of each tower.
+            slots = tokens + 2 * int((batch.rows == MASKED).sum())
+        if self._padding is Padding.LONGEST:
             # Every rank's batches have lengths of their own.
             shares = batch.rows.reshape(-1, self._batch_size)
             valid = shares != MASKED

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.contract import RunPaths
+from pipeline.contract import EAGER_KINDS, RunPaths
 from pipeline.errors import BadConfig
 from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training, require_length
 from pipeline.model.folder import load_encoder
@@ -68,7 +68,13 @@ def start(context: StageContext, device: Device) -> Start:
     require_length(encoder, max(*config.train.buckets, config.train.query_length), "train.buckets")
     require_length(encoder, max(config.embed.buckets), "embed.buckets")
     # The fused kernel's backward pass is slow on processors (torch 2.9), and graph compilers fuse plain products by themselves.
-    prepare_for_training(encoder, fused_attention=device.kind == "cuda", dropout=config.train.dropout)
+    prepare_for_training(
+        encoder,
+        fused_attention=device.kind == "cuda",
+        unpadded_rows=device.kind in EAGER_KINDS,
+        bit_dropout=device.kind == "cpu",
+        dropout=config.train.dropout,
+    )
     if config.train.activation_checkpointing:
         checkpoint_activations(encoder, device.checkpointed())
     digest = host_digest(encoder)

