@@ -50,4 +50,4 @@ def use_bit_dropout(module: nn.Module) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Dropout:
-                setattr(parent, name, BitDropout(child.p))
+                setattr(parent, name, BitDropout(child.p).train(child.training))

@@ -46,8 +46,9 @@ def test_follows_the_seed_and_rests_in_evaluation() -> None:
     assert torch.equal(BitDropout(1.0).train()(x), torch.zeros_like(x))
 
 
-def test_takes_the_place_of_every_dropout() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.2), nn.Sequential(nn.Dropout(0.4)))
+@pytest.mark.parametrize("training", [True, False])
+def test_takes_the_place_of_every_dropout(training: bool) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.2), nn.Sequential(nn.Dropout(0.4))).train(training)
     use_bit_dropout(module)
     found = [one for one in module.modules() if isinstance(one, nn.Dropout)]
-    assert [(type(one), one.p) for one in found] == [(BitDropout, 0.2), (BitDropout, 0.4)]
+    assert [(type(one), one.p, one.training) for one in found] == [(BitDropout, 0.2, training), (BitDropout, 0.4, training)]

@@ -87,13 +87,14 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
     assert all(0 <= line["data_wait_share"] <= 1 and line["step_seconds"] > 0 for line in lines)
     assert metrics["steps"] == 40
     assert metrics["pairs"] == 2 * 150 + 8 * 2  # 40 steps: two epochs of 19 steps and two steps of the third
-    assert metrics["last_validation"]["ndcg@10"] > metrics["first_validation"]["ndcg@10"] + 0.05
+    assert metrics["last_validation"]["ndcg@10"] > metrics["first_validation"]["ndcg@10"] + 0.08
     assert (metrics["device"], metrics["ranks"], metrics["resumed_from"], metrics["checkpoints"]) == ("cpu", 1, None, 7)
     assert metrics["pairs_per_second"] == pytest.approx(metrics["pairs"] / metrics["seconds"])
     assert 0 < metrics["padding_share"] < 1
     lines = metrics_of(run)
     losses = [line["loss"] for line in lines if "loss" in line]
-    assert losses[-1] < 0.7 * losses[0]
+    # Which rows are in a line's steps moves its loss by a third, so three lines are looked at together.
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
     assert metrics["final_loss"] == losses[-1]
     assert [line["step"] for line in lines if "loss" in line] == list(range(4, 41, 4))
     assert [line["step"] for line in lines if "validation" in line] == [0, 8, 16, 24, 32, 40]
