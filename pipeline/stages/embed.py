@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from pipeline.contract import Artifact, Metric, now
 from pipeline.data.ids import IdDigest
 from pipeline.data.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
 from pipeline.data.rows import read_documents
-from pipeline.data.tokens import TextTokenizer
+from pipeline.data.tokens import TEXTS_AT_ONCE, TextTokenizer, Tokens
 from pipeline.errors import BadData, Transient
 from pipeline.model.compiled import encode_function, known_graphs
 from pipeline.model.folder import WEIGHTS, load_encoder
@@ -40,7 +41,7 @@ log = logging.getLogger("trnpipe")
 
 WINDOW_ROWS = 16_384
 """Rows that are sorted by length together, and make one row group. More would pad less and hold more: with 384 dimensions in fp32
-a window takes 25 MB of embeddings and about as much of tokens."""
+a window takes 25 MB of embeddings, and with 128 tokens a row 8 MB of tokens."""
 
 MOST_WRITES = 4
 """Of one part: another child that writes it too has one copy of it to write, and seldom comes between more than once."""
@@ -218,9 +219,9 @@ def make_part(worker: Worker, index: int) -> MadePart:
     with PartWriter(path, worker.dimension, config.dtype) as writer:
         for window in ahead(windows(worker, context.plan.embed.parts[index])):
             made.bad += window.bad
-            if window.documents:
+            if window.ids:
                 embed_window(worker, window, made, writer)
-            worker.done += len(window.documents) + len(window.bad)
+            worker.done += len(window.ids) + len(window.bad)
             if too_many(context, len(made.bad)):
                 store.write_bytes(quarantine_uri(context, index), quarantine_to_json(made.bad))
                 raise too_many_bad(context, len(made.bad), [f"{one.id}: {one.reason}" for one in made.bad])
@@ -230,17 +231,16 @@ def make_part(worker: Worker, index: int) -> MadePart:
 def embed_window(worker: Worker, window: Window, made: MadePart, writer: PartWriter) -> None:
     """Embed a window's documents; those whose embeddings are not finite are left out."""
     config = worker.context.plan.config.embed
-    token_lists = [document.tokens for document in window.documents]
     found = encode(
-        worker.encode_with, worker.device, token_lists, config.buckets, config.tokens_per_batch, on_progress=worker.beat
+        worker.encode_with, worker.device, window.tokens, config.buckets, config.tokens_per_batch, on_progress=worker.beat
     )
     with np.errstate(over="ignore"):
         embeddings = found.embeddings.numpy().astype(config.dtype, copy=False)
     finite = np.isfinite(embeddings).all(axis=1)
     for row in np.flatnonzero(~finite):
-        document = window.documents[row]
-        made.bad.append(QuarantinedDocument(document.row, document.id, f"its embedding is not finite in {config.dtype}"))
-    ids = [document.id for document, good in zip(window.documents, finite, strict=True) if good]
+        reason = f"its embedding is not finite in {config.dtype}"
+        made.bad.append(QuarantinedDocument(window.rows[row], window.ids[row], reason))
+    ids = [identifier for identifier, good in zip(window.ids, finite, strict=True) if good]
     if ids:
         writer.write(ids, embeddings[finite])
     for identifier in ids:
@@ -325,18 +325,18 @@ def too_many_bad(context: StageContext, bad: int, examples: list[str]) -> BadDat
     )
 
 
-class Document(NamedTuple):
-    """A document on its way: its place among the part's documents, its id and token ids."""
-
-    row: int
-    id: str
-    tokens: list[int]
-
-
 class Window(NamedTuple):
-    """Documents that are embedded together, and those among them that have no tokens."""
+    """Documents that are embedded together, in columns, because two windows are held at a time; their texts are not needed again.
 
-    documents: list[Document]
+    Attributes:
+        rows: places among the part's documents.
+        ids, tokens: of the same documents.
+        bad: the documents among them that have no tokens.
+    """
+
+    rows: array[int]
+    ids: list[str]
+    tokens: list[Tokens]
     bad: list[QuarantinedDocument]
 
 
@@ -350,14 +350,20 @@ def windows(worker: Worker, part: PartPlan) -> Iterator[Window]:
             plan.embed.shards[span.shard], plan.embed.source, plan.config.data.columns, span.start, span.stop
         )
     )
-    while taken := list(islice(rows, WINDOW_ROWS)):
-        window = Window([], [])
-        encoded = worker.tokenizer.encode_each([text for _, (_, text) in taken], max(plan.config.embed.buckets))
-        for (row, (identifier, _)), tokens in zip(taken, encoded, strict=True):
-            if isinstance(tokens, str):
-                window.bad.append(QuarantinedDocument(row, identifier, tokens))
-            else:
-                window.documents.append(Document(row, identifier, tokens))
+    while True:
+        window = Window(array("q"), [], [], [])
+        for start in range(0, WINDOW_ROWS, TEXTS_AT_ONCE):
+            taken = list(islice(rows, min(TEXTS_AT_ONCE, WINDOW_ROWS - start)))
+            encoded = worker.tokenizer.encode_each([text for _, (_, text) in taken], max(plan.config.embed.buckets))
+            for (row, (identifier, _)), tokens in zip(taken, encoded, strict=True):
+                if isinstance(tokens, str):
+                    window.bad.append(QuarantinedDocument(row, identifier, tokens))
+                else:
+                    window.rows.append(row)
+                    window.ids.append(identifier)
+                    window.tokens.append(tokens)
+        if not window.ids and not window.bad:
+            return
         yield window
 
 

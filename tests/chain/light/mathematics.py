@@ -116,7 +116,7 @@ def encode(
 BACKBONE = SimpleNamespace(pad_token_id=0, max_position_embeddings=512, model_type="light", vocab_size=VOCABULARY)
 MODULES: dict[str, dict[str, Any]] = {
     "transformers": {"PreTrainedConfig": object},
-    "pipeline.data.tokens": {"TextTokenizer": TextTokenizer},
+    "pipeline.data.tokens": {"TextTokenizer": TextTokenizer, "TEXTS_AT_ONCE": 1024, "Tokens": list},
     "pipeline.model.compiled": {
         "encode_function": lambda context, device, encoder: encoder,
         "known_graphs": lambda context: None,

@@ -129,3 +129,17 @@ def test_free_batches_hardly_pad(lengths: list[int], tokens_per_batch: int) -> N
         shortest = min(lengths[row] for row in batch.rows)
         small = batch.slots * batch.length <= tokens_per_batch / 8
         assert small or shortest >= batch.length * 15 / 16
+
+
+def test_free_batches_have_few_shapes_however_many_windows_there_are() -> None:
+    rng = np.random.default_rng(0)
+    shapes: list[int] = []
+    seen: set[tuple[int, int]] = set()
+    for _ in range(40):
+        lengths = np.clip(rng.lognormal(3.5, 1.0, 4096).astype(np.int64), 1, 250)
+        seen |= {(batch.slots, batch.length) for batch in plan_batches(lengths, (250,), 16384, static=False)}
+        shapes.append(len(seen))
+    # oneDNN keeps 1024 products, and a layer has about three of different sizes.
+    assert shapes[-1] < 300
+    assert shapes[-1] - shapes[19] < 25
+    assert max(length for _, length in seen) == 250  # not beyond what the model may have positions for
