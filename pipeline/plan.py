@@ -158,7 +158,7 @@ class EmbedPlan(PlanSection):
         bad_rows: refused rows, which have no embedding.
         ids: order-independent digest of those ids (pipeline/data/ids).
         parts: output parts, in order.
-        children: array size; child i takes parts i, i + children, ...
+        children: array size; see `own_parts`.
     """
 
     source: str
@@ -168,6 +168,16 @@ class EmbedPlan(PlanSection):
     ids: str
     parts: tuple[PartPlan, ...]
     children: int
+
+
+def own_parts(parts: int, ranks: int, rank: int) -> range:
+    """The parts of one of embed's ranks: consecutive ones, as many as the other ranks have or one more.
+
+    Args:
+        ranks: of all children together.
+        rank: counted through the children.
+    """
+    return range(rank * parts // ranks, (rank + 1) * parts // ranks)
 
 
 class HoldoutPlan(PlanSection):

@@ -1,6 +1,6 @@
 """Reading rows out of shards: JSON Lines (plain, gzip, zstd) and Parquet as one stream of good rows and refused rows.
 
-The only reader of input data. prepare, and embed through `read_documents`, decide by the same code which rows are good, so that
+The only reader of input data. prepare, and embed through `DocumentReader`, decide by the same code which rows are good, so that
 "good row number n of this shard" means the same row everywhere. A shard is never held in memory as a whole.
 """
 
@@ -12,9 +12,8 @@ import math
 import re
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import pyarrow as pa
@@ -115,26 +114,60 @@ def read_corpus_rows(uri: str, columns: Mapping[str, str]) -> Iterator[CorpusRow
 
 
 def read_documents(shard: Shard, source: str, columns: Mapping[str, str], start: int, stop: int) -> Iterator[tuple[str, str]]:
-    """Ids and texts of the good rows [start, stop) of a shard, as the plan counted them.
+    """As `DocumentReader.read`, for one range."""
+    return DocumentReader(source, columns).read(shard, start, stop)
+
+
+class DocumentReader:
+    """Ids and texts of ranges of shards' good rows. A shard is a stream, so a range that begins where the one before it ended, or
+    further down the same shard, is read on from there: ranges in their order cost one pass over the rows.
 
     Args:
         source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
-
-    Raises:
-        BadData: the shard is not the one that was planned with.
+        columns: as for `read_training_rows`.
     """
-    info = store.stat(shard.uri)
-    if info is not None and info.size != shard.size:
-        raise _changed(shard, f"{info.size} bytes, {shard.size} when the run was planned")
-    found: Iterable[TrainingRow | CorpusRow | BadRow]
-    found = read_corpus_rows(shard.uri, columns) if source == "corpus" else read_training_rows(shard.uri, columns)
-    good = (row for row in found if not isinstance(row, BadRow))
-    count = 0
-    for row in islice(good, start, stop):
-        yield row.id, row.text if isinstance(row, CorpusRow) else row.document
-        count += 1
-    if count != stop - start:
-        raise _changed(shard, f"rows [{start}, {stop}) were planned, {count} of them are there")
+
+    def __init__(self, source: str, columns: Mapping[str, str]) -> None:
+        self._source = source
+        self._columns = columns
+        self._uri = ""
+        self._row = 0
+        self._good: Iterator[TrainingRow | CorpusRow] = iter(())
+
+    def read(self, shard: Shard, start: int, stop: int) -> Iterator[tuple[str, str]]:
+        """Ids and texts of the good rows [start, stop) of a shard, as the plan counted them. One range at a time.
+
+        Raises:
+            BadData: the shard is not the one that was planned with.
+        """
+        info = store.stat(shard.uri)
+        if info is not None and info.size != shard.size:
+            raise _changed(shard, f"{info.size} bytes, {shard.size} when the run was planned")
+        if shard.uri != self._uri or start < self._row:
+            self._open(shard)
+        # Invariant: self._row is the number of the good row that comes next, wherever the caller stops.
+        while self._row < stop:
+            row = next(self._good, None)
+            if row is None:
+                found = max(self._row - start, 0)
+                self.close()
+                raise _changed(shard, f"rows [{start}, {stop}) were planned, {found} of them are there")
+            self._row += 1
+            if self._row > start:
+                yield row.id, row.text if isinstance(row, CorpusRow) else row.document
+        if stop == shard.rows:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the open shard; what is read next begins anew."""
+        self._uri, self._row, self._good = "", 0, iter(())
+
+    def _open(self, shard: Shard) -> None:
+        self.close()
+        found: Iterator[TrainingRow | CorpusRow | BadRow]
+        corpus = self._source == "corpus"
+        found = read_corpus_rows(shard.uri, self._columns) if corpus else read_training_rows(shard.uri, self._columns)
+        self._uri, self._good = shard.uri, (row for row in found if not isinstance(row, BadRow))
 
 
 def normalized_hash(text: str) -> int:

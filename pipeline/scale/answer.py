@@ -500,7 +500,9 @@ def _counts(work: Workload, config: RunConfig, shape: ModelShape, host: Host, ch
         corpus_rows=work.corpus_rows,
         parts=parts,
         children=min(children, parts),
-        rows_read=round(work.corpus_rows * times_read(work.corpus_rows, work.shard_rows, parts)),
+        rows_read=round(
+            work.corpus_rows * times_read(work.corpus_rows, work.shard_rows, parts, min(children, parts) * host.cores)
+        ),
         uri_bytes=URI_BYTES,
         query_tokens=work.query_tokens,
         document_tokens=work.document_tokens,
@@ -520,7 +522,7 @@ def _unit_costs(estimator: Estimator, work: Workload) -> dict[str, dict[str, flo
         price = estimator.prices.get(name)
         if price is not None:
             parts = part_count(work.corpus_rows, estimator.config.embed.rows_per_part, host.cores)
-            per_row = sum(estimator.document_seconds(work, host, parts)) / host.cores / 3600 * price
+            per_row = sum(estimator.document_seconds(work, host, parts, host.cores)) / host.cores / 3600 * price
             costs[f"documents embedded, {name}"] = _by(per_row, work.document_tokens)
     return costs
 

@@ -37,7 +37,7 @@ from pipeline.model.memory import (
     ModelShape,
     estimate,
 )
-from pipeline.plan import EmbedPlan, PartPlan, Shard, Span, World
+from pipeline.plan import EmbedPlan, PartPlan, Shard, Span, World, own_parts
 from pipeline.scale.measured import RANKED_SCORES, TOKENIZED_TOKENS
 from pipeline.scale.published import HOSTS
 
@@ -128,7 +128,7 @@ class Counts:
         largest_shard: rows of the largest training shard.
         corpus_rows: documents embedded.
         parts, children: of embed.
-        rows_read: rows that embed's ranks read in all: each part is read from the beginning of its shard.
+        rows_read: rows that embed's ranks read in all: each reads the shard that its first part begins in from the beginning.
         uri_bytes: of the longest shard's URI.
         query_tokens, document_tokens: means.
         dimension: of an embedding.
@@ -384,8 +384,8 @@ def _embed(counts: Counts, config: RunConfig) -> Iterator[Need]:
         limit=MANY_READS,
         unit="times",
         breaks=False,
-        remedy=f"a part is read from the beginning of its shard: cut the corpus into shards of about embed.rows_per_part "
-        f"({config.embed.rows_per_part:,}) rows, or raise embed.rows_per_part",
+        remedy="every rank reads from the beginning of the shard that its first part begins in: cut the corpus into more shards, "
+        "or lower embed.children",
     )
     # A part is looked for, uploaded, and looked at and hashed after; its record likewise; a shard is opened for each span.
     uploaded = counts.parts * _pieces(part_bytes(counts, config), S3_PUT_BYTES)
@@ -470,9 +470,11 @@ def result_bytes(counts: Counts) -> int:
     return len(json.dumps(asdict(result), indent=1, sort_keys=True)) + RESULT_REST_BYTES
 
 
-def rows_read(spans: Sequence[Span]) -> int:
-    """Rows that are read for these spans: every shard is a stream, so all before a span's end."""
-    return sum(span.stop for span in spans)
+def rows_read(parts: Sequence[PartPlan], ranks: int) -> int:
+    """Rows that are read for these parts by so many ranks: every shard is a stream, so each rank also reads what comes before its
+    first row."""
+    own = [own_parts(len(parts), ranks, rank) for rank in range(ranks)]
+    return sum(part.rows for part in parts) + sum(parts[indices[0]].spans[0].start for indices in own if indices)
 
 
 def over(found: Sequence[Need]) -> list[Need]:

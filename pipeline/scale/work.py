@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pipeline.config import RunConfig
 from pipeline.contract import STAGES, Stage
 from pipeline.model.memory import FP32, ModelShape
+from pipeline.plan import own_parts
 from pipeline.scale.measured import READ_ROWS, TOKENIZED_TOKENS
 from pipeline.scale.published import (
     BERT_LARGE,
@@ -285,18 +286,17 @@ class Estimator:
         host, settings = HOSTS[host_type], self.config.embed
         parts = part_count(work.corpus_rows, settings.rows_per_part, children * host.cores)
         children = min(children, parts)
-        # Child i takes every children-th part, and its ranks share those in the same way.
-        most = math.ceil(math.ceil(parts / children) / host.cores)
+        most = math.ceil(parts / (children * host.cores))
         rows = most * work.corpus_rows / parts
-        computing, waiting = self.document_seconds(work, host, parts)
+        computing, waiting = self.document_seconds(work, host, parts, children * host.cores)
         return self._offer(
             Stage.EMBED, host_type, children, {"computing": rows * computing, "waiting for rows and tokens": rows * waiting}
         )
 
-    def document_seconds(self, work: Workload, host: Host, parts: int) -> tuple[float, float]:
+    def document_seconds(self, work: Workload, host: Host, parts: int, ranks: int) -> tuple[float, float]:
         """What the mean document takes a rank: to compute, and to wait for until it is read and tokenized."""
         computing = self.operations.texts(work.embed_lengths) / (CORE_FLOPS * self.rates.embed[host.family])
-        read = times_read(work.corpus_rows, work.shard_rows, parts) / READ_ROWS
+        read = times_read(work.corpus_rows, work.shard_rows, parts, ranks) / READ_ROWS
         tokenized = work.document_tokens / (TOKENIZED_TOKENS * host.job_vcpus / host.cores)
         return computing, 0.0 if host.family in self.rates.with_input else max(0.0, read + tokenized - computing)
 
@@ -319,10 +319,11 @@ def part_count(rows: int, rows_per_part: int, least: int) -> int:
     return max(-(-rows // rows_per_part), min(least, rows))
 
 
-def times_read(rows: int, shard_rows: int, parts: int) -> float:
-    """How often the ranks together read a corpus of equal shards: a part is read from the beginning of its shard."""
-    shards = max(1, math.ceil(rows / shard_rows))
-    return (max(1.0, parts / shards) + 1) / 2
+def times_read(rows: int, shard_rows: int, parts: int, ranks: int) -> float:
+    """How often the ranks together read a corpus of equal shards: each takes consecutive parts, and reads the shard that they
+    begin in from its beginning."""
+    firsts = (own_parts(parts, ranks, rank) for rank in range(ranks))
+    return 1 + sum(own[0] * rows // parts % shard_rows for own in firsts if own) / rows
 
 
 def cheapest(trains: Iterable[Offer], embeds: Iterable[Offer], deadline_hours: float | None) -> tuple[Offer, Offer] | None:

@@ -1,9 +1,9 @@
 """embed: one child of the array that embeds the whole corpus with the new model, part after part.
 
-Child i takes the plan's parts i, i + children, ...; reads their rows from the corpus shards and writes `embed/part-....parquet`,
-then the part's record. Complete parts are left alone, so a child that is interrupted loses at most the part it was in. A document
-that cannot be embedded is left out and listed beside its part, up to a share of the corpus. The child that finds the parts of all
-children complete speaks for the stage.
+A child takes consecutive parts of the plan, and so does each of its ranks, so that a rank reads its rows of the corpus shards in
+one go. Of each part it writes `embed/part-....parquet`, then the part's record. Complete parts are left alone, so a child that is
+interrupted loses at most the part it was in. A document that cannot be embedded is left out and listed beside its part, up to a
+share of the corpus. The child that finds the parts of all children complete speaks for the stage.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy as np
 from pipeline.contract import Artifact, Metric, now
 from pipeline.data.ids import IdDigest
 from pipeline.data.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
-from pipeline.data.rows import read_documents
+from pipeline.data.rows import DocumentReader
 from pipeline.data.tokens import TEXTS_AT_ONCE, TextTokenizer, Tokens
 from pipeline.errors import BadData, Transient
 from pipeline.model.compiled import encode_function, known_graphs
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode
 from pipeline.model.watch import GraphWatch
-from pipeline.plan import PartPlan
+from pipeline.plan import PartPlan, own_parts
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
 from pipeline.runtime.device import Device, EncodeFunction, open_device
@@ -63,7 +63,7 @@ def run(context: StageContext) -> StageOutput | None:
     plan, world = context.plan.embed, context.world
     child = world.node.array_index
     # Ranks of one child share its parts and need not know of each other.
-    own = range(child, len(plan.parts), plan.children)[world.rank :: world.size]
+    own = own_parts(len(plan.parts), plan.children * world.size, child * world.size + world.rank)
     weights = store.join(context.paths.model, WEIGHTS)
     model = Artifact(weights, store.sha256(weights))
     todo = [index for index in own if complete_part(context, index, model, deep=True) is None]
@@ -75,6 +75,7 @@ def run(context: StageContext) -> StageOutput | None:
             worker.watch.check(0)
         if context.plan.graphs and world.local_rank == 0:
             worker.watch.report(context)
+        worker.reader.close()
         worker.device.close()
     return stage_output(context, model)
 
@@ -130,6 +131,7 @@ class Worker:
     dimension: int
     watch: GraphWatch
     tokenizer: TextTokenizer
+    reader: DocumentReader
     model: Artifact
     total: int
     done: int = 0
@@ -163,6 +165,7 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
             cloudwatch=context.cloudwatch,
         ),
         tokenizer=TextTokenizer(folder),
+        reader=DocumentReader(plan.embed.source, config.data.columns),
         model=model,
         total=sum(plan.embed.parts[index].rows for index in todo),
         begun=time.monotonic(),
@@ -344,11 +347,7 @@ def windows(worker: Worker, part: PartPlan) -> Iterator[Window]:
     """A part's documents in their order, WINDOW_ROWS at a time."""
     plan = worker.context.plan
     rows = enumerate(
-        row
-        for span in part.spans
-        for row in read_documents(
-            plan.embed.shards[span.shard], plan.embed.source, plan.config.data.columns, span.start, span.stop
-        )
+        row for span in part.spans for row in worker.reader.read(plan.embed.shards[span.shard], span.start, span.stop)
     )
     while True:
         window = Window(array("q"), [], [], [])

@@ -675,7 +675,7 @@ class Space:
             corpus_rows=embed.rows,
             parts=len(embed.parts),
             children=embed.children,
-            rows_read=rows_read([span for part in embed.parts for span in part.spans]),
+            rows_read=rows_read(embed.parts, embed.children * (self.config.embed.ranks_per_child or self.world.ranks_per_node)),
             uri_bytes=max(len(uri.encode()) for uri in uris),
             query_tokens=SHORTEST_TEXT,
             document_tokens=float(written.document_lengths.mean()) if written else SHORTEST_TEXT,

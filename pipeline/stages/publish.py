@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pipeline.contract import Artifact, Stage, StageResult, now, registry_uri
 from pipeline.data.ids import IdDigest, repeated
 from pipeline.data.parts import PartRecord, quarantine_from_json, read_ids
-from pipeline.data.rows import read_documents
+from pipeline.data.rows import DocumentReader
 from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext, StageOutput
@@ -257,11 +257,10 @@ def missing_ids(context: StageContext, parts: Sequence[CheckedPart]) -> list[str
     plan = context.plan
     present = np.sort(np.concatenate([hashes for part in parts for hashes in (part.hashes, part.quarantined)]))
     missing: list[str] = []
+    reader = DocumentReader(plan.embed.source, plan.config.data.columns)
     for part in plan.embed.parts:
         for span in part.spans:
-            shard = plan.embed.shards[span.shard]
-            documents = read_documents(shard, plan.embed.source, plan.config.data.columns, span.start, span.stop)
-            for identifier, _ in documents:
+            for identifier, _ in reader.read(plan.embed.shards[span.shard], span.start, span.stop):
                 context.heartbeat.beat(note="looking for missing ids")
                 value = np.uint64(IdDigest().add(identifier))
                 place = np.searchsorted(present, value)

@@ -145,7 +145,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "Room": Room,
         "over": lambda needs: [],
         "require_room": lambda *_: [],
-        "rows_read": lambda spans: 0,
+        "rows_read": lambda parts, ranks: 0,
     },
     "pipeline.scale.work": {"part_count": lambda rows, rows_per_part, least: max(-(-rows // rows_per_part), min(least, rows))},
     "pipeline.model.parent": {"ResolvedParent": ResolvedParent, "resolve_parent": resolve_parent},

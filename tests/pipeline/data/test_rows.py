@@ -18,6 +18,7 @@ from pipeline.data import rows as rows_module
 from pipeline.data.rows import (
     BadRow,
     CorpusRow,
+    DocumentReader,
     TrainingRow,
     check_columns,
     normalized_hash,
@@ -255,6 +256,46 @@ def test_a_shard_that_changed_is_not_embedded(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(BadData, match="changed"):
         list(read_documents(planned, "documents", {}, 0, 1))
+
+
+def test_ranges_in_their_order_are_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"id": str(row), "text": "word"} for row in range(100)]
+    shards = [shard(write_shard(tmp_path / f"{index}.jsonl", records), 100) for index in range(2)]
+    parsed = 0
+
+    def counting(uri: str, columns: Any) -> Any:
+        nonlocal parsed
+        for row in read_corpus_rows(uri, columns):
+            parsed += 1
+            yield row
+
+    monkeypatch.setattr(rows_module, "read_corpus_rows", counting)
+    reader = DocumentReader("corpus", {})
+
+    def read(index: int, start: int, stop: int) -> tuple[list[str], int]:
+        before = parsed
+        return [identifier for identifier, _ in reader.read(shards[index], start, stop)], parsed - before
+
+    wanted = [str(row) for row in range(100)]
+    assert read(0, 20, 30) == (wanted[20:30], 30)
+    assert read(0, 30, 50) == (wanted[30:50], 20)
+    assert read(0, 70, 100) == (wanted[70:], 50)  # what lies between is passed over once
+    assert read(1, 0, 10) == (wanted[:10], 10)
+    assert read(0, 90, 100) == (wanted[90:], 100)
+    assert read(0, 10, 20) == (wanted[10:20], 20)
+    given_up = reader.read(shards[0], 20, 40)
+    assert next(given_up)[0] == "20"
+    given_up.close()
+    assert read(0, 30, 40) == (wanted[30:40], 19)
+
+
+def test_a_shard_that_changes_between_two_ranges_is_found(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "s.jsonl", RECORDS)
+    planned, reader = shard(path, 3), DocumentReader("documents", {})
+    assert len(list(reader.read(planned, 0, 1))) == 1
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(BadData, match="changed"):
+        list(reader.read(planned, 1, 2))
 
 
 def test_normalized_hash() -> None:

@@ -13,11 +13,13 @@ import pytest
 from safetensors.torch import load, save
 
 from pipeline.contract import Stage, StageResult
+from pipeline.data import rows
 from pipeline.data.ids import IdDigest
 from pipeline.data.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_from_json, read_part
 from pipeline.data.tokens import TextTokenizer
 from pipeline.errors import BadData, ExitCode, MissingInput, Transient
 from pipeline.plan import World as PlannedWorld
+from pipeline.plan import own_parts
 from pipeline.runtime import store
 from pipeline.stages import embed, evaluate, publish
 from tests.pipeline.conftest import make_texts
@@ -59,7 +61,7 @@ def test_children_share_the_parts_and_the_last_one_speaks(
     assert len(run.plan.embed.parts) == 4
     assert run_child(run, 0) is None
     present = {info.uri.rsplit("/", 1)[-1] for info in store.list_objects(run.paths.stage(Stage.EMBED))}
-    assert present == {f"part-{index:05d}-of-00004.{kind}" for index in (0, 2) for kind in ("parquet", "json")}
+    assert present == {f"part-{index:05d}-of-00004.{kind}" for index in (0, 1) for kind in ("parquet", "json")}
     output = run_child(run, 1)
     assert output is not None
     metrics = output.metrics
@@ -71,6 +73,33 @@ def test_children_share_the_parts_and_the_last_one_speaks(
     found = embeddings(run, tmp_path / "parts")
     assert list(found) == [identifier for identifier, _ in run.texts]
     assert np.allclose([np.linalg.norm(vector) for vector in found.values()], 1.0, atol=1e-5)
+
+
+def test_a_rank_reads_its_rows_in_one_go(plan_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = plan_run(shard_rows=100, part_rows=5, children=2)
+    parsed = 0
+    read = rows.read_corpus_rows
+
+    def counting(uri: str, columns: Any) -> Any:
+        nonlocal parsed
+        for row in read(uri, columns):
+            parsed += 1
+            yield row
+
+    monkeypatch.setattr(rows, "read_corpus_rows", counting)
+    assert run_child(run, 0) is None
+    assert parsed == 50
+    assert run_child(run, 1).metrics["documents"] == 100
+    assert parsed == 150  # its first half is another child's, and must be parsed to know where it ends
+    assert run_child(run, 1) is not None
+    assert parsed == 150
+
+
+@pytest.mark.parametrize(("parts", "ranks"), [(1, 1), (7, 3), (64, 10), (3, 8), (100, 1)])
+def test_every_part_is_one_ranks_and_ranks_have_as_many(parts: int, ranks: int) -> None:
+    own = [own_parts(parts, ranks, rank) for rank in range(ranks)]
+    assert [part for indices in own for part in indices] == list(range(parts))
+    assert max(map(len, own)) - min(map(len, own)) <= 1
 
 
 def test_records_describe_their_parts(plan_run: Any) -> None:
