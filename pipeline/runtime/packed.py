@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import GELUActivation
 
 
 class PackedLinear(nn.Module):
@@ -15,18 +17,20 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: is not needed any more.
+        gelu: apply GELU (the exact one) to the result while it is in the cache.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, gelu: bool = False) -> None:
         super().__init__()
         weight = linear.weight.detach().to(torch.bfloat16).contiguous()
         # None: for any number of rows. A layout for one number is slower for all others.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._after: tuple[str, list[float], str] = ("gelu", [], "none") if gelu else ("none", [], "")
         self._bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., features in) bf16 to (..., features out) bf16."""
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, *self._after)
         return result
 
 
@@ -36,8 +40,12 @@ def can_pack() -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every linear layer inside a module."""
+    """Replace every linear layer inside a module, and join the activation of BERT-like feed-forward layers to it."""
     for parent in list(module.modules()):
+        activation = getattr(parent, "intermediate_act_fn", None)
+        gelu = isinstance(activation, GELUActivation) and activation.act is F.gelu
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(parent, name, PackedLinear(child))
+                setattr(parent, name, PackedLinear(child, gelu=gelu))
+        if gelu:
+            parent.intermediate_act_fn = nn.Identity()

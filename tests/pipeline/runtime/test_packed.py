@@ -46,6 +46,22 @@ def test_every_linear_layer_inside_is_replaced() -> None:
 
 
 @needs_bf16
+def test_the_activation_of_a_feed_forward_layer_is_joined_to_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = make_model(tmp_path / "model").backbone.encoder.layer[0]
+    x = torch.randn(5, 32)
+    with torch.inference_mode():
+        expected = layer.intermediate(x)
+        pack_linears(layer)
+        assert isinstance(layer.intermediate.intermediate_act_fn, nn.Identity)
+        torch.testing.assert_close(layer.intermediate(x.bfloat16()).float(), expected, rtol=2e-2, atol=2e-2)
+    layer = make_model(tmp_path / "other").backbone.encoder.layer[0]
+    layer.intermediate.intermediate_act_fn = nn.ReLU()
+    pack_linears(layer)
+    assert isinstance(layer.intermediate.intermediate_act_fn, nn.ReLU)
+
+
+@needs_bf16
 @pytest.mark.parametrize("packs", [True, False])
 def test_bf16_inference_embeds_as_fp32_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packs: bool) -> None:
     monkeypatch.setattr(cpu, "can_pack", lambda: packs)
