@@ -130,7 +130,7 @@ def plan_batches(
     """Cut token lists of these lengths into batches, longest first (a batch too large for the memory shows at once).
 
     Args:
-        static: only the buckets' own shapes: rows are padded to the bucket, and its last batch is filled up with padding rows.
+        static: only the buckets' own shapes: rows are padded to a bucket, and only the very last batch has padding rows.
             False: batches hardly longer than their longest row, without padding rows, and of a few hundred shapes in all
             (LENGTHS_PER_OCTAVE); of the buckets, only the largest counts.
 
@@ -152,12 +152,14 @@ def plan_batches(
 def _static_batches(
     lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64], buckets: Sequence[int], tokens_per_batch: int
 ) -> Iterator[EncodeBatch]:
-    bucket_of = np.searchsorted(np.asarray(buckets), lengths[order])
-    for bucket in range(len(buckets) - 1, -1, -1):
-        rows = order[bucket_of == bucket]
-        size = batch_rows(buckets[bucket], tokens_per_batch)
-        for start in range(0, len(rows), size):
-            yield EncodeBatch(rows[start : start + size], size, buckets[bucket])
+    start = 0
+    while start < len(order):
+        length = buckets[int(np.searchsorted(np.asarray(buckets), lengths[order[start]]))]
+        slots = batch_rows(length, tokens_per_batch)
+        # Where a bucket's rows end in the middle of a batch, the longest of the next one's fill it up: all batches take the
+        # device the same time, so a padding row is dearer than a row that is padded more.
+        yield EncodeBatch(order[start : start + slots], slots, length)
+        start += slots
 
 
 def _free_batches(

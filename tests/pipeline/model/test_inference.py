@@ -46,6 +46,8 @@ def test_plan_covers_every_row_once_and_fits(lengths: list[int], tokens_per_batc
         else:
             assert batch.slots == len(batch.rows)
             assert batch.slots * batch.length <= max(tokens_per_batch, batch.length)
+    if static:
+        assert all(len(batch.rows) == batch.slots for batch in plan[:-1])
     shapes = {(batch.slots, batch.length) for batch in plan}
     assert not static or len(shapes) <= len(buckets)
 
