@@ -39,9 +39,10 @@ def two_weeks(tmp_path_factory: pytest.TempPathFactory, tiny_parent: Path) -> It
     """A first run from a parent, and next week's from what it published."""
     folder = tmp_path_factory.mktemp("weeks")
     state = LocalState(folder / "state", tiny_parent, calls=folder / "calls.jsonl")
-    first = state.run(write_pairs(folder / "week-1.jsonl", 600), arguments=("--parent", str(tiny_parent)))
+    # Six epochs: after three, what a random encoder has learned is not yet more than chance.
+    first = state.run(write_pairs(folder / "week-1.jsonl", 600), arguments=("--parent", str(tiny_parent)), train__epochs=6)
     assert first.returncode == 0, first.stdout + first.stderr
-    second = state.run(write_pairs(folder / "week-2.jsonl", 200, seed=1, prefix="new"))
+    second = state.run(write_pairs(folder / "week-2.jsonl", 200, seed=1, prefix="new"), train__epochs=6)
     assert second.returncode == 0, second.stdout + second.stderr
     return state
 

@@ -48,7 +48,7 @@ def account(aws_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "NO_PROXY": "127.0.0.1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert urllib3.request("POST", f"{aws_endpoint}/moto-api/reset").status == 200
+    assert urllib3.request("POST", f"{aws_endpoint}/moto-api/reset", timeout=60).status == 200
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
