@@ -42,7 +42,8 @@ def two_weeks(tmp_path_factory: pytest.TempPathFactory, tiny_parent: Path) -> It
     # Six epochs: after three, what a random encoder has learned is not yet more than chance.
     first = state.run(write_pairs(folder / "week-1.jsonl", 600), arguments=("--parent", str(tiny_parent)), train__epochs=6)
     assert first.returncode == 0, first.stdout + first.stderr
-    second = state.run(write_pairs(folder / "week-2.jsonl", 200, seed=1, prefix="new"), train__epochs=6)
+    # What 200 more rows bring a model of two layers is chance, and not the question here.
+    second = state.run(write_pairs(folder / "week-2.jsonl", 200, seed=1, prefix="new"), gate__max_drop=0.05)
     assert second.returncode == 0, second.stdout + second.stderr
     return state
 
