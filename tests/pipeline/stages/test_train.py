@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.model.dropout import BitDropout
 from pipeline.plan import ResumedRun
 from pipeline.runtime import store
 from pipeline.runtime.context import StageOutput
@@ -103,6 +104,17 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
     assert kept == {"step-00000030", "step-00000036", "step-00000040"}
     assert output.outputs["model"].sha256 == store.sha256(f"{run.paths.model}/model.safetensors")
     assert SentenceTransformer(run.paths.model, device="cpu").encode(["bake limo"]).shape == (1, 32)
+
+
+def test_processors_compute_no_padding_and_drop_by_bits(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[loop.Training] = []
+    monkeypatch.setattr(stage, "train", lambda run, progress: (seen.append(run), loop.train(run, progress)))
+    metrics = train(training_run(steps=4)).metrics
+    (run,) = seen
+    assert run.encoder.unpads
+    assert {type(module) for module in run.encoder.modules() if isinstance(module, torch.nn.Dropout)} == {BitDropout}
+    # Lengths differ by a factor of eight; what is left are the rows that fill an epoch's last batch up.
+    assert metrics["padding_share"] < 0.02
 
 
 @pytest.mark.parametrize("died_at", [3, 13, 15])
