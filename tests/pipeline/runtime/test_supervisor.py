@@ -170,7 +170,8 @@ def test_an_array_child_has_as_many_ranks_as_its_own_host(
 
 def test_ranks_that_stand_still_are_77_with_all_their_stacks_in_the_log(planned: Any, supervise: Any) -> None:
     paths = planned(ranks_per_node=2)
-    node = supervise(Stage.HEALTH_CHECK, paths.root, TRNPIPE_PROGRESS_SECONDS="4")
+    # Long enough for both ranks to have loaded Python on a busy machine.
+    node = supervise(Stage.HEALTH_CHECK, paths.root, TRNPIPE_PROGRESS_SECONDS="10")
     rank = node.rank_process()
     node.wait_until(lambda: note(paths))
     # The other rank gets no further than the rendezvous.
