@@ -77,8 +77,8 @@ def embed(model: Path, cores: int, options: argparse.Namespace, peak: float) -> 
         corpus = texts.write_corpus(FOLDER / f"{name}.jsonl", name, max(1, int(ROWS[name] * options.scale)))
         count = corpus.read_bytes().count(b"\n")
         config = {
-            "device": {"threads_per_rank": 1},
-            "embed": {"children": 1, "ranks_per_child": cores, "rows_per_part": -(-count // cores)},
+            "device": {"threads_per_rank": cores},
+            "embed": {"children": 1, "ranks_per_child": 1, "rows_per_part": count},
             "evaluate": {"candidates": 10},
         }
         paths = ours.plan(FOLDER / "embed", model=model, pairs=pairs, corpus=corpus, config=config)
