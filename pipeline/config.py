@@ -299,8 +299,9 @@ class EmbedConfig(Section):
     )
     dtype: Literal["float32", "float16"] = "float32"
     buckets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
-        (16, 24, 32, 48, 64, 96, 128, 192, 256),
-        description="Static lengths in tokens, ascending. More pad less; each is a graph, on neuron with weights of its own.",
+        (64, 128, 256),
+        description="Lengths of rows in tokens, ascending; texts are cut at the longest. On devices that compile each is a "
+        "graph, on neuron with weights of its own, and texts share rows; other devices make rows as long as their texts.",
     )
     tokens_per_batch: PositiveInt = Field(16_384, description="Tokens of a batch; a bucket's batch size is this / its length.")
 

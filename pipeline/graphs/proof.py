@@ -37,7 +37,6 @@ LEAST_STEPS = 8
 WARMUP_FRACTION = 0.25
 BATCHES_PER_BUCKET = 2
 HOLDOUT_ROWS = 48
-CANDIDATES_PER_BUCKET = 4
 DOCUMENTS = 256
 """Of the corpus, for embed."""
 
@@ -254,7 +253,8 @@ def _copy(
 
 
 def choose_holdout(rows: Path, config: RunConfig) -> tuple[pa.Table, pa.Table]:
-    """Some of the held-out queries, and candidates: their documents, and some of every bucket of embed.
+    """Some of the held-out queries, and candidates: their documents, and of every bucket of embed as many as fill a batch of its
+    rows, if there are so many: only then is a shorter one's opened.
 
     Raises:
         BadData: no query has a relevant document.
@@ -266,7 +266,11 @@ def choose_holdout(rows: Path, config: RunConfig) -> tuple[pa.Table, pa.Table]:
     held = holdout.take(pa.array(relevant))
     lengths = token_lengths(candidates["document_tokens"])
     bucket_of = np.searchsorted(np.asarray(config.embed.buckets), lengths)
-    some = [np.flatnonzero(bucket_of == bucket)[:CANDIDATES_PER_BUCKET] for bucket in np.unique(bucket_of)]
+    some = []
+    for bucket in np.unique(bucket_of):
+        members = np.flatnonzero(bucket_of == bucket)
+        before = np.cumsum(lengths[members]) - lengths[members]
+        some.append(members[before < config.embed.tokens_per_batch])
     own = np.flatnonzero(np.isin(np.asarray(candidates["document_hash"]), np.asarray(held["document_hash"])))
     return held, candidates.take(pa.array(np.unique(np.concatenate([own, *some]))))
 

@@ -25,6 +25,7 @@ from pipeline.config import CompileConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, graphs_uri, now
 from pipeline.errors import BadData, MissingInput
 from pipeline.model.encoder import Encoder, prepare_for_inference
+from pipeline.model.inference import for_encoding
 from pipeline.plan import GraphsPlan, World
 from pipeline.runtime import store
 from pipeline.runtime.context import StageContext
@@ -122,7 +123,7 @@ def plan_graphs(config: RunConfig, world: World, backbone: PreTrainedConfig, buc
         "precision": world.precision,
         "model": {key: value for key in STRUCTURE if (value := getattr(backbone, key, None)) is not None},
         "form": config.model.model_dump(mode="json", include={"pooling", "normalize", "head"}),
-        "encode": [config.train.query_length, list(config.embed.buckets), config.embed.tokens_per_batch],
+        "encode": [list(config.embed.buckets), config.embed.tokens_per_batch],
         "versions": versions(neuron=neuron),
         "sources": sources_digest(),
     }
@@ -206,7 +207,7 @@ def encode_function(context: StageContext, device: Device, encoder: Encoder) -> 
         context.heartbeat.beat(note="fetching traced encoders")
         uri = traces_uri(context.paths.bucket_root, context.plan.graphs.infer)
         traces = store.local_folder(uri, context.scratch / "traces")
-    return device.for_inference(encoder.eval(), traces)
+    return device.for_inference(for_encoding(encoder, device.kind).eval(), traces)
 
 
 def missing_sets(bucket_root: str, plan: GraphsPlan | None) -> list[str]:

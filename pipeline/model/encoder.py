@@ -31,6 +31,10 @@ SELF_ATTENTION = (BertSelfAttention, RobertaSelfAttention, XLMRobertaSelfAttenti
 MASKED = -30_000.0
 """Added to the score of a masked position: its probability is exactly 0, and the number is finite in fp32, bf16 and fp16."""
 
+TOKENS_PER_TEXT = 8
+"""A packed row has room for one text per so many tokens. More room costs little (its pooling is a product with a matrix of a row
+per text), less leaves rows of very short texts half empty: 7 instead of 2 % of them at 16."""
+
 HEAD_SEED = 0x7E57
 """A new head's first layer is the same on every rank and in every stage that makes one."""
 
@@ -133,6 +137,27 @@ class Encoder(nn.Module):
         # From here on in fp32, whatever the backbone computed in: a mean over 256 tokens loses too much in bf16.
         with torch.autocast(tokens.device.type, enabled=False):
             return self._finish(pool(hidden.float(), mask, self.pooling))
+
+    def packed(self, tokens: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
+        """Embed a batch whose rows hold several texts each, one behind the other: what `forward` makes of each alone.
+
+        Rows of one length are full whatever lengths texts have, and nothing in the shapes depends on them. (Known as packing
+        since Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".)
+
+        Args:
+            tokens: (B, L) int64, padded with any valid id.
+            segments: (B, L) int64, 1 for a row's first text, 2 for its second, up to `texts_per_row(L)`; 0 for padding.
+            positions: (B, L) int64, from 0 in each text; any below the text's length for padding.
+
+        Returns:
+            (B * texts_per_row(L), D) fp32, the texts of a row behind each other; rows without a text are 0, or what the head
+            makes of 0.
+        """
+        # Padding sees padding, so no softmax is over nothing.
+        additive = (segments[:, :, None] != segments[:, None, :]).to(torch.float32)[:, None] * MASKED
+        hidden = self._hidden(tokens, positions + self._first_position, attention_mask=additive)
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self._finish(pool_packed(hidden.float(), segments, positions, self.pooling).flatten(0, 1))
 
     @property
     def unpads(self) -> bool:
@@ -241,6 +266,33 @@ def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
         return hidden[:, 0]
     weights = mask.to(hidden.dtype)
     return (hidden * weights[:, :, None]).sum(dim=1) / weights.sum(dim=1, keepdim=True)
+
+
+def pool_packed(hidden: Tensor, segments: Tensor, positions: Tensor, pooling: str) -> Tensor:
+    """(B, L, D) to (B, texts_per_row(L), D): each text's first token, or the mean over its tokens; 0 where there is no text."""
+    # int: where a module is traced, a shape is a tensor.
+    numbers = torch.arange(1, texts_per_row(int(segments.shape[1])) + 1, device=segments.device)
+    members = segments[:, None, :] == numbers[None, :, None]
+    if pooling == "cls":
+        members = members & (positions == 0)[:, None, :]
+    weights = members.to(hidden.dtype)
+    return (weights @ hidden) / weights.sum(dim=2, keepdim=True).clamp(min=1)
+
+
+def texts_per_row(length: int) -> int:
+    """Texts that a packed row of so many tokens has room for."""
+    return max(1, length // TOKENS_PER_TEXT)
+
+
+class PackedEncoder(nn.Module):
+    """An encoder that is called with packed rows, see `Encoder.packed`."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, tokens: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
+        return self.encoder.packed(tokens, segments, positions)
 
 
 def family_of(config: PreTrainedConfig) -> Family:

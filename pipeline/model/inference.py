@@ -1,13 +1,17 @@
 """Encoding many token lists with one encoder: equal ones once, sorted by length, cut into batches, results in input order.
 
+Devices that run operations one by one get batches of similar lengths, in whatever shape they have. Devices that compile get the
+few shapes that the configuration names, and packed rows: several token lists one behind the other, until the row is full.
+
 The same function serves the evaluation inside training, the evaluate stage and the embed stage.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract import EAGER_KINDS
+from pipeline.model.encoder import Encoder, PackedEncoder, texts_per_row
 from pipeline.runtime.device import Batch, Device, EncodeFunction
 
 TokenList = Sequence[int] | npt.NDArray[np.int32]
@@ -49,17 +54,21 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodeBatch:
-    """Which token lists are encoded together and how large the batch is with its padding.
+    """Which token lists are encoded together, how large the batch is with its padding, and where each of them stands in it.
 
     Attributes:
         rows: indices into the token lists.
         slots: rows of the batch, padding rows included.
         length: tokens of a row, padding included.
+        starts: of each token list its first place among the batch's slots * length.
+        outputs: of each token list its row among the embeddings.
     """
 
     rows: npt.NDArray[np.int64]
     slots: int
     length: int
+    starts: npt.NDArray[np.int64]
+    outputs: npt.NDArray[np.int64]
 
 
 def encode(
@@ -74,15 +83,16 @@ def encode(
     """Embeddings of all token lists.
 
     Args:
-        encoder: already on the device; a module is switched to evaluation mode meanwhile.
+        encoder: already on the device, see `for_encoding`; a module is switched to evaluation mode meanwhile.
         token_lists: token ids with special tokens, each at least 1 and at most max(buckets) long.
-        buckets: static lengths in tokens, ascending.
-        tokens_per_batch: a bucket's batch size is this / its length, at least 1.
+        buckets: lengths of rows in tokens, ascending.
+        tokens_per_batch: a batch has this / its length rows, at least 1.
         on_progress: called after every batch with the number of token lists done.
     """
     first, place, copies = _distinct(token_lists)
     lengths = np.fromiter((len(token_lists[index]) for index in first.tolist()), dtype=np.int64, count=len(first))
-    plan = plan_batches(lengths, buckets, tokens_per_batch, static=device.kind not in EAGER_KINDS)
+    static = device.kind not in EAGER_KINDS
+    plan = plan_batches(lengths, buckets, tokens_per_batch, static=static)
     if not plan:
         return Encoded(torch.empty((0, 0)), 0, 0)
     result: Tensor | None = None
@@ -92,8 +102,8 @@ def encode(
     with _evaluation(encoder), without_gradients, device.autocast():
         # One batch stays in flight: the host fetches a batch's embeddings while the device computes the next.
         waiting: tuple[EncodeBatch, Tensor] | None = None
-        for batch, tensors in zip(plan, device.batches(_padded(token_lists, first, plan)), strict=True):
-            embeddings = encoder(tensors["tokens"], tensors["mask"])
+        for batch, tensors in zip(plan, device.batches(_batches(token_lists, first, plan, static=static)), strict=True):
+            embeddings = encoder(*tensors.values())
             device.sync()
             if result is None:
                 result = torch.empty((len(first), embeddings.shape[1]), dtype=torch.float32)
@@ -124,13 +134,18 @@ def _distinct(
     return first, place, np.bincount(place, minlength=len(places))
 
 
+def for_encoding(encoder: Encoder, kind: str) -> nn.Module:
+    """An encoder as `encode` calls it on a kind of device."""
+    return encoder if kind in EAGER_KINDS else PackedEncoder(encoder)
+
+
 def plan_batches(
     lengths: npt.NDArray[np.int64], buckets: Sequence[int], tokens_per_batch: int, *, static: bool
 ) -> list[EncodeBatch]:
     """Cut token lists of these lengths into batches, longest first (a batch too large for the memory shows at once).
 
     Args:
-        static: only the buckets' own shapes: rows are padded to a bucket, and only the very last batch has padding rows.
+        static: only the buckets' own shapes, one for each: several token lists are packed into a row.
             False: batches hardly longer than their longest row, without padding rows, and of a few hundred shapes in all
             (LENGTHS_PER_OCTAVE); of the buckets, only the largest counts.
 
@@ -142,24 +157,85 @@ def plan_batches(
     if lengths.min() < 1 or lengths.max() > buckets[-1]:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit the buckets {list(buckets)}")
     order = np.argsort(-lengths, kind="stable")
-    return list(
-        _static_batches(lengths, order, buckets, tokens_per_batch)
-        if static
-        else _free_batches(lengths, order, buckets[-1], tokens_per_batch)
-    )
+    if static:
+        return pack(lengths, order, buckets, tokens_per_batch)
+    return list(_free_batches(lengths, order, buckets[-1], tokens_per_batch))
 
 
-def _static_batches(
+def pack(
     lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64], buckets: Sequence[int], tokens_per_batch: int
-) -> Iterator[EncodeBatch]:
-    start = 0
-    while start < len(order):
-        length = buckets[int(np.searchsorted(np.asarray(buckets), lengths[order[start]]))]
-        slots = batch_rows(length, tokens_per_batch)
-        # Where a bucket's rows end in the middle of a batch, the longest of the next one's fill it up: all batches take the
-        # device the same time, so a padding row is dearer than a row that is padded more.
-        yield EncodeBatch(order[start : start + slots], slots, length)
-        start += slots
+) -> list[EncodeBatch]:
+    """Pack token lists into rows, each into the fullest row that still has room (best fit), the longest first.
+
+    Where none has room, a whole batch of rows is opened, of the shortest bucket that is long enough. So a bucket's rows are all
+    used before a shorter one's are opened, and only the last batch has many that are not.
+
+    Args:
+        order: the token lists by falling length.
+    """
+    opened: list[_OpenBatch] = []
+    # By the tokens that are left in them: rows, and one bit for each number of tokens of which there are some.
+    rows_with: list[list[_Row]] = [[] for _ in range(buckets[-1] + 1)]
+    there = 0
+    for index in order.tolist():
+        length = int(lengths[index])
+        if roomy := there >> length:
+            left = length + (roomy & -roomy).bit_length() - 1
+            row = rows_with[left].pop()
+            if not rows_with[left]:
+                there ^= 1 << left
+        else:
+            left = buckets[bisect_left(buckets, length)]
+            batch = _OpenBatch(batch_rows(left, tokens_per_batch), left)
+            opened.append(batch)
+            row, *others = (_Row(batch, number) for number in range(batch.slots))
+            if others:
+                rows_with[left] = others[::-1]
+                there |= 1 << left
+        row.take(index, left)
+        left -= length
+        if left and row.texts < texts_per_row(row.batch.length):
+            rows_with[left].append(row)
+            there |= 1 << left
+    return [batch.closed() for batch in opened]
+
+
+@dataclass(slots=True)
+class _OpenBatch:
+    """A batch that is being packed; its lists become EncodeBatch's arrays."""
+
+    slots: int
+    length: int
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+
+    def closed(self) -> EncodeBatch:
+        arrays = (np.array(values, dtype=np.int64) for values in (self.rows, self.starts, self.outputs))
+        rows, starts, outputs = arrays
+        return EncodeBatch(rows, self.slots, self.length, starts, outputs)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that is being packed.
+
+    Attributes:
+        number: among the batch's rows.
+        texts: that are in it.
+    """
+
+    batch: _OpenBatch
+    number: int
+    texts: int = 0
+
+    def take(self, index: int, left: int) -> None:
+        """Put a token list where `left` tokens are left."""
+        batch = self.batch
+        batch.rows.append(index)
+        batch.starts.append((self.number + 1) * batch.length - left)
+        batch.outputs.append(self.number * texts_per_row(batch.length) + self.texts)
+        self.texts += 1
 
 
 def _free_batches(
@@ -173,7 +249,8 @@ def _free_batches(
         least = min(most, max(1, int(LEAST_OF_BATCH * tokens_per_batch) // length))
         near = int(np.searchsorted(falling, -length * (1 - LONGEST_PADDING), side="right"))
         slots = 1 << min(most, max(least, near - start), len(order) - start).bit_length() - 1
-        yield EncodeBatch(order[start : start + slots], slots, length)
+        places = np.arange(slots)
+        yield EncodeBatch(order[start : start + slots], slots, length, places * length, places)
         start += slots
 
 
@@ -188,9 +265,20 @@ def batch_rows(bucket: int, tokens_per_batch: int) -> int:
     return max(1, tokens_per_batch // bucket)
 
 
-def encode_shapes(buckets: Sequence[int], query_length: int, tokens_per_batch: int) -> list[tuple[int, int]]:
-    """Every (rows, tokens) that evaluate and embed encode on devices that compile: documents' buckets, and queries."""
-    return sorted({(batch_rows(bucket, tokens_per_batch), bucket) for bucket in (*buckets, query_length)})
+def encode_shapes(buckets: Sequence[int], tokens_per_batch: int) -> list[tuple[int, int]]:
+    """Every (rows, tokens) that is encoded on devices that compile."""
+    return [(batch_rows(bucket, tokens_per_batch), bucket) for bucket in buckets]
+
+
+def texts_of_every_shape(buckets: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
+    """Made-up token lists, all different, with which `encode` meets every shape: each bucket but the first gets full rows."""
+    counts = {bucket: batch_rows(bucket, tokens_per_batch) for bucket in buckets[1:]} | {buckets[0]: 1}
+    # As digits of small numbers, which are tokens in every vocabulary.
+    return [
+        [1 + (number >> shift & 7) for shift in range(0, 3 * bucket, 3)]
+        for bucket, count in counts.items()
+        for number in range(count)
+    ]
 
 
 def pad(token_lists: Sequence[TokenList], slots: int, length: int) -> tuple[Tensor, Tensor]:
@@ -208,14 +296,35 @@ def pad(token_lists: Sequence[TokenList], slots: int, length: int) -> tuple[Tens
     return torch.from_numpy(tokens), torch.from_numpy(mask)
 
 
-def _padded(token_lists: Sequence[TokenList], first: npt.NDArray[np.int64], plan: Sequence[EncodeBatch]) -> Iterator[Batch]:
+def packed_rows(token_lists: Sequence[TokenList], batch: EncodeBatch) -> Batch:
+    """Token lists, those of the batch in its order, as tokens, segments and positions, see `Encoder.packed`."""
+    filled = np.zeros((3, batch.slots * batch.length), dtype=np.int64)
+    tokens, segments, positions = filled
+    counted = np.arange(batch.length)
+    numbers = batch.outputs % texts_per_row(batch.length) + 1
+    for values, start, number in zip(token_lists, batch.starts.tolist(), numbers.tolist(), strict=True):
+        stop = start + len(values)
+        tokens[start:stop] = values
+        segments[start:stop] = number
+        positions[start:stop] = counted[: len(values)]
+    names = ("tokens", "segments", "positions")
+    return {name: torch.from_numpy(row.reshape(batch.slots, batch.length)) for name, row in zip(names, filled, strict=True)}
+
+
+def _batches(
+    token_lists: Sequence[TokenList], first: npt.NDArray[np.int64], plan: Sequence[EncodeBatch], *, static: bool
+) -> Iterator[Batch]:
     for batch in plan:
-        tokens, mask = pad([token_lists[index] for index in first[batch.rows].tolist()], batch.slots, batch.length)
-        yield {"tokens": tokens, "mask": mask}
+        own = [token_lists[index] for index in first[batch.rows].tolist()]
+        if static:
+            yield packed_rows(own, batch)
+        else:
+            tokens, mask = pad(own, batch.slots, batch.length)
+            yield {"tokens": tokens, "mask": mask}
 
 
 def _store(result: Tensor, batch: EncodeBatch, embeddings: Tensor) -> None:
-    result[torch.from_numpy(batch.rows)] = embeddings.cpu()[: len(batch.rows)].float()
+    result[torch.from_numpy(batch.rows)] = embeddings.cpu()[torch.from_numpy(batch.outputs)].float()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import nn
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig, MissingInput
-from pipeline.model.encoder import Encoder, family_of, new_encoder
+from pipeline.model.encoder import TOKENS_PER_TEXT, Encoder, family_of, new_encoder
 from pipeline.model.folder import HEAD, inspect_folder, transformer_folder
 from pipeline.model.inference import encode_shapes
 from pipeline.model.weights import WEIGHT_SUFFIXES
@@ -562,7 +562,7 @@ class Need:
         # On Neuron every traced form has weights of its own on the core (runtime/neuron.TracedEncoder).
         settings, forms = self.config.embed, 1
         if self.world.kind == "neuron":
-            forms = len(encode_shapes(settings.buckets, self.config.train.query_length, settings.tokens_per_batch))
+            forms = len(encode_shapes(settings.buckets, settings.tokens_per_batch))
         weights = (
             {"weights (fp32), of every shape": forms * self.shape.weights}
             if forms > 1
@@ -571,23 +571,24 @@ class Need:
         return {"in a batch": {**weights, **self.runtime(), **self.paged({**self.inference(), **space})}}
 
     def inference(self) -> Items:
+        # Packed rows have room for so many texts (and say of each token which and where), others for one.
         tokens = self.config.embed.tokens_per_batch
-        rows = max(1, tokens // min(self.config.embed.buckets))
-        ahead = 1 + (self.config.device.loader.device_prefetch if self.lazy else 0)
+        texts = max(1, tokens // (TOKENS_PER_TEXT if self.lazy else min(self.config.embed.buckets)))
+        values, ahead = (3, 1 + self.config.device.loader.device_prefetch) if self.lazy else (2, 1)
         return {
             "weights cast for products": self.casts.weights * self.shape.multiplied,
-            "batches of texts": ahead * 2 * INT64 * tokens,
-            "embeddings": 2 * rows * self.shape.hidden * FP32,
+            "batches of texts": ahead * values * INT64 * tokens,
+            "embeddings": 2 * texts * self.shape.hidden * FP32,
         }
 
     def inference_space(self, *, plain: bool) -> int:
-        """The widest moment of a layer that keeps nothing."""
+        """The widest moment of a layer that keeps nothing, and the mask of packed rows beside it."""
         shape, casts = self.shape, self.casts
         longest = max(self.config.embed.buckets)
         tokens = max(self.config.embed.tokens_per_batch, longest)
         attention = shape.hidden * (3 * FP32 + 4 * casts.compute) + (2 * shape.heads * longest * FP32 if plain else 0)
         inner = shape.hidden * (3 * FP32 + casts.compute) + 2 * shape.intermediate * casts.compute
-        return tokens * max(attention, inner)
+        return tokens * (max(attention, inner) + (longest * FP32 if self.lazy else 0))
 
     def embed_host(self) -> Items:
         """Of a node's ranks, devices aside."""

@@ -25,8 +25,8 @@ from pipeline.runtime.world import World
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Batch = Mapping[str, Tensor]
-EncodeFunction = Callable[[Tensor, Tensor], Tensor]
-"""(tokens (B, L) int64, mask (B, L) int64) -> embeddings (B, D): an Encoder, or a compiled form of one."""
+EncodeFunction = Callable[..., Tensor]
+"""An encoder, or a compiled form of one: `Encoder.forward` on eager kinds, `Encoder.packed` on those that compile."""
 
 KINDS = (*EAGER_KINDS, "xla", "neuron")
 """Kinds that have a module here."""
@@ -87,6 +87,7 @@ class Device(Protocol):
         """An encoder as it is called for evaluation and embedding.
 
         Args:
+            encoder: as `pipeline.model.inference.for_encoding` gives it for the kind.
             traces: folder with its traced forms, on kinds that need them (neuron).
         """
 

@@ -80,7 +80,7 @@ class TracedEncoder:
     def __init__(self, folder: Path, weights: dict[str, Tensor]) -> None:
         import torch_neuronx
 
-        self._forms: dict[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]] = {}
+        self._forms: dict[tuple[int, ...], Callable[..., Tensor]] = {}
         for path in sorted(folder.glob("encode-*.pt")):
             rows, length = path.stem.removeprefix("encode-").split("x")
             form = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ class TracedEncoder:
                 "there are no traced encoders", value=folder, remedy="delete the compiled set: compile makes it again"
             )
 
-    def __call__(self, tokens: Tensor, mask: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, *others: Tensor) -> Tensor:
         form = self._forms.get(tuple(tokens.shape))
         if form is None:
             raise Defect(
@@ -102,7 +102,7 @@ class TracedEncoder:
                 rule="one of " + ", ".join(f"{rows} x {length}" for rows, length in sorted(self._forms)),
                 remedy="report it: shapes follow from the plan alone",
             )
-        return form(tokens, mask)
+        return form(tokens, *others)
 
 
 def all_weights(encoder: nn.Module) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ def trace_encoder(
     """Trace an encoder once for every shape, with weights outside the graph; one file per shape.
 
     Args:
-        encoder: on the host, in evaluation mode.
+        encoder: on the host, in evaluation mode; takes tokens, segments and positions (pipeline.model.encoder.PackedEncoder).
         shapes: (rows, tokens) of batches.
         flags: neuronx-cc's.
         precision: `bf16` casts with torch's autocast while tracing; otherwise nothing is cast here.
@@ -129,7 +129,8 @@ def trace_encoder(
         torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False) if precision == "bf16" else nullcontext()
     )
     for rows, length in shapes:
-        example = (torch.zeros((rows, length), dtype=torch.int64), torch.ones((rows, length), dtype=torch.int64))
+        zeros = torch.zeros((rows, length), dtype=torch.int64)
+        example = (zeros, torch.ones_like(zeros), zeros.clone())
         with torch.no_grad(), cast:
             # On the host's processor: compiling needs no core, and the target may be another machine's.
             form = torch_neuronx.trace(

@@ -24,7 +24,7 @@ from pipeline.plan import RunPlan, World
 from pipeline.prices import CURRENCY, INSTANCE_HOUR, REGIONS
 from pipeline.runtime import store
 from pipeline.scale.limits import Counts, Need, Room, needs, over, refuse
-from pipeline.scale.measured import READ_ROWS, SOURCE, TOKENIZED_TOKENS
+from pipeline.scale.measured import PADDING, READ_ROWS, SOURCE, TOKENIZED_TOKENS
 from pipeline.scale.published import CORE_FLOPS, FP32_SHARE, HOSTS, INFERENCE, SIXTEEN_NODES, TRAIN_HOST, Host
 from pipeline.scale.work import (
     CHILD_COUNTS,
@@ -36,6 +36,7 @@ from pipeline.scale.work import (
     Workload,
     bucket_of,
     cheapest,
+    packed,
     part_count,
     passes,
     published_efficiency,
@@ -349,9 +350,8 @@ def _workload(question: Question, config: RunConfig, measured: Measured | None, 
     shard_rows = question.shard_rows or (_shard_rows(plan) if plan else 0) or SHARD_ROWS
     if question.shard_rows is None:
         said.append(f"an input file has {shard_rows:,} rows" + (", as in the run" if shard_rows != SHARD_ROWS else ""))
-    train_bucket, embed_bucket = (bucket_of(document, section.buckets) for section in (config.train, config.embed))
+    train_bucket = bucket_of(document, config.train.buckets)
     train_lengths: dict[int, float] = {train_bucket: 1.0}
-    embed_lengths: dict[int, float] = {embed_bucket: 1.0}
     # A run's spread over the lengths holds for documents like its own, not for others that somebody names.
     if plan and question.document_tokens is None and plan.train.bucket_rows and config.train.buckets == plan.config.train.buckets:
         total = sum(plan.train.bucket_rows.values())
@@ -359,9 +359,10 @@ def _workload(question: Question, config: RunConfig, measured: Measured | None, 
     else:
         said.append(f"train computes every document at {train_bucket} tokens, the length of train.buckets that holds the mean")
     if seen and question.document_tokens is None and plan and config.embed.buckets == plan.config.embed.buckets:
-        embed_lengths = {round(seen / (1 - embed.get("padding", 0.0))): 1.0}
+        embed_lengths = packed(seen, config.embed.buckets, embed.get("padding", 0.0))
     else:
-        said.append(f"embed computes every document at {embed_bucket} tokens, the length of embed.buckets that holds the mean")
+        embed_lengths = packed(document, config.embed.buckets, PADDING)
+        said.append(f"embed packs documents into rows of {next(iter(embed_lengths))} tokens, of which {PADDING:.0%} are padding")
     return Workload(
         train_rows=train_rows,
         corpus_rows=corpus_rows,
@@ -419,11 +420,11 @@ def _measured_rates(rates: Rates, shape: ModelShape, measured: Measured) -> Rate
     found = measured.embed
     if found.get("documents_per_second") and found.get("tokens"):
         family = plan.config.compile.infer_target
-        length = found["tokens"] / found["documents"] / (1 - found.get("padding", 0.0))
+        rows = packed(found["tokens"] / found["documents"], plan.config.embed.buckets, found.get("padding", 0.0))
         ranks = plan.embed.children * (plan.config.embed.ranks_per_child or plan.world.ranks_per_node)
         if family in embed:
             rate = found["documents_per_second"]
-            embed[family] = rate * operations.text(round(length)) / (ranks * CORE_FLOPS)
+            embed[family] = rate * operations.texts(rows) / (ranks * CORE_FLOPS)
             embed_source[family] = f"measured: run {plan.run}, {rate:,.0f} documents/s on {ranks} cores"
             with_input.add(family)
     checkpoints = measured.train.get("checkpoints")

@@ -47,7 +47,7 @@ NODE_COUNTS = (1, 2, 4, 8, 16)
 CHILD_COUNTS = (1, 4, 16, 64)
 
 Lengths = Mapping[int, float]
-"""Static length in tokens -> share of the rows that are computed at it."""
+"""Static length in tokens -> rows of it that are computed for the mean text; where texts are packed, less than one."""
 
 
 # ---- operations ------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Operations:
 
     def texts(self, lengths: Lengths) -> float:
         """Of the mean text."""
-        return sum(share * self.text(length) for length, share in lengths.items())
+        return sum(rows * self.text(length) for length, rows in lengths.items())
 
     def pair(self, query_length: int, documents: Lengths, global_batch: int) -> float:
         """Of the mean training pair: both texts, and the query's scores with the documents of the global batch."""
@@ -104,8 +104,18 @@ def passes(*, checkpointing: bool) -> int:
 
 
 def bucket_of(tokens: float, buckets: Sequence[int]) -> int:
-    """The static length at which a text is computed; longer ones are cut."""
+    """The static length of the rows in which a text is computed; longer ones are cut."""
     return next((bucket for bucket in buckets if tokens <= bucket), buckets[-1])
+
+
+def packed(tokens: float, buckets: Sequence[int], padding: float) -> dict[int, float]:
+    """Rows that the mean text takes where texts are packed: of the shortest length that holds it.
+
+    Args:
+        padding: share of the rows.
+    """
+    length = bucket_of(tokens, buckets)
+    return {length: min(tokens, length) / (1 - padding) / length}
 
 
 # ---- what a host makes of its peak -----------------------------------------------------------------------------------
@@ -211,7 +221,7 @@ class Workload:
         corpus_rows: documents embedded.
         query_tokens, document_tokens: means, special tokens included, without padding.
         shard_rows: rows of an input file.
-        train_lengths, embed_lengths: static lengths of the documents.
+        train_lengths, embed_lengths: of the rows that documents are computed in.
     """
 
     train_rows: int

@@ -21,7 +21,7 @@ from pipeline.errors import BadConfig, Defect, TrnpipeError
 from pipeline.model.compiled import GraphSet, missing_sets, read_set, set_uri, traces_uri, write_set
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import load_encoder
-from pipeline.model.inference import encode_shapes
+from pipeline.model.inference import encode_shapes, for_encoding
 from pipeline.runtime import failure, gang, neuron_compile, neuron_launch, store
 from pipeline.runtime.context import NODE_FOLDER, StageContext, StageOutput
 from pipeline.runtime.device import Device
@@ -276,12 +276,13 @@ def trace_encoders(context: StageContext) -> dict[str, GraphDescription | None]:
     encoder = load_encoder(store.local_folder(plan.parent.folder, context.scratch / "parent"), config.model)
     prepare_for_inference(encoder, fused_attention=False)
     folder = context.scratch / "traces"
-    shapes = encode_shapes(config.embed.buckets, config.train.query_length, config.embed.tokens_per_batch)
+    shapes = encode_shapes(config.embed.buckets, config.embed.tokens_per_batch)
+    packed = for_encoding(encoder, plan.world.kind).eval()
     names: dict[str, GraphDescription | None] = {}
     for shape in shapes:
         context.heartbeat.beat(note=f"tracing the encoder for {shape[0]} x {shape[1]} tokens", patience=COMPILE_PATIENCE)
         flags = plan.graphs.infer_compiler_flags.split()
-        (path,) = neuron.trace_encoder(encoder, [shape], folder, flags=flags, precision=plan.world.precision)
+        (path,) = neuron.trace_encoder(packed, [shape], folder, flags=flags, precision=plan.world.precision)
         names[path.name] = None
     store.upload_folder(folder, traces_uri(context.paths.bucket_root, plan.graphs.infer))
     return names

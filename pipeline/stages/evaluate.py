@@ -178,15 +178,16 @@ def measure(context: StageContext, device: Device, holdout: Holdout, name: str, 
     total = len(holdout.queries) + len(holdout.candidates)
     begun = time.monotonic()
 
-    def vectors(token_lists: Sequence[Sequence[int]], buckets: Sequence[int], before: int) -> Tensor:
+    def vectors(token_lists: Sequence[Sequence[int]], before: int) -> Tensor:
         def beat(done: int) -> None:
             rate = (before + done) / max(time.monotonic() - begun, 1e-9)
             context.heartbeat.beat(before + done, total, unit="texts", rate=rate, note=f"encoding with the {name} model")
 
-        return encode(encode_with, device, token_lists, buckets, config.embed.tokens_per_batch, on_progress=beat).embeddings
+        shapes = config.embed.buckets, config.embed.tokens_per_batch
+        return encode(encode_with, device, token_lists, *shapes, on_progress=beat).embeddings
 
-    candidates = vectors(holdout.candidates, config.embed.buckets, 0)
-    queries = vectors(holdout.queries, (config.train.query_length,), len(holdout.candidates))
+    candidates = vectors(holdout.candidates, 0)
+    queries = vectors(holdout.queries, len(holdout.candidates))
     context.heartbeat.beat(note=f"ranking with the {name} model")
     if device.kind in EAGER_KINDS:
         candidates, queries = candidates.to(device.torch_device), queries.to(device.torch_device)

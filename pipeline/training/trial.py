@@ -18,7 +18,7 @@ from pipeline.config import RunConfig
 from pipeline.contract import RunPaths
 from pipeline.model.contrastive import Role
 from pipeline.model.encoder import Encoder
-from pipeline.model.inference import encode
+from pipeline.model.inference import encode, for_encoding, texts_of_every_shape
 from pipeline.model.watch import GraphWatch
 from pipeline.runtime.context import StageContext
 from pipeline.runtime.device import Batch, Device
@@ -152,18 +152,19 @@ def trial_config(config: RunConfig, steps: int) -> RunConfig:
 
 
 def trial_validation(config: RunConfig, world: World) -> ValidationSet:
-    """A text of every bucket for every rank, as query and as candidate."""
-    texts = [[1] * bucket for bucket in config.embed.buckets for _ in range(world.size)]
+    """Candidates of every shape for every rank, and a query for each."""
+    texts = texts_of_every_shape(config.embed.buckets, config.embed.tokens_per_batch)
+    queries = texts[-1:] * world.size
     return ValidationSet(
-        keys=tuple((number, None) for number in range(len(texts))),
-        queries=texts,
-        candidates=texts,
-        relevant=[{number: 1.0} for number in range(len(texts))],
+        keys=tuple((number, None) for number in range(len(queries))),
+        queries=queries,
+        # Ranks take every world-size-th.
+        candidates=[text for text in texts for _ in range(world.size)],
+        relevant=[{number: 1.0} for number in range(len(queries))],
     )
 
 
 def encode_all_shapes(encoder: Encoder, device: Device, config: RunConfig) -> None:
-    """Encode one text of every shape that evaluate and embed use."""
-    for buckets in (config.embed.buckets, (config.train.query_length,)):
-        for bucket in buckets:
-            encode(encoder, device, [[1] * bucket], buckets, config.embed.tokens_per_batch)
+    """Encode in every shape that evaluate and embed use."""
+    shapes = config.embed.buckets, config.embed.tokens_per_batch
+    encode(for_encoding(encoder, device.kind), device, texts_of_every_shape(*shapes), *shapes)

@@ -20,7 +20,7 @@ from pipeline.data.arrow import read_table
 from pipeline.data.query_values import QueryKey, QueryValues
 from pipeline.errors import BadData
 from pipeline.model.encoder import Encoder
-from pipeline.model.inference import encode
+from pipeline.model.inference import encode, for_encoding
 from pipeline.model.retrieval import retrieve
 from pipeline.runtime.device import Device
 
@@ -113,7 +113,8 @@ def _encode_shared(
     """Embeddings of all token lists, on every rank's host; each rank computes every world-size-th."""
     rank, size = device.world.rank, device.world.size
     mine = token_lists[rank::size]
-    embeddings = encode(encoder, device, mine, config.buckets, config.tokens_per_batch, on_progress=on_progress).embeddings
+    encode_with = for_encoding(encoder, device.kind)
+    embeddings = encode(encode_with, device, mine, config.buckets, config.tokens_per_batch, on_progress=on_progress).embeddings
     if size == 1:
         return embeddings
     share = -(-len(token_lists) // size)

@@ -46,6 +46,7 @@ from pipeline.scale.work import (
     Workload,
     bucket_of,
     cheapest,
+    packed,
     published_inference_share,
     reduce_seconds,
     ring,
@@ -255,6 +256,8 @@ def test_the_cheapest_that_keeps_the_deadline(deadline: float | None, expected: 
 
 def test_a_text_is_computed_at_the_next_length() -> None:
     assert [bucket_of(tokens, (32, 64)) for tokens in (1, 32, 32.5, 100)] == [32, 32, 64, 64]
+    assert packed(20, (32, 64), 0.2) == {32: pytest.approx(25 / 32)}
+    assert packed(100, (32, 64), 0.0) == {64: 1.0}
 
 
 @pytest.mark.parametrize(("text", "hours"), [("90m", 1.5), ("12h", 12), ("1.5d", 36)])
@@ -587,4 +590,5 @@ def test_a_run_on_another_kind_says_nothing_of_neuron(tmp_path: Path) -> None:
     # Its rows and lengths count all the same.
     assert (scale.work.train_rows, scale.work.corpus_rows) == (1500, 9000)
     assert scale.work.document_tokens == 20
-    assert scale.work.embed_lengths == {25: 1.0}
+    # 20 tokens a document and a fifth of padding, in rows of the shortest length that holds one.
+    assert scale.work.embed_lengths == {32: pytest.approx(25 / 32)}

@@ -15,7 +15,14 @@ from transformers import BertConfig, DistilBertConfig, MPNetConfig, PreTrainedCo
 
 from pipeline.config import HeadConfig, ModelConfig
 from pipeline.errors import BadConfig
-from pipeline.model.encoder import checkpoint_activations, new_encoder, prepare_for_training
+from pipeline.model.encoder import (
+    PackedEncoder,
+    checkpoint_activations,
+    new_encoder,
+    prepare_for_inference,
+    prepare_for_training,
+    texts_per_row,
+)
 from pipeline.model.unpadded import PaddedBatch
 
 SIZES = {
@@ -67,6 +74,32 @@ def test_what_stands_in_the_padding_does_not_matter(backbone: PreTrainedConfig) 
         embeddings = encoder(tokens, mask)
         assert torch.equal(encoder(tokens + 7 * (1 - mask), mask), embeddings)
         torch.testing.assert_close(encoder(tokens[1:2, :9], mask[1:2, :9]), embeddings[1:2], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("head", [None, HeadConfig(hidden=8)])
+def test_texts_that_share_a_row_do_not_see_each_other(backbone: PreTrainedConfig, pooling: str, head: HeadConfig | None) -> None:
+    encoder = new_encoder(backbone, ModelConfig(pooling=pooling, head=head)).eval()
+    if encoder.head is not None:
+        torch.nn.init.normal_(encoder.head.outer.weight)
+    prepare_for_inference(encoder, fused_attention=False)
+    tokens, mask = some_batch(0)
+    with torch.no_grad():
+        expected = encoder(tokens, mask)
+        # 16 tokens, then 9 and 3 in one row of 24 places, and a row without any.
+        packed = torch.full((3, 24), 7)
+        segments, positions = torch.zeros_like(packed), torch.zeros_like(packed)
+        for text, (row, start, number) in enumerate([(0, 0, 1), (1, 0, 1), (1, 9, 2)]):
+            length = int(mask[text].sum())
+            place = row, slice(start, start + length)
+            packed[place], segments[place], positions[place] = tokens[text, :length], number, torch.arange(length)
+        found = PackedEncoder(encoder)(packed, segments, positions)
+        assert found.shape == (3 * texts_per_row(24), 32)
+        torch.testing.assert_close(found[[0, 3, 4]], expected, rtol=0, atol=1e-6)
+        assert found.isfinite().all()
+        # What stands in the padding, and in the other text, does not matter to a text.
+        others = torch.where(segments == 2, packed, 11)
+        torch.testing.assert_close(encoder.packed(others, segments, positions)[4], expected[2], rtol=0, atol=1e-6)
 
 
 def test_bf16_autocast_gives_fp32_unit_vectors_near_fp32(backbone: PreTrainedConfig) -> None:

@@ -12,9 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.model.inference import encode, pad, plan_batches
+from pipeline.config import EmbedConfig
+from pipeline.model.encoder import texts_per_row
+from pipeline.model.inference import (
+    encode,
+    encode_shapes,
+    for_encoding,
+    packed_rows,
+    pad,
+    plan_batches,
+    texts_of_every_shape,
+)
 from pipeline.runtime.device import Device, open_device
 from pipeline.runtime.world import World
+from pipeline.stages.embed import WINDOW_ROWS
 from tests.tiny import make_model
 
 
@@ -29,7 +40,7 @@ def token_lists(lengths: Sequence[int]) -> list[list[int]]:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=80),
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=200),
     tokens_per_batch=st.integers(1, 600),
     static=st.booleans(),
 )
@@ -38,18 +49,56 @@ def test_plan_covers_every_row_once_and_fits(lengths: list[int], tokens_per_batc
     plan = plan_batches(np.array(lengths), buckets, tokens_per_batch, static=static)
     assert sorted(row for batch in plan for row in batch.rows.tolist()) == list(range(len(lengths)))
     for batch in plan:
-        assert len(batch.rows) <= batch.slots
-        assert max(lengths[row] for row in batch.rows) <= batch.length
+        places = np.zeros(batch.slots * batch.length, dtype=np.int64)
+        for row, start in zip(batch.rows.tolist(), batch.starts.tolist(), strict=True):
+            places[start : start + lengths[row]] += 1
+            assert start // batch.length == (start + lengths[row] - 1) // batch.length
+        assert places.sum() == sum(lengths[row] for row in batch.rows)
+        assert places.max() == 1
+        texts = texts_per_row(batch.length) if static else 1
+        assert len(set(batch.outputs.tolist())) == len(batch.rows)
+        assert (batch.outputs // texts == batch.starts // batch.length).all()
         if static:
-            assert batch.length in buckets
-            assert batch.slots == max(1, tokens_per_batch // batch.length)
+            assert (batch.slots, batch.length) in encode_shapes(buckets, tokens_per_batch)
         else:
             assert batch.slots == len(batch.rows)
             assert batch.slots * batch.length <= max(tokens_per_batch, batch.length)
-    if static:
-        assert all(len(batch.rows) == batch.slots for batch in plan[:-1])
-    shapes = {(batch.slots, batch.length) for batch in plan}
-    assert not static or len(shapes) <= len(buckets)
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=200), st.integers(64, 600))
+def test_a_batch_is_opened_only_where_no_row_has_room(lengths: list[int], tokens_per_batch: int) -> None:
+    buckets = (16, 64)
+    plan = plan_batches(np.array(lengths), buckets, tokens_per_batch, static=True)
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    for number, batch in enumerate(plan):
+        longest = lengths[batch.rows[0]]
+        before = set(order[: order.index(batch.rows[0])])
+        for earlier in plan[:number]:
+            for slot in range(earlier.slots):
+                chosen = (earlier.starts // earlier.length == slot) & np.isin(earlier.rows, list(before))
+                there = [lengths[row] for row in earlier.rows[chosen]]
+                assert earlier.length - sum(there) < longest or len(there) == texts_per_row(earlier.length)
+
+
+@pytest.mark.parametrize(("median", "spread"), [(18, 0.5), (40, 1.2), (200, 0.8)])
+def test_packed_rows_hardly_pad(median: float, spread: float) -> None:
+    """Short texts, mixed ones, and such that are mostly cut."""
+    embed = EmbedConfig()
+    drawn = np.random.default_rng(0).lognormal(np.log(median), spread, WINDOW_ROWS)
+    lengths = np.clip(drawn.astype(np.int64), 3, max(embed.buckets))
+    plan = plan_batches(lengths, embed.buckets, embed.tokens_per_batch, static=True)
+    # One batch may be nearly empty.
+    assert sum(batch.slots * batch.length for batch in plan) < 1.02 * lengths.sum() + embed.tokens_per_batch
+
+
+@given(st.lists(st.integers(2, 6), min_size=1, max_size=4, unique=True), st.integers(1, 2000))
+def test_made_up_texts_of_every_shape(exponents: list[int], tokens_per_batch: int) -> None:
+    buckets = tuple(2**exponent for exponent in sorted(exponents))
+    texts = texts_of_every_shape(buckets, tokens_per_batch)
+    assert len({tuple(text) for text in texts}) == len(texts)
+    assert {token for text in texts for token in text} <= set(range(1, 9))
+    plan = plan_batches(np.array([len(text) for text in texts]), buckets, tokens_per_batch, static=True)
+    assert {(batch.slots, batch.length) for batch in plan} == set(encode_shapes(buckets, tokens_per_batch))
 
 
 def test_lengths_outside_the_buckets_are_refused() -> None:
@@ -62,6 +111,18 @@ def test_pad() -> None:
     tokens, mask = pad([[5, 6], [7]], 3, 4)
     assert tokens.tolist() == [[5, 6, 0, 0], [7, 0, 0, 0], [0, 0, 0, 0]]
     assert mask.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def test_packed_rows() -> None:
+    lengths = np.array([2, 9, 5, 1])
+    (batch,) = plan_batches(lengths, (16,), 32, static=True)
+    lists = [[10, 11], [20] * 9, [30] * 5, [40]]
+    found = packed_rows([lists[row] for row in batch.rows], batch)
+    assert list(found) == ["tokens", "segments", "positions"]
+    # The longest first, each where least room is left; a row of 16 has room for two texts.
+    assert found["tokens"].tolist() == [[20] * 9 + [30] * 5 + [0, 0], [10, 11, 40] + [0] * 13]
+    assert found["segments"].tolist() == [[1] * 9 + [2] * 5 + [0, 0], [1, 1, 2] + [0] * 13]
+    assert found["positions"].tolist() == [[*range(9), *range(5), 0, 0], [0, 1, 0] + [0] * 13]
 
 
 def test_embeddings_come_in_the_order_of_the_input(tmp_path: Path, device: Device) -> None:
@@ -84,14 +145,18 @@ def test_static_shapes_on_compiling_devices(tmp_path: Path, device: Device, monk
     eager = encode(encoder, device, texts, (8, 16, 32), 48).embeddings
     shapes: set[tuple[int, ...]] = set()
 
-    def compiled(tokens: Tensor, mask: Tensor) -> Tensor:
+    def compiled(tokens: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
         shapes.add(tuple(tokens.shape))
-        return encoder(tokens, mask)
+        return encoder.packed(tokens, segments, positions)
 
     monkeypatch.setattr(device, "kind", "neuron")
-    static = encode(compiled, device, texts, (8, 16, 32), 48).embeddings
-    assert shapes == {(6, 8), (3, 16), (1, 32)}
-    torch.testing.assert_close(static, eager, rtol=0, atol=1e-5)
+    found = encode(compiled, device, texts, (8, 16, 32), 48)
+    assert shapes <= {(6, 8), (3, 16), (1, 32)}
+    torch.testing.assert_close(found.embeddings, eager, rtol=0, atol=1e-5)
+    again = encode(for_encoding(encoder, device.kind), device, texts, (8, 16, 32), 48)
+    assert torch.equal(again.embeddings, found.embeddings)
+    assert found.tokens == sum(map(len, texts))
+    assert found.slots - found.tokens < 48
 
 
 def test_training_mode_is_left_and_restored(tmp_path: Path, device: Device) -> None:

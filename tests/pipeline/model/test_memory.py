@@ -289,7 +289,7 @@ def test_every_shape_of_a_traced_encoder_has_weights_of_its_own() -> None:
     config, world, limits = on_trainium(batch_size=1, buckets=[32])
     shape = large()
     weights = budget(memory.estimate(shape, config, world, limits), "embed", "device").items["weights (fp32), of every shape"]
-    assert weights == (4 + 1) * shape.weights  # documents' lengths, and the queries'
+    assert weights == 4 * shape.weights
     lengths = (16, 24, 32, 40, 48, 64, 80, 96, 128, 256)
     many = config.model_copy(update={"embed": config.embed.model_copy(update={"buckets": lengths})})
     with pytest.raises(BadConfig) as caught:

@@ -17,7 +17,7 @@ __all__ = ["move_trace_to_device", "replace_weights", "trace"]
 
 
 class _Executable(nn.Module):
-    """A traced module of two inputs, with what it was compiled with: readable in a saved file, too."""
+    """A traced module of three inputs of one shape, with what it was compiled with: readable in a saved file, too."""
 
     def __init__(self, traced: torch.jit.ScriptModule, shape: list[int], compiler_args: list[str], split: bool) -> None:
         super().__init__()
@@ -27,17 +27,18 @@ class _Executable(nn.Module):
         self.split = split
         self.on_core = not split
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
         if not self.on_core:
             raise RuntimeError("the weights are on no NeuronCore")
-        if list(tokens.shape) != self.shape or list(mask.shape) != self.shape:
-            raise RuntimeError("the executable was compiled for another shape")
-        return self.traced(tokens, mask)
+        for given in (tokens, segments, positions):
+            if list(given.shape) != self.shape:
+                raise RuntimeError("the executable was compiled for another shape")
+        return self.traced(tokens, segments, positions)
 
 
 def trace(
     func: nn.Module,
-    example_inputs: tuple[Tensor, Tensor],
+    example_inputs: tuple[Tensor, Tensor, Tensor],
     *,
     compiler_args: Sequence[str] = (),
     inline_weights_to_neff: bool = True,
