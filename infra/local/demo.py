@@ -46,7 +46,7 @@ CONFIG: dict[str, Any] = {
         "validate_every": 25,
     },
     "evaluate": {"candidates": 3000},
-    "embed": {"rows_per_part": 1500, "buckets": [32, 64, 96]},
+    "embed": {"rows_per_part": 1500, "buckets": [96]},
 }
 """The demo's partial run configuration, under everything that is given on the command line."""
 

@@ -11,10 +11,11 @@ own): seconds from the start of the supervisor to the first batch, and to where 
 that only imports torch and loads the same model from the disk: with `AutoModel.from_pretrained` of transformers (`torch and
 model`, what the ratios are to), and with this project's own loader.
 
-`execution` carries out whole executions on this machine, with a tiny model and few rows, synthesis included: seconds of the whole
-process, of its Batch jobs (from a job's start to its end, as Batch tells them), of what is not in any job, and the longest time
-between the end of one stage's job and the start of the next one's. The last two also with the stages' own attempt records, in
-which a stage begins when its supervisor does: a process that loads Python counts as orchestration then.
+`execution` carries out two executions on this machine, with a tiny model and few rows: the first one in a new state folder,
+synthesis included, and the next week's. Seconds of the whole process, of its Batch jobs (from a job's start to its end, as Batch
+tells them), of what is not in any job, and the longest time between the end of one stage's job and the start of the next one's.
+The last two also with the stages' own attempt records, in which a stage begins when its supervisor does: a process that loads
+Python counts as orchestration then.
 """
 
 from __future__ import annotations
@@ -201,17 +202,20 @@ def measure_execution(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "parent")
-        shard = write_pairs(folder / "pairs.jsonl", 300)
         settings = [word for key, value in TINY_RUN.items() for word in ("--set", f"{key}={value}")]
-        common = ["--input", str(shard), "--parent", str(folder / "parent"), "--device", "cpu", "--plain", *settings]
+        common = ["--parent", str(folder / "parent"), "--device", "cpu", "--plain", *settings]
+        shards = [write_pairs(folder / f"{week}.jsonl", 300, seed=len(week), prefix=week) for week in ("first", "next")]
         for number in range(options.rounds):
-            state, told = folder / f"state-{number}", folder / f"jobs-{number}.json"
-            whole = seconds_of([sys.executable, "-c", EXECUTION, str(told), "local", "--state", str(state), *common])
-            jobs = json.loads(told.read_text())
-            records = [json.loads(path.read_text()) for path in state.glob("bucket/runs/*/*/attempts/*/*.json")]
-            for what, seconds in summary(whole, jobs, records).items():
-                found.setdefault(what, []).append(seconds)
-    table(found, to="execution")
+            state, told, known = folder / f"state-{number}", folder / f"jobs-{number}.json", set[Path]()
+            for shard in shards:
+                command = [sys.executable, "-c", EXECUTION, str(told), "local", "--state", str(state), "--input", str(shard)]
+                whole = seconds_of([*command, *common])
+                paths = set(state.glob("bucket/runs/*/*/attempts/*/*.json")) - known
+                known |= paths
+                records = [json.loads(path.read_text()) for path in paths]
+                for what, seconds in summary(whole, json.loads(told.read_text()), records).items():
+                    found.setdefault(f"{shard.stem} {what}", []).append(seconds)
+    table(found, to="first execution")
 
 
 def summary(whole: float, jobs: Sequence[tuple[str, int, int]], records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
