@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/benchmarks/precision.py [--rows 20000]
 
-all-MiniLM-L6-v2 ranks all candidates of the evaluate stage. Printed are the metrics in both precisions, their difference, and for
-nDCG@10 a 95 % interval from resampling the queries.
+all-MiniLM-L6-v2 ranks the candidates of the evaluate stage, with the demo's settings and all its weeks at once. Printed are the
+metrics in both precisions, their difference, and for nDCG@10 a 95 % interval from resampling the queries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from infra.local.demo import parent_folder, weekly_shards
+from infra.local.demo import CONFIG, parent_folder, weekly_shards
 from pipeline.contract import Stage
 from pipeline.data.query_values import QueryValues
 from pipeline.model.statistics import bootstrap
@@ -31,9 +31,10 @@ def main() -> None:
         found = {}
         for precision in ("fp32", "bf16"):
             config = {
+                **CONFIG,
                 "device": {"precision": precision},
-                "data": {"train": shards, "corpus": [str(corpus)]},
-                "embed": {"children": 1},
+                "data": {**CONFIG["data"], "train": shards, "corpus": [str(corpus)]},
+                "embed": {**CONFIG["embed"], "children": 1},
             }
             paths = ours.plan(folder / precision, model=parent_folder(), pairs=Path(shards[0]), corpus=corpus, config=config)
             ours.place_model(paths, parent_folder())
