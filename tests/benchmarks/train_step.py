@@ -19,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 VARIANTS = ("product", "malloc", "padded", "torch-dropout", "fused")
@@ -54,15 +56,12 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> tuple[float, float]:
     """CPU and wall seconds of a step, mean over all batches, after one step."""
-    import torch
-
     from pipeline.config import build_config
     from pipeline.model.encoder import prepare_for_training
     from pipeline.model.folder import load_encoder
-    from pipeline.model.inference import pad
     from pipeline.runtime.device import open_device
     from pipeline.runtime.world import World
-    from pipeline.training.step import TOWERS, RecentLosses, build_optimizer, train_step
+    from pipeline.training.step import RecentLosses, build_optimizer, train_step
 
     variant, rows = options.variant, options.batch
     config = build_config({})
@@ -81,18 +80,8 @@ def measure(options: argparse.Namespace) -> tuple[float, float]:
     encoder.train()
     optimizer = build_optimizer(encoder, config.train, device)
     losses = RecentLosses(options.steps, device)
-    batches = []
-    for lists in batches_of_lists(model, options):
-        batch = {
-            "roles": torch.eye(rows, dtype=torch.int32),
-            "weights": torch.full((rows,), 1 / rows),
-            "learning_rate": torch.tensor([1e-5]),
-        }
-        for tower, own in zip(TOWERS, lists, strict=True):
-            batch[f"{tower}_tokens"], batch[f"{tower}_mask"] = pad(own, rows, max(map(len, own)))
-            if variant != "padded":
-                batch[f"{tower}_places"] = batch[f"{tower}_mask"].flatten().nonzero().flatten()
-        batches.append(batch)
+    chosen = batches_of_lists(model, rows=rows, steps=options.steps, length=options.length)
+    batches = [batch_of(lists, rows, places=variant != "padded") for lists in chosen]
     train_step(encoder, optimizer, device, batches[0], config.train, losses)
     cpu, wall = time.process_time(), time.perf_counter()
     for batch in batches:
@@ -100,19 +89,37 @@ def measure(options: argparse.Namespace) -> tuple[float, float]:
     return (time.process_time() - cpu) / len(batches), (time.perf_counter() - wall) / len(batches)
 
 
-def batches_of_lists(model: Path, options: argparse.Namespace) -> list[tuple[list[list[int]], ...]]:
+def batch_of(lists: Sequence[list[list[int]]], rows: int, *, places: bool) -> dict[str, Any]:
+    """A step's batch of queries and documents, each padded to its longest; with places it is computed without the padding."""
+    import torch
+
+    from pipeline.model.inference import pad
+    from pipeline.training.step import TOWERS
+
+    batch = {
+        "roles": torch.eye(rows, dtype=torch.int32),
+        "weights": torch.full((rows,), 1 / rows),
+        "learning_rate": torch.tensor([1e-5]),
+    }
+    for tower, own in zip(TOWERS, lists, strict=True):
+        batch[f"{tower}_tokens"], batch[f"{tower}_mask"] = pad(own, rows, max(map(len, own)))
+        if places:
+            batch[f"{tower}_places"] = batch[f"{tower}_mask"].flatten().nonzero().flatten()
+    return batch
+
+
+def batches_of_lists(model: Path, *, rows: int, steps: int, length: int) -> list[tuple[list[list[int]], ...]]:
     """Token lists of queries and documents, batch by batch, documents of a batch within 16 tokens of each other mostly."""
     from pipeline.data.tokens import TextTokenizer
     from tests.benchmarks.peers.texts import write_pairs
 
     tokenizer = TextTokenizer(model)
     with tempfile.TemporaryDirectory() as folder:
-        lines = write_pairs(Path(folder) / "pairs.jsonl", options.batch * options.steps).read_text().splitlines()
-    towers = [tokenizer.encode([json.loads(line)[name] for line in lines], options.length) for name in ("query", "document")]
+        lines = write_pairs(Path(folder) / "pairs.jsonl", rows * steps).read_text().splitlines()
+    towers = [tokenizer.encode([json.loads(line)[name] for line in lines], length) for name in ("query", "document")]
     order = sorted(range(len(lines)), key=lambda row: -(-len(towers[1][row]) // 16))
     return [
-        tuple([tower[row] for row in order[start : start + options.batch]] for tower in towers)
-        for start in range(0, len(order), options.batch)
+        tuple([tower[row] for row in order[start : start + rows]] for tower in towers) for start in range(0, len(order), rows)
     ]
 
 
