@@ -379,7 +379,7 @@ def test_a_shape_without_a_trace_is_a_defect(trained_run: Any, tmp_path: Path) -
         check=False,
     )
     assert ended.stdout.splitlines() == [
-        "torch.Size([8, 32])",
+        "torch.Size([32, 32])",
         *2 * ["69 no encoder was traced for this shape one of 8 x 32, 16 x 16"],
         "66 there are no traced encoders ",
         "torch.Size([2, 32])",
