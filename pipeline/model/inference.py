@@ -211,9 +211,7 @@ class _OpenBatch:
     outputs: list[int] = field(default_factory=list)
 
     def closed(self) -> EncodeBatch:
-        arrays = (np.array(values, dtype=np.int64) for values in (self.rows, self.starts, self.outputs))
-        rows, starts, outputs = arrays
-        return EncodeBatch(rows, self.slots, self.length, starts, outputs)
+        return EncodeBatch(np.array(self.rows), self.slots, self.length, np.array(self.starts), np.array(self.outputs))
 
 
 @dataclass(slots=True)

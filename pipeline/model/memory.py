@@ -571,9 +571,9 @@ class Need:
         return {"in a batch": {**weights, **self.runtime(), **self.paged({**self.inference(), **space})}}
 
     def inference(self) -> Items:
-        # Packed rows have room for so many texts (and say of each token which and where), others for one.
+        # Packed rows have room for so many texts, others are hardly shorter; of a packed token it is also said where it is.
         tokens = self.config.embed.tokens_per_batch
-        texts = max(1, tokens // (TOKENS_PER_TEXT if self.lazy else min(self.config.embed.buckets)))
+        texts = max(1, tokens // TOKENS_PER_TEXT)
         values, ahead = (3, 1 + self.config.device.loader.device_prefetch) if self.lazy else (2, 1)
         return {
             "weights cast for products": self.casts.weights * self.shape.multiplied,
