@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local parity test test-long chaos bench check images lock clean
+.PHONY: help setup local parity test test-long chaos bench check docs images images-check mirror lock clean
 
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
 	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
@@ -76,21 +76,55 @@ check: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
-	$(VENV)/bin/hadolint containers/*/Dockerfile
+	$(VENV)/bin/hadolint containers/*/Dockerfile tests/containers/*/Dockerfile
+
+docs: setup ## Write docs/configuration.md from the schemas of the configuration and the settings
+	$(VENV)/bin/python -m docs.configuration
 
 # Under the tag that cdk.json names, so that pushing them needs no other.
 TAG ?= $(shell sed -nE 's/.*"images": *\{.*"tag": *"([^"]+)".*/\1/p' cdk.json)
-images: ## Build the two container images (TAG=0.1.0; needs Docker with BuildKit)
-	for kind in cpu neuron; do \
-		docker build --platform linux/amd64 --file containers/$$kind/Dockerfile --tag trnpipe/$$kind:$(TAG) \
+# The first that works here; a client without its daemon does not.
+ENGINE ?= $(shell for name in docker podman buildah; do $$name info >/dev/null 2>&1 && { echo $$name; break; }; done)
+KINDS ?= cpu neuron
+# Empty where the index of torch's CPU builds is out of reach: the ordinary build, 5 GB larger, in the versions that are tested.
+TORCH_BACKEND ?= cpu
+LOCK := cpu/$(if $(TORCH_BACKEND),requirements,ordinary).lock
+# Bases other than the Dockerfiles' own. The Neuron image's has a digest, see `mirror`.
+PYTHON_IMAGE ?=
+NEURON_IMAGE ?=
+BASES = $(foreach name,PYTHON_IMAGE NEURON_IMAGE,$(if $($(name)),--build-arg $(name)=$($(name))))
+
+images: containers/$(LOCK) ## Build the two container images (TAG=0.1.0 ENGINE=docker, podman or buildah, KINDS=cpu)
+	@test -n "$(ENGINE)" || { echo "no docker, podman or buildah works here; set ENGINE=/path/to/one"; exit 66; }
+	for kind in $(KINDS); do \
+		$(ENGINE) build --platform linux/amd64 --file containers/$$kind/Dockerfile --tag trnpipe/$$kind:$(TAG) $(BASES) \
+			$$(test $$kind != cpu || echo --build-arg LOCK=$(LOCK) --build-arg TORCH_BACKEND=$(TORCH_BACKEND)) \
 			--build-arg VERSION=$(TAG) --build-arg REVISION=$$(git rev-parse HEAD) . || exit $$?; \
 	done
+
+images-check: KINDS = cpu
+images-check: images setup ## Build the CPU image, run two stages in it and print its layers (same variables as images)
+	$(VENV)/bin/python -m tests.containers.check $(ENGINE) trnpipe/cpu:$(TAG)
+
+containers/cpu/ordinary.lock: requirements.lock | setup
+	$(COMPILE) --constraints requirements.lock --universal --python-version 3.10 -o $@
+
+# The image that containers/neuron is written for. skopeo takes the credentials of `docker login`.
+BASE ?= $(shell sed -n 's/^ARG NEURON_IMAGE=//p' containers/neuron/Dockerfile)
+NAME_AND_TAG = $(subst :, ,$(BASE))
+REPOSITORY ?=
+mirror: ## Copy the base of the Neuron image into your registry and print its digest (REPOSITORY=...; needs skopeo)
+	@test -n "$(REPOSITORY)" || { echo "set REPOSITORY=ACCOUNT.dkr.ecr.REGION.amazonaws.com/trnpipe/neuron-base"; exit 64; }
+	digest=$$(skopeo inspect --format '{{.Digest}}' docker://$(BASE)) && \
+	skopeo copy --all --preserve-digests docker://$(firstword $(NAME_AND_TAG))@$$digest \
+		docker://$(REPOSITORY):$(lastword $(NAME_AND_TAG)) && \
+	echo "make images NEURON_IMAGE=$(REPOSITORY)@$$digest"
 
 LOCK_FORMAT = --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet
 COMPILE = $(VENV)/bin/uv pip compile pyproject.toml $(LOCK_FORMAT)
 CONTAINER = --python-version 3.12 --python-platform x86_64-manylinux_2_28
 # What the Neuron base image brings, in its own builds, and what only these stand on.
-IN_NEURON_IMAGE = torch torch-xla triton numpy setuptools networkx sympy mpmath \
+IN_NEURON_IMAGE = torch torch-xla triton setuptools networkx sympy mpmath \
 	$(shell sed -nE 's/^(nvidia-[a-z0-9-]+)==.*/\1/p' requirements.lock)
 
 lock: setup ## Resolve the dependencies again

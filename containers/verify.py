@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -21,7 +22,8 @@ from packaging.utils import canonicalize_name
 
 Find = Callable[[str], Distribution]
 
-LOCKED = re.compile(r"^(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;\\]+)", re.MULTILINE)
+LOCKED = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*==[^\\\n]+", re.MULTILINE)
+"""A package of a lock file, with the marker that says which Pythons and machines it is for."""
 
 TOOLS = ("neuron-ls", "neuron-monitor", "nccom-test", "neuronx-cc", "neuron_parallel_compile")
 LIBRARIES = ("opt/aws/neuron/lib/libnrt.so.*", "opt/aws/neuron/lib/libnccom.so.*", "opt/amazon/efa/lib/libfabric.so.*")
@@ -31,6 +33,23 @@ RUNTIME = (2, 31)
 """Release of the Neuron runtime in SDK 2.29.1; with another, the driver that infra/settings.py asks of the AMI may be wrong."""
 
 TOOL_SECONDS = 60.0
+COMPILE_SECONDS = 600.0
+
+COMPILE = """
+import libneuronxla, neuronxcc, torch, torch_neuronx
+
+def two_operations(a, b, c):
+    return a @ b + c
+
+example = tuple(torch.ones(128, 128) for _ in range(3))
+torch_neuronx.trace(two_operations, example, compiler_args=["--target=trn1"], cpu_backend=True)
+"""
+"""Load Neuron's packages and compile a graph of two operations.
+
+`cpu_backend` traces and compiles where there is no Neuron device, if the arguments name the target ("CPU Compilation" in the
+PyTorch NeuronX Tracing API of SDK 2.29.1:
+https://awsdocs-neuron.readthedocs-hosted.com/en/v2.29.1/frameworks/torch/torch-neuronx/api-reference-guide/inference/api-torch-neuronx-trace.html).
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [*differences(options.lock.read_text(encoding="utf-8"), distribution)]
     found += conflicts("trnpipe[neuron]" if options.neuron else "trnpipe", distribution)
     if options.neuron:
-        found += [*missing_files(Path("/")), *runtime_objection()]
+        found += [*missing_files(Path("/")), *runtime_objection(), *compile_objection()]
     sys.stderr.writelines(f"{line}\n" for line in found)
     return 1 if found else 0
 
@@ -49,9 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def differences(lock: str, find: Find) -> Iterator[str]:
     """Packages of a lock file that are not there in the version it names."""
     for line in LOCKED.finditer(lock):
-        installed = _version(line["name"], find)
-        if installed != line["version"]:
-            yield f"{line['name']}: {installed or 'nothing'} is installed, the lock file says {line['version']}"
+        wanted = Requirement(line[0])
+        if wanted.marker is not None and not wanted.marker.evaluate():
+            continue
+        version = str(wanted.specifier).removeprefix("==")
+        installed = _version(wanted.name, find)
+        if installed != version:
+            yield f"{wanted.name}: {installed or 'nothing'} is installed, the lock file says {version}"
 
 
 def conflicts(root: str, find: Find) -> Iterator[str]:
@@ -90,7 +113,7 @@ def missing_files(root: Path) -> Iterator[str]:
 
 def runtime_objection() -> Iterator[str]:
     """Why the image's Neuron runtime is not the one that goes with the hosts' driver."""
-    from pipeline.runtime.neuron_tools import ToolError, parse_version, runtime_version
+    from pipeline.sdk.neuron_tools import ToolError, parse_version, runtime_version
 
     try:
         text = runtime_version(seconds=TOOL_SECONDS)
@@ -100,6 +123,23 @@ def runtime_objection() -> Iterator[str]:
         return
     if release != RUNTIME:
         yield f"Neuron runtime: {text} is installed, SDK 2.29.1 has {'.'.join(map(str, RUNTIME))}"
+
+
+def compile_objection() -> Iterator[str]:
+    """Report why Neuron's packages cannot be loaded together or compile nothing.
+
+    Package metadata does not show, for example, that generated code does not go with the installed protobuf. The packages are
+    loaded in a process of their own: a native library that does not fit ends the process that loads it.
+    """
+    command = [sys.executable, "-c", COMPILE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        yield f"Neuron compiler: a graph of two operations took more than {COMPILE_SECONDS:.0f} s"
+        return
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nothing was printed"]
+        yield f"Neuron compiler: a graph of two operations does not compile (exit code {done.returncode}): {said[0]}"
 
 
 def _version(name: str, find: Find) -> str | None:

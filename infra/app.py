@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.node import choose_node
+from infra.nodejs import choose_node
 from pipeline.errors import BadConfig, TrnpipeError
 
 CDK_JSON = Path(__file__).parent.parent / "cdk.json"
+CDK = "npx aws-cdk@2.1147.0"
+"""The CDK CLI that people type: the oldest that reads what the locked aws-cdk-lib writes (`minimumCliVersion` of an assembly)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +59,12 @@ def parse_context(items: Sequence[str]) -> dict[str, str]:
     for item in items:
         key, separator, value = item.partition("=")
         if not key or not separator:
-            raise BadConfig("cannot read the option", value=f"-c {item}", rule="-c KEY=VALUE", remedy="e.g. -c env=example")
+            raise BadConfig(
+                "an option of the context is not KEY=VALUE",
+                value=f"-c {item}",
+                rule="as after `cdk deploy -c`",
+                remedy="e.g. -c trnpipe.region=us-east-2",
+            )
         context[key] = value
     return context
 
@@ -94,7 +101,7 @@ def synthesize(
     """
     choose_node()
     # CDK starts its Node.js process when it is imported, so not before the choice above.
-    from infra.cost import expectation
+    from infra.run_cost import expectation
     from infra.settings import read_settings
     from infra.stacks import build
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from pipeline.operate import console
+from pipeline.operate import aws_console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class Console:
     @property
     def execution(self) -> str:
         """Of the execution whose ARN takes the place of `{}`."""
-        return console.execution(self.region, "{}")
+        return aws_console.execution(self.region, "{}")
 
     @property
     def log(self) -> str:
-        """What the jobs of a run logged: every line of the program's own names the run (pipeline/runtime/logs.py)."""
+        """What the jobs of a run logged: every line of the program's own names the run (pipeline/run/logs.py)."""
         # CloudWatch's console escapes what follows the # twice, with $ in the place of %.
         pattern = f"$3FfilterPattern$3D{_escaped(chr(34))}{{}}{_escaped(chr(34))}"
         return f"{self.job_log_group}/log-events{pattern}"
@@ -38,26 +38,26 @@ class Console:
     @property
     def report(self) -> str:
         """Of a run."""
-        return f"https://{console.domain(self.region)}/s3/object/{self.bucket}?region={self.region}&prefix=runs/{{}}/report/index.html"
+        return f"https://{aws_console.domain(self.region)}/s3/object/{self.bucket}?region={self.region}&prefix=runs/{{}}/report/index.html"
 
     @property
     def overview(self) -> str:
         """The dashboard; has no `{}`."""
-        return f"{console.home(self.region, 'cloudwatch')}#dashboards/dashboard/{self.dashboard}"
+        return f"{aws_console.home(self.region, 'cloudwatch')}#dashboards/dashboard/{self.dashboard}"
 
     @property
     def job_log_group(self) -> str:
         """The log group of all jobs."""
-        return f"{console.home(self.region, 'cloudwatch')}#logsV2:log-groups/log-group/{_escaped(self.job_logs)}"
+        return f"{aws_console.home(self.region, 'cloudwatch')}#logsV2:log-groups/log-group/{_escaped(self.job_logs)}"
 
     @property
     def bucket_objects(self) -> str:
         """Runs, registry and graphs."""
-        return f"https://{console.domain(self.region)}/s3/buckets/{self.bucket}?region={self.region}"
+        return f"https://{aws_console.domain(self.region)}/s3/buckets/{self.bucket}?region={self.region}"
 
     def machine(self, arn: str) -> str:
         """A state machine with its executions."""
-        return f"{console.home(self.region, 'states')}#/statemachines/view/{arn}"
+        return f"{aws_console.home(self.region, 'states')}#/statemachines/view/{arn}"
 
 
 def _escaped(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-GUIDE = "infra/README.md"
+GUIDE = "docs/runbook.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,16 @@ ADVICE: dict[str, Advice] = {
         "Read the message in the schedule's dead-letter queue, mend what it names, and start the run by hand.",
     ),
     "MissedWeek": Advice(
-        "No run has succeeded since a week and its time budget.",
+        "No run has succeeded for a week, or for the `every_days` of the schedule, and a time budget.",
         "See on the dashboard whether runs failed, were refused or never began, and follow the advice for that.",
     ),
     "QueueBlocked": Advice(
         "A job at the head of a queue cannot be placed.",
         "The notice names the reason: no capacity in the zone, maxvCpus or a job too large for a host, or a role.",
+    ),
+    "DefaultGroup": Advice(
+        "A rule of the VPC's default security group was removed: without its rules the nodes of a gang cannot meet.",
+        "Restore the rules with the commands that the doctor prints, and exempt the group from rules that empty default groups.",
     ),
     "UnhealthyHost": Advice(
         "A host failed its tests or its hardware failed, and left the cluster; its job is tried again elsewhere.",
@@ -74,11 +78,7 @@ ADVICE: dict[str, Advice] = {
 """Name of an alarm or a notice -> advice."""
 
 
-def _anchor(name: str) -> str:
-    return f"{GUIDE}#alarm-{re.sub('(?<!^)(?=[A-Z])', '-', name).lower()}"
-
-
-RUNBOOK: dict[str, str] = {name: _anchor(name) for name in ADVICE}
+RUNBOOK: dict[str, str] = {name: f"{GUIDE}#alarm-{re.sub('(?<!^)(?=[A-Z])', '-', name).lower()}" for name in ADVICE}
 """Name of an alarm or a notice -> its heading in the guide."""
 
 

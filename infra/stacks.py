@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aws_cdk import App, CfnOutput, Environment, Stack, Tags
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
-from infra.compute import Compute
 from infra.console import Console
-from infra.cost import COST_TAG, Budget
-from infra.jobs import Jobs
-from infra.monitoring import Monitoring, Topic
-from infra.network import Network
-from infra.schedule import Schedule
-from infra.settings import Settings, read_settings
-from infra.storage import Storage, job_log_group
-from infra.watches import Watches
-from infra.workflow import Workflow
+from infra.constructs.compute import Compute
+from infra.constructs.jobs import Jobs
+from infra.constructs.monitoring import Monitoring, Topic
+from infra.constructs.network import Network
+from infra.constructs.schedule import Schedule
+from infra.constructs.storage import Storage, job_log_group
+from infra.run_cost import Budget
+from infra.settings import COST_TAG, Settings, read_settings
+from infra.workflow.machine import Workflow
+from infra.workflow.watches import Watches
 from pipeline.contract import STAGES, Queue, Shape, Stage
 
 SHARD_READERS = (Stage.PREPARE, Stage.EMBED, Stage.PUBLISH)
 """Stages that read data from where it was found; publish to name the documents that have no embedding."""
 
 PARENT_READERS = (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
-"""Stages that load the parent, which may stand outside the run folders: the first run's does."""
+"""Stages that load the parent, which may stand outside the run folders: the initial model does."""
 
 GRAPHS = "graphs/*"
 """Compiled sets, shared by all runs of one configuration: written by compile alone."""
@@ -38,6 +38,13 @@ GRAPH_READERS = (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE, Stag
 """Stages that look for compiled sets or load them."""
 
 CACHE_WRITERS = (Stage.COMPILE, Stage.TRAIN)
+
+
+BOOTSTRAP_QUALIFIER = "@aws-cdk/core:bootstrapQualifier"
+"""CDK's context key for it (docs.aws.amazon.com/cdk/v2/guide/bootstrapping-customizing.html)."""
+
+UNCHANGEABLE_TAGS = ("AWS::Batch::ComputeEnvironment", "AWS::EC2::PlacementGroup")
+"""Types whose tags are set at creation only: another tag would replace them, and with them all hosts."""
 
 
 class DataStack(Stack):
@@ -52,6 +59,11 @@ class DataStack(Stack):
             termination_protection=True,
         )
         self.storage = Storage(self, "Storage", settings=settings)
+        # The other stack imports these only where no image URI is set. CloudFormation refuses to remove an export that is
+        # imported, and this stack is deployed first: so they are always there.
+        for repository in (self.storage.neuron_repository, self.storage.cpu_repository):
+            self.export_value(repository.repository_arn)
+            self.export_value(repository.repository_name)
         CfnOutput(self, "BucketName", value=self.storage.bucket.bucket_name)
         CfnOutput(self, "NeuronRepositoryUri", value=self.storage.neuron_repository.repository_uri)
         CfnOutput(self, "CpuRepositoryUri", value=self.storage.cpu_repository.repository_uri)
@@ -69,6 +81,7 @@ class PipelineStack(Stack):
             settings=settings,
             subnets={zone: subnet.subnet_id for zone, subnet in network.subnets.items()},
             efa_group=network.efa_group,
+            gang_group=network.gang_group,
             host_group=network.host_group,
         )
         jobs = Jobs(
@@ -123,18 +136,35 @@ class PipelineStack(Stack):
             queue_arns=compute.queue_arns,
             topic=topic.topic,
             dead_letters=schedule.dead_letters,
+            default_group_id=network.task_group.security_group_id if network.efa_group is not None else None,
             console=console,
         )
         if settings.budget is not None:
             Budget(self, "Budget", name=settings.name, usd=settings.budget, topic=topic.topic, topic_key=topic.key)
-        for stage, role in jobs.roles.items():
-            self._grant_storage(stage, role, storage)
-            if STAGES[stage].queue is not Queue.CPU:
-                self._grant_accelerator_stage(stage, role, compute.accelerator_environment_names)
-            self._grant_inputs(stage, role, settings)
+        self._grant(settings, workflow.state_machine.role, jobs.roles, storage, compute.accelerator_environment_names)
         CfnOutput(self, "StateMachineArn", value=workflow.state_machine.state_machine_arn)
         CfnOutput(self, "TopicArn", value=topic.topic.topic_arn)
         CfnOutput(self, "JobLogGroup", value=storage.job_logs.log_group_name)
+
+    def _grant(
+        self,
+        settings: Settings,
+        machine_role: iam.IRole,
+        stage_roles: Mapping[Stage, iam.Role],
+        storage: Storage,
+        environments: list[str],
+    ) -> None:
+        own_key = [settings.customer_key] if settings.customer_key else []
+        for role in (machine_role, *stage_roles.values()):
+            _allow_keys(role, ["kms:Decrypt", "kms:GenerateDataKey"], own_key)
+        # https://docs.aws.amazon.com/amazondynamodb/latest/developerguide/encryption.usagenotes.html
+        locking = ["kms:Decrypt", "kms:DescribeKey", "kms:Encrypt", "kms:GenerateDataKey", "kms:ReEncryptFrom", "kms:ReEncryptTo"]
+        _allow_keys(machine_role, locking, own_key, service="dynamodb")
+        for stage, role in stage_roles.items():
+            self._grant_storage(stage, role, storage)
+            if STAGES[stage].queue is not Queue.CPU:
+                self._grant_accelerator_stage(stage, role, environments)
+            self._grant_inputs(stage, role, settings)
 
     def _grant_storage(self, stage: Stage, role: iam.IRole, storage: Storage) -> None:
         """Read every run (a parent is an earlier run's model); write the stage's own part of a run."""
@@ -183,9 +213,11 @@ class PipelineStack(Stack):
             arn = f"arn:{self.partition}:s3:::{bucket}/{f'{prefix}/' * bool(prefix)}*"
             _allow(role, ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload", "s3:DeleteObject"], [arn])
             _allow(role, ["s3:ListBucket"], [arn.partition("/")[0]])
+            _allow_keys(role, ["kms:Decrypt", "kms:GenerateDataKey"], settings.kms_keys)
         if stage not in (*SHARD_READERS, *PARENT_READERS):
             return
-        for pattern in settings.readable_objects(shards=stage in SHARD_READERS, parent=stage in PARENT_READERS):
+        _allow_keys(role, ["kms:Decrypt"], settings.kms_keys)
+        for pattern in settings.readable_objects(shards=stage in SHARD_READERS, model=stage in PARENT_READERS):
             arn = f"arn:{self.partition}:s3:::{pattern}"
             _allow(role, ["s3:GetObject"], [arn])
             _allow(role, ["s3:ListBucket"], [arn.partition("/")[0]])
@@ -202,11 +234,33 @@ def build(context: Mapping[str, Any], outdir: str | None = None) -> App:
     """
     app = App(context=dict(context), outdir=outdir, analytics_reporting=False)
     settings = read_settings(app.node.get_all_context())
+    if settings.bootstrap_qualifier is not None:
+        app.node.set_context(BOOTSTRAP_QUALIFIER, settings.bootstrap_qualifier)
     env = Environment(account=settings.account, region=settings.region)
     data = DataStack(app, f"{settings.name}-data", settings=settings, env=env)
-    PipelineStack(app, settings.name, settings=settings, storage=data.storage, env=env)
+    pipeline = PipelineStack(app, settings.name, settings=settings, storage=data.storage, env=env)
     Tags.of(app).add(COST_TAG, settings.name)
+    for key, value in settings.tags.items():
+        Tags.of(app).add(key, value, exclude_resource_types=list(UNCHANGEABLE_TAGS))
+    if settings.permissions_boundary is not None:
+        for stack in (data, pipeline):
+            boundary = iam.ManagedPolicy.from_managed_policy_name(stack, "Boundary", settings.permissions_boundary)
+            iam.PermissionsBoundary.of(stack).apply(boundary)
     return app
+
+
+def _allow_keys(role: iam.IRole, actions: list[str], keys: Sequence[str], *, service: str = "s3") -> None:
+    """The use of keys through a service that decrypts on behalf of its caller, and for nothing else
+    (https://docs.aws.amazon.com/kms/latest/developerguide/conditions-kms.html#conditions-kms-via-service)."""
+    for key in keys:
+        region = key.split(":")[3]
+        role.add_to_principal_policy(
+            iam.PolicyStatement(
+                actions=actions,
+                resources=[key],
+                conditions={"StringEquals": {"kms:ViaService": f"{service}.{region}.amazonaws.com"}},
+            )
+        )
 
 
 def _allow(role: iam.IRole, actions: list[str], resources: list[str]) -> None:

@@ -15,7 +15,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline import quick_help
 from pipeline.contract import Stage
 from pipeline.errors import ExitCode, TrnpipeError, plain
 
@@ -53,8 +52,11 @@ def local(
         list[Path] | None,
         typer.Option("--corpus", metavar="FILE", help="Corpus shard or folder to embed; without it the documents of the input."),
     ] = None,
+    initial: Annotated[
+        str | None, typer.Option("--initial", help="Model of the first run; later ones continue from what was last published.")
+    ] = None,
     parent: Annotated[
-        str | None, typer.Option("--parent", help="Checkpoint to continue from; without it what was last published here.")
+        str | None, typer.Option("--parent", help="Model that this run continues from, whatever was last published.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting, e.g. train.steps=200; repeat for more.")
@@ -76,21 +78,21 @@ def local(
     Without --input it runs the demo: real docstrings of the installed Python packages, continued from all-MiniLM-L6-v2. Each
     demo run releases the next weekly shard.
     """
-    from infra.local.run import LocalOptions, run_local
+    from infra.local.run import LocalRequest, run_local
 
-    options = LocalOptions(
-        inputs=tuple(input_files or ()),
-        corpus=tuple(corpus or ()),
+    request = LocalRequest.of(
+        state,
+        inputs=input_files or (),
+        corpus=corpus or (),
+        initial=initial,
         parent=parent,
-        settings=tuple(settings or ()),
+        settings=settings or (),
         config_file=config,
         nodes=nodes,
         device=device,
         run=run,
-        state=state,
-        plain=plain,
     )
-    raise typer.Exit(run_local(options))
+    raise typer.Exit(run_local(request, plain=plain))
 
 
 @app.command()
@@ -112,14 +114,14 @@ def start(
     state: LocalOption = None,
 ) -> None:
     """Start a run of a deployment. Its configuration is checked before anything is started."""
-    from pipeline.operate.starting import StartOptions, execution_input
+    from pipeline.operate.start import execution_input
 
-    options = StartOptions(config_file=file, settings=tuple(settings or ()), run=run, share=share, wait_lock=wait_lock, name=name)
-    given = execution_input(options)
+    given = execution_input(file, settings or (), run=run, share=share, wait_lock=wait_lock, name=name)
     from rich.console import Console
 
-    from pipeline.operate import starting, watching
-    from pipeline.operate.site import open_site
+    from pipeline.operate import start as starting
+    from pipeline.operate import watch as watching
+    from pipeline.operate.deployment import open_site
 
     console = Console()
     with open_site(stack, state) as site:
@@ -147,9 +149,9 @@ def watch(
     """
     from rich.console import Console
 
+    from pipeline.operate.deployment import open_site
     from pipeline.operate.executions import find
-    from pipeline.operate.site import open_site
-    from pipeline.operate.watching import watch as follow
+    from pipeline.operate.watch import watch as follow
 
     with open_site(stack, state) as site:
         raise typer.Exit(follow(site, find(site, wanted), Console(), lines=lines))
@@ -165,9 +167,9 @@ def stop(
     """Stop a run: its execution and every Batch job of it; waits until nothing of it runs."""
     from rich.console import Console
 
+    from pipeline.operate.deployment import open_site
     from pipeline.operate.executions import find
-    from pipeline.operate.site import open_site
-    from pipeline.operate.stopping import stop as end
+    from pipeline.operate.stop import stop as end
 
     with open_site(stack, state) as site:
         end(site, find(site, wanted), reason, Console())
@@ -183,8 +185,8 @@ def runs(
         typer.Option("--state", metavar="DIR", help="Not a deployment's: a state folder's runs, whether one goes on or not."),
     ] = None,
 ) -> None:
-    """List the newest runs: when, how long, what came of them, quality of parent and new model, whether they published."""
-    from pipeline.operate import listing
+    """List the newest runs: when, how long, what came of them, quality of baseline and new model, what was replaced."""
+    from pipeline.operate import runs as listing
 
     found = listing.runs(stack, state, limit)
     if as_json:
@@ -192,7 +194,7 @@ def runs(
         return
     from rich.console import Console
 
-    # A table that nobody sees in a terminal is not cut to the width of one.
+    # A table that goes to a pipe is not cut to a terminal's width.
     Console(width=None if sys.stdout.isatty() else listing.PIPED_WIDTH).print(listing.table(found))
 
 
@@ -202,7 +204,7 @@ def stage(
     run: Annotated[str, typer.Option("--run", help="URI of the run folder, s3://BUCKET/runs/RUN_ID.")],
 ) -> None:
     """Run one stage on this node: the command of every container. Starts and supervises the node's ranks."""
-    from pipeline.runtime.supervisor import run as supervise
+    from pipeline.host.supervisor import run as supervise
 
     raise typer.Exit(supervise(name, run))
 
@@ -217,7 +219,7 @@ def search(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per hit.")] = False,
 ) -> None:
     """Search the published embeddings: the result of the run, usable at once."""
-    from pipeline.search import search as find
+    from pipeline.commands.search import search as find
 
     hits = find(query, bucket=bucket, state=state, registry=registry, count=count)
     if as_json:
@@ -260,23 +262,27 @@ def tune(
     Every variant trains a few steps on the run's own rows. The table is kept with the run: the same command goes on with what is
     missing in it.
     """
-    from pipeline.tune.command import TuneOptions, run_tune
+    from rich.console import Console
 
-    options = TuneOptions(
-        run=run,
-        bucket=bucket,
-        state=state,
-        steps=steps,
-        vary=tuple(vary or ()),
-        limit=limit,
-        objective=objective,
-        tolerance=tolerance,
-        gain=gain,
-        timeout_minutes=timeout,
-        out=out,
-        as_json=as_json,
-    )
-    raise typer.Exit(run_tune(options))
+    from pipeline.commands import tune as tuning
+    from pipeline.host.child import terminable
+
+    console = Console(stderr=as_json)
+    with terminable():
+        table, best = tuning.search(
+            run,
+            console,
+            bucket=bucket,
+            state=state,
+            steps=steps,
+            vary=vary or (),
+            limit=limit,
+            objective=objective,
+            tolerance=tolerance,
+            gain=gain,
+            timeout_minutes=timeout,
+        )
+    tuning.show(table, best, console, objective=objective, tolerance=tolerance, out=out, as_json=as_json)
 
 
 @app.command()
@@ -297,7 +303,7 @@ def parity(
     """
     from rich.console import Console
 
-    from pipeline.parity import compare_runs
+    from pipeline.commands.parity import compare_runs
 
     found = compare_runs(a, b, metric=metric, tolerance=tolerance, bucket=bucket, state=state)
     if as_json:
@@ -328,16 +334,14 @@ def graphs(
 
     Ends with 69 if a stage met a graph that compile did not, or if the last rank's graphs are not the first one's.
     """
-    from pipeline.runtime.runs import find_run
+    from pipeline.run.find_run import find_run
 
     find_run(run, bucket, state)
     # Looked for before large libraries are loaded, so that a mistake is answered at once.
-    from pipeline.graphs.command import GraphsOptions, run_graphs
+    from pipeline.commands.graphs import run_graphs
 
-    options = GraphsOptions(
-        run=run, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep, as_json=as_json
-    )
-    raise typer.Exit(run_graphs(options))
+    code = run_graphs(run, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -381,11 +385,12 @@ def plan(
     # Read before large libraries are loaded, so that mistakes are answered at once.
     from rich.console import Console
 
-    from pipeline.capacity import ask
-    from pipeline.scale.answer import Question, parse_hours
+    from pipeline.commands.planning import parse_hours, report
 
-    workload = (train_rows, corpus_rows, query_tokens, document_tokens, shard_rows, deadline)
-    question = Question(
+    found = report(
+        parent=parent,
+        run=run,
+        layers=layers,
         train_rows=train_rows,
         corpus_rows=corpus_rows,
         query_tokens=query_tokens,
@@ -393,16 +398,15 @@ def plan(
         shard_rows=shard_rows,
         deadline_hours=parse_hours(deadline) if deadline else None,
     )
-    asked = ask(parent=parent, run=run, layers=layers, question=question if any(workload) else None)
     if as_json:
-        typer.echo(json.dumps(asked.record(), indent=2))
+        typer.echo(json.dumps(found.record(), indent=2))
     else:
-        Console().print(asked.table())
-        if asked.scale:
-            Console().print(asked.scale.shown())
-    asked.require()
+        Console().print(found.table())
+        if found.estimate:
+            Console().print(found.estimate.shown())
+    found.require()
     if not as_json:
-        typer.echo(asked.verdict())
+        typer.echo(found.verdict())
 
 
 @app.command()
@@ -413,46 +417,19 @@ def doctor(
     ] = None,
     env: Annotated[str | None, typer.Option("--env", help="Settings of an environment, as `cdk deploy -c env=NAME`.")] = None,
     after: Annotated[bool, typer.Option("--after", help="Look at what was deployed, too.")] = False,
-    gang: Annotated[
-        bool,
-        typer.Option("--gang", help="Try gangs on two cheap hosts and tell which gang_submit to set. Asks before it starts."),
-    ] = False,
-    image: Annotated[
-        str | None, typer.Option("--image", help="Image that --gang runs; without it the deployment's cpu image.")
-    ] = None,
-    instance_type: Annotated[str, typer.Option("--instance-type", help="Hosts of --gang.")] = "c6i.large",
-    subnet: Annotated[str | None, typer.Option("--subnet", help="Subnet of --gang; without it the deployment's.")] = None,
-    hold: Annotated[
-        int, typer.Option("--hold", min=1, max=1200, help="Seconds that --gang's main node waits for the other one.")
-    ] = 180,
-    yes: Annotated[bool, typer.Option("--yes", help="--gang: do not ask.")] = False,
-    cleanup: Annotated[bool, typer.Option("--cleanup", help="--gang: only remove what an earlier try has left.")] = False,
-    policy: Annotated[
-        bool, typer.Option("--policy", help="Print the IAM policy that doctor takes (with --gang, that this takes).")
-    ] = False,
+    policy: Annotated[bool, typer.Option("--policy", help="Print the IAM policy that doctor takes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check an AWS account against the deployment's settings, with what to do about each finding. Only reads, except --gang.
+    """Check an AWS account against the deployment's settings, with what to do about each finding. Only reads.
 
     Ends with 0 without a problem, with 64 if a setting or the account is wrong, with 75 if AWS could not be asked.
     """
-    from infra.doctor.command import DoctorOptions, run_doctor
+    from infra.doctor.command import print_policy, run_doctor
 
-    options = DoctorOptions(
-        context=tuple(context or ()),
-        environment=env,
-        after=after,
-        gang=gang,
-        cleanup=cleanup,
-        image=image,
-        instance_type=instance_type,
-        subnet=subnet,
-        hold_seconds=hold,
-        yes=yes,
-        as_json=as_json,
-        policy=policy,
-    )
-    raise typer.Exit(run_doctor(options))
+    if policy:
+        print_policy()
+        return
+    raise typer.Exit(run_doctor(context or (), env, after=after, as_json=as_json))
 
 
 @config_app.command("schema")
@@ -477,8 +454,8 @@ def config_check(
 
     With --bucket also whether a run of that deployment may read every URI; without it they are listed with what they need.
     """
+    from pipeline.allowed_uris import Places, is_s3
     from pipeline.config import build_config, load_config_file, parse_settings
-    from pipeline.places import Places, is_s3
 
     config = build_config(load_config_file(file), parse_settings(settings or []))
     if bucket:
@@ -493,7 +470,6 @@ def main() -> NoReturn:
     """Entry point: expected failures become four plain lines and their exit code."""
     # At its end Python looks twice through everything that large libraries have made, for garbage in what ends anyway.
     atexit.register(gc.freeze)
-    quick_help.install()
     try:
         app()
     except TrnpipeError as error:

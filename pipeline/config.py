@@ -11,15 +11,17 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from pipeline.contract import ARRAY_LIMIT, REGISTRY_NAME_PATTERN, RUN_ID_PATTERN, SHARE_PATTERN, Queue
+from pipeline.allowed_uris import objection
+from pipeline.contract import ARRAY_LIMIT, EAGER_KINDS, REGISTRY_NAME_PATTERN, RUN_ID_PATTERN, SHARE_PATTERN, Queue, Stage
 from pipeline.errors import BadConfig, MissingInput
-from pipeline.places import objection
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -33,6 +35,12 @@ def _well_formed(uri: str) -> str:
 
 Uri = Annotated[str, AfterValidator(_well_formed)]
 """s3://BUCKET/KEY or a local path; whether a deployment may read it is its own matter (pipeline/places)."""
+
+MICRO_BATCH_TOKENS = 4096
+"""Tokens of a micro-batch, padding included, at most, where graphs are compiled and nothing else is set. A graph grows with its
+tokens, and neuronx-cc refuses one of more than 5,000,000 instructions (aws-neuron-sdk issue 819); AWS's scripts train BERT-Large
+on a NeuronCore with 2,048 at a time (aws-neuron-samples, run_dp_bert_large_hf_pretrain_bf16_s128.sh)."""
+
 LONGEST_KEY = 100
 """Characters of an unknown key that are compared with the known ones: every key of the schema is shorter."""
 
@@ -45,6 +53,28 @@ _VALUES.maxlevel, _VALUES.maxdict, _VALUES.maxlist = 3, 10, 20
 _VALUES.maxstring = _VALUES.maxlong = _VALUES.maxother = 200
 
 
+class Role(Enum):
+    """What a key of the configuration is to a run. The roles of a section are those of all its keys.
+
+    Every key has one of the first two, and any of the others.
+    """
+
+    LEARNED = "learned"
+    """Decides what is learned or how it is measured: parity compares only runs that agree in it."""
+    BOOKKEEPING = "bookkeeping"
+    """Decides neither, or is compared by its content: parity compares runs that differ in it, too."""
+    GRAPH = "graph"
+    """A shape or a constant of graphs: part of the names of compiled sets."""
+    RESUMABLE = "resumable"
+    """May differ between a run and the one whose training it resumes: its effect is compared, or changes no result."""
+    EXECUTION = "execution"
+    """How an execution is carried out, not what it computes: may differ when an execution resumes a run."""
+    TUNABLE = "tunable"
+    """How the run's rows are trained on, not which rows or what is learned from them: tune may vary it."""
+    URI = "uri"
+    """One URI or several, which the deployment must allow."""
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, no unknown keys, no silent coercion of numbers to strings."""
 
@@ -54,50 +84,67 @@ class Section(BaseModel):
 class DataConfig(Section):
     """What is read. Folders are listed recursively; `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` count as shards."""
 
-    train: tuple[Uri, ...] = Field((), description="URIs of training shards or folders of them: rows {id, query, document}.")
-    corpus: tuple[Uri, ...] = Field(
+    train: Annotated[tuple[Uri, ...], Role.BOOKKEEPING, Role.URI] = Field(
+        (), description="URIs of training shards or folders of them: rows {id, query, document}."
+    )
+    corpus: Annotated[tuple[Uri, ...], Role.BOOKKEEPING, Role.URI] = Field(
         (), description="URIs of corpus shards or folders: rows {id, text}. Empty: the documents of all training rows."
     )
-    columns: dict[str, str] = Field(
+    columns: Annotated[dict[str, str], Role.LEARNED] = Field(
         default_factory=dict, description="Our column name -> the file's, e.g. {query: title, document: body}."
     )
-    holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+    holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0), Role.LEARNED] = Field(
         0.02, description="Share of rows kept from training, chosen by hash of the normalized document text."
     )
-    replay_fraction: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
+    replay_fraction: Annotated[float, Field(ge=0.0, le=100.0), Role.LEARNED] = Field(
         0.1, description="Rows of earlier shards to train on again, as a share of the number of new rows."
     )
-    max_bad_fraction: Fraction = Field(
+    max_bad_fraction: Annotated[Fraction, Role.BOOKKEEPING] = Field(
         0.001, description="Rows that may be refused (and quarantined) before the run ends with 65."
     )
-    require_new: bool = Field(True, description="End with 66 when no shard is new since the parent; false: replay only.")
+    require_new: Annotated[bool, Role.BOOKKEEPING] = Field(
+        True, description="End with 66 when no shard is new since the parent; false: replay only."
+    )
 
 
 class HeadConfig(Section):
     """Residual MLP head after pooling: x + W2 relu(W1 x + b1) + b2, W2 and b2 zero at first."""
 
-    hidden: PositiveInt = 1024
+    hidden: PositiveInt = Field(1024, description="Width of the hidden layer.")
 
 
 class ModelConfig(Section):
     """The encoder and where it starts."""
 
-    parent: Uri | None = Field(
+    initial: Annotated[Uri | None, Role.BOOKKEEPING, Role.URI] = Field(
         None,
-        description="URI of the checkpoint to continue from (Hugging Face or sentence-transformers folder, .safetensors, "
-        ".pt/.bin/.pth state_dict, training checkpoint). None: what the registry points at.",
+        description="URI of the model of the very first run, while the registry names none: a Hugging Face or "
+        "sentence-transformers folder, .safetensors, .pt/.bin/.pth state_dict, training checkpoint.",
     )
-    base: Uri | None = Field(None, description="Folder with config.json and tokenizer for a parent that is a bare weight file.")
-    weights_key: str | None = Field(None, description="Key under which a training checkpoint holds the weights; None: found.")
-    pooling: Literal["mean", "cls"] = "mean"
-    normalize: bool = True
-    head: HeadConfig | None = None
+    parent: Annotated[Uri | None, Role.BOOKKEEPING, Role.URI] = Field(
+        None,
+        description="URI of the model that one execution continues from on purpose, in the forms of `initial`. None: what the "
+        "registry names, else `initial`. A deployment's own configuration must not set it.",
+    )
+    base: Annotated[Uri | None, Role.BOOKKEEPING, Role.URI] = Field(
+        None, description="Folder with config.json and tokenizer for a parent that is a bare weight file."
+    )
+    weights_key: Annotated[str | None, Role.BOOKKEEPING] = Field(
+        None, description="Key under which a training checkpoint holds the weights; None: found."
+    )
+    pooling: Annotated[Literal["mean", "cls"], Role.LEARNED, Role.GRAPH] = Field(
+        "mean", description="How token vectors become one vector: their mean, or the first token's vector."
+    )
+    normalize: Annotated[bool, Role.LEARNED, Role.GRAPH] = Field(True, description="Whether embeddings have length 1.")
+    head: Annotated[HeadConfig | None, Role.LEARNED, Role.GRAPH] = Field(
+        None, description="Residual head after pooling; None: no head."
+    )
 
 
 class LoaderConfig(Section):
     """How batches reach a device that compiles (kinds `xla` and `neuron`): torch-xla's MpDeviceLoader."""
 
-    batches_per_execution: PositiveInt = Field(
+    batches_per_execution: Annotated[PositiveInt, Role.GRAPH] = Field(
         1, description="Steps joined into one graph: fewer launches, a larger graph. More than 1 needs device.sync_points = 1."
     )
     host_prefetch: PositiveInt = Field(16, description="Batches prepared ahead in host memory.")
@@ -108,11 +155,14 @@ class LoaderConfig(Section):
 class DeviceConfig(Section):
     """The kind of device and its numbers per node."""
 
-    kind: Literal["auto", "cpu", "cuda", "xla", "neuron"] = "auto"
+    kind: Literal["auto", "cpu", "cuda", "xla", "neuron"] = Field(
+        "auto", description="Device type. auto: neuron where there is one, else cuda, else cpu."
+    )
     precision: Literal["auto", "compiler", "bf16", "fp32"] = Field(
         "auto",
-        description="What matrix products are computed in; weights stay fp32. bf16: torch autocast. compiler: neuronx-cc casts "
-        "as compile.auto_cast says (neuron only). auto: compiler on neuron, else bf16 where the device computes in it, or fp32.",
+        description="What training's matrix products are computed in; weights and optimizer stay fp32. bf16: torch autocast. "
+        "compiler: neuronx-cc casts as compile.auto_cast says, also in the optimizer (neuron only). auto: bf16 where the device "
+        "computes in it, else fp32.",
     )
     ranks_per_node: PositiveInt | None = Field(None, description="None: 32 on neuron, all GPUs on cuda, else 1.")
     threads_per_rank: PositiveInt | None = Field(None, description="Host threads of a rank; None: cores / ranks on the host.")
@@ -124,8 +174,10 @@ class DeviceConfig(Section):
         gt=0,
         description="Memory for a node's ranks together. None: on neuron a job's share of a trn1.32xlarge, else unknown.",
     )
-    sync_points: Literal[1, 2] = Field(
-        2, description="Where a step's graph is cut: after forward+backward and after the optimizer (2), or only after it (1)."
+    sync_points: Annotated[Literal[1, 2], Role.GRAPH] = Field(
+        2,
+        description="Where a step's graph is cut: after forward+backward and after the optimizer (2), or only after it (1). "
+        "Micro-batches are always cut.",
     )
     loader: LoaderConfig = LoaderConfig()
 
@@ -142,14 +194,14 @@ class DeviceConfig(Section):
 class HealthCheckConfig(Section):
     """Thresholds under which a host counts as unhealthy. A floor of 0 measures without judging."""
 
-    matmul_size: PositiveInt = 256
-    relative_tolerance_fp32: float = Field(1e-4, gt=0)
-    relative_tolerance_bf16: float = Field(2e-2, gt=0)
+    matmul_size: PositiveInt = Field(256, description="Rows and columns of the matrices of the known-answer operations.")
+    relative_tolerance_fp32: float = Field(1e-4, gt=0, description="Largest relative error of a known-answer operation in fp32.")
+    relative_tolerance_bf16: float = Field(2e-2, gt=0, description="Largest relative error of a known-answer operation in bf16.")
     memory_mib: PositiveInt = Field(256, description="Device memory that is written and read back.")
     min_memory_gbps: float = Field(0.0, ge=0, description="Floor of the memory bandwidth probe, GB/s.")
     collective_bytes: tuple[PositiveInt, ...] = Field((4096, 1 << 20, 16 << 20), description="Message sizes of each collective.")
     min_collective_gbps: float = Field(0.0, ge=0, description="Floor of the largest message's bus bandwidth, GB/s.")
-    collective_timeout_seconds: PositiveInt = 300
+    collective_timeout_seconds: PositiveInt = Field(300, description="Time limit of the collectives between ranks.")
     storage_mib: PositiveInt = Field(4, description="Size of the object written to and read from the run folder.")
     neuron_devices: PositiveInt = Field(16, description="Neuron devices of a host, on neuron; 16 on a trn1.32xlarge.")
     cores_per_device: PositiveInt = Field(2, description="NeuronCores of a device.")
@@ -174,24 +226,53 @@ class CompileConfig(Section):
     new_graphs: Literal["report", "stop"] = Field(
         "report", description="A graph that training meets and compile did not: log and count it, or end the run with 69."
     )
-    target: Literal["trn1", "trn1n", "trn2", "inf2"] = "trn1"
-    infer_target: Literal["trn1", "trn1n", "trn2", "inf2"] = Field(
-        "trn1", description="Target of the hosts that evaluate and embed."
+    target: Literal["trn1", "trn1n"] = Field(
+        "trn1", description="Target of the hosts that train. trn2 has other cores, ranks and memory than are planned for here."
     )
-    model_type: Literal["transformer", "generic", "unet-inference"] = "transformer"
+    infer_target: Literal["trn1", "trn1n", "inf2"] = Field("trn1", description="Target of the hosts that evaluate and embed.")
+    model_type: Literal["transformer", "generic", "unet-inference"] = Field(
+        "transformer", description="neuronx-cc's --model-type."
+    )
     optlevel: Literal[1, 2, 3] = Field(1, description="1 compiles fastest; 2 and 3 gain some throughput.")
     auto_cast: Literal["none", "matmult", "all"] | None = Field(
-        None, description="What the compiler casts. None: all where device.precision is `compiler`, else none."
+        None, description="What the compiler casts in training. None: all where device.precision is `compiler`, else none."
     )
-    auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] = Field("bf16", description="To which type the compiler casts.")
+    auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] = Field(
+        "bf16", description="To which type the compiler casts in training: bf16 or tf32."
+    )
+    infer_auto_cast: Literal["none", "matmult", "all"] | None = Field(
+        None,
+        description="What the compiler casts for evaluate and embed. None: matmult, but none if device.precision is fp32.",
+    )
+    infer_auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] = Field(
+        "bf16", description="To which type the compiler casts for evaluate and embed."
+    )
     retry_failed: bool = Field(
         True, description="Compile again what failed in an earlier run, instead of failing from the cache."
     )
     parallel: PositiveInt = Field(8, description="Compilers that run at the same time.")
-    cache: Uri | None = Field(
+    cache: Annotated[Uri | None, Role.URI] = Field(
         None,
         description="s3:// URI under which the compiler's persistent caches are; None: graphs/neuron-cache in the run's bucket.",
     )
+
+    def training_cast(self, precision: str) -> str:
+        """What the compiler casts in training, `none` unless the resolved precision leaves it to the compiler."""
+        return (self.auto_cast or "all") if precision == "compiler" else "none"
+
+    def inference_cast(self, precision: str) -> str:
+        """What the compiler casts for evaluate and embed, given training's resolved precision."""
+        return self.infer_auto_cast or ("none" if precision == "fp32" else "matmult")
+
+    @field_validator("auto_cast_type")
+    @classmethod
+    def _trainable(cls, cast: str) -> str:
+        if cast in ("fp16", "fp8_e4m3"):
+            raise ValueError(
+                f"{cast} has too small a range for gradients and optimizer state, which are cast too: set bf16 or tf32, or "
+                f"compile.infer_auto_cast_type = {cast} for evaluate and embed alone"
+            )
+        return cast
 
     @field_validator("cache")
     @classmethod
@@ -199,6 +280,12 @@ class CompileConfig(Section):
         if cache is not None and (not cache.startswith("s3://") or any(character.isspace() for character in cache)):
             raise ValueError("must be an s3:// URI without spaces: every host of every run reads it")
         return cache
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a positive number up to `limit`, and in any case up to MICRO_BATCH_TOKENS; at least 1."""
+    candidates = range(min(number, limit, MICRO_BATCH_TOKENS), 0, -1)
+    return next((size for size in candidates if number % size == 0), 1)
 
 
 def require_run_id(run: str | None) -> str | None:
@@ -215,43 +302,85 @@ def require_run_id(run: str | None) -> str | None:
 class TrainConfig(Section):
     """Contrastive training of the bi-encoder."""
 
-    steps: PositiveInt | None = Field(None, description="Optimizer steps; None: `epochs` over the run's rows.")
-    epochs: PositiveInt = 1
-    batch_size: PositiveInt = Field(64, description="Pairs per rank whose documents compete; times `accumulation` per step.")
-    accumulation: PositiveInt = Field(
+    steps: Annotated[PositiveInt | None, Role.BOOKKEEPING, Role.RESUMABLE] = Field(
+        None, description="Optimizer steps; None: `epochs` over the run's rows."
+    )
+    epochs: Annotated[PositiveInt, Role.BOOKKEEPING, Role.RESUMABLE] = Field(
+        1, description="Passes over the run's training rows, unless `steps` is set."
+    )
+    batch_size: Annotated[PositiveInt, Role.BOOKKEEPING, Role.GRAPH, Role.RESUMABLE, Role.TUNABLE] = Field(
+        64, description="Pairs per rank whose documents compete; times `accumulation` per step."
+    )
+    accumulation: Annotated[PositiveInt, Role.LEARNED, Role.GRAPH, Role.RESUMABLE, Role.TUNABLE] = Field(
         1, description="Batches whose gradients are added up before an optimizer step: a larger batch in the same memory."
     )
-    activation_checkpointing: bool = Field(
+    micro_batch: Annotated[PositiveInt | None, Role.LEARNED, Role.RESUMABLE, Role.TUNABLE] = Field(
+        None,
+        description="Pairs that pass through the encoder at a time: a memory setting, which changes neither loss nor negatives. "
+        "Divides batch_size; where it is smaller, the forward pass runs twice. None: the largest divisor with at most "
+        f"{MICRO_BATCH_TOKENS} tokens where graphs are compiled (xla, neuron), elsewhere the whole batch.",
+    )
+    activation_checkpointing: Annotated[bool, Role.BOOKKEEPING, Role.GRAPH, Role.RESUMABLE, Role.TUNABLE] = Field(
         False, description="Compute each layer's activations again in the backward pass instead of keeping them."
     )
-    query_length: Annotated[int, Field(ge=4)] = Field(32, description="Static length of queries in tokens.")
-    buckets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
+    query_length: Annotated[int, Field(ge=4), Role.LEARNED, Role.GRAPH] = Field(
+        32, description="Static length of queries in tokens."
+    )
+    buckets: Annotated[tuple[Annotated[int, Field(ge=4)], ...], Role.LEARNED, Role.GRAPH, Role.TUNABLE] = Field(
         (64, 128, 256), description="Static lengths of documents, ascending."
     )
-    learning_rate: float = Field(2e-5, gt=0)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_fraction: Fraction = 0.1
-    final_lr_fraction: Fraction = 0.0
-    weight_decay: float = Field(0.01, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
-    clip_norm: float | None = Field(1.0, gt=0)
-    temperature: float = Field(0.05, gt=0)
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+    learning_rate: Annotated[float, Role.LEARNED] = Field(2e-5, gt=0, description="Peak learning rate of AdamW.")
+    schedule: Annotated[Literal["cosine", "linear", "constant"], Role.LEARNED] = Field(
+        "cosine", description="Learning rate after the warmup."
+    )
+    warmup_fraction: Annotated[Fraction, Role.LEARNED] = Field(
+        0.1, description="Share of the steps in which the learning rate rises linearly to its peak."
+    )
+    final_lr_fraction: Annotated[Fraction, Role.LEARNED] = Field(
+        0.0, description="Learning rate of the last step, as a share of the peak."
+    )
+    weight_decay: Annotated[float, Role.LEARNED, Role.GRAPH] = Field(0.01, ge=0, description="AdamW's decoupled weight decay.")
+    beta1: Annotated[float, Role.LEARNED, Role.GRAPH] = Field(
+        0.9, ge=0, lt=1, description="AdamW's decay rate of the first moment."
+    )
+    beta2: Annotated[float, Role.LEARNED, Role.GRAPH] = Field(
+        0.999, ge=0, lt=1, description="AdamW's decay rate of the second moment."
+    )
+    epsilon: Annotated[float, Role.LEARNED, Role.GRAPH] = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    clip_norm: Annotated[float | None, Role.LEARNED, Role.GRAPH] = Field(
+        1.0, gt=0, description="Largest norm of the gradient of a step; None: no clipping."
+    )
+    temperature: Annotated[float, Role.LEARNED, Role.GRAPH] = Field(
+        0.05, gt=0, description="Divisor of the similarities in the contrastive loss."
+    )
+    dropout: Annotated[Annotated[float, Field(ge=0.0, lt=1.0)] | None, Role.LEARNED, Role.GRAPH] = Field(
         None, description="Of hidden states while training; None: the model's own. Attention probabilities are never dropped."
     )
-    resume: str | None = Field(
+    resume: Annotated[str | None, Role.LEARNED, Role.RESUMABLE] = Field(
         None,
         description="Id of a run whose training to go on with, on other nodes or ranks. None: begin with the parent.",
     )
-    log_every: PositiveInt = 10
-    validate_every: PositiveInt = 100
-    validation_queries: PositiveInt = Field(512, description="Hold-out queries of the evaluation inside training.")
-    checkpoint_every: PositiveInt = 200
-    keep_checkpoints: PositiveInt = Field(3, description="Newest checkpoints that are left; older ones are removed, but for:")
-    keep_every: PositiveInt | None = Field(None, description="Checkpoints of steps that are multiples of this; None: no others.")
-    keep_best: bool = Field(True, description="The checkpoint with the best validation of gate.metric.")
+    log_every: Annotated[PositiveInt, Role.BOOKKEEPING, Role.GRAPH, Role.RESUMABLE] = Field(
+        10, description="Steps between two lines of training metrics."
+    )
+    validate_every: Annotated[PositiveInt, Role.LEARNED, Role.RESUMABLE] = Field(
+        100, description="Steps between two evaluations on hold-out queries."
+    )
+    validation_queries: Annotated[PositiveInt, Role.LEARNED, Role.RESUMABLE] = Field(
+        512, description="Hold-out queries of the evaluation inside training."
+    )
+    checkpoint_every: Annotated[PositiveInt, Role.BOOKKEEPING, Role.RESUMABLE] = Field(
+        200, description="Steps between two checkpoints."
+    )
+    keep_checkpoints: Annotated[PositiveInt, Role.BOOKKEEPING, Role.RESUMABLE] = Field(
+        3, description="Newest checkpoints that are left; older ones are removed, but for:"
+    )
+    keep_every: Annotated[PositiveInt | None, Role.BOOKKEEPING, Role.RESUMABLE] = Field(
+        None, description="Checkpoints of steps that are multiples of this; None: no others."
+    )
+    keep_best: Annotated[bool, Role.BOOKKEEPING, Role.RESUMABLE] = Field(
+        True, description="The checkpoint with the best validation of gate.metric."
+    )
 
     @field_validator("buckets")
     @classmethod
@@ -259,6 +388,15 @@ class TrainConfig(Section):
         if not buckets or list(buckets) != sorted(set(buckets)):
             raise ValueError(f"buckets must ascend without repeats, found {list(buckets)}")
         return buckets
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> TrainConfig:
+        if self.micro_batch is not None and self.batch_size % self.micro_batch:
+            raise ValueError(
+                f"micro_batch = {self.micro_batch} does not divide batch_size = {self.batch_size}, but all micro-batches "
+                f"have the same size: set micro_batch = {largest_divisor(self.batch_size, self.micro_batch)}, or leave it out"
+            )
+        return self
 
     @field_validator("resume")
     @classmethod
@@ -269,16 +407,20 @@ class TrainConfig(Section):
 class EvaluateConfig(Section):
     """Retrieval metrics on the hold-out."""
 
-    candidates: PositiveInt = Field(
+    candidates: Annotated[PositiveInt, Role.LEARNED] = Field(
         10_000, description="Documents beside the hold-out's own that a query is ranked against, at most."
     )
-    bootstrap_samples: PositiveInt = 1000
+    bootstrap_samples: Annotated[PositiveInt, Role.BOOKKEEPING] = Field(
+        1000, description="Bootstrap samples behind each confidence interval."
+    )
 
 
 class GateConfig(Section):
-    """When a model may be published: new >= parent - max_drop on `metric`."""
+    """When a model may be published: new >= baseline - max_drop on `metric`. Baseline: the published model, else the parent."""
 
-    metric: Literal["ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100"] = "ndcg@10"
+    metric: Literal["ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100"] = Field(
+        "ndcg@10", description="Metric that decides."
+    )
     max_drop: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.001, description="Absolute, 0.001 = 0.1 %.")
     min_queries: PositiveInt = Field(2000, description="A hold-out smaller than this cannot show 0.1 %.")
     allow_small: bool = Field(False, description="Judge even on a hold-out smaller than min_queries.")
@@ -287,23 +429,27 @@ class GateConfig(Section):
 class EmbedConfig(Section):
     """Offline embedding of the whole corpus."""
 
-    children: Annotated[int, Field(ge=1, le=ARRAY_LIMIT)] = Field(
+    children: Annotated[int, Field(ge=1, le=ARRAY_LIMIT), Role.BOOKKEEPING] = Field(
         4, description="Array size: independent jobs that share the parts."
     )
-    ranks_per_child: PositiveInt | None = Field(
+    ranks_per_child: Annotated[PositiveInt | None, Role.LEARNED] = Field(
         None, description="Ranks of a child's host, which may be another than training's. None: device.ranks_per_node."
     )
-    rows_per_part: PositiveInt = 100_000
-    max_bad_fraction: Fraction = Field(
+    rows_per_part: Annotated[PositiveInt, Role.BOOKKEEPING] = Field(100_000, description="Documents of an output file.")
+    max_bad_fraction: Annotated[Fraction, Role.LEARNED] = Field(
         0.001, description="Documents that may be left out (and quarantined) before the run ends with 65."
     )
-    dtype: Literal["float32", "float16"] = "float32"
-    buckets: tuple[Annotated[int, Field(ge=4)], ...] = Field(
+    dtype: Annotated[Literal["float32", "float16"], Role.BOOKKEEPING] = Field(
+        "float32", description="Type of the stored embeddings."
+    )
+    buckets: Annotated[tuple[Annotated[int, Field(ge=4)], ...], Role.LEARNED, Role.GRAPH] = Field(
         (64, 128, 256),
         description="Lengths of rows in tokens, ascending; texts are cut at the longest. On devices that compile each is a "
         "graph, on neuron with weights of its own, and texts share rows; other devices make rows as long as their texts.",
     )
-    tokens_per_batch: PositiveInt = Field(16_384, description="Tokens of a batch; a bucket's batch size is this / its length.")
+    tokens_per_batch: Annotated[PositiveInt, Role.BOOKKEEPING, Role.GRAPH] = Field(
+        16_384, description="Tokens of a batch; a bucket's batch size is this / its length."
+    )
 
     @field_validator("buckets")
     @classmethod
@@ -320,7 +466,7 @@ class PublishConfig(Section):
 class ReportConfig(Section):
     """The HTML page of the run."""
 
-    title: str | None = None
+    title: str | None = Field(None, description="Title of the page; None: `Run RUN_ID`.")
 
 
 class LockConfig(Section):
@@ -334,33 +480,62 @@ class LockConfig(Section):
 class RunConfig(Section):
     """The whole configuration of one run."""
 
-    run: str | None = Field(None, description="An earlier run's id, to take it up where it stopped. None: a new run.")
-    share: str = Field("manual", description="Fair-share identifier under which all jobs are submitted.")
-    registry: str | None = Field("current", description="Name under which the run publishes; null: nowhere.")
-    time_budget: timedelta = Field(
+    run: Annotated[str | None, Role.BOOKKEEPING, Role.EXECUTION] = Field(
+        None, description="An earlier run's id, to take it up where it stopped. None: a new run."
+    )
+    share: Annotated[str, Role.BOOKKEEPING, Role.EXECUTION] = Field(
+        "manual", description="Fair-share identifier under which all jobs are submitted."
+    )
+    registry: Annotated[str | None, Role.BOOKKEEPING] = Field(
+        "current", description="Name under which the run publishes; null: nowhere."
+    )
+    time_budget: Annotated[timedelta, Role.BOOKKEEPING, Role.EXECUTION] = Field(
         timedelta(hours=12), description="After this the run counts as overdue (an alarm, not a stop)."
     )
-    nodes: PositiveInt = 1
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    device: DeviceConfig = DeviceConfig()
+    nodes: Annotated[PositiveInt, Role.BOOKKEEPING] = Field(1, description="Nodes of the gang that checks, compiles and trains.")
+    seed: Annotated[int, Field(ge=0, lt=2**31), Role.LEARNED] = Field(
+        0, description="Seed of the batch order, dropout, the choice of replayed rows, and the bootstrap."
+    )
+    device: Annotated[DeviceConfig, Role.BOOKKEEPING, Role.TUNABLE] = DeviceConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    health_check: HealthCheckConfig = HealthCheckConfig()
-    compile: CompileConfig = CompileConfig()
+    health_check: Annotated[HealthCheckConfig, Role.BOOKKEEPING] = HealthCheckConfig()
+    compile: Annotated[CompileConfig, Role.BOOKKEEPING, Role.TUNABLE] = CompileConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
-    gate: GateConfig = GateConfig()
+    gate: Annotated[GateConfig, Role.BOOKKEEPING] = GateConfig()
     embed: EmbedConfig = EmbedConfig()
-    publish: PublishConfig = PublishConfig()
-    report: ReportConfig = ReportConfig()
-    lock: LockConfig = LockConfig()
+    publish: Annotated[PublishConfig, Role.BOOKKEEPING] = PublishConfig()
+    report: Annotated[ReportConfig, Role.BOOKKEEPING] = ReportConfig()
+    lock: Annotated[LockConfig, Role.BOOKKEEPING, Role.EXECUTION] = LockConfig()
 
     def uris(self) -> Iterator[tuple[str, str]]:
         """Every URI that the configuration names, after the key that names it."""
-        yield from (("data.train", uri) for uri in self.data.train)
-        yield from (("data.corpus", uri) for uri in self.data.corpus)
-        single = {"model.parent": self.model.parent, "model.base": self.model.base, "compile.cache": self.compile.cache}
-        yield from ((key, uri) for key, uri in single.items() if uri is not None)
+        for key in keys_of(Role.URI, RunConfig):
+            value = attrgetter(key)(self)
+            yield from ((key, uri) for uri in ([value] if isinstance(value, str) else value or ()))
+
+    def micro_batch_on(self, kind: str) -> int:
+        """Pairs of a micro-batch on this kind of device: a divisor of `train.batch_size`, see `train.micro_batch`."""
+        train = self.train
+        if train.micro_batch is not None:
+            return train.micro_batch
+        if kind in EAGER_KINDS or self.device.loader.batches_per_execution > 1:
+            return train.batch_size
+        return largest_divisor(train.batch_size, self.most_compiled_pairs)
+
+    @property
+    def most_compiled_pairs(self) -> int:
+        """Pairs that an automatic micro-batch has at most where graphs are compiled."""
+        return max(1, MICRO_BATCH_TOKENS // (self.train.query_length + max(self.train.buckets)))
+
+    def cuts_batches(self, kind: str) -> bool:
+        """Whether batches have several micro-batches there, and so every step two forward passes."""
+        return self.micro_batch_on(kind) < self.train.batch_size
+
+    def adds_up(self, kind: str) -> bool:
+        """Whether several backward passes of a step add up their gradients there."""
+        return self.train.accumulation > 1 or self.cuts_batches(kind)
 
     @field_validator("run")
     @classmethod
@@ -401,7 +576,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _casts_once(self) -> RunConfig:
         cast, precision = self.compile.auto_cast, self.device.precision
-        if precision in ("bf16", "fp32") and cast not in (None, "none"):
+        if precision != "compiler" and cast not in (None, "none"):
             raise ValueError(
                 f"compile.auto_cast = {cast} lets the compiler cast, device.precision = {precision} does not: set "
                 "device.precision = compiler, or compile.auto_cast = none"
@@ -425,6 +600,11 @@ class RunConfig(Section):
                 f"device.loader.batches_per_execution = {joined} joins steps into one graph, one for every sequence of shapes:"
                 " it needs a single length in train.buckets and train.accumulation = 1"
             )
+        if self.train.micro_batch not in (None, self.train.batch_size):
+            raise ValueError(
+                f"device.loader.batches_per_execution = {joined} joins steps into one graph, which train.micro_batch ="
+                f" {self.train.micro_batch} cuts: leave one of them out"
+            )
         for name in ("log_every", "validate_every", "checkpoint_every"):
             if getattr(self.train, name) % joined:
                 raise ValueError(
@@ -434,8 +614,19 @@ class RunConfig(Section):
         return self
 
 
+def keys_of(role: Role, section: type[BaseModel]) -> tuple[str, ...]:
+    """Return the keys below a section that have a role, in the order of the schema; a section that has it stands for its keys."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        if role in field.metadata:
+            keys.append(name)
+        elif inner := _section_of(field.annotation):
+            keys += (f"{name}.{key}" for key in keys_of(role, inner))
+    return tuple(keys)
+
+
 class Prices(Section):
-    """USD for an hour of one node, by queue: of what the deployment pays for. None: not known, or nobody pays by the hour."""
+    """USD for an hour of one node, by queue: of what the deployment pays for. None: not known, or not paid by the hour."""
 
     train: float | None = Field(None, ge=0, allow_inf_nan=False)
     embed: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -459,6 +650,7 @@ class Deployment(Section):
         prices: what its hosts cost.
         hosts: queue -> what its nodes are, e.g. trn1.32xlarge.
         embed_hosts: how many hosts the array has at once, at most; None: as many as it has children.
+        timeouts: stage -> minutes after which Batch ends an attempt; one that is not named has its default.
     """
 
     config: dict[str, Any] = Field(default_factory=dict)
@@ -468,6 +660,7 @@ class Deployment(Section):
     prices: Prices = Prices()
     hosts: dict[Queue, str] = Field(default_factory=dict)
     embed_hosts: PositiveInt | None = None
+    timeouts: dict[Stage, PositiveInt] = Field(default_factory=dict)
 
 
 class RunInput(Section):
@@ -624,3 +817,7 @@ def _bad_config(error: ValidationError) -> BadConfig:
         rule="see `trnpipe config schema`",
         remedy="correct the values named above",
     )
+
+
+MODEL_URIS = keys_of(Role.URI, ModelConfig)
+"""Settings of `model` that are URIs."""

@@ -5,12 +5,14 @@ the local Batch runner can import it without loading a framework.
 
 Words: node (one instance, one Batch node), gang (all nodes of a multi-node job), rank (one process = one accelerator
 core), step (one optimizer update), graph (one compiled program), bucket (one static sequence length with its batch
-size), shard (one input file), part (one output file), parent (the model a run continues from), run, plan, gate.
+size), shard (one input file), part (one output file), parent (the model a run continues from), published (the
+model the registry names), baseline (what the gate compares with: published, else parent), run, plan, gate.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -31,7 +33,7 @@ SHARE_PATTERN = re.compile(r"[A-Za-z0-9]{1,255}")
 """AWS Batch share identifiers are alphanumeric only."""
 
 RETENTION_TAG, RESUME = "trnpipe:retention", "resume"
-"""Object tag, and its value, of what only serves to take up a run; a lifecycle rule lets it expire (infra/storage.py)."""
+"""Object tag, and its value, of what only serves to resume a run; a lifecycle rule expires it (infra/constructs/storage.py)."""
 
 CHECKPOINT_KEY = re.compile(r"runs/[^/]+/train/checkpoints/.+")
 
@@ -51,7 +53,7 @@ LONGEST_KEY = 1024
 
 
 def check_run_id(run: object) -> str:
-    """A run id that somebody typed, as it is.
+    """Return a run id unchanged.
 
     Raises:
         BadConfig: none that a run can have.
@@ -67,7 +69,7 @@ def check_run_id(run: object) -> str:
 
 
 def check_registry(name: str) -> str:
-    """A registry name that somebody typed, as it is.
+    """Return a registry name unchanged.
 
     Raises:
         BadConfig: none that something can be published under.
@@ -80,7 +82,7 @@ def check_registry(name: str) -> str:
 
 
 def check_run_folder(uri: str) -> str:
-    """A run folder's URI that somebody typed or a job was submitted with, without trailing slashes.
+    """Return a run folder's URI, from the command line or a job's parameters, without trailing slashes.
 
     Raises:
         BadConfig: its last part is no run id, or a part of an s3:// URI leads elsewhere.
@@ -139,6 +141,8 @@ class StageSpec:
         shape: how Batch runs it.
         timeout_minutes: Batch attempt timeout; a state's timeout also covers the wait for hosts.
         attempts: Batch attempts, the first included.
+        resumes: keeps what it has done in parts that a further attempt builds on. Its supervisor ends it shortly before the
+            timeout, because Batch does not retry an attempt that it ended itself.
         always_runs: does not skip itself when its result is already there: hosts change, compiled sets may be gone, the input of
             an execution that takes a run up may contradict its plan, the report shows the newest.
     """
@@ -147,6 +151,7 @@ class StageSpec:
     shape: Shape
     timeout_minutes: int
     attempts: int = 4
+    resumes: bool = False
     always_runs: bool = False
 
 
@@ -154,9 +159,9 @@ STAGES: dict[Stage, StageSpec] = {
     Stage.PREPARE: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120, always_runs=True),
     Stage.HEALTH_CHECK: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=30, always_runs=True),
     Stage.COMPILE: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=240, always_runs=True),
-    Stage.TRAIN: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=24 * 60, attempts=8),
+    Stage.TRAIN: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=24 * 60, attempts=8, resumes=True),
     Stage.EVALUATE: StageSpec(queue=Queue.EMBED, shape=Shape.SINGLE, timeout_minutes=120),
-    Stage.EMBED: StageSpec(queue=Queue.EMBED, shape=Shape.ARRAY, timeout_minutes=12 * 60, attempts=6),
+    Stage.EMBED: StageSpec(queue=Queue.EMBED, shape=Shape.ARRAY, timeout_minutes=12 * 60, attempts=6, resumes=True),
     Stage.PUBLISH: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120),
     Stage.REPORT: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=30, attempts=2, always_runs=True),
 }
@@ -181,7 +186,7 @@ class Metric(str, Enum):
     QUARANTINED_DOCUMENTS = "QuarantinedDocuments"
     DOCUMENTS_PER_SECOND = "DocumentsPerSecond"
     NDCG = "Ndcg"
-    PARENT_NDCG = "ParentNdcg"
+    BASELINE_NDCG = "BaselineNdcg"
     GATE_DROP = "GateDrop"
 
     def __str__(self) -> str:
@@ -216,6 +221,9 @@ STAGE_DIMENSION = "Stage"
 DEPLOYMENT_VARIABLE = "TRNPIPE_DEPLOYMENT"
 """Environment variable of every job: the deployment's name, which its metrics carry."""
 
+ATTEMPT_VARIABLE = "TRNPIPE_ATTEMPT_SECONDS"
+"""Environment variable of every job: after how many seconds Batch ends an attempt."""
+
 _GANGS = tuple(stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG)
 _ON_CHIPS = tuple(stage for stage, spec in STAGES.items() if spec.queue is not Queue.CPU)
 
@@ -243,15 +251,15 @@ METRICS: dict[Metric, MetricSpec] = {
     Metric.QUARANTINED_DOCUMENTS: MetricSpec("Count", "Sum", (Stage.EMBED,)),
     # Of the whole array, when it is done.
     Metric.DOCUMENTS_PER_SECOND: MetricSpec("Count/Second", "Average", (Stage.EMBED,)),
-    # nDCG@10 on the hold-out: of the new model, of its parent.
+    # nDCG@10 on the hold-out: of the new model, of the gate's baseline.
     Metric.NDCG: MetricSpec("None", "Average", (Stage.EVALUATE,)),
-    Metric.PARENT_NDCG: MetricSpec("None", "Average", (Stage.EVALUATE,)),
-    # How far gate.metric fell below the parent's; negative where it rose.
+    Metric.BASELINE_NDCG: MetricSpec("None", "Average", (Stage.EVALUATE,)),
+    # How far gate.metric fell below the baseline's; negative where it rose.
     Metric.GATE_DROP: MetricSpec("None", "Maximum", (Stage.EVALUATE,)),
 }
 
 EAGER_KINDS = ("cpu", "cuda")
-"""Kinds of device that run every operation as it is written, in any shape. All others compile graphs, one per shape."""
+"""Kinds of device that run every operation at once, in any shape. All others compile graphs, one per shape."""
 
 RUN_PARAMETER = "run"
 """Batch job parameter that carries the run folder's URI; it stands as `Ref::run` in every command."""
@@ -259,6 +267,11 @@ RUN_PARAMETER = "run"
 RUN_TAG = "trnpipe:run"
 EXECUTION_TAG = "trnpipe:execution"
 """Tags of every Batch job: its run's id, and the ARN of the execution that submitted it, under which `trnpipe stop` finds it."""
+
+
+def attempt_seconds(stage: Stage, environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds after which Batch ends an attempt of a stage."""
+    return float(environment.get(ATTEMPT_VARIABLE) or 60 * STAGES[stage].timeout_minutes)
 
 
 def stage_command(stage: Stage) -> list[str]:
@@ -355,7 +368,7 @@ class RunPaths:
         return f"{self.root}/train/metrics.jsonl"
 
     def host_monitor(self, node: int) -> str:
-        """What the host of one node did while training, a JSON line per minute (pipeline/runtime/monitor.py)."""
+        """What the host of one node did while training, a JSON line per minute (pipeline/sdk/monitor.py)."""
         return f"{self.root}/train/monitor/node-{node:05d}.jsonl"
 
     @property
@@ -367,7 +380,7 @@ class RunPaths:
         return f"{self.root}/train/validation"
 
     def validation(self, step: int) -> str:
-        """Every metric of every query after `step` steps: Parquet, see pipeline/data/query_values."""
+        """Every metric of every query after `step` steps: Parquet, see pipeline/evaluation/query_values."""
         return f"{self.validations}/step-{step:08d}.parquet"
 
     @property
@@ -381,7 +394,7 @@ class RunPaths:
 
     @property
     def query_values(self) -> str:
-        """Every metric of every hold-out query with the new model: Parquet, see pipeline/data/query_values."""
+        """Every metric of every hold-out query with the new model: Parquet, see pipeline/evaluation/query_values."""
         return f"{self.root}/evaluate/queries.parquet"
 
     def part(self, index: int, count: int) -> str:
@@ -419,7 +432,7 @@ def registry_uri(bucket_root: str, name: str) -> str:
 
 
 def graphs_uri(bucket_root: str) -> str:
-    """The folder of compiled sets (pipeline/model/compiled), shared by all runs of a bucket."""
+    """The folder of compiled sets (pipeline/graphs/compiled), shared by all runs of a bucket."""
     return f"{bucket_root.rstrip('/')}/graphs"
 
 

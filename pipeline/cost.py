@@ -20,7 +20,7 @@ NOTE_SECONDS = 60.0
 """At least this often a node's record gets a new sign of life: what is not known of one that is killed."""
 
 HourlyPrices = Mapping[Queue, float]
-"""USD for an hour of one node, by queue; one whose price nobody knows is left out."""
+"""USD for an hour of one node, by queue; one whose price is unknown is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,13 +204,8 @@ def nodes_of(stage: Stage, *, nodes: int, children: int) -> int:
     return {Shape.GANG: nodes, Shape.ARRAY: children, Shape.SINGLE: 1}[STAGES[stage].shape]
 
 
-def longest_attempt(stage: Stage, time_budget: timedelta) -> timedelta:
-    """How long one attempt of a stage takes at most in a run that keeps its time budget."""
-    return min(timedelta(minutes=STAGES[stage].timeout_minutes), time_budget)
-
-
 def most(prices: HourlyPrices, *, nodes: int, children: int, time_budget: timedelta) -> float | None:
-    """USD that a run costs at most if it keeps its time budget: one stage follows the other, so never more than the dearest
+    """USD that a run costs at most if it keeps its time budget: one stage follows the other, so at most the most expensive
     stage's nodes for all that time, however often something is tried again. None where a price is not known."""
     hourly = [cost_of({stage: float(nodes_of(stage, nodes=nodes, children=children))}, prices) for stage in STAGES]
     known = [usd for usd in hourly if usd is not None]

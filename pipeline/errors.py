@@ -29,7 +29,7 @@ def plain(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: `plain`, and not longer than anybody reads."""
+    """A value as messages show it: `plain`, and cut to a readable length."""
     text = str(value)
     left_out = len(text) - LONGEST_SHOWN
     return plain(text if left_out <= 0 else f"{text[:LONGEST_SHOWN]} ... and {left_out} more characters")
@@ -46,7 +46,7 @@ def _without_secrets(found: re.Match[str]) -> str:
 
 
 class ExitCode(IntEnum):
-    """Process exit codes. Batch retries the 70s (prefix `7`) and signals (prefix `13`); everything else ends the job."""
+    """Process exit codes. Batch ends a job at the 60s, and at 1, an uncaught exception; it retries all others."""
 
     DONE = 0
     BAD_CONFIG = 64
@@ -59,9 +59,14 @@ class ExitCode(IntEnum):
     UNHEALTHY_HOST = 76
     NO_PROGRESS = 77
 
+    @classmethod
+    def of(cls, status: int) -> ExitCode:
+        """Return the code that a process ended with; DEFECT where that is none of these."""
+        return cls(status) if status in set(cls) else cls.DEFECT
+
     @property
     def retryable(self) -> bool:
-        """Whether a new attempt may succeed without anybody changing anything."""
+        """Whether a new attempt may succeed without any change."""
         return 70 <= self < 80
 
 
@@ -107,6 +112,17 @@ def _line(name: str, text: object) -> str:
     return f"{name} {shown(text)}".replace("\n", "\n        ")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, its type where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception in one line, for the log."""
+    text = str(error) if isinstance(error, TrnpipeError) else f"{type(error).__name__}: {error}"
+    return " | ".join(text.splitlines())
+
+
 class BadConfig(TrnpipeError):
     """A setting, or a checkpoint's shape, that cannot work: exit 64, no retry."""
 
@@ -141,7 +157,7 @@ class ServiceRefused(TrnpipeError):
 
 
 class GateRefused(TrnpipeError):
-    """The new model is worse than its parent: exit 67 (of `trnpipe local` and `trnpipe start --watch`)."""
+    """The new model is worse than the gate's baseline: exit 67 (of `trnpipe local` and `trnpipe start --watch`)."""
 
     exit_code = ExitCode.GATE_REFUSED
 

@@ -43,15 +43,33 @@ class Parent(PlanSection):
         uri: as configured, or the registry's model.
         folder: a model folder that every stage can load (the uri itself, or a conversion under `prepare/parent`).
         sha256: of its weight file.
-        run: the run that published it, if one did.
-        registry_etag: the registry pointer's version at planning time; publish replaces exactly that one. None: no pointer yet.
+        run: the run that made it, if one of this bucket did.
     """
 
     uri: str
     folder: str
     sha256: str
     run: str | None = None
-    registry_etag: str | None = None
+
+
+class Published(PlanSection):
+    """The model that the registry named when the run was planned: the gate's baseline, and the one that publish replaces.
+
+    Attributes:
+        run: the run that made it.
+        folder: its model folder.
+        sha256: of its weight file.
+        registry_etag: version of the registry's pointer; publish replaces exactly that one.
+        own_tokens: whether its tokens differ from the parent's; `prepare/rows/published` then has the hold-out in them.
+        same_graphs: whether the run's graphs fit it. Where they do not, evaluate encodes with it on the host's processor.
+    """
+
+    run: str
+    folder: str
+    sha256: str
+    registry_etag: str
+    own_tokens: bool = False
+    same_graphs: bool = True
 
 
 class World(PlanSection):
@@ -68,7 +86,7 @@ class World(PlanSection):
 
 
 class MemoryPlan(PlanSection):
-    """What the run was expected to need when it was planned (pipeline/model/memory), in bytes at the worst moment.
+    """What the run was expected to need when it was planned (pipeline/estimate/memory), in bytes at the worst moment.
 
     Attributes:
         device: of a rank's device.
@@ -88,6 +106,7 @@ class GraphsPlan(PlanSection):
         compiler_flags: NEURON_CC_FLAGS of training, empty on other kinds.
         infer_compiler_flags: neuronx-cc's flags of evaluate's and embed's graphs.
         cache: URI of the compiler's persistent cache, empty on other kinds.
+        environment: variables of the process that change training's graphs, none on other kinds.
     """
 
     train: str
@@ -95,6 +114,7 @@ class GraphsPlan(PlanSection):
     compiler_flags: str = ""
     infer_compiler_flags: str = ""
     cache: str = ""
+    environment: dict[str, str] = {}
 
 
 class ResumedRun(PlanSection):
@@ -114,7 +134,7 @@ class TrainPlan(PlanSection):
         new_rows, replay_rows: their split.
         bad_rows: refused rows of all training shards.
         not_positive: good rows of all training shards with a label of 0 or less, which are no pairs to train on.
-        bucket_rows: document bucket -> rows, after moving remainders (see pipeline/data/schedule).
+        bucket_rows: document bucket -> rows, after moving remainders (see pipeline/dataset/sampler).
         steps_per_epoch, steps, warmup_steps: optimizer steps.
         resumed: another run whose training this is; None: training begins with the parent.
     """
@@ -156,7 +176,7 @@ class EmbedPlan(PlanSection):
         shards: all corpus shards.
         rows: good rows = ids that must be in the embeddings exactly once.
         bad_rows: refused rows, which have no embedding.
-        ids: order-independent digest of those ids (pipeline/data/ids).
+        ids: order-independent digest of those ids (pipeline/dataset/ids).
         parts: output parts, in order.
         children: array size; see `own_parts`.
     """
@@ -178,6 +198,16 @@ def own_parts(parts: int, ranks: int, rank: int) -> range:
         rank: counted through the children.
     """
     return range(rank * parts // ranks, (rank + 1) * parts // ranks)
+
+
+def part_count(rows: int, rows_per_part: int, least: int) -> int:
+    """Parts of a corpus.
+
+    Args:
+        rows_per_part: at most this many in a part.
+        least: at least this many parts, as long as each has a row.
+    """
+    return max(-(-rows // rows_per_part), min(least, rows))
 
 
 class HoldoutPlan(PlanSection):
@@ -215,14 +245,22 @@ class ExpectedCost(PlanSection):
     at_most: float | None = None
 
 
+NOT_FINGERPRINTED: dict[str, Any] = {
+    **dict.fromkeys(("created", "expected_cost", "fingerprint"), True),
+    "config": {"model": {"initial": True}},
+}
+"""What a run does not depend on. The initial model matters as the parent that it became, or not at all."""
+
+
 class RunPlan(PlanSection):
-    """The whole plan. `fingerprint` covers everything but `created` and `expected_cost`, so a stage's result names exactly what
-    it ran."""
+    """The whole plan. `fingerprint` covers everything that the run depends on, so a stage's result names exactly what it ran."""
 
     run: str
     created: str
     config: RunConfig
     parent: Parent
+    published: Published | None = None
+    """None: the registry named no model yet, or the run publishes nowhere."""
     world: World
     train: TrainPlan
     holdout: HoldoutPlan
@@ -233,14 +271,14 @@ class RunPlan(PlanSection):
     """None in plans that were made before it was estimated."""
     expected_cost: ExpectedCost = ExpectedCost()
     row_files: dict[str, RowFile] = {}
-    """`train.arrow`, `holdout.arrow` and `candidates.arrow` as they were written."""
+    """`train.arrow`, `holdout.arrow` and `candidates.arrow` as they were written, and those in `published/`."""
     seen: tuple[str, ...]
     """sha256 of every training shard this model and its ancestors have been trained on, this run's included."""
     fingerprint: str = ""
 
     def sealed(self) -> RunPlan:
         """The plan with its fingerprint filled in."""
-        record = self.model_dump(mode="json", exclude={"created", "expected_cost", "fingerprint"})
+        record = self.model_dump(mode="json", exclude=NOT_FINGERPRINTED)
         canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
         return self.model_copy(update={"fingerprint": hashlib.sha256(canonical).hexdigest()})
 

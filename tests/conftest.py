@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from moto.server import ThreadedMotoServer
 
-from pipeline.runtime import store
+from pipeline import store
 
 BUCKET = "trnpipe-tests"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.runtime.neuron_tools import UNCORRECTED
+from pipeline.sdk.neuron_tools import UNCORRECTED
 
 DRIVER = "2.27.4.0"
 RUNTIME = "2.31.24.0"

@@ -18,31 +18,22 @@ from typing import Any, Protocol
 import boto3
 from botocore import xform_name
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    HTTPClientError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    ProfileNotFound,
-    SSOError,
-    TokenRetrievalError,
-)
-from botocore.exceptions import ConnectionError as NoConnection
+from botocore.exceptions import BotoCoreError, ClientError, ProfileNotFound
 
 from infra.doctor.blueprint import Blueprint
 from infra.settings import Settings
-from pipeline.answers import Meaning, meaning
 from pipeline.errors import Defect
+from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, error_message, error_text
 
 SIDE_BY_SIDE = 8
 HOME_REGION = "us-east-1"
 """Always enabled: where the account is asked about itself, since a region that is not enabled knows none of its keys."""
 
-HOME_SERVICES = frozenset({"account", "pricing", "sts"})
+HOME_SERVICES = frozenset({"account", "sts"})
 
 IAM_PREFIX = {"service-quotas": "servicequotas", "stepfunctions": "states"}
 IAM_ACTION = {"budgets:DescribeBudgets": "budgets:ViewBudget", "s3:HeadBucket": "s3:ListBucket"}
+IAM_ACTION |= {"s3:GetBucketEncryption": "s3:GetEncryptionConfiguration"}
 """Where the permission is called otherwise than the operation (Service Authorization Reference)."""
 
 
@@ -57,7 +48,7 @@ class Finding:
     """One answer to one question.
 
     Attributes:
-        level: a problem stops a run or a deployment; a warning may, or leaves somebody in the dark.
+        level: a problem stops a run or a deployment; a warning may, or hides an outcome from the operator.
         what: the finding in one sentence.
         value: what was found.
         rule: what it should be, and why.
@@ -167,14 +158,8 @@ class Aws:
             if client.can_paginate(method):
                 return dict(client.get_paginator(method).paginate(**parameters).build_full_result())
             return dict(getattr(client, method)(**parameters))
-        except ClientError as error:
-            raise told_apart(error, permission(f"{service}:{operation}")) from error
-        except (NoCredentialsError, PartialCredentialsError, SSOError, TokenRetrievalError) as error:
-            raise NotAuthenticated(str(error)) from error
-        except (NoConnection, HTTPClientError) as error:
-            raise Unavailable(str(error)) from error
-        except BotoCoreError as error:
-            raise Refused(type(error).__name__, str(error)) from error
+        except (ClientError, BotoCoreError) as error:
+            raise _explained(error, permission(f"{service}:{operation}")) from error
 
     def _client(self, service: str) -> Any:
         # Making a client is not safe from several threads.
@@ -188,23 +173,21 @@ class Aws:
             return self._clients[service]
 
 
-def told_apart(error: ClientError, action: str) -> Exception:
-    """What a service's error means to the one who asked.
+def _explained(error: Exception, action: str) -> Exception:
+    """What a failed call means to the one who asked.
 
     Args:
         action: the permission that the call takes.
     """
-    code = str(error.response["Error"].get("Code", ""))
-    message = str(error.response["Error"].get("Message", ""))
-    match meaning(error):
-        case Meaning.DENIED:
+    match classify_aws_error(error):
+        case AwsError.DENIED:
             return Denied(action)
-        case Meaning.CREDENTIALS:
-            return NotAuthenticated(f"{code}: {message}")
-        case Meaning.BUSY:
-            return Unavailable(f"{code}: {message}")
-        case Meaning.REFUSED:
-            return Refused(code, message)
+        case AwsError.CREDENTIALS | AwsError.NO_CREDENTIALS:
+            return NotAuthenticated(error_text(error))
+        case AwsError.BUSY | AwsError.UNREACHABLE:
+            return Unavailable(error_text(error))
+        case AwsError.REFUSED | AwsError.SETUP:
+            return Refused(error_code(error), error_message(error))
 
 
 def permission(operation: str) -> str:
@@ -231,6 +214,22 @@ class Subject:
     @property
     def settings(self) -> Settings:
         return self.blueprint.settings
+
+    def seek(self, absent: Sequence[str], service: str, operation: str, **parameters: Any) -> dict[str, Any] | None:
+        """The answer of a call; None where an error code says that there is no such thing.
+
+        Args:
+            absent: those codes.
+
+        Raises:
+            Refused: the service answers with another error.
+        """
+        try:
+            return self.ask(service, operation, **parameters)
+        except Refused as refused:
+            if refused.code not in absent:
+                raise
+            return None
 
     def physical(self, stack: str, kind: str) -> list[str]:
         """Physical ids of a deployed stack's resources of a type.
@@ -266,8 +265,14 @@ class Check:
             NotAuthenticated: the credentials went bad on the way.
         """
         found: list[Finding] = []
+
+        def ask(service: str, operation: str, **parameters: Any) -> dict[str, Any]:
+            if f"{service}:{operation}" not in self.needs:
+                raise Defect("a check makes a call that it does not state", value=f"{service}:{operation}")
+            return subject.ask(service, operation, **parameters)
+
         try:
-            for finding in self.find(dataclasses.replace(subject, ask=_Limited(subject.ask, self.needs))):
+            for finding in self.find(dataclasses.replace(subject, ask=ask)):
                 found.append(finding)
         except Denied as denied:
             found.append(
@@ -293,16 +298,6 @@ def check(area: str, *needs: str) -> Callable[[Callable[[Subject], Findings]], C
         needs: the calls that it may make, as `service:Operation`.
     """
     return lambda find: Check(area=area, needs=needs, find=find)
-
-
-class _Limited:
-    def __init__(self, ask: Ask, needs: Sequence[str]) -> None:
-        self._ask, self._needs = ask, needs
-
-    def __call__(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        if f"{service}:{operation}" not in self._needs:
-            raise Defect("a check makes a call that it does not state", value=f"{service}:{operation}")
-        return self._ask(service, operation, **parameters)
 
 
 def examine(checks: Sequence[Check], subject: Subject) -> list[Finding]:

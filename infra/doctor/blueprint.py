@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.app import read_context, synthesize
-from infra.node import choose_node
-from infra.settings import Settings, read_settings
-from pipeline.errors import BadConfig
+from infra.app import parse_context, read_context, synthesize
+from infra.nodejs import choose_node
+from infra.settings import ENVIRONMENT_KEY, Settings, read_settings
+from infra.templates import Stacks
 
 COMPUTE_ENVIRONMENT = "AWS::Batch::ComputeEnvironment"
 GATEWAY_SERVICES = ("s3", "dynamodb")
@@ -74,8 +74,13 @@ class Fleet:
     root: Root | None
 
     @property
+    def forms_gangs(self) -> bool:
+        """Whether jobs of several nodes run on these hosts."""
+        return "Train" in self.name
+
+    @property
     def family(self) -> str:
-        """`Trn` or `Inf`, as EC2's quotas have it."""
+        """The type's family, which has a quota: `Trn`, `Inf` or `C7i`."""
         assert self.instance_type is not None
         return self.instance_type[:3].capitalize()
 
@@ -86,7 +91,7 @@ class Blueprint:
 
     Attributes:
         settings: what it was synthesized from.
-        templates: stack name -> its template.
+        stacks: the templates.
         bootstrap_version: of the CDK bootstrap stack that a deployment takes.
         bootstrap_parameter: SSM parameter in which an account's version stands.
         endpoint_services: interface endpoints that hosts without a way to the internet need, e.g. `ecr.api`.
@@ -94,7 +99,7 @@ class Blueprint:
     """
 
     settings: Settings
-    templates: Mapping[str, Mapping[str, Any]]
+    stacks: Stacks
     bootstrap_version: int
     bootstrap_parameter: str
     endpoint_services: tuple[str, ...]
@@ -108,22 +113,24 @@ class Blueprint:
     def data_stack(self) -> str:
         return f"{self.settings.name}-data"
 
-    def resources(self, kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Logical id and properties of every resource of a type, in all stacks."""
-        for template in self.templates.values():
-            for logical_id, resource in template["Resources"].items():
-                if resource["Type"] == kind:
-                    yield logical_id, resource.get("Properties", {})
+    @property
+    def templates(self) -> Mapping[str, Mapping[str, Any]]:
+        """Stack name -> its template."""
+        return self.stacks.templates
+
+    def resources(self, kind: str) -> dict[str, Mapping[str, Any]]:
+        """Logical id -> properties of every resource of a type, in both stacks."""
+        return {logical_id: properties for _, logical_id, properties in self.stacks.unresolved(kind)}
 
     def fleets(self) -> list[Fleet]:
-        return [self._fleet(logical_id, properties) for logical_id, properties in self.resources(COMPUTE_ENVIRONMENT)]
+        return [self._fleet(logical_id, properties) for logical_id, properties in self.resources(COMPUTE_ENVIRONMENT).items()]
 
     def _fleet(self, logical_id: str, properties: Mapping[str, Any]) -> Fleet:
         compute = properties["ComputeResources"]
-        subnets = dict(self.resources("AWS::EC2::Subnet"))
+        subnets = self.resources("AWS::EC2::Subnet")
         launch = {}
         if "LaunchTemplate" in compute:
-            templates = dict(self.resources("AWS::EC2::LaunchTemplate"))
+            templates = self.resources("AWS::EC2::LaunchTemplate")
             launch = templates[compute["LaunchTemplate"]["LaunchTemplateId"]["Ref"]]["LaunchTemplateData"]
         roots = [
             Root(device=mapping["DeviceName"], gib=mapping["Ebs"]["VolumeSize"])
@@ -153,18 +160,7 @@ def chosen_context(options: Sequence[str], environment: str | None) -> dict[str,
     Raises:
         BadConfig: not KEY=VALUE.
     """
-    context = read_context()
-    for option in [*options, *([f"env={environment}"] if environment else [])]:
-        key, separator, value = option.partition("=")
-        if not key or not separator:
-            raise BadConfig(
-                "an option of the context is not KEY=VALUE",
-                value=option,
-                rule="as after `cdk deploy -c`",
-                remedy="e.g. -c trnpipe.region=us-east-2",
-            )
-        context[key] = value
-    return context
+    return {**read_context(), **parse_context([*options, *([f"{ENVIRONMENT_KEY}={environment}"] if environment else [])])}
 
 
 def draw(context: Mapping[str, Any]) -> Blueprint:
@@ -185,19 +181,12 @@ def read_blueprint(assembly: Path, settings: Settings) -> Blueprint:
         assembly: the folder that `cdk synth` wrote.
     """
     manifest = json.loads((assembly / "manifest.json").read_text(encoding="utf-8"))
-    stacks = {
-        artifact.get("properties", {}).get("stackName", name): artifact["properties"]
-        for name, artifact in manifest["artifacts"].items()
-        if artifact["type"] == "aws:cloudformation:stack"
-    }
+    stacks = [one["properties"] for one in manifest["artifacts"].values() if one["type"] == "aws:cloudformation:stack"]
     return Blueprint(
         settings=settings,
-        templates={
-            name: json.loads((assembly / properties["templateFile"]).read_text(encoding="utf-8"))
-            for name, properties in stacks.items()
-        },
-        bootstrap_version=max(properties["requiresBootstrapStackVersion"] for properties in stacks.values()),
-        bootstrap_parameter=next(iter(stacks.values()))["bootstrapStackVersionSsmParameter"],
+        stacks=Stacks.read(assembly),
+        bootstrap_version=max(properties["requiresBootstrapStackVersion"] for properties in stacks),
+        bootstrap_parameter=stacks[0]["bootstrapStackVersionSsmParameter"],
         endpoint_services=_endpoint_services(),
         containers=_containers(settings),
     )
@@ -208,13 +197,13 @@ def _endpoint_services() -> tuple[str, ...]:
     # CDK starts its Node.js process when it is imported, so not before the choice above.
     from aws_cdk import aws_ec2 as ec2
 
-    from infra.network import INTERFACE_ENDPOINTS
+    from infra.constructs.network import INTERFACE_ENDPOINTS
 
     return tuple(getattr(ec2.InterfaceVpcEndpointAwsService, name).short_name for name in INTERFACE_ENDPOINTS)
 
 
 def _containers(settings: Settings) -> tuple[Container, ...]:
-    from infra.jobs import PRIVATE_IMAGE
+    from infra.constructs.jobs import PRIVATE_IMAGE
 
     found = []
     for name, uri in (("neuron", settings.images.neuron), ("cpu", settings.images.cpu)):

@@ -6,6 +6,7 @@ structures from a SubmitJob request; both spell the same thing, one in PascalCas
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,8 @@ class ClientError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRule:
-    """One entry of `evaluateOnExit`. Patterns that are given must all match; `*` stands at the end only."""
+    """One entry of `evaluateOnExit`. Patterns that are given must all match; `*` stands at the end only
+    (https://docs.aws.amazon.com/batch/latest/APIReference/API_EvaluateOnExit.html)."""
 
     action: str
     on_exit_code: str | None = None
@@ -30,9 +32,10 @@ class ExitRule:
     def __post_init__(self) -> None:
         if self.action.upper() not in ("RETRY", "EXIT"):
             raise ClientError(f"evaluateOnExit action must be RETRY or EXIT, found {self.action}")
-        for pattern in (self.on_exit_code, self.on_reason, self.on_status_reason):
-            if pattern is not None and "*" in pattern[:-1]:
-                raise ClientError(f"evaluateOnExit takes an asterisk at the end only, found {pattern}")
+        texts = r"[A-Za-z0-9.:\s]{0,511}\*?"
+        for pattern, form in ((self.on_exit_code, r"[0-9]{0,511}\*?"), (self.on_reason, texts), (self.on_status_reason, texts)):
+            if pattern is not None and not re.fullmatch(form, pattern):
+                raise ClientError(f"evaluateOnExit takes {form} with an asterisk at the end only, found {pattern}")
 
     def matches(self, exit_code: int | None, reason: str, status_reason: str) -> bool:
         return (

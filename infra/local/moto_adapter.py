@@ -10,6 +10,8 @@
 6. The engine signs its calls under a fixed key of its own; the endpoint answers those under this process's key only.
 7. It makes a client for every request and parses the definition for every execution: most of what an execution costs.
 8. It looks at a `.sync` job every half second; the end of one is a reason to look at once.
+9. A reference to a variable (`$laps`) is given to a JSONata interpreter that moto does not have.
+10. A Wait between two looks at a gang's job lasts a minute, however soon that job ends.
 
 Each of them has a test that fails when moto no longer needs it.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -25,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from botocore.exceptions import ClientError
+from moto.stepfunctions.parser.asl.component.common.string.string_expression import StringVariableSample
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_aws_sdk as aws_sdk_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_batch as batch_module
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
@@ -33,15 +37,21 @@ from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state_task_service_callback import (
     StateTaskServiceCallback,
 )
+from moto.stepfunctions.parser.asl.component.state.wait.wait_function.wait_function import WaitFunction
+from moto.stepfunctions.parser.asl.eval.variable_store import NoSuchVariable
 from moto.stepfunctions.parser.asl.parse.asl_parser import AmazonStateLanguageParser
 from moto.stepfunctions.parser.asl.utils import boto_client
 from moto.stepfunctions.parser.asl.utils.boto_client import boto_client_for
 
 from infra.local.definitions import REGION
+from infra.workflow.states import JOB_VARIABLE
 
 Change = Callable[[ExitStack], None]
-Pause = Callable[[float], Any]
-"""Waits so many seconds, or until a Batch job has ended."""
+Pause = Callable[..., Any]
+"""Waits so many seconds, or until a Batch job has ended: any, or the one whose id is its second argument. Whether one has."""
+
+STOP_SECONDS = 0.1
+"""After which a Wait notices that its execution was stopped."""
 
 SERVER_ERROR = 500
 
@@ -51,16 +61,33 @@ def adapted(pause: Pause, leave_out: Change | None = None) -> Iterator[None]:
     """Moto's engine with everything above; as it was before on leaving.
 
     Args:
-        pause: what the engine does between two looks at a job.
+        pause: what the engine does between two looks at a job, whether its own or a state's.
         leave_out: one of CHANGES that is not made, for the test that asks whether it is still needed.
     """
     with ExitStack() as undo:
         # The one thing that module takes from `time`.
         _replace(undo, callback_module, "time", SimpleNamespace(sleep=pause))
+        _replace(undo, WaitFunction, "_wait_interval", _waiting(pause))
         for change in CHANGES:
             if change is not leave_out:
                 change(undo)
         yield
+
+
+def _waiting(pause: Pause) -> Callable[..., None]:
+    def wait_interval(_function: Any, env: Any, wait_seconds: int) -> None:
+        deadline = time.monotonic() + wait_seconds
+        try:
+            job = env.variable_store.get(JOB_VARIABLE)
+        except NoSuchVariable:
+            job = None
+        while env.is_running() and (left := deadline - time.monotonic()) > 0:
+            if job is None:
+                env.program_state_event.wait(left)
+            elif pause(min(left, STOP_SECONDS), job):
+                return
+
+    return wait_interval
 
 
 def change_spelling(undo: ExitStack) -> None:
@@ -165,6 +192,13 @@ def make_once(undo: ExitStack) -> None:
     _replace(undo, AmazonStateLanguageParser, "parse", staticmethod(lru_cache(maxsize=16)(AmazonStateLanguageParser.parse)))
 
 
+def read_variables(undo: ExitStack) -> None:
+    def look_up(self: Any, env: Any) -> None:
+        env.stack.append(env.variable_store.get(self.expression.removeprefix("$")))
+
+    _replace(undo, StringVariableSample, "_eval_body", look_up)
+
+
 CHANGES: tuple[Change, ...] = (
     change_spelling,
     pass_on_fair_share,
@@ -173,6 +207,7 @@ CHANGES: tuple[Change, ...] = (
     terminate_abandoned_jobs,
     sign_with_own_key,
     make_once,
+    read_variables,
 )
 
 

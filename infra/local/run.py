@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import RunConfig, build_config, load_config_file, merge, parse_settings
+from pipeline.config import MODEL_URIS, RunConfig, build_config, load_config_file, merge, parse_settings
 from pipeline.contract import check_run_id, registry_uri
 from pipeline.errors import BadConfig, MissingInput, plain
+from pipeline.operate.endpoint import NO_USER_FILES, make_private, only_environment
 
 if TYPE_CHECKING:
     from infra.local.batch import BatchRunner
@@ -46,53 +47,26 @@ ONE_NODE_KINDS = ("xla", "neuron")
 TERMINATED_EXIT = 128 + signal.SIGTERM
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalOptions:
-    """What can be asked of a local run.
+def run_local(
+    request: LocalRequest, *, plain: bool = False, demo_rows: int | None = None, program: tuple[str, ...] | None = None
+) -> int:
+    """Run the pipeline once on this machine.
 
-    Attributes:
-        inputs: training shards, or folders of them; without any, and without data.train in the configuration: the demo.
-        corpus: corpus shards, or folders of them.
-        parent: checkpoint to continue from; None: what was published last in this state folder, at first the demo's model.
-        settings: `KEY=VALUE` items, over everything else.
-        config_file: partial configuration, YAML or JSON.
-        nodes: of the gang; None: as configured.
-        device: kind of device; None: as configured.
-        run: id of an earlier run to take up again.
-        state: folder of the bucket, the logs and everything else that is kept.
+    Args:
         plain: print lines even on a terminal.
         demo_rows: at most this many rows of text in the demo; None: all there are.
         program: what stands for `trnpipe` in the jobs' commands; None: this installation.
-    """
-
-    inputs: tuple[Path, ...] = ()
-    corpus: tuple[Path, ...] = ()
-    parent: str | None = None
-    settings: tuple[str, ...] = ()
-    config_file: Path | None = None
-    nodes: int | None = None
-    device: str | None = None
-    run: str | None = None
-    state: Path = Path(".trnpipe")
-    plain: bool = False
-    demo_rows: int | None = None
-    program: tuple[str, ...] | None = None
-
-
-def run_local(options: LocalOptions) -> int:
-    """Run the pipeline once on this machine.
 
     Returns:
         0; 67 when the gate refused; the failing stage's exit code; 130 or 143 after Ctrl-C or SIGTERM.
 
     Raises:
-        BadConfig: options or configuration that cannot work; before anything is started.
-        MissingInput: an input file that is not there.
+        BadConfig: configuration that cannot work; before anything is started.
     """
-    request = _Request.of(options)
-    with _terminable():
+    # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
+    with _terminable(), only_environment(NO_USER_FILES):
         try:
-            return _run(request)
+            return _run(request, plain, demo_rows, program)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except _Terminated:
@@ -100,17 +74,17 @@ def run_local(options: LocalOptions) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """Options that have been checked.
+class LocalRequest:
+    """What is asked of a local run, checked.
 
     Attributes:
+        state: folder of the bucket, the logs and everything else that is kept.
         given: the user's partial configuration.
         config: the whole configuration as far as it is known before the bucket's name is.
         training, corpus: shard files to put into the bucket.
         demo: whether the demo's data is used.
     """
 
-    options: LocalOptions
     state: Path
     given: dict[str, Any]
     config: RunConfig
@@ -119,14 +93,45 @@ class _Request:
     demo: bool
 
     @classmethod
-    def of(cls, options: LocalOptions) -> _Request:
-        state = options.state.absolute()
-        from_file = load_config_file(options.config_file) if options.config_file else {}
-        settings = parse_settings(options.settings)
-        run = options.run if options.run is not None else merge(from_file, settings).get("run")
-        # A run that is taken up has an input already; flags with defaults of their own could only contradict its plan.
-        under = _flags(options) if run is None else merge(_earlier_input(state, run), {"run": run})
-        given = _absolute(merge(merge(from_file, under), settings))
+    def of(
+        cls,
+        state: Path,
+        *,
+        inputs: Sequence[Path] = (),
+        corpus: Sequence[Path] = (),
+        initial: str | None = None,
+        parent: str | None = None,
+        settings: Sequence[str] = (),
+        config_file: Path | None = None,
+        nodes: int | None = None,
+        device: str | None = None,
+        run: str | None = None,
+    ) -> LocalRequest:
+        """Check the options of the command.
+
+        Args:
+            inputs: training shards, or folders of them; without any, and without data.train in the configuration: the demo.
+            corpus: corpus shards, or folders of them.
+            initial: model of the first run in this state folder; None: the demo's.
+            parent: model to continue from; None: what was last published in this state folder, else the initial one.
+            settings: `KEY=VALUE` items, over everything else.
+            config_file: partial configuration, YAML or JSON.
+            nodes: of the gang; None: as configured.
+            device: kind of device; None: as configured.
+            run: id of an earlier run to resume.
+
+        Raises:
+            BadConfig: options or configuration that cannot work.
+            MissingInput: an input file that is not there.
+        """
+        state = state.absolute()
+        from_file = load_config_file(config_file) if config_file else {}
+        over = parse_settings(settings)
+        if run is None:
+            run = merge(from_file, over).get("run")
+        # A resumed run has an input already; flags with defaults of their own could only contradict its plan.
+        under = _flags(nodes, device, initial, parent) if run is None else merge(_earlier_input(state, run), {"run": run})
+        given = _absolute(merge(merge(from_file, under), over))
         config = build_config(DEPLOYMENT_CONFIG, given)
         if config.device.kind in ONE_NODE_KINDS and "nodes" not in given and run is None:
             given = {"nodes": 1, **given}
@@ -137,32 +142,30 @@ class _Request:
                 value=f"nodes = {config.nodes}",
                 rule=f"a local run has at most {MAX_NODES} nodes, each a process of its own",
             )
-        training, corpus = tuple(_shards(options.inputs)), tuple(_shards(options.corpus))
-        demo = not training and not config.data.train
+        training = tuple(_shards(inputs))
         return cls(
-            options=options,
             state=state,
             given=given,
             config=config,
             training=training,
-            corpus=corpus,
-            demo=demo,
+            corpus=tuple(_shards(corpus)),
+            demo=not training and not config.data.train,
         )
 
 
-def _flags(options: LocalOptions) -> dict[str, Any]:
+def _flags(nodes: int | None, device: str | None, initial: str | None, parent: str | None) -> dict[str, Any]:
     flags: dict[str, Any] = {}
-    if options.nodes is not None:
-        flags["nodes"] = options.nodes
-    if options.device is not None:
-        flags["device"] = {"kind": options.device}
-    if options.parent is not None:
-        flags["model"] = {"parent": options.parent}
+    if nodes is not None:
+        flags["nodes"] = nodes
+    if device is not None:
+        flags["device"] = {"kind": device}
+    if models := {key: uri for key, uri in (("initial", initial), ("parent", parent)) if uri is not None}:
+        flags["model"] = models
     return flags
 
 
 def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
-    """The execution input of the run that is taken up again, which may have ended before it had a plan.
+    """The execution input of the run to resume, which may have ended before it had a plan.
 
     Raises:
         BadConfig: no run id.
@@ -181,13 +184,12 @@ def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
     return earlier
 
 
-def _run(request: _Request) -> int:
+def _run(request: LocalRequest, plain: bool, demo_rows: int | None, program: tuple[str, ...] | None) -> int:
     # From here on large libraries are loaded; mistakes have been answered before.
     from rich.console import Console
 
     from infra.local import demo
     from infra.local.template import local_context, read_stack, synthesize
-    from pipeline.operate.endpoint import make_private
 
     console = Console()
     state = request.state
@@ -201,25 +203,30 @@ def _run(request: _Request) -> int:
         from infra.local.server import load_services
 
         load_services()
-        weeks = demo.weekly_shards(state / "demo", rows=request.options.demo_rows) if request.demo else []
+        weeks = demo.weekly_shards(state / "demo", rows=demo_rows) if request.demo else []
         stack = read_stack(synthesis.result())
-    with _endpoint(request, stack) as endpoint:
+    with _endpoint(request, stack, program) as endpoint:
         training = demo.next_weeks(weeks, _names(state / "bucket/data/demo")) if request.demo else list(request.training)
         _put_files(endpoint, stack, training, "data/demo" if request.demo else "data/input")
         _put_files(endpoint, stack, request.corpus, "data/corpus")
         execution_input = _execution_input(request, stack)
         # Once more, with everything: what prepare would find only after the start.
         build_config(DEPLOYMENT_CONFIG, execution_input)
-        return _execute(request, stack, endpoint, execution_input, console)
+        return _execute(request, stack, endpoint, execution_input, console, plain)
 
 
 def _execute(
-    request: _Request, stack: LocalStack, endpoint: LocalEndpoint, execution_input: Mapping[str, Any], console: Any
+    request: LocalRequest,
+    stack: LocalStack,
+    endpoint: LocalEndpoint,
+    execution_input: Mapping[str, Any],
+    console: Any,
+    plain: bool,
 ) -> int:
     """Start the execution, show it until it ends, print what came of it."""
-    from pipeline.operate.files import LocalFiles
     from pipeline.operate.outcome import conclude
     from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker
+    from pipeline.operate.run_files import LocalFiles
 
     name = _execution_name(request)
     run_id = request.config.run or name
@@ -230,7 +237,7 @@ def _execute(
         "executionArn"
     ]
     _say(console, f"run {run_id}: {endpoint.url}, logs in {request.state / 'logs'}")
-    display: Display = LiveDisplay(console) if console.is_terminal and not request.options.plain else PlainDisplay(console)
+    display: Display = LiveDisplay(console) if console.is_terminal and not plain else PlainDisplay(console)
     try:
         with display:
             execution = _watch(client, arn, tracker, display, endpoint.batch)
@@ -257,8 +264,8 @@ def _watch(client: Any, arn: str, tracker: Tracker, display: Display, runner: Ba
 
 
 def _logs(runner: BatchRunner, line: StageLine, failure: StageFailure | None) -> Iterator[str]:
-    """Log files of the failed stage's last attempts: the node that failed first, the main node's where nobody knows."""
-    from infra.local.batch import failed_attempts
+    """Log files of the failed stage's last attempts: the node that failed first, the main node's where that is unknown."""
+    from infra.local.batch_jobs import failed_attempts
 
     for job in runner.jobs():
         if job.id not in line.jobs[-1:]:
@@ -269,19 +276,19 @@ def _logs(runner: BatchRunner, line: StageLine, failure: StageFailure | None) ->
             yield str(runner.log_file(one, attempt, node))
 
 
-def _endpoint(request: _Request, stack: LocalStack) -> LocalEndpoint:
-    from infra.local.batch import THIS_INSTALLATION, BatchRunner, BatchSettings
+def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...] | None) -> LocalEndpoint:
+    from infra.local.batch import BatchRunner
+    from infra.local.batch_nodes import THIS_INSTALLATION, BatchSettings
     from infra.local.server import LocalEndpoint
 
     def runner(environment: dict[str, str]) -> BatchRunner:
-        program = request.options.program or THIS_INSTALLATION
-        settings = BatchSettings(logs=request.state / "logs", environment=environment, program=program)
+        settings = BatchSettings(logs=request.state / "logs", environment=environment, program=program or THIS_INSTALLATION)
         return BatchRunner(stack.job_definitions, stack.queues, settings)
 
     return LocalEndpoint(stack, request.state, runner)
 
 
-def _execution_input(request: _Request, stack: LocalStack) -> dict[str, Any]:
+def _execution_input(request: LocalRequest, stack: LocalStack) -> dict[str, Any]:
     """What the execution is started with: the user's configuration over what a local run fills in."""
     from infra.local import demo
 
@@ -296,19 +303,19 @@ def _execution_input(request: _Request, stack: LocalStack) -> dict[str, Any]:
     if request.corpus:
         filled = merge(filled, {"data": {"corpus": [f"{root}/data/corpus/"]}})
     if not _has_parent(request):
-        filled = merge(filled, {"model": {"parent": str(demo.parent_folder())}})
+        filled = merge(filled, {"model": {"initial": str(demo.initial_folder())}})
     return merge(filled, request.given)
 
 
-def _has_parent(request: _Request) -> bool:
+def _has_parent(request: LocalRequest) -> bool:
     """Whether the run has something to continue from without the demo's model."""
-    if request.config.model.parent is not None:
+    if request.config.model.parent is not None or request.config.model.initial is not None:
         return True
     registry = request.config.registry
     return registry is not None and Path(registry_uri(str(request.state / "bucket"), registry)).is_file()
 
 
-def _execution_name(request: _Request) -> str:
+def _execution_name(request: LocalRequest) -> str:
     moment = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     return f"{'demo' if request.demo else 'local'}-{moment}"
 
@@ -349,7 +356,7 @@ def _shards(paths: Sequence[Path]) -> Iterator[Path]:
 def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with local paths made absolute: job processes have working folders of their own."""
     changed: dict[str, Any] = {}
-    for section, keys in (("model", ("parent", "base")), ("data", ("train", "corpus"))):
+    for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus"))):
         values = given.get(section)
         if isinstance(values, Mapping):
             changed[section] = {key: _absolute_paths(values[key]) for key in keys if key in values}
@@ -394,7 +401,7 @@ def _terminable() -> Iterator[None]:
     try:
         before = signal.signal(signal.SIGTERM, terminate)
     except ValueError:
-        # Not the main thread: signals are somebody else's.
+        # Not the main thread, which alone may handle signals.
         yield
         return
     try:

@@ -3,11 +3,11 @@
 A WSGI layer in front of moto answers Batch's calls with the process runner, and ECS's few about a job's own host; keeps the
 bucket and the lock table in the state folder (written before a request is answered); lets conditional writes of one key happen
 one at a time; and, when an execution is stopped, starts what EventBridge would (`LocalStack.watches`): the watch that ends the
-jobs of an execution that polled them, which nobody else does, here as in a deployed account. While the endpoint is up, this
-process sees no AWS setting of its user: nothing here can reach a real account. Batch jobs are processes of the user, so only he
+jobs of an execution that polled them, which Step Functions leaves running, here as in a deployed account. While the endpoint
+is up, this process sees no AWS setting of its user: nothing here can reach a real account. Batch jobs are processes of the user, so only he
 may submit any: requests must be signed under a key that is made for this endpoint and known to its clients alone, neither to
 other users of the machine nor to pages in a browser. The same user's operator commands (`trnpipe watch --state`) learn it from a
-file that nobody else may read.
+file that only its owner may read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from infra.local.mirror import Mirror
 from infra.local.moto_adapter import adapted
 from infra.local.template import LocalStack, machine_arn
 from pipeline.errors import BadConfig
-from pipeline.operate.endpoint import EndpointRecord, announced, make_private, only_environment
+from pipeline.files import write_atomically
+from pipeline.operate.endpoint import NO_USER_FILES, EndpointRecord, announced, make_private, only_environment
 
 HOST = "127.0.0.1"
 MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
@@ -167,7 +168,7 @@ def endpoint_environment(url: str, key: str) -> dict[str, str]:
     """What any AWS SDK needs to talk to the local endpoint and to nothing else.
 
     Args:
-        key: the id of the only access key that the endpoint knows. Its secret counts for nothing: nobody looks at signatures.
+        key: the id of the only access key that the endpoint knows. Its secret is not used: the endpoint verifies no signatures.
     """
     return {
         "AWS_ENDPOINT_URL": url,
@@ -175,8 +176,7 @@ def endpoint_environment(url: str, key: str) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": "local",
         "AWS_REGION": REGION,
         "AWS_DEFAULT_REGION": REGION,
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        **NO_USER_FILES,
         "AWS_EC2_METADATA_DISABLED": "true",
         "NO_PROXY": f"{HOST},localhost",
         "no_proxy": f"{HOST},localhost",
@@ -326,9 +326,7 @@ class _Application:
     def _keep_lock_items(self) -> None:
         with self._lock_items:
             items = self._dynamodb.scan(TableName=self._table)["Items"]
-            temporary = self._lock_file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(items, indent=1))
-            temporary.replace(self._lock_file)
+            write_atomically(self._lock_file, json.dumps(items, indent=1).encode())
 
 
 def _body(environ: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,13 @@ from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
 
-from pipeline.config import ModelConfig
 from pipeline.errors import BadConfig
 from pipeline.model import unpadded
 from pipeline.model.dropout import use_bit_dropout
 from pipeline.model.unpadded import PaddedBatch
+
+if TYPE_CHECKING:
+    from pipeline.config import ModelConfig
 
 SELF_ATTENTION = (BertSelfAttention, RobertaSelfAttention, XLMRobertaSelfAttention, MPNetSelfAttention)
 
@@ -257,7 +259,12 @@ def checkpoint_activations(encoder: Encoder, checkpoint: Callable[..., Any]) -> 
     Args:
         checkpoint: the device's, see `Device.checkpointed`.
     """
-    encoder.backbone._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
+
+    def where_kept(function: Callable[..., Any], *arguments: Any) -> Any:
+        # Without gradients nothing is kept: the first pass through micro-batches needs no checkpoint.
+        return checkpoint(function, *arguments) if torch.is_grad_enabled() else function(*arguments)
+
+    encoder.backbone._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=where_kept)
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:

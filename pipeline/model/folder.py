@@ -2,7 +2,7 @@
 
 `SentenceTransformer(folder)` gives the same embeddings as our own encoder, without code of ours. It has no residual layer of our
 kind, so the head x + W2 relu(W1 x + b1) + b2 is written as two of its `Dense` modules, exactly: relu([W1; I; -I] x + [b1; 0; 0])
-and then [W2, I, -I], since x = relu(x) - relu(-x). `head.safetensors` keeps the head as it is for our own loader.
+and then [W2, I, -I], since x = relu(x) - relu(-x). `head.safetensors` keeps the head unchanged for our own loader.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from pipeline.config import ModelConfig
-from pipeline.data.tokens import refuse_code
+from pipeline.allowed_uris import is_inside
+from pipeline.config import HeadConfig, ModelConfig
+from pipeline.dataset.tokens import refuse_code
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import FAMILIES, Encoder, new_encoder
 from pipeline.model.weights import fill, read_weights, weight_files
-from pipeline.places import is_inside
 
 log = logging.getLogger("trnpipe")
 
@@ -96,10 +96,8 @@ def inspect_folder(folder: Path, config: ModelConfig) -> tuple[PreTrainedConfig,
     has_head = (folder / HEAD).is_file()
     if modules:
         _check_modules(folder, modules, has_head)
-        pooling = _pooling(folder, modules)
-        normalize = _kinds(modules)[-1] == "Normalize"
-        _agree("model.pooling", config.pooling, pooling)
-        _agree("model.normalize", config.normalize, normalize)
+        _agree("model.pooling", config.pooling, _pooling(folder, modules))
+        _agree("model.normalize", config.normalize, _normalizes(modules))
     if has_head and config.head is None:
         raise BadConfig(
             "the model has a head that the configuration does not know",
@@ -108,6 +106,20 @@ def inspect_folder(folder: Path, config: ModelConfig) -> tuple[PreTrainedConfig,
             remedy=f"set model.head.hidden to {_read_head(folder / HEAD)['w1'].shape[0]}",
         )
     return backbone, has_head
+
+
+def own_form(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The configuration with pooling, normalization and head as the folder has them; whatever it does not say, as configured.
+
+    Raises:
+        MissingInput, BadConfig, BadData: as `inspect_folder`.
+    """
+    modules, has_head = _modules(folder), (folder / HEAD).is_file()
+    found: dict[str, Any] = {"head": HeadConfig(hidden=_read_head(folder / HEAD)["w1"].shape[0]) if has_head else None}
+    if modules:
+        _check_modules(folder, modules, has_head)
+        found |= {"pooling": _pooling(folder, modules), "normalize": _normalizes(modules)}
+    return config.model_copy(update=found)
 
 
 def transformer_folder(folder: Path) -> Path:
@@ -180,6 +192,10 @@ def _is_module(module: Mapping[str, Any]) -> bool:
 
 def _kinds(modules: list[dict[str, str]]) -> list[str]:
     return [module["type"].rsplit(".", 1)[-1] for module in modules]
+
+
+def _normalizes(modules: list[dict[str, str]]) -> bool:
+    return _kinds(modules)[-1] == "Normalize"
 
 
 def _check_modules(folder: Path, modules: list[dict[str, str]], has_head: bool) -> None:

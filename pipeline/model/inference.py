@@ -12,16 +12,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract import EAGER_KINDS
-from pipeline.model.encoder import Encoder, PackedEncoder, texts_per_row
-from pipeline.runtime.device import Batch, Device, EncodeFunction
+from pipeline.model.encoder import Encoder, PackedEncoder, prepare_for_inference, texts_per_row
+
+if TYPE_CHECKING:
+    from pipeline.backends.device import Batch, Device, EncodeFunction
 
 TokenList = Sequence[int] | npt.NDArray[np.int32]
 """A text's token ids."""
@@ -37,6 +38,10 @@ LENGTHS_PER_OCTAVE = 32
 and has a power of two of rows. oneDNN, and torch in front of it, keep what they made for the latest 1024 shapes: with shapes as
 the data gives them, a few MB more every window (883 shapes after 24 windows of mixed texts, of these 215), and what is freed
 between is too scattered to be used again. Padding grows by 0.1 to 0.7 %; no processor time that could be measured."""
+
+
+PROBE_SEED = 0x9B0B
+"""Probe rows are the same in every process."""
 
 
 class Encoded(NamedTuple):
@@ -91,14 +96,14 @@ def encode(
     """
     first, place, copies = _distinct(token_lists)
     lengths = np.fromiter((len(token_lists[index]) for index in first.tolist()), dtype=np.int64, count=len(first))
-    static = device.kind not in EAGER_KINDS
+    static = device.compiles
     plan = plan_batches(lengths, buckets, tokens_per_batch, static=static)
     if not plan:
         return Encoded(torch.empty((0, 0)), 0, 0)
     result: Tensor | None = None
     done = 0
     # torch-xla's tensors cannot be inference tensors (torch-xla 2.9).
-    without_gradients = torch.inference_mode() if device.kind in EAGER_KINDS else torch.no_grad()
+    without_gradients = torch.no_grad() if device.compiles else torch.inference_mode()
     with _evaluation(encoder), without_gradients, device.autocast():
         # One batch stays in flight: the host fetches a batch's embeddings while the device computes the next.
         waiting: tuple[EncodeBatch, Tensor] | None = None
@@ -134,9 +139,15 @@ def _distinct(
     return first, place, np.bincount(place, minlength=len(places))
 
 
-def for_encoding(encoder: Encoder, kind: str) -> nn.Module:
-    """An encoder as `encode` calls it on a kind of device."""
-    return encoder if kind in EAGER_KINDS else PackedEncoder(encoder)
+def for_encoding(encoder: Encoder, *, compiles: bool) -> nn.Module:
+    """Return an encoder as `encode` calls it on a device that compiles graphs, or on one that does not."""
+    return PackedEncoder(encoder) if compiles else encoder
+
+
+def inference_form(encoder: Encoder, *, compiles: bool) -> nn.Module:
+    """Return an encoder as evaluate and embed call it; it trains no more."""
+    prepare_for_inference(encoder, fused_attention=not compiles)
+    return for_encoding(encoder, compiles=compiles).eval()
 
 
 def plan_batches(
@@ -277,6 +288,30 @@ def texts_of_every_shape(buckets: Sequence[int], tokens_per_batch: int) -> list[
         for bucket, count in counts.items()
         for number in range(count)
     ]
+
+
+def probe_rows(slots: int, length: int, vocabulary: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Fixed packed rows that fill every place: short texts, and where there are several rows one text as long as the last row.
+
+    Args:
+        slots, length: rows and tokens per row.
+        vocabulary: number of token ids.
+
+    Returns:
+        tokens, segments and positions, each (slots, length) int64, see `Encoder.packed`; and the indices (N,) of the embeddings
+        that belong to a text.
+    """
+    tokens = torch.randint(vocabulary, (slots, length), generator=torch.Generator().manual_seed(PROBE_SEED))
+    places = torch.arange(length).repeat(slots, 1)
+    each = length // texts_per_row(length)
+    segments, positions = places // each + 1, places % each
+    if slots > 1:
+        segments[-1], positions[-1] = 1, places[-1]
+    # What is left of a row after its last text is padding.
+    segments[segments > texts_per_row(length)] = 0
+    room = torch.arange(texts_per_row(length)) + 1
+    texts = (segments[:, :, None] == room).any(dim=1).flatten().nonzero().flatten()
+    return (tokens, segments, positions), texts
 
 
 def pad(token_lists: Sequence[TokenList], slots: int, length: int) -> tuple[Tensor, Tensor]:

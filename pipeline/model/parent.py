@@ -13,6 +13,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline import store
+from pipeline.allowed_uris import is_inside
 from pipeline.config import ModelConfig
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import new_encoder
@@ -26,8 +28,6 @@ from pipeline.model.folder import (
     transformer_folder,
 )
 from pipeline.model.weights import fill, read_weights, weight_files
-from pipeline.places import is_inside
-from pipeline.runtime import store
 
 log = logging.getLogger("trnpipe")
 

@@ -82,7 +82,7 @@ def rows_of(batches: Sequence[PaddedBatch], masked: float) -> list[Rows]:
 
 
 class _Pad(torch.autograd.Function):
-    """(T, D) to (B * L, D). What becomes of padding must not matter: as keys it is masked, of queries nobody takes the result."""
+    """(T, D) to (B * L, D). Padding must not matter: as keys it is masked, and results of padded queries are not used."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, places: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipeline.allowed_uris import is_inside
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder
-from pipeline.places import is_inside
 
 log = logging.getLogger("trnpipe")
 
@@ -103,7 +103,7 @@ def weight_files(folder: Path) -> list[Path]:
 def fill(encoder: Encoder, weights: Mapping[str, Tensor], source: Path) -> None:
     """Copy weights into an encoder, as fp32. Every tensor must be there in its shape, and none may be left over.
 
-    A head that the weights do not have stays as it is.
+    A head that the weights do not have is left unchanged.
 
     Args:
         weights: under any prefix.
@@ -119,7 +119,7 @@ def fill(encoder: Encoder, weights: Mapping[str, Tensor], source: Path) -> None:
             "the weight file is not one of a supported encoder",
             value=list(weights)[:10],
             rule=f"one tensor is named ...{ANCHOR}",
-            remedy="check model.parent, and model.weights_key for a training checkpoint",
+            remedy="check model.initial or model.parent, and model.weights_key for a training checkpoint",
         )
     head_prefix, head_copies = _prefix(weights, HEAD_ANCHOR, source) if encoder.head is not None else (None, [])
     copies += head_copies

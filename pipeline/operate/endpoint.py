@@ -1,7 +1,7 @@
 """`endpoint.json` in a local run's state folder: what the operator commands need to talk to that run while it goes on.
 
 The endpoint answers only who knows the key that was made for it (infra/local/server.py). The file hands it to the user's own
-commands: it can be read by nobody else, and is gone when the endpoint is. Standard library only.
+commands: only its owner can read it, and it is gone when the endpoint is. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from pipeline.contract import read_record
 from pipeline.errors import BadData
 
 NAME = "endpoint.json"
+
+NO_USER_FILES = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+"""Keep every AWS SDK from reading the user's configuration and credentials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class EndpointRecord:
 
 
 def make_private(state: Path) -> None:
-    """The state folder, which nobody else may look into: it holds people's data. One that is there stays as it is."""
+    """The state folder, which only its owner may read: it holds people's data. An existing one keeps its mode."""
     state.parent.mkdir(parents=True, exist_ok=True)
     state.mkdir(mode=0o700, exist_ok=True)
 
@@ -58,7 +61,7 @@ def announced(state: Path, record: EndpointRecord) -> Iterator[None]:
 def read_endpoint(state: Path) -> EndpointRecord | None:
     """The endpoint of the local run in a state folder, None when none has announced itself.
 
-    A killed run leaves its file behind: whether somebody answers is another question.
+    A killed run leaves its file behind: whether an endpoint answers is another question.
 
     Raises:
         BadData: the file is none that an endpoint has written.

@@ -12,8 +12,8 @@ from botocore.exceptions import ClientError
 
 from pipeline.contract import RUN_ID_PATTERN, check_run_id
 from pipeline.errors import BadConfig, MissingInput
-from pipeline.operate.files import IN_FOLDER, read_object
-from pipeline.operate.site import Site
+from pipeline.operate.deployment import Site
+from pipeline.operate.run_files import IN_FOLDER, json_object
 
 RUNNING = ("RUNNING", "PENDING_REDRIVE")
 FIRST_PAGE = 1000
@@ -54,10 +54,6 @@ class Execution:
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> Execution:
-        try:
-            given = json.loads(answer.get("input") or "{}")
-        except ValueError:
-            given = {}
         return cls(
             arn=answer["executionArn"],
             name=answer["name"],
@@ -66,7 +62,7 @@ class Execution:
             stopped=answer.get("stopDate"),
             error=answer.get("error") or "",
             cause=answer.get("cause") or "",
-            given=given if isinstance(given, dict) else {},
+            given=json_object(answer.get("input")),
         )
 
     def outcome(self) -> dict[str, str]:
@@ -86,7 +82,7 @@ def describe(site: Site, arn: str) -> Execution:
 
 
 def find(site: Site, wanted: str | None) -> Execution:
-    """The execution that somebody means.
+    """Return the execution that the operator names.
 
     Args:
         wanted: an execution's name or ARN, or the id of a run: then the execution that carries it out now or did so last;
@@ -116,10 +112,10 @@ def find(site: Site, wanted: str | None) -> Execution:
             )
         return describe(site, wanted)
     by_name = _described(site, site.execution_arn(check_run_id(wanted)))
-    newest_arn = read_object(site.files(wanted), IN_FOLDER.input).get("execution_arn")
+    newest_arn = json_object(site.files(wanted).read(IN_FOLDER.input)).get("execution_arn")
     by_run = None
     if isinstance(newest_arn, str) and (by_name is None or newest_arn != by_name.arn):
-        # Of a local run that is over nobody but the files knows.
+        # Only the files know of a local run that is over.
         by_run = _described(site, newest_arn)
     if by_name and by_run and by_name.running and by_run.running:
         raise BadConfig(
@@ -151,7 +147,7 @@ def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
 
 
 def stop(site: Site, execution: Execution, reason: str) -> None:
-    """StopExecution; one that is over stays as it is."""
+    """StopExecution; one that is over is left unchanged."""
     with site.asking(execution.name):
         site.client("stepfunctions").stop_execution(executionArn=execution.arn, error="Stopped", cause=reason)
 

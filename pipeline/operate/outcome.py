@@ -1,4 +1,4 @@
-"""What a person reads when an execution has ended, and the exit code that says it: the new model against its parent, speeds,
+"""What a person reads when an execution has ended, and the exit code that says it: the new model against the baseline, speeds,
 places, or why it failed. Serves `trnpipe local` and `trnpipe watch` alike.
 """
 
@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.commands.terminal import clock, say
 from pipeline.contract import RunPaths, Stage, StageFailure
 from pipeline.errors import ExitCode, TrnpipeError, plain, shown
-from pipeline.operate import files as run_files
-from pipeline.operate.files import IN_FOLDER, RunFiles, read_metrics
-from pipeline.operate.progress import StageLine, Tracker, clock
+from pipeline.operate import run_files
+from pipeline.operate.progress import StageLine, Tracker
+from pipeline.operate.run_files import IN_FOLDER, RunFiles, read_metrics
 
 GATE_REFUSED = "GateRefused"
 ERROR_CODES = {
@@ -27,6 +28,9 @@ ERROR_CODES = {
     "LockHeld": ExitCode.TRANSIENT,
 }
 """Errors of the state machine's own and the exit codes they stand for."""
+
+OUT_OF_TIME = ("States.Timeout", "GangOverdue", "GangLost")
+"""Ends of errors under which a job was given up."""
 
 ABORTED_EXIT = 130
 
@@ -70,7 +74,7 @@ def exit_code(execution: Mapping[str, Any], tracker: Tracker, started: datetime)
 
 def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
     """The code of a job that left no word: its container's own; 75 where it never got to one, for lack of hosts or time."""
-    if str(execution.get("error", "")).endswith("States.Timeout"):
+    if str(execution.get("error", "")).endswith(OUT_OF_TIME):
         return ExitCode.TRANSIENT
     try:
         job = json.loads(execution.get("cause") or "")
@@ -79,7 +83,7 @@ def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
         return ExitCode.DEFECT
     if not ended or ended[-1] is None:
         return ExitCode.TRANSIENT
-    return ExitCode(ended[-1]) if ended[-1] in set(ExitCode) else ExitCode.DEFECT
+    return ExitCode.of(ended[-1])
 
 
 def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailure | None:
@@ -106,7 +110,7 @@ class Ended:
 
 
 def judge(files: RunFiles, started: datetime) -> Ended:
-    """How an execution ended that nobody can be asked about any more: a local run that is over."""
+    """How an execution ended that no service knows any more: a local run that is over."""
     if run_files.read_result(files, Stage.PUBLISH) is not None:
         return Ended(status="SUCCEEDED")
     for stage in reversed([stage for stage in Stage if stage is not Stage.REPORT]):
@@ -126,14 +130,14 @@ def print_outcome(console: Console, execution: Mapping[str, Any], tracker: Track
     refused = execution.get("error") == GATE_REFUSED
     gate = scores.get("gate", {}) if scores else {}
     if gate:
-        console.print(plain(f"gate: {gate.get('verdict')}: {gate.get('reason')}"), markup=False, highlight=False, soft_wrap=True)
+        say(console, plain(f"gate: {gate.get('verdict')}: {gate.get('reason')}"))
     published = execution["status"] == "SUCCEEDED" and bool(metrics[Stage.PUBLISH].get("published"))
     places = _places(tracker.files, published=published)
     # Lines, not a table: a table cuts paths to the width of the terminal, and they are for copying.
     for name, value in [*_numbers(metrics, tracker), *places]:
-        console.print(f"{name:<10}  {value}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"{name:<10}  {value}")
     if refused:
-        console.print("refused: nothing was published, the parent stays what is served", style="bold yellow")
+        console.print("refused: nothing was published, what is served stays as it was", style="bold yellow")
 
 
 def print_failure(console: Console, execution: Mapping[str, Any], tracker: Tracker, started: datetime, logs: Logs) -> None:
@@ -148,18 +152,18 @@ def print_failure(console: Console, execution: Mapping[str, Any], tracker: Track
     else:
         words = [f"{name + ':':<8}{shown(execution[name])}" for name in ("error", "cause") if execution.get(name)]
     words += [f"log:    {log}" for log in (logs(line, failure) if line else ())]
-    console.print("\n".join(words), markup=False, highlight=False, soft_wrap=True)
+    say(console, "\n".join(words))
 
 
 def _quality(scores: Mapping[str, Any]) -> Table:
     table = Table(title="hold-out", title_justify="left", box=None, pad_edge=False)
     table.add_column("metric")
-    for name in ("parent", "new", "difference"):
+    for name in ("baseline", "new", "difference"):
         table.add_column(name, justify="right")
-    for metric, parent in scores.get("parent", {}).items():
+    for metric, baseline in scores.get("baseline", {}).items():
         new = scores.get("new", {}).get(metric)
-        if isinstance(parent, (int, float)) and isinstance(new, (int, float)):
-            table.add_row(metric, f"{parent:.4f}", f"{new:.4f}", f"{new - parent:+.4f}")
+        if isinstance(baseline, (int, float)) and isinstance(new, (int, float)):
+            table.add_row(metric, f"{baseline:.4f}", f"{new:.4f}", f"{new - baseline:+.4f}")
     return table
 
 

@@ -2,12 +2,11 @@
 
 `Tracker` turns the history of the state machine into one line per stage; `LiveDisplay` draws them on a terminal,
 `PlainDisplay` prints what changes, and every now and then how far the running stage is. Serves `trnpipe local` and
-`trnpipe watch` alike, so it loads no AWS library: whoever asks the services hands over what they answered.
+`trnpipe watch` alike, so it loads no AWS library: its callers hand over the services' answers.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.commands.terminal import clock, say
 from pipeline.contract import STAGES, Shape, Stage
 from pipeline.errors import plain
-from pipeline.operate.files import IN_FOLDER, Listed, RunFiles, read_metrics
+from pipeline.operate.run_files import IN_FOLDER, Listed, RunFiles, json_object, read_metrics
 
 PLAIN_PROGRESS = timedelta(seconds=15)
 LIVE_REFRESH_PER_SECOND = 4
@@ -206,11 +206,11 @@ class Tracker:
         """A progress file's record, read when it has changed: children of an array that are done no longer do."""
         before = self._records.get(file.name)
         if before is None or before[0] != file:
-            self._records[file.name] = before = file, _record(self.files.read(file.name))
+            self._records[file.name] = before = file, json_object(self.files.read(file.name))
         return before[1]
 
     def _take_metrics(self, line: StageLine) -> None:
-        """Loss and hold-out metric as training's last checkpoint had them; parent and new model once they are judged."""
+        """Loss and hold-out metric as training's last checkpoint had them; baseline and new model once they are judged."""
         if line.stage is Stage.EVALUATE and line.state == "done":
             line.numbers = quality(read_metrics(self.files, Stage.EVALUATE))
         if line.stage is not Stage.TRAIN:
@@ -288,7 +288,7 @@ class PlainDisplay:
 
     def _line(self, text: str) -> None:
         elapsed = clock(timedelta(seconds=time.monotonic() - self._began))
-        self._console.print(f"{elapsed:>8}  {text}", markup=False, highlight=False, soft_wrap=True)
+        say(self._console, f"{elapsed:>8}  {text}")
 
 
 class LiveDisplay:
@@ -382,13 +382,13 @@ def submitted_job(event: Mapping[str, Any]) -> str | None:
     wanted = event["type"] == "TaskSubmitted" or details.get("resource") == BATCH_SUBMITS[0]
     if not wanted or details.get("resource") not in BATCH_SUBMITS:
         return None
-    record = _record(str(details.get("output", "")).encode())
+    record = json_object(str(details.get("output", "")))
     return str(record["JobId"]) if "JobId" in record else None
 
 
 def quality(metrics: Mapping[str, Any], metric: str = SHOWN_METRIC) -> str:
-    """`ndcg@10 0.6673 → 0.7468`, the parent's and the new model's, from evaluate's metrics; empty without them."""
-    old, new = (metrics.get(name, {}).get(metric) for name in ("parent", "new"))
+    """`ndcg@10 0.6673 → 0.7468`, the baseline's and the new model's, from evaluate's metrics; empty without them."""
+    old, new = (metrics.get(name, {}).get(metric) for name in ("baseline", "new"))
     return f"{metric} {old:.4f} → {new:.4f}" if isinstance(old, (int, float)) and isinstance(new, (int, float)) else ""
 
 
@@ -396,7 +396,7 @@ def _training_numbers(tail: bytes) -> str:
     """The newest loss and the newest evaluation in the last lines of `metrics.jsonl`."""
     found: dict[str, float] = {}
     for line in tail.splitlines():
-        record = _record(line)  # the first one may have lost its beginning
+        record = json_object(line)  # the first one may have lost its beginning
         if isinstance(record.get("loss"), (int, float)):
             found["loss"] = record["loss"]
         if isinstance(validation := record.get("validation"), dict) and isinstance(validation.get(SHOWN_METRIC), (int, float)):
@@ -413,25 +413,9 @@ def _progress_files(stage: Stage) -> str:
     return IN_FOLDER.progress(stage, 0).rpartition("-")[0] + "-"
 
 
-def _record(data: bytes | None) -> dict[str, Any]:
-    try:
-        found = json.loads(data or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _number(record: Mapping[str, Any], key: str) -> float:
     value = record.get(key)
     return value if isinstance(value, (int, float)) else 0
-
-
-def clock(span: timedelta) -> str:
-    """`0:07`, `12:30`, `1:02:03`."""
-    seconds = max(0, round(span.total_seconds()))
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def _stage_of(state: str) -> Stage | None:

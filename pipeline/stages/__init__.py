@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from pipeline.contract import Stage
-from pipeline.runtime.context import StageContext, StageOutput
+from pipeline.run.context import StageContext, StageOutput
 
 StageFunction = Callable[[StageContext], StageOutput | None]
 

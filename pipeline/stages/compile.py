@@ -1,9 +1,10 @@
 """compile: every graph of the run ahead of time, by a trial of the train command itself, on as many ranks as will train.
 
 `xla` runs the trial and records which graphs it met; XLA on a CPU compiles in every process again, but what training may meet is
-known. `neuron` runs `neuron_parallel_compile` around the trial, which fills the persistent cache, and traces the encoder for
-evaluate and embed. Either way the two compiled sets that the plan names are complete afterwards; where they are already, nothing
-is done, and the state machine does not even start this stage. `cpu` and `cuda` run operations one by one and have no graphs.
+known. `neuron` runs `neuron_parallel_compile` around the trial, which fills the persistent cache; then a step of every graph on
+all ranks, which shows whether they load and fit; and traces the encoder for evaluate and embed. Either way the two compiled sets
+that the plan names are complete afterwards; where they are already, nothing is done, and the state machine does not even start
+this stage. `cpu` and `cuda` run operations one by one and have no graphs.
 """
 
 from __future__ import annotations
@@ -12,21 +13,34 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
-from pipeline.contract import STAGES
-from pipeline.errors import BadConfig, Defect, TrnpipeError
-from pipeline.model.compiled import GraphSet, missing_sets, read_set, set_uri, traces_uri, write_set
-from pipeline.model.encoder import prepare_for_inference
-from pipeline.model.folder import load_encoder
-from pipeline.model.inference import encode_shapes, for_encoding
-from pipeline.runtime import failure, gang, neuron_compile, neuron_launch, store
-from pipeline.runtime.context import NODE_FOLDER, StageContext, StageOutput
-from pipeline.runtime.device import Device
-from pipeline.runtime.heartbeat import COMPILE_PATIENCE
-from pipeline.runtime.hlo import GraphDescription, describe
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from pipeline import store
+from pipeline.backends.device import Device
+from pipeline.backends.hlo import GraphDescription, describe
+from pipeline.backends.traced import TracedEncoder, trace_encoder
+from pipeline.config import ModelConfig
+from pipeline.contract import attempt_seconds
+from pipeline.errors import BadConfig, Defect, ExitCode, TrnpipeError
+from pipeline.graphs.compiled import GraphSet, missing_sets, read_set, require_faithful, set_uri, traces_uri, write_set
+from pipeline.host import gang
+from pipeline.model.encoder import new_encoder
+from pipeline.model.folder import inspect_folder
+from pipeline.model.inference import encode_shapes, inference_form
+from pipeline.run import failure
+from pipeline.run.context import NODE_FOLDER, StageContext, StageOutput
+from pipeline.sdk import compile_cache, known_errors, neuron_launch
 from pipeline.training.setup import joined
 from pipeline.training.trial import run_trial
 
@@ -36,12 +50,19 @@ JOIN_SECONDS = 900
 """For the torchruns of all nodes to find each other; hosts of a gang start minutes apart."""
 
 SHARE_OF_TIMEOUT = 0.95
-"""Of the stage's time, for compiling: what is left is for saying what was wrong."""
+"""Of the stage's time, for compiling and loading: what is left is for saying what was wrong."""
 
 POLL_SECONDS = 2.0
 
-OUT_OF_MEMORY = ("NCC_EOOM", "NCC_EVRF009", "Failed to alloc DEVICE memory")
-"""How neuronx-cc and the runtime say that a graph needs more memory than a core has (SDK 2.29.1, compiler/error-codes)."""
+LOADING_SECONDS = 1800 + JOIN_SECONDS
+"""For the gang to load what it compiled and run it once: seconds per graph, once nodes have met and ranks have the model."""
+
+LOADING = "TRNPIPE_TRIAL_LOADS"
+"""Set for the ranks of a trial that runs what is compiled."""
+
+RANDOM_WEIGHTS_SEED = 0x5EED
+RANDOM_WEIGHTS_SCALE = 0.02
+"""The standard deviation with which BERT's own weights begin."""
 
 
 def run(context: StageContext) -> StageOutput | None:
@@ -53,8 +74,8 @@ def run(context: StageContext) -> StageOutput | None:
         return _nothing(context, "both compiled sets are there")
     if plan.world.kind != "neuron":
         return compile_here(context)
-    if neuron_compile.extraction_mode():
-        trace_rank(context)
+    if compile_cache.extraction_mode() or LOADING in os.environ:
+        trial_rank(context)
         return None
     return compile_on_neuron(context)
 
@@ -96,18 +117,20 @@ def compile_here(context: StageContext) -> StageOutput | None:
 # Neuron: one process per node runs this stage; the trial's ranks are its own, below neuron_parallel_compile.
 
 
-def trace_rank(context: StageContext) -> None:
-    """One rank of the trial below neuron_parallel_compile, which compiles what the ranks wrote down when they have ended."""
+def trial_rank(context: StageContext) -> None:
+    """One rank of a trial: below neuron_parallel_compile, which compiles what the ranks wrote down when they have ended, or after
+    it, with what is compiled."""
     with joined(context, context.plan) as device:
-        run_trial(context, device, extracting=True)
+        run_trial(context, device, loading=device.computes)
 
 
 def compile_on_neuron(context: StageContext) -> StageOutput | None:
     """Fill the persistent cache with training's graphs, all nodes together, and trace the encoder on the first one.
 
     Raises:
-        BadConfig: a graph that does not fit the device's memory.
+        BadConfig: a graph that is too large for the device or the compiler, or what else settings can help.
         Defect: a graph that could not be compiled, with the compiler's words.
+        TrnpipeError: graphs that do not run, see `load_training`.
     """
     graphs = context.plan.graphs
     assert graphs is not None
@@ -117,23 +140,25 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
     metrics: dict[str, Any] = {}
     trained: GraphSet | None = None
     if not store.exists(train_uri):
-        neuron_compile.register(graphs.cache, run_id)
+        compile_cache.register(graphs.cache, run_id)
         try:
             if leader:
-                others = neuron_compile.others(graphs.cache, run_id)
+                others = compile_cache.others(graphs.cache, run_id)
                 # No compiler of this gang is at work before all nodes' ranks have met, so every lock that is there is an earlier
                 # attempt's, however young.
-                neuron_compile.clear_stale_locks(graphs.cache, in_use=bool(others), older_seconds=0)
+                compile_cache.clear_stale_locks(graphs.cache, in_use=bool(others), older_seconds=0)
             summary = compile_training(context)
             node = context.world.node
             record = {**asdict(summary), "attempt": node.attempt, "job": node.job}
             store.write_json(context.paths.compiled_node(node.node), record)
+            wait_for_nodes(context)
             if leader:
-                wait_for_nodes(context)
-                trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=cached_graphs(graphs.cache))
+                own = cached_graphs(graphs.cache, summary.modules)
+                trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=own)
+            metrics["loading_seconds"] = load_training(context)
         finally:
             if leader:
-                neuron_compile.unregister(graphs.cache, run_id)
+                compile_cache.unregister(graphs.cache, run_id)
         metrics |= {"train_compiled": summary.compiled, "train_cached": summary.cached, "train_seconds": summary.seconds}
     if not leader:
         return None
@@ -155,25 +180,92 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
     )
 
 
-def compile_training(context: StageContext) -> neuron_compile.Summary:
+def compile_training(context: StageContext) -> compile_cache.Summary:
     """Run neuron_parallel_compile around this node's share of the trial.
 
     Raises:
         TrnpipeError: why a rank of the trial failed; see also `neuron_compile.parallel_compile` and `require_compiled`.
     """
-    plan, node = context.plan, context.world.node
+    plan = context.plan
     assert plan.graphs is not None
-    ranks = context.scratch / "trial-ranks"
-    ranks.mkdir()
-    command = neuron_launch.torchrun_command(
-        ["pipeline.rank", context.stage.value, context.paths.root],
-        nodes=plan.world.nodes,
+    with trial_folder(context, "extracting") as ranks:
+        summary = compile_cache.parallel_compile(
+            trial_command(context),
+            flags=plan.graphs.compiler_flags,
+            cache=plan.graphs.cache,
+            parallel=plan.config.compile.parallel,
+            timeout=compile_seconds(context),
+            on_line=_beat(context, "neuron_parallel_compile"),
+            environment={**os.environ, NODE_FOLDER: str(ranks)},
+        )
+    require_compiled(summary)
+    return summary
+
+
+def compile_seconds(context: StageContext) -> float:
+    """For compiling: the attempt without what loading may take, but no less than half of it. Batch retries an attempt that ends
+    itself in time, and its compiled graphs are in the cache then; one that Batch ends is not retried."""
+    seconds = attempt_seconds(context.stage) * SHARE_OF_TIMEOUT
+    return max(seconds - LOADING_SECONDS, seconds / 2)
+
+
+def load_training(context: StageContext) -> float:
+    """Run a real step of every graph on all ranks, with what is compiled; nothing of it is kept. Returns the seconds it took.
+
+    Compiling needs no device. Whether programs load, and fit the device's memory together, would otherwise first show in train.
+
+    Raises:
+        NoProgress: it did not end in time.
+        TrnpipeError: why a rank failed, or what the log says of it.
+    """
+    began = time.monotonic()
+    with trial_folder(context, "loading") as ranks:
+        compile_cache.run_command(
+            trial_command(context),
+            timeout=min(LOADING_SECONDS, attempt_seconds(context.stage) * SHARE_OF_TIMEOUT - compile_seconds(context)),
+            on_line=_beat(context, "running every graph once"),
+            environment={**os.environ, NODE_FOLDER: str(ranks), LOADING: "1"},
+        )
+    seconds = time.monotonic() - began
+    log.info("every graph loads and runs: %.0f s", seconds)
+    return seconds
+
+
+def trial_command(context: StageContext) -> list[str]:
+    """The command line of this node's share of a trial."""
+    world, node = context.plan.world, context.world.node
+    return neuron_launch.torchrun_command(
+        ["pipeline.stages.rank", context.stage.value, context.paths.root],
+        nodes=world.nodes,
         node=node.node,
-        ranks_per_node=plan.world.ranks_per_node,
+        ranks_per_node=world.ranks_per_node,
         leader=context.world.leader,
         port=context.world.port,
         join_seconds=JOIN_SECONDS,
     )
+
+
+@contextmanager
+def trial_folder(context: StageContext, name: str) -> Iterator[Path]:
+    """The folder in which a trial's ranks leave why they failed.
+
+    Raises:
+        TrnpipeError: what a rank left there, where the block ends with an error that knows less.
+    """
+    ranks = context.scratch / f"trial-{name}"
+    ranks.mkdir()
+    try:
+        yield ranks
+    except TrnpipeError as error:
+        cause = failure.cause(found for found in map(partial(failure.read_failure, ranks), _own_ranks(context)) if found)
+        # An unexpected exception: the log may have a better explanation, and the error is that then.
+        if cause is None or (failure.is_unexpected(cause) and not isinstance(error, Defect)):
+            raise
+        raise failure.error_of(cause) from error
+
+
+def _beat(context: StageContext, note: str) -> Callable[[str], None]:
+    """A function for every line of a trial's output: it goes to the log, and counts as progress."""
     lines = 0
 
     def beat(line: str) -> None:
@@ -181,49 +273,35 @@ def compile_training(context: StageContext) -> neuron_compile.Summary:
         if line:
             lines += 1
             sys.stdout.write(f"{line}\n")
-        # A compiler says nothing for a long time; the tool's own time limit ends it.
-        context.heartbeat.beat(note=f"neuron_parallel_compile, {lines} lines so far", patience=COMPILE_PATIENCE)
+        # A compiler says nothing for a long time; the trial's own time limit ends it.
+        context.heartbeat.beat(note=f"{note}, {lines} lines so far", patience=attempt_seconds(context.stage))
 
-    try:
-        summary = neuron_compile.parallel_compile(
-            command,
-            flags=plan.graphs.compiler_flags,
-            cache=plan.graphs.cache,
-            parallel=plan.config.compile.parallel,
-            timeout=STAGES[context.stage].timeout_minutes * 60 * SHARE_OF_TIMEOUT,
-            on_line=beat,
-            environment={**os.environ, NODE_FOLDER: str(ranks)},
-        )
-    except TrnpipeError as error:
-        # The tool knows only that its command failed; the ranks have said why.
-        cause = failure.cause(found for found in map(partial(failure.read_failure, ranks), _own_ranks(context)) if found)
-        raise failure.error_of(cause) if cause else error from error
-    require_compiled(summary)
-    return summary
+    return beat
 
 
-def require_compiled(summary: neuron_compile.Summary) -> None:
+def require_compiled(summary: compile_cache.Summary) -> None:
     """Refuse to go on with graphs that have no compiled form.
 
     Raises:
-        BadConfig: one does not fit the device's memory.
+        BadConfig: one is too large for the device or the compiler, or what else settings can help.
         Defect: any other reason; the compiler's own words are the value.
     """
     if not summary.failed:
         return
     words = [f"{graph.module}: {line}" for graph in summary.failed for line in graph.words]
-    if any(sign in line for line in words for sign in OUT_OF_MEMORY):
+    finding = known_errors.classify(words)
+    if finding and finding.row.exit_code == ExitCode.BAD_CONFIG:
         raise BadConfig(
-            "a graph does not fit the device's memory",
+            finding.row.meaning,
             value=words,
             rule=f"{len(summary.failed)} of {summary.graphs} graphs failed",
-            remedy="lower train.batch_size, or set train.accumulation or train.activation_checkpointing",
+            remedy=finding.row.remedy,
         )
     raise Defect(
         "the compiler could not compile every graph",
         value=words,
         rule=f"{len(summary.failed)} of {summary.graphs} graphs failed",
-        remedy="compile.optlevel = 1 avoids many failures; what is compiled already stays in the cache",
+        remedy="report it with the compiler's words; what is compiled already stays in the cache",
     )
 
 
@@ -231,7 +309,7 @@ def wait_for_nodes(context: StageContext) -> None:
     """Until every node has said that it is done; a node that fails or vanishes ends the gang, whose supervisor watches."""
     for node in range(context.world.node.nodes):
         while not _has_compiled(context, node):
-            context.heartbeat.beat(note=f"waiting for node {node} to compile", patience=COMPILE_PATIENCE)
+            context.heartbeat.beat(note=f"waiting for node {node} to compile", patience=attempt_seconds(context.stage))
             time.sleep(POLL_SECONDS)
 
 
@@ -241,13 +319,16 @@ def _has_compiled(context: StageContext, node: int) -> bool:
     return store.exists(uri) and gang.same_attempt(store.read_json(uri), context.world.node)
 
 
-def cached_graphs(cache: str) -> dict[str, GraphDescription | None]:
-    """Descriptions of all graphs in the cache.
+def cached_graphs(cache: str, own: Collection[str]) -> dict[str, GraphDescription | None]:
+    """Return the descriptions of a set's graphs in the cache, by their keys there.
+
+    Args:
+        own: names of the graphs that the trial met.
 
     Raises:
         Defect: one has no compiled form, or there are none at all.
     """
-    states = neuron_compile.modules(cache)
+    states = {key: state for key, state in compile_cache.modules(cache).items() if key.rsplit("/", 1)[-1] in own}
     if not states:
         raise Defect(
             "the trial has left no graph in the cache",
@@ -255,37 +336,72 @@ def cached_graphs(cache: str) -> dict[str, GraphDescription | None]:
             rule="every graph of training is there after neuron_parallel_compile",
             remedy="see the log above for which cache it used",
         )
-    if unfinished := [f"{key}: {state.value}" for key, state in states.items() if state != neuron_compile.State.DONE]:
+    if unfinished := [f"{key}: {state.value}" for key, state in states.items() if state != compile_cache.State.DONE]:
         raise Defect(
             "graphs are left without a compiled form",
             value=unfinished,
             rule="neuron_parallel_compile said that all were compiled",
             remedy="start the run again; what is compiled already stays in the cache",
         )
-    return {key: describe(store.read_bytes(store.join(cache, key, neuron_compile.HLO_FILE))) for key in states}
+    return {key: describe(store.read_bytes(store.join(cache, key, compile_cache.HLO_FILE))) for key in states}
 
 
 def trace_encoders(context: StageContext) -> dict[str, GraphDescription | None]:
-    """Trace the encoder for every shape of evaluate and embed and store the forms; their names (their programs are not kept)."""
-    from pipeline.runtime import neuron
+    """Trace the encoder for every shape of evaluate and embed and store the forms; their names (their programs are not kept).
+
+    Raises:
+        Defect: a form does not embed as the encoder on the host does; nothing is stored.
+    """
+    from pipeline.backends import neuron
 
     plan, config = context.plan, context.plan.config
     assert plan.graphs is not None
     neuron.require_neuron()
     context.heartbeat.beat(note="tracing encoders")
-    encoder = load_encoder(store.local_folder(plan.parent.folder, context.scratch / "parent"), config.model)
-    prepare_for_inference(encoder, fused_attention=False)
+    backbone, _ = inspect_folder(store.local_folder(plan.parent.folder, context.scratch / "parent"), config.model)
     folder = context.scratch / "traces"
+    patience = attempt_seconds(context.stage)
     shapes = encode_shapes(config.embed.buckets, config.embed.tokens_per_batch)
-    packed = for_encoding(encoder, plan.world.kind).eval()
+    packed = random_encoder(backbone, config.model)
     names: dict[str, GraphDescription | None] = {}
     for shape in shapes:
-        context.heartbeat.beat(note=f"tracing the encoder for {shape[0]} x {shape[1]} tokens", patience=COMPILE_PATIENCE)
+        context.heartbeat.beat(note=f"tracing the encoder for {shape[0]} x {shape[1]} tokens", patience=patience)
         flags = plan.graphs.infer_compiler_flags.split()
-        (path,) = neuron.trace_encoder(packed, [shape], folder, flags=flags, precision=plan.world.precision)
+        (path,) = trace_encoder(packed, [shape], folder, flags=flags)
         names[path.name] = None
+    context.heartbeat.beat(note="comparing traced encoders with the encoder on the host", patience=patience)
+    # The Neuron runtime keeps a core until its process ends, and the next ranks on this node need all of them.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        least = process.submit(check_traces, folder, backbone, config.model, shapes).result()
+    log.info("least cosine of traced encoders to the encoder on the host: %s", least)
     store.upload_folder(folder, traces_uri(context.paths.bucket_root, plan.graphs.infer))
     return names
+
+
+def check_traces(
+    folder: Path, backbone: PreTrainedConfig, config: ModelConfig, shapes: Sequence[tuple[int, int]]
+) -> dict[str, float]:
+    """Give traced forms random weights on one core and compare them with the encoder on the host; see `require_faithful`.
+
+    One core of one node is enough: every core runs the same programs, and each process that embeds compares its own again.
+    """
+    # Before anything loads the runtime, which takes all cores that it is not denied.
+    os.environ["NEURON_RT_VISIBLE_CORES"] = "0"
+    from pipeline.backends import neuron
+
+    neuron.require_neuron()
+    packed = random_encoder(backbone, config)
+    return require_faithful(TracedEncoder(folder, packed.state_dict()), packed, shapes, int(backbone.vocab_size))
+
+
+def random_encoder(backbone: PreTrainedConfig, config: ModelConfig) -> nn.Module:
+    """An encoder as evaluate and embed call it on `neuron`, each weight with noise of its own (fresh biases would all be 0)."""
+    torch.manual_seed(RANDOM_WEIGHTS_SEED)
+    encoder = new_encoder(backbone, config)
+    with torch.no_grad():
+        for weight in encoder.parameters():
+            weight.add_(RANDOM_WEIGHTS_SCALE * torch.randn_like(weight))
+    return inference_form(encoder, compiles=True)
 
 
 def _own_ranks(context: StageContext) -> range:

@@ -22,20 +22,20 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from pipeline import store
+from pipeline.backends.device import Device, EncodeFunction, open_device
 from pipeline.contract import Artifact, Metric, now
-from pipeline.data.ids import IdDigest
-from pipeline.data.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
-from pipeline.data.rows import DocumentReader
-from pipeline.data.tokens import TEXTS_AT_ONCE, TextTokenizer, Tokens
+from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
+from pipeline.dataset.rows import DocumentReader
+from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer, Tokens
 from pipeline.errors import BadData, Transient
-from pipeline.model.compiled import encode_function, known_graphs
+from pipeline.graphs.compiled import encode_function, known_graphs
+from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode
-from pipeline.model.watch import GraphWatch
 from pipeline.plan import PartPlan, own_parts
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import Device, EncodeFunction, open_device
+from pipeline.run.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
 
@@ -259,7 +259,7 @@ def keep_part(worker: Worker, made: MadePart) -> PartRecord:
     file of one must not stay with the record of the other. Each looks after its last write, so who writes last sees what stays.
 
     Raises:
-        Transient: somebody else kept on writing the part as well.
+        Transient: another process kept on writing the part as well.
     """
     context, index = worker.context, made.index
     count = len(context.plan.embed.parts)

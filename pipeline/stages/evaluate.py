@@ -1,8 +1,10 @@
-"""evaluate: rank the hold-out's candidates with the parent and with the new model, and say whether the new one may be published.
+"""evaluate: rank the hold-out's candidates with the new model and the baseline, and say whether the new one may be published.
 
-Reads `prepare/rows/{holdout,candidates}.arrow`, the parent and `model/`; writes everything to `evaluate/scorecard.json`, and
-what each query got with the new model to `evaluate/queries.parquet` (`trnpipe parity` compares it with another run's).
-The verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts on what it says.
+The baseline is the published model, which the new one would replace, or the parent while nothing is published. A parent that is a
+third model is measured too, for the reader. Reads these models and `prepare/rows`; writes everything to
+`evaluate/scorecard.json`, and what each query got with the new model to `evaluate/queries.parquet` (`trnpipe parity` compares it
+with another run's). The verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts on
+what it says.
 """
 
 from __future__ import annotations
@@ -17,20 +19,21 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from pipeline.config import GateConfig, RunConfig
+from pipeline import store
+from pipeline.backends.device import Device, open_device
+from pipeline.config import GateConfig, ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
-from pipeline.data.arrow import read_table
-from pipeline.data.query_values import QueryKey, QueryValues
+from pipeline.dataset.arrow import HOLDOUT_FILES, PUBLISHED, read_table
 from pipeline.errors import BadConfig, BadData
-from pipeline.model.compiled import encode_function, known_graphs
-from pipeline.model.folder import WEIGHTS, load_encoder
+from pipeline.evaluation.query_values import QueryKey, QueryValues
+from pipeline.evaluation.retrieval import METRICS, retrieve
+from pipeline.evaluation.statistics import Values, bootstrap
+from pipeline.graphs.compiled import encode_function, known_graphs
+from pipeline.graphs.graph_watch import GraphWatch
+from pipeline.model.folder import WEIGHTS, load_encoder, own_form
 from pipeline.model.inference import encode
-from pipeline.model.retrieval import METRICS, retrieve
-from pipeline.model.statistics import Values, bootstrap
-from pipeline.model.watch import GraphWatch
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import Device, open_device
+from pipeline.plan import Published
+from pipeline.run.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
 
@@ -42,7 +45,7 @@ PerQuery = dict[str, Values]
 
 
 def run(context: StageContext) -> StageOutput:
-    """Compare both models on the whole hold-out.
+    """Compare the models on the whole hold-out.
 
     Raises:
         BadConfig: the hold-out is smaller than the gate asks for.
@@ -60,41 +63,53 @@ def run(context: StageContext) -> StageOutput:
         cloudwatch=context.cloudwatch,
     )
     started = time.monotonic()
-    parent = measure(context, device, holdout, "parent", plan.parent.folder)
-    new = measure(context, device, holdout, "new", context.paths.model)
+    folders = {"parent": plan.parent.folder, "new": context.paths.model}
+    measured = {name: measure(context, device, holdout, name, folder) for name, folder in folders.items()}
+    new, baseline = measured["new"], measured["parent"]
+    if plan.published and plan.published.folder != plan.parent.uri:
+        baseline = measured["published"] = measure_published(context, device, holdout, plan.published)
     seconds = time.monotonic() - started
     watch.check(0)
     graphs = watch.report(context) if plan.graphs else None
     device.close()
 
-    scores = compare(parent, new, samples=config.evaluate.bootstrap_samples, seed=config.seed)
-    gate = judge(scores, config.gate)
+    scores = compare(baseline, new, samples=config.evaluate.bootstrap_samples, seed=config.seed)
+    if baseline is not measured["parent"]:
+        scores["parent"] = means(measured["parent"])
+    gate = judge(scores, config.gate, plan.published)
     log.info("gate: %s: %s", gate["verdict"], gate["reason"])
     context.cloudwatch.write(
         {
             Metric.NDCG: scores["new"]["ndcg@10"],
-            Metric.PARENT_NDCG: scores["parent"]["ndcg@10"],
+            Metric.BASELINE_NDCG: scores["baseline"]["ndcg@10"],
             Metric.GATE_DROP: -gate["difference"],
         },
         Verdict=gate["verdict"],
     )
     counts = {"queries": len(holdout.queries), "candidates": len(holdout.candidates)}
-    scorecard = {**counts, **scores, "gate": gate, "locales": compare_locales(parent, new, holdout.locales, config)}
+    scorecard = {**counts, **scores, "gate": gate, "locales": compare_locales(baseline, new, holdout.locales, config)}
     store.write_json(context.paths.scorecard, scorecard)
     values = context.scratch / "queries.parquet"
     QueryValues(holdout.keys, new).write(values)
     written = store.upload(values, context.paths.query_values)
     weights = store.join(context.paths.model, WEIGHTS)
+    models = {"parent": plan.parent, "published": plan.published}
     return StageOutput(
         inputs={
-            "parent": Artifact(plan.parent.folder, plan.parent.sha256),
+            **{name: Artifact(model.folder, model.sha256) for name, model in models.items() if model},
             "model": Artifact(weights, store.sha256(weights)),
         },
         outputs={
             "scorecard": Artifact(context.paths.scorecard, store.sha256(context.paths.scorecard)),
             "queries": written,
         },
-        metrics={**counts, **scores, "gate": gate, "queries_per_second": 2 * len(holdout.queries) / seconds, "graphs": graphs},
+        metrics={
+            **counts,
+            **scores,
+            "gate": gate,
+            "queries_per_second": len(measured) * len(holdout.queries) / seconds,
+            "graphs": graphs,
+        },
     )
 
 
@@ -119,14 +134,17 @@ class Holdout:
         return [locale for _, locale in self.keys]
 
 
-def read_holdout(context: StageContext) -> Holdout:
+def read_holdout(context: StageContext, folder: str = "") -> Holdout:
     """The hold-out that prepare fixed, joined to its candidates.
+
+    Args:
+        folder: below `prepare/rows`, with a slash behind it; empty: the hold-out in the parent's tokens.
 
     Raises:
         BadData: a held-out document is not among the candidates.
     """
-    tables = (store.join(context.paths.rows, name) for name in ("holdout.arrow", "candidates.arrow"))
-    return join_holdout(*(read_table(store.local_file(uri, context.scratch)) for uri in tables))
+    tables = (store.join(context.paths.rows, f"{folder}{name}") for name in HOLDOUT_FILES)
+    return join_holdout(*(read_table(store.local_file(uri, context.scratch / "rows" / folder)) for uri in tables))
 
 
 def join_holdout(holdout: pa.Table, candidates: pa.Table) -> Holdout:
@@ -169,11 +187,33 @@ def check_size(queries: int, gate: GateConfig) -> None:
         )
 
 
-def measure(context: StageContext, device: Device, holdout: Holdout, name: str, folder: str) -> PerQuery:
-    """Every metric of one model for every query."""
+def measure_published(context: StageContext, device: Device, holdout: Holdout, published: Published) -> PerQuery:
+    """Every metric of a published model that is not the parent, in whatever form it is.
+
+    The run's graphs are those of the new model. One of another form runs on the host's processor, in fp32, as only a run
+    that changes the form needs it.
+    """
+    config = context.plan.config
+    folder = store.local_folder(published.folder, context.scratch / "published")
+    if published.own_tokens:
+        holdout = read_holdout(context, f"{PUBLISHED}/")
+    if not published.same_graphs:
+        log.info("the published model has another form than the run's graphs: it runs on the host's processor")
+        device = open_device("cpu", "fp32", context.world, threads=config.device.threads_per_rank, inference=True)
+    return measure(context, device, holdout, "published", str(folder), own_form(folder, config.model))
+
+
+def measure(
+    context: StageContext, device: Device, holdout: Holdout, name: str, folder: str, form: ModelConfig | None = None
+) -> PerQuery:
+    """Every metric of one model for every query.
+
+    Args:
+        form: of the model, where it is another one than the run's.
+    """
     config = context.plan.config
     context.heartbeat.beat(note=f"loading the {name} model")
-    encoder = load_encoder(store.local_folder(folder, context.scratch / name), config.model)
+    encoder = load_encoder(store.local_folder(folder, context.scratch / name), form or config.model)
     encode_with = encode_function(context, device, encoder)
     total = len(holdout.queries) + len(holdout.candidates)
     begun = time.monotonic()
@@ -194,17 +234,22 @@ def measure(context: StageContext, device: Device, holdout: Holdout, name: str, 
     return retrieve(queries, candidates, holdout.relevant)
 
 
-def compare(parent: PerQuery, new: PerQuery, *, samples: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Means of both models and the difference new - parent with its paired bootstrap interval.
+def means(values: PerQuery) -> dict[str, float]:
+    """Metric -> its mean over the queries."""
+    return {metric: float(values[metric].mean()) for metric in METRICS}
+
+
+def compare(baseline: PerQuery, new: PerQuery, *, samples: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Means of both models and the difference new - baseline with its paired bootstrap interval.
 
     Returns:
-        `{parent: {metric: mean}, new: {metric: mean}, difference: {metric: {value, low, high}}}`.
+        `{baseline: {metric: mean}, new: {metric: mean}, difference: {metric: {value, low, high}}}`.
     """
-    differences = np.stack([new[metric] - parent[metric] for metric in METRICS], axis=1)
+    differences = np.stack([new[metric] - baseline[metric] for metric in METRICS], axis=1)
     low, high = bootstrap(differences, samples=samples, seed=seed)
     return {
-        "parent": {metric: float(parent[metric].mean()) for metric in METRICS},
-        "new": {metric: float(new[metric].mean()) for metric in METRICS},
+        "baseline": means(baseline),
+        "new": means(new),
         "difference": {
             metric: {"value": float(differences[:, column].mean()), "low": float(low[column]), "high": float(high[column])}
             for column, metric in enumerate(METRICS)
@@ -212,25 +257,32 @@ def compare(parent: PerQuery, new: PerQuery, *, samples: int, seed: int) -> dict
     }
 
 
-def judge(scores: Mapping[str, Mapping[str, Any]], gate: GateConfig) -> dict[str, Any]:
-    """The verdict: `accepted` if the new model's metric is at most `gate.max_drop` below its parent's, else `refused`."""
-    parent, new = scores["parent"][gate.metric], scores["new"][gate.metric]
+def judge(scores: Mapping[str, Mapping[str, Any]], gate: GateConfig, published: Published | None) -> dict[str, Any]:
+    """The verdict: `accepted` if the new model's metric is at most `gate.max_drop` below the baseline's, else `refused`.
+
+    Args:
+        published: whose scores the baseline's are; None: the parent's.
+    """
+    baseline, new = scores["baseline"][gate.metric], scores["new"][gate.metric]
     difference = scores["difference"][gate.metric]["value"]
     accepted = difference >= -gate.max_drop - ROUNDING
+    against = f"published by run {published.run}" if published else "the parent"
     change = "is unchanged" if difference == 0 else f"{'rose' if difference > 0 else 'fell'} by {abs(difference):.5f}"
     return {
         "verdict": "accepted" if accepted else "refused",
         "metric": gate.metric,
-        "parent": parent,
+        "published": published.run if published else None,
+        "baseline": baseline,
         "new": new,
         "difference": difference,
         "allowed": gate.max_drop,
-        "reason": f"{gate.metric} {change}, from {parent:.5f} to {new:.5f}; a drop of up to {gate.max_drop:g} is allowed",
+        "reason": f"{gate.metric} {change}, from {baseline:.5f} ({against}) to {new:.5f}; "
+        f"a drop of up to {gate.max_drop:g} is allowed",
     }
 
 
 def compare_locales(
-    parent: PerQuery, new: PerQuery, locales: Sequence[str | None], config: RunConfig
+    baseline: PerQuery, new: PerQuery, locales: Sequence[str | None], config: RunConfig
 ) -> dict[str, dict[str, Any]]:
     """The same comparison for the queries of each locale; empty where rows have none."""
     scores = {}
@@ -239,7 +291,7 @@ def compare_locales(
         scores[locale] = {
             "queries": int(chosen.sum()),
             **compare(
-                {metric: parent[metric][chosen] for metric in METRICS},
+                {metric: baseline[metric][chosen] for metric in METRICS},
                 {metric: new[metric][chosen] for metric in METRICS},
                 samples=config.evaluate.bootstrap_samples,
                 seed=config.seed,

@@ -21,16 +21,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline import store
+from pipeline.backends.device import Device, open_device
 from pipeline.config import HealthCheckConfig
 from pipeline.errors import Transient
+from pipeline.health.answers import largest_error, on_device, sequence
+from pipeline.health.neuron_host import DRIVER, compiler_environment, host_tests, wait_seconds, wrong_driver
+from pipeline.health.records import NodeReport, TestRecord
 from pipeline.plan import World as PlannedWorld
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import Device, open_device
-from pipeline.runtime.health.answers import largest_error, on_device, sequence
-from pipeline.runtime.health.neuron_host import DRIVER, compiler_environment, host_tests, wait_seconds, wrong_driver
-from pipeline.runtime.health.records import NodeReport, TestRecord
-from pipeline.runtime.neuron_tools import HOST
+from pipeline.run.context import StageContext, StageOutput
+from pipeline.sdk.neuron_tools import HOST
 
 log = logging.getLogger("trnpipe")
 
@@ -222,7 +222,7 @@ def memory(device: Device, config: HealthCheckConfig) -> TestRecord:
     chunk = torch.arange(chunks, dtype=torch.int32).to(device.torch_device).unsqueeze(1)
     block = torch.empty((chunks, MEMORY_CHUNK_ELEMENTS), dtype=torch.int32, device=device.torch_device)
     wrong = 0
-    for inverted in (0, -1):  # as it is, then with every bit inverted
+    for inverted in (0, -1):  # unchanged, then with every bit inverted
         mask = torch.tensor(inverted, dtype=torch.int32).to(device.torch_device)
         block.copy_(pattern.expand_as(block)).add_(chunk).bitwise_xor_(mask)
         # What is read back must have been in memory, also where writing and reading would otherwise be one graph.

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,14 +21,15 @@ import numpy as np
 from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
-from pipeline.config import Deployment, RunConfig, RunInput, build_config
-from pipeline.contract import RUN_ID_PATTERN, Artifact, Metric, Queue, RunPaths, Stage, StageResult, now, registry_uri
+from pipeline import store
+from pipeline.allowed_uris import Places
+from pipeline.config import Deployment, Role, RunConfig, RunInput, build_config, keys_of
+from pipeline.contract import Artifact, Metric, Queue, RunPaths, Stage, StageResult, now, registry_uri
 from pipeline.cost import cost_of, most
-from pipeline.data.arrow import SCHEMAS, Lengths, WrittenRows, write_rows
-from pipeline.data.ids import IdDigest, repeated
-from pipeline.data.increments import Selection, select, split_new
-from pipeline.data.rows import BadRow, check_columns
-from pipeline.data.shards import (
+from pipeline.dataset.arrow import PUBLISHED, Lengths, WrittenRows, write_rows
+from pipeline.dataset.ids import IdDigest, repeated
+from pipeline.dataset.rows import BadRow, check_columns
+from pipeline.dataset.shards import (
     CorpusScan,
     InputFile,
     ShardScan,
@@ -38,15 +39,19 @@ from pipeline.data.shards import (
     scan_corpus,
     scan_training,
 )
-from pipeline.data.steps import count_steps
-from pipeline.data.tokens import TextTokenizer
+from pipeline.dataset.split import Selection, select, split_new
+from pipeline.dataset.steps import count_steps
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.model.compiled import missing_sets, plan_graphs
+from pipeline.estimate.memory import known_capacity, require_memory, totals
+from pipeline.estimate.requirements import attempt_minutes, over, refuse, requirements
+from pipeline.estimate.variant import plan_world
+from pipeline.estimate.workload import Workload
+from pipeline.graphs.compiled import missing_sets, plan_graphs
 from pipeline.model.encoder import family_of
-from pipeline.model.folder import inspect_folder, transformer_folder
-from pipeline.model.memory import ModelShape, known_limits, read_shape, require_memory, totals
+from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, transformer_folder
 from pipeline.model.parent import ResolvedParent, resolve_parent
-from pipeline.places import Places
+from pipeline.model.shape import ModelShape, fetch_without_weights, read_shape
 from pipeline.plan import (
     EmbedPlan,
     ExpectedCost,
@@ -55,32 +60,28 @@ from pipeline.plan import (
     MemoryPlan,
     Parent,
     PartPlan,
+    Published,
     RowFile,
     RunPlan,
     Shard,
     Span,
     TrainPlan,
     World,
+    part_count,
 )
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import (
-    default_ranks_per_node,
-    require_available,
-    require_world,
-    resolve_kind,
-    resolve_precision,
-)
-from pipeline.scale.limits import LISTED_SHARDS, Counts, Room, over, require_room, rows_read
-from pipeline.scale.work import part_count
+from pipeline.run.context import StageContext, StageOutput
+from pipeline.run.registry import Pointer, read_pointer
 from pipeline.training.resumption import resumed_run
 
 log = logging.getLogger("trnpipe")
 
-NOT_PLANNED = frozenset({"run", "share", "lock", "time_budget"})
-"""Settings of how an execution is carried out, not of what it computes: they may differ when a run is taken up again."""
+NOT_PLANNED = frozenset(keys_of(Role.EXECUTION, RunConfig))
+"""Settings of how an execution is carried out, not of what it computes: they may differ when a run resumes."""
 
 LISTED_PROBLEMS = 20
+
+LISTED_SHARDS = 20
+"""Shards named in result.json, which must stay small; all of them are in the plan."""
 
 SHORTEST_TEXT = 3
 """Tokens of a text, the two that every family puts around it included."""
@@ -135,7 +136,9 @@ def kept_plan(paths: RunPaths, request: RunInput) -> RunPlan | None:
             remedy="leave these keys out to continue the run, or start a new one",
         )
     check_nodes(plan.world.nodes, request.deployment.allowed_nodes)
-    places_of(paths, request).check([*plan.config.uris(), ("the plan's parent", plan.parent.folder)])
+    planned = {"parent": plan.parent, "published model": plan.published}
+    folders = [(f"the plan's {name}", model.folder) for name, model in planned.items() if model]
+    places_of(paths, request).check([*plan.config.uris(), *folders])
     check_row_files(paths, plan)
     check_compiled(paths, plan.graphs, plan.config)
     log.info("keeping the plan of %s", plan.created)
@@ -197,13 +200,11 @@ class Origin:
     Attributes:
         uri: of the model.
         run: the run that made it, None if none of this bucket did.
-        registry_etag: version of the registry pointer, None if there is none yet.
         first_runs: sha256 of every shard that the model has been trained on -> the run that was first to (empty: unknown).
     """
 
     uri: str
     run: str | None
-    registry_etag: str | None
     first_runs: dict[str, str] = field(default_factory=dict)
 
 
@@ -236,14 +237,29 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     places = places_of(paths, request)
     places.check(config.uris())
     world = plan_world(config)
-    origin = find_origin(config, paths)
-    places.check([("the registry's model", origin.uri)], BadData)
+    pointer = read_pointer(paths.bucket_root, config.registry) if config.registry is not None else None
+    if pointer:
+        places.check([("the registry's model", pointer.model)], BadData)
+    origin = find_origin(config, paths, pointer)
     new, earlier = training_files(context, config, origin)
     corpus = corpus_files(context, config)
     resolved = resolve_parent(origin.uri, config.model, scratch)
     backbone, tokenizer = check_parent(resolved.folder, config)
     graphs = plan_graphs(config, world, backbone, paths.bucket_root)
+    if world.precision == "compiler":
+        log.warning(
+            "device.precision = compiler: neuronx-cc casts the optimizer's arithmetic to %s too (--auto-cast=%s), which may lose "
+            "small updates; compare with a run of device.precision = bf16 before publishing: trnpipe parity RUN_A RUN_B",
+            config.compile.auto_cast_type,
+            config.compile.training_cast(world.precision),
+        )
+    warn_small_micro_batch(config, world.kind)
     check_compiled(paths, graphs, config)
+    published, published_tokens = None, None
+    if pointer and pointer.model == origin.uri:
+        published = Published(run=pointer.run, folder=pointer.model, sha256=resolved.sha256, registry_etag=pointer.etag)
+    elif pointer:
+        published, published_tokens = plan_published(context, config, world, pointer, tokenizer, graphs)
     memory = check_memory(resolved.folder, config, world, paths)
 
     scans = scan(context, config, new, earlier, corpus)
@@ -259,18 +275,25 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     check_selection(selection, config)
     shards = plan_shards(selection, origin, paths.run_id)
     embed = plan_embedding(config, scans, shards, world)
-    space = Space(shape=read_shape(resolved.folder, config.model), deployment=request.deployment, config=config, world=world)
-    space.check(selection, embed)
+    limits = DataLimits(
+        shape=read_shape(resolved.folder, config.model),
+        deployment=request.deployment,
+        config=config,
+        world=world,
+        models=2 if pointer is None or pointer.model == origin.uri else 3,
+    )
+    limits.check(selection, embed)
     rows_folder = scratch / "rows"
-    written = tokenize(context, config, selection, shards, tokenizer, rows_folder)
+    written = tokenize(context, config, selection, shards, tokenizer, rows_folder, published_tokens)
     check_holdout(written.queries, config)
-    space.check(selection, embed, written)
+    limits.check(selection, embed, written)
 
     plan = RunPlan(
         run=paths.run_id,
         created=now(),
         config=config,
         parent=place_parent(paths, origin, resolved),
+        published=published,
         world=world,
         train=plan_training(config, world, selection, shards, written),
         holdout=HoldoutPlan(
@@ -279,7 +302,7 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
         embed=embed,
         graphs=graphs,
         memory=memory,
-        expected_cost=expect_cost(config, paths, embed.children, request.deployment),
+        expected_cost=expect_cost(config, paths, embed.children, request.deployment, pointer),
         row_files=upload_rows(paths, rows_folder, written),
         seen=tuple(sorted({*origin.first_runs, *(file.sha256 for file in new)})),
     )
@@ -304,24 +327,6 @@ def places_of(paths: RunPaths, request: RunInput) -> Places:
     return Places(own=paths.bucket_root, read=deployment.read, local_paths=deployment.local_paths)
 
 
-def plan_world(config: RunConfig) -> World:
-    """Who computes.
-
-    Raises:
-        BadConfig: a kind of device that is not available, or more ranks than it can have.
-    """
-    kind = resolve_kind(config.device.kind)
-    require_available(kind)
-    ranks_per_node = config.device.ranks_per_node or default_ranks_per_node(kind)
-    require_world(kind, config.nodes * ranks_per_node)
-    return World(
-        kind=kind,
-        precision=resolve_precision(kind, config.device.precision),
-        nodes=config.nodes,
-        ranks_per_node=ranks_per_node,
-    )
-
-
 def check_compiled(paths: RunPaths, graphs: GraphsPlan | None, config: RunConfig) -> None:
     """Refuse a run whose graphs are not compiled where nothing may be compiled.
 
@@ -338,53 +343,31 @@ def check_compiled(paths: RunPaths, graphs: GraphsPlan | None, config: RunConfig
         )
 
 
-def find_origin(config: RunConfig, paths: RunPaths) -> Origin:
-    """The parent: the configured one, else the one that was published last.
-
-    The registry's version is noted either way, because publish replaces exactly that one.
+def find_origin(config: RunConfig, paths: RunPaths, pointer: Pointer | None) -> Origin:
+    """The parent: the one that the execution names, else the published model, else the initial one.
 
     Raises:
-        MissingInput: neither is there, or the parent's plan is gone.
-        BadData: the registry's pointer or that plan cannot be read.
+        BadConfig: none of them is there.
+        MissingInput: the plan of the published model's run is gone.
+        BadData: that plan cannot be read.
     """
-    pointer, etag = read_pointer(config, paths)
-    if config.model.parent is not None:
-        run_id = _run_of(config.model.parent, paths)
-        seen = seen_shards(paths, run_id) if run_id and store.exists(_sibling(paths, run_id).plan) else {}
-        log.info("parent: %s, as configured", config.model.parent)
-        return Origin(uri=config.model.parent, run=run_id, registry_etag=etag, first_runs=seen)
-    if pointer is None:
+    if config.model.parent is None and pointer is not None:
+        log.info("parent: %s, published by run %s", pointer.model, pointer.run)
+        return Origin(uri=pointer.model, run=pointer.run, first_runs=seen_shards(paths, pointer.run))
+    uri = config.model.parent or config.model.initial
+    if uri is None:
         where = "" if config.registry is None else f"; {registry_uri(paths.bucket_root, config.registry)} is not there"
-        raise MissingInput(
+        raise BadConfig(
             "there is no model to start from",
-            value=f"registry = {config.registry}, model.parent = null{where}",
-            rule="a run continues from model.parent, else from what the registry points at",
-            remedy="for the first run set model.parent to a model folder or checkpoint",
+            value=f"registry = {config.registry}, model.initial = null, model.parent = null{where}",
+            rule="a run continues from model.parent, else from what the registry names, else from model.initial",
+            remedy="set model.initial to a model folder or checkpoint",
         )
-    log.info("parent: %s, published by run %s", pointer["model"], pointer["run"])
-    return Origin(uri=pointer["model"], run=pointer["run"], registry_etag=etag, first_runs=seen_shards(paths, pointer["run"]))
-
-
-def read_pointer(config: RunConfig, paths: RunPaths) -> tuple[dict[str, str] | None, str | None]:
-    """The registry's pointer and its version, (None, None) where nothing was published or the run publishes nowhere."""
-    if config.registry is None:
-        return None, None
-    uri = registry_uri(paths.bucket_root, config.registry)
-    if not store.exists(uri):
-        return None, None
-    data, etag = store.read_versioned(uri)
-    try:
-        pointer = json.loads(data)
-        if not RUN_ID_PATTERN.fullmatch(pointer["run"]):
-            raise ValueError(f"run = {pointer['run']!r}")
-        return {name: str(pointer[name]) for name in ("model", "run")}, etag
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadData(
-            "the registry's pointer cannot be read",
-            value=f"{uri}: {error!r}",
-            rule="{model, embeddings, run}, written by publish",
-            remedy="restore an earlier version of it",
-        ) from error
+    if run_id := _run_of(uri, paths):
+        uri = uri.rstrip("/")  # as the registry names a run's model
+    seen = seen_shards(paths, run_id) if run_id and store.exists(_sibling(paths, run_id).plan) else {}
+    log.info("parent: %s, model.%s", uri, "initial" if config.model.parent is None else "parent")
+    return Origin(uri=uri, run=run_id, first_runs=seen)
 
 
 def seen_shards(paths: RunPaths, run_id: str) -> dict[str, str]:
@@ -465,9 +448,7 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
         BadConfig: a length above the model's positions, or a tokenizer that is not the model's.
     """
     backbone, _ = inspect_folder(folder, config.model)
-    # RoBERTa and its like count positions from the padding token's id on: 514 of them are 512 tokens.
-    padding = 1 + (backbone.pad_token_id or 0) if family_of(backbone).counts_from_padding else 0
-    positions = int(backbone.max_position_embeddings) - padding
+    positions = _positions(backbone)
     lengths = {
         "train.query_length": config.train.query_length,
         "train.buckets": max(config.train.buckets),
@@ -492,6 +473,75 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
     return backbone, tokenizer
 
 
+def _positions(backbone: PreTrainedConfig) -> int:
+    """Tokens of the longest text."""
+    # RoBERTa and its like count positions from the padding token's id on: 514 of them are 512 tokens.
+    padding = 1 + (backbone.pad_token_id or 0) if family_of(backbone).counts_from_padding else 0
+    return int(backbone.max_position_embeddings) - padding
+
+
+def plan_published(
+    context: StageContext,
+    config: RunConfig,
+    world: World,
+    pointer: Pointer,
+    tokenizer: TextTokenizer,
+    graphs: GraphsPlan | None,
+) -> tuple[Published, tuple[TextTokenizer, Lengths] | None]:
+    """The published model where it is not the parent: its form may be another one.
+
+    Args:
+        tokenizer, graphs: the parent's.
+
+    Returns:
+        What evaluate must know of it, and how its texts are tokenized; None: as the parent's.
+
+    Raises:
+        MissingInput: it is gone.
+        BadConfig, BadData: it cannot be loaded.
+    """
+    try:
+        folder = fetch_without_weights(pointer.model, context.scratch / PUBLISHED)
+        sha256 = store.sha256(store.join(pointer.model, WEIGHTS))
+    except MissingInput as error:
+        raise MissingInput(
+            "the published model is gone",
+            value=error.value,
+            rule="the gate compares a new model with the one that it would replace",
+            remedy="restore it from the bucket's versions, or set registry to another name, under which nothing is published yet",
+        ) from error
+    form = config.model_copy(update={"model": own_form(folder, config.model)})
+    backbone, _ = inspect_folder(folder, form.model)
+    own = TextTokenizer(transformer_folder(folder))
+    wanted, longest = _lengths(config), _positions(backbone)
+    lengths = replace(wanted, query=min(wanted.query, longest), candidate=min(wanted.candidate, longest))
+    same_tokens = (own.digest, lengths) == (tokenizer.digest, wanted)
+    fits = plan_graphs(form, world, backbone, context.paths.bucket_root)
+    published = Published(
+        run=pointer.run,
+        folder=pointer.model,
+        sha256=sha256,
+        registry_etag=pointer.etag,
+        own_tokens=not same_tokens,
+        same_graphs=(fits and fits.infer) == (graphs and graphs.infer),
+    )
+    return published, None if same_tokens else (own, lengths)
+
+
+def warn_small_micro_batch(config: RunConfig, kind: str) -> None:
+    """A batch without divisors of a fair size is cut into very small pieces, each with a forward pass of its own."""
+    batch, most, found = config.train.batch_size, config.most_compiled_pairs, config.micro_batch_on(kind)
+    if config.train.micro_batch is None and 2 * found < min(batch, most):
+        log.warning(
+            "batches of %d pairs are computed %d at a time, although %d fit: %d has no larger divisor; train.batch_size = %d has",
+            batch,
+            found,
+            most,
+            batch,
+            batch // most * most,
+        )
+
+
 def check_memory(folder: Path, config: RunConfig, world: World, paths: RunPaths) -> MemoryPlan:
     """What the run will need of device and host.
 
@@ -499,8 +549,8 @@ def check_memory(folder: Path, config: RunConfig, world: World, paths: RunPaths)
         BadConfig: more than there is.
     """
     # Prepare runs on another host than the ranks do, unless all of them share a local run folder.
-    limits = known_limits(config, world.kind, here=not store.is_s3(paths.root))
-    return MemoryPlan(**totals(require_memory(read_shape(folder, config.model), config, world, limits)))
+    capacity = known_capacity(config, world.kind, here=not store.is_s3(paths.root))
+    return MemoryPlan(**totals(require_memory(read_shape(folder, config.model), config, world, capacity)))
 
 
 class Quarantine:
@@ -642,13 +692,18 @@ def check_holdout(queries: int, config: RunConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """What the stages have for their data: in a deployment that of its hosts; where all share a machine, nobody knows."""
+class DataLimits:
+    """What the hosts of a deployment can hold.
+
+    Attributes:
+        models: how many evaluate measures.
+    """
 
     shape: ModelShape
     deployment: Deployment
     config: RunConfig
     world: World
+    models: int
 
     def check(self, selection: Selection, embed: EmbedPlan, written: WrittenRows | None = None) -> None:
         """Refuse more data than a stage can hold, before days are spent on it; warn of what would take too long.
@@ -658,35 +713,41 @@ class Space:
                 queries not at all, so that what is refused is certain.
 
         Raises:
-            BadConfig: with everything that is too much and what helps.
+            BadConfig: names everything that is too much and what helps.
         """
+        if self.deployment.local_paths:
+            return  # All stages share a machine, whose other uses are unknown.
         scans = selection.scans
         held = [scan.documents[mask] for scan, mask in zip(scans, selection.holdout, strict=True)]
-        uris = [*(scan.file.uri for scan in scans), *(shard.uri for shard in embed.shards)]
-        counts = Counts(
-            train_rows=sum(scan.rows for scan in scans),
-            trained_rows=selection.train_rows(new=True) + selection.train_rows(new=False),
-            holdout=sum(map(len, held)),
+        work = Workload(
+            train_rows=selection.train_rows(new=True) + selection.train_rows(new=False),
+            scanned_rows=sum(scan.rows for scan in scans),
+            corpus_rows=embed.rows,
+            own_corpus=embed.source == "corpus",
             queries=written.queries if written else 0,
             candidates=len(np.unique(np.concatenate(held))),
-            train_shards=len(scans),
-            corpus_shards=len(embed.shards) if embed.source == "corpus" else 0,
-            largest_shard=max(scan.rows for scan in scans),
-            corpus_rows=embed.rows,
-            parts=len(embed.parts),
-            children=embed.children,
-            rows_read=rows_read(embed.parts, embed.children * (self.config.embed.ranks_per_child or self.world.ranks_per_node)),
-            uri_bytes=max(len(uri.encode()) for uri in uris),
+            shard_rows=max(shard.rows for shard in embed.shards),
             query_tokens=SHORTEST_TEXT,
             document_tokens=float(written.document_lengths.mean()) if written else SHORTEST_TEXT,
-            dimension=self.shape.hidden,
         )
-        limits = known_limits(self.config, self.world.kind, here=False)
-        local = self.deployment.local_paths
-        room = Room() if local else Room.deployed(limits, self.deployment.hosts.get(Queue.EMBED))
-        for need in over(require_room(counts, self.shape, self.config, self.world, room)):
+        found = list(
+            requirements(
+                work,
+                self.shape,
+                self.config,
+                self.world,
+                parts=len(embed.parts),
+                ranks=embed.children * (self.config.embed.ranks_per_child or self.world.ranks_per_node),
+                node_memory=known_capacity(self.config, self.world.kind, here=False).host,
+                embed_host=self.deployment.hosts.get(Queue.EMBED),
+                minutes=attempt_minutes(self.deployment.timeouts),
+                models=self.models,
+            )
+        )
+        refuse(found)
+        for one in over(found):
             if written:
-                log.warning("%s: %s of %s; %s", need.what, need.shown(need.amount), need.shown(need.limit), need.remedy)
+                log.warning("%s: %s of %s; %s", one.what, one.shown(one.amount), one.shown(one.limit), one.remedy)
 
 
 def plan_shards(selection: Selection, origin: Origin, run_id: str) -> dict[str, Shard]:
@@ -721,6 +782,7 @@ def tokenize(
     shards: Mapping[str, Shard],
     tokenizer: TextTokenizer,
     folder: Path,
+    published: tuple[TextTokenizer, Lengths] | None,
 ) -> WrittenRows:
     """Write the row files into a local folder."""
     folder.mkdir(exist_ok=True)
@@ -731,11 +793,16 @@ def tokenize(
         {shard.uri: number for number, shard in enumerate(trained)},
         config.data.columns,
         tokenizer,
-        Lengths(query=config.train.query_length, document=max(config.train.buckets), candidate=max(config.embed.buckets)),
+        _lengths(config),
         partial(_beat_rows, context, "tokenizing"),
+        published,
     )
     log.info("tokenized: %s", ", ".join(f"{rows} rows in {name}" for name, rows in written.rows.items()))
     return written
+
+
+def _lengths(config: RunConfig) -> Lengths:
+    return Lengths(query=config.train.query_length, document=max(config.train.buckets), candidate=max(config.embed.buckets))
 
 
 def plan_training(
@@ -801,16 +868,17 @@ def plan_parts(rows: Sequence[int], rows_per_part: int, least: int) -> tuple[Par
     return tuple(parts)
 
 
-def expect_cost(config: RunConfig, paths: RunPaths, children: int, deployment: Deployment) -> ExpectedCost:
+def expect_cost(
+    config: RunConfig, paths: RunPaths, children: int, deployment: Deployment, pointer: Pointer | None
+) -> ExpectedCost:
     """What the run may cost: as much as the one published last, and at most what its time budget allows."""
     prices = deployment.prices.by_queue()
     at_once = min(children, deployment.embed_hosts or children)
     at_most = most(prices, nodes=config.nodes, children=at_once, time_budget=config.time_budget)
-    pointer, _ = read_pointer(config, paths)
-    used = used_by(paths, pointer["run"]) if pointer else {}
+    used = used_by(paths, pointer.run) if pointer else {}
     if pointer is None or not used:
         return ExpectedCost(at_most=at_most)
-    return ExpectedCost(run=pointer["run"], node_hours=sum(used.values()), as_before=cost_of(used, prices), at_most=at_most)
+    return ExpectedCost(run=pointer.run, node_hours=sum(used.values()), as_before=cost_of(used, prices), at_most=at_most)
 
 
 def used_by(paths: RunPaths, run_id: str) -> dict[Stage, float]:
@@ -828,13 +896,13 @@ def place_parent(paths: RunPaths, origin: Origin, resolved: ResolvedParent) -> P
     if resolved.converted:
         folder = store.join(paths.stage(Stage.PREPARE), "parent")
         store.upload_folder(resolved.folder, folder)
-    return Parent(uri=origin.uri, folder=folder, sha256=resolved.sha256, run=origin.run, registry_etag=origin.registry_etag)
+    return Parent(uri=origin.uri, folder=folder, sha256=resolved.sha256, run=origin.run)
 
 
 def upload_rows(paths: RunPaths, folder: Path, written: WrittenRows) -> dict[str, RowFile]:
     """Copy the row files into the run folder."""
     files = {}
-    for name in SCHEMAS:
+    for name in written.rows:
         artifact = store.upload(folder / name, store.join(paths.rows, name))
         files[name] = RowFile(sha256=artifact.sha256, size=artifact.size, rows=written.rows[name])
     return files
@@ -863,7 +931,8 @@ def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
     shards = [("train", shard) for shard in (*plan.train.new, *plan.train.replay)]
     if plan.embed.source == "corpus":
         shards += [("corpus", shard) for shard in plan.embed.shards]
-    inputs = {"parent": Artifact(plan.parent.folder, plan.parent.sha256)}
+    models = {"parent": plan.parent, "published": plan.published}
+    inputs = {name: Artifact(model.folder, model.sha256) for name, model in models.items() if model}
     for number, (kind, shard) in enumerate(shards[:LISTED_SHARDS]):
         inputs[f"{kind}-{number:05d}"] = Artifact(shard.uri, shard.sha256, shard.size)
     data = store.read_bytes(paths.plan)

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline import store
 from pipeline.contract import Artifact, Stage, StageResult, now, registry_uri
-from pipeline.data.ids import IdDigest, repeated
-from pipeline.data.parts import PartRecord, quarantine_from_json, read_ids
-from pipeline.data.rows import DocumentReader
+from pipeline.dataset.ids import IdDigest, repeated
+from pipeline.dataset.parts import PartRecord, quarantine_from_json, read_ids
+from pipeline.dataset.rows import DocumentReader
 from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext, StageOutput
+from pipeline.run.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
 
@@ -54,7 +54,7 @@ def run(context: StageContext) -> StageOutput:
     parts = check_parts(context, model)
     check_ids(context, parts)
 
-    # Invariant: whoever follows the pointer finds the manifest, so it is written first.
+    # Invariant: a reader that follows the pointer finds the manifest, so it is written first.
     store.write_json(paths.embed_manifest, manifest_of(context, model, parts))
     quarantined = sum(part.record.quarantined for part in parts)
     rows = plan.embed.rows - quarantined
@@ -68,7 +68,7 @@ def run(context: StageContext) -> StageOutput:
         metrics={
             "published": published is not None,
             "registry": published,
-            "replaced": plan.parent.run,
+            "replaced": plan.published.run if plan.published else None,
             "documents": rows,
             "quarantined": quarantined,
             "parts": len(parts),
@@ -318,11 +318,12 @@ def move_pointer(context: StageContext, model: Artifact) -> str:
         "run": plan.run,
         "published": now(),
         "fingerprint": plan.fingerprint,
-        "previous": plan.parent.run,
+        "previous": plan.published.run if plan.published else None,
     }
-    etag = plan.parent.registry_etag
+    # What the gate compared with is what is replaced, or nothing is.
+    condition: dict[str, Any] = {"if_match": plan.published.registry_etag} if plan.published else {"if_absent": True}
     try:
-        store.write_json(uri, pointer, **({"if_match": etag} if etag else {"if_absent": True}))
+        store.write_json(uri, pointer, **condition)
     except store.Conflict as conflict:
         check_ours(context, uri, conflict)
     log.info("publish: %s now points at %s", uri, plan.run)
@@ -333,7 +334,7 @@ def check_ours(context: StageContext, uri: str, conflict: store.Conflict) -> Non
     """The pointer has changed: fine if this run changed it, in an attempt whose answer was lost.
 
     Raises:
-        Superseded: somebody else did.
+        Superseded: another run did.
     """
     try:
         owner = store.read_json(uri)

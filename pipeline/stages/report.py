@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 import jinja2
 
+from pipeline import store
 from pipeline.config import Deployment, RunInput
 from pipeline.contract import STAGES, Artifact, RunPaths, Stage, StageFailure, StageResult, now
 from pipeline.cost import Bill, NodeAttempt, StageUse, stage_use
 from pipeline.errors import ExitCode, TrnpipeError
 from pipeline.plan import RunPlan
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext, StageOutput
+from pipeline.run.context import StageContext, StageOutput
 from pipeline.stages.charts import LARGEST, Bar, LineChart, bar, line_chart
 
 log = logging.getLogger("trnpipe")
@@ -94,7 +94,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUse:
-    """What one node's host did while training (pipeline/runtime/monitor.py).
+    """What one node's host did while training (pipeline/sdk/monitor.py).
 
     Attributes:
         hosts: names, in the order in which attempts used them.
@@ -321,6 +321,7 @@ def render(record: RunRecord) -> str:
         gate=_gate(record),
         scores=scores,
         metric_names=METRICS,
+        baseline="Published" if plan and plan.published else "Parent",
         whiskers=whiskers(scores.get("difference", {})),
         charts=training_charts(record.training, plan.config.gate.metric if plan else METRICS[0]),
         utilization=utilization_chart(record.hosts),

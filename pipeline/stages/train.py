@@ -7,25 +7,25 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from pipeline import store
+from pipeline.backends.device import Device
 from pipeline.contract import EAGER_KINDS, Artifact
-from pipeline.model.compiled import known_graphs
+from pipeline.evaluation.validation import read_validation_set
+from pipeline.graphs.compiled import known_graphs
+from pipeline.graphs.graph_watch import GraphWatch
+from pipeline.health.quick import quick_check
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import WEIGHTS, save_folder
-from pipeline.model.watch import GraphWatch
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import Device
-from pipeline.runtime.health.quick import quick_check
-from pipeline.runtime.interruption import noticed
-from pipeline.runtime.monitor import HostMonitor
+from pipeline.run.context import StageContext, StageOutput
+from pipeline.run.shutdown import noticed
+from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import Padding, TrainingBatches
 from pipeline.training.checkpoint import CheckpointWriter, Retention
+from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.schedule_lr import learning_rate
 from pipeline.training.setup import joined, start
 from pipeline.training.state import Progress
-from pipeline.training.validation import read_validation_set
 
 log = logging.getLogger("trnpipe")
 
@@ -41,7 +41,7 @@ def run(context: StageContext) -> StageOutput | None:
         BadData: losses that are not finite.
         MissingInput: rows, parent or compiled graphs are not there, or all checkpoints are corrupt.
         UnhealthyHost: this node's host is sick, or becomes so.
-        Transient: the process was told to end, or storage fails.
+        Transient: the process received SIGTERM, or storage fails.
         Defect: ranks whose weights are not the same; a graph that was not compiled ahead, where that ends a run.
     """
     plan, config = context.plan, context.plan.config

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from pipeline.data.arrow import read_table, token_lengths
-from pipeline.data.schedule import MASKED, Schedule, ScheduledBatch
-from pipeline.model.contrastive import Role
+from pipeline.backends.device import Batch
+from pipeline.dataset.arrow import read_table, token_lengths
+from pipeline.dataset.sampler import MASKED, Schedule, ScheduledBatch
 from pipeline.model.inference import pad
-from pipeline.runtime.device import Batch
-from pipeline.runtime.world import World
+from pipeline.model.loss import Role
+from pipeline.run.world import World
 from pipeline.training.digest import digest_batch
 
 Rows = npt.NDArray[np.int64]

@@ -18,10 +18,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline import store
+from pipeline.allowed_uris import is_inside
 from pipeline.contract import RunPaths, now
 from pipeline.errors import BadData, MissingInput
-from pipeline.places import is_inside
-from pipeline.runtime import store
 from pipeline.training.metrics import EVENTS_FOLDER, METRICS_FILE, VALIDATION_FOLDER
 from pipeline.training.state import Progress
 
@@ -138,7 +138,7 @@ class CheckpointWriter:
         """Write the checkpoint of this moment in the background.
 
         Args:
-            progress: as it is now; what changes later is not written.
+            progress: its values now; later changes are not written.
             write: puts the files that take long into the folder; called in the background, so it must hold copies.
             score: of the validation at this step, higher is better; None: there was none.
         """

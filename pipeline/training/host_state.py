@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pipeline.backends.device import Device
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import save_folder
-from pipeline.runtime.device import Device
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANDOM_FILE = "random.safetensors"

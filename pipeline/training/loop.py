@@ -6,28 +6,30 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from pipeline.backends.device import Device
 from pipeline.config import RunConfig
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadData, Transient
+from pipeline.evaluation.validation import ValidationSet, validate
+from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.model.encoder import Encoder
-from pipeline.model.watch import GraphWatch
-from pipeline.runtime.context import Heartbeat
-from pipeline.runtime.device import Device
-from pipeline.runtime.heartbeat import FIRST_STEP_PATIENCE
-from pipeline.runtime.interruption import Interruption
-from pipeline.runtime.monitor import HostMonitor
+from pipeline.run.context import Heartbeat
+from pipeline.run.heartbeat import FIRST_STEP_PATIENCE
+from pipeline.run.shutdown import Interruption
+from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import Batches
 from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.digest import chain
 from pipeline.training.host_state import checkpoint_files
 from pipeline.training.metrics import MetricsLog
+from pipeline.training.micro_batches import cut
 from pipeline.training.state import Progress, Window
 from pipeline.training.step import RecentLosses, require_equal_weights, step_seed, train_step
-from pipeline.training.validation import ValidationSet, validate
 
 log = logging.getLogger("trnpipe")
 
@@ -65,12 +67,12 @@ class Training:
 
 
 def train(run: Training, progress: Progress) -> None:
-    """Train from `progress.step` to the last step; `progress` is brought up to date all along.
+    """Train from `progress.step` to the last step; `progress` is kept up to date throughout.
 
     Raises:
         BadData: a loss or gradient that is not finite, named by step and rows.
         UnhealthyHost: this node's hardware fails.
-        Transient: the process was told to end, and has written a checkpoint first (the leader); or an upload failed.
+        Transient: the process received SIGTERM, and has written a checkpoint first (the leader); or an upload failed.
     """
     config, device = run.config.train, run.device
     losses = RecentLosses(config.log_every, device)
@@ -79,14 +81,23 @@ def train(run: Training, progress: Progress) -> None:
     run.encoder.train()
     clock = time.monotonic()
     first = progress.step
-    for number, batch in enumerate(device.batches(run.batches.iterate(progress.step, run.steps))):
+    into_parts = partial(cut, size=run.config.micro_batch_on(device.kind))
+    for number, batch in enumerate(device.batches(map(into_parts, run.batches.iterate(progress.step, run.steps)))):
         # The sync point that ended the step before came with this batch.
         run.watch.check(progress.step)
         position = number % config.accumulation
-        device.seed(step_seed(run.config.seed, progress.step * config.accumulation + position, device.world.rank))
         complete = position == config.accumulation - 1
-        sync_points = run.config.device.sync_points
-        train_step(run.encoder, run.optimizer, device, batch, config, losses, last=complete, sync_points=sync_points)
+        train_step(
+            run.encoder,
+            run.optimizer,
+            device,
+            batch,
+            config,
+            losses,
+            seed_of=partial(step_seed, run.config.seed, progress.step * config.accumulation + position, device.world.rank),
+            last=complete,
+            sync_points=run.config.device.sync_points,
+        )
         if not complete:
             continue
         _count(run, progress, first)
@@ -123,10 +134,10 @@ def train(run: Training, progress: Progress) -> None:
 
 
 def _may_stop(run: Training, step: int) -> bool:
-    """Whether this rank, which was told to end, ends after this step.
+    """Whether this rank, which received SIGTERM, ends after this step.
 
     Only the leader does, which can write a checkpoint without the others; they take part in its steps until it is gone, or they
-    are killed. Joined steps are not cut: that would be a graph that nobody has compiled.
+    are killed. Joined steps are not cut: that would be a graph that is not compiled.
     """
     return run.device.world.is_leader and step % run.config.device.loader.batches_per_execution == 0
 
@@ -164,7 +175,7 @@ def _read(run: Training, progress: Progress, losses: RecentLosses) -> None:
     """Fetch the losses of the latest steps; the first one that is not finite ends the run, before a checkpoint can hold it."""
     values = losses.read()
     for number, (loss, norm) in enumerate(values, start=progress.step - len(values)):
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if run.device.computes and not (math.isfinite(loss) and math.isfinite(norm)):
             rows = run.batches.row_ids(number)
             raise BadData(
                 "the loss or its gradient is not finite",
@@ -233,7 +244,7 @@ def _validate(run: Training, progress: Progress) -> None:
 
 
 def _checkpoint(run: Training, progress: Progress, *, validated: bool) -> None:
-    """Hand a copy of everything to the writer; what this costs is time that training stands still.
+    """Hand a copy of everything to the writer; what this costs is time in which training waits.
 
     Args:
         validated: whether this step was evaluated, so that the checkpoint may turn out to be the best one.

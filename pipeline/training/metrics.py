@@ -1,10 +1,10 @@
 """What training says about itself: `metrics.jsonl`, one JSON object per line, the same numbers as TensorBoard events, and those
-that somebody watches from afar as CloudWatch's (pipeline/runtime/metrics).
+that operators watch as CloudWatch's (pipeline/run/cloudwatch).
 
 A line is `{step, time, loss, lr, grad_norm, pairs_per_second, step_seconds, data_wait_share, padding_share,
 checkpoint_stall_seconds, data_digest}` (means since the line before, the stall their sum; pipeline/training/digest) or `{step,
 time, validation: {metric: value}}`. What each query got at an evaluation stands in `validation/step-00000100.parquet`
-(pipeline/data/query_values).
+(pipeline/evaluation/query_values).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.contract import Metric
-from pipeline.runtime.metrics import EmbeddedMetrics
+from pipeline.run.cloudwatch import EmbeddedMetrics
 
 if TYPE_CHECKING:
-    from pipeline.data.query_values import QueryValues
+    from pipeline.evaluation.query_values import QueryValues
 
 log = logging.getLogger("trnpipe")
 
@@ -45,7 +45,7 @@ class MetricsLog:
         folder: gets METRICS_FILE, EVENTS_FOLDER and VALIDATION_FOLDER.
         resumed: the checkpoint's copy of METRICS_FILE, which this attempt goes on with; None: from the beginning.
         step: steps already done; events that a lost attempt wrote beyond it are taken back.
-        cloudwatch: gets the WATCHED ones; None: nobody watches.
+        cloudwatch: gets the WATCHED ones; None: no CloudWatch.
     """
 
     def __init__(self, folder: Path, resumed: Path | None, step: int, cloudwatch: EmbeddedMetrics | None = None) -> None:

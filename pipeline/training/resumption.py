@@ -1,6 +1,6 @@
 """Going on with another run's training in another world: fewer nodes than planned are to be had, or more.
 
-The order of examples depends on the global batch alone (pipeline/data/schedule), so that a checkpoint of step n says for any
+The order of examples depends on the global batch alone (pipeline/dataset/sampler), so that a checkpoint of step n says for any
 number of ranks which examples have been used, as long as ranks x batch size x accumulation stays what it was.
 """
 
@@ -9,20 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from pipeline import store
+from pipeline.config import ModelConfig, Role, TrainConfig, keys_of
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig
 from pipeline.plan import ResumedRun, RunPlan
-from pipeline.runtime import store
 
 log = logging.getLogger("trnpipe")
 
-FREE = frozenset(
-    {
-        *("steps", "epochs", "batch_size", "accumulation", "activation_checkpointing", "resume"),
-        *("log_every", "validate_every", "validation_queries", "checkpoint_every"),
-        *("keep_checkpoints", "keep_every", "keep_best"),
-    }
-)
+FREE = frozenset(keys_of(Role.RESUMABLE, TrainConfig))
 """Settings of `train` that may differ: what they decide is compared by itself, or changes nothing of what is computed."""
 
 
@@ -55,7 +50,7 @@ def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
 def _differences(earlier: RunPlan, plan: RunPlan) -> Iterator[str]:
     for name in sorted(type(plan.config.train).model_fields.keys() - FREE):
         yield from _difference(f"train.{name}", getattr(earlier.config.train, name), getattr(plan.config.train, name))
-    for name in ("pooling", "normalize", "head"):
+    for name in keys_of(Role.LEARNED, ModelConfig):
         yield from _difference(f"model.{name}", getattr(earlier.config.model, name), getattr(plan.config.model, name))
     yield from _difference("seed", earlier.config.seed, plan.config.seed)
     yield from _difference("parent's weights (sha256)", earlier.parent.sha256, plan.parent.sha256)

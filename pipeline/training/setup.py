@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.contract import EAGER_KINDS, RunPaths
+from pipeline import store
+from pipeline.backends.device import Device, open_device
+from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig
-from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training, require_length
+from pipeline.model.encoder import Encoder, require_length
 from pipeline.model.folder import load_encoder
 from pipeline.plan import RunPlan
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext
-from pipeline.runtime.device import Device, open_device
+from pipeline.run.context import StageContext
 from pipeline.training.checkpoint import Checkpoint, fetch_checkpoint, find_checkpoint, open_checkpoint
 from pipeline.training.host_state import OPTIMIZER_FILE, RANDOM_FILE, load_optimizer, restore_random_states
 from pipeline.training.state import Progress
-from pipeline.training.step import build_optimizer, require_equal
+from pipeline.training.step import build_optimizer, prepare_encoder, require_equal
 
 log = logging.getLogger("trnpipe")
 
@@ -67,20 +67,11 @@ def start(context: StageContext, device: Device) -> Start:
     encoder = load_encoder(source, config.model)
     require_length(encoder, max(*config.train.buckets, config.train.query_length), "train.buckets")
     require_length(encoder, max(config.embed.buckets), "embed.buckets")
-    # The fused kernel's backward pass is slow on processors (torch 2.9), and graph compilers fuse plain products by themselves.
-    prepare_for_training(
-        encoder,
-        fused_attention=device.kind == "cuda",
-        unpadded_rows=device.kind in EAGER_KINDS,
-        bit_dropout=device.kind == "cpu",
-        dropout=config.train.dropout,
-    )
-    if config.train.activation_checkpointing:
-        checkpoint_activations(encoder, device.checkpointed())
+    prepare_encoder(encoder, config.train, device)
     digest = host_digest(encoder)
     device.place(encoder)
     require_equal(device, digest.to(device.torch_device))
-    optimizer = build_optimizer(encoder, config.train, device)
+    optimizer = build_optimizer(encoder, config.train, device, adds_up=config.adds_up(device.kind))
     if checkpoint:
         load_optimizer(encoder, optimizer, device, checkpoint.folder / OPTIMIZER_FILE)
         if context.world.is_leader:
@@ -112,10 +103,10 @@ def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | Non
         while found is None and place + 1 < len(sources):
             place += 1
             found = find_checkpoint(*sources[place], scratch)
-    # 0 is no checkpoint: that is what a trial reads in which nothing computes (graph extraction on neuron).
+    # 0 is no checkpoint.
     chosen = torch.tensor([found.progress.step + 1 if found else 0, place], dtype=torch.int32, device=device.torch_device)
     step, place = (int(value) for value in device.read(device.broadcast(chosen)))
-    if step == 0:
+    if step == 0 or not device.computes:
         return None
     if context.world.local_rank == 0 and found is None:
         paths, fingerprint = sources[place]

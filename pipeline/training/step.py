@@ -1,34 +1,54 @@
-"""One optimizer step, the optimizer it moves with, and the losses that stay on the device until somebody asks for them."""
+"""One optimizer step, the optimizer it moves with, and the losses that stay on the device until they are read."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import TrainConfig
-from pipeline.contract import EAGER_KINDS
 from pipeline.errors import Defect
-from pipeline.model.contrastive import contrastive_loss
-from pipeline.model.encoder import Encoder
+from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training
+from pipeline.model.loss import contrastive_loss
 from pipeline.model.unpadded import PaddedBatch
-from pipeline.runtime.device import Batch, Device
+from pipeline.training.micro_batches import TOWERS, micro_batches
 
-TOWERS = ("query", "document")
+if TYPE_CHECKING:
+    from pipeline.backends.device import Batch, Device
+    from pipeline.config import TrainConfig
 
 
-def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device) -> torch.optim.AdamW:
+def prepare_encoder(encoder: Encoder, config: TrainConfig, device: Device) -> None:
+    """Choose how an encoder computes attention, dropout and activations in training on this device; it is still on the host."""
+    # The fused kernel's backward pass is slow on processors (torch 2.9), and graph compilers fuse plain products by themselves.
+    prepare_for_training(
+        encoder,
+        fused_attention=device.kind == "cuda",
+        unpadded_rows=not device.compiles,
+        bit_dropout=device.kind == "cpu",
+        dropout=config.dropout,
+    )
+    if config.activation_checkpointing:
+        checkpoint_activations(encoder, device.checkpointed())
+
+
+def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device, *, adds_up: bool = False) -> torch.optim.AdamW:
     """AdamW without decay on biases and normalization. The learning rate is a tensor that every step fills from its batch.
 
     On lazy devices its state exists from the beginning, because a first step that makes it would be a graph of its own; and
-    so do gradients that several batches add up in.
+    so do gradients that several backward passes add up in.
+
+    Args:
+        adds_up: a step has several backward passes, see `RunConfig.adds_up`.
     """
     parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = device.kind in EAGER_KINDS
+    fused = not device.compiles
     # Lazy devices have no fused form; `capturable` keeps the step count in a tensor there, so the graph is constant.
     optimizer = torch.optim.AdamW(
         groups,
@@ -48,7 +68,7 @@ def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device) -> 
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        if config.accumulation > 1:
+        if adds_up:
             parameter.grad = torch.zeros_like(parameter)
     device.sync()
     return optimizer
@@ -79,7 +99,7 @@ class RecentLosses:
         self._started = self._started + loss.detach()
 
     def reduce(self) -> None:
-        """Make the step's loss the mean of all ranks: with the gradients, where ranks meet anyway. Reading then needs nobody."""
+        """Make the step's loss the mean of all ranks: with the gradients, where ranks meet anyway. To read it needs no other rank."""
         self._started = self._device.all_reduce(self._started) / self._device.world.size
 
     def push(self, norm: Tensor) -> None:
@@ -107,6 +127,7 @@ def train_step(
     config: TrainConfig,
     losses: RecentLosses,
     *,
+    seed_of: Callable[[int], int],
     last: bool = True,
     sync_points: int = 2,
 ) -> None:
@@ -115,33 +136,80 @@ def train_step(
     The end of a step is a sync point too, which comes with the next batch (`Device.batches`) or a reading.
 
     Args:
+        batch: whole, or cut by `pipeline.training.micro_batches.cut`.
+        seed_of: number of a micro-batch -> seed of its dropout.
         last: False for a batch whose gradients are only added up, to be used with those of the step's last batch.
-        sync_points: 2 ends a piece of work after the backward pass as well.
+        sync_points: 2 ends a piece of work after the backward pass as well; a batch that is cut always does.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    with device.autocast():
-        queries, documents = both_towers(encoder, batch)
-    loss = contrastive_loss(
-        queries, documents, batch["roles"], batch["weights"], temperature=config.temperature, gather=device.gather
-    )
-    loss.backward()  # type: ignore[no-untyped-call]
-    losses.add(loss)
+    parts = micro_batches(batch)
+    if len(parts) > 1:
+        cached_backward(encoder, device, batch, parts, config, losses, seed_of)
+    else:
+        device.seed(seed_of(0))
+        with device.autocast():
+            queries, documents = both_towers(encoder, parts[0])
+        loss = _loss(queries, documents, batch, config, device)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.add(loss)
     if not last:
         return
     device.reduce_gradients(parameters)
     losses.reduce()
-    if sync_points == 2:
+    if sync_points == 2 and len(parts) == 1:
         device.sync()
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or float("inf"))
     for group in optimizer.param_groups:
         group["lr"].copy_(batch["learning_rate"].reshape(()))
     device.step(optimizer)
-    optimizer.zero_grad(set_to_none=config.accumulation == 1)
+    optimizer.zero_grad(set_to_none=config.accumulation == 1 and len(parts) == 1)
     losses.push(norm)
 
 
+def cached_backward(
+    encoder: Encoder,
+    device: Device,
+    batch: Batch,
+    parts: Sequence[Batch],
+    config: TrainConfig,
+    losses: RecentLosses,
+    seed_of: Callable[[int], int],
+) -> None:
+    """Add the gradients of a whole batch's loss to the parameters', with the activations of one micro-batch at a time.
+
+    The loss needs all embeddings at once, the encoder does not: embed every micro-batch without keeping activations; take the
+    loss and its gradients with respect to the embeddings; then embed each micro-batch again, and continue the backward pass
+    from its embeddings' gradients (gradient caching: Gao et al. 2021, arXiv:2101.06983). The same seed before both forward
+    passes gives both the same dropout. On devices that compile, all micro-batches share two graphs, and the loss is a third.
+    """
+    cached: list[Tensor] = []
+    for number, part in enumerate(parts):
+        device.seed(seed_of(number))
+        with torch.no_grad(), device.autocast():
+            embeddings = both_towers(encoder, part)
+        device.sync(*embeddings)
+        cached += [embedding.detach().requires_grad_() for embedding in embeddings]
+    loss = _loss(torch.cat(cached[0::2]), torch.cat(cached[1::2]), batch, config, device)
+    gradients = torch.autograd.grad(loss, cached)
+    losses.add(loss)
+    device.sync(*gradients)
+    for number, part in enumerate(parts):
+        device.seed(seed_of(number))
+        with device.autocast():
+            embeddings = both_towers(encoder, part)
+        torch.autograd.backward(embeddings, gradients[2 * number : 2 * number + 2])
+        device.sync()
+
+
+def _loss(queries: Tensor, documents: Tensor, batch: Batch, config: TrainConfig, device: Device) -> Tensor:
+    """This rank's share of a batch's loss, from the embeddings (B, D) of all its texts."""
+    return contrastive_loss(
+        queries, documents, batch["roles"], batch["weights"], temperature=config.temperature, gather=device.gather
+    )
+
+
 def both_towers(encoder: Encoder, batch: Batch) -> tuple[Tensor, ...]:
-    """Embeddings of a batch's queries and of its documents, both (B, D) fp32."""
+    """Embeddings of a (micro-)batch's queries and of its documents, both (B, D) fp32."""
     if "query_places" in batch:
         return encoder.unpadded(
             *(PaddedBatch(batch[f"{tower}_tokens"], batch[f"{tower}_mask"], batch[f"{tower}_places"]) for tower in TOWERS)
@@ -165,7 +233,7 @@ def require_equal_weights(encoder: nn.Module, device: Device) -> None:
 
 
 def require_equal(device: Device, values: Tensor) -> None:
-    """Compare what every rank has found of its weights with the leader's.
+    """Compare what every rank has found of its weights with the leader's; where nothing computes, only meet the graphs.
 
     Raises:
         Defect: they differ.
@@ -173,7 +241,7 @@ def require_equal(device: Device, values: Tensor) -> None:
     if device.world.size == 1:
         return
     own, leaders = device.read(values), device.read(device.broadcast(values))
-    if own != leaders:
+    if device.computes and own != leaders:
         raise Defect(
             "this rank's weights are not the leader's",
             value=f"rank {device.world.rank}: {sum(one != other for one, other in zip(own, leaders, strict=True))} sums differ",
@@ -182,6 +250,10 @@ def require_equal(device: Device, values: Tensor) -> None:
         )
 
 
-def step_seed(seed: int, batch: int, rank: int) -> int:
-    """Makes dropout a function of (seed, batch number, rank): no random state is saved, and a resumed run draws the same."""
-    return int(np.random.SeedSequence([seed, batch, rank]).generate_state(1, np.uint64)[0] >> 1)
+def step_seed(seed: int, batch: int, rank: int, part: int = 0) -> int:
+    """Return the seed of a micro-batch's dropout: a function of its arguments, so no random state is saved and a resumed run
+    draws the same.
+
+    31 bits: Neuron narrows integers of 64 bits to 32 (SDK 2.29.1, compiler/error-codes/ESFH002.rst).
+    """
+    return int(np.random.SeedSequence([seed, batch, rank, part]).generate_state(1, np.uint32)[0] >> 1)

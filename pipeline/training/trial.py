@@ -1,7 +1,7 @@
 """The trial that compile runs: the train command itself on made-up batches, long enough to meet every graph of a whole run.
 
-`trial_steps` steps for each bucket (with every batch of a step), a reading, a validation and a checkpoint, then encoding as
-evaluate and embed do it. Batches are made up because next week's data may fill a bucket that this week's does not. The learning
+Some steps for each bucket (with every batch of a step), a reading, a validation and a checkpoint, then encoding as evaluate and
+embed do it. Batches are made up because next week's data may fill a bucket that this week's does not. The learning
 rate rises and falls as in a run: were it in the graph, the trial would notice as little as a run, hence the watch in training.
 """
 
@@ -14,27 +14,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from pipeline.backends.device import Batch, Device
 from pipeline.config import RunConfig
 from pipeline.contract import RunPaths
-from pipeline.model.contrastive import Role
+from pipeline.evaluation.validation import ValidationSet
+from pipeline.graphs.graph_watch import GraphWatch
+from pipeline.health.quick import meet_graphs
 from pipeline.model.encoder import Encoder
 from pipeline.model.inference import encode, for_encoding, texts_of_every_shape
-from pipeline.model.watch import GraphWatch
-from pipeline.runtime.context import StageContext
-from pipeline.runtime.device import Batch, Device
-from pipeline.runtime.health.quick import meet_graphs
-from pipeline.runtime.interruption import Interruption
-from pipeline.runtime.monitor import HostMonitor
-from pipeline.runtime.world import World
+from pipeline.model.loss import Role
+from pipeline.run.context import StageContext
+from pipeline.run.shutdown import Interruption
+from pipeline.run.world import World
+from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import StepFacts
 from pipeline.training.checkpoint import CheckpointWriter, Retention
 from pipeline.training.host_state import host_state
+from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.schedule_lr import learning_rate
 from pipeline.training.setup import start
 from pipeline.training.state import Progress
-from pipeline.training.validation import ValidationSet
 
 log = logging.getLogger("trnpipe")
 
@@ -45,20 +45,22 @@ class TrialBatches:
 
     Args:
         vocabulary: token ids are below it.
+        each: steps per bucket.
     """
 
     config: RunConfig
     world: World
     vocabulary: int
+    each: int
 
     @property
     def steps(self) -> int:
-        return self.config.compile.trial_steps * len(self.config.train.buckets)
+        return self.each * len(self.config.train.buckets)
 
     def iterate(self, start: int, stop: int) -> Iterator[Batch]:
         train = self.config.train
         for step in range(start, stop):
-            bucket = train.buckets[min(step // self.config.compile.trial_steps, len(train.buckets) - 1)]
+            bucket = train.buckets[min(step // self.each, len(train.buckets) - 1)]
             rate = learning_rate(train, step, max(stop, self.steps), max(1, self.steps // 2))
             for _ in range(train.accumulation):
                 yield self._batch(bucket, rate)
@@ -97,27 +99,30 @@ class Trial:
     steps: int
 
 
-def run_trial(context: StageContext, device: Device, *, extracting: bool = False) -> Trial:
-    """Meet every graph that training, evaluate and embed will meet.
+def run_trial(context: StageContext, device: Device, *, loading: bool = False) -> Trial:
+    """Meet every graph that training, evaluate and embed will meet; where nothing computes, nothing is written.
 
     Args:
-        extracting: graphs are written down and nothing computes (neuron_parallel_compile): every value is 0 and means nothing,
-            nothing is written.
+        loading: every graph is compiled already, and runs once: what does not load or does not fit the memory fails here. Nothing
+            is written.
     """
     config = context.plan.config
+    writes = device.computes and not loading
     begin = start(context, device)
     log.info("trial: made-up batches, whose losses and metrics mean nothing")
     context.heartbeat.beat(note="trial: encoding every shape")
     encode_all_shapes(begin.encoder, device, config)
     infer = device.graphs()
     meet_graphs(device)
-    batches = TrialBatches(config, context.world, begin.encoder.config.vocab_size)
+    each = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
+    batches = TrialBatches(config, context.world, begin.encoder.config.vocab_size, each)
     local = context.scratch / "trial"
-    # A checkpoint needs somewhere to go; nobody reads this one.
+    # A checkpoint needs somewhere to go; this one is not read.
     paths = RunPaths(str(local / "run"))
     with (
         MetricsLog(local / "logs", None, 0) as metrics,
         CheckpointWriter(paths, local, context.plan.fingerprint, Retention(newest=1)) as checkpoints,
+        HostMonitor(replace(context, paths=paths), device.kind if loading else "", period_seconds=1.0) as monitor,
     ):
         run = Training(
             config=trial_config(config, batches.steps),
@@ -130,17 +135,19 @@ def run_trial(context: StageContext, device: Device, *, extracting: bool = False
             validation=trial_validation(config, context.world),
             heartbeat=context.heartbeat,
             watch=GraphWatch(device=device),
-            monitor=HostMonitor(context, ""),
+            monitor=monitor,
             interruption=Interruption(),
-            metrics=None if extracting else metrics,
-            checkpoints=None if extracting else checkpoints,
+            metrics=metrics if writes else None,
+            checkpoints=checkpoints if writes else None,
         )
         progress = Progress()
         train(run, progress)
         # Joined steps: a run may end with a graph of fewer than are usually joined.
         for rest in range(1, config.device.loader.batches_per_execution):
             train(replace(run, steps=progress.step + rest), progress)
-    if extracting:
+        if memory := monitor.latest().get("device_memory_gib"):
+            log.info("with every graph loaded, %.2f GiB of this node's device memory are in use", memory)
+    if not device.computes:
         host_state(begin.encoder, begin.optimizer, device)
     return Trial(infer, device.graphs(), progress.step)
 
@@ -167,4 +174,4 @@ def trial_validation(config: RunConfig, world: World) -> ValidationSet:
 def encode_all_shapes(encoder: Encoder, device: Device, config: RunConfig) -> None:
     """Encode in every shape that evaluate and embed use."""
     shapes = config.embed.buckets, config.embed.tokens_per_batch
-    encode(for_encoding(encoder, device.kind), device, texts_of_every_shape(*shapes), *shapes)
+    encode(for_encoding(encoder, compiles=device.compiles), device, texts_of_every_shape(*shapes), *shapes)

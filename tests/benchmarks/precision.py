@@ -13,10 +13,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from infra.local.demo import CONFIG, parent_folder, weekly_shards
+from infra.local.demo import CONFIG, initial_folder, weekly_shards
 from pipeline.contract import Stage
-from pipeline.data.query_values import QueryValues
-from pipeline.model.statistics import bootstrap
+from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.statistics import bootstrap
 from tests.benchmarks.peers import ours, texts
 
 
@@ -36,8 +36,8 @@ def main() -> None:
                 "data": {**CONFIG["data"], "train": shards, "corpus": [str(corpus)]},
                 "embed": {**CONFIG["embed"], "children": 1},
             }
-            paths = ours.plan(folder / precision, model=parent_folder(), pairs=Path(shards[0]), corpus=corpus, config=config)
-            ours.place_model(paths, parent_folder())
+            paths = ours.plan(folder / precision, model=initial_folder(), pairs=Path(shards[0]), corpus=corpus, config=config)
+            ours.place_model(paths, initial_folder())
             ours.run_stage(Stage.EVALUATE, paths)
             found[precision] = QueryValues.read(Path(paths.query_values))
             shutil.rmtree(folder / precision / "scratch", ignore_errors=True)

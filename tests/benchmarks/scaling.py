@@ -3,8 +3,8 @@
     PYTHONPATH=. python tests/benchmarks/scaling.py [--rows 1500] [--steps 10] [--rounds 3]
 
 Ranks x threads in turn, all-MiniLM-L6-v2, 128 pairs a step whoever shares them. Printed are medians, ratios to one rank of one
-thread, and what is the most that they could be: how much faster processes that do nothing but a bf16 matrix product on every
-core are together than one alone.
+thread, and what is the most that they could be: how much faster processes that do nothing but a matrix product on every core
+are together than one alone.
 """
 
 from __future__ import annotations

@@ -133,9 +133,9 @@ def measure_stages(options: argparse.Namespace) -> None:
 
 def planned_run(folder: Path, parent: Path) -> RunPaths:
     """A run in the endpoint's bucket that prepare has planned, with a finished model beside it."""
+    from pipeline import store
     from pipeline.contract import RunPaths, Stage
     from pipeline.model.folder import CONFIG_FILES, WEIGHTS
-    from pipeline.runtime import store
     from tests.tiny import write_pairs
 
     root = f"s3://{BUCKET}"
@@ -164,8 +164,8 @@ def planned_run(folder: Path, parent: Path) -> RunPaths:
 
 def first_batches(paths: RunPaths, folder: Path) -> dict[str, float]:
     """What was reached -> seconds from the start of the stage's supervisor, for train and embed."""
+    from pipeline import store
     from pipeline.contract import Stage
-    from pipeline.runtime import store
 
     found = {}
     for stage in (Stage.TRAIN, Stage.EMBED):

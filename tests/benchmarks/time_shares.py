@@ -20,14 +20,15 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from pipeline.backends.device import open_device
 from pipeline.config import build_config
 from pipeline.model.encoder import prepare_for_inference, prepare_for_training
 from pipeline.model.folder import load_encoder
 from pipeline.model.inference import encode
-from pipeline.model.memory import read_shape
-from pipeline.runtime.device import open_device
-from pipeline.runtime.world import World
-from pipeline.training.step import TOWERS, RecentLosses, build_optimizer, train_step
+from pipeline.model.shape import read_shape
+from pipeline.run.world import World
+from pipeline.training.micro_batches import TOWERS
+from pipeline.training.step import RecentLosses, build_optimizer, train_step
 from tests.benchmarks.peers.__main__ import peak
 from tests.benchmarks.train_step import KEEP_MEMORY, batch_of, batches_of_lists
 
@@ -81,7 +82,7 @@ def trained(model: Path, lists: Sequence[tuple[list[list[int]], ...]]) -> tuple[
 
     def run() -> None:
         for batch in batches:
-            train_step(encoder, optimizer, device, batch, config.train, losses)
+            train_step(encoder, optimizer, device, batch, config.train, losses, seed_of=int)
 
     return run, sum(int(batch[f"{tower}_mask"].sum()) for batch in batches for tower in TOWERS), 3
 

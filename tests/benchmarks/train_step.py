@@ -56,11 +56,11 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> tuple[float, float]:
     """CPU and wall seconds of a step, mean over all batches, after one step."""
+    from pipeline.backends.device import open_device
     from pipeline.config import build_config
     from pipeline.model.encoder import prepare_for_training
     from pipeline.model.folder import load_encoder
-    from pipeline.runtime.device import open_device
-    from pipeline.runtime.world import World
+    from pipeline.run.world import World
     from pipeline.training.step import RecentLosses, build_optimizer, train_step
 
     variant, rows = options.variant, options.batch
@@ -82,10 +82,10 @@ def measure(options: argparse.Namespace) -> tuple[float, float]:
     losses = RecentLosses(options.steps, device)
     chosen = batches_of_lists(model, rows=rows, steps=options.steps, length=options.length)
     batches = [batch_of(lists, rows, places=variant != "padded") for lists in chosen]
-    train_step(encoder, optimizer, device, batches[0], config.train, losses)
+    train_step(encoder, optimizer, device, batches[0], config.train, losses, seed_of=int)
     cpu, wall = time.process_time(), time.perf_counter()
     for batch in batches:
-        train_step(encoder, optimizer, device, batch, config.train, losses)
+        train_step(encoder, optimizer, device, batch, config.train, losses, seed_of=int)
     return (time.process_time() - cpu) / len(batches), (time.perf_counter() - wall) / len(batches)
 
 
@@ -94,7 +94,7 @@ def batch_of(lists: Sequence[list[list[int]]], rows: int, *, places: bool) -> di
     import torch
 
     from pipeline.model.inference import pad
-    from pipeline.training.step import TOWERS
+    from pipeline.training.micro_batches import TOWERS
 
     batch = {
         "roles": torch.eye(rows, dtype=torch.int32),
@@ -110,7 +110,7 @@ def batch_of(lists: Sequence[list[list[int]]], rows: int, *, places: bool) -> di
 
 def batches_of_lists(model: Path, *, rows: int, steps: int, length: int) -> list[tuple[list[list[int]], ...]]:
     """Token lists of queries and documents, batch by batch, documents of a batch within 16 tokens of each other mostly."""
-    from pipeline.data.tokens import TextTokenizer
+    from pipeline.dataset.tokens import TextTokenizer
     from tests.benchmarks.peers.texts import write_pairs
 
     tokenizer = TextTokenizer(model)

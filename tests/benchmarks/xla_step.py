@@ -23,12 +23,13 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.contract import Stage
-from pipeline.runtime.ranks import Launch
-from pipeline.runtime.world import NodeWorld
+from pipeline.host.ranks import Launch
+from pipeline.run.world import NodeWorld
 
 CHUNK = 4
 """Steps between two readings: all of `xla-join4`'s batches per execution."""
@@ -126,11 +127,11 @@ def environment(kind: str) -> dict[str, str]:
 
 def measure(variant: Variant, batch: int, bucket: int, chunks: int) -> dict[str, object]:
     """A chunk that compiles, then `chunks` that count."""
+    from pipeline.backends.device import open_device
     from pipeline.config import build_config
     from pipeline.model.encoder import prepare_for_training
     from pipeline.model.folder import load_encoder
-    from pipeline.runtime.device import open_device
-    from pipeline.runtime.world import World
+    from pipeline.run.world import World
     from pipeline.training.step import RecentLosses, build_optimizer, step_seed, train_step
     from pipeline.training.trial import TrialBatches
 
@@ -154,13 +155,13 @@ def measure(variant: Variant, batch: int, bucket: int, chunks: int) -> dict[str,
     device.place(encoder).train()
     optimizer = build_optimizer(encoder, config.train, device)
     losses = RecentLosses(CHUNK, device)
-    batches = TrialBatches(config, world, encoder.config.vocab_size)
+    batches = TrialBatches(config, world, encoder.config.vocab_size, config.compile.trial_steps)
     seconds: list[tuple[float, float]] = []
     values: list[float] = []
     clocks = time.monotonic(), time.process_time()
     for step, tensors in enumerate(device.batches(batches.iterate(0, CHUNK * (chunks + 1)))):
-        device.seed(step_seed(0, step, 0))
-        train_step(encoder, optimizer, device, tensors, config.train, losses, sync_points=variant.sync_points)
+        seed_of, cuts = partial(step_seed, 0, step, 0), variant.sync_points
+        train_step(encoder, optimizer, device, tensors, config.train, losses, seed_of=seed_of, sync_points=cuts)
         if step % CHUNK == CHUNK - 1:
             device.sync()
             values += [loss for loss, _ in losses.read()]

@@ -21,15 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from infra.local.batch import Job, Node
-from pipeline.contract import Stage, registry_uri
+from infra.local.batch_jobs import Job, Node
+from pipeline.contract import EXECUTION_TAG, Stage, registry_uri
 from tests.chain import front
-from tests.chain.site import Execution, Site, family, generations, send, wait_until
+from tests.chain.site import Execution, Site, family, generations, running, send, wait_until
 
 STAGES = (Stage.PREPARE, Stage.HEALTH_CHECK, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH, Stage.REPORT)
 GANGS = (Stage.HEALTH_CHECK, Stage.TRAIN)
 WEIGHTS = {Stage.TRAIN: 4, Stage.EMBED: 3, Stage.HEALTH_CHECK: 2}
 WATCH_SECONDS = 0.02
+CLEAN_UP_SECONDS = 60.0
+"""For everything that an aborted execution has started."""
 TAKE_OVER_SECONDS = 15.0
 """For the lock of an aborted execution: a few calls of services, none of which waits."""
 
@@ -278,7 +280,7 @@ HOOK_SICK = {
 from tests.chain.light.exchange import Exchange as Sums
 """,
     "real": """
-from pipeline.runtime.eager import EagerDevice as Sums
+from pipeline.backends.eager import EagerDevice as Sums
 """,
 }
 HOOK_SPOIL = """
@@ -676,7 +678,10 @@ class DuplicateGang(Duplicate):
 
 
 class Aborted(Fault):
-    """The execution is aborted; the next one takes the lock over at once and goes on, or begins anew."""
+    """The execution is stopped, and nothing else; the next one takes the lock over at once and goes on, or begins anew.
+
+    Step Functions knows nothing of a gang's job: the deployment's own clean-up has to end it.
+    """
 
     kind = "aborted"
 
@@ -685,7 +690,10 @@ class Aborted(Fault):
         job = scene.moment(self.order, self.share)
         if job is None:
             return
+        mine = [one for one in site.jobs(first.run) if one.tags[EXECUTION_TAG] == first.arn]
+        pids = [pid for node in list(job.nodes) for pid in family(node.process.pid)]
         site.stop(first)
+        stopped = time.monotonic()
         scene.strike(f"aborted during {job.name}")
         again = self.draw.random() < 0.6
         name = f"{first.run}-again"
@@ -696,6 +704,9 @@ class Aborted(Fault):
         scene.execution = second
         if not wait_until(lambda: len(site.jobs(second.run)) > known, TAKE_OVER_SECONDS):
             scene.broken.append(f"the lock was not taken over within {TAKE_OVER_SECONDS:g} s")
+        left = lambda: [job.name for job in mine if not job.done.is_set()] + running(pids)  # noqa: E731
+        if not wait_until(lambda: not left(), CLEAN_UP_SECONDS - (time.monotonic() - stopped)):
+            scene.broken.append(f"{CLEAN_UP_SECONDS:g} s after the execution was stopped there are {left()}")
 
 
 KINDS: tuple[type[Fault], ...] = (

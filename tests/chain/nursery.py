@@ -39,9 +39,9 @@ PRELOADED = (
     "boto3.s3.transfer",
     "jinja2",
     "numpy",
-    "pipeline.runtime.batch",
-    "pipeline.runtime.ranks",
-    "pipeline.runtime.supervisor",
+    "pipeline.host.own_job",
+    "pipeline.host.ranks",
+    "pipeline.host.supervisor",
     "pipeline.stages.embed",
     "pipeline.stages.prepare",
     "pipeline.stages.publish",
@@ -247,7 +247,7 @@ def _share_service_models() -> None:
 def main() -> None:
     from importlib import import_module
 
-    from pipeline.runtime import ranks
+    from pipeline.host import ranks
 
     names = PRELOADED
     if sys.argv[2] == "light":

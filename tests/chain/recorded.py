@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infra.local import batch, server
+from infra.local import batch, batch_nodes, server
 from pipeline.cli import main
 from tests.chain.front import Front
 from tests.infra.calls import Call, Recorder
@@ -46,5 +46,5 @@ class RecordingEndpoint(server.LocalEndpoint):
 if __name__ == "__main__":
     # Where `trnpipe local` looks for them when it starts.
     server.LocalEndpoint = partial(RecordingEndpoint, Path(sys.argv.pop(1)))  # type: ignore[misc,assignment]
-    batch.BatchSettings = partial(batch.BatchSettings, start=start)  # type: ignore[misc,assignment]
+    batch_nodes.BatchSettings = partial(batch_nodes.BatchSettings, start=start)  # type: ignore[misc,assignment]
     main()

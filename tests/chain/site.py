@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,9 @@ from unittest import mock
 import boto3
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
 
-from infra.local.batch import THIS_INSTALLATION, BatchRunner, BatchSettings, Job
+from infra.local.batch import BatchRunner
+from infra.local.batch_jobs import Job
+from infra.local.batch_nodes import THIS_INSTALLATION, BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
@@ -210,11 +212,14 @@ class Site:
         settings = dict(self.depth.settings)
         settings["model"] = {**settings.get("model", {}), "parent": self.parent}
         settings["data"] = {"train": [shard or self.shard], "holdout_fraction": 0.2, "max_bad_fraction": 0.2}
-        execution_input = {**settings, "registry": registry, **({"run": run} if run else {})}
+        return self.begin(name, {**settings, "registry": registry, **({"run": run} if run else {})}, registry)
+
+    def begin(self, name: str, execution_input: Mapping[str, Any], registry: str) -> Execution:
+        """Start an execution with exactly this input."""
         answer = self.machine.start_execution(
             stateMachineArn=self.stack.state_machine_arn, name=name, input=json.dumps(execution_input)
         )
-        return Execution(run or name, answer["executionArn"], registry)
+        return Execution(str(execution_input.get("run", name)), answer["executionArn"], registry)
 
     def look(self, execution: Execution) -> bool:
         """Whether it is over."""
@@ -254,13 +259,14 @@ class Site:
 
 
 @contextmanager
-def open_site(depth: Depth, folder: Path, templates: Path) -> Iterator[Site]:
+def open_site(depth: Depth, folder: Path, templates: Path, context: Mapping[str, Any] | None = None) -> Iterator[Site]:
     """A site in an empty folder.
 
     Args:
         templates: where the synthesized app is kept.
+        context: CDK context of the deployment; None: that of local runs.
     """
-    stack = read_stack(synthesize(templates, local_context((1, 2), DEPLOYMENT_CONFIG)))
+    stack = read_stack(synthesize(templates, context or local_context((1, 2), DEPLOYMENT_CONFIG)))
     front = Front()
 
     def runner(environment: dict[str, str]) -> BatchRunner:
@@ -284,12 +290,12 @@ def open_site(depth: Depth, folder: Path, templates: Path) -> Iterator[Site]:
         boto3.DEFAULT_SESSION = None
         site = Site(depth, folder, stack, endpoint, front)
         site.put(site.shard, site.data.text.encode())
-        for path, content in _parent_files(depth, folder):
+        for path, content in parent_files(depth, folder):
             site.put(f"{site.parent}/{path}", content)
         yield site
 
 
-def _parent_files(depth: Depth, folder: Path) -> list[tuple[str, bytes]]:
+def parent_files(depth: Depth, folder: Path) -> list[tuple[str, bytes]]:
     if depth is ORCHESTRATION:
         return [("config.json", b"{}"), ("tokenizer.json", b"{}"), ("model.safetensors", bytes(range(256)) * 64)]
     from tests.tiny import make_model
@@ -359,6 +365,16 @@ def generations(root: int) -> list[list[int]]:
     while found[-1]:
         found.append([child for pid in found[-1] for child in children.get(pid, [])])
     return found[:-1]
+
+
+def running(pids: list[int]) -> list[int]:
+    """Those that have not ended; zombies have."""
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                found.append(pid)
+    return found
 
 
 def send(pids: list[int], number: signal.Signals) -> None:

@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 
-from infra.local.batch import BatchRunner, BatchSettings, Job
+from infra.local.batch import BatchRunner
+from infra.local.batch_jobs import Job
+from infra.local.batch_nodes import BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
+from pipeline import store
 from pipeline.contract import RunPaths, Stage
-from pipeline.runtime import store
 from tests.tiny import make_model, write_pairs
 
 pytestmark = pytest.mark.long
 
 SICK = """
-from pipeline.runtime.eager import EagerDevice
+from pipeline.backends.eager import EagerDevice
 healthy = EagerDevice.all_reduce
 def spoilt(self, value):
     result = healthy(self, value)

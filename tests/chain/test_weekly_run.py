@@ -63,7 +63,7 @@ def test_every_stage_leaves_its_result(two_weeks: LocalState) -> None:
 
 def test_the_new_model_beats_its_parent(two_weeks: LocalState) -> None:
     metrics = load(two_weeks.runs[0] / "evaluate" / "result.json")["metrics"]
-    assert metrics["new"]["ndcg@10"] > metrics["parent"]["ndcg@10"]
+    assert metrics["new"]["ndcg@10"] > metrics["baseline"]["ndcg@10"]
     assert metrics["gate"]["verdict"] == "accepted"
 
 

@@ -48,6 +48,11 @@ class BuildStage:
     def texts(self, instruction: str) -> list[str]:
         return [step.rest for step in self.steps if step.instruction == instruction]
 
+    def lock(self, text: str) -> str:
+        """A text with the stage's default lock file."""
+        defaults = dict(each.partition("=")[::2] for each in self.texts("ARG"))
+        return text.replace("${LOCK}", defaults.get("LOCK", "${LOCK}"))
+
 
 def read(kind: str) -> tuple[dict[str, str], list[BuildStage]]:
     """Arguments before the first FROM, and the stages."""
@@ -106,7 +111,7 @@ def test_what_is_taken_from_the_repository_is_there_and_reaches_the_build(kind: 
         for step in stage.steps:
             options = dict(option.removeprefix("--").split("=", 1) for option in step.options)
             if step.instruction == "COPY" and "from" not in options:
-                taken += step.rest.split()[:-1]
+                taken += stage.lock(step.rest).split()[:-1]
             elif step.instruction == "COPY":
                 assert options["from"] in names
             for mount in (option for option in step.options if option.startswith("--mount=type=bind")):
@@ -116,7 +121,8 @@ def test_what_is_taken_from_the_repository_is_there_and_reaches_the_build(kind: 
                 else:
                     taken.append(parts["source"])
                     assert step.rest.count(parts["target"]) >= 1, "mounted and not used"
-                    taken += [word.removeprefix("/") for word in step.rest.split() if word.startswith(f"{parts['target']}/")]
+                    words = stage.lock(step.rest).split()
+                    taken += [word.removeprefix("/") for word in words if word.startswith(f"{parts['target']}/")]
     assert {"pyproject.toml", "pipeline", "containers/build.lock", "containers/verify.py"} <= set(taken)
     for path in taken:
         assert (ROOT / path).exists(), path
@@ -165,10 +171,20 @@ def test_the_neuron_base_is_the_sdk_that_the_code_is_pinned_to() -> None:
     assert Version(tag.split("-")[0]).release[:2] == Version(torch).release[:2]
 
 
+@pytest.mark.parametrize(("suffix", "code"), [("", 64), ("@sha256:" + 64 * "a", 0)])
+def test_the_neuron_image_is_built_on_a_digest_and_says_which(suffix: str, code: int) -> None:
+    arguments, stages = read("neuron")
+    base = arguments["NEURON_IMAGE"] + suffix
+    refusal = stages[0].texts("RUN")[0]
+    done = subprocess.run(["sh", "-c", refusal], env={"NEURON_IMAGE": base}, capture_output=True, text=True)
+    assert (done.returncode, base in done.stderr, "`make mirror`" in done.stderr) == (code, bool(code), bool(code))
+    assert 'org.opencontainers.image.base.name="${NEURON_IMAGE}"' in stages[-1].texts("LABEL")[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_thing_built_is_looked_at(kind: str) -> None:
     _, stages = read(kind)
-    last = stages[-1].texts("RUN")[-1]
+    last = stages[-1].lock(stages[-1].texts("RUN")[-1])
     expected = f"python /containers/verify.py /containers/{kind}/requirements.lock" + (" --neuron" if kind == "neuron" else "")
     assert last == expected
 
@@ -195,7 +211,8 @@ def test_only_devices_need_root() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_say_which_version_and_commit(kind: str) -> None:
     _, stages = read(kind)
-    declared = dict(text.partition("=")[::2] for text in stages[-1].texts("ARG"))
+    arguments = [text for text in stages[-1].texts("ARG") if not text.startswith(("LOCK=", "NEURON_IMAGE"))]
+    declared = dict(text.partition("=")[::2] for text in arguments)
     project = dict(re.findall(r'^(version|license) = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     assert declared == {"VERSION": project["version"], "REVISION": ""}
     [labels] = stages[-1].texts("LABEL")
@@ -232,8 +249,10 @@ def test_the_wheel_is_built_from_what_is_copied_and_whole(tmp_path: Path) -> Non
     [wheel] = (tmp_path / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {entry.filename: entry for entry in archive.infolist()}
-    code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*") if path.suffix in (".py", ".j2")}
-    assert "pipeline/stages/report.html.j2" in code
+    code = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*") if path.suffix in (".py", ".j2", ".yaml")
+    }
+    assert {"pipeline/stages/report.html.j2", "pipeline/sdk/known_errors.yaml"} <= code
     assert {name for name in held if not name.startswith("trnpipe-")} == code
     # Nothing of when or where it was built.
     assert {entry.date_time for entry in held.values()} == {(1980, 1, 1, 0, 0, 0)}
@@ -260,7 +279,21 @@ def test_the_cpu_image_holds_no_cuda() -> None:
 
 def test_the_neuron_images_lock_leaves_the_bases_builds_alone() -> None:
     packages = locked(CONTAINERS / "neuron/requirements.lock")
-    assert not {"torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "networkx"} & set(packages)
+    assert not {"torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "networkx"} & set(packages)
+
+
+def test_numpy_is_the_locks_and_not_the_bases() -> None:
+    """One of the base's packages pins numpy 1.26.4 (nxdt_requirements.txt of aws-neuron/deep-learning-containers)."""
+    required = re.search(r'"numpy>=(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert required is not None
+    assert Version(locked(CONTAINERS / "neuron/requirements.lock")["numpy"]).major >= int(required[1])
+
+
+def test_the_neuron_image_holds_bytecode() -> None:
+    """Its base sets PYTHONDONTWRITEBYTECODE=1 (pytorch/training/2.9.0/Dockerfile.neuronx), which only an empty value undoes."""
+    _, stages = read("neuron")
+    assert any("PYTHONDONTWRITEBYTECODE=" in text.split() for text in stages[-1].texts("ENV"))
+    assert any(text.startswith("python -m compileall ") for text in stages[-1].texts("RUN"))
 
 
 @pytest.mark.parametrize("name", ["cpu/requirements.lock", "neuron/requirements.lock", "build.lock"])

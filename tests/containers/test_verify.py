@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import Distribution, PackageNotFoundError, PathDistribution, distribution
 from pathlib import Path
 
 import pytest
 
 from containers import verify
+from tests.trainium import STANDINS
 
 
 class Installed:
@@ -51,6 +53,10 @@ def test_another_version_and_a_missing_package_are_named(installed: Installed) -
     ]
 
 
+def test_what_a_lock_file_has_for_other_machines_is_left_out(installed: Installed) -> None:
+    assert list(verify.differences("numpy==2.5.5 ; sys_platform == 'win32' \\\n", installed.find)) == []
+
+
 def test_a_package_laid_over_the_base_that_the_base_cannot_use_is_found(installed: Installed) -> None:
     """The case this exists for: two levels down, through an extra, with a base's local version in between."""
     installed.add("trnpipe", "0.1.0", "numpy>=2", "neuronx-cc==2.24.8799.0; extra == 'neuron'")
@@ -88,8 +94,32 @@ def test_tools_and_libraries_are_looked_for_where_the_code_looks(tmp_path: Path,
 
 @pytest.mark.parametrize(("runtime", "objections"), [("2.31.24.0-0b044f4ce", 0), ("2.32.31.0", 1), ("nonsense", 1)])
 def test_the_runtime_is_the_sdks(runtime: str, objections: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.runtime.neuron_tools.runtime_version", lambda **_: runtime)
+    monkeypatch.setattr("pipeline.sdk.neuron_tools.runtime_version", lambda **_: runtime)
     assert len(list(verify.runtime_objection())) == objections
+
+
+def test_neurons_packages_load_and_compile_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(STANDINS))
+    assert list(verify.compile_objection()) == []
+    monkeypatch.setattr(verify, "COMPILE", verify.COMPILE.replace("cpu_backend=True", "cpu_backend=False"))
+    [objection] = verify.compile_objection()
+    assert objection.endswith("(exit code 1): RuntimeError: no NeuronCore: only with cpu_backend is something compiled here")
+
+
+@pytest.mark.parametrize("package", ["libneuronxla", "neuronxcc", "torch_neuronx"])
+def test_a_package_that_does_not_go_with_another_one_ends_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    (tmp_path / f"{package}.py").write_text("raise TypeError('Descriptors cannot be created directly.')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{STANDINS}")
+    [objection] = verify.compile_objection()
+    assert objection.endswith("(exit code 1): TypeError: Descriptors cannot be created directly.")
+
+
+def test_a_compiler_that_hangs_ends_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "COMPILE", "import time; time.sleep(600)")
+    monkeypatch.setattr(verify, "COMPILE_SECONDS", 0.1)
+    assert list(verify.compile_objection()) == ["Neuron compiler: a graph of two operations took more than 0 s"]
 
 
 def test_it_ends_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,3 +129,12 @@ def test_it_ends_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "no-such-package: nothing is installed, the lock file says 1.0\n"
     lock.write_text("")
     assert verify.main([str(lock)]) == 0
+
+
+def test_a_neuron_image_without_neurons_packages_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = tmp_path / "requirements.lock"
+    lock.write_text("")
+    assert verify.main([str(lock), "--neuron"]) == 1
+    objections = capsys.readouterr().err.splitlines()
+    assert "neuronx-cc: not on PATH" in objections
+    assert objections[-1].endswith("(exit code 1): ModuleNotFoundError: No module named 'libneuronxla'")

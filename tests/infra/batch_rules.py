@@ -7,14 +7,16 @@ submissions of the state machine, all with their references resolved.
 
 from __future__ import annotations
 
+import base64
+import email
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from infra.local.template import Resource, Stacks
 from infra.settings import HARDWARE
+from infra.templates import Resource, Stacks
 
 Properties = dict[str, Any]
 
@@ -29,12 +31,28 @@ FARGATE_MEMORY = {
 }
 """vCPUs of a task -> MiB that go with them (API Reference, ResourceRequirement)."""
 
-STUCK_REASONS = {
+ACTED_ON = {
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
     "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
     "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
-    "MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS",
 }
+"""Reasons that support jobStateTimeLimitActions in every edition of
+https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable_time_limit_actions.html. The same page excludes
+MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS, ACTION_REQUIRED and UNDETERMINED; its newest edition alone adds
+MISCONFIGURATION:EC2_INSTANCE_CONFIGURATION_UNSUPPORTED."""
+
+NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+"""https://docs.aws.amazon.com/batch/latest/APIReference/API_CreateJobQueue.html and API_RegisterJobDefinition.html"""
+
+IMAGE = re.compile("[A-Za-z0-9_:./#@-]{1,255}")
+"""https://docs.aws.amazon.com/batch/latest/APIReference/API_ContainerProperties.html; with the `@` of a digest"""
+
+EXIT_PATTERNS = {
+    "OnExitCode": re.compile(r"[0-9]{0,511}\*?"),
+    "OnReason": re.compile(r"[A-Za-z0-9.:\s]{0,511}\*?"),
+    "OnStatusReason": re.compile(r"[A-Za-z0-9.:\s]{0,511}\*?"),
+}
+"""https://docs.aws.amazon.com/batch/latest/APIReference/API_EvaluateOnExit.html"""
 
 EC2_TYPES, FARGATE_TYPES = {"EC2", "SPOT"}, {"FARGATE", "FARGATE_SPOT"}
 NOT_ON_FARGATE = ("AllocationStrategy", "MinvCpus", "DesiredvCpus", "InstanceTypes", "InstanceRole", "PlacementGroup")
@@ -88,6 +106,10 @@ class Batch:
         template = self.resources(environment).get("LaunchTemplate")
         data = self.templates[template["LaunchTemplateId"]]["LaunchTemplateData"] if template else {}
         return list(data.get("NetworkInterfaces", ()))
+
+    def in_a_block(self, environment: str) -> bool:
+        template = self.templates[self.resources(environment)["LaunchTemplate"]["LaunchTemplateId"]]["LaunchTemplateData"]
+        return bool(template.get("InstanceMarketOptions", {}).get("MarketType") == "capacity-block")
 
     def environments_of(self, queue: str) -> list[str]:
         order = self.queues[queue]["ComputeEnvironmentOrder"]
@@ -211,23 +233,27 @@ def interfaces_fit_their_cards(batch: Batch) -> Iterator[str]:
 
 @rule
 def efa_stays_in_one_zone(batch: Batch) -> Iterator[str]:
-    """EC2 User Guide, "Elastic Fabric Adapter": one subnet; "Multi-node parallel jobs": a cluster placement group."""
+    """EC2 User Guide, "Elastic Fabric Adapter": one subnet; "Multi-node parallel jobs": a cluster placement group, except in a
+    Capacity Block, whose hosts EC2 places close together ("Capacity Blocks for ML")."""
     for name in batch.environments:
         if any(interface.get("InterfaceType") == "efa" for interface in batch.interfaces(name)):
             resources = batch.resources(name)
             if len(resources["Subnets"]) != 1:
                 yield f"{name}: EFA over {len(resources['Subnets'])} subnets"
-            if "PlacementGroup" not in resources:
-                yield f"{name}: EFA without a placement group"
+            if ("PlacementGroup" in resources) == batch.in_a_block(name):
+                yield f"{name}: EFA without a placement group, or one for a Capacity Block"
 
 
 @rule
 def queues_act_on_known_reasons(batch: Batch) -> Iterator[str]:
-    """API Reference, JobStateTimeLimitAction; a queue has three environments at most, of one kind."""
+    """https://docs.aws.amazon.com/batch/latest/APIReference/API_JobStateTimeLimitAction.html; a queue has three environments at
+    most, of one kind."""
     for name, queue in batch.queues.items():
         for action in queue.get("JobStateTimeLimitActions", ()):
-            if action["Reason"] not in STUCK_REASONS:
+            if action["Reason"] not in ACTED_ON:
                 yield f"{name}: the reason {action['Reason']}"
+            if (action["State"], action["Action"]) != ("RUNNABLE", "CANCEL"):
+                yield f"{name}: {action['Action']} in the state {action['State']}"
             if not 600 <= action["MaxTimeSeconds"] <= 86_400:
                 yield f"{name}: a limit of {action['MaxTimeSeconds']} seconds"
         kinds = {batch.resources(each)["Type"] in FARGATE_TYPES for each in batch.environments_of(name)}
@@ -258,8 +284,8 @@ def shares_are_told_apart(batch: Batch) -> Iterator[str]:
 
 @rule
 def retries_end(batch: Batch) -> Iterator[str]:
-    """ "Automated job retries" and API Reference, EvaluateOnExit: 1 to 10 attempts, five rules, a trailing `*` only; no match
-    means another attempt."""
+    """https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html and EXIT_PATTERNS: 1 to 10 attempts, five rules, a
+    trailing `*` only; no match means another attempt."""
     for name, properties in batch.definitions.items():
         strategy = properties.get("RetryStrategy", {})
         rules = strategy.get("EvaluateOnExit", [])
@@ -270,14 +296,46 @@ def retries_end(batch: Batch) -> Iterator[str]:
         if len(rules) > 5:
             yield f"{name}: {len(rules)} exit rules"
         for exit_rule in rules:
-            patterns = [str(value) for key, value in exit_rule.items() if key != "Action"]
-            if not patterns or any("*" in pattern[:-1] for pattern in patterns):
-                yield f"{name}: an exit rule with {patterns}: one pattern at least, an asterisk at the end only"
-            if not re.fullmatch(r"[0-9]*\*?", str(exit_rule.get("OnExitCode", ""))):
-                yield f"{name}: the exit code {exit_rule['OnExitCode']}"
-        everything = [exit_rule for exit_rule in rules if list(exit_rule.values()).count("*") == len(exit_rule) - 1]
-        if rules and (everything != rules[-1:] or rules[-1]["Action"].upper() != "EXIT"):
-            yield f"{name}: exit rules whose last, and only their last, is not a catch-all that exits"
+            patterns = {key: str(value) for key, value in exit_rule.items() if key != "Action"}
+            if not patterns:
+                yield f"{name}: an exit rule without a pattern"
+            for key, pattern in patterns.items():
+                if not EXIT_PATTERNS[key].fullmatch(pattern):
+                    yield f"{name}: {key} cannot be {pattern}"
+        everything = [set(exit_rule.values()) - {exit_rule["Action"]} == {"*"} for exit_rule in rules]
+        if True in everything[:-1]:
+            yield f"{name}: exit rules behind one that matches everything"
+
+
+@rule
+def names_are_in_form(batch: Batch) -> Iterator[str]:
+    """Names as in NAME; 50 tags at most, none that begins with `aws:`
+    (https://docs.aws.amazon.com/batch/latest/userguide/tag-basics.html)."""
+    for name, properties in (batch.queues | batch.definitions).items():
+        if not NAME.fullmatch(name):
+            yield f"the name {name}"
+        tags = properties.get("Tags", {})
+        if len(tags) > 50 or any(key.lower().startswith("aws:") for key in tags):
+            yield f"{name}: the tags {sorted(tags)}"
+        if not 0 <= properties.get("SchedulingPriority", 0) <= 9999:
+            yield f"{name}: a priority outside 0 to 9999"
+    for name, container in _containers(batch):
+        if not IMAGE.fullmatch(container["Image"]):
+            yield f"{name}: the image {container['Image']}"
+
+
+@rule
+def user_data_can_be_merged(batch: Batch) -> Iterator[str]:
+    """Batch merges a launch template's user data with its own, in the MIME multi-part format only: another one makes the
+    environment INVALID (https://docs.aws.amazon.com/batch/latest/userguide/launch-templates.html)."""
+    for name, template in batch.templates.items():
+        data = template["LaunchTemplateData"].get("UserData")
+        if data is None:
+            continue
+        message = email.message_from_bytes(base64.b64decode(data, validate=True))
+        defects = [type(defect).__name__ for part in message.walk() for defect in part.defects]
+        if message.get_content_type() != "multipart/mixed" or not message.is_multipart() or defects:
+            yield f"{name}: user data of the type {message.get_content_type()}, {defects}"
 
 
 @rule
@@ -389,7 +447,8 @@ def gangs_find_hosts(batch: Batch) -> Iterator[str]:
                 yield f"{name}: {instance_type}, which {environment} does not have"
             elif nodes["NumNodes"] * HARDWARE[instance_type].vcpus > _usable(batch, queue, environment):
                 yield f"{name}: {nodes['NumNodes']} hosts are more than {environment} may use at once"
-            if nodes["NumNodes"] > 1 and HARDWARE[instance_type].efa_interfaces == 0:
+            host = HARDWARE[instance_type]
+            if nodes["NumNodes"] > 1 and host.neuron_devices and not host.efa_interfaces:
                 yield f"{name}: several nodes on {instance_type}, which has no EFA"
 
 

@@ -17,7 +17,7 @@ from moto.iam.access_control import IAMPolicy, PermissionResult
 from moto.s3.responses import ACTION_MAP
 
 from infra.local.definitions import ACCOUNT, REGION
-from infra.local.template import Stacks
+from infra.templates import Stacks
 from tests.chain.front import Request
 from tests.engine import CALLER
 

@@ -15,34 +15,37 @@ from typing import Any
 
 import botocore.session
 import pytest
+import yaml
 from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
 
 from infra.app import CDK_JSON, read_context
-from infra.local.template import Stacks
-from infra.node import choose_node
+from infra.nodejs import choose_node
+from infra.settings import ENVIRONMENTS
+from infra.templates import Stacks
 
 choose_node()  # before any test module imports CDK
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """One synthesized deployment: the app (for packs that walk constructs) and both templates as plain data."""
+    """One synthesized deployment: the app (for packs that walk constructs) and both templates, `data` and `pipeline`."""
 
     app: Any
-    data: dict[str, Any]
-    pipeline: dict[str, Any]
+    stacks: Stacks
     region: str
 
     @property
-    def stacks(self) -> Stacks:
-        """The same with every reference resolved."""
-        return Stacks({"data": self.data, "pipeline": self.pipeline})
+    def data(self) -> dict[str, Any]:
+        return self.stacks.templates["data"]
+
+    @property
+    def pipeline(self) -> dict[str, Any]:
+        return self.stacks.templates["pipeline"]
 
     def resources(self, kind: str) -> list[dict[str, Any]]:
         """Properties of every resource of a type, in both stacks."""
-        found = (*self.data["Resources"].values(), *self.pipeline["Resources"].values())
-        return [resource.get("Properties", {}) for resource in found if resource["Type"] == kind]
+        return [properties for _, _, properties in self.stacks.unresolved(kind)]
 
     def only(self, kind: str) -> dict[str, Any]:
         [properties] = self.resources(kind)
@@ -62,15 +65,15 @@ def deploy(folder: Path, **settings: Any) -> Deployment:
     app = build({**context, **paths, "trnpipe": {**context["trnpipe"], **settings}}, str(folder))
     app.synth()
     name = settings.get("name", "trnpipe")
-    read = lambda stack: json.loads((folder / f"{stack}.template.json").read_text())  # noqa: E731
-    region = settings.get("region", context["trnpipe"]["region"])
-    return Deployment(app=app, data=read(f"{name}-data"), pipeline=read(name), region=region)
+    templates = Stacks.read(folder).templates
+    stacks = Stacks({"data": templates[f"{name}-data"], "pipeline": templates[name]})
+    return Deployment(app=app, stacks=stacks, region=settings.get("region", context["trnpipe"]["region"]))
 
 
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
-    """What cdk.json describes."""
-    return deploy(tmp_path_factory.mktemp("cdk"))
+    """What cdk.json describes, with the schedule switched on."""
+    return deploy(tmp_path_factory.mktemp("cdk"), schedule={"enabled": True})
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +89,8 @@ def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
             "vpc_id": "vpc-0a1b2c3d",
             "subnets": {"us-east-2a": {"subnet_id": "subnet-0a1b2c3d", "route_table_id": "rtb-0a1b2c3d"}},
             "default_security_group_id": "sg-0a1b2c3d",
+            "resolvers": ["10.9.0.2"],
+            "egress": [{"cidr": "10.9.1.0/24", "port": 3128}],
         },
         instance_type="trn1n.32xlarge",
         embed_instance_type="inf2.8xlarge",
@@ -94,18 +99,26 @@ def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
             "nodes": 2,
             "registry": None,
             "data": {"train": ["s3://their-data/pairs/"]},
-            "model": {"parent": "s3://their-models/e5/model.safetensors"},
+            "model": {"initial": "s3://their-models/e5/model.safetensors"},
             "compile": {"cache": "s3://their-caches/neuron/"},
         },
         read=["s3://shared/more"],
+        kms_keys=["arn:aws:kms:us-east-2:210987654321:key/0a1b2c3d"],
         ami="ami-0123456789abcdef0",
-        capacity_reservation_id="cr-0a1b2c3d",
+        capacity_reservation={
+            "group": "arn:aws:resource-groups:us-east-2:123456789012:group/gangs",
+            "placement_group": "gangs",
+        },
+        tags={"team": "ranking", "cost-center": "42"},
+        permissions_boundary="teams/boundary",
+        bootstrap_qualifier="ranker",
         images={
             "neuron": "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7",
             "cpu": "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7-cpu",
         },
-        schedule={"enabled": False, "flexible_minutes": 0},
-        gang_submit="poll",
+        schedule={"flexible_minutes": 0},
+        timeouts={"train": 2000},
+        environment={"TRNPIPE_PEER_START_SECONDS": 1200, "FI_EFA_USE_DEVICE_RDMA": "0"},
         local_paths=True,
         notify=["team@example.com"],
         budget=2500,
@@ -125,14 +138,21 @@ def small_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
         embed_market="spot",
         allowed_nodes=[1],
         max_vcpus=32,
-        capacity_reservation_id="cr-0a1b2c3d",
+        capacity_reservation={"id": "cr-0a1b2c3d"},
         compute_reservation=50,
         shares={"weekly": 0.5, "manual": 1, "team*": 4},
         keep_hosts_minutes=45,
+        customer_key="arn:aws:kms:us-west-2:123456789012:key/0a1b2c3d",
         update_minutes=7200,
-        retention={"resume_days": 7, "noncurrent_days": 8, "upload_days": 1, "log_days": 30},
-        schedule={"cron": "cron(15 4 ? * MON#1 *)", "time_zone": "Europe/Berlin"},
+        retention={"resume_days": 7, "noncurrent_days": 8, "cold_days": 0, "upload_days": 1, "log_days": 30},
+        schedule={"enabled": True, "expression": "cron(15 4 ? * MON#1 *)", "every_days": 35, "time_zone": "Europe/Berlin"},
     )
+
+
+@pytest.fixture(scope="session")
+def smoke_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """A first deployment without Trainium, as its file has it."""
+    return deploy(tmp_path_factory.mktemp("cdk-smoke"), **yaml.safe_load((ENVIRONMENTS / "smoke.yaml").read_text()))
 
 
 @dataclass(frozen=True)
@@ -160,7 +180,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Synth:
     )
     environment = {
         "CDK_OUTDIR": str(folder),
-        "CDK_CONTEXT_JSON": json.dumps({**read_context(), "aws:cdk:enable-path-metadata": True}),
+        "CDK_CONTEXT_JSON": json.dumps(
+            {**read_context(), "trnpipe.schedule.enabled": "true", "aws:cdk:enable-path-metadata": True}
+        ),
         "PATH": str(folder / "nothing"),
         "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2",
         "PYTHONPATH": str(CDK_JSON.parent),

@@ -10,7 +10,8 @@ from typing import Any
 from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
 from infra.local.template import LocalStack, LocalWatch
-from infra.states import Targets
+from infra.settings import DEFAULT_MINUTES
+from infra.workflow.states import Targets
 from pipeline.contract import STAGES, Queue, Shape
 
 GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
@@ -30,7 +31,7 @@ def targets(**changes: Any) -> Targets:
         "queues": {queue: f"{arn}:job-queue/{queue.value}" for queue in Queue},
         "jobs": {stage: f"{arn}:job-definition/{stage}:3" for stage in STAGES if stage not in GANGS},
         "gangs": {nodes: {stage: f"{arn}:job-definition/{stage}-{nodes}:3" for stage in GANGS} for nodes in (1, 2)},
-        "gang_submit": "sync",
+        "minutes": DEFAULT_MINUTES,
         "capacity_wait_minutes": 360,
         "config": {"device": {"kind": "cpu"}},
         "read": ("s3://lake/clicks",),

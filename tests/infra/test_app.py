@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from infra import app
 from infra.app import CDK_JSON, read_context
 from infra.settings import Settings, read_settings
 from pipeline.errors import BadConfig, ExitCode
+from tests.infra.conftest import Synth, deploy
 
 ROOT = CDK_JSON.parent
 
@@ -95,3 +97,18 @@ def test_a_cdk_json_that_cannot_be_read(tmp_path: Path, content: str | None) -> 
 
 def test_cdk_json_starts_this_app() -> None:
     assert json.loads(CDK_JSON.read_text())["app"] == "python -m infra.app"
+
+
+def test_the_cdk_cli_of_the_guides_reads_what_is_synthesized(alone: Synth) -> None:
+    """An older one refuses the cloud assembly; a newer one may read another."""
+    manifest = json.loads((alone.folder / "manifest.json").read_text())
+    assert f"npx aws-cdk@{manifest['minimumCliVersion']}" == app.CDK
+    for name in ("README.md", "docs/deploy.md", "docs/runbook.md"):
+        assert set(re.findall(r"npx aws-cdk\S*", (CDK_JSON.parent / name).read_text())) == {app.CDK}
+
+
+def test_a_deployment_that_names_its_account_looks_nothing_up(other_deployment: Any, tmp_path: Path) -> None:
+    """What CDK would look up at synth takes credentials, and changes with the account."""
+    named = deploy(tmp_path, account="123456789012")
+    for found in (other_deployment, named):
+        assert "missing" not in json.loads((Path(found.app.outdir) / "manifest.json").read_text())

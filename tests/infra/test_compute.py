@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import email
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.contract import STAGES, Queue
+from tests.infra.batch_rules import ACTED_ON, Batch, problems
+from tests.infra.conftest import deploy
 
 ENVIRONMENT = "AWS::Batch::ComputeEnvironment"
 QUEUE = "AWS::Batch::JobQueue"
@@ -28,7 +33,8 @@ def test_gangs_get_on_demand_hosts_in_one_placement_group_and_pay_for_none_when_
     resources = environment(deployment, "trn1.32xlarge")
     assert (resources["Type"], resources["AllocationStrategy"]) == ("EC2", "BEST_FIT_PROGRESSIVE")
     assert resources["MinvCpus"] == 0
-    assert resources["MaxvCpus"] == 512
+    # Four nodes of 128, and one host more.
+    assert resources["MaxvCpus"] == 640
     assert "PlacementGroup" in resources
     assert deployment.only("AWS::EC2::PlacementGroup")["Strategy"] == "cluster"
     assert len(resources["Subnets"]) == 1
@@ -82,7 +88,24 @@ def test_a_capacity_reservation_serves_the_gangs_only(other_deployment: Any, sma
     [template] = reserved
     assert "NetworkInterfaces" in template
     target = template["CapacityReservationSpecification"]["CapacityReservationTarget"]
+    assert target == {"CapacityReservationResourceGroupArn": "arn:aws:resource-groups:us-east-2:123456789012:group/gangs"}
+    # Hosts use what is reserved in their own placement group.
+    assert environment(other_deployment, "trn1n.32xlarge")["PlacementGroup"] == "gangs"
+    assert other_deployment.resources("AWS::EC2::PlacementGroup") == []
+
+
+def test_hosts_of_a_capacity_block_are_placed_by_ec2(tmp_path: Path) -> None:
+    """Launch template: "Launch instances using Capacity Blocks", EC2 User Guide."""
+    found = deploy(tmp_path, capacity_reservation={"id": "cr-0a1b2c3d", "block": True})
+    assert all("PlacementGroup" not in each["ComputeResources"] for each in found.resources(ENVIRONMENT))
+    assert found.resources("AWS::EC2::PlacementGroup") == []
+    reserved = [each for each in templates(found) if "InstanceMarketOptions" in each]
+    assert len(reserved) == 1
+    assert reserved[0]["InstanceMarketOptions"] == {"MarketType": "capacity-block"}
+    target = reserved[0]["CapacityReservationSpecification"]["CapacityReservationTarget"]
     assert target == {"CapacityReservationId": "cr-0a1b2c3d"}
+    assert len(reserved[0]["NetworkInterfaces"]) == 8
+    assert problems(Batch.of(found.stacks)) == []
 
 
 def test_an_update_leaves_running_jobs_all_the_time_that_they_may_take(deployment: Any, small_deployment: Any) -> None:
@@ -93,6 +116,26 @@ def test_an_update_leaves_running_jobs_all_the_time_that_they_may_take(deploymen
         if properties["ComputeResources"]["Type"] == "EC2":
             assert properties["UpdatePolicy"] == {"TerminateJobsOnUpdate": False, "JobExecutionTimeoutMinutes": longest}
             assert properties["ReplaceComputeEnvironment"] is False
+
+
+def test_agents_wait_for_large_images_and_keep_containers_from_the_host_s_role(deployment: Any, small_deployment: Any) -> None:
+    for template in (*templates(deployment), *templates(small_deployment)):
+        message = email.message_from_bytes(base64.b64decode(template["UserData"]))
+        [script] = [part.get_payload() for part in message.walk() if part.get_content_type() == "text/x-shellscript"]
+        assert isinstance(script, str)
+        agent = dict(line.split("=") for line in script.splitlines() if line.startswith("ECS_"))
+        assert agent == {
+            "ECS_CONTAINER_CREATE_TIMEOUT": "15m",
+            "ECS_CONTAINER_START_TIMEOUT": "15m",
+            "ECS_IMAGE_PULL_BEHAVIOR": "prefer-cached",
+            "ECS_ENABLE_SPOT_INSTANCE_DRAINING": "true",
+            "ECS_AWSVPC_BLOCK_IMDS": "true",
+        }
+        # awsvpc is the gangs' network mode; other jobs share the host's network.
+        [rule] = [line for line in script.splitlines() if line.startswith("iptables")]
+        assert {"OUTPUT", "169.254.169.254/32", "ecstasks.slice", "REJECT"} <= set(rule.split())
+        # The kernel takes no rule for a control group that does not exist, and before the first task nothing else starts it.
+        assert "systemctl start ecstasks.slice" in script.partition(rule)[0].splitlines()
 
 
 def test_every_queue_shares_fairly(deployment: Any) -> None:
@@ -139,10 +182,29 @@ def test_hosts_that_embed_may_be_spot_in_several_zones_and_gangs_never_are(small
     assert all(subnet in fargate for subnet in (*embed["Subnets"], *train["Subnets"]))
 
 
-def test_a_job_that_cannot_start_is_cancelled_for_every_reason_batch_names(deployment: Any) -> None:
+def test_a_job_that_cannot_start_is_cancelled_for_every_reason_that_batch_acts_on(deployment: Any) -> None:
     for properties in deployment.resources(QUEUE):
         limits = {action["Reason"]: action for action in properties["JobStateTimeLimitActions"]}
-        assert len(limits) == 4
+        assert limits.keys() == ACTED_ON
         assert limits["CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"]["MaxTimeSeconds"] == 6 * 3600
         assert all(600 <= action["MaxTimeSeconds"] <= 86_400 for action in limits.values())
         assert {(action["State"], action["Action"]) for action in limits.values()} == {("RUNNABLE", "CANCEL")}
+
+
+def test_nodes_on_processors_reach_each_other_and_boot_the_image_of_batch(smoke_deployment: Any) -> None:
+    train, embed = (each for each in smoke_deployment.resources(ENVIRONMENT) if each["ComputeResources"]["Type"] == "EC2")
+    [group] = train["ComputeResources"]["SecurityGroupIds"]
+    own = smoke_deployment.pipeline["Resources"]
+    name = group["Fn::GetAtt"][0]
+    for kind, peer in (
+        ("AWS::EC2::SecurityGroupIngress", "SourceSecurityGroupId"),
+        ("AWS::EC2::SecurityGroupEgress", "DestinationSecurityGroupId"),
+    ):
+        rules = [rule for rule in smoke_deployment.resources(kind) if rule["GroupId"] == group]
+        assert [(rule["IpProtocol"], rule[peer]) for rule in rules] == [("-1", group)]
+    https = {"CidrIp": "0.0.0.0/0", "IpProtocol": "tcp", "FromPort": 443, "ToPort": 443}
+    assert any(https.items() <= rule.items() for rule in own[name]["Properties"]["SecurityGroupEgress"])
+    assert embed["ComputeResources"]["SecurityGroupIds"] != [group]
+    for each in (train, embed):
+        assert each["ComputeResources"]["Ec2Configuration"] == [{"ImageType": "ECS_AL2023"}]
+    assert smoke_deployment.resources("AWS::EC2::PlacementGroup") == []

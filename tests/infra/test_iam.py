@@ -118,7 +118,7 @@ OF_THE_SERVICE = {
 
 def test_every_call_is_allowed(recorded: Recorded) -> None:
     refused = recorded.roles.refused(recorded.calls)
-    # The site's parent stands where no setting names it; a deployment names its own in `config` or `read`.
+    # The site's parent stands where no setting names it; a deployment names it in `read`.
     assert [call for call in refused if not call.resource.startswith(f"{recorded.bucket}/models/")] == []
 
 

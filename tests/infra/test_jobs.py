@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from infra.local.definitions import RetryStrategy
 from pipeline.contract import STAGES, Queue, Shape, Stage, stage_command
+from pipeline.errors import ExitCode
 
 JOB_DEFINITION = "AWS::Batch::JobDefinition"
 GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
@@ -29,6 +31,10 @@ def container(properties: dict[str, Any]) -> dict[str, Any]:
     return dict(properties["ContainerProperties"])
 
 
+def variables(properties: dict[str, Any]) -> dict[str, str]:
+    return {item["Name"]: item["Value"] for item in container(properties)["Environment"]}
+
+
 def needs(properties: dict[str, Any]) -> dict[str, int]:
     return {item["Type"]: int(item["Value"]) for item in container(properties)["ResourceRequirements"]}
 
@@ -45,19 +51,54 @@ def test_attempts_timeout_and_command_are_the_contracts(deployment: Any, stage: 
     properties = definition(deployment, stage, 2 if stage in GANGS else None)
     assert properties["RetryStrategy"]["Attempts"] == spec.attempts
     assert properties["Timeout"]["AttemptDurationSeconds"] == 60 * spec.timeout_minutes
+    assert variables(properties)["TRNPIPE_ATTEMPT_SECONDS"] == str(60 * spec.timeout_minutes)
     assert container(properties)["Command"] == stage_command(stage)
     assert properties["PropagateTags"] is True
 
 
-def test_five_rules_decide_what_is_tried_again(deployment: Any) -> None:
+def test_the_deployment_sets_limits_and_variables_of_its_own(other_deployment: Any) -> None:
+    train = definition(other_deployment, Stage.TRAIN, 2, "ranker")
+    report = definition(other_deployment, Stage.REPORT, prefix="ranker")
+    assert train["Timeout"]["AttemptDurationSeconds"] == 60 * 2000
+    assert report["Timeout"]["AttemptDurationSeconds"] == 60 * STAGES[Stage.REPORT].timeout_minutes
+    # Over the stack's own, which is `1`.
+    found = {"FI_EFA_USE_DEVICE_RDMA": "0", "TRNPIPE_PEER_START_SECONDS": "1200", "TRNPIPE_ATTEMPT_SECONDS": "120000"}
+    assert found.items() <= variables(train).items()
+    assert variables(report)["TRNPIPE_PEER_START_SECONDS"] == "1200"
+
+
+FINAL = ["DONE", "BAD_CONFIG", "BAD_DATA", "MISSING_INPUT", "GATE_REFUSED", "SUPERSEDED", "DEFECT"]
+ESSENTIAL = "Essential container in task exited"
+NOT_STARTED = "Task failed to start"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "status_reason", "again"),
+    [
+        *((int(code), "", ESSENTIAL, code.name not in FINAL) for code in ExitCode if code),
+        # Python's own code for an exception, and the shell's for a program that is no program or not there.
+        (1, "", ESSENTIAL, False),
+        (126, "", ESSENTIAL, False),
+        (127, "", ESSENTIAL, False),
+        (137, "OutOfMemoryError: Container killed due to memory usage", ESSENTIAL, False),
+        (137, "", ESSENTIAL, True),
+        (139, "", ESSENTIAL, True),
+        (143, "", ESSENTIAL, True),
+        (None, "", "Host EC2 (instance i-0123456789abcdef0) terminated.", True),
+        # Amazon ECS Developer Guide, "Stopped tasks error messages".
+        (None, "CannotPullContainerError: pull image manifest has been retried 5 time(s)", NOT_STARTED, True),
+        (None, "DockerTimeoutError: Could not transition to created; timed out after waiting 4m0s", NOT_STARTED, True),
+        (None, "ResourceInitializationError: failed to configure ENI", NOT_STARTED, True),
+        (None, "Timeout waiting for network interface provisioning to complete.", "Task stopped", True),
+        (None, "AGENT", "AGENT", True),
+    ],
+)
+def test_only_what_another_attempt_cannot_change_ends_a_job(
+    deployment: Any, exit_code: int | None, reason: str, status_reason: str, again: bool
+) -> None:
     for properties in deployment.resources(JOB_DEFINITION):
-        assert properties["RetryStrategy"]["EvaluateOnExit"] == [
-            {"OnReason": "OutOfMemory*", "Action": "EXIT"},
-            {"OnExitCode": "7*", "Action": "RETRY"},
-            {"OnExitCode": "13*", "Action": "RETRY"},
-            {"OnStatusReason": "Host EC2*", "Action": "RETRY"},
-            {"OnReason": "*", "Action": "EXIT"},
-        ]
+        strategy = RetryStrategy.parse(properties["RetryStrategy"])
+        assert strategy.again(exit_code, reason, status_reason) is again
 
 
 @pytest.mark.parametrize("stage", GANGS)
@@ -95,6 +136,17 @@ def test_a_gang_of_one_small_host_has_its_chip_and_asks_for_no_efa(small_deploym
     properties = container(definition(small_deployment, Stage.TRAIN, 1, "dev"))
     assert [device["HostPath"] for device in properties["LinuxParameters"]["Devices"]] == ["/dev/neuron0"]
     assert not [item["Name"] for item in properties["Environment"] if item["Name"].startswith("FI_")]
+
+
+def test_jobs_on_processors_run_the_image_of_fargate_and_ask_for_no_devices(smoke_deployment: Any) -> None:
+    image = container(definition(smoke_deployment, Stage.PREPARE, prefix="trnpipe-smoke"))["Image"]
+    for stage, nodes in ((Stage.TRAIN, 2), (Stage.EMBED, None)):
+        properties = container(definition(smoke_deployment, stage, nodes, "trnpipe-smoke"))
+        assert properties["Image"] == image
+        assert properties["LinuxParameters"]["Devices"] == []
+        variables = {item["Name"]: item["Value"] for item in properties["Environment"]}
+        assert variables.get("GLOO_SOCKET_IFNAME") == ("eth0" if stage is Stage.TRAIN else None)
+        assert not {name for name in variables if name.startswith(("FI_", "CCOM_", "NEURON_"))}
 
 
 def test_the_state_machine_hands_every_run_what_its_hosts_are(small_deployment: Any) -> None:

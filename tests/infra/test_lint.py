@@ -11,7 +11,7 @@ import pytest
 from cfnlint.api import lint
 from cfnlint.core import get_rules
 
-from infra.workflow import definition
+from infra.workflow.machine import definition
 from tests.infra.machines import targets
 
 ACCEPTED = {
@@ -48,9 +48,8 @@ def test_the_templates(deployment: Any, findings: Lint) -> None:
     assert findings(deployment.data) | findings(deployment.pipeline) == set(ACCEPTED)
 
 
-@pytest.mark.parametrize("form", ["sync", "poll"])
-def test_the_definition(findings: Lint, form: str) -> None:
-    assert findings(with_machine(definition(targets(gang_submit=form)))) == set()
+def test_the_definition(findings: Lint) -> None:
+    assert findings(with_machine(definition(targets()))) == set()
 
 
 @pytest.mark.parametrize(

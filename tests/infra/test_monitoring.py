@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from infra.monitoring import CHECKPOINT_STALL_SECONDS, REFUSALS
+from infra.constructs.monitoring import CHECKPOINT_STALL_SECONDS, REFUSALS
 from infra.runbook import ADVICE, RUNBOOK, advice
-from infra.workflow import GATE_REFUSED
+from infra.workflow.machine import GATE_REFUSED
 from pipeline.contract import METRICS, METRICS_NAMESPACE, Metric
 
 SERVICES = {
@@ -87,6 +87,17 @@ def test_a_blocked_queue_is_noticed_with_its_reason(deployment: Any) -> None:
     assert counted["Properties"]["EventPattern"] == pattern
 
 
+def test_a_rule_that_is_removed_from_the_default_group_is_noticed(deployment: Any, small_deployment: Any) -> None:
+    """Event: "AWS service events delivered via AWS CloudTrail", EventBridge User Guide. Without EFA it is not used."""
+    [(pattern, _, text)] = notices(deployment, "AWS API Call via CloudTrail")
+    assert pattern["source"] == ["aws.ec2"]
+    assert pattern["detail"]["eventName"] == ["RevokeSecurityGroupIngress", "RevokeSecurityGroupEgress"]
+    [group] = pattern["detail"]["requestParameters"]["groupId"]
+    assert group["Fn::GetAtt"][1] == "DefaultSecurityGroup"
+    assert RUNBOOK["DefaultGroup"] in text
+    assert list(notices(small_deployment, "AWS API Call via CloudTrail")) == []
+
+
 @pytest.mark.parametrize("fixture", ["deployment", "other_deployment"])
 def test_alarms_speak_through_the_topic_and_say_what_to_do(request: pytest.FixtureRequest, fixture: str) -> None:
     alarms = alarms_of(request.getfixturevalue(fixture))
@@ -101,8 +112,8 @@ def test_alarms_speak_through_the_topic_and_say_what_to_do(request: pytest.Fixtu
 
 
 def test_whatever_can_be_said_has_advice_and_a_place_in_the_guide() -> None:
-    assert set(ADVICE) == set(RUNBOOK) == ALARMS | {"MissedWeek"}
-    assert RUNBOOK["TimedOut"] == "infra/README.md#alarm-timed-out"
+    assert set(ADVICE) == set(RUNBOOK) == ALARMS | {"MissedWeek", "DefaultGroup"}
+    assert RUNBOOK["TimedOut"] == "docs/runbook.md#alarm-timed-out"
     for name in ("Overdue", "MissedWeek"):
         # These stand in strings of States.Format, too.
         assert not set(advice(name)) & set("'{}\\")
@@ -175,6 +186,25 @@ def test_the_topic_is_encrypted_with_a_key_that_its_publishers_may_use(deploymen
     assert "cloudwatch.amazonaws.com" in principals
     assert deployment.resources("AWS::SNS::Subscription") == []
     assert other_deployment.only("AWS::SNS::Subscription")["Endpoint"] == "team@example.com"
+
+
+def test_alarms_of_this_account_alone_use_the_topic_and_its_key(other_deployment: Any) -> None:
+    """EventBridge takes no conditions there: infra/constructs/monitoring.py names the documents."""
+    statements = [
+        *other_deployment.only("AWS::SNS::TopicPolicy")["PolicyDocument"]["Statement"],
+        *other_deployment.only("AWS::KMS::Key")["KeyPolicy"]["Statement"],
+    ]
+    by_service: dict[str, list[dict[str, Any]]] = {}
+    for each in statements:
+        if each["Effect"] == "Allow" and "Service" in each["Principal"]:
+            by_service.setdefault(each["Principal"]["Service"], []).append(each)
+    assert len(by_service["cloudwatch.amazonaws.com"]) == len(by_service["events.amazonaws.com"]) == 2
+    for each in by_service["cloudwatch.amazonaws.com"]:
+        assert each["Condition"] == {
+            "StringEquals": {"aws:SourceAccount": "123456789012"},
+            "ArnLike": {"aws:SourceArn": "arn:aws:cloudwatch:us-east-2:123456789012:alarm:*"},
+        }
+    assert not any("Condition" in each for each in by_service["events.amazonaws.com"])
 
 
 def test_containers_learn_what_their_deployment_is_called(deployment: Any) -> None:

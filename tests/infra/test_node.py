@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from infra.node import choose_node
+from infra.nodejs import choose_node
 from pipeline.errors import BadConfig
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
+from infra.settings import WeeklySchedule
 from pipeline.config import build_config
 
 
@@ -30,3 +34,31 @@ def test_it_can_be_switched_off_and_be_punctual(other_deployment: Any) -> None:
     schedule = other_deployment.only("AWS::Scheduler::Schedule")
     assert schedule["State"] == "DISABLED"
     assert schedule["FlexibleTimeWindow"] == {"Mode": "OFF"}
+
+
+def test_another_expression_is_passed_through(small_deployment: Any) -> None:
+    schedule = small_deployment.only("AWS::Scheduler::Schedule")
+    assert schedule["ScheduleExpression"] == "cron(15 4 ? * MON#1 *)"
+    assert schedule["ScheduleExpressionTimezone"] == "Europe/Berlin"
+
+
+@pytest.mark.parametrize(
+    ("given", "expression", "words"),
+    [
+        ({}, "cron(0 3 ? * SUN *)", "Sunday 03:00 Etc/UTC"),
+        ({"weekday": "wednesday", "hour": 17, "minute": 5}, "cron(5 17 ? * WED *)", "Wednesday 17:05 Etc/UTC"),
+        ({"expression": "rate(3 days)", "every_days": 3, "weekday": "monday"}, "rate(3 days)", "rate(3 days) Etc/UTC"),
+    ],
+)
+def test_the_start_as_the_scheduler_and_as_people_read_it(given: dict[str, Any], expression: str, words: str) -> None:
+    schedule = WeeklySchedule.model_validate(given)
+    assert (schedule.schedule_expression, schedule.described) == (expression, words)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"weekday": "SUN"}, {"hour": 24}, {"minute": 60}, {"expression": "0 3 * * SUN", "every_days": 7}, {"every_days": 0}],
+)
+def test_a_start_that_cannot_be_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        WeeklySchedule.model_validate(given)

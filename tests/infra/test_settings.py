@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.app import read_context
+from infra.app import CDK_JSON, read_context
 from infra.settings import ENVIRONMENTS, HARDWARE, Settings, read_settings
 from pipeline.contract import STAGES
 from pipeline.errors import BadConfig, ExitCode
@@ -25,6 +25,15 @@ def test_the_repositorys_own_cdk_json_is_valid_and_runs_on_neuron() -> None:
     found = read_settings(read_context())
     assert found.run_config().device.kind == "neuron"
     assert found.schedule.share in found.shares
+
+
+@pytest.mark.parametrize("environment", [None, "example"])
+def test_the_schedule_is_off_until_a_file_switches_it_on(environment: str | None) -> None:
+    """A first deployment starts nothing; and what an option of one deployment switches on, the next one would switch off."""
+    context = read_context() if environment is None else {**read_context(), "env": environment}
+    assert read_settings(context).schedule.enabled is False
+    pages = ("README.md", "docs/deploy.md", "docs/runbook.md")
+    assert not any("schedule.enabled=" in (CDK_JSON.parent / name).read_text() for name in pages)
 
 
 def test_settings_are_frozen() -> None:
@@ -46,7 +55,8 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
     ("values", "words"),
     [
         ({"ami": "ssm:/aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id:1"}, "trnpipe.ami"),
-        ({"ami": None}, "trnpipe.ami"),
+        ({"ami": None}, "without a Neuron driver"),
+        ({"instance_type": "c7i.2xlarge", "config": {"device": {"kind": "neuron"}}}, "c7i.2xlarge has no NeuronCores"),
         ({"regoin": "us-east-2"}, "trnpipe.regoin"),
         ({"instance_type": "p4d.24xlarge"}, "trnpipe.instance_type"),
         ({"shares": {"weekly": 0, "manual": 1}}, "trnpipe.shares.weekly"),
@@ -54,7 +64,7 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
         ({"images": {"cpu": "example.com/cpu:latest"}}, "moves under a run"),
         ({"notify": ["nobody"]}, "trnpipe.notify.0"),
         ({"read": ["/data"]}, "s3://BUCKET/PREFIX"),
-        ({"gang_submit": "both"}, "trnpipe.gang_submit"),
+        ({"gang_submit": "sync"}, "trnpipe.gang_submit"),
         ({"embed_market": "reserved"}, "trnpipe.embed_market"),
         ({"vpc": {"vpc_id": "vpc-1"}}, "trnpipe.vpc.vpc_id"),
         ({"capacity_wait_hours": 48}, "trnpipe.capacity_wait_hours"),
@@ -65,6 +75,19 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
         ({"compute_reservation": 100}, "trnpipe.compute_reservation"),
         ({"keep_hosts_minutes": 19}, "trnpipe.keep_hosts_minutes"),
         ({"keep_hosts_minutes": 10_081}, "trnpipe.keep_hosts_minutes"),
+        ({"vpc": {"resolvers": ["ns.example.com"]}}, "trnpipe.vpc.resolvers.0"),
+        ({"vpc": {"egress": [{"cidr": "10.0.0.1/8", "port": 3128}]}}, "trnpipe.vpc.egress.0.cidr"),
+        ({"kms_keys": ["alias/ours"]}, "aws kms describe-key"),
+        ({"timeouts": {"train": 7201}}, "trnpipe.timeouts.train"),
+        ({"timeouts": {"training": 60}}, "trnpipe.timeouts.training"),
+        ({"environment": {"FI LOG": "warn"}}, "invalid name"),
+        ({"environment": {"FI_LOG_LEVEL": ["warn"]}}, "trnpipe.environment.FI_LOG_LEVEL"),
+        ({"environment": {"AWS_BATCH_JOB_ID": "1"}}, "AWS Batch sets these"),
+        ({"environment": {"AWS_SECRET_ACCESS_KEY": "x"}}, "under its stage's role"),
+        ({"environment": {"AWS_REGION": "us-east-1"}}, "trnpipe.region"),
+        ({"environment": {"TRNPIPE_ATTEMPT_SECONDS": 60}}, "trnpipe.timeouts"),
+        ({"environment": {"TRNPIPE_STAGE": "train"}}, "TRNPIPE_STAGE is reserved"),
+        ({"environment": {"MASTER_PORT": 1}}, "every rank gets its own"),
         ({"update_minutes": 7201}, "trnpipe.update_minutes"),
         ({"retention": {"resume_days": 1}}, "trnpipe.retention.resume_days"),
         ({"retention": {"log_days": 31}}, "trnpipe.retention.log_days"),
@@ -84,6 +107,7 @@ VPC = {
     "default_security_group_id": "sg-0a1b2c3d",
     "subnets": {"us-west-2d": {"subnet_id": "subnet-0a1b2c3d", "route_table_id": "rtb-0a1b2c3d"}},
 }
+GROUP = "arn:aws:resource-groups:us-west-2:123456789012:group/gangs"
 WEEKLY = {"weekly": 0.5, "manual": 1}
 NEURON = {"device": {"kind": "neuron"}}
 
@@ -109,12 +133,54 @@ NEURON = {"device": {"kind": "neuron"}}
         ({"embed_instance_type": "p4d.24xlarge"}, "embed_instance_type 'p4d.24xlarge' is none of", "name one of them"),
         ({"allowed_nodes": [4, 2]}, "ascend", "list them as in [1, 2, 4]"),
         ({"allowed_nodes": []}, "ascend", "list them"),
-        ({"allowed_nodes": [1, 8]}, "max_vcpus 512 is below 1024, what 8 nodes need", "set max_vcpus to 1024 or more"),
+        (
+            {"allowed_nodes": [1, 8], "max_vcpus": 512},
+            "max_vcpus 512 is below 1024, what 8 nodes need",
+            "set max_vcpus to 1024 or more, or leave it out for 1152: one host more",
+        ),
+        ({"capacity_reservation": {}}, "names either `id` or `group`", "name one of them"),
+        ({"capacity_reservation": {"id": "cr-0a1b2c3d", "group": GROUP}}, "either `id` or `group`", "name one of them"),
+        ({"capacity_reservation": {"group": GROUP, "block": True}}, "by its id alone", "take `group` and `placement_group` out"),
+        (
+            {"capacity_reservation": {"id": "cr-0a1b2c3d", "block": True, "placement_group": "mine"}},
+            "EC2 places its hosts together itself",
+            "take `group` and `placement_group` out",
+        ),
+        (
+            {"capacity_reservation": {"id": "cr-0a1b2c3d", "block": True}, "instance_type": "trn1n.32xlarge"},
+            "no Capacity Blocks of trn1n.32xlarge",
+            "take trn1.32xlarge instead",
+        ),
+        (
+            {
+                "capacity_reservation": {"id": "cr-0a1b2c3d", "placement_group": "mine"},
+                "instance_type": "trn1.2xlarge",
+                "allowed_nodes": [1],
+            },
+            "outside any placement group",
+            "take capacity_reservation.placement_group out",
+        ),
+        (
+            {"capacity_reservation": {"group": GROUP.replace("us-west-2", "eu-west-1")}},
+            "is not in region us-west-2",
+            "name a resource group of us-west-2",
+        ),
+        (
+            {"service_zones": ["us-west-2a", "us-west-2a"]},
+            "service_zones ['us-west-2a', 'us-west-2a'] names",
+            "name each zone once",
+        ),
+        ({"vpc": VPC, "service_zones": ["us-west-2a"]}, "has none in us-west-2a", "add vpc.subnets.us-west-2a"),
+        ({"zone": "us-west-2z"}, "zone us-west-2z is not in region us-west-2", "such as us-west-2a"),
+        ({"tags": {"aws:team": "search"}}, "tag aws:team=search", "choose another key or value"),
+        ({"tags": {"trnpipe": "mine"}}, "not Name or trnpipe", "choose another key or value"),
+        ({"tags": {"team": "a\nb"}}, "tag team=a", "choose another key or value"),
+        ({"tags": {f"key{number}": "" for number in range(41)}}, "41 tags", "take some out"),
         ({"embed_max_vcpus": 64}, "below 128, one trn1.32xlarge", "set embed_max_vcpus to 128 or more"),
         (
             {"compute_reservation": 30},
-            "compute_reservation 30 leaves a single share 358 of max_vcpus 512, and what 4 nodes need is 512",
-            "set max_vcpus to 732 or more, or compute_reservation to at most 0",
+            "compute_reservation 30 leaves a single share 448 of max_vcpus 640, and what 4 nodes need is 512",
+            "set max_vcpus to 732 or more, or compute_reservation to at most 20",
         ),
         (
             {"compute_reservation": 30, "max_vcpus": 1000, "embed_max_vcpus": 150},
@@ -148,7 +214,9 @@ NEURON = {"device": {"kind": "neuron"}}
         ({"ami": "ssm:/company/ami"}, "must be an image id", "pin an image with driver 2.27"),
         ({"ami": "latest"}, "moves without notice", "pin an image with driver 2.27"),
         ({"ami": "ami-0123"}, "must be an image id", "pin an image"),
-        ({"schedule": {"cron": "0 3 * * SUN"}}, "is neither cron(...) nor rate(...)", "cron(0 3 ? * SUN *)"),
+        ({"schedule": {"cron": "cron(0 3 ? * SUN *)"}}, "there is no such key", "set schedule.weekday, schedule.hour"),
+        ({"schedule": {"expression": "rate(3 days)"}}, "has no every_days", "set schedule.every_days to the most days"),
+        ({"schedule": {"every_days": 3}}, "weekday, hour and minute start a run every week", "take schedule.every_days out"),
         ({"schedule": {"time_zone": "Europe/Berln"}}, "is no time zone", "such as Europe/Berlin"),
         ({"schedule": {"time_zone": "PST"}}, "is no time zone", "name a zone such as"),
     ],
@@ -163,7 +231,9 @@ def test_what_cannot_work_is_refused_with_the_remedy(values: dict[str, Any], wor
 def test_what_was_refused_works_with_the_remedy() -> None:
     """The limits are where the messages say that they are."""
     assert settings(compute_reservation=30, max_vcpus=732, embed_max_vcpus=183, cpu_max_vcpus=6).compute_reservation == 30
-    assert settings(max_vcpus=1024, allowed_nodes=[1, 8]).max_vcpus == 1024
+    assert settings(max_vcpus=1024, allowed_nodes=[1, 8]).train_max_vcpus == 1024
+    assert settings(allowed_nodes=[1, 8]).train_max_vcpus == 1152
+    assert settings(instance_type="trn1.2xlarge", allowed_nodes=[1]).train_max_vcpus == 16
     assert settings(instance_type="trn1.2xlarge", allowed_nodes=[1], max_vcpus=8).train_hardware.efa_interfaces == 0
     assert settings(shares={**WEEKLY, "team*": 1}, config={"share": "teamA1"}).run_config().share == "teamA1"
     assert len(settings(shares={**WEEKLY, **{f"s{n}": 1 for n in range(498)}}).shares) == 500
@@ -184,10 +254,14 @@ def test_what_the_hosts_are_lies_under_the_configuration() -> None:
     own = {**NEURON, "embed": {"ranks_per_child": 1}}
     assert settings(embed_instance_type="inf2.8xlarge", config=own).run_config().embed.ranks_per_child == 1
     assert settings(instance_type="trn1.2xlarge", allowed_nodes=[1]).deployed_config() == {}
+    # Hosts without chips differ from each other in memory alone.
+    processors = settings(instance_type="c7i.2xlarge", embed_instance_type="c7i.2xlarge", ami=None).deployed_config()
+    assert processors == {"device": {"host_memory_gib": 14}}
 
 
 def test_an_update_waits_for_the_longest_job_there_is() -> None:
     assert settings().update_minutes == max(spec.timeout_minutes for spec in STAGES.values())
+    assert settings(timeouts={"train": 2000}).update_minutes == 2000
 
 
 # ---- environments --------------------------------------------------------------------------------------------------------------
@@ -247,8 +321,8 @@ def test_the_example_is_a_deployment_and_shows_what_it_explains() -> None:
     assert found.run_config().embed.ranks_per_child == 2
     # What is commented out is valid, too.
     text = (ENVIRONMENTS / "example.yaml").read_text()
-    uncommented = yaml.safe_load(re.sub(r"^# ?((vpc:|  )|(?=capacity_reservation_id))", r"\2", text, flags=re.M))
-    assert {"vpc", "capacity_reservation_id"} <= uncommented.keys()
+    uncommented = yaml.safe_load(re.sub(r"^# ?((vpc:|  )|(?=capacity_reservation))", r"\2", text, flags=re.M))
+    assert {"vpc", "capacity_reservation"} <= uncommented.keys()
     assert read_settings({"trnpipe": {**read_context()["trnpipe"], **uncommented}}).vpc is not None
 
 
@@ -277,22 +351,30 @@ def test_what_the_configuration_reads_is_granted_and_nothing_beside_it() -> None
         local_paths=True,
         config={
             "data": {"train": ["s3://pairs/a/", "/local"], "corpus": ["s3://texts"]},
-            "model": {"parent": "s3://models/bert", "base": "s3://models/base/"},
+            "model": {"initial": "s3://models/bert", "base": "s3://models/base/"},
         },
     )
     listed, data = ("more/x", "more/x/*"), ("pairs/a/*", "texts/*")
     model = ("models/bert", "models/bert/*", "models/base/*")
-    assert found.readable_objects(shards=True, parent=True) == (*listed, *data, *model)
-    assert found.readable_objects(shards=True, parent=False) == (*listed, *data)
-    assert found.readable_objects(shards=False, parent=True) == (*listed, *model)
+    assert found.readable_objects(shards=True, model=True) == (*listed, *data, *model)
+    assert found.readable_objects(shards=True, model=False) == (*listed, *data)
+    assert found.readable_objects(shards=False, model=True) == (*listed, *model)
     named = ("s3://pairs/a/", "s3://texts", "s3://models/bert", "s3://models/base/")
     assert found.readable() == ("s3://more/x", *named)
 
 
 def test_a_deployment_names_no_local_path_that_its_hosts_do_not_have() -> None:
     with pytest.raises(BadConfig, match="settings") as caught:
-        settings(config={"model": {"parent": "/models/bert"}})
-    assert "config.model.parent = /models/bert" in caught.value.value[0]
+        settings(config={"model": {"initial": "/models/bert"}})
+    assert "config.model.initial = /models/bert" in caught.value.value[0]
+
+
+def test_a_deployment_names_no_parent_that_every_run_would_continue_from() -> None:
+    with pytest.raises(BadConfig) as caught:
+        settings(config={"model": {"parent": "s3://models/bert"}})
+    assert "s3://models/bert" in caught.value.value[0]
+    assert "config.model.initial" in caught.value.remedy
+    assert "input of one execution" in caught.value.remedy
 
 
 @pytest.mark.parametrize("uri", ["s3://lake/../x", "s3://lake//x", "lake/x"])
@@ -301,9 +383,9 @@ def test_folders_to_read_are_well_formed(uri: str) -> None:
         settings(read=[uri])
 
 
-def test_a_parent_that_is_a_file_is_granted_with_the_folder_its_tokenizer_stands_in() -> None:
-    found = settings(config={"model": {"parent": "s3://models/bert/weights.pt"}})
-    assert "models/bert/*" in found.readable_objects(shards=False, parent=True)
+def test_a_model_that_is_a_file_is_granted_with_the_folder_its_tokenizer_stands_in() -> None:
+    found = settings(config={"model": {"initial": "s3://models/bert/weights.pt"}})
+    assert "models/bert/*" in found.readable_objects(shards=False, model=True)
 
 
 @pytest.mark.parametrize("name", sorted(HARDWARE))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.findings import ACCEPTED
 from pipeline.contract import STAGES, Stage
+from tests.infra.accepted_findings import ACCEPTED
 
 
 def statements(deployment: Any, role: str) -> Iterator[dict[str, Any]]:
@@ -98,6 +99,32 @@ def test_a_compiler_s_cache_elsewhere_is_open_to_those_who_compile(other_deploym
     assert ("arn:aws:s3:::their-caches" in granted(other_deployment, role, "s3:ListBucket")) == compiles
 
 
+KEY = "arn:aws:kms:us-east-2:210987654321:key/0a1b2c3d"
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_who_reads_inputs_may_decrypt_them_through_s3_alone(other_deployment: Any, stage: Stage) -> None:
+    reads = stage not in (Stage.HEALTH_CHECK, Stage.REPORT)
+    compiles = stage in (Stage.COMPILE, Stage.TRAIN)
+    role = role_of(stage)
+    assert (KEY in granted(other_deployment, role, "kms:Decrypt")) == reads
+    assert (KEY in granted(other_deployment, role, "kms:GenerateDataKey")) == compiles
+    uses = [one for one in statements(other_deployment, role) if KEY in str(one["Resource"])]
+    assert all(one["Condition"] == {"StringEquals": {"kms:ViaService": "s3.us-east-2.amazonaws.com"}} for one in uses)
+
+
+@pytest.mark.parametrize("role", ["Workflow", *(role_of(stage) for stage in STAGES)])
+def test_who_uses_the_bucket_may_use_its_key(small_deployment: Any, role: str) -> None:
+    key = "arn:aws:kms:us-west-2:123456789012:key/0a1b2c3d"
+    for action in ("kms:Decrypt", "kms:GenerateDataKey"):
+        assert key in granted(small_deployment, role, action)
+    services = {
+        one["Condition"]["StringEquals"]["kms:ViaService"] for one in statements(small_deployment, role) if key in str(one)
+    }
+    expected = {"s3.us-west-2.amazonaws.com"} | ({"dynamodb.us-west-2.amazonaws.com"} if role == "Workflow" else set())
+    assert services == expected
+
+
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_only_hosts_with_chips_may_leave_their_cluster_and_no_other(deployment: Any, stage: Stage) -> None:
     drained = granted(deployment, role_of(stage), "ecs:UpdateContainerInstancesState")
@@ -162,3 +189,23 @@ def test_the_definition_is_far_below_a_megabyte_and_wired_to_the_stacks_own_reso
     assert len(text) < 500_000
     assert "Fn::ImportValue" in text
     assert text.count('"Ref"') >= len(STAGES)
+
+
+def test_conventions_of_a_company_reach_every_resource_and_role(other_deployment: Any) -> None:
+    assert {role["PermissionsBoundary"] for role in other_deployment.resources("AWS::IAM::Role")} == {
+        "arn:aws:iam::123456789012:policy/teams/boundary"
+    }
+    manifest = json.loads((Path(other_deployment.app.outdir) / "manifest.json").read_text())
+    stacks = [one for one in manifest["artifacts"].values() if one["type"] == "aws:cloudformation:stack"]
+    assert {one["properties"]["bootstrapStackVersionSsmParameter"] for one in stacks} == {"/cdk-bootstrap/ranker/version"}
+    tags = {"team": "ranking", "cost-center": "42"}
+    for kind in ("AWS::Batch::JobQueue", "AWS::Batch::JobDefinition", "AWS::S3::Bucket", "AWS::IAM::Role"):
+        for properties in other_deployment.resources(kind):
+            found = properties["Tags"]
+            found = found if isinstance(found, dict) else {one["Key"]: one["Value"] for one in found}
+            assert tags.items() <= found.items(), kind
+    # Their own tags can never change, those of their hosts can.
+    for properties in other_deployment.resources("AWS::Batch::ComputeEnvironment"):
+        assert properties["Tags"] == {"trnpipe": "ranker"}
+        if properties["ComputeResources"]["Type"] != "FARGATE":
+            assert tags.items() <= properties["ComputeResources"]["Tags"].items()

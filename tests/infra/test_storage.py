@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -24,6 +25,23 @@ def test_buckets_are_private_versioned_encrypted_and_take_tls_only(deployment: A
         assert any(statement["Condition"] == {"Bool": {"aws:SecureTransport": "false"}} for statement in denied)
 
 
+def test_a_key_of_one_s_own_encrypts_everything_that_is_stored(small_deployment: Any) -> None:
+    key = "arn:aws:kms:us-west-2:123456789012:key/0a1b2c3d"
+    by_default = [
+        rule["ServerSideEncryptionByDefault"]
+        for bucket in small_deployment.resources("AWS::S3::Bucket")
+        for rule in bucket["BucketEncryption"]["ServerSideEncryptionConfiguration"]
+    ]
+    # Access logs are delivered to no bucket with such a key.
+    assert {one["SSEAlgorithm"]: one.get("KMSMasterKeyID") for one in by_default} == {"AES256": None, "aws:kms": key}
+    assert small_deployment.only("AWS::DynamoDB::Table")["SSESpecification"]["KMSMasterKeyId"] == key
+    for repository in small_deployment.resources("AWS::ECR::Repository"):
+        assert repository["EncryptionConfiguration"] == {"EncryptionType": "KMS", "KmsKey": key}
+    assert {group["KmsKeyId"] for group in small_deployment.resources("AWS::Logs::LogGroup")} == {key}
+    for template in small_deployment.resources("AWS::EC2::LaunchTemplate"):
+        assert [disk["Ebs"]["KmsKeyId"] for disk in template["LaunchTemplateData"]["BlockDeviceMappings"]] == [key]
+
+
 def test_the_data_is_kept_when_stacks_go(deployment: Any) -> None:
     kept = {"AWS::S3::Bucket", "AWS::DynamoDB::Table", "AWS::ECR::Repository", "AWS::Logs::LogGroup"}
     found = [resource for resource in deployment.data["Resources"].values() if resource["Type"] in kept]
@@ -31,11 +49,10 @@ def test_the_data_is_kept_when_stacks_go(deployment: Any) -> None:
     assert {resource["DeletionPolicy"] for resource in found} == {"RetainExceptOnCreate"}
 
 
-def test_nothing_that_is_kept_stands_in_the_way_of_the_next_deployment(deployment: Any) -> None:
-    """A kept resource with a name of ours would make the next deployment of the pipeline's stack fail: it exists already."""
-    for resource in deployment.pipeline["Resources"].values():
-        if resource.get("DeletionPolicy", "Delete") != "Delete":
-            assert not [key for key in resource["Properties"] if key in ("LogGroupName", "BucketName", "TableName", "KeyName")]
+def test_nothing_of_the_pipeline_is_kept(deployment: Any) -> None:
+    """Its stack is deleted and deployed again around the same data: what it left each time would cost and pile up."""
+    kept = [name for name, one in deployment.pipeline["Resources"].items() if one.get("DeletionPolicy", "Delete") != "Delete"]
+    assert kept == []
 
 
 def test_access_logs_are_gone_after_their_time(deployment: Any) -> None:
@@ -76,6 +93,25 @@ def test_only_what_is_tagged_expires(deployment: Any) -> None:
     assert "TagFilters" not in found["old-versions"]
 
 
+def test_what_is_not_read_moves_to_cheaper_storage(deployment: Any, small_deployment: Any) -> None:
+    """One that answers as fast; and nothing but checkpoints, logs and old versions ever expires."""
+    rule = rules(deployment)["cold"]
+    assert rule["Transitions"] == [{"StorageClass": "INTELLIGENT_TIERING", "TransitionInDays": 30}]
+    assert not any(key.startswith(("Expiration", "NoncurrentVersionExpiration")) for key in rule)
+    assert "cold" not in rules(small_deployment)
+
+
+def test_images_with_a_tag_never_expire(deployment: Any) -> None:
+    """Registered job definitions name them, and ECR does not know those. Bases are named by digest and never expire."""
+    repositories = {each["RepositoryName"]: each for each in deployment.resources("AWS::ECR::Repository")}
+    assert "LifecyclePolicy" not in repositories.pop("trnpipe/neuron-base")
+    assert len(repositories) == 2
+    for repository in repositories.values():
+        found = json.loads(repository["LifecyclePolicy"]["LifecyclePolicyText"])["rules"]
+        assert [one["selection"]["tagStatus"] for one in found] == ["untagged"]
+        assert {one["selection"]["countNumber"] for one in found} == {30}
+
+
 def test_the_lock_table_is_keyed_by_registry_name(deployment: Any) -> None:
     table = deployment.only("AWS::DynamoDB::Table")
     assert table["KeySchema"] == [{"AttributeName": "name", "KeyType": "HASH"}]
@@ -84,5 +120,5 @@ def test_the_lock_table_is_keyed_by_registry_name(deployment: Any) -> None:
 
 def test_image_tags_never_move(deployment: Any) -> None:
     repositories = {each["RepositoryName"]: each for each in deployment.resources("AWS::ECR::Repository")}
-    assert set(repositories) == {"trnpipe/neuron", "trnpipe/cpu"}
+    assert set(repositories) == {"trnpipe/neuron", "trnpipe/cpu", "trnpipe/neuron-base"}
     assert {each["ImageTagMutability"] for each in repositories.values()} == {"IMMUTABLE"}

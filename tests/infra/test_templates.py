@@ -4,6 +4,7 @@ in words only (batch_rules.py). Every variant of a deployment that conftest.py h
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import re
@@ -16,11 +17,12 @@ import pytest
 from cfnlint.config import ManualArgs
 
 from infra.app import CDK_JSON
-from infra.local.template import Stacks, synth_sources
+from infra.local.template import synth_sources
+from infra.templates import Stacks
 from tests.infra import batch_rules
 from tests.infra.batch_rules import Batch
 
-VARIANTS = ("deployment", "other_deployment", "small_deployment")
+VARIANTS = ("deployment", "other_deployment", "small_deployment", "smoke_deployment")
 
 
 @pytest.fixture(scope="session", params=VARIANTS)
@@ -126,8 +128,9 @@ CALLS: dict[str, tuple[Call, ...]] = {
 }
 EXPECTED = {
     "deployment": CALLS.keys(),
-    "other_deployment": CALLS.keys(),
+    "other_deployment": CALLS.keys() - {"AWS::EC2::PlacementGroup"},
     "small_deployment": CALLS.keys() - {"AWS::EC2::PlacementGroup"},
+    "smoke_deployment": CALLS.keys() - {"AWS::EC2::PlacementGroup"},
 }
 
 
@@ -217,6 +220,11 @@ def interfaces(batch: Batch) -> list[dict[str, Any]]:
     return found
 
 
+def user_data(batch: Batch, text: bytes) -> None:
+    template = batch.templates[hosts(batch)["LaunchTemplate"]["LaunchTemplateId"]]
+    template["LaunchTemplateData"]["UserData"] = base64.b64encode(text).decode()
+
+
 def strategy(batch: Batch, name: str = "trnpipe-train-2") -> dict[str, Any]:
     found: dict[str, Any] = batch.definitions[name]["RetryStrategy"]
     return found
@@ -284,6 +292,13 @@ BREAKS: dict[str, list[tuple[Break, str]]] = {
     ],
     "queues_act_on_known_reasons": [
         (lambda b: b.queues["trnpipe-train"]["JobStateTimeLimitActions"][0].update(Reason="CAPACITY"), "the reason CAPACITY"),
+        (
+            lambda b: b.queues["trnpipe-train"]["JobStateTimeLimitActions"][0].update(
+                Reason="MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS"
+            ),
+            "the reason MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS",
+        ),
+        (lambda b: b.queues["trnpipe-train"]["JobStateTimeLimitActions"][0].update(Action="TERMINATE"), "TERMINATE in the state"),
         (lambda b: b.queues["trnpipe-train"]["JobStateTimeLimitActions"][0].update(MaxTimeSeconds=599), "599 seconds"),
         (
             lambda b: b.queues["trnpipe-train"]["ComputeEnvironmentOrder"].extend(
@@ -304,11 +319,21 @@ BREAKS: dict[str, list[tuple[Break, str]]] = {
         (lambda b: strategy(b).update(Attempts=11), "11 attempts"),
         (lambda b: strategy(b).pop("Attempts"), "without attempts"),
         (lambda b: strategy(b)["EvaluateOnExit"].insert(0, {"OnExitCode": "8*", "Action": "EXIT"}), "6 exit rules"),
-        (lambda b: strategy(b)["EvaluateOnExit"][3].update(OnStatusReason="*EC2*"), "an asterisk at the end only"),
-        (lambda b: strategy(b)["EvaluateOnExit"][1].update(OnExitCode="7?"), "the exit code 7?"),
-        (lambda b: strategy(b)["EvaluateOnExit"].pop(), "catch-all"),
-        (lambda b: strategy(b)["EvaluateOnExit"].reverse(), "catch-all"),
-        (lambda b: strategy(b)["EvaluateOnExit"][4].update(Action="RETRY"), "catch-all that exits"),
+        (lambda b: strategy(b)["EvaluateOnExit"][0].update(OnReason="*Memory*"), "OnReason cannot be *Memory*"),
+        (lambda b: strategy(b)["EvaluateOnExit"][0].update(OnReason="Out-of-memory*"), "OnReason cannot be Out-of-memory*"),
+        (lambda b: strategy(b)["EvaluateOnExit"][1].update(OnExitCode="6?"), "OnExitCode cannot be 6?"),
+        (lambda b: strategy(b)["EvaluateOnExit"][1].pop("OnExitCode"), "without a pattern"),
+        (lambda b: strategy(b)["EvaluateOnExit"][1].update(OnExitCode="*"), "behind one that matches everything"),
+    ],
+    "names_are_in_form": [
+        (lambda b: b.queues.update({"a queue": b.queues.pop("trnpipe-cpu")}), "the name a queue"),
+        (lambda b: b.definitions["trnpipe-embed"].update(Tags={"aws:mine": "x"}), "the tags ['aws:mine']"),
+        (lambda b: b.definitions["trnpipe-embed"].update(SchedulingPriority=10_000), "0 to 9999"),
+        (lambda b: container(b, "trnpipe-embed").update(Image="an image"), "the image an image"),
+    ],
+    "user_data_can_be_merged": [
+        (lambda b: user_data(b, b"#!/bin/bash\n"), "user data of the type text/plain"),
+        (lambda b: user_data(b, b'Content-Type: multipart/mixed; boundary="b"\n\n--c\n'), "StartBoundaryNotFoundDefect"),
     ],
     "jobs_have_a_minute_at_least": [
         (lambda b: b.definitions["trnpipe-report"]["Timeout"].update(AttemptDurationSeconds=59), "below 60 seconds"),
@@ -365,7 +390,7 @@ BREAKS: dict[str, list[tuple[Break, str]]] = {
         (lambda b: hosts(b).update(Type="SPOT"), "a gang on SPOT"),
         (lambda b: group(b).update(InstanceTypes=["trn1n.32xlarge"]), "trn1n.32xlarge, which"),
         (lambda b: hosts(b).update(MaxvCpus=511), "trnpipe-train-4: 4 hosts are more than"),
-        (lambda b: fair(b).update(ComputeReservation=1), "trnpipe-train-4: 4 hosts are more than"),
+        (lambda b: fair(b).update(ComputeReservation=21), "trnpipe-train-4: 4 hosts are more than"),
         (
             lambda b: (hosts(b).update(InstanceTypes=["trn1.2xlarge"]), group(b).update(InstanceTypes=["trn1.2xlarge"])),
             "several nodes on trn1.2xlarge",

@@ -13,16 +13,26 @@ from typing import Any
 
 import pytest
 
-from infra.states import POLL_LAPS
-from infra.workflow import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, LONGEST_WAIT_MINUTES
+from infra.settings import Settings
+from infra.workflow.machine import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, LONGEST_WAIT_MINUTES, definition
+from infra.workflow.states import (
+    LAP_EVENTS,
+    LONG_LAP_SECONDS,
+    MOST_EVENTS,
+    MOST_MISSES,
+    OTHER_EVENTS,
+    SHORT_LAP_SECONDS,
+    SHORT_LAPS,
+)
 from pipeline.contract import RESULT_LIMIT_BYTES, STAGES, StageFailure
-from tests.infra.machines import GANGS, RESULTS, called, successors
-from tests.infra.walks import FORMS, LAPS, OWNER, SAID, Fault, JobEnd, Walk, Walked, Walker, open_walker
+from tests.infra.machines import GANGS, RESULTS, called, successors, targets, tasks
+from tests.infra.walks import LAPS, MISSES, OWNER, SAID, Fault, JobEnd, Walk, Walked, Walker, open_walker
 
 RETRIED = 7
 """Requests of a state whose calls fail for good: the first, and six that its Retry adds."""
 
 FAILED_JOB = JobEnd(reason="Host EC2 (instance i-1) terminated.", exit_code=None)
+LISTED_LATE = JobEnd(status="SUCCEEDED", reason="", exit_code=0, unlisted=1)
 SINGLE = {**RESULTS["prepare"], "embed_children": 1}
 WORDS = StageFailure(
     stage="prepare", run="r", exit_code=64, what="an unknown key", value=["trian"], rule="schema", remedy="fix it"
@@ -67,13 +77,8 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    machines = Walker().machines
-    polled = {name for name in machines["poll"]["States"] if name.split(" ")[0] in {stage.value for stage in GANGS}}
-    for form in FORMS:
-        for name, state in machines[form]["States"].items():
-            # What is the same in both forms is walked in one of them.
-            if state["Type"] == "Task" and (form == "sync" or name in polled):
-                yield from (replace(case, walk=replace(case.walk, form=form)) for case in failures(name, state))
+    for name, state in tasks(Walker().machine).items():
+        yield from failures(name, state)
 
 
 def failures(name: str, state: Mapping[str, Any]) -> Iterator[Case]:
@@ -97,6 +102,8 @@ def failures(name: str, state: Mapping[str, Any]) -> Iterator[Case]:
     if operation == "SubmitJob":
         yield refused("refused", "Batch.ClientException", 1, 400, "ClientException", operation="submitjob")
         yield refused("sick", "Batch.ServerException", RETRIED, 500, "ServerException", operation="submitjob")
+        throttled = "Batch.TooManyRequestsException" if state["Resource"].endswith(".sync") else "Batch.BatchException"
+        yield refused("throttled", throttled, RETRIED, 429, "TooManyRequestsException", operation="submitjob")
         if state["Resource"].endswith(".sync"):
             yield ended("job failed", "States.TaskFailed", FAILED_JOB, cause=FAILED_JOB.reason)
             overdue = {"times_out": frozenset({name}), "cause": "", "ends": (stage,)}
@@ -104,11 +111,11 @@ def failures(name: str, state: Mapping[str, Any]) -> Iterator[Case]:
         else:
             yield unanswered(1)
     elif operation == "DescribeJobs":
-        ends = {"ends": (stage,)}
-        yield replace(refused("refused", "Batch.ClientException", 1, 400, "ClientException"), **ends)
-        yield replace(refused("sick", "Batch.ServerException", RETRIED, 500, "ServerException"), **ends)
-        yield replace(unanswered(1), **ends)
-        yield ended("job unknown", "States.IntrinsicFailure", JobEnd(status="GONE"), cause="", ends=(stage,))
+        lost: dict[str, Any] = {"ends": (stage,), "cause": f"at most {MOST_MISSES} looks in a row may fail"}
+        looks = MISSES + 1
+        yield replace(refused("refused", "GangLost", looks, 400, "ClientException"), **lost)
+        yield replace(refused("sick", "GangLost", looks * RETRIED, 500, "ServerException"), **lost)
+        yield replace(unanswered(looks), error="GangLost", **lost)
     elif operation == "TerminateJob":
         yield refused("refused", "", 1, 400, "ClientException")
         yield unanswered(1)
@@ -153,10 +160,8 @@ UNUSABLE: tuple[Any, ...] = (
 OTHERS = {
     walk.name: walk
     for walk in (
-        Walk(name="good-sync"),
-        Walk(name="good-poll", form="poll"),
-        Walk(name="briefly-sync", faults=BRIEFLY),
-        Walk(name="briefly-poll", form="poll", faults=BRIEFLY),
+        Walk(name="good"),
+        Walk(name="briefly", faults=BRIEFLY),
         Walk(
             name="quietly",
             faults={state: Fault(status=400, code="ClientException") for state in ("report", "ReleaseLock", "Notify")},
@@ -193,8 +198,10 @@ OTHERS = {
             faults={"TakeOverLock": Fault(status=400, code="ConditionalCheckFailedException", times=1)},
             jobs={"prepare": FAILED_JOB},
         ),
-        *(Walk(name=f"failed-{stage}", form="poll", jobs={stage.value: FAILED_JOB}) for stage in GANGS),
-        *(Walk(name=f"overdue-{stage}", form="poll", jobs={stage.value: JobEnd(status="RUNNING")}) for stage in GANGS),
+        *(Walk(name=f"failed-{stage}", jobs={stage.value: FAILED_JOB}) for stage in GANGS),
+        *(Walk(name=f"overdue-{stage}", jobs={stage.value: JobEnd(status="RUNNING")}) for stage in GANGS),
+        *(Walk(name=f"unlisted-{stage}", jobs={stage.value: JobEnd(status="GONE")}) for stage in GANGS),
+        *(Walk(name=f"listed-late-{stage}", jobs={stage.value: LISTED_LATE}) for stage in GANGS),
         Walk(
             name="large",
             given={"model": {"parent": "x" * (48 << 10)}},
@@ -220,7 +227,7 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
         yield Walks(walker, {one.walk.name: one for one in found})
 
 
-def stages_until(state: str, form: str) -> list[str]:
+def stages_until(state: str) -> list[str]:
     """Stages whose jobs Batch has taken when a state fails: those before it in the machine's order."""
     order = [stage.value for stage in STAGES if stage.value != "report"]
     place = {**{name: name for name in order}, "embed (single)": "embed", "ReadPlan": "health_check", "ReadScorecard": "embed"}
@@ -229,7 +236,7 @@ def stages_until(state: str, form: str) -> list[str]:
     return order[: order.index(place.get(state, state.split(" ")[0]))]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.walk.form}-{case.state}-{case.kind}".replace(" ", "_"))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.state}-{case.kind}".replace(" ", "_"))
 def test_a_failing_state(walks: Walks, case: Case) -> None:
     found, stage = walks[case.walk.name], case.state.split(" ")[0]
     assert case.state in found.failed_tasks
@@ -238,7 +245,7 @@ def test_a_failing_state(walks: Walks, case: Case) -> None:
     assert set(found.terminated) >= {*case.ends}
     assert found.status == "FAILED"
     if case.state in HARMLESS:
-        word = "States.Timeout" if case.state.endswith(" (stop)") else "States.TaskFailed"
+        word = "GangOverdue" if case.state.endswith(" (stop)") else "States.TaskFailed"
         at = "prepare" if word == "States.TaskFailed" else stage
         assert found.error == f"{at}: {word}"
     else:
@@ -248,7 +255,7 @@ def test_a_failing_state(walks: Walks, case: Case) -> None:
         assert "report" in found.submitted if stage in STAGES or case.state in REPORTED else "report" not in found.submitted
         taken = [submitted for submitted in found.submitted if submitted != "report"]
         started = (taken[-1:] == [stage] and case.kind not in ("refused", "sick")) or case.state.endswith("(look)")
-        assert taken == stages_until(case.state, case.walk.form) + [stage] * started
+        assert taken == stages_until(case.state) + [stage] * started
     held_by_another = found.arn + OWNER if case.walk.owners else None
     expected = dict.fromkeys(BEFORE_THE_LOCK, held_by_another) | {"ReleaseLock": found.arn}
     assert found.lock == expected.get(case.state)
@@ -257,22 +264,15 @@ def test_a_failing_state(walks: Walks, case: Case) -> None:
 
 
 def test_every_task_has_been_made_to_fail_and_every_way_has_been_taken(walks: Walks) -> None:
-    for form, machine in walks.walker.machines.items():
-        of_form = [one for one in walks.found.values() if one.walk.form == form]
-        others = [one for one in walks.found.values() if one.walk.form == "sync"]
-        shared = {name for name in machine["States"] if name in walks.walker.machines["sync"]["States"]}
-        entered = {name for one in of_form for name in one.path} | shared & {name for one in others for name in one.path}
-        assert set(machine["States"]) - entered == set()
-        failed = set().union(*(one.failed_tasks for one in [*of_form, *others]))
-        assert {name for name, state in machine["States"].items() if state["Type"] == "Task"} - failed == set()
-        taken = {way for one in [*of_form, *others] for way in itertools.pairwise(one.path)}
-        ways = {(name, after) for name, state in machine["States"].items() for after in successors(state)}
-        assert ways - taken == set()
+    states, found = walks.walker.machine["States"], walks.found.values()
+    assert set(states) - {name for one in found for name in one.path} == set()
+    assert set(tasks(walks.walker.machine)) - set().union(*(one.failed_tasks for one in found)) == set()
+    ways = {(name, after) for name, state in states.items() for after in successors(state)}
+    assert ways - {way for one in found for way in itertools.pairwise(one.path)} == set()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_service_that_is_sick_for_a_while_is_asked_again(walks: Walks, form: str) -> None:
-    found = walks[f"briefly-{form}"]
+def test_a_service_that_is_sick_for_a_while_is_asked_again(walks: Walks) -> None:
+    found = walks["briefly"]
     assert found.status == "SUCCEEDED"
     assert found.submitted == tuple(stage.value for stage in STAGES)
     assert len(found.notices) == 1
@@ -350,13 +350,27 @@ def test_a_lock_that_is_lost_by_its_owner_is_taken(walks: Walks, name: str) -> N
 
 
 @pytest.mark.parametrize("stage", [stage.value for stage in GANGS])
-def test_a_polled_gang(walks: Walks, stage: str) -> None:
+def test_a_gang_that_fails_or_does_not_end(walks: Walks, stage: str) -> None:
     failed, overdue = walks[f"failed-{stage}"], walks[f"overdue-{stage}"]
-    assert FAILED_JOB.reason in failed.cause
+    assert failed.error == f"{stage}: States.TaskFailed"
+    # As `.sync` gives it: the job's description, exit codes of its attempts included.
+    assert json.loads(failed.cause)["Attempts"][0]["StatusReason"] == FAILED_JOB.reason
     assert failed.terminated == ()
-    assert overdue.error == f"{stage}: States.Timeout"
+    assert overdue.error == f"{stage}: GangOverdue"
+    assert "is RUNNING and has not ended. rule:" in overdue.cause
     assert overdue.terminated == (stage,)
-    assert overdue.path.count(f"{stage} (lap)") == LAPS + 1
+    assert overdue.path.count(f"{stage} (look)") == LAPS
+
+
+@pytest.mark.parametrize("stage", [stage.value for stage in GANGS])
+def test_a_gang_that_batch_does_not_list(walks: Walks, stage: str) -> None:
+    """A job may be listed a moment after it was submitted."""
+    unlisted, late = walks[f"unlisted-{stage}"], walks[f"listed-late-{stage}"]
+    assert unlisted.error == f"{stage}: GangLost"
+    assert unlisted.path.count(f"{stage} (look)") == MISSES + 1
+    assert unlisted.terminated == (stage,)
+    assert late.status == "SUCCEEDED"
+    assert late.path.count(f"{stage} (look)") == 2
 
 
 # ------------------------------------------------------------------------------------------- what is sent, and the limits
@@ -366,7 +380,7 @@ def test_every_call_is_one_that_the_service_takes(walks: Walks, service_model: A
     """With the values of real inputs; unknown members are refused as missing ones are."""
     seen: set[tuple[str, str]] = set()
     for one in walks.found.values():
-        states = walks.walker.machines[one.walk.form]["States"]
+        states = walks.walker.machine["States"]
         for name, parameters in one.calls():
             service, operation = called(states[name])
             request = service_model.from_template(service, operation, parameters)
@@ -374,10 +388,7 @@ def test_every_call_is_one_that_the_service_takes(walks: Walks, service_model: A
                 request["Body"] = json.dumps(request["Body"])
             assert service_model.problems(service, operation, request) == "", (one.walk.name, name)
             seen.add((service, operation))
-    expected = {
-        called(state) for machine in walks.walker.machines.values() for state in machine["States"].values() if "Resource" in state
-    }
-    assert seen == expected
+    assert seen == {called(state) for state in tasks(walks.walker.machine).values()}
 
 
 def test_a_call_that_the_service_does_not_take_is_seen(service_model: Any) -> None:
@@ -394,15 +405,38 @@ def lap(one: Walked, state: str) -> int:
     return length
 
 
-def test_the_longest_execution_has_fewer_events_than_an_execution_may_have(walks: Walks) -> None:
-    polls = len(GANGS) * (POLL_LAPS + 1) * lap(walks["overdue-train"], "train (wait)")
+def test_the_numbers_of_events_that_laps_are_reckoned_with(walks: Walks) -> None:
+    for stage in GANGS:
+        assert lap(walks[f"overdue-{stage}"], f"{stage} (wait)") == LAP_EVENTS
+        assert lap(walks[f"overdue-{stage}"], f"{stage} (wait long)") == LAP_EVENTS
     waits = max(
         LONG_WAIT_MINUTES // LAP_MINUTES * lap(walks["waits"], "Wait"),
         LONGEST_WAIT_MINUTES // LONG_LAP_MINUTES * lap(walks["waits-long"], "WaitLong"),
     )
-    # All else, everything tried again until the last time.
-    once = max(len(one.events) for one in walks.found.values()) * RETRIED
-    assert polls + waits + once < 25_000
+    # Everything once, and every task tried again until the last time: three events each.
+    once = max(len(one.events) for one in walks.found.values() if not one.walk.owners)
+    assert waits + once + 3 * (RETRIED - 1) * len(tasks(walks.walker.machine)) <= OTHER_EVENTS
+
+
+HOUR = 60
+LONGEST_CAPACITY_WAIT = next(limit.le for limit in Settings.model_fields["capacity_wait_hours"].metadata if hasattr(limit, "le"))
+
+
+@pytest.mark.parametrize("hours", [Settings.model_fields["capacity_wait_hours"].default, LONGEST_CAPACITY_WAIT])
+def test_an_execution_whose_gangs_all_take_their_limits_has_15_000_events_at_most(hours: int) -> None:
+    states = definition(targets(capacity_wait_minutes=hours * HOUR))["States"]
+    events = OTHER_EVENTS
+    for stage in GANGS:
+        *_, overdue, short = states[f"{stage} (status)"]["Choices"]
+        laps, short_laps = overdue["NumericGreaterThanEquals"], short["NumericLessThan"]
+        waits = states[f"{stage} (wait)"]["Seconds"], states[f"{stage} (wait long)"]["Seconds"]
+        assert (waits[0], short_laps * waits[0]) == (SHORT_LAP_SECONDS, 2 * 3600) == (60, SHORT_LAPS * 60)
+        # Every minute for two hours, every five minutes after them; less often only where a deployment lets jobs wait longer.
+        assert waits[1] == LONG_LAP_SECONDS == 300 or hours > Settings.model_fields["capacity_wait_hours"].default
+        limit = 60 * (2 * STAGES[stage].timeout_minutes + hours * HOUR)
+        assert 0 <= short_laps * waits[0] + (laps - short_laps) * waits[1] - limit < waits[1]
+        events += laps * LAP_EVENTS
+    assert events <= 15_000 == MOST_EVENTS
 
 
 def test_no_state_holds_more_than_it_may_with_the_largest_results(walks: Walks) -> None:

@@ -17,7 +17,8 @@ from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
 from infra.local.server import LocalEndpoint
 from infra.runbook import RUNBOOK
-from infra.watches import ALIVE, ENDED_BADLY, LOOK_AGAIN_SECONDS, LOOKS, WEEK_SECONDS, cleanup, overdue, week
+from infra.workflow.watches import ENDED, ENDED_BADLY, LOOK_AGAIN_SECONDS, LOOKS, cleanup, overdue, week
+from pipeline.contract import STAGES, Queue
 from tests.infra.machines import stack_around
 from tests.infra.test_stacks import granted
 
@@ -25,15 +26,16 @@ TOPIC = f"arn:aws:sns:{REGION}:{ACCOUNT}:notifications"
 MACHINE = f"arn:aws:states:{REGION}:{ACCOUNT}:stateMachine:trnpipe"
 CONSOLE = Console(region=REGION, bucket="bucket", job_logs="/trnpipe/jobs", dashboard="trnpipe")
 SERVICES = {"sfn": "stepfunctions"}
-EXAMPLES = {"Jobs.$": ["id"], "JobStatus.$": "RUNNING"}
+EXAMPLES = {"Jobs.$": ["id"], "Filters": [{"Name": "JOB_NAME", "Values": ["train-week-1"]}]}
 """What stands in the place of paths that lead to something else than any text."""
+QUEUES = {queue: f"arn:{queue}" for queue in Queue}
 
 
 def definitions() -> dict[str, dict[str, Any]]:
     return {
         "overdue": overdue("aws", TOPIC, 12 * 3600, CONSOLE),
-        "week": week("aws", TOPIC, MACHINE, 24 * 3600, CONSOLE),
-        "cleanup": cleanup("aws", ["arn:train", "arn:cpu"]),
+        "week": week("aws", TOPIC, MACHINE, 7, 24 * 3600, CONSOLE),
+        "cleanup": cleanup("aws", TOPIC, QUEUES, CONSOLE),
     }
 
 
@@ -61,17 +63,28 @@ def test_what_they_send_is_what_the_services_take(service_model: Any) -> None:
 
 def test_they_wait_as_long_as_a_run_may_take() -> None:
     assert definitions()["overdue"]["States"]["Wait"]["Seconds"] == 12 * 3600
-    assert definitions()["week"]["States"]["Wait"]["Seconds"] == WEEK_SECONDS + 24 * 3600
+    assert definitions()["week"]["States"]["Wait"]["Seconds"] == (7 + 1) * 24 * 3600
 
 
-def test_cleanup_looks_into_every_queue_and_every_state_of_living_jobs(service_model: Any) -> None:
+def test_a_run_is_missed_after_the_days_that_the_schedule_names(small_deployment: Any) -> None:
+    [machine] = [
+        json.loads(one.properties["DefinitionString"])
+        for one in small_deployment.stacks.of_type("AWS::StepFunctions::StateMachine")
+        if one.name == "dev-week"
+    ]
+    # The time budget, the wait for the lock (both twelve hours) and the flexible quarter of an hour come on top.
+    assert machine["States"]["Wait"]["Seconds"] == 35 * 24 * 3600 + (12 + 12) * 3600 + 15 * 60
+    assert machine["States"]["WaitAgain"]["Seconds"] == 35 * 24 * 3600
+    assert machine["States"]["Notify"]["Parameters"]["Subject"] == "trnpipe: 35 days without a successful run"
+
+
+def test_cleanup_looks_for_the_job_of_every_stage_in_its_queue(service_model: Any) -> None:
     machine = definitions()["cleanup"]
-    looks = machine["States"]["Begin"]["Parameters"]["looks"]
-    assert looks == [{"queue": queue, "status": status} for queue in ("arn:train", "arn:cpu") for status in ALIVE]
-    # Whatever Batch calls a job that has not ended.
-    states = service_model.enumeration("batch", "ListJobs", "jobStatus")
-    assert set(ALIVE) == set(states) - {"SUCCEEDED", "FAILED"}
-    assert machine["States"]["EachQueue"]["MaxConcurrency"] == 1
+    assert machine["States"]["Begin"]["Result"] == [
+        {"stage": stage.value, "queue": f"arn:{spec.queue}"} for stage, spec in STAGES.items()
+    ]
+    # Whatever Batch calls a job that has ended.
+    assert set(ENDED) < set(service_model.enumeration("batch", "ListJobs", "jobStatus"))
     assert (LOOKS, machine["States"]["Wait"]["Seconds"]) == (2, LOOK_AGAIN_SECONDS)
 
 
@@ -109,6 +122,7 @@ def test_what_starts_them(deployment: Any, other_deployment: Any, watch: str, st
                 "batch:ListJobs": "*",
                 "batch:DescribeJobs": "*",
                 "batch:TerminateJob": "job/*",
+                "sns:Publish": "",
             },
         ),
     ],
@@ -183,6 +197,18 @@ def account(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Account]
     stack = stack_around(watched, watches={"trnpipe-watch": watch})
     with LocalEndpoint(stack, tmp_path / "state", lambda _: NoBatch()) as endpoint:  # type: ignore[arg-type,return-value]
         yield Account(endpoint)
+
+
+def test_only_rules_of_this_stack_may_start_a_watch(other_deployment: Any) -> None:
+    trusts = [role["AssumeRolePolicyDocument"]["Statement"] for role in other_deployment.resources("AWS::IAM::Role")]
+    found = [one for [one] in trusts if one["Principal"]["Service"] == "events.amazonaws.com"]
+    targets = [rule["Targets"] for rule in other_deployment.resources("AWS::Events::Rule")]
+    assert len(found) == len([target for [target] in targets if "RoleArn" in target]) > 0
+    for trust in found:
+        assert trust["Condition"] == {
+            "StringEquals": {"aws:SourceAccount": "123456789012"},
+            "ArnLike": {"aws:SourceArn": "arn:aws:events:us-east-2:123456789012:rule/ranker-*"},
+        }
 
 
 @pytest.mark.parametrize("account", ["overdue"], indirect=True)

@@ -21,16 +21,17 @@ from moto.sns.models import sns_backends
 
 from infra.local.definitions import ACCOUNT, REGION
 from infra.local.server import LocalEndpoint
-from infra.watches import cleanup
-from infra.workflow import LAP_MINUTES, LONG_LAP_MINUTES, LONG_WAIT_MINUTES, definition
+from infra.settings import DEFAULT_MINUTES
+from infra.workflow.machine import LONG_WAIT_MINUTES, definition
+from infra.workflow.watches import cleanup
 from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Stage, StageFailure, now, stage_command
 from tests.engine import quick_engine
 from tests.infra.machines import BUCKET, CONSOLE, GANGS, RESULTS, TABLE, TOPIC, called, stack_around, successors, targets, tasks
 
 
-@pytest.fixture(params=["sync", "poll"])
-def machine(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return definition(targets(gang_submit=request.param))
+@pytest.fixture
+def machine() -> dict[str, Any]:
+    return definition(targets())
 
 
 def reachable(states: Mapping[str, Any], start: str, *, without: frozenset[str] = frozenset()) -> set[str]:
@@ -99,27 +100,32 @@ def test_compile_is_the_one_stage_that_may_be_left_out(machine: dict[str, Any]) 
 def test_waiting_covers_the_attempts_timeout_and_the_wait_for_hosts() -> None:
     states = definition(targets())["States"]
     for stage, spec in STAGES.items():
-        assert states[stage.value]["TimeoutSeconds"] >= 60 * (spec.timeout_minutes + 360)
+        if stage not in GANGS:
+            assert states[stage.value]["TimeoutSeconds"] >= 60 * (spec.timeout_minutes + 360)
+    longer = definition(targets(minutes={**DEFAULT_MINUTES, Stage.EMBED: 7200}))["States"]
+    assert longer["embed"]["TimeoutSeconds"] >= 60 * (7200 + 360)
 
 
-def test_a_gang_is_submitted_alike_in_both_forms() -> None:
-    sync, poll = (definition(targets(gang_submit=form))["States"] for form in ("sync", "poll"))
+def test_gangs_are_polled_and_all_other_jobs_are_waited_for(machine: dict[str, Any]) -> None:
+    submits = {name: state for name, state in tasks(machine).items() if "submitJob" in state["Resource"]}
+    assert set(submits) == {*(stage.value for stage in STAGES), "embed (single)"}
+    for name, state in submits.items():
+        gang = name in {stage.value for stage in GANGS}
+        assert state["Resource"].endswith(":aws-sdk:batch:submitJob" if gang else ":batch:submitJob.sync"), name
+        if gang:
+            assert state["Parameters"]["JobDefinition.$"] == f"$.gang.{name}"
+            # A request whose answer was lost may have submitted the gang already.
+            assert not any("SdkClientException" in error for retry in state["Retry"] for error in retry["ErrorEquals"])
+
+
+def test_failed_looks_at_a_gang_count_in_a_row(machine: dict[str, Any]) -> None:
     for stage in GANGS:
-        assert sync[stage.value]["Parameters"] == poll[stage.value]["Parameters"]
-        assert sync[stage.value]["Resource"].endswith(":batch:submitJob.sync")
-        assert poll[stage.value]["Resource"].endswith(":aws-sdk:batch:submitJob")
-        assert poll[stage.value]["Parameters"]["JobDefinition.$"] == f"$.gang.{stage}"
-
-
-def test_polling_and_waiting_for_the_lock_stay_below_the_limit_of_events() -> None:
-    states = definition(targets(gang_submit="poll"))["States"]
-    laps = 0
-    for stage in GANGS:
-        [limit] = [rule["NumericGreaterThan"] for rule in states[f"{stage} (status)"]["Choices"] if "NumericGreaterThan" in rule]
-        laps += limit
-        assert limit * states[f"{stage} (wait)"]["Seconds"] >= 60 * STAGES[stage].timeout_minutes
-    longest_wait = 7 * 24 * 60
-    assert laps * 11 + max(longest_wait // LONG_LAP_MINUTES, LONG_WAIT_MINUTES // LAP_MINUTES) * 25 < 24_000
+        states = machine["States"]
+        lost, missed, *_, on = states[f"{stage} (status)"]["Choices"]
+        assert (lost["Next"], "misses.$" in missed["Assign"]) == (f"{stage} (lost)", True)
+        # Both ways on from a look that found the gang running begin to count anew.
+        assert on["Assign"]["misses"] == states[f"{stage} (wait long)"]["Assign"]["misses"] == 0
+        assert states[f"{stage} (status)"]["Default"] == f"{stage} (wait long)"
 
 
 def test_jobs_carry_share_priority_and_the_run_and_no_overrides(machine: dict[str, Any]) -> None:
@@ -213,15 +219,17 @@ class ScriptedBatch:
         return {"jobArn": f"arn:{job_id}", "jobName": request["jobName"], "jobId": job_id}
 
     def _list(self, request: dict[str, Any]) -> dict[str, Any]:
-        """A job per page."""
-        alive = [
-            f"job-{number}"
+        """By name, a job per page."""
+        [wanted] = request["filters"]
+        assert wanted["name"] == "JOB_NAME"
+        found = [
+            (f"job-{number}", submitted["jobName"])
             for number, submitted in enumerate(self.submitted, start=1)
-            if submitted["jobQueue"] == request["jobQueue"] and self._detail(f"job-{number}")["status"] == request["jobStatus"]
+            if submitted["jobQueue"] == request["jobQueue"] and submitted["jobName"].lower() == wanted["values"][0].lower()
         ]
         first = int(request.get("nextToken", 0))
-        page = {"jobSummaryList": [{"jobId": job_id, "jobName": "job"} for job_id in alive[first : first + 1]]}
-        return page | ({"nextToken": str(first + 1)} if alive[first + 1 :] else {})
+        page = {"jobSummaryList": [{"jobId": job_id, "jobName": name} for job_id, name in found[first : first + 1]]}
+        return page | ({"nextToken": str(first + 1)} if found[first + 1 :] else {})
 
     def _describe(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"jobs": [self._detail(job_id) for job_id in request["jobs"]]}
@@ -231,7 +239,7 @@ class ScriptedBatch:
         status = {"status": "SUCCEEDED"} if reason is None else {"status": reason if reason == "RUNNING" else "FAILED"}
         return {
             "jobId": job_id,
-            "jobName": "job",
+            "jobName": self.submitted[int(job_id.removeprefix("job-")) - 1]["jobName"],
             "jobQueue": "q",
             "jobDefinition": "d",
             "startedAt": 0,
@@ -297,7 +305,8 @@ class Account:
 @pytest.fixture
 def account(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Account]:
     machine = definition(targets(**getattr(request, "param", {})))
-    watch = cleanup("aws", [f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/{queue.value}" for queue in Queue])
+    queues = {queue: f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/{queue.value}" for queue in Queue}
+    watch = cleanup("aws", TOPIC, queues, CONSOLE)
     stack = stack_around(machine, watches={"trnpipe-cleanup": watch})
     batch = ScriptedBatch(put=lambda key, body: account.client("s3").put_object(Bucket=BUCKET, Key=key, Body=body))
     endpoint = LocalEndpoint(stack, tmp_path / "state", lambda environment: batch)  # type: ignore[arg-type,return-value]
@@ -336,6 +345,7 @@ def test_a_run_from_end_to_end(account: Account) -> None:
             "prices": {"train": 21.5, "cpu": 0.3, "currency": "USD"},
             "hosts": {"train": "trn1.32xlarge"},
             "embed_hosts": 4,
+            "timeouts": {stage.value: minutes for stage, minutes in DEFAULT_MINUTES.items()},
         },
         "execution": {"train": {"steps": 5}, "share": "weekly"},
         "execution_arn": found["executionArn"],
@@ -362,12 +372,6 @@ def test_a_run_from_end_to_end(account: Account) -> None:
     assert {request["tags"][EXECUTION_TAG] for request in account.batch.submitted} == {found["executionArn"]}
 
 
-@pytest.mark.parametrize("account", [{"gang_submit": "poll"}], indirect=True)
-def test_a_run_whose_gangs_are_polled(account: Account) -> None:
-    assert account.run("week-1")["status"] == "SUCCEEDED"
-    assert account.batch.stages() == [stage.value for stage in STAGES]
-
-
 @pytest.mark.parametrize("run", ["x" * 200, "two\nlines"])
 def test_people_are_told_whatever_the_input_calls_the_run(account: Account, run: str) -> None:
     account.batch.script["prepare"] = lambda: "Essential container in task exited"
@@ -376,8 +380,7 @@ def test_people_are_told_whatever_the_input_calls_the_run(account: Account, run:
     assert f"Run {run} failed in " in account.notices[0]["message"]
 
 
-@pytest.mark.parametrize("account", [{"gang_submit": "poll"}], indirect=True)
-def test_a_polled_gang_that_fails(account: Account) -> None:
+def test_a_gang_that_fails(account: Account) -> None:
     account.batch.script["compile"] = lambda: "Host EC2 (instance i-1) terminated."
     found = account.run("week-1")
     assert found["status"] == "FAILED"
@@ -385,29 +388,30 @@ def test_a_polled_gang_that_fails(account: Account) -> None:
     assert account.batch.stages() == ["prepare", "health_check", "compile", "report"]
 
 
-@pytest.mark.parametrize("account", [{"gang_submit": "poll"}], indirect=True)
-def test_stopping_an_execution_ends_its_polled_gang_and_nobody_else_s(account: Account) -> None:
-    """What the watch looks through holds jobs of others too, with tags and without."""
+@pytest.mark.parametrize(("name", "given"), [("week-1", {}), ("again", {"run": "week-1"})])
+def test_stopping_an_execution_ends_its_gang_and_nobody_else_s(account: Account, name: str, given: dict[str, Any]) -> None:
+    """Jobs of the same name may be another execution's, which takes the run up, or have no tags; names match in either case."""
     account.batch.script["health_check"] = lambda: "RUNNING"
     queue = f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/train"
     others: list[dict[str, Any]] = [{}, {"tags": {EXECUTION_TAG: "arn:another"}}]
-    for number, more in enumerate(others):
-        account.batch.script["other"] = lambda: "RUNNING"
+    for more, other in zip(others, ("health_check-week-1", "health_check-Week-1"), strict=True):
         account.batch.call(
-            "submitjob",
-            {"jobName": f"other-{number}", "jobQueue": queue, "parameters": {"run": f"s3://{BUCKET}/runs/x"}, **more},
+            "submitjob", {"jobName": other, "jobQueue": queue, "parameters": {"run": f"s3://{BUCKET}/runs/x"}, **more}
         )
-    arn = account.start("week-1")
-    wait_until(lambda: account.batch.stages()[-1] == "health_check")
+    arn = account.start(name, given)
+    wait_until(lambda: len(account.batch.submitted) == 4)
     account.endpoint.client("stepfunctions").stop_execution(executionArn=arn)
     client = account.endpoint.client("stepfunctions")
     watch = account.machine_arn + "-cleanup"
     wait_until(lambda: [one["status"] for one in client.list_executions(stateMachineArn=watch)["executions"]] == ["SUCCEEDED"])
-    assert account.batch.terminated == [f"job-{len(account.batch.submitted)}"]
-    assert account.batch.stages() == ["other", "other", "prepare", "health_check"]
+    assert account.batch.stages() == ["health_check", "health_check", "prepare", "health_check"]
+    assert account.batch.terminated == ["job-4"]
+    [notice] = [account.notices[number] for number in range(len(account.notices))]
+    assert notice["subject"] == "trnpipe: a job of an ended run was terminated"
+    assert notice["message"].startswith("Job health_check-week-1 (job-4) was RUNNING when its execution had ended")
+    assert CONSOLE.execution.format(arn) in notice["message"]
 
 
-@pytest.mark.parametrize("account", [{"gang_submit": "sync"}, {"gang_submit": "poll"}], indirect=True)
 def test_no_gang_is_started_where_nothing_is_to_be_compiled(account: Account) -> None:
     account.batch.results["prepare"]["compile"] = False
     found = account.run("week-2")
@@ -630,7 +634,7 @@ def test_the_lock_names_its_owner_and_keeps_a_second_run_out(account: Account) -
 def test_a_run_that_may_wait_gets_the_lock_when_it_is_free(account: Account) -> None:
     holder = Holder(account)
     waiting = account.start("week-2", {"lock": {"wait_minutes": LONG_WAIT_MINUTES}})
-    wait_until(lambda: "CountWait" in account.entered(waiting))
+    wait_until(lambda: account.entered(waiting).count("Wait") > 1)
     assert account.batch.stages() == ["prepare"]
     holder.end()
     assert account.end(waiting)["error"] == "prepare: States.TaskFailed"

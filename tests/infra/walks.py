@@ -10,6 +10,7 @@ import itertools
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,17 +23,16 @@ from moto.sns.models import sns_backends
 
 from infra.local.definitions import REGION
 from infra.local.server import LocalEndpoint, WsgiApplication
-from infra.workflow import definition
+from infra.workflow.machine import definition
 from pipeline.contract import StageFailure, now
 from tests.chain.front import Request
 from tests.engine import CALLER, quick_engine
-from tests.infra.machines import BUCKET, RESULTS, TABLE, TOPIC, stack_around, targets
+from tests.infra.machines import BUCKET, GANGS, RESULTS, TABLE, TOPIC, stack_around, targets
 
-FORMS = ("sync", "poll")
-LAPS = 2
-"""As many laps of polling make a gang overdue here: the machine's own number is in the hundreds."""
+SHORT_LAPS, LAPS, MISSES = 2, 4, 2
+"""So many looks at a gang are short, make it overdue, and may fail here: the machine's own numbers are in the hundreds."""
 
-TIMEOUT_SECONDS = 0.4
+TIMEOUT_SECONDS = 1.0
 SIDE_BY_SIDE = 6
 SAID = "chaos"
 """The services' words in every error."""
@@ -65,12 +65,14 @@ class JobEnd:
     Attributes:
         status: of the job; RUNNING: it never ends. GONE: Batch knows no such job.
         exit_code: of its main container; None: it never had one.
+        unlisted: how many looks at each job do not find it.
         failure: what its stage leaves behind in failure.json, as bytes or as the record with the time of writing put in.
     """
 
     status: str = "FAILED"
     reason: str = "Essential container in task exited"
     exit_code: int | None = 69
+    unlisted: int = 0
     failure: StageFailure | bytes | None = None
 
 
@@ -89,7 +91,6 @@ class Walk:
     """
 
     name: str
-    form: str = "sync"
     faults: Mapping[str, Fault] = field(default_factory=dict)
     jobs: Mapping[str, JobEnd] = field(default_factory=dict)
     results: Mapping[str, dict[str, Any] | bytes | None] = field(default_factory=dict)
@@ -157,6 +158,7 @@ class WalkedBatch:
         self._number = itertools.count()
         self._jobs: dict[str, tuple[str, str]] = {}
         self._stopped: set[str] = set()
+        self._looks: Counter[str] = Counter()
         self.submitted: list[tuple[str, str]] = []
         self.terminated: list[tuple[str, str]] = []
 
@@ -193,7 +195,8 @@ class WalkedBatch:
     def _detail(self, job_id: str) -> dict[str, Any] | None:
         run, stage = self._jobs[job_id]
         end = self._walks[run].jobs.get(stage, JobEnd(status="SUCCEEDED", reason="", exit_code=0))
-        if end.status == "GONE":
+        self._looks[job_id] += 1
+        if end.status == "GONE" or self._looks[job_id] <= end.unlisted:
             return None
         status, reason = ("FAILED", "terminated") if job_id in self._stopped else (end.status, end.reason)
         container = {} if end.exit_code is None else {"exitCode": end.exit_code}
@@ -218,7 +221,7 @@ class Walker:
     """Walks walks; use `open_walker`."""
 
     def __init__(self) -> None:
-        self.machines = {form: _walked_definition(form) for form in FORMS}
+        self.machine = _walked_definition()
         self._walks: dict[str, Walk] = {}
         self._requests: dict[tuple[str, str], int] = {}
         self._looks: dict[str, int] = {}
@@ -229,16 +232,12 @@ class Walker:
 
     @contextmanager
     def open(self, folder: Path) -> Iterator[Walker]:
-        stacks = {form: stack_around(machine, name=f"trnpipe-{form}") for form, machine in self.machines.items()}
+        stack = stack_around(self.machine)
         batch: Any = self.batch
-        with LocalEndpoint(stacks["sync"], folder, lambda _: batch, self._front) as endpoint, quick_engine(self._timeout):
+        with LocalEndpoint(stack, folder, lambda _: batch, self._front) as endpoint, quick_engine(self._timeout):
             self.endpoint = endpoint
             self._clients = {name: endpoint.client(name) for name in ("s3", "dynamodb", "stepfunctions")}
-            poll = stacks["poll"]
-            self._clients["stepfunctions"].create_state_machine(
-                name=poll.state_machine, definition=poll.definition, roleArn=poll.role_arn
-            )
-            self._arns = {form: stack.state_machine_arn for form, stack in stacks.items()}
+            self._arn = stack.state_machine_arn
             yield self
 
     def walk(self, walks: Iterable[Walk]) -> list[Walked]:
@@ -253,14 +252,12 @@ class Walker:
 
     def _walk(self, walk: Walk) -> Walked:
         client = self._clients["stepfunctions"]
-        owner = f"{self._arns[walk.form].replace(':stateMachine:', ':execution:')}:{walk.name}{OWNER}"
+        owner = f"{self._arn.replace(':stateMachine:', ':execution:')}:{walk.name}{OWNER}"
         if walk.owners:
             item = {"name": walk.name, "owner": owner, "run": "other-run", "since": "2026-01-04"}
             self._clients["dynamodb"].put_item(TableName=TABLE, Item={key: {"S": value} for key, value in item.items()})
         given = {"registry": walk.name, **walk.given} if isinstance(walk.given, dict) else walk.given
-        arn = client.start_execution(stateMachineArn=self._arns[walk.form], name=walk.name, input=json.dumps(given))[
-            "executionArn"
-        ]
+        arn = client.start_execution(stateMachineArn=self._arn, name=walk.name, input=json.dumps(given))["executionArn"]
         deadline = time.monotonic() + 60
         while (found := client.describe_execution(executionArn=arn))["status"] == "RUNNING":
             assert time.monotonic() < deadline, (walk, self._events(arn)[-5:])
@@ -342,13 +339,13 @@ class Walker:
         return request.answer("200 OK", json.dumps(body), ("Content-Type", "application/x-amz-json-1.0"))
 
 
-def _walked_definition(form: str) -> dict[str, Any]:
-    """The machine as it is deployed, but for the number of laps after which a polled gang is overdue."""
-    machine = definition(targets(gang_submit=form))
-    for name, state in machine["States"].items():
-        if name.endswith(" (status)"):
-            [limit] = [rule for rule in state["Choices"] if "NumericGreaterThan" in rule]
-            limit["NumericGreaterThan"] = LAPS
+def _walked_definition() -> dict[str, Any]:
+    """The machine as it is deployed, but for the numbers of looks at a gang."""
+    machine = definition(targets())
+    for gang in GANGS:
+        lost, *_, overdue, short = machine["States"][f"{gang} (status)"]["Choices"]
+        lost["And"][1]["NumericGreaterThanEquals"] = MISSES
+        overdue["NumericGreaterThanEquals"], short["NumericLessThan"] = LAPS, SHORT_LAPS
     return machine
 
 

@@ -14,20 +14,21 @@ import pyarrow as pa
 import pytest
 import torch
 
+from pipeline import store
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import DEPLOYMENT_VARIABLE, RunPaths, Stage, StageResult, now
-from pipeline.data.arrow import SCHEMAS
-from pipeline.data.ids import IdDigest
-from pipeline.data.rows import normalized_hash
-from pipeline.data.tokens import TextTokenizer
+from pipeline.dataset.arrow import SCHEMAS
+from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.rows import normalized_hash
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.model.folder import WEIGHTS
-from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, RunPlan, Shard, Span, TrainPlan
+from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, Published, RunPlan, Shard, Span, TrainPlan
 from pipeline.plan import World as PlannedWorld
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.heartbeat import Heartbeat
-from pipeline.runtime.metrics import EXECUTION_VARIABLE, is_record
-from pipeline.runtime.world import NodeWorld, World
+from pipeline.run.cloudwatch import EXECUTION_VARIABLE, is_record
+from pipeline.run.context import StageContext, StageOutput
+from pipeline.run.heartbeat import Heartbeat
+from pipeline.run.world import NodeWorld, World
+from tests.pipeline.nodes import planned_ranks, scripted_stage, supervise  # noqa: F401 - fixtures
 from tests.tiny import WORDS, make_model
 
 SMALL = {
@@ -110,7 +111,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
         model_seed: int = 0,
         head: int | None = None,
         settings: Mapping[str, Any] | None = None,
-        registry_etag: str | None = None,
+        published: Published | None = None,
     ) -> PlannedRun:
         root = root or str(tmp_path / "bucket")
         texts = list(texts if texts is not None else make_texts(100))
@@ -129,13 +130,13 @@ def plan_run(tmp_path: Path) -> PlanRun:
             uri=store.join(root, "models", "parent"),
             folder=store.join(root, "models", "parent"),
             sha256=store.sha256_file(local / "parent" / WEIGHTS),
-            registry_etag=registry_etag,
         )
         plan = RunPlan(
             run=run,
             created=now(),
             config=config,
             parent=parent,
+            published=published,
             world=PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1),
             train=TrainPlan(
                 new=tuple(shards),

@@ -1,23 +1,28 @@
 """Stands for the program neuron_parallel_compile, doing and printing what its documents say.
 
 Documents: "PyTorch NeuronX neuron_parallel_compile CLI" and neuron-caching.rst of AWS Neuron SDK 2.29.1; the words of a failed
-compilation follow aws-neuron-sdk issue 948 (SDK 2.19).
+compilation follow aws-neuron-sdk issue 948 (SDK 2.19). As the program itself does (package torch-neuronx,
+torch_neuronx/parallel_compile/neuron_parallel_compile.py), it compiles the graphs that the trial's log calls extracted, whatever
+else is in the cache, passes over those that are done or locked, and ends without a summary where the log calls none extracted.
 
-Variable STANDIN_TOOL, a JSON object: `trial` (false: the command is not run; what it would write down is in the cache already),
-`fail` (what the compiler says of the first graph), `seconds` (that compiling takes), `silent` (no summary), `lie` (added to the
-total). Graphs named MODULE_bad... fail in any case.
+Variable STANDIN_TOOL, a JSON object: `trial` (false: the command is not run; it would meet all that is in the cache), `fail`
+(what the compiler says of the first graph), `load` (see torch_neuronx/xla.py), `seconds` (that compiling takes), `silent` (no
+summary), `lie` (added to the total). Graphs named MODULE_bad... fail in any case.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 
-from pipeline.runtime import store
+from pipeline import store
 
+EXTRACTED = re.compile(r"Extracting graphs \((\S+)/model\.hlo_module\.pb\)")
 VERSION = "neuronxcc-2.24.8799.0+6f62ff7c"
+NOTHING = "No todo hlos found in cache or hlo_tasklist, parallel_compile return before spawning workers...."
 WORDS = "[NLA001]  Unhandled exception with message: tensor size must be more than 0, input1_set"
 
 
@@ -34,18 +39,22 @@ def main() -> int:
     options = parser.parse_args()
     cache, plan = os.environ["NEURON_COMPILE_CACHE_URL"], json.loads(os.environ.get("STANDIN_TOOL", "{}"))
     log("NEURON_CACHE", f"Compile cache path: {cache}")
+    folder = f"{cache}/{VERSION}"
     if plan.get("trial", True):
-        code = subprocess.run(options.run, env=os.environ | {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}, check=False).returncode
+        code, lines = run_trial(options.run)
         if code:
             log("NEURON_PARALLEL_COMPILE", f"Command {options.run} exited with {code}")
             return code
+    else:
+        lines = left_by_a_trial(folder)
     time.sleep(plan.get("seconds", 0))
-    folder = f"{cache}/{VERSION}"
-    todo = [
-        info.uri.rsplit("/", 2)[1]
-        for info in store.list_objects(folder)
-        if info.uri.endswith("/model.hlo_module.pb") and not store.exists(f"{info.uri.rsplit('/', 1)[0]}/model.done")
-    ]
+    extracted = sorted({found.group(1).rsplit("/", 1)[1] for line in lines if (found := EXTRACTED.search(line))})
+    if not extracted:
+        log("NEURON_PARALLEL_COMPILE", NOTHING)
+        return 0
+    files = {info.uri for info in store.list_objects(folder)}
+    taken = ("model.done", "model.hlo_module.pb.lock")
+    todo = [module for module in extracted if not any(f"{folder}/{module}/{name}" in files for name in taken)]
     log("NEURON_PARALLEL_COMPILE", f"master grab hlos to compile: {todo} by {options.num_parallel}")
     print("....")
     good = {module: compile_(f"{folder}/{module}", module, words(plan, module, todo)) for module in todo}
@@ -61,6 +70,33 @@ def main() -> int:
         log("NEURON_PARALLEL_COMPILE", f"Total successful compilations: {sum(good.values())}")
         log("NEURON_PARALLEL_COMPILE", f"Total failed compilations: {len(good) - sum(good.values())}")
     return 0 if all(good.values()) else 1
+
+
+def run_trial(command: list[str]) -> tuple[int, list[str]]:
+    """Its exit status and output, which is passed on line by line."""
+    lines = []
+    environment = os.environ | {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    return process.returncode, lines
+
+
+def left_by_a_trial(folder: str) -> list[str]:
+    """What a trial would say that met every graph in the cache."""
+    uris = [info.uri for info in store.list_objects(folder)]
+    places = sorted({uri.rsplit("/", 1)[0] for uri in uris})
+    lines = [
+        f"Using a cached neff at {place}/model.neff"
+        if f"{place}/model.done" in uris
+        else f"Extracting graphs ({place}/model.hlo_module.pb) for ahead-of-time parallel compilation. No compilation was done."
+        for place in places
+    ]
+    for line in lines:
+        log("NEURON_CC_WRAPPER", line)
+    return lines
 
 
 def words(plan: dict[str, str], module: str, todo: list[str]) -> str | None:

@@ -5,8 +5,9 @@
 
 Embedding counts everything from the first row read to the closed Parquet file, for all with the model loaded; training counts
 steps, the peer's first few aside; input is what one core reads, tokenizes and batches. Printed are medians, the ratio to the
-peer's default, quality (cosine to the peer's fp32 embeddings), and the share of the machine's measured bf16 matrix peak that
-useful tokens stand for.
+peer's default, quality (cosine to the peer's fp32 embeddings), and the share of the machine's measured matrix peak that useful
+tokens stand for: in bf16, or in fp32 where the processor only emulates bf16. There the peers' bf16 ways, which would take hours,
+are skipped, and the table says which.
 Writes everything to `.trnpipe/bench/results.json`.
 """
 
@@ -20,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.backends.device import resolve_precision
 from pipeline.contract import RunPaths
-from pipeline.data.parts import read_part
+from pipeline.dataset.parts import read_part
 from tests.benchmarks.peers import ours, texts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,17 +62,36 @@ def main() -> None:
     assert package is not None
     model = Path(str(package.origin)).parent / "model"
     cores = len(os.sched_getaffinity(0))
-    found: dict[str, Any] = {"machine": machine(cores), "rows": []}
+    about = machine(cores)
+    found: dict[str, Any] = {"machine": about, "skipped": skipped(options.what, about["precision"]), "rows": []}
     run: Mapping[str, Callable[..., list[dict[str, Any]]]] = {"embed": embed, "train": train, "input": read}
     for what in options.what:
-        found["rows"] += run[what](model, cores, options, found["machine"]["bf16_peak_gflops"])
+        found["rows"] += run[what](model, cores, options, about)
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "results.json").write_text(json.dumps(found, indent=1))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table(found))
 
 
-def embed(model: Path, cores: int, options: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
+def skipped(parts: Sequence[str], precision: str) -> list[str]:
+    """The peers' ways that the processor would only emulate, see `computed`."""
+    peers = {"embed": EMBED_WAYS, "train": TRAIN_WAYS}
+    return [
+        f"{what}: {PEER} {way}" for what in parts for way in peers.get(what, ()) if way not in computed(peers[what], precision)
+    ]
+
+
+def computed(ways: Sequence[str], precision: str) -> list[str]:
+    """The ways that the processor has instructions for.
+
+    Args:
+        precision: in which it computes, `bf16` or `fp32`.
+    """
+    return [way for way in ways if precision == "bf16" or not way.endswith("bf16")]
+
+
+def embed(model: Path, cores: int, options: argparse.Namespace, about: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every set with every way."""
+    chosen = computed(EMBED_WAYS, about["precision"])
     pairs = texts.write_pairs(FOLDER / "few.jsonl", 400)
     rows = []
     for name in options.sets:
@@ -82,11 +103,11 @@ def embed(model: Path, cores: int, options: argparse.Namespace, peak: float) -> 
             "evaluate": {"candidates": 10},
         }
         paths = ours.plan(FOLDER / "embed", model=model, pairs=pairs, corpus=corpus, config=config)
-        outputs = {way: FOLDER / f"{name}-{way}.parquet" for way in EMBED_WAYS}
+        outputs = {way: FOLDER / f"{name}-{way}.parquet" for way in chosen}
         common = ["embed", "--model", model, "--corpus", corpus, "--length", LENGTH, "--threads", cores]
         ways: dict[str, Measure] = {
             f"{PEER} {way}": lambda way=way, common=common, outputs=outputs: peer(*common, "--way", way, "--output", outputs[way])  # type: ignore[misc]
-            for way in EMBED_WAYS
+            for way in chosen
         }
         ways["trnpipe"] = lambda paths=paths: own_embed(paths, model)  # type: ignore[misc]
         measured = in_turn(ways, options.rounds)
@@ -99,11 +120,11 @@ def embed(model: Path, cores: int, options: argparse.Namespace, peak: float) -> 
             rows.append(row)
         useful = flops(lengths(corpus, model, LENGTH), model)
         for row in rows[-len(measured) :]:
-            row["efficiency"] = useful / count * row["rate"] / 1e9 / (peak * cores)
+            row["efficiency"] = useful / count * row["rate"] / 1e9 / (about["peak_gflops"] * cores)
     return compared(rows)
 
 
-def train(model: Path, cores: int, options: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
+def train(model: Path, cores: int, options: argparse.Namespace, about: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One set: docstrings and their first lines."""
     pairs = texts.write_pairs(FOLDER / "pairs.jsonl", 6000)
     corpus = texts.write_corpus(FOLDER / "one.jsonl", "short", 1)
@@ -125,7 +146,8 @@ def train(model: Path, cores: int, options: argparse.Namespace, peak: float) -> 
     paths = ours.plan(FOLDER / "train", model=model, pairs=pairs, corpus=corpus, config=config)
     common = ["train", "--model", model, "--pairs", pairs, "--length", TRAIN_LENGTH, "--threads", cores]
     common += ["--steps", steps, "--batch", BATCH]
-    ways: dict[str, Measure] = {f"{PEER} {way}": lambda way=way: peer(*common, "--way", way) for way in TRAIN_WAYS}  # type: ignore[misc]
+    chosen = computed(TRAIN_WAYS, about["precision"])
+    ways: dict[str, Measure] = {f"{PEER} {way}": lambda way=way: peer(*common, "--way", way) for way in chosen}  # type: ignore[misc]
     ways["trnpipe"] = lambda: own_train(paths)
     rows = [
         summary("train", f"{BATCH} pairs, {TRAIN_LENGTH} tokens", way, taken, "pairs/s")
@@ -134,11 +156,11 @@ def train(model: Path, cores: int, options: argparse.Namespace, peak: float) -> 
     both = [lengths(pairs, model, TRAIN_LENGTH, column) for column in ("query", "document")]
     useful = 3 * sum(flops(one, model) for one in both) / len(both[0])
     for row in rows:
-        row["efficiency"] = useful * row["rate"] / 1e9 / (peak * cores)
+        row["efficiency"] = useful * row["rate"] / 1e9 / (about["peak_gflops"] * cores)
     return compared(rows)
 
 
-def read(model: Path, cores: int, options: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
+def read(model: Path, cores: int, options: argparse.Namespace, about: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Mixed texts on one core."""
     corpus = texts.write_corpus(FOLDER / "input.jsonl", "mixed", int(20_000 * options.scale))
     ways: dict[str, Measure] = {
@@ -200,7 +222,7 @@ def vectors(files: list[Path]) -> dict[str, np.ndarray]:
 
 def lengths(path: Path, model: Path, limit: int, column: str = "text") -> np.ndarray:
     """Tokens of every row's text."""
-    from pipeline.data.tokens import TextTokenizer
+    from pipeline.dataset.tokens import TextTokenizer
 
     with open(path, encoding="utf-8") as lines:
         return np.array(
@@ -211,11 +233,10 @@ def lengths(path: Path, model: Path, limit: int, column: str = "text") -> np.nda
 def flops(tokens: np.ndarray, model: Path) -> float:
     """Floating-point operations of one forward pass over texts of these lengths, without padding."""
     from pipeline.config import build_config
-    from pipeline.model.memory import read_shape
-    from pipeline.scale.work import Operations
+    from pipeline.model.shape import read_shape
 
-    operations = Operations.of_shape(read_shape(model, build_config({}).model))
-    return float(sum(operations.text(int(length)) for length in tokens))
+    shape = read_shape(model, build_config({}).model)
+    return float(sum(shape.flops(int(length)) for length in tokens))
 
 
 def machine(cores: int) -> dict[str, Any]:
@@ -231,17 +252,19 @@ def machine(cores: int) -> dict[str, Any]:
         ),
         "cores": cores,
         "bf16": sorted(flags & {"avx512_bf16", "amx_bf16"}),
-        "bf16_peak_gflops": peak(),
+        "precision": resolve_precision("cpu", "auto"),
+        "peak_gflops": peak(),
         "torch": torch.__version__,
     }
 
 
 def peak(size: int = 1024, times: int = 40) -> float:
-    """Billion operations per second and core of a square bf16 product, the best of a few tries."""
+    """Billion operations per second and core of a square product in the processor's precision, the best of a few tries."""
     import torch
 
     torch.set_num_threads(1)
-    left, right = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
+    dtype = torch.bfloat16 if resolve_precision("cpu", "auto") == "bf16" else torch.float32
+    left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     rates = []
     for _ in range(4):
         begun = time.perf_counter()
@@ -268,9 +291,12 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(found: Mapping[str, Any]) -> Table:
     about = found["machine"]
     made = Table(
-        title=f"{about['processor']}, {about['cores']} cores, {', '.join(about['bf16']) or 'no bf16 instructions'}, "
-        f"{about['bf16_peak_gflops']:.0f} GFLOP/s per core in bf16, torch {about['torch']}",
+        title=f"{about['processor']}, {about['cores']} cores, "
+        f"{', '.join(about['bf16']) if about['precision'] == 'bf16' else 'bf16 only emulated'}, "
+        f"{about['peak_gflops']:.0f} GFLOP/s per core in {about['precision']}, torch {about['torch']}",
         title_justify="left",
+        caption="\n".join(f"{way}: skipped, the processor only emulates bf16" for way in found["skipped"]),
+        caption_justify="left",
         box=None,
         pad_edge=False,
     )

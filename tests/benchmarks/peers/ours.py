@@ -75,8 +75,8 @@ def read(corpus: Path, model: Path, length: int) -> dict[str, Any]:
 
     import numpy as np
 
-    from pipeline.data.rows import read_documents
-    from pipeline.data.tokens import TextTokenizer
+    from pipeline.dataset.rows import read_documents
+    from pipeline.dataset.tokens import TextTokenizer
     from pipeline.model.inference import pad, plan_batches
     from pipeline.plan import Shard
     from pipeline.stages.embed import WINDOW_ROWS

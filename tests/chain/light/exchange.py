@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipeline.errors import TrnpipeError
-from pipeline.runtime.failure import lost_peer
-from pipeline.runtime.world import World
+from pipeline.run.failure import lost_peer
+from pipeline.run.world import World
 
 JOIN_SECONDS = 60
 RETRY_SECONDS = 0.05

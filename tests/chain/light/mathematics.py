@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.runtime import store
+from pipeline import store
 
 WEIGHTS = "model.safetensors"
 VOCABULARY = 1000
@@ -33,6 +33,7 @@ class TextTokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.vocabulary = VOCABULARY
+        self.digest = "words"
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         return [[zlib.crc32(word.encode()) % VOCABULARY for word in text.split()][:max_length] for text in texts]
@@ -75,14 +76,6 @@ class ResolvedParent:
     converted: bool = False
 
 
-class Room:
-    """As much as is wanted."""
-
-    @classmethod
-    def deployed(cls, *_: Any) -> Room:
-        return cls()
-
-
 def load_encoder(folder: Path, config: Any) -> Encoder:
     return Encoder(store.sha256_file(folder / WEIGHTS))
 
@@ -116,8 +109,8 @@ def encode(
 BACKBONE = SimpleNamespace(pad_token_id=0, max_position_embeddings=512, model_type="light", vocab_size=VOCABULARY)
 MODULES: dict[str, dict[str, Any]] = {
     "transformers": {"PreTrainedConfig": object},
-    "pipeline.data.tokens": {"TextTokenizer": TextTokenizer, "TEXTS_AT_ONCE": 1024, "Tokens": list},
-    "pipeline.model.compiled": {
+    "pipeline.dataset.tokens": {"TextTokenizer": TextTokenizer, "TEXTS_AT_ONCE": 1024, "Tokens": list},
+    "pipeline.graphs.compiled": {
         "encode_function": lambda context, device, encoder: encoder,
         "known_graphs": lambda context: None,
         "missing_sets": lambda bucket, plan: [],
@@ -129,28 +122,29 @@ MODULES: dict[str, dict[str, Any]] = {
         "load_encoder": load_encoder,
         "inspect_folder": lambda folder, config: (BACKBONE, False),
         "transformer_folder": lambda folder: folder,
+        "own_form": lambda folder, config: config,
     },
     "pipeline.model.inference": {"encode": encode},
-    "pipeline.model.memory": {
+    "pipeline.model.shape": {
         "ModelShape": object,
-        "known_limits": lambda config, kind, here: None,
+        "fetch_without_weights": store.local_folder,
         "read_shape": lambda folder, config: SimpleNamespace(hidden=DIMENSION),
-        "require_memory": lambda shape, config, world, limits: [],
-        "totals": lambda budgets: {"device": 0, "host": 0},
     },
     # What is small fits.
-    "pipeline.scale.limits": {
-        "LISTED_SHARDS": 20,
-        "Counts": SimpleNamespace,
-        "Room": Room,
-        "over": lambda needs: [],
-        "require_room": lambda *_: [],
-        "rows_read": lambda parts, ranks: 0,
+    "pipeline.estimate.memory": {
+        "known_capacity": lambda config, kind, here: SimpleNamespace(device=None, host=None),
+        "require_memory": lambda shape, config, world, capacity: [],
+        "totals": lambda budgets: {"device": 0, "host": 0},
     },
-    "pipeline.scale.work": {"part_count": lambda rows, rows_per_part, least: max(-(-rows // rows_per_part), min(least, rows))},
+    "pipeline.estimate.requirements": {
+        "attempt_minutes": lambda timeouts: {},
+        "over": lambda found: [],
+        "refuse": lambda found: None,
+        "requirements": lambda *_, **__: [],
+    },
     "pipeline.model.parent": {"ResolvedParent": ResolvedParent, "resolve_parent": resolve_parent},
-    "pipeline.model.watch": {"GraphWatch": GraphWatch},
-    "pipeline.runtime.device": {
+    "pipeline.graphs.graph_watch": {"GraphWatch": GraphWatch},
+    "pipeline.backends.device": {
         "Device": Device,
         "EncodeFunction": Encoder,
         "open_device": lambda *_, **__: Device(),

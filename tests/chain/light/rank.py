@@ -1,4 +1,4 @@
-"""A rank of an orchestration run: `python -m tests.chain.light.rank STAGE RUN_URI` is `pipeline.rank` without the mathematics."""
+"""A rank of an orchestration run: `python -m tests.chain.light.rank STAGE RUN_URI`, which computes nothing."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from tests.chain.light import mathematics, stages
 if __name__ == "__main__":
     mathematics.install()
     stages.install()
-    runpy.run_module("pipeline.rank", run_name="__main__")
+    runpy.run_module("pipeline.stages.rank", run_name="__main__")

@@ -15,11 +15,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
+from pipeline import store
 from pipeline.contract import Artifact, Stage, now
 from pipeline.errors import Defect, Transient, UnhealthyHost
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.interruption import Interruption, noticed
+from pipeline.run.context import StageContext, StageOutput
+from pipeline.run.shutdown import Interruption, noticed
 from pipeline.training.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -153,12 +153,12 @@ class Training:
 
 
 def evaluate(context: StageContext) -> StageOutput:
-    """A verdict on exactly the weights that are there: better than the parent whatever they are."""
+    """A verdict on exactly the weights that are there: better than the baseline whatever they are."""
     store.local_file(store.join(context.paths.rows, "holdout.arrow"), context.scratch)
     for done in range(10):
         context.heartbeat.beat(done, 10, unit="queries", note="evaluating")
         time.sleep(PACE_SECONDS)
-    scores = {"parent": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.6}, "difference": {"ndcg@10": 0.1}}
+    scores = {"baseline": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.6}, "difference": {"ndcg@10": 0.1}}
     gate = {"metric": "ndcg@10", "verdict": "accepted", "reason": "ndcg@10 0.6000 is not below 0.4990"}
     weights = store.join(context.paths.model, WEIGHTS)
     store.write_json(context.paths.scorecard, {**scores, "gate": gate})
@@ -170,7 +170,7 @@ def evaluate(context: StageContext) -> StageOutput:
 
 
 def _row_ids(context: StageContext) -> list[str]:
-    from pipeline.data.arrow import read_table
+    from pipeline.dataset.arrow import read_table
 
     rows = store.local_folder(context.paths.rows, context.scratch / "rows")
     return [str(identifier) for identifier in read_table(rows / "train.arrow")["id"].to_pylist()]

@@ -85,6 +85,12 @@ def other_blueprint(other_deployment: Any) -> Blueprint:
     return read_blueprint(Path(other_deployment.app.outdir), read_settings(other_deployment.app.node.get_all_context()))
 
 
+@pytest.fixture(scope="session")
+def smoke_blueprint(smoke_deployment: Any) -> Blueprint:
+    """Small hosts without accelerators."""
+    return read_blueprint(Path(smoke_deployment.app.outdir), read_settings(smoke_deployment.app.node.get_all_context()))
+
+
 Look = Callable[..., list[Finding]]
 
 

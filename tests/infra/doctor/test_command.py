@@ -17,7 +17,7 @@ from moto.server import ThreadedMotoServer
 from infra.doctor import command
 from infra.doctor.asking import Aws, Subject, examine
 from infra.doctor.blueprint import Blueprint, chosen_context
-from infra.doctor.command import DoctorOptions, run_doctor
+from infra.doctor.command import run_doctor
 from pipeline.errors import BadConfig, Transient
 
 REGION = "us-west-2"
@@ -84,7 +84,12 @@ def test_what_is_there_is_found(blueprint: Blueprint) -> None:
     ecr.put_image(repositoryName="trnpipe/cpu", imageManifest=json.dumps(index), imageTag="0.1.0")
     boto3.client("iam").create_role(RoleName="AWSServiceRoleForBatch", AssumeRolePolicyDocument="{}")
     subject = Subject(blueprint=blueprint, account="123456789012", after=False, ask=Aws(REGION))
-    checks = (command.account.bootstrap, command.account.service_roles, command.image.ami, command.image.containers)
+    checks = (
+        command.check_account.bootstrap,
+        command.check_account.service_roles,
+        command.check_image.ami,
+        command.check_image.containers,
+    )
     findings = [(finding.level.value, finding.what) for finding in examine(checks, subject)]
     assert ("ok", "CDK bootstrap") in findings
     assert ("ok", "service-linked role") in findings
@@ -97,13 +102,13 @@ def test_names_that_are_taken_over_http(blueprint: Blueprint) -> None:
     logs = boto3.client("logs")
     logs.create_log_group(logGroupName="/trnpipe/jobs")
     subject = Subject(blueprint=blueprint, account="123456789012", after=False, ask=Aws(REGION))
-    [finding] = command.account.names(subject)
+    [finding] = command.check_account.names(subject)
     assert finding.value == "log group /trnpipe/jobs"
     logs.delete_log_group(logGroupName="/trnpipe/jobs")
-    assert [one.what for one in command.account.names(subject)] == ["names of the first deployment are taken"]
+    assert [one.what for one in command.check_account.names(subject)] == ["names of the first deployment are taken"]
     assert [
         one.what
-        for one in command.account.names(Subject(blueprint=blueprint, account="123456789012", after=False, ask=Aws(REGION)))
+        for one in command.check_account.names(Subject(blueprint=blueprint, account="123456789012", after=False, ask=Aws(REGION)))
     ] == ["names are free"]
 
 
@@ -124,7 +129,8 @@ def test_a_stack_as_cloudformation_gives_it(blueprint: Blueprint) -> None:
         subject = Subject(blueprint=blueprint, account="123456789012", after=True, ask=Aws(REGION))
         [topic] = subject.physical("trnpipe", "AWS::SNS::Topic")
         assert topic.startswith("arn:aws:sns:us-west-2:123456789012:")
-        differing = [one for one in command.deployed.stacks(subject) if "is not what these settings would deploy" in one.what]
+        found = command.check_deployed.stacks(subject)
+        differing = [one for one in found if "is not what these settings would deploy" in one.what]
         assert "- Topic" in differing[0].value
     finally:
         cloudformation.delete_stack(StackName="trnpipe")
@@ -148,9 +154,7 @@ def test_settings_that_are_refused_end_with_64_before_anything_is_asked() -> Non
 
 
 def test_the_policy_is_printed() -> None:
-    small, large = (json.loads(doctor(*more).stdout)["Statement"][0]["Action"] for more in (["--policy"], ["--policy", "--gang"]))
-    assert "sts:GetCallerIdentity" in small
-    assert set(small) < set(large)
+    assert "sts:GetCallerIdentity" in json.loads(doctor("--policy").stdout)["Statement"][0]["Action"]
 
 
 @pytest.fixture
@@ -165,7 +169,7 @@ def test_without_credentials_that_is_the_only_finding(
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    assert run_doctor(DoctorOptions(as_json=True)) == 64
+    assert run_doctor(as_json=True) == 64
     [finding] = json.loads(capsys.readouterr().out)["findings"]
     assert finding["what"] == "AWS does not accept the credentials"
 
@@ -175,7 +179,7 @@ def test_an_account_that_cannot_be_reached_is_transient(monkeypatch: pytest.Monk
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0)
     with pytest.raises(Transient):
-        run_doctor(DoctorOptions())
+        run_doctor()
 
 
 @pytest.mark.usefixtures("drawn", "account")
@@ -188,15 +192,13 @@ def test_a_wrong_region_stops_the_questions(monkeypatch: pytest.MonkeyPatch, cap
         "cloudformation:ListStackResources": {"StackResourceSummaries": []},
     }
     monkeypatch.setattr(Aws, "__call__", lambda self, service, name, **_: answers[f"{service}:{name}"])
-    assert run_doctor(DoctorOptions(as_json=True)) == 64
+    assert run_doctor(as_json=True) == 64
     assert asked == []
     answers["account:GetRegionOptStatus"]["RegionOptStatus"] = "ENABLED"
-    assert run_doctor(DoctorOptions(as_json=True)) == 0
+    assert run_doctor(as_json=True) == 0
     assert asked == [(*command.ALWAYS, *command.BEFORE)]
-    assert run_doctor(DoctorOptions(as_json=True, after=True)) == 0
+    assert run_doctor(as_json=True, after=True) == 0
     assert asked[1] == (*command.ALWAYS, *command.AFTER)
-    with pytest.raises(BadConfig, match="no subnet to try a gang in"):
-        run_doctor(DoctorOptions(gang=True))
 
 
 def test_options_of_the_context_lie_over_cdk_json() -> None:
@@ -208,10 +210,10 @@ def test_options_of_the_context_lie_over_cdk_json() -> None:
 
 
 def test_every_check_is_run_by_the_command() -> None:
-    from infra.doctor import account, capacity, deployed, image, network, storage
+    from infra.doctor import check_account, check_capacity, check_deployed, check_image, check_network, check_storage
     from infra.doctor.asking import Check
 
-    modules = (account, capacity, deployed, image, network, storage)
+    modules = (check_account, check_capacity, check_deployed, check_image, check_network, check_storage)
     written = [one for module in modules for one in vars(module).values() if isinstance(one, Check)]
-    run = {id(one) for one in (account.region, *command.ALWAYS, *command.BEFORE, *command.AFTER)}
+    run = {id(one) for one in (check_account.region, *command.ALWAYS, *command.BEFORE, *command.AFTER)}
     assert {id(one) for one in written} == run

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from infra.doctor.asking import Finding, ok, problem, warning
-from infra.doctor.output import as_json, exit_code, show
+from infra.doctor.printing import as_json, exit_code, show
 
 GOOD = dataclasses.replace(ok("region", "us-west-2"), area="Account")
 ODD = dataclasses.replace(warning("no budget", remedy="https://example.com/budgets"), area="Account")

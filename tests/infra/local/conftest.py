@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import pytest
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
 
-from infra.local.batch import BatchRunner, BatchSettings
+from infra.local.batch import BatchRunner
+from infra.local.batch_nodes import BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
@@ -37,18 +37,6 @@ def templates(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def stack(templates: Path) -> LocalStack:
     return read_stack(templates)
-
-
-@pytest.fixture(scope="session")
-def polled(request: pytest.FixtureRequest) -> LocalStack:
-    """The same with gangs submitted and looked at again and again, every second."""
-    folder = request.config.cache.mkdir(f"cdk-out-poll-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
-    polled = read_stack(synthesize(folder, local_context((1, 2), {}, gang_submit="poll")))
-    definition = json.loads(polled.definition)
-    for state in definition["States"].values():
-        if state["Type"] == "Wait":
-            state["Seconds"] = 1
-    return replace(polled, definition=json.dumps(definition))
 
 
 class Machine:

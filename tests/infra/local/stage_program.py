@@ -19,7 +19,7 @@ METRICS = {
     "prepare": {"nodes": 1, "embed_children": 2, "compile": True},
     "train": {"steps": 10, "pairs_per_second": 123.4},
     "evaluate": {
-        "parent": {"ndcg@10": 0.5, "recall@1": 0.4},
+        "baseline": {"ndcg@10": 0.5, "recall@1": 0.4},
         "new": {"ndcg@10": 0.55, "recall@1": 0.39},
         "gate": {"verdict": "accepted", "reason": "ndcg@10 0.5500 is not below 0.4990"},
     },

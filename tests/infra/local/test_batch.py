@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from infra.local.batch import BatchRunner, BatchSettings, Job
+from infra.local.batch import BatchRunner
+from infra.local.batch_jobs import Job
+from infra.local.batch_nodes import BatchSettings
 from infra.local.definitions import ClientError, Container, ExitRule, JobDefinition, JobQueue, RetryStrategy
 
 SOON = timedelta(seconds=30)
@@ -130,6 +132,8 @@ def test_gang_variables_differ_between_main_node_and_others(start: Start, tmp_pa
     assert "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS" not in main
     assert other["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"] == "127.0.0.1"
     assert main["TRNPIPE_LEADER_PORT"] == other["TRNPIPE_LEADER_PORT"]
+    # Outside a local run rank 0 listens on all addresses.
+    assert main["TRNPIPE_LISTEN"] == other["TRNPIPE_LISTEN"] == "127.0.0.1"
     assert main["OMP_NUM_THREADS"] == "1"
     assert main["TRNPIPE_HOST"] != other["TRNPIPE_HOST"]
 
@@ -226,6 +230,10 @@ def test_no_matching_rule_means_retry_and_patterns_are_anded() -> None:
     assert RetryStrategy(attempts=2).again(64, "", "") is True
     with pytest.raises(ClientError, match="asterisk"):
         ExitRule(action="EXIT", on_exit_code="1*7")
+    with pytest.raises(ClientError, match="evaluateOnExit takes"):
+        ExitRule(action="EXIT", on_exit_code="6x")
+    with pytest.raises(ClientError, match="evaluateOnExit takes"):
+        ExitRule(action="EXIT", on_reason="Out-of-memory*")
     with pytest.raises(ClientError, match="at most 5"):
         RetryStrategy(attempts=2, rules=(rule,) * 6)
     with pytest.raises(ClientError, match="attempts must be"):
@@ -387,6 +395,8 @@ def test_trnpipe_in_a_command_is_this_installation(start: Start, tmp_path: Path)
     assert "".join(logs(tmp_path, job).values()).strip() == "['stage', 'train']"
 
 
+BY_SYNC = {"name": "MANAGED_BY_AWS", "value": "STARTED_BY_STEP_FUNCTIONS"}
+"""What `batch:submitJob.sync` adds to the environment of every job."""
 REFERRING = JobDefinition(name="referring", containers=(Container(command=("echo", "Ref::run")),), timeout_seconds=60)
 
 
@@ -409,7 +419,9 @@ REFERRING = JobDefinition(name="referring", containers=(Container(command=("echo
         ({"jobDefinition": "referring"}, "no value for Ref::run"),
         ({"nodeOverride": {}}, "unknown or unsupported parameters: nodeOverride"),
         ({"containerOverrides": {"environment": [{"name": "AWS_BATCH_X", "value": "1"}]}}, "reserved"),
-        ({"jobDefinition": "gang", "containerOverrides": {"command": ["x"]}}, "not applicable"),
+        ({"jobDefinition": "gang", "containerOverrides": {"command": ["x"]}}, "should not be set for multinode jobs"),
+        ({"jobDefinition": "gang", "containerOverrides": {"environment": [BY_SYNC]}}, "should not be set for multinode jobs"),
+        ({"tags": {str(number): "" for number in range(51)}}, "at most 50 tags"),
         ({"timeout": {"attemptDurationSeconds": 59}}, "at least 60"),
         ({"retryStrategy": {"attempts": 11}}, "1 to 10"),
     ],
@@ -421,19 +433,47 @@ def test_refuses_what_batch_refuses(start: Start, request_: dict[str, Any], word
     assert runner.jobs() == []
 
 
-def test_a_fair_queue_takes_share_and_priority_and_a_gang_takes_step_functions_variable(start: Start) -> None:
-    runner = start(gang("import os; assert os.environ['MANAGED_BY_AWS'] == 'STARTED_BY_STEP_FUNCTIONS'"))
-    job = finish(
-        runner,
-        "gang",
-        jobQueue="fair",
-        shareIdentifier="weekly",
-        schedulingPriorityOverride=10,
-        containerOverrides={"environment": [{"name": "MANAGED_BY_AWS", "value": "STARTED_BY_STEP_FUNCTIONS"}]},
-    )
+def test_a_fair_queue_takes_share_and_priority_and_a_single_job_step_functions_variable(start: Start) -> None:
+    runner = start(single("import os; assert os.environ['MANAGED_BY_AWS'] == 'STARTED_BY_STEP_FUNCTIONS'"))
+    fair = {"jobQueue": "fair", "shareIdentifier": "weekly", "schedulingPriorityOverride": 10}
+    job = finish(runner, "single", **fair, containerOverrides={"environment": [BY_SYNC]})
     assert job.status == "SUCCEEDED"
     assert described(runner, job.id)["shareIdentifier"] == "weekly"
     assert described(runner, job.id)["schedulingPriority"] == 10
+
+
+@pytest.mark.parametrize(
+    ("operation", "request_", "words"),
+    [
+        ("terminatejob", {"jobId": "JOB"}, "1 to 1024"),
+        ("terminatejob", {"jobId": "JOB", "reason": "x" * 1025}, "1 to 1024"),
+        ("describejobs", {"jobs": []}, "1 to 100 ids"),
+        ("describejobs", {"jobs": ["JOB"] * 101}, "1 to 100 ids"),
+        ("listjobs", {}, "exactly one of"),
+        ("listjobs", {"jobQueue": "queue", "arrayJobId": "JOB"}, "exactly one of"),
+    ],
+)
+def test_refuses_questions_that_batch_refuses(start: Start, operation: str, request_: dict[str, Any], words: str) -> None:
+    runner = start(single("pass"))
+    job = finish(runner, "single")
+    asked = {key: job.id if value == "JOB" else value for key, value in request_.items()}
+    with pytest.raises(ClientError, match=words):
+        runner.call(operation, asked)
+
+
+def test_jobs_are_listed_by_name_in_any_state(start: Start) -> None:
+    """As ListJobs does with the filter JOB_NAME: of either case, a prefix with an asterisk, newest first."""
+    runner = start(single("pass"))
+    ids = [finish(runner, "single", jobName=name).id for name in ("train-week-1", "Train-Week-1", "train-week-10")]
+
+    def listed(value: str) -> list[str]:
+        filters = [{"name": "JOB_NAME", "values": [value]}]
+        found = runner.list_jobs({"jobQueue": "plain", "filters": filters, "jobStatus": "RUNNING"})
+        return [job["jobId"] for job in found["jobSummaryList"]]
+
+    assert listed("train-week-1") == ids[1::-1]
+    assert listed("train-week-1*") == ids[::-1]
+    assert listed("week-1") == []
 
 
 def test_unknown_operations_are_refused(start: Start) -> None:

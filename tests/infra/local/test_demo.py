@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from infra.local import demo
-from infra.local.demo import FIRST_RUN_WEEKS, WEEKS, next_weeks, parent_folder, read_pairs, weekly_shards
+from infra.local.demo import FIRST_RUN_WEEKS, WEEKS, initial_folder, next_weeks, read_pairs, weekly_shards
+from infra.settings import ENVIRONMENTS
 from pipeline.config import build_config
 from pipeline.errors import MissingInput
 
@@ -54,6 +56,12 @@ def test_nothing():
     """
 ''',
 }
+
+
+def test_the_first_deployment_runs_the_demo_as_a_laptop_does() -> None:
+    config = yaml.safe_load((ENVIRONMENTS / "smoke.yaml").read_text())["config"]
+    for section, values in demo.CONFIG.items():
+        assert values.items() <= config[section].items(), section
 
 
 @pytest.fixture
@@ -119,6 +127,6 @@ def test_the_first_run_releases_many_weeks_and_each_later_one_another(tmp_path: 
 
 
 def test_the_model_is_a_real_one_and_the_configuration_valid() -> None:
-    assert json.loads((parent_folder() / "config.json").read_text())["model_type"] == "bert"
-    assert (parent_folder() / "model.safetensors").stat().st_size > 50 << 20
+    assert json.loads((initial_folder() / "config.json").read_text())["model_type"] == "bert"
+    assert (initial_folder() / "model.safetensors").stat().st_size > 50 << 20
     build_config(demo.CONFIG)

@@ -13,8 +13,8 @@ import pytest
 from botocore.exceptions import ClientError
 
 from infra.local import ecs
-from infra.local.batch import HostPool
-from pipeline.runtime import batch
+from infra.local.batch_nodes import HostPool
+from pipeline.host import own_job
 
 Start = Callable[..., Any]
 
@@ -36,9 +36,9 @@ def running(machine: Start) -> Any:
 def test_a_container_takes_its_own_host_out_and_an_operator_brings_it_back(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECS_CONTAINER_METADATA_URI_V4", running.uri)
     hosts = running.endpoint.batch.hosts
-    assert batch.instance_id() == running.host
+    assert own_job.instance_id() == running.host
     assert not hosts.is_drained(running.host)
-    assert batch.leave_cluster()
+    assert own_job.leave_cluster()
     assert hosts.is_drained(running.host)
     client = running.endpoint.client("ecs")
     arn = ecs.instance_arn(running.host)

@@ -15,7 +15,9 @@ import boto3
 import pytest
 
 from infra.local import moto_adapter, server
-from infra.local.batch import BatchRunner, BatchSettings, Job
+from infra.local.batch import BatchRunner
+from infra.local.batch_jobs import Job
+from infra.local.batch_nodes import BatchSettings
 from infra.local.definitions import Container, JobDefinition, JobQueue
 from infra.local.moto_adapter import Change, adapted
 from infra.local.server import LocalEndpoint, WsgiApplication
@@ -184,11 +186,33 @@ def test_the_end_of_a_job_is_noticed_at_once(execute: Execute, monkeypatch: pyte
     assert execute(definition("batch:submitJob.sync", SUBMIT), None, seconds=1)[0]["status"] == "SUCCEEDED"
 
 
+def test_variables_are_read_where_they_are_named(execute: Execute) -> None:
+    more = {"count": {"Type": "Wait", "Seconds": 0, "Assign": {"laps.$": "States.MathAdd($laps, 2)"}, "Next": "enough"}}
+    more["enough"] = {"Type": "Choice", "Choices": [{"Variable": "$laps", "NumericEquals": 3, "Next": "done"}]}
+    states = {"begin": {"Type": "Pass", "Assign": {"laps": 1}, "Next": "count"}, **more, "done": {"Type": "Succeed"}}
+    text = json.dumps({"StartAt": "begin", "States": states})
+    assert execute(text, moto_adapter.read_variables)[0]["status"] == "FAILED"
+    assert execute(text, None)[0]["status"] == "SUCCEEDED"
+
+
+def test_a_wait_ends_with_the_gang_that_its_execution_polls(execute: Execute) -> None:
+    task = {"Type": "Task", "Resource": "arn:aws:states:::aws-sdk:batch:submitJob", "Parameters": SUBMIT, "Next": "Wait"}
+    states = {
+        "Submit": {**task, "Assign": {"job.$": "$.JobId"}},
+        # Longer than `execute` waits.
+        "Wait": {"Type": "Wait", "Seconds": 600, "End": True},
+    }
+    execution, [job] = execute(json.dumps({"StartAt": "Submit", "States": states}), None, seconds=1)
+    assert (execution["status"], job.status) == ("SUCCEEDED", "SUCCEEDED")
+
+
 def test_the_engine_is_as_it_was_afterwards() -> None:
     owners = (
         moto_adapter.AmazonStateLanguageParser,
         moto_adapter.boto_client,
         moto_adapter.StateTaskService,
+        moto_adapter.WaitFunction,
+        moto_adapter.StringVariableSample,
         moto_adapter.StateTaskServiceBatch,
         moto_adapter.batch_module,
         moto_adapter.callback_module,

@@ -21,15 +21,15 @@ from rich.console import Console
 from infra.local.template import LocalStack
 from pipeline.contract import EXECUTION_TAG
 from pipeline.errors import BadConfig, MissingInput
-from pipeline.operate import listing
+from pipeline.operate import runs
+from pipeline.operate.deployment import open_site
 from pipeline.operate.executions import find
-from pipeline.operate.site import open_site
-from pipeline.operate.starting import start
-from pipeline.operate.stopping import stop
-from pipeline.operate.watching import watch
+from pipeline.operate.start import start
+from pipeline.operate.stop import stop
+from pipeline.operate.watch import watch
 
 Start = Callable[..., Any]
-SCORES = {"parent": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.4}}
+SCORES = {"baseline": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.4}}
 
 
 def command(*arguments: str | Path, state: Path) -> list[str]:
@@ -118,13 +118,13 @@ def test_start_checks_first_then_watches_to_the_end_and_runs_lists_it(machine: S
         with pytest.raises(BadConfig, match="outside of these folders"):
             start(site, {"data": {"train": ["s3://elsewhere/rows"]}})
     [row] = listed(local.state)
-    told = {key: row[key] for key in ("run", "execution", "share", "result", "parent", "new", "published")}
+    told = {key: row[key] for key in ("run", "execution", "share", "result", "baseline", "new", "published")}
     assert told == {
         "run": "good",
         "execution": "good",
         "share": "experiments",
         "result": "succeeded",
-        "parent": 0.5,
+        "baseline": 0.5,
         "new": 0.55,
         "published": False,
     }
@@ -159,19 +159,18 @@ def test_a_refused_and_a_failed_run_end_with_their_codes_and_reasons(machine: St
 
 
 def listed(state: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(listing.as_json(listing.runs("", state, 10)))
+    found: list[dict[str, Any]] = json.loads(runs.as_json(runs.runs("", state, 10)))
     return found
 
 
-@pytest.mark.parametrize("form", ["sync", "poll"])
-def test_stop_leaves_no_job_behind(machine: Start, stack: LocalStack, polled: LocalStack, form: str) -> None:
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+def test_stop_leaves_no_job_behind(machine: Start, stack: LocalStack, stage: str) -> None:
     # Without the watch that ends the jobs of an aborted execution as well: it may come first.
-    alone = replace(stack if form == "sync" else polled, watches=())
-    local = machine({"train": {"seconds": 600}}, stack=alone)
+    local = machine({stage: {"seconds": 600}}, stack=replace(stack, watches=()))
     mine = local.start("mine", {"registry": None})
-    job = running(local, "train-mine")
+    job = running(local, f"{stage}-mine")
     local.start("other", {"registry": None})
-    theirs = running(local, "train-other")
+    theirs = running(local, f"{stage}-other")
     stopped = trnpipe("stop", "mine", "--reason", "wrong data", state=local.state)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert "execution mine stopped" in stopped.stdout
@@ -179,7 +178,7 @@ def test_stop_leaves_no_job_behind(machine: Start, stack: LocalStack, polled: Lo
     assert job.done.is_set()
     assert {one.status for one in local.endpoint.batch.jobs() if one.name.endswith("-mine")} == {"SUCCEEDED", "FAILED"}
     assert local.finish(mine)["status"] == "ABORTED"
-    if form == "poll":
+    if stage == "train":
         assert f"job train-mine ({job.id}) terminated, was RUNNING" in stopped.stdout
         assert job.status_reason == "wrong data"
     # What is another execution's is left alone.
@@ -190,7 +189,7 @@ def test_stop_leaves_no_job_behind(machine: Start, stack: LocalStack, polled: Lo
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("is ABORTED already" in text, "terminated" in text) == (True, False)
         assert watch(site, find(site, "mine"), console) == 130
-        assert "train was stopped (run mine)" in console.file.getvalue()  # type: ignore[attr-defined]
+        assert f"{stage} was stopped (run mine)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_ends_only_the_watching_and_a_run_that_takes_its_endpoint_along_is_judged_by_its_files(

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from infra.local.run import DEPLOYMENT_CONFIG, LocalOptions, _Request, run_local
+from infra.local import demo
+from infra.local.run import DEPLOYMENT_CONFIG, LocalRequest, run_local
 from pipeline.errors import BadConfig, MissingInput
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("stage_program.py")))
@@ -37,7 +38,7 @@ def shard(tmp_path: Path) -> Path:
 
 def run(state: Path, monkeypatch: pytest.MonkeyPatch, script: dict[str, Any] | None = None, **options: Any) -> int:
     monkeypatch.setenv("TRNPIPE_TEST_SCRIPT", json.dumps(script or {}))
-    return run_local(LocalOptions(state=state, program=PROGRAM, plain=True, **options))
+    return run_local(LocalRequest.of(state, **options), program=PROGRAM, plain=True)
 
 
 def execution_input(state: Path) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def test_mistakes_are_answered_before_anything_starts(
 ) -> None:
     began = time.monotonic()
     with pytest.raises(error, match=words.replace(".", r"\.")):
-        run_local(LocalOptions(state=tmp_path / "state", **options))
+        run_local(LocalRequest.of(tmp_path / "state", **options))
     assert not (tmp_path / "state").exists()
     assert time.monotonic() - began < 2
 
@@ -72,13 +73,13 @@ def test_own_data_goes_into_the_bucket_and_the_outcome_is_printed(
     state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(state.parent)
-    code = run(state, monkeypatch, inputs=(shard,), corpus=(shard,), parent="model", nodes=1, settings=("train.steps=3",))
+    code = run(state, monkeypatch, inputs=(shard,), corpus=(shard,), initial="model", nodes=1, settings=("train.steps=3",))
     assert code == 0
     given = execution_input(state)
     bucket = given["data"]["train"][0].removesuffix("/data/input/")
     assert given == {
         "data": {"train": [f"{bucket}/data/input/"], "corpus": [f"{bucket}/data/corpus/"]},
-        "model": {"parent": str(state.parent / "model")},
+        "model": {"initial": str(state.parent / "model")},
         "nodes": 1,
         "train": {"steps": 3},
     }
@@ -86,7 +87,7 @@ def test_own_data_goes_into_the_bucket_and_the_outcome_is_printed(
     assert stored.name.endswith("-pairs.jsonl")
     assert stored.read_bytes() == shard.read_bytes()
     text = capsys.readouterr().out
-    assert "ndcg@10   0.5000  0.5500     +0.0500" in text
+    assert "ndcg@10     0.5000  0.5500     +0.0500" in text
     assert "10 steps, 123.4 pairs/s" in text
     assert "1,000 documents, 500.0 documents/s" in text
     assert str(next((state / "bucket/runs").iterdir()) / "embed") in text
@@ -106,7 +107,7 @@ def test_own_data_goes_into_the_bucket_and_the_outcome_is_printed(
 def test_xla_has_one_node_unless_another_number_is_asked_for(
     tmp_path: Path, shard: Path, options: dict[str, Any], nodes: int | None
 ) -> None:
-    request = _Request.of(LocalOptions(state=tmp_path / "state", inputs=(shard,), **options))
+    request = LocalRequest.of(tmp_path / "state", inputs=(shard,), **options)
     assert request.given.get("nodes") == nodes
     assert request.config.nodes == (nodes or DEPLOYMENT_CONFIG["nodes"])
 
@@ -126,7 +127,7 @@ def test_a_run_that_has_nothing_to_compile_says_so(
 def test_the_gate_s_refusal_is_67_and_shows_the_numbers(
     state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gate = {"parent": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.4}, "gate": {"verdict": "refused", "reason": "it fell"}}
+    gate = {"baseline": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.4}, "gate": {"verdict": "refused", "reason": "it fell"}}
     assert run(state, monkeypatch, {"evaluate": {"metrics": gate}}, inputs=(shard,)) == 67
     text = capsys.readouterr().out
     assert "gate: refused: it fell" in text
@@ -165,17 +166,25 @@ def test_the_published_model_is_the_next_parent(state: Path, shard: Path, monkey
     assert "model" not in execution_input(state)
 
 
-def test_sigterm_stops_the_run_and_everything_in_it(state: Path, shard: Path, tmp_path: Path) -> None:
+def test_the_demos_model_is_the_initial_one(state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "initial_folder", lambda: Path("/demo"))
+    assert run(state, monkeypatch, inputs=(shard,)) == 0
+    assert execution_input(state)["model"] == {"initial": "/demo"}
+
+
+def test_sigterm_stops_everything_whatever_the_users_aws_profile(state: Path, shard: Path, tmp_path: Path) -> None:
     program = textwrap.dedent(
         f"""
         import sys
         from pathlib import Path
-        from infra.local.run import LocalOptions, run_local
+        from infra.local.run import LocalRequest, run_local
         state, shard = Path({str(state)!r}), Path({str(shard)!r})
-        sys.exit(run_local(LocalOptions(state=state, inputs=(shard,), program={PROGRAM!r}, plain=True)))
+        sys.exit(run_local(LocalRequest.of(state, inputs=(shard,)), program={PROGRAM!r}, plain=True))
         """
     )
-    environment = {**os.environ, "TRNPIPE_TEST_SCRIPT": json.dumps({"health_check": {"seconds": 600}})}
+    script = json.dumps({"health_check": {"seconds": 600}})
+    # Whatever the user has configured for AWS is not the local run's: a profile that does not exist must not end it.
+    environment = {**os.environ, "TRNPIPE_TEST_SCRIPT": script, "AWS_PROFILE": "missing"}
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None

@@ -17,7 +17,7 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.data.rows import MAX_ROW_BYTES, BadRow, CorpusRow, TrainingRow, read_corpus_rows, read_training_rows
+from pipeline.dataset.rows import MAX_ROW_BYTES, BadRow, CorpusRow, TrainingRow, read_corpus_rows, read_training_rows
 from pipeline.errors import BadData
 from tests.pipeline.fuzz.mutations import files, texts, values
 

@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrnpipeError, plain
-from pipeline.runtime import neuron_compile, neuron_launch, neuron_tools, taxonomy
-from pipeline.runtime.monitor import parse_report
-from pipeline.runtime.neuron_tools import ToolError
-from pipeline.runtime.world import NodeWorld
+from pipeline.run.world import NodeWorld
+from pipeline.sdk import compile_cache, known_errors, neuron_launch, neuron_tools
+from pipeline.sdk.monitor import parse_report
+from pipeline.sdk.neuron_tools import ToolError
 from tests.pipeline.fuzz.mutations import files
 
 DEVICES = [
@@ -99,7 +99,7 @@ lines = st.lists(st.sampled_from([*SUMMARY, *ALARMS]) | st.text(max_size=60), ma
 def test_the_compilers_summary(tmp_path_factory: pytest.TempPathFactory, said: list[str], code: int, data: st.DataObject) -> None:
     cut = [line[: data.draw(st.integers(0, 200))] if data.draw(st.booleans()) else line for line in [*SUMMARY, *said]]
     try:
-        summary = neuron_compile._summary(code, cut, str(tmp_path_factory.getbasetemp() / "no-cache"), 1.0)
+        summary = compile_cache._summary(code, cut, str(tmp_path_factory.getbasetemp() / "no-cache"), 1.0)
     except TrnpipeError as error:
         assert error.what  # noqa: PT017
     else:
@@ -107,10 +107,10 @@ def test_the_compilers_summary(tmp_path_factory: pytest.TempPathFactory, said: l
 
 
 @given(lines)
-def test_the_taxonomy(said: list[str]) -> None:
-    finding = taxonomy.classify(said, nodes=2)
+def test_known_errors(said: list[str]) -> None:
+    finding = known_errors.classify(said, nodes=2)
     if finding:
-        assert len(finding.line) <= taxonomy.LINE_CHARACTERS
+        assert len(finding.line) <= known_errors.LINE_CHARACTERS
         assert finding.error(NodeWorld()).what
 
 
@@ -152,14 +152,14 @@ FILLINGS = (
 def test_no_pattern_takes_longer_than_a_line_is_long(beginning: str, filling: str) -> None:
     line = beginning + filling * (LONG // len(filling))
     started = time.process_time()
-    taxonomy.match(line, nodes=2)
+    known_errors.match(line, nodes=2)
     neuron_tools.NCCOM_FAILURE.search(line)
     neuron_launch.FAILED_RANK.search(line)
     plain(line)
     # Lines of the tool that compiles are cut before they are kept.
-    kept = [line[: 4 * taxonomy.LINE_CHARACTERS]] * 20
-    neuron_compile._speaks("x", kept)
-    for pattern in (neuron_compile.TOTAL, neuron_compile.CACHED, neuron_compile.FAILED, neuron_compile.CACHE_KEY):
+    kept = [line[: 4 * known_errors.LINE_CHARACTERS]] * 20
+    compile_cache._speaks("x", kept)
+    for pattern in (compile_cache.TOTAL, compile_cache.CACHED, compile_cache.FAILED, compile_cache.CACHE_KEY):
         pattern.search(kept[0])
-    neuron_compile._reported(kept)
+    compile_cache._reported(kept)
     assert time.process_time() - started < 3, (beginning, filling)

@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer import modules
 from torch import nn
 
 from pipeline.config import HeadConfig, ModelConfig
-from pipeline.data.tokens import TextTokenizer
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import load_encoder, save_folder

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipeline.backends.device import Device, open_device
 from pipeline.config import EmbedConfig
 from pipeline.model.encoder import texts_per_row
 from pipeline.model.inference import (
@@ -23,8 +24,7 @@ from pipeline.model.inference import (
     plan_batches,
     texts_of_every_shape,
 )
-from pipeline.runtime.device import Device, open_device
-from pipeline.runtime.world import World
+from pipeline.run.world import World
 from pipeline.stages.embed import WINDOW_ROWS
 from tests.tiny import make_model
 
@@ -149,11 +149,11 @@ def test_static_shapes_on_compiling_devices(tmp_path: Path, device: Device, monk
         shapes.add(tuple(tokens.shape))
         return encoder.packed(tokens, segments, positions)
 
-    monkeypatch.setattr(device, "kind", "neuron")
+    monkeypatch.setattr(device, "compiles", True)
     found = encode(compiled, device, texts, (8, 16, 32), 48)
     assert shapes <= {(6, 8), (3, 16), (1, 32)}
     torch.testing.assert_close(found.embeddings, eager, rtol=0, atol=1e-5)
-    again = encode(for_encoding(encoder, device.kind), device, texts, (8, 16, 32), 48)
+    again = encode(for_encoding(encoder, compiles=device.compiles), device, texts, (8, 16, 32), 48)
     assert torch.equal(again.embeddings, found.embeddings)
     assert found.tokens == sum(map(len, texts))
     assert found.slots - found.tokens < 48

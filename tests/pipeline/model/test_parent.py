@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline import store
 from pipeline.config import HeadConfig, ModelConfig
-from pipeline.data.tokens import TextTokenizer
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.parent import ResolvedParent, resolve_parent
-from pipeline.runtime import store
 from tests.tiny import make_model
 
 
@@ -359,6 +359,31 @@ def test_files_of_another_kind(tmp_path: Path, resolve: Callable[..., ResolvedPa
     (tmp_path / "odd.bin").write_bytes(content)
     with pytest.raises((BadData, BadConfig)):
         resolve(tmp_path / "odd.bin")
+
+
+def tensor_entry(start: int, stop: int, shape: int = 2) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [shape], "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": tensor_entry(0, 8), "b": tensor_entry(4, 12)},
+        {"a": tensor_entry(0, 8), "b": tensor_entry(8, 1 << 40)},
+        {"a": tensor_entry(0, 8, shape=1 << 62)},
+        {"a": tensor_entry(8, 0)},
+        b"[" * 100_000,
+        1 << 60,
+        100 << 20,
+    ],
+    ids=["overlapping", "beyond the file", "huge shape", "backwards", "nested", "longer than memory", "longer than the file"],
+)
+def test_hostile_safetensors_headers(tmp_path: Path, resolve: Callable[..., ResolvedParent], header: Any) -> None:
+    text = json.dumps(header).encode() if isinstance(header, dict) else header if isinstance(header, bytes) else b"{}"
+    length = header if isinstance(header, int) else len(text)
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + text + b"\0" * 16)
+    with pytest.raises(BadData, match="truncated"):
+        resolve(tmp_path / "model.safetensors")
 
 
 def test_weights_of_something_else(tmp_path: Path, resolve: Callable[..., ResolvedParent]) -> None:

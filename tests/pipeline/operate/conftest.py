@@ -12,7 +12,7 @@ import boto3
 import pytest
 from botocore.stub import Stubber
 
-from pipeline.operate.site import CONFIG, Site
+from pipeline.operate.deployment import CONFIG, Site
 
 MACHINE = "arn:aws:states:us-west-2:123456789012:stateMachine:trnpipe"
 EXECUTION = "arn:aws:states:us-west-2:123456789012:execution:trnpipe:"

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from pipeline.contract import EXECUTION_TAG, StageFailure
 from pipeline.errors import BadConfig, Transient
-from pipeline.operate import jobs, stopping
+from pipeline.operate import run_jobs, stop
 from pipeline.operate.executions import Execution, History, describe, find
-from pipeline.operate.files import LocalFiles
+from pipeline.operate.run_files import LocalFiles
 
 Make = Callable[..., dict[str, Any]]
 
@@ -121,7 +121,7 @@ def add_listing(answers: Any, execution: Execution, *listed: list[dict[str, Any]
 def test_only_what_is_tagged_as_the_execution_s_is_stopped_until_nothing_is_left(
     answers: Any, make_execution: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stop, "LOOK_SECONDS", 0.0)
     execution = known(answers, make_execution())
     answers.add_machine()
     asked = {"executionArn": execution.arn, "error": "Stopped", "cause": "why"}
@@ -135,10 +135,10 @@ def test_only_what_is_tagged_as_the_execution_s_is_stopped_until_nothing_is_left
     add_listing(answers, execution, [summary("mine", "FAILED")], [summary("late", "STARTING")])
     answers.add("batch", "describe_jobs", {"jobs": [detail("late", "STARTING", tags=mine)]}, {"jobs": ["late"]})
     answers.add("batch", "terminate_job", {}, {"jobId": "late", "reason": "why"})
-    for _ in range(stopping.QUIET_LOOKS):
+    for _ in range(stop.QUIET_LOOKS):
         add_listing(answers, execution, [], [summary("late", "FAILED")])
     console = Console(file=io.StringIO(), width=200)
-    stopping.stop(answers.site, execution, "why", console)
+    stop.stop(answers.site, execution, "why", console)
     answers.done()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "job train-mine (mine) terminated, was RUNNABLE" in text
@@ -147,14 +147,14 @@ def test_only_what_is_tagged_as_the_execution_s_is_stopped_until_nothing_is_left
 
 
 def test_jobs_that_do_not_end_are_named(answers: Any, make_execution: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "PATIENCE", timedelta(seconds=-1))
+    monkeypatch.setattr(stop, "PATIENCE", timedelta(seconds=-1))
     execution = known(answers, make_execution(status="ABORTED"))
     answers.add_machine()
     add_listing(answers, execution, [summary("mine", "RUNNING")], [])
     answers.add("batch", "describe_jobs", {"jobs": [detail("mine", tags={EXECUTION_TAG: execution.arn})]}, {"jobs": ["mine"]})
     answers.add("batch", "terminate_job", {}, {"jobId": "mine", "reason": "why"})
     with pytest.raises(Transient, match=r"train-mine \(mine\) is RUNNING"):
-        stopping.stop(answers.site, execution, "why", Console(file=io.StringIO()))
+        stop.stop(answers.site, execution, "why", Console(file=io.StringIO()))
 
 
 def failure(node: int) -> StageFailure:
@@ -166,7 +166,7 @@ def test_the_log_is_that_of_the_node_or_child_that_failed_first(answers: Any) ->
         answers.add("batch", "describe_jobs", {"jobs": [detail(job_id, "FAILED", **more)]}, {"jobs": [job_id]})
 
     def logs(job_id: str, failed: StageFailure | None) -> list[str]:
-        found = list(jobs.failed_logs(answers.site, job_id, failed))
+        found = list(run_jobs.failed_logs(answers.site, job_id, failed))
         answers.done()
         return found
 

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from pipeline.contract import Stage, StageFailure, StageResult
-from pipeline.operate.files import LocalFiles
 from pipeline.operate.outcome import conclude, exit_code, judge
 from pipeline.operate.progress import Tracker
+from pipeline.operate.run_files import LocalFiles
 
 START = datetime(2026, 1, 4, 3, 0, tzinfo=timezone.utc)
 
@@ -53,6 +53,8 @@ def job_detail(*codes: int | None) -> str:
         ({"status": "FAILED", "error": "InputRefused"}, 64),
         ({"status": "FAILED", "error": "LockHeld"}, 75),
         ({"status": "FAILED", "error": "train: States.Timeout", "cause": ""}, 75),
+        ({"status": "FAILED", "error": "train: GangOverdue", "cause": "job a is RUNNING and has not ended"}, 75),
+        ({"status": "FAILED", "error": "train: GangLost", "cause": "Batch does not describe job a"}, 75),
         # Cancelled while it waited for hosts, or its host was lost: nothing of it ever ended by itself.
         ({"status": "FAILED", "error": "train: States.TaskFailed", "cause": job_detail()}, 75),
         ({"status": "FAILED", "error": "train: States.TaskFailed", "cause": job_detail(75, None)}, 75),

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pipeline.commands.terminal import clock
 from pipeline.contract import Stage, StageResult
 from pipeline.operate import progress
-from pipeline.operate.files import LocalFiles
-from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker, clock
+from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker
+from pipeline.operate.run_files import LocalFiles
 
 START = datetime(2026, 1, 4, 3, 0, tzinfo=timezone.utc)
 
@@ -239,7 +240,7 @@ def test_loss_and_quality_come_with_the_files(tmp_path: Path) -> None:
     events = history("train")
     tracker.update(events)
     assert tracker.lines[Stage.TRAIN].numbers == "loss 1.2500, ndcg@10 0.5000"
-    scores = {"parent": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.625}}
+    scores = {"baseline": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.625}}
     result = StageResult(stage="evaluate", run="r", status="done", started="", finished="", fingerprint="f", metrics=scores)
     (tmp_path / "evaluate").mkdir()
     (tmp_path / "evaluate/result.json").write_bytes(result.to_json())

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline.contract import Stage
-from pipeline.model.compiled import GraphSet, set_uri, write_set
+from pipeline.graphs.compiled import GraphSet, set_uri, write_set
 from pipeline.plan import GraphsPlan
 from pipeline.plan import World as PlannedWorld
-from pipeline.runtime.world import World
+from pipeline.run.world import World
 from pipeline.stages import compile as stage
 
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from safetensors.torch import load, save
 
+from pipeline import store
 from pipeline.contract import Stage, StageResult
-from pipeline.data import rows
-from pipeline.data.ids import IdDigest
-from pipeline.data.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_from_json, read_part
-from pipeline.data.tokens import TextTokenizer
+from pipeline.dataset import rows
+from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_from_json, read_part
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData, ExitCode, MissingInput, Transient
 from pipeline.plan import World as PlannedWorld
 from pipeline.plan import own_parts
-from pipeline.runtime import store
 from pipeline.stages import embed, evaluate, publish
 from tests.pipeline.conftest import make_texts
 from tests.tiny import WORDS
@@ -404,7 +404,7 @@ def test_publish_refuses_a_list_that_is_not_the_records(plan_run: Any, damage: s
 
 
 def test_texts_of_hits_are_found_behind_documents_without_an_embedding(plan_run: Any, tmp_path: Path) -> None:
-    from pipeline.search import search
+    from pipeline.commands.search import search
 
     run = publishable(plan_run)
     publish.run(run.context(Stage.PUBLISH))
@@ -466,7 +466,7 @@ def test_a_child_that_runs_twice_and_is_killed_gives_every_id_once(plan_run: Any
     run = plan_run(s3_root, texts=make_texts(400), part_rows=5, children=1)
     run.finish(Stage.EVALUATE, evaluate.run(run.context(Stage.EVALUATE)))
     count = len(run.plan.embed.parts)
-    command = [sys.executable, "-m", "pipeline.rank", "embed", run.paths.root]
+    command = [sys.executable, "-m", "pipeline.stages.rank", "embed", run.paths.root]
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""evaluate: both models over a real hold-out, the interval of the difference, and the gate's verdict."""
+"""evaluate: the models over a real hold-out, the interval of the difference, and the gate's verdict."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from transformers import BertTokenizerFast
 
-from pipeline.config import GateConfig
+from pipeline import store
+from pipeline.config import GateConfig, ModelConfig
 from pipeline.contract import Stage
-from pipeline.data.arrow import SCHEMAS
-from pipeline.data.query_values import QueryValues
+from pipeline.dataset.arrow import PUBLISHED, SCHEMAS, read_table
+from pipeline.dataset.rows import normalized_hash
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData
-from pipeline.model.retrieval import METRICS
-from pipeline.runtime import store
+from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.retrieval import METRICS
+from pipeline.model.encoder import new_encoder
+from pipeline.model.folder import load_encoder, save_folder
+from pipeline.plan import Published
 from pipeline.stages import evaluate
 
 
@@ -28,14 +34,16 @@ def test_equal_models_are_accepted(plan_run: Any, cloudwatch: Any) -> None:
     assert metrics["queries"] == 30
     assert metrics["candidates"] == 100
     # Queries are parts of their documents: a model that told nothing apart would be near 0.01.
-    assert metrics["parent"]["recall@10"] > 0.3
+    assert metrics["baseline"]["recall@10"] > 0.3
     for metric in METRICS:
-        assert metrics["parent"][metric] == metrics["new"][metric]
+        assert metrics["baseline"][metric] == metrics["new"][metric]
         assert metrics["difference"][metric] == {"value": 0.0, "low": 0.0, "high": 0.0}
     assert output.inputs["model"].sha256 == run.plan.parent.sha256
     run.finish(Stage.EVALUATE, output)
     [told] = cloudwatch()
-    assert (told["Ndcg"], told["ParentNdcg"], told["GateDrop"]) == (metrics["new"]["ndcg@10"], metrics["parent"]["ndcg@10"], 0.0)
+    expected = (metrics["new"]["ndcg@10"], metrics["baseline"]["ndcg@10"], 0.0)
+    assert (told["Ndcg"], told["BaselineNdcg"], told["GateDrop"]) == expected
+    assert "parent" not in metrics  # it is the baseline
 
     scorecard = store.read_json(run.paths.scorecard)
     assert scorecard["new"] == metrics["new"]
@@ -57,13 +65,88 @@ def test_worse_model_is_refused_with_exit_0(plan_run: Any) -> None:
     output = evaluate.run(run.context(Stage.EVALUATE))
     gate = output.metrics["gate"]
     assert gate["verdict"] == "refused"
-    assert gate["new"] < gate["parent"]
-    assert gate["difference"] == pytest.approx(gate["new"] - gate["parent"])
+    assert gate["new"] < gate["baseline"]
+    assert gate["difference"] == pytest.approx(gate["new"] - gate["baseline"])
     assert gate["metric"] == "ndcg@10"
     assert "ndcg@10 fell by" in gate["reason"]
     difference = output.metrics["difference"]["ndcg@10"]
     assert difference["low"] < difference["value"] < difference["high"] < 0
     assert json.loads(run.finish(Stage.EVALUATE, output).to_json())["status"] == "done"
+
+
+def publish(run: Any, folder: str, **settings: Any) -> None:
+    """Let the registry name the model in `folder` when the run was planned."""
+    weights = store.sha256(store.join(folder, "model.safetensors"))
+    published = Published(run="week-00", folder=folder, sha256=weights, registry_etag="1", **settings)
+    run.replan(published=published)
+
+
+def test_a_bad_parent_whose_training_changes_nothing_does_not_replace_a_good_model(plan_run: Any) -> None:
+    run = plan_run()
+    good = store.join(run.paths.bucket_root, "runs", "week-00", "model")
+    store.upload_folder(Path(run.plan.parent.folder), good)
+    bad = _without_words(store.read_bytes(store.join(good, "model.safetensors")))
+    for folder in (run.plan.parent.folder, run.paths.model):
+        store.write_bytes(store.join(folder, "model.safetensors"), bad)
+    against_parent = evaluate.run(run.context(Stage.EVALUATE))
+    assert against_parent.metrics["gate"]["verdict"] == "accepted"
+
+    publish(run, good)
+    output = evaluate.run(run.context(Stage.EVALUATE))
+    metrics, gate = output.metrics, output.metrics["gate"]
+    assert (gate["verdict"], gate["published"]) == ("refused", "week-00")
+    assert "published by run week-00" in gate["reason"]
+    assert metrics["parent"] == metrics["new"] == against_parent.metrics["baseline"]
+    assert metrics["baseline"]["ndcg@10"] > metrics["new"]["ndcg@10"]
+    assert output.inputs["published"].uri == good
+
+
+@pytest.mark.parametrize("same_graphs", [True, False])
+def test_a_published_model_of_another_form_is_measured_in_its_own_tokens(
+    plan_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_graphs: bool
+) -> None:
+    run = plan_run()
+    folder = other_form(Path(run.plan.parent.folder), tmp_path / "other")
+    tokenizer = TextTokenizer(folder)
+    texts = {normalized_hash(text): text for _, text in run.texts}
+    queries = {normalized_hash(query): query for query in (" ".join(text.split()[:4]) for text in texts.values())}
+    (Path(run.paths.rows) / PUBLISHED).mkdir()
+    for name, column, length, known in (("holdout", "query", 12, queries), ("candidates", "document", 32, texts)):
+        table = read_table(Path(run.paths.rows) / f"{name}.arrow")
+        tokens = tokenizer.encode([known[value] for value in table[f"{column}_hash"].to_pylist()], length)
+        place = table.schema.get_field_index(f"{column}_tokens")
+        table = table.set_column(place, f"{column}_tokens", pa.array(tokens, pa.list_(pa.int32())))
+        with pa.ipc.new_file(f"{run.paths.rows}/{PUBLISHED}/{name}.arrow", table.schema) as writer:
+            writer.write_table(table)
+    publish(run, str(folder), own_tokens=True, same_graphs=same_graphs)
+    opened: list[tuple[str, str]] = []
+    real = evaluate.open_device
+    monkeypatch.setattr(
+        evaluate,
+        "open_device",
+        lambda kind, precision, *a, **o: (opened.append((kind, precision)), real(kind, precision, *a, **o))[1],
+    )
+    metrics = evaluate.run(run.context(Stage.EVALUATE)).metrics
+    # It is the same model as the parent, in another form.
+    assert metrics["baseline"] == pytest.approx(metrics["parent"])
+    assert opened == [("cpu", "fp32")] * (1 if same_graphs else 2)
+
+
+def other_form(source: Path, target: Path) -> Path:
+    """A model folder that gives every text the same embedding, with the vocabulary in another order and a head."""
+    encoder = load_encoder(source, ModelConfig())
+    words = encoder.backbone.embeddings.word_embeddings.weight.data
+    order = [*range(5), *range(len(words) - 1, 4, -1)]
+    widened = new_encoder(encoder.config, ModelConfig.model_validate({"head": {"hidden": 16}}))
+    widened.backbone.load_state_dict(encoder.backbone.state_dict())
+    widened.backbone.embeddings.word_embeddings.weight.data = words[order]
+    vocabulary = BertTokenizerFast.from_pretrained(source).convert_ids_to_tokens(order)
+    tokenizer = target.with_name("vocabulary")
+    tokenizer.mkdir()
+    (tokenizer / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizerFast(str(tokenizer / "vocab.txt")).save_pretrained(tokenizer)
+    save_folder(widened.eval(), target, tokenizer)
+    return target
 
 
 def _without_words(weights: bytes) -> bytes:
@@ -152,7 +235,7 @@ def test_comparison_is_paired_and_seeded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parent", "new", "max_drop", "verdict"),
+    ("baseline", "new", "max_drop", "verdict"),
     [
         (0.5, 0.5, 0.0, "accepted"),
         (0.5, 0.499, 0.001, "accepted"),
@@ -162,8 +245,8 @@ def test_comparison_is_paired_and_seeded() -> None:
         (0.5, 0.6, 0.0, "accepted"),
     ],
 )
-def test_gate(parent: float, new: float, max_drop: float, verdict: str) -> None:
-    scores = {"parent": {"mrr@10": parent}, "new": {"mrr@10": new}, "difference": {"mrr@10": {"value": new - parent}}}
-    gate = evaluate.judge(scores, GateConfig(metric="mrr@10", max_drop=max_drop))
+def test_gate(baseline: float, new: float, max_drop: float, verdict: str) -> None:
+    scores = {"baseline": {"mrr@10": baseline}, "new": {"mrr@10": new}, "difference": {"mrr@10": {"value": new - baseline}}}
+    gate = evaluate.judge(scores, GateConfig(metric="mrr@10", max_drop=max_drop), None)
     assert gate["verdict"] == verdict
     assert gate["allowed"] == max_drop

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline import store
+from pipeline.backends.device import open_device
 from pipeline.contract import Stage, StageFailure, StageResult
 from pipeline.errors import BadConfig, ExitCode, Transient, UnhealthyHost
+from pipeline.health.answers import sequence
 from pipeline.plan import World as PlannedWorld
-from pipeline.runtime import store
-from pipeline.runtime.device import open_device
-from pipeline.runtime.health.answers import sequence
 from pipeline.stages import health_check
 from tests.trainium import NCCOM_FAILURE, TrainiumHost
 
@@ -215,7 +215,7 @@ def test_a_container_without_a_driver_ends_with_64(neuron_run: Any, tmp_path: Pa
 # Ranks as real processes, as their supervisor starts them.
 
 FAULTY_ALL_REDUCE = """
-from pipeline.runtime.eager import EagerDevice
+from pipeline.backends.eager import EagerDevice
 healthy = EagerDevice.all_reduce
 def spoilt(self, value):
     result = healthy(self, value)
@@ -224,7 +224,7 @@ def spoilt(self, value):
 EagerDevice.all_reduce = spoilt
 """
 FAULTY_SENDER = """
-from pipeline.runtime.eager import EagerDevice
+from pipeline.backends.eager import EagerDevice
 healthy = EagerDevice.gather
 EagerDevice.gather = lambda self, rows: healthy(self, rows + 1)
 """
@@ -260,7 +260,7 @@ def run_ranks(run: Any, tmp_path: Path, *, nodes: int, ranks_per_node: int, faul
         }
         if fault and rank == size - 1:
             environment["PYTHONPATH"] = os.pathsep.join([str(hook), str(Path.cwd())])
-        command = [sys.executable, "-m", "pipeline.rank", "health_check", run.paths.root]
+        command = [sys.executable, "-m", "pipeline.stages.rank", "health_check", run.paths.root]
         processes.append(subprocess.Popen(command, env=environment))
     return [process.wait(120) for process in processes]
 

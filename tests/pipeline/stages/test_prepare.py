@@ -15,20 +15,23 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
+from pipeline import store
+from pipeline.config import RunConfig
 from pipeline.contract import RunPaths, Stage, StageResult
-from pipeline.data.arrow import read_table, token_lengths
-from pipeline.data.ids import IdDigest
-from pipeline.data.increments import holdout_limit
-from pipeline.data.rows import normalized_hash, read_documents
-from pipeline.data.schedule import Schedule
+from pipeline.dataset.arrow import PUBLISHED, SCHEMAS, read_table, token_lengths
+from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.rows import normalized_hash, read_documents
+from pipeline.dataset.sampler import Schedule
+from pipeline.dataset.split import holdout_limit
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput, TrnpipeError
-from pipeline.plan import ExpectedCost, ResumedRun, RunPlan
-from pipeline.rank import write_result
-from pipeline.runtime import store
-from pipeline.runtime.context import Heartbeat, StageContext, StageOutput
-from pipeline.runtime.world import World
-from pipeline.scale import limits
+from pipeline.estimate import requirements as limits
+from pipeline.plan import ExpectedCost, Published, ResumedRun, RunPlan
+from pipeline.run.context import Heartbeat, StageContext, StageOutput
+from pipeline.run.world import World
 from pipeline.stages import prepare
+from pipeline.stages.rank import write_result
+from tests.tiny import make_model
 
 POSITIONS = 48
 Config = dict[str, Any]
@@ -155,12 +158,8 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
     assert [(shard.rows, shard.bad_rows, shard.first_run) for shard in plan.train.new] == [(120, 0, "first"), (80, 0, "first")]
     assert sum(shard.holdout_rows for shard in plan.train.new) == plan.holdout.rows
     assert (plan.world.kind, plan.world.ranks, plan.world.precision) == ("cpu", 4, "fp32")
-    assert (plan.parent.uri, plan.parent.folder, plan.parent.run, plan.parent.registry_etag) == (
-        str(model),
-        str(model),
-        None,
-        None,
-    )
+    assert (plan.parent.uri, plan.parent.folder, plan.parent.run) == (str(model), str(model), None)
+    assert plan.published is None
     assert plan.parent.sha256 == store.sha256_file(model / "model.safetensors")
     assert list(plan.seen) == sorted(store.sha256(uri) for uri in uris)
 
@@ -264,7 +263,8 @@ def test_the_second_week(bench: Bench, model: Path) -> None:
     assert second.train.new_rows == sum(not held_out(row) for row in rows(200, 280))
     assert second.train.replay_rows == -(-second.train.new_rows // 2)
     assert second.parent.run == "one"
-    assert second.parent.registry_etag == store.read_versioned(f"{bench.root}/registry/current.json")[1]
+    etag = store.read_versioned(f"{bench.root}/registry/current.json")[1]
+    assert second.published == Published(run="one", folder=str(model), sha256=second.parent.sha256, registry_etag=etag)
     assert set(second.seen) == {*first.seen, second.train.new[0].sha256}
     assert second.embed.rows == 280
     assert second.holdout.rows == sum(held_out(row) for row in rows(0, 280))
@@ -348,14 +348,72 @@ def test_an_explicit_parent_from_this_bucket_knows_its_shards(bench: Bench, mode
     assert plan.parent.run == "one"
 
 
-def test_the_registry_version_is_noted_for_an_explicit_parent_too(bench: Bench, model: Path) -> None:
+def test_the_initial_model_is_the_first_runs_only(bench: Bench, model: Path) -> None:
+    bench.config["model"] = {"initial": str(model)}
+    bench.shard("week-1.jsonl", rows(0, 200))
+    bench.start("one")
+    assert (bench.plan("one").parent.uri, bench.plan("one").parent.run) == (str(model), None)
+    store.upload_folder(model, bench.paths("one").model)
+    bench.publish("one", bench.paths("one").model)
+    bench.shard("week-2.jsonl", rows(200, 280))
+    bench.start("two")
+    plan = bench.plan("two")
+    assert (plan.parent.uri, plan.parent.run) == (bench.paths("one").model, "one")
+    assert [shard.uri.rsplit("/")[-1] for shard in plan.train.new] == ["week-2.jsonl"]
+    # Its parent is all that a run knows of it: where there is another, the initial model may be gone and changes nothing.
+    gone = RunConfig.model_validate({**plan.config.model_dump(), "model": {"initial": "/gone"}})
+    assert plan.model_copy(update={"config": gone}).sealed().fingerprint == plan.fingerprint
+    bench.config["model"] = {"initial": "/gone"}
+    bench.start("again")
+    assert bench.plan("again").row_files == plan.row_files
+    # An execution may say otherwise, on purpose.
+    bench.start("three", {"model": {"parent": str(model)}})
+    assert (bench.plan("three").parent.uri, len(bench.plan("three").train.new)) == (str(model), 2)
+
+
+def test_the_published_model_is_noted_whatever_the_parent(bench: Bench, model: Path, tmp_path: Path) -> None:
     bench.shard("a.jsonl", rows(0, 100))
-    bench.publish("gone", "elsewhere")
-    bench.start("run")
+    bench.start("one")
+    published = f"{tmp_path}/published"
+    store.upload_folder(model, published)
+    bench.publish("one", published)
     etag = store.read_versioned(f"{bench.root}/registry/current.json")[1]
-    assert bench.plan("run").parent.registry_etag == etag
+    bench.start("run")
+    plan = bench.plan("run")
+    assert plan.published == Published(run="one", folder=published, sha256=plan.parent.sha256, registry_etag=etag)
+    assert plan.parent.uri == str(model)
+    assert set(plan.row_files) == set(SCHEMAS)
     bench.start("nowhere", {"registry": None})
-    assert bench.plan("nowhere").parent.registry_etag is None
+    assert bench.plan("nowhere").published is None
+    bench.publish("one", f"{tmp_path}/gone")
+    error = refusal(MissingInput, lambda: bench.start("refused"), "the published model is gone", f"{tmp_path}/gone", "registry")
+    assert error.exit_code == ExitCode.MISSING_INPUT
+
+
+def test_a_published_model_with_another_tokenizer_gets_the_hold_out_in_its_own_tokens(bench: Bench, tmp_path: Path) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    bench.start("one")
+    make_model(tmp_path / "published", head=16)
+    bench.publish("one", f"{tmp_path}/published")
+    bench.start("two")
+    plan, folder = bench.plan("two"), Path(bench.paths("two").rows)
+    assert plan.published is not None
+    assert (plan.published.own_tokens, plan.published.same_graphs) == (True, True)  # a processor has no graphs
+    tokenizer = TextTokenizer(tmp_path / "published")
+    for name, column in (("holdout.arrow", "query"), ("candidates.arrow", "document")):
+        parents, own = read_table(folder / name), read_table(folder / PUBLISHED / name)
+        assert own.drop_columns(f"{column}_tokens").equals(parents.drop_columns(f"{column}_tokens"))
+        assert plan.row_files[f"{PUBLISHED}/{name}"].sha256 == store.sha256_file(folder / PUBLISHED / name)
+    texts = {normalized_hash(row["document"]): row["document"] for row in rows(0, 100)}
+    for row in own.to_pylist():
+        [expected] = tokenizer.encode([texts[row["document_hash"]]], 40)
+        assert row["document_tokens"] == expected.tolist()
+    assert not (folder / PUBLISHED / "train.arrow").exists()
+
+    bench.start("compiled", {"nodes": 1, "device": {"kind": "xla", "ranks_per_node": 1}})
+    published = bench.plan("compiled").published
+    assert published is not None
+    assert not published.same_graphs
 
 
 def test_a_bare_weight_file_is_converted_into_the_run_folder(bench: Bench, model: Path) -> None:
@@ -495,11 +553,18 @@ def test_of_two_prepares_the_first_plan_counts(bench: Bench, monkeypatch: pytest
         ),
         ({"device": {"precision": "compiler"}}, ["device.precision = compiler"]),
         ({"device": {"precision": "bf16"}, "compile": {"auto_cast": "all"}}, ["compile.auto_cast = all", "bf16"]),
+        ({"device": {"kind": "neuron"}, "compile": {"auto_cast": "matmult"}}, ["compile.auto_cast = matmult", "compiler"]),
+        ({"compile": {"auto_cast_type": "fp8_e4m3"}}, ["fp8_e4m3", "compile.infer_auto_cast_type = fp8_e4m3"]),
+        ({"compile": {"auto_cast_type": "fp16"}}, ["fp16", "compile.infer_auto_cast_type = fp16"]),
+        ({"compile": {"target": "trn2"}}, ["compile.target", "trn2"]),
+        ({"compile": {"infer_target": "trn2"}}, ["compile.infer_target", "trn2"]),
         ({"compile": {"optlevel": 4}}, ["compile.optlevel"]),
         ({"compile": {"cache": "local/cache"}}, ["compile.cache", "s3://"]),
         ({"device": {"loader": {"batches_per_execution": 2}}}, ["batches_per_execution = 2", "sync_points"]),
         ({"gate": {"allow_small": False}}, ["gate.min_queries = 2000"]),
         ({"model": {"pooling": "max"}}, ["model.pooling"]),
+        ({"model": {"parent": None}}, ["registry/current.json", "set model.initial"]),
+        ({"model": {"parent": None}, "registry": None}, ["registry = None", "set model.initial"]),
     ],
 )
 def test_a_bad_configuration_is_refused(execution: Config, words: list[str], bench: Bench) -> None:
@@ -516,8 +581,6 @@ def test_a_bad_configuration_is_refused(execution: Config, words: list[str], ben
         ({"data": {"train": ["absent.jsonl"]}}, ["data.train: absent.jsonl"]),
         ({"data": {"corpus": ["absent/"]}}, ["data.corpus: absent/"]),
         ({"model": {"parent": "absent"}}, ["absent"]),
-        ({"model": {"parent": None}}, ["registry/current.json", "model.parent"]),
-        ({"model": {"parent": None}, "registry": None}, ["registry = None", "model.parent"]),
     ],
 )
 def test_a_missing_input_is_named(execution: Config, words: list[str], bench: Bench, s3_root: str) -> None:
@@ -717,7 +780,7 @@ def test_more_rows_than_a_task_can_hold_are_refused_before_they_are_tokenized(
     monkeypatch.setattr(limits, "FARGATE_MEMORY_MIB", 100)
     with monkeypatch.context() as before:
         before.delattr(prepare, "tokenize")
-        refusal(BadConfig, lambda: deployed.start("run"), "prepare, memory", "publish, memory", "100.00 MiB", "data.train")
+        refusal(BadConfig, lambda: deployed.start("run"), "prepare, memory", "100.00 MiB", "data.train")
     # Where all stages share a machine, nobody knows what else it holds.
     deployed.deployment = {}
     deployed.start("run")
@@ -725,7 +788,7 @@ def test_more_rows_than_a_task_can_hold_are_refused_before_they_are_tokenized(
 
 def test_a_hold_out_that_evaluate_cannot_hold_is_refused(deployed: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     # How many queries there are is known once they are read.
-    monkeypatch.setattr(limits, "HOLDOUT_QUERY_BYTES", 1 << 40)
+    monkeypatch.setattr(limits, "QUERY_BYTES", 1 << 40)
     refusal(BadConfig, lambda: deployed.start("run"), "evaluate, memory", "data.holdout_fraction")
     assert not store.exists(deployed.paths("run").plan)
 
@@ -739,22 +802,12 @@ def test_what_only_takes_long_is_a_warning(
     warned = [record.getMessage() for record in caplog.records if "evaluate, ranking" in record.getMessage()]
     assert len(warned) == 1
     assert "data.holdout_fraction" in warned[0]
-
-
-def test_plan_and_result_are_as_large_as_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[limits.Counts] = []
-    real = prepare.require_room
-    monkeypatch.setattr(prepare, "require_room", lambda counts, *others: (counted.append(counts), real(counts, *others))[1])
-    sizes = []
-    for run, shards in (("few", 2), ("many", 30)):
-        for number in range(shards):
-            bench.shard(f"shard-{number:03d}.jsonl", rows(number * 9, number * 9 + 9))
-        bench.start(run, {"embed": {"rows_per_part": 3}})
-        sizes.append(len(store.read_bytes(bench.paths(run).plan)))
-        result = len(store.read_bytes(bench.paths(run).result(Stage.PREPARE)))
-        assert result <= limits.result_bytes(counted[-1]) < result + 2 * limits.RESULT_REST_BYTES
-    grown = limits.plan_bytes(counted[-1]) - limits.plan_bytes(counted[0])
-    assert grown == pytest.approx(sizes[1] - sizes[0], rel=0.15)
+    # The deployment's own limit of an attempt counts.
+    caplog.clear()
+    deployed.deployment = {**deployed.deployment, "timeouts": {"evaluate": 10_000_000}}
+    with caplog.at_level("WARNING"):
+        deployed.start("patient")
+    assert not [record for record in caplog.records if "evaluate, ranking" in record.getMessage()]
 
 
 # ---- where URIs lead -------------------------------------------------------------------------------------------------
@@ -767,6 +820,7 @@ def test_plan_and_result_are_as_large_as_is_said(bench: Bench, monkeypatch: pyte
         ({"data": {"train": ["s3://elsewhere/x"]}}, "data.train"),
         ({"data": {"corpus": ["s3://elsewhere/x"]}}, "data.corpus"),
         ({"model": {"parent": "/etc"}}, "model.parent"),
+        ({"model": {"initial": "/etc"}}, "model.initial"),
         ({"model": {"base": "s3://elsewhere/x"}}, "model.base"),
         ({"compile": {"cache": "s3://elsewhere/x"}}, "compile.cache"),
     ],

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline import store
 from pipeline.contract import Stage, registry_uri
-from pipeline.data.ids import IdDigest
-from pipeline.data.parts import PartWriter
+from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.parts import PartWriter
 from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
-from pipeline.runtime import store
+from pipeline.plan import Published
 from pipeline.stages import embed, evaluate, publish
 
 
@@ -59,7 +60,7 @@ def test_first_run_publishes(plan_run: Any, root: str | None) -> None:
     assert found["run"] == "week-01"
     assert found["model"] == run.paths.model
     assert found["embeddings"] == run.paths.embed_manifest
-    assert found["previous"] is None
+    assert (found["previous"], output.metrics["replaced"]) == (None, None)
     assert found["fingerprint"] == run.plan.fingerprint
     manifest = store.read_json(found["embeddings"])
     assert (manifest["rows"], manifest["dimension"], manifest["dtype"]) == (100, 32, "float32")
@@ -76,9 +77,26 @@ def test_next_run_replaces_the_pointer_it_was_planned_upon(plan_run: Any, root: 
     first = finished(plan_run, root)
     run_publish(first)
     uri = registry_uri(first.paths.bucket_root, "current")
-    second = finished(plan_run, first.paths.bucket_root, run="week-02", registry_etag=store.read_versioned(uri)[1])
-    run_publish(second)
-    assert pointer(second)["run"] == "week-02"
+    # It continues from another model than the one that it replaces.
+    published = Published(run="week-01", folder=first.paths.model, sha256="", registry_etag=store.read_versioned(uri)[1])
+    second = finished(plan_run, first.paths.bucket_root, run="week-02", published=published)
+    assert second.plan.parent.folder != published.folder
+    output = run_publish(second)
+    assert (pointer(second)["run"], pointer(second)["previous"]) == ("week-02", "week-01")
+    assert output.metrics["replaced"] == "week-01"
+
+
+def test_only_the_model_that_the_gate_compared_with_is_replaced(plan_run: Any, root: str | None) -> None:
+    first = finished(plan_run, root)
+    run_publish(first)
+    uri = registry_uri(first.paths.bucket_root, "current")
+    published = Published(run="week-01", folder=first.paths.model, sha256="", registry_etag=store.read_versioned(uri)[1])
+    second, third = (finished(plan_run, first.paths.bucket_root, run=run, published=published) for run in ("week-02", "week-03"))
+    run_publish(third)
+    with pytest.raises(Superseded, match="week-03") as refusal:
+        run_publish(second)
+    assert refusal.value.exit_code == 68
+    assert pointer(first)["run"] == "week-03"
 
 
 def test_publishing_again_changes_nothing(plan_run: Any, root: str | None) -> None:
@@ -102,7 +120,9 @@ def test_superseded_names_the_other_run(plan_run: Any, root: str | None) -> None
 
 
 def test_pointer_that_was_removed_is_not_written_again(plan_run: Any) -> None:
-    run = finished(plan_run, registry_etag="0" * 64)
+    earlier = plan_run(run="earlier")
+    published = Published(run="earlier", folder=earlier.paths.model, sha256="", registry_etag="0" * 64)
+    run = finished(plan_run, published=published)
     with pytest.raises(Superseded, match="removed"):
         run_publish(run)
     assert not store.exists(registry_uri(run.paths.bucket_root, "current"))

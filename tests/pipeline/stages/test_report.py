@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from pipeline import store
 from pipeline.contract import Stage, StageFailure, now
 from pipeline.cost import NodeAttempt
-from pipeline.plan import ExpectedCost, GraphsPlan, Shard
+from pipeline.plan import ExpectedCost, GraphsPlan, Published, Shard
 from pipeline.plan import World as PlannedWorld
-from pipeline.runtime import store
-from pipeline.runtime.context import StageOutput
+from pipeline.run.context import StageOutput
 from pipeline.stages import embed, evaluate, publish, report
 
 EVIL = "<script>alert('x')</script>"
@@ -100,6 +100,18 @@ def test_published(plan_run: Any, root: str | None) -> None:
         assert words in page.text, words
     assert {"../plan.json", "../model", "../embed/manifest.json", "../train/metrics.jsonl"} <= set(page.targets)
     assert "../train/tensorboard" not in page.targets
+
+
+def test_a_page_names_what_was_replaced_and_measures_a_parent_that_is_a_third_model(plan_run: Any) -> None:
+    run = plan_run(published=Published(run="week-00", folder="published", sha256="", registry_etag="1"))
+    means = {"ndcg@10": 0.25}
+    scores = {"baseline": {"ndcg@10": 0.5}, "parent": means, "new": {"ndcg@10": 0.6}, "difference": {"ndcg@10": {"value": 0.1}}}
+    run.finish(Stage.EVALUATE, StageOutput(metrics={**scores, "gate": {"verdict": "accepted", "metric": "ndcg@10"}}))
+    page = page_of(run)
+    assert "Published when the run was planned: run week-00." in page.text
+    assert "The parent, a third model: ndcg@10 0.2500." in page.text
+    run.finish(Stage.PUBLISH, StageOutput(metrics={"published": True, "replaced": "week-00"}))
+    assert "run week-00, which this run replaced." in page_of(run).text
 
 
 def test_result_of_the_page_itself(plan_run: Any) -> None:
@@ -344,7 +356,13 @@ def test_numbers_of_the_wrong_kind_are_dashes(plan_run: Any) -> None:
     go_on(run, Stage.EVALUATE)
     store.write_json(
         run.paths.scorecard,
-        {"queries": "many", "parent": {"ndcg@10": None}, "new": 3, "difference": {"ndcg@10": {"value": "x"}, "mrr@10": 5}},
+        {
+            "queries": "many",
+            "baseline": {"ndcg@10": None},
+            "parent": 3,
+            "new": 3,
+            "difference": {"ndcg@10": {"value": "x"}, "mrr@10": 5},
+        },
     )
     page = page_of(run)
     assert "– held-out queries" in page.text
@@ -358,7 +376,7 @@ def test_everything_from_outside_is_escaped(plan_run: Any) -> None:
     go_on_output = StageOutput(metrics={"gate": {"verdict": "refused", "reason": EVIL, "metric": "ndcg@10"}})
     run.finish(Stage.EVALUATE, go_on_output)
     change = {"value": -0.1, "low": -0.2, "high": -0.05}
-    scores = {"parent": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.4}, "difference": {"ndcg@10": change}, "queries": 1}
+    scores = {"baseline": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.4}, "difference": {"ndcg@10": change}, "queries": 1}
     store.write_json(run.paths.scorecard, {**scores, "locales": {EVIL: scores}})
     test = {"name": EVIL, "rank": EVIL, "passed": False, "value": 1.0, "unit": EVIL, "detail": EVIL}
     store.write_json(run.paths.node_health(0), {"node": 0, "host": EVIL, "passed": False, "tests": [test]})
@@ -396,6 +414,7 @@ def test_no_element_and_no_attribute_comes_from_data(plan_run: Any, tmp_path: Pa
         run.finish(Stage.EVALUATE, StageOutput(metrics={"gate": gate, "graphs": text}))
         change = {"value": -0.1, "low": -0.2, "high": -0.05}
         scores = {
+            "baseline": {"ndcg@10": text},
             "parent": {"ndcg@10": text},
             "new": {text: 0.4},
             "difference": {"ndcg@10": change, text: change},
@@ -443,7 +462,7 @@ def test_numbers(value: Any, digits: int, text: str) -> None:
 
 
 def monitor_lines(count: int, *, host: str = "host-7", **changes: Any) -> list[dict[str, Any]]:
-    """Lines as pipeline/runtime/monitor.py writes them, a minute apart."""
+    """Lines as pipeline/sdk/monitor.py writes them, a minute apart."""
     return [
         {
             "time": 1_700_000_000.0 + 60 * minute,

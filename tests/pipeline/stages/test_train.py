@@ -16,14 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from torch import Tensor
 
+from pipeline import store
+from pipeline.backends.device import Batch
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.dropout import BitDropout
+from pipeline.model.encoder import Encoder
 from pipeline.plan import ResumedRun
-from pipeline.runtime import store
-from pipeline.runtime.context import StageOutput
+from pipeline.run.context import StageOutput
 from pipeline.stages import train as stage
-from pipeline.training import loop
+from pipeline.training import loop, step
 from pipeline.training.metrics import WATCHED
 from pipeline.training.resumption import resumed_run
 from tests.pipeline.training.conftest import TrainingRun, training_run
@@ -65,10 +68,10 @@ def interrupt(run: TrainingRun, step: int, monkeypatch: pytest.MonkeyPatch) -> N
     """Train until the process dies at the beginning of a step."""
     step_seed = loop.step_seed
 
-    def dying(seed: int, at: int, rank: int) -> int:
+    def dying(seed: int, at: int, rank: int, part: int) -> int:
         if at == step:
             raise Interrupted
-        return step_seed(seed, at, rank)
+        return step_seed(seed, at, rank, part)
 
     monkeypatch.setattr(loop, "step_seed", dying)
     with pytest.raises(Interrupted):
@@ -156,6 +159,29 @@ def test_finished_run_only_writes_its_model_again(training_run: PlanTraining) ->
     assert changed <= {"resumed_from", *NOT_REPEATED}
 
 
+def test_micro_batches_change_neither_losses_nor_evaluations(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    both_towers = step.both_towers
+
+    def counting(encoder: Encoder, batch: Batch) -> tuple[Tensor, ...]:
+        rows.append(len(batch["query_tokens"]))
+        return both_towers(encoder, batch)
+
+    monkeypatch.setattr(step, "both_towers", counting)
+    lines = []
+    for name, size, computed in (("whole", None, [8] * 8), ("cut", 2, [2] * 64)):
+        run = training_run(run=name, steps=8, dropout=0.0, micro_batch=size)
+        output = train(run)
+        assert rows == computed
+        rows.clear()
+        assert output.metrics["pairs"] > 60
+        lines.append(metrics_of(run))
+    for one, other in zip(*lines, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() & {"loss", "grad_norm", "padding_share", "validation"}:
+            assert other[key] == pytest.approx(one[key], rel=1e-3), key
+
+
 def test_on_s3(training_run: PlanTraining, s3_root: str) -> None:
     run = training_run(s3_root, steps=8)
     train(run)
@@ -168,9 +194,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from pipeline.contract import RunPaths, Stage
-from pipeline.runtime.context import StageContext
-from pipeline.runtime.heartbeat import Heartbeat
-from pipeline.runtime.world import World
+from pipeline.run.context import StageContext
+from pipeline.run.heartbeat import Heartbeat
+from pipeline.run.world import World
 from pipeline.stages.train import run
 rank, port, uri, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 world = World(rank=rank, size=2, local_rank=rank, local_size=2, port=port)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline import store
 from pipeline.contract import Stage
-from pipeline.runtime import store
-from tests.pipeline.runtime.conftest import Node, supervise
+from tests.pipeline.nodes import Node, supervise
 from tests.pipeline.stages.test_train import PlanTraining, metrics_of, train
 from tests.pipeline.training.conftest import TrainingRun, training_run
 
@@ -26,10 +26,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pipeline.contract import RunPaths, Stage
-from pipeline.runtime import store
-from pipeline.runtime.context import StageContext
-from pipeline.runtime.heartbeat import Heartbeat
-from pipeline.runtime.world import World
+from pipeline import store
+from pipeline.run.context import StageContext
+from pipeline.run.heartbeat import Heartbeat
+from pipeline.run.world import World
 from pipeline.stages import train
 from pipeline.training import checkpoint
 

@@ -14,9 +14,9 @@ import pytest
 
 from pipeline.contract import RunPaths, Stage
 from pipeline.plan import RunPlan
-from pipeline.runtime.context import StageContext
-from pipeline.runtime.heartbeat import Heartbeat
-from pipeline.runtime.world import World
+from pipeline.run.context import StageContext
+from pipeline.run.heartbeat import Heartbeat
+from pipeline.run.world import World
 from tests.pipeline.training.planned import plan_training
 
 

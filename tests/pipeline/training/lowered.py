@@ -1,8 +1,8 @@
 """Lowers training steps of the tiny model in many settings: `python -m tests.pipeline.training.lowered FOLDER`; JSON at the end.
 
 A program of its own, because torch-xla takes over the process that loads it. `lowered`: setting -> bucket -> graphs, each with
-its fingerprint, description and the number of operations in its text; `planted`: the same for a program that differs between
-ranks; `modules`: small HLO modules, base64.
+its fingerprint, description, the number of operations in its text and the types that they compute; `planted`: the same for a
+program that differs between ranks; `modules`: small HLO modules, base64.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from torch import Tensor
 from pipeline.config import build_config
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import inspect_folder
-from pipeline.runtime.world import World
+from pipeline.run.world import World
 from pipeline.training import step
-from pipeline.training.lowering import lower_training
+from pipeline.training.lowered_step import lower_training
 from tests.tiny import make_model
 
 BASE = {"train": {"batch_size": 2, "query_length": 4, "buckets": [8, 16]}}
@@ -40,6 +41,10 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "checkpointed": (0, 64, {"train": {"activation_checkpointing": True, "dropout": 0.1}}, "fp32"),
     "checkpointed, rank 63": (63, 64, {"train": {"activation_checkpointing": True, "dropout": 0.1}}, "fp32"),
     "bf16": (0, 64, {}, "bf16"),
+    "cut": (0, 64, {"train": {"batch_size": 4, "micro_batch": 2, "dropout": 0.1}}, "fp32"),
+    "cut, rank 63": (63, 64, {"train": {"batch_size": 4, "micro_batch": 2, "dropout": 0.1}}, "fp32"),
+    "cut, one sync": (0, 64, {"train": {"batch_size": 4, "micro_batch": 2}, "device": {"sync_points": 1}}, "fp32"),
+    "cut, accumulation": (0, 64, {"train": {"batch_size": 4, "micro_batch": 2, "accumulation": 2}}, "fp32"),
 }
 
 
@@ -97,7 +102,11 @@ def main(folder: Path) -> None:
     planted = [rank_in_the_graph(folder, rank) for rank in (0, 63)]
     for graphs in (graph for buckets in (*found.values(), *planted) for steps in buckets.values() for graph in steps):
         # The number of operations that a text has, to hold the description against; texts are large.
-        graphs["lines"] = sum(" = " in line and " parameter(" not in line for line in graphs.pop("text").splitlines())
+        text = graphs.pop("text")
+        graphs["lines"] = sum(" = " in line and " parameter(" not in line for line in text.splitlines())
+        # Floating-point types that operations compute, also as parts of tuples.
+        computed = re.findall(r" = (\(?[^=]*?) (?!parameter|constant)[a-z-]+\(", text)
+        graphs["types"] = sorted({kind for result in computed for kind in re.findall(r"\b(bf16|f\d+)\[", result)})
     sys.stdout.write(json.dumps({"lowered": found, "planted": planted, "modules": modules()}) + "\n")
     sys.stdout.flush()
 

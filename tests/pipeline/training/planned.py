@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline import store
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, now
-from pipeline.data.arrow import SCHEMAS, read_table
-from pipeline.data.rows import normalized_hash
-from pipeline.data.steps import count_steps
-from pipeline.data.tokens import TextTokenizer
-from pipeline.model.compiled import plan_graphs
+from pipeline.dataset.arrow import SCHEMAS, read_table
+from pipeline.dataset.rows import normalized_hash
+from pipeline.dataset.steps import count_steps
+from pipeline.dataset.tokens import TextTokenizer
+from pipeline.graphs.compiled import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
 from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, RowFile, RunPlan, TrainPlan, World
-from pipeline.runtime import store
 from tests.tiny import WORDS, make_model
 
 SETTINGS = {

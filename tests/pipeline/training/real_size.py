@@ -19,28 +19,29 @@ from typing import Any
 import torch
 from transformers import XLMRobertaConfig
 
+from pipeline import store
+from pipeline.backends.device import Device
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage
-from pipeline.model import memory
+from pipeline.estimate import memory
+from pipeline.evaluation.validation import read_validation_set
+from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.model.encoder import Encoder, new_encoder, prepare_for_training
 from pipeline.model.folder import load_encoder
-from pipeline.model.watch import GraphWatch
+from pipeline.model.shape import shape_of
 from pipeline.plan import RunPlan
-from pipeline.runtime import store
-from pipeline.runtime.context import Heartbeat, StageContext
-from pipeline.runtime.device import Device
-from pipeline.runtime.interruption import Interruption
-from pipeline.runtime.monitor import HostMonitor
-from pipeline.runtime.world import World
+from pipeline.run.context import Heartbeat, StageContext
+from pipeline.run.shutdown import Interruption
+from pipeline.run.world import World
+from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import PROGRESS_FILE, open_checkpoint
 from pipeline.training.host_state import OPTIMIZER_FILE, checkpoint_files, load_optimizer
+from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
-from pipeline.training.schedule_lr import learning_rate
 from pipeline.training.setup import host_digest, joined
 from pipeline.training.state import Progress
 from pipeline.training.step import build_optimizer
-from pipeline.training.validation import read_validation_set
 from tests.pipeline.training.planned import plan_training
 from tests.tiny import WORDS
 
@@ -70,9 +71,9 @@ def main(folder: Path) -> None:
     with joined(context, plan) as device:
         torch.manual_seed(0)
         encoder = new_encoder(xlm_roberta_large(), plan.config.model)
-        shape = memory.shape_of(encoder)
+        shape = shape_of(encoder)
         found["parameters"] = shape.parameters
-        budgets = memory.estimate(shape, plan.config, plan.world, memory.Limits(None, None))
+        budgets = memory.estimate_memory(shape, plan.config, plan.world, memory.MemoryCapacity(None, None))
         found["expected_peak"] = next(one.total for one in budgets if (one.stage, one.place) == ("train", "host"))
 
         optimizer = begin(encoder, device, plan)
@@ -100,13 +101,13 @@ def main(folder: Path) -> None:
 def lower() -> None:
     """The graphs of a step of 64 ranks, as the first and the last of them would compile them."""
     # Imported here: it takes over the process.
-    from pipeline.training.lowering import lower_training
+    from pipeline.training.lowered_step import lower_training
 
     config = build_config({"train": {"batch_size": 32, "query_length": 32, "buckets": [128]}})
     found: dict[str, Any] = {"ranks": {}}
     for rank in (0, RANKS - 1):
         encoder = new_encoder(xlm_roberta_large(), config.model)
-        (step,) = lower_training(encoder, config, "compiler", World(rank=rank, size=RANKS))
+        (step,) = lower_training(encoder, config, "bf16", World(rank=rank, size=RANKS))
         found["ranks"][rank] = [
             {"fingerprint": graph.fingerprint, "operations": graph.description.size, "collectives": graph.description.collectives}
             for graph in step.graphs

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.data.arrow import TOKENS, read_table
-from pipeline.model.contrastive import Role
-from pipeline.runtime.world import World
+from pipeline.dataset.arrow import TOKENS, read_table
+from pipeline.model.loss import Role
+from pipeline.run.world import World
 from pipeline.training.batches import Padding, TokenColumn, TrainingBatches
 from tests.pipeline.training.planned import write_rows
 from tests.tiny import make_model

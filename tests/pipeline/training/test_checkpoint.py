@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline import store
+from pipeline.backends.device import open_device
 from pipeline.config import ModelConfig, TrainConfig
 from pipeline.contract import RunPaths
 from pipeline.errors import MissingInput, Transient
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import load_encoder
 from pipeline.model.parent import resolve_parent
-from pipeline.runtime import store
-from pipeline.runtime.device import open_device
-from pipeline.runtime.world import World
+from pipeline.run.world import World
 from pipeline.training.checkpoint import CheckpointWriter, Retention, find_checkpoint
 from pipeline.training.host_state import RANDOM_FILE, checkpoint_files, load_optimizer, restore_random_states
 from pipeline.training.metrics import MetricsLog

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeline import store
+from pipeline.backends.device import open_device
 from pipeline.contract import RunPaths
-from pipeline.model.compiled import missing_sets, read_set, set_uri
+from pipeline.graphs.compiled import missing_sets, read_set, set_uri
 from pipeline.model.folder import load_encoder, save_folder
 from pipeline.plan import RunPlan
-from pipeline.runtime import store
-from pipeline.runtime.device import open_device
-from pipeline.runtime.world import World
+from pipeline.run.world import World
 from pipeline.training.host_state import OPTIMIZER_FILE, host_state, load_optimizer
 from pipeline.training.step import build_optimizer
 from tests.pipeline.training.planned import plan_training
@@ -180,6 +180,12 @@ def test_deliberate_breaks_are_caught(compiled: Run, planned: Callable[..., Run]
     "settings",
     [
         pytest.param({"accumulation": 2}, id="accumulation", marks=pytest.mark.long),
+        pytest.param({"micro_batch": 2, "dropout": 0.1}, id="micro-batches"),
+        pytest.param(
+            {"micro_batch": 4, "accumulation": 2, "activation_checkpointing": True},
+            id="micro-batches added up",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"sections": {**SMALL, "device": {"sync_points": 1, "loader": {"batches_per_execution": 2}}}},
             id="joined steps",

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from pipeline.config import TrainConfig
-from pipeline.training.schedule_lr import learning_rate
+from pipeline.training.learning_rate import learning_rate
 
 
 def rates(schedule: str, steps: int = 100, warmup: int = 10, final: float = 0.1) -> list[float]:

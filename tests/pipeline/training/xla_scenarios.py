@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from pipeline.backends.device import open_device
 from pipeline.config import HeadConfig, LoaderConfig, ModelConfig, TrainConfig
 from pipeline.contract import RunPaths, Stage
 from pipeline.errors import BadData, TrnpipeError
 from pipeline.model.folder import load_encoder
-from pipeline.runtime.context import StageContext, StageOutput
-from pipeline.runtime.device import open_device
-from pipeline.runtime.heartbeat import Heartbeat
-from pipeline.runtime.world import World
+from pipeline.run.context import StageContext, StageOutput
+from pipeline.run.heartbeat import Heartbeat
+from pipeline.run.world import World
 from pipeline.stages import stage_function
 from pipeline.training import loop, step
 from pipeline.training.batches import TrainingBatches
@@ -92,10 +92,10 @@ def interrupted(root: str, scratch: str, at: str) -> dict[str, Any]:
     """Training that dies at the beginning of a step."""
     step_seed = loop.step_seed
 
-    def dying(seed: int, number: int, rank: int) -> int:
+    def dying(seed: int, number: int, rank: int, part: int) -> int:
         if number == int(at):
             raise KeyboardInterrupt
-        return step_seed(seed, number, rank)
+        return step_seed(seed, number, rank, part)
 
     loop.step_seed = dying  # type: ignore[assignment]
     try:

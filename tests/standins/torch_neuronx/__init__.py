@@ -2,13 +2,18 @@
 
 Documents, of AWS Neuron SDK 2.29.1: "PyTorch NeuronX Tracing API" (`trace`: an executable of one shape that is saved and loaded
 like any ScriptModule; with `inline_weights_to_neff=False` its weights stay beside it, and it cannot run before
-`move_trace_to_device`) and "Weight Replacement API" (`replace_weights`, by the names of the traced module's state). What
-happens when torch-xla is loaded beside it is in `xla`.
+`move_trace_to_device`) and "Weight Replacement API" (`replace_weights` takes a model or its state_dict; buffers outside it stay
+in the executable). Where a process sees several cores, executables go to them in turn, while `move_trace_to_device` and inputs
+use the first (github.com/huggingface/optimum-neuron/pull/725), so it is refused here. What happens when torch-xla is loaded
+beside it is in `xla`.
+
+Variable STANDIN_UNREPLACED: `replace_weights` leaves names that contain it as they are and says nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +24,12 @@ __all__ = ["move_trace_to_device", "replace_weights", "trace"]
 class _Executable(nn.Module):
     """A traced module of three inputs of one shape, with what it was compiled with: readable in a saved file, too."""
 
-    def __init__(self, traced: torch.jit.ScriptModule, shape: list[int], compiler_args: list[str], split: bool) -> None:
+    def __init__(
+        self, traced: torch.jit.ScriptModule, names: list[str], shape: list[int], compiler_args: list[str], split: bool
+    ) -> None:
         super().__init__()
         self.traced = traced
+        self.names = names
         self.shape = shape
         self.compiler_args = compiler_args
         self.split = split
@@ -37,8 +45,8 @@ class _Executable(nn.Module):
 
 
 def trace(
-    func: nn.Module,
-    example_inputs: tuple[Tensor, Tensor, Tensor],
+    func: nn.Module | Callable[..., Tensor],
+    example_inputs: tuple[Tensor, ...],
     *,
     compiler_args: Sequence[str] = (),
     inline_weights_to_neff: bool = True,
@@ -49,21 +57,28 @@ def trace(
     if not any(argument.startswith("--target") for argument in compiler_args):
         raise RuntimeError("cpu_backend needs --target: there is no host to ask")
     traced = torch.jit.trace(func, example_inputs)
+    if not isinstance(func, nn.Module):
+        return traced
     shape, split = list(example_inputs[0].shape), not inline_weights_to_neff
-    return torch.jit.script(_Executable(traced, shape, list(compiler_args), split))
+    return torch.jit.script(_Executable(traced, list(func.state_dict()), shape, list(compiler_args), split))
 
 
 def replace_weights(neuron_model: torch.jit.ScriptModule, weights: Mapping[str, Tensor] | nn.Module) -> None:
     if not neuron_model.split:
         raise RuntimeError("the weights are in the executable")
     given = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    if set(given) != set(neuron_model.names):
+        raise KeyError(f"not the model's state_dict: {sorted(set(given) ^ set(neuron_model.names))}")
+    kept = os.environ.get("STANDIN_UNREPLACED")
+    held = neuron_model.traced.state_dict()
     with torch.no_grad():
-        # Buffers are there too, whether a checkpoint holds them or not.
-        for name, tensor in neuron_model.traced.state_dict().items():
-            tensor.copy_(given[name])
+        for name, tensor in given.items():
+            if not (kept and kept in name):
+                held[name].copy_(tensor)
 
 
 def move_trace_to_device(trace: torch.jit.ScriptModule, device_id: int) -> None:
-    if device_id != 0:
-        raise RuntimeError(f"this process holds one NeuronCore, there is no number {device_id}")
+    visible = os.environ.get("NEURON_RT_VISIBLE_CORES", "0-31")
+    if device_id != 0 or not visible.isdigit():
+        raise RuntimeError(f"tensors allocated on vnc {device_id} must be allocated on the executable's: visible cores {visible}")
     trace.on_core = True

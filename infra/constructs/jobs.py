@@ -1,0 +1,245 @@
+"""One Batch job definition per stage, and for gangs per allowed node count; everything follows from pipeline.contract.STAGES.
+
+Each stage has a role of its own. Job definitions are L1: the L2 gang has closed node ranges, and its device permissions are
+lower case where Batch takes upper case.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from aws_cdk import Stack
+from aws_cdk import aws_batch as batch
+from aws_cdk import aws_ecr as ecr
+from aws_cdk import aws_iam as iam
+from aws_cdk import aws_logs as logs
+from constructs import Construct
+
+from infra.settings import Hardware, Settings
+from pipeline.contract import (
+    ATTEMPT_VARIABLE,
+    DEPLOYMENT_VARIABLE,
+    FARGATE_DISK_GIB,
+    FARGATE_MEMORY_MIB,
+    FARGATE_VCPUS,
+    STAGES,
+    Queue,
+    Shape,
+    Stage,
+    StageSpec,
+    stage_command,
+)
+
+EVALUATE_ON_EXIT: tuple[tuple[str, str, str], ...] = (
+    ("on_reason", "OutOfMemory*", "EXIT"),
+    ("on_exit_code", "6*", "EXIT"),
+    ("on_exit_code", "1", "EXIT"),
+    ("on_exit_code", "126", "EXIT"),
+    ("on_exit_code", "127", "EXIT"),
+)
+"""What no further attempt changes: too little memory, our own final codes (pipeline/errors.py), an uncaught exception, an image
+without a program that runs. Batch takes five rules, the first match wins, and it retries what matches none: our other codes,
+signals, lost hosts, and containers that never started, for one of many reasons (image pull, network interface, agent, timeout).
+https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html"""
+
+PRIVATE_IMAGE = re.compile(r"(?P<account>[0-9]{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com[.a-z]*/(?P<name>[^:@]+)")
+
+
+class Jobs(Construct):
+    """Job definitions and their roles.
+
+    Attributes:
+        arns: stage -> ARN with revision of its job definition (single and array stages).
+        gang_arns: node count -> gang stage -> ARN with revision.
+        names: every job definition's name.
+        roles: stage -> the role its containers act under; grants are issued in stacks.py.
+    """
+
+    def __init__(
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        settings: Settings,
+        neuron_repository: ecr.IRepository,
+        cpu_repository: ecr.IRepository,
+        log_group: logs.ILogGroup,
+    ) -> None:
+        super().__init__(scope, construct_id)
+        self._settings = settings
+        self._log_group = log_group
+        self._execution_role = self._container_role("ExecutionRole", "Pulls images and writes logs for every job")
+        log_group.grant_write(self._execution_role)
+        cpu = self._image("CpuImage", settings.images.cpu, cpu_repository)
+        self._images = {Queue.CPU: cpu, Queue.TRAIN: cpu, Queue.EMBED: cpu}
+        accelerated = [queue for queue in (Queue.TRAIN, Queue.EMBED) if self._hardware(queue).neuron_devices]
+        if accelerated:
+            self._images |= dict.fromkeys(accelerated, self._image("NeuronImage", settings.images.neuron, neuron_repository))
+        self.roles = {stage: self._container_role(f"{_camel(stage)}Role", f"Stage {stage}") for stage in STAGES}
+        self.names: list[str] = []
+        self.arns: dict[Stage, str] = {}
+        self.gang_arns: dict[int, dict[Stage, str]] = {nodes: {} for nodes in settings.allowed_nodes}
+        for stage, spec in STAGES.items():
+            if spec.shape is Shape.GANG:
+                for nodes in settings.allowed_nodes:
+                    self.gang_arns[nodes][stage] = self._gang(stage, spec, nodes)
+            else:
+                self.arns[stage] = self._definition(
+                    stage,
+                    spec,
+                    name=f"{settings.name}-{stage}",
+                    construct_id=_camel(stage),
+                    kind="container",
+                    container_properties=self._container(stage, spec),
+                )
+
+    def _gang(self, stage: Stage, spec: StageSpec, nodes: int) -> str:
+        container = self._container(stage, spec)
+        return self._definition(
+            stage,
+            spec,
+            name=f"{self._settings.name}-{stage}-{nodes}",
+            construct_id=f"{_camel(stage)}On{nodes}",
+            kind="multinode",
+            node_properties=batch.CfnJobDefinition.NodePropertiesProperty(
+                main_node=0,
+                num_nodes=nodes,
+                node_range_properties=[
+                    batch.CfnJobDefinition.NodeRangePropertyProperty(
+                        # An open range, so that an operator may still override the number of nodes.
+                        target_nodes="0:",
+                        container=container,
+                        instance_types=[self._settings.instance_type],
+                    )
+                ],
+            ),
+        )
+
+    def _definition(
+        self,
+        stage: Stage,
+        spec: StageSpec,
+        *,
+        name: str,
+        construct_id: str,
+        kind: str,
+        node_properties: batch.CfnJobDefinition.NodePropertiesProperty | None = None,
+        container_properties: batch.CfnJobDefinition.ContainerPropertiesProperty | None = None,
+    ) -> str:
+        definition = batch.CfnJobDefinition
+        self.names.append(name)
+        return definition(
+            self,
+            construct_id,
+            job_definition_name=name,
+            type=kind,
+            platform_capabilities=None if node_properties else ["FARGATE" if spec.queue is Queue.CPU else "EC2"],
+            node_properties=node_properties,
+            container_properties=container_properties,
+            propagate_tags=True,
+            retry_strategy=definition.RetryStrategyProperty(
+                attempts=spec.attempts,
+                evaluate_on_exit=[
+                    definition.EvaluateOnExitProperty(action=action, **{field: pattern})
+                    for field, pattern, action in EVALUATE_ON_EXIT
+                ],
+            ),
+            timeout=definition.TimeoutProperty(attempt_duration_seconds=60 * self._settings.minutes(stage)),
+            # Executions name a revision; one that is running or redriven later still finds the revision it began with.
+            resource_retention_policy=definition.ResourceRetentionPolicyProperty(skip_deregister_on_update=True),
+            tags={"trnpipe:stage": stage.value},
+        ).ref
+
+    def _container(self, stage: Stage, spec: StageSpec) -> batch.CfnJobDefinition.ContainerPropertiesProperty:
+        definition = batch.CfnJobDefinition
+        fargate = spec.queue is Queue.CPU
+        hardware = None if fargate else self._hardware(spec.queue)
+        vcpus, memory = (hardware.job_vcpus, hardware.job_memory_mib) if hardware else (FARGATE_VCPUS, FARGATE_MEMORY_MIB)
+        return definition.ContainerPropertiesProperty(
+            image=self._images[spec.queue],
+            command=stage_command(stage),
+            environment=[
+                definition.EnvironmentProperty(name=name, value=value)
+                for name, value in self._environment(stage, hardware if spec.shape is Shape.GANG else None).items()
+            ],
+            resource_requirements=[
+                definition.ResourceRequirementProperty(type="VCPU", value=str(vcpus)),
+                definition.ResourceRequirementProperty(type="MEMORY", value=str(memory)),
+            ],
+            job_role_arn=self.roles[stage].role_arn,
+            execution_role_arn=self._execution_role.role_arn,
+            log_configuration=definition.LogConfigurationProperty(
+                log_driver="awslogs",
+                options={
+                    "awslogs-group": self._log_group.log_group_name,
+                    "awslogs-region": Stack.of(self).region,
+                    "awslogs-stream-prefix": stage.value,
+                },
+            ),
+            network_configuration=definition.NetworkConfigurationProperty(assign_public_ip="DISABLED") if fargate else None,
+            fargate_platform_configuration=definition.FargatePlatformConfigurationProperty(platform_version="LATEST")
+            if fargate
+            else None,
+            ephemeral_storage=definition.EphemeralStorageProperty(size_in_gib=FARGATE_DISK_GIB) if fargate else None,
+            linux_parameters=_linux_parameters(hardware, gang=spec.shape is Shape.GANG) if hardware else None,
+            ulimits=[
+                # Neuron and EFA pin memory; every rank opens a socket to every other.
+                definition.UlimitProperty(name="memlock", soft_limit=-1, hard_limit=-1),
+                definition.UlimitProperty(name="nofile", soft_limit=65535, hard_limit=65535),
+            ]
+            if hardware
+            else None,
+        )
+
+    def _environment(self, stage: Stage, gang: Hardware | None) -> Mapping[str, str]:
+        environment = {
+            "AWS_DEFAULT_REGION": Stack.of(self).region,
+            "TRNPIPE_STAGE": stage.value,
+            DEPLOYMENT_VARIABLE: self._settings.name,
+            ATTEMPT_VARIABLE: str(60 * self._settings.minutes(stage)),
+        }
+        if gang is not None and gang.efa_interfaces:
+            # EFA carries the collectives; the rendezvous goes over the task's own interface.
+            environment |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "CCOM_SOCKET_IFNAME": "eth0"}
+        if gang is not None and not gang.neuron_devices:
+            environment["GLOO_SOCKET_IFNAME"] = "eth0"
+        return environment | self._settings.environment
+
+    def _hardware(self, queue: Queue) -> Hardware:
+        return self._settings.train_hardware if queue is Queue.TRAIN else self._settings.embed_hardware
+
+    def _image(self, construct_id: str, uri: str | None, repository: ecr.IRepository) -> str:
+        if uri is None:
+            repository.grant_pull(self._execution_role)
+            return repository.repository_uri_for_tag(self._settings.images.tag)
+        elsewhere = PRIVATE_IMAGE.match(uri)
+        if elsewhere is not None:
+            name = elsewhere["name"]
+            arn = f"arn:{Stack.of(self).partition}:ecr:{elsewhere['region']}:{elsewhere['account']}:repository/{name}"
+            ecr.Repository.from_repository_attributes(self, construct_id, repository_arn=arn, repository_name=name).grant_pull(
+                self._execution_role
+            )
+        return uri
+
+    def _container_role(self, construct_id: str, description: str) -> iam.Role:
+        return iam.Role(self, construct_id, assumed_by=iam.ServicePrincipal("ecs-tasks.amazonaws.com"), description=description)
+
+
+def _linux_parameters(hardware: Hardware, *, gang: bool) -> batch.CfnJobDefinition.LinuxParametersProperty:
+    paths = [f"/dev/neuron{index}" for index in range(hardware.neuron_devices)]
+    if gang:
+        paths += [f"/dev/infiniband/uverbs{index}" for index in range(hardware.efa_interfaces)]
+    return batch.CfnJobDefinition.LinuxParametersProperty(
+        init_process_enabled=True,
+        # Ranks of one node exchange gradients and batches through it; the default is 64 MiB.
+        shared_memory_size=hardware.job_memory_mib // 8,
+        devices=[
+            batch.CfnJobDefinition.DeviceProperty(host_path=path, container_path=path, permissions=["READ", "WRITE", "MKNOD"])
+            for path in paths
+        ],
+    )
+
+
+def _camel(stage: Stage) -> str:
+    return "".join(word.capitalize() for word in stage.value.split("_"))

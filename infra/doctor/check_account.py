@@ -1,0 +1,164 @@
+"""The account itself: who we are, whether the region is on, the CDK bootstrap, service roles, names that are taken, budgets."""
+
+from __future__ import annotations
+
+from infra.app import CDK
+from infra.doctor.asking import Ask, Finding, Findings, NotAuthenticated, Refused, Subject, check, ok, problem, warning
+from infra.doctor.blueprint import Blueprint
+
+CREDENTIALS = "Credentials"
+CREDENTIAL_CALLS = ("sts:GetCallerIdentity",)
+ENABLED = ("ENABLED", "ENABLED_BY_DEFAULT")
+NO_STACK = ("ValidationError",)
+
+BATCH_ROLE = ("AWSServiceRoleForBatch", "batch.amazonaws.com")
+SPOT_ROLE = ("AWSServiceRoleForEC2Spot", "spot.amazonaws.com")
+
+
+def not_accepted(error: NotAuthenticated) -> Finding:
+    """The finding about credentials that are missing, wrong or out of date."""
+    return problem(
+        "AWS does not accept the credentials",
+        value=error,
+        rule="the AWS SDK's usual places: environment, profile, SSO, instance role",
+        remedy="aws sso login, or aws configure; then AWS_PROFILE=NAME trnpipe doctor",
+    )
+
+
+def who(ask: Ask, blueprint: Blueprint) -> tuple[str, Finding]:
+    """The account of the credentials, and whether it is the one that the settings name.
+
+    Raises:
+        Denied, NotAuthenticated, Unavailable, Refused: as `ask` does.
+    """
+    caller = ask("sts", "GetCallerIdentity")
+    account, wanted = str(caller["Account"]), blueprint.settings.account
+    if wanted is not None and account != wanted:
+        return account, problem(
+            "the credentials are of another account",
+            value=f"{account} ({caller['Arn']})",
+            rule=f"the setting `account` is {wanted}",
+            remedy="AWS_PROFILE=NAME trnpipe doctor with a profile of that account, or correct trnpipe.account",
+        )
+    return account, ok("credentials", f"{caller['Arn']}")
+
+
+@check("Account", "account:GetRegionOptStatus")
+def region(subject: Subject) -> Findings:
+    name = subject.settings.region
+    try:
+        status = subject.ask("account", "GetRegionOptStatus", RegionName=name)["RegionOptStatus"]
+    except Refused as refused:
+        yield problem(
+            f"there is no region {name}", value=refused, rule="trnpipe.region", remedy="aws account list-regions names them all"
+        )
+        return
+    if status in ENABLED:
+        yield ok("region", f"{name}: {status}")
+    else:
+        yield problem(
+            f"the region {name} is not enabled in this account",
+            value=status,
+            rule="a region that has to be opted into answers no call before",
+            remedy=f"aws account enable-region --region-name {name} (takes minutes to hours)",
+        )
+
+
+@check("Account", "ssm:GetParameter")
+def bootstrap(subject: Subject) -> Findings:
+    blueprint = subject.blueprint
+    remedy = f"{CDK} bootstrap aws://{subject.account}/{subject.settings.region}"
+    if subject.settings.bootstrap_qualifier is not None:
+        remedy += f" --qualifier {subject.settings.bootstrap_qualifier}"
+    rule = f"these stacks need CDK bootstrap version {blueprint.bootstrap_version} or newer"
+    parameter = subject.seek(("ParameterNotFound",), "ssm", "GetParameter", Name=blueprint.bootstrap_parameter)
+    if parameter is None:
+        yield problem(
+            "the CDK is not bootstrapped in this account and region",
+            value=f"no parameter {blueprint.bootstrap_parameter}",
+            rule=rule,
+            remedy=remedy,
+        )
+        return
+    version = int(parameter["Parameter"]["Value"])
+    if version < blueprint.bootstrap_version:
+        yield problem("the CDK bootstrap is too old", value=f"version {version}", rule=rule, remedy=remedy)
+    else:
+        yield ok("CDK bootstrap", f"version {version}, needed {blueprint.bootstrap_version}")
+
+
+@check("Account", "iam:GetRole")
+def service_roles(subject: Subject) -> Findings:
+    spot = any(fleet.market == "SPOT" for fleet in subject.blueprint.fleets())
+    for name, service in (BATCH_ROLE, SPOT_ROLE) if spot else (BATCH_ROLE,):
+        remedy = f"aws iam create-service-linked-role --aws-service-name {service}"
+        if subject.seek(("NoSuchEntity",), "iam", "GetRole", RoleName=name) is not None:
+            yield ok("service-linked role", name)
+        elif service == SPOT_ROLE[1]:
+            yield problem(
+                "the service-linked role of EC2 Spot is missing",
+                value=name,
+                rule="a Spot compute environment cannot request hosts without it",
+                remedy=remedy,
+            )
+        else:
+            yield warning(
+                "the service-linked role of Batch is missing",
+                value=name,
+                rule="the first compute environment makes it, if who deploys may iam:CreateServiceLinkedRole",
+                remedy=remedy,
+            )
+
+
+@check("Account", "cloudformation:DescribeStacks", "ecr:DescribeRepositories", "logs:DescribeLogGroups")
+def names(subject: Subject) -> Findings:
+    """What has a name and is kept stands in the way of a first deployment, if a stack that was deleted has left it behind."""
+    blueprint = subject.blueprint
+    if subject.seek(NO_STACK, "cloudformation", "DescribeStacks", StackName=blueprint.data_stack) is not None:
+        return
+    taken = []
+    for properties in blueprint.resources("AWS::ECR::Repository").values():
+        name = properties["RepositoryName"]
+        if subject.seek(("RepositoryNotFoundException",), "ecr", "DescribeRepositories", repositoryNames=[name]) is not None:
+            taken.append(f"image repository {name}")
+    for properties in blueprint.resources("AWS::Logs::LogGroup").values():
+        name = properties.get("LogGroupName")
+        if isinstance(name, str):
+            groups = subject.ask("logs", "DescribeLogGroups", logGroupNamePrefix=name)["logGroups"]
+            taken += [f"log group {name}" for group in groups if group["logGroupName"] == name]
+    if taken:
+        yield problem(
+            "names of the first deployment are taken",
+            value=", ".join(taken),
+            rule=f"the stack {blueprint.data_stack} is not there, and cannot create what exists",
+            remedy=f"{CDK} import {blueprint.data_stack} takes them over; or delete them, or set another trnpipe.name",
+        )
+    else:
+        yield ok("names are free", f"for the first deployment of {blueprint.data_stack}")
+
+
+@check("Account", "budgets:DescribeBudgets")
+def budgets(subject: Subject) -> Findings:
+    found = subject.ask("budgets", "DescribeBudgets", AccountId=subject.account).get("Budgets", [])
+    if found:
+        yield ok("budgets", ", ".join(budget["BudgetName"] for budget in found))
+    else:
+        yield warning(
+            "this account has no budget",
+            rule="an hour of a gang costs more than a month of everything else here, and nothing would tell of a runaway",
+            remedy="https://console.aws.amazon.com/billing/home#/budgets/create",
+        )
+
+
+@check("Notifications")
+def addressees(subject: Subject) -> Findings:
+    addresses = subject.settings.notify
+    if addresses:
+        yield ok("notifications go to", ", ".join(addresses))
+    else:
+        yield warning(
+            "nobody is told how runs end",
+            value="notify is empty",
+            rule="failures, refusals and alarms go to the addresses in `notify`",
+            remedy='put them into the settings: "notify": ["team@example.com"], and deploy',
+        )

@@ -1,0 +1,236 @@
+"""Whether the account can have the hosts: zones that offer them, service quotas, a capacity reservation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, warning
+from infra.doctor.blueprint import Fleet
+from infra.settings import HARDWARE, CapacityReservation, Settings
+
+QUOTAS: dict[tuple[str, str], tuple[str, str, str]] = {
+    ("EC2", "Trn"): ("ec2", "L-2C3B7624", "Running On-Demand Trn instances"),
+    ("EC2", "Inf"): ("ec2", "L-1945791B", "Running On-Demand Inf instances"),
+    ("EC2", "C7i"): ("ec2", "L-1216C47A", "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"),
+    ("SPOT", "Trn"): ("ec2", "L-6B0D517C", "All Trn Spot Instance Requests"),
+    ("SPOT", "Inf"): ("ec2", "L-B5D1601B", "All Inf Spot Instance Requests"),
+    ("SPOT", "C7i"): ("ec2", "L-34B43A08", "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests"),
+    ("FARGATE", ""): ("fargate", "L-3032A538", "Fargate On-Demand vCPU resource count"),
+}
+"""(market, family) -> service code, quota code and name in Service Quotas. All count vCPUs."""
+
+OPEN_REQUESTS = ("PENDING", "CASE_OPENED")
+SOON = timedelta(days=7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one quota has to allow.
+
+    Attributes:
+        least: vCPUs without which nothing ever starts: the widest gang, or one host.
+        most: vCPUs that the settings allow to run at once.
+    """
+
+    least: int
+    most: int
+
+
+def needs(fleets: list[Fleet], gang_nodes: int) -> dict[tuple[str, str], Need]:
+    """(market, family) -> what its quota has to allow. Fleets of one family share their quota.
+
+    Args:
+        gang_nodes: nodes of the widest gang.
+    """
+    summed: defaultdict[tuple[str, str], Need] = defaultdict(lambda: Need(least=0, most=0))
+    for fleet in fleets:
+        if fleet.instance_type is None:
+            key, least = (fleet.market, ""), 1
+        else:
+            key = (fleet.market, fleet.family)
+            least = HARDWARE[fleet.instance_type].vcpus * (gang_nodes if fleet.forms_gangs else 1)
+        before = summed[key]
+        summed[key] = Need(least=max(before.least, least), most=before.most + fleet.max_vcpus)
+    return dict(summed)
+
+
+@check("Capacity", "service-quotas:GetServiceQuota", "service-quotas:ListRequestedServiceQuotaChangeHistoryByQuota")
+def quotas(subject: Subject) -> Findings:
+    settings = subject.settings
+    for key, need in needs(subject.blueprint.fleets(), max(settings.allowed_nodes)).items():
+        service, code, name = QUOTAS[key]
+        quota = subject.ask("service-quotas", "GetServiceQuota", ServiceCode=service, QuotaCode=code)["Quota"]
+        value = int(quota["Value"])
+        if value >= need.most:
+            yield ok(f"quota {name}", f"{value} vCPUs, asked for {need.most}")
+            continue
+        requested = subject.ask(
+            "service-quotas", "ListRequestedServiceQuotaChangeHistoryByQuota", ServiceCode=service, QuotaCode=code
+        )["RequestedQuotas"]
+        pending = [f"{request['DesiredValue']:g}" for request in requested if request["Status"] in OPEN_REQUESTS]
+        remedy = (
+            f"aws service-quotas request-service-quota-increase --service-code {service} --quota-code {code} "
+            f"--desired-value {need.most} --region {settings.region}"
+        )
+        tell = problem if value < need.least else warning
+        yield tell(
+            f"the quota {name!r} ({code}) is too low",
+            value=f"{value} vCPUs" + (f"; an increase to {', '.join(pending)} is being looked at" if pending else ""),
+            rule=f"the settings let {need.most} vCPUs run at once; below {need.least} a run waits for ever",
+            remedy=f"wait for the request; or {remedy}" if pending else f"{remedy}; or lower the vCPU limits in the settings",
+        )
+
+
+@check("Capacity", "ec2:DescribeInstanceTypeOfferings", "ec2:DescribeSubnets")
+def zones(subject: Subject) -> Findings:
+    wanted: defaultdict[str, set[str]] = defaultdict(set)
+    for fleet in subject.blueprint.fleets():
+        if fleet.instance_type is not None:
+            wanted[fleet.instance_type] |= set(fleet.zones) | _zones_of(subject, fleet)
+    for instance_type, asked in wanted.items():
+        offered = {
+            offering["Location"]
+            for offering in subject.ask(
+                "ec2",
+                "DescribeInstanceTypeOfferings",
+                LocationType="availability-zone",
+                Filters=[{"Name": "instance-type", "Values": [instance_type]}],
+            )["InstanceTypeOfferings"]
+        }
+        if missing := sorted(asked - offered):
+            yield problem(
+                f"{', '.join(missing)} does not offer {instance_type}",
+                value=f"offered in: {', '.join(sorted(offered)) or 'no zone of ' + subject.settings.region}",
+                rule="hosts start in the zones of the settings only",
+                remedy="set trnpipe.zone to one of them (names of zones differ from account to account)"
+                if offered
+                else "choose another region: aws ec2 describe-instance-type-offerings --region REGION "
+                f"--location-type availability-zone --filters Name=instance-type,Values={instance_type}",
+            )
+        else:
+            yield ok(f"{instance_type} is offered in", ", ".join(sorted(asked)))
+
+
+def _zones_of(subject: Subject, fleet: Fleet) -> set[str]:
+    if not fleet.subnet_ids:
+        return set()
+    try:
+        subnets = subject.ask("ec2", "DescribeSubnets", SubnetIds=sorted(fleet.subnet_ids))["Subnets"]
+    except Refused:  # the check of the VPC names it
+        return {subject.settings.zone}
+    return {subnet["AvailabilityZone"] for subnet in subnets}
+
+
+@check("Capacity")
+def headroom(subject: Subject) -> Findings:
+    settings = subject.settings
+    if settings.train_max_vcpus < settings.default_max_vcpus:
+        yield warning(
+            "there is no room for one host more than the widest gang",
+            value=f"max_vcpus {settings.train_max_vcpus}",
+            rule=f"a host that fails its health check counts until it is gone: {settings.default_max_vcpus} lets the retry start",
+            remedy="take max_vcpus out of the settings",
+        )
+    else:
+        yield ok("hosts of gangs", f"at most {settings.train_max_vcpus} vCPUs, one host more than the widest gang")
+
+
+@check("Capacity", "ec2:DescribeCapacityReservations", "resource-groups:ListGroupResources", "cloudformation:ListStackResources")
+def reservation(subject: Subject) -> Findings:
+    settings = subject.settings
+    wanted = settings.capacity_reservation
+    if wanted is None:
+        return
+    try:
+        reserved = _reserved(subject, wanted)
+    except Refused as refused:
+        yield problem(
+            "the capacity reservation is not there",
+            value=refused,
+            rule=f"trnpipe.capacity_reservation = {wanted.id or wanted.group}, owned by or shared with this account",
+            remedy=f"aws ec2 describe-capacity-reservations --region {settings.region}",
+        )
+        return
+    # A group may hold reservations of other types, which hosts pass over.
+    fitting = [one for one in reserved if not _unfit(one, settings)]
+    wrong = [] if fitting and wanted.group else [objection for one in reserved for objection in _unfit(one, settings)]
+    nodes, total = max(settings.allowed_nodes), sum(one["TotalInstanceCount"] for one in fitting)
+    if not wrong and total < nodes:
+        wrong = [
+            ("the capacity reservation holds too few hosts", str(total), f"the widest gang of allowed_nodes has {nodes} nodes")
+        ]
+    for what, value, rule in wrong:
+        yield problem(
+            what, value=value, rule=rule, remedy="reserve what the settings name, or name another trnpipe.capacity_reservation"
+        )
+    for one in fitting:
+        yield from _judge_placement(subject, one)
+        end = one.get("EndDate")
+        if end is not None and end - datetime.now(timezone.utc) < SOON:
+            yield warning(
+                "the capacity reservation ends soon",
+                value=f"{one['CapacityReservationId']}: {end:%Y-%m-%d %H:%M} UTC",
+                rule="after that nothing holds hosts for gangs; those of a Capacity Block end half an hour before",
+                remedy="extend it, or take trnpipe.capacity_reservation out and deploy",
+            )
+    if not wrong:
+        free = sum(one["AvailableInstanceCount"] for one in fitting)
+        yield ok("capacity reservation", f"{free} of {total} hosts free")
+
+
+def _reserved(subject: Subject, wanted: CapacityReservation) -> list[dict[str, Any]]:
+    """The reservations that the settings name, as EC2 describes them.
+
+    Raises:
+        Refused: one of them is not there, or the group has none.
+    """
+    ids = [wanted.id]
+    if wanted.group is not None:
+        members = subject.ask("resource-groups", "ListGroupResources", Group=wanted.group)["Resources"]
+        arns = [member["Identifier"]["ResourceArn"] for member in members]
+        ids = [arn.rpartition("/")[2] for arn in arns if ":capacity-reservation/" in arn]
+        if not ids:
+            raise Refused("EmptyGroup", f"no Capacity Reservation among {len(arns)} resources")
+    found = subject.ask("ec2", "DescribeCapacityReservations", CapacityReservationIds=ids)["CapacityReservations"]
+    return [dict(one) for one in found]
+
+
+def _unfit(found: Mapping[str, Any], settings: Settings) -> list[tuple[str, str, str]]:
+    """(what, value, rule) of everything in which a reservation is not one that a gang can use."""
+    state, kind, where = (found[key] for key in ("State", "InstanceType", "AvailabilityZone"))
+    block = found.get("ReservationType") == "capacity-block"
+    assert settings.capacity_reservation is not None
+    wrong = []
+    if state != "active":
+        wrong.append(("the capacity reservation is not active", state, "hosts start in an active reservation only"))
+    if kind != settings.instance_type:
+        rule = f"trnpipe.instance_type is {settings.instance_type}"
+        wrong.append(("the capacity reservation is of another instance type", kind, rule))
+    if where != settings.zone:
+        wrong.append(("the capacity reservation is in another zone", where, f"trnpipe.zone is {settings.zone}"))
+    if block != settings.capacity_reservation.block:
+        rule = "hosts start in a Capacity Block with trnpipe.capacity_reservation.block: true, and only there"
+        wrong.append(("the capacity reservation is of another kind", found.get("ReservationType", "default"), rule))
+    return wrong
+
+
+def _judge_placement(subject: Subject, found: Mapping[str, Any]) -> Findings:
+    """Hosts of a placement group use what is reserved in it (EC2 User Guide, "Capacity Reservations with placement groups")."""
+    settings = subject.settings
+    wanted = settings.capacity_reservation
+    if wanted is None or wanted.block or not settings.train_hardware.efa_interfaces:
+        return
+    own = subject.physical(subject.blueprint.pipeline_stack, "AWS::EC2::PlacementGroup") if subject.after else []
+    name = wanted.placement_group or next(iter(own), None)
+    reserved_in = str(found.get("PlacementGroupArn", "")).rpartition("/")[2]
+    if not reserved_in or (name is not None and reserved_in != name):
+        yield warning(
+            "the capacity was not reserved in the gangs' placement group",
+            value=f"{found['CapacityReservationId']}: {reserved_in or 'in none'}",
+            rule=f"hosts start in {name or 'the placement group that the stack makes'}, and may pass the reservation over",
+            remedy="reserve with --placement-group-arn, and name that group under trnpipe.capacity_reservation.placement_group",
+        )

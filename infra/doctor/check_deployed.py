@@ -1,0 +1,312 @@
+"""What was deployed: is it what the settings say, is it healthy, and is anything stuck or unheard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from infra.app import CDK
+from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, warning
+from infra.doctor.blueprint import COMPUTE_ENVIRONMENT
+
+COMPLETE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "IMPORT_COMPLETE")
+ALIVE = ("RUNNING", "PENDING_REDRIVE")
+JOBS_AT_ONCE = 100
+"""Jobs that DescribeJobs takes, and job definitions that DescribeJobDefinitions takes."""
+
+REASONS = {
+    "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY": (
+        "EC2 has no such hosts free in the zone now",
+        "wait (the job is cancelled after capacity_wait_hours), reserve capacity, or set another zone",
+    ),
+    "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE": (
+        "the job is larger than its compute environment may become",
+        "raise max_vcpus (or embed_max_vcpus) in the settings and deploy",
+    ),
+    "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT": (
+        "no host of the compute environment has what the job asks for",
+        "deploy: the job definitions then ask for what the instance type has",
+    ),
+    "MISCONFIGURATION:EC2_INSTANCE_CONFIGURATION_UNSUPPORTED": (
+        "the instance type and the launch template or zone do not go together",
+        "check the zone: aws ec2 describe-instance-type-offerings --location-type availability-zone; then the AMI's architecture",
+    ),
+    "MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS": (
+        "the service role of Batch may not start hosts",
+        "aws iam create-service-linked-role --aws-service-name batch.amazonaws.com, and look for policies that deny it",
+    ),
+    "ACTION_REQUIRED": (
+        "its compute environment is INVALID",
+        "aws batch describe-compute-environments names the cause",
+    ),
+    "UNDETERMINED": (
+        "Batch does not know why the job waits",
+        "check the EC2 quota, and that hosts reach ECS: routes, endpoints, DNS, egress",
+    ),
+}
+"""statusReason of a job at the head of its queue -> meaning and remedy
+(https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable.html)."""
+
+
+@check("Stacks", "cloudformation:DescribeStacks", "cloudformation:GetTemplate")
+def stacks(subject: Subject) -> Findings:
+    for name, template in subject.blueprint.templates.items():
+        deploy = f"{CDK} deploy {name}"
+        try:
+            [stack] = subject.ask("cloudformation", "DescribeStacks", StackName=name)["Stacks"]
+        except Refused as refused:
+            yield problem(f"the stack {name} is not there", value=refused, remedy=deploy)
+            continue
+        status = stack["StackStatus"]
+        if status not in COMPLETE:
+            yield problem(
+                f"the stack {name} is not complete",
+                value=f"{status} {stack.get('StackStatusReason', '')}".strip(),
+                rule=f"one of {', '.join(COMPLETE)}",
+                remedy=f"aws cloudformation describe-stack-events --stack-name {name} names the cause; then {deploy}",
+            )
+        if stack.get("DriftInformation", {}).get("StackDriftStatus") == "DRIFTED":
+            yield warning(
+                f"resources of the stack {name} were changed by hand",
+                value="DRIFTED",
+                remedy=f"aws cloudformation describe-stack-resource-drifts --stack-name {name}",
+            )
+        body = subject.ask("cloudformation", "GetTemplate", StackName=name)["TemplateBody"]
+        deployed = json.loads(body) if isinstance(body, str) else body
+        if differing := differences(deployed, template):
+            yield warning(
+                f"the stack {name} is not what these settings would deploy",
+                value=", ".join(differing),
+                rule="deployed and synthesized template are the same",
+                remedy=f"{CDK} diff {name} shows it; {deploy}, or read the settings that it was deployed from",
+            )
+        elif status in COMPLETE:
+            yield ok(f"stack {name}", f"{status}, as the settings say")
+
+
+def differences(deployed: Mapping[str, Any], synthesized: Mapping[str, Any]) -> list[str]:
+    """Resources that differ, as `+ Id` (not deployed yet), `- Id` (only deployed) and `~ Id`.
+
+    What the CDK CLI adds of its own, paths and usage statistics, is no difference.
+    """
+    there, wanted = _resources(deployed), _resources(synthesized)
+    return [
+        f"{'+' if key not in there else '-' if key not in wanted else '~'} {key}"
+        for key in sorted(there.keys() | wanted.keys())
+        if there.get(key) != wanted.get(key)
+    ]
+
+
+def _resources(template: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        logical_id: {key: value for key, value in resource.items() if key != "Metadata"}
+        for logical_id, resource in template["Resources"].items()
+        if resource["Type"] != "AWS::CDK::Metadata"
+    }
+
+
+@check("Batch", "cloudformation:ListStackResources", "batch:DescribeComputeEnvironments")
+def environments(subject: Subject) -> Findings:
+    deployed = subject.physical(subject.blueprint.pipeline_stack, COMPUTE_ENVIRONMENT)
+    if not deployed:
+        return
+    answer = subject.ask("batch", "DescribeComputeEnvironments", computeEnvironments=deployed)
+    for environment in answer["computeEnvironments"]:
+        name, reason = environment["computeEnvironmentName"], environment.get("statusReason", "")
+        if environment["status"] != "VALID":
+            yield problem(
+                f"the compute environment {name} is {environment['status']}",
+                value=reason,
+                rule="hosts start in VALID environments only",
+                remedy=f"what the reason names has to be put right; then {CDK} deploy",
+            )
+        elif environment["state"] != "ENABLED":
+            yield problem(
+                f"the compute environment {name} is {environment['state']}",
+                value=reason,
+                rule="no job starts in it",
+                remedy=f"aws batch update-compute-environment --state ENABLED --compute-environment {name}",
+            )
+        else:
+            yield ok("compute environment", f"{name}: VALID, ENABLED")
+
+
+@check(
+    "Batch",
+    "cloudformation:ListStackResources",
+    "batch:DescribeJobQueues",
+    "batch:GetJobQueueSnapshot",
+    "batch:DescribeJobs",
+)
+def queues(subject: Subject) -> Findings:
+    deployed = subject.physical(subject.blueprint.pipeline_stack, "AWS::Batch::JobQueue")
+    if not deployed:
+        return
+    for queue in subject.ask("batch", "DescribeJobQueues", jobQueues=deployed)["jobQueues"]:
+        name = queue["jobQueueName"]
+        if queue.get("status") != "VALID" or queue["state"] != "ENABLED":
+            yield problem(
+                f"the queue {name} is {queue.get('status')}, {queue['state']}",
+                value=queue.get("statusReason", ""),
+                rule="VALID and ENABLED",
+                remedy=f"aws batch update-job-queue --state ENABLED --job-queue {name}",
+            )
+        else:
+            yield ok("queue", f"{name}: VALID, ENABLED")
+        snapshot = subject.ask("batch", "GetJobQueueSnapshot", jobQueue=queue["jobQueueArn"])
+        front = snapshot.get("frontOfQueue", {}).get("jobs", ())[:1]
+        if front:
+            ids = [job["jobArn"].rpartition("/")[2] for job in front]
+            for job in subject.ask("batch", "DescribeJobs", jobs=ids)["jobs"]:
+                yield from judge_front(name, job, front[0]["earliestTimeAtPosition"], datetime.now(timezone.utc))
+
+
+def judge_front(queue: str, job: Mapping[str, Any], since_ms: int, now: datetime) -> Findings:
+    """Judge the job at the front of a queue, behind which all others wait.
+
+    Args:
+        job: of Batch's DescribeJobs.
+        since_ms: when it came to the front, in milliseconds since the epoch.
+    """
+    minutes = int((now.timestamp() - since_ms / 1000) // 60)
+    reason = job.get("statusReason", "")
+    waiting = f"{job['jobName']} ({job['jobId']}), for {minutes} min"
+    for code, (meaning, remedy) in REASONS.items():
+        if code in reason:
+            yield problem(f"the queue {queue} is blocked: {meaning}", value=f"{waiting}: {reason}", rule=code, remedy=remedy)
+            return
+    if reason and job["status"] == "RUNNABLE":
+        yield warning(
+            f"the job at the front of {queue} waits",
+            value=f"{waiting}: {reason}",
+            remedy=f"aws batch describe-jobs --jobs {job['jobId']}",
+        )
+    else:
+        yield ok(f"front of {queue}", waiting)
+
+
+@check("Batch", "cloudformation:ListStackResources", "batch:DescribeJobDefinitions")
+def job_definitions(subject: Subject) -> Findings:
+    wanted = subject.physical(subject.blueprint.pipeline_stack, "AWS::Batch::JobDefinition")
+    active = set()
+    for start in range(0, len(wanted), JOBS_AT_ONCE):
+        some = wanted[start : start + JOBS_AT_ONCE]
+        answer = subject.ask("batch", "DescribeJobDefinitions", jobDefinitions=some)["jobDefinitions"]
+        active |= {definition["jobDefinitionArn"] for definition in answer if definition.get("status") == "ACTIVE"}
+    if gone := [arn for arn in wanted if arn not in active]:
+        yield problem(
+            "job definitions of the stack are not active",
+            value=", ".join(arn.rpartition("/")[2] for arn in gone),
+            rule="the state machine names these revisions, and Batch refuses jobs of inactive ones",
+            remedy="register them anew: delete the pipeline stack and deploy it again (the data stack stays)",
+        )
+    elif wanted:
+        yield ok("job definitions", f"{len(wanted)} revisions, all ACTIVE")
+
+
+@check("Schedule", "cloudformation:ListStackResources", "scheduler:GetSchedule", "sqs:GetQueueAttributes")
+def schedule(subject: Subject) -> Findings:
+    wanted = subject.settings.schedule
+    asked = {
+        "State": "ENABLED" if wanted.enabled else "DISABLED",
+        "ScheduleExpression": wanted.schedule_expression,
+        "ScheduleExpressionTimezone": wanted.time_zone,
+    }
+    for physical in subject.physical(subject.blueprint.pipeline_stack, "AWS::Scheduler::Schedule"):
+        found = subject.ask("scheduler", "GetSchedule", Name=physical)
+        if other := [f"{key} {found.get(key)}, not {value}" for key, value in asked.items() if found.get(key) != value]:
+            yield problem(
+                "the weekly start is not what the settings say",
+                value=f"{physical}: {', '.join(other)}",
+                rule="the next deployment sets it to trnpipe.schedule",
+                remedy=f"set `schedule` in the environment's file, {CDK} deploy",
+            )
+        elif wanted.enabled:
+            yield ok("weekly start", wanted.described)
+        else:
+            yield ok("weekly start", "switched off, as the settings say")
+    for url in subject.physical(subject.blueprint.pipeline_stack, "AWS::SQS::Queue"):
+        name = "ApproximateNumberOfMessages"
+        waiting = int(subject.ask("sqs", "GetQueueAttributes", QueueUrl=url, AttributeNames=[name])["Attributes"][name])
+        if waiting:
+            yield problem(
+                "a weekly start could not be delivered",
+                value=f"{waiting} messages in {url.rpartition('/')[2]}",
+                rule="the dead-letter queue is empty",
+                remedy=f"aws sqs receive-message --queue-url {url} --message-attribute-names All says why; "
+                "start the run by hand, then aws sqs purge-queue",
+            )
+        else:
+            yield ok("dead-letter queue", "empty")
+
+
+@check("Monitoring", "cloudformation:ListStackResources", "cloudwatch:DescribeAlarms")
+def alarms(subject: Subject) -> Findings:
+    deployed = subject.physical(subject.blueprint.pipeline_stack, "AWS::CloudWatch::Alarm")
+    if not deployed:
+        return
+    found = subject.ask("cloudwatch", "DescribeAlarms", AlarmNames=deployed).get("MetricAlarms", [])
+    ringing = [alarm for alarm in found if alarm["StateValue"] == "ALARM"]
+    for alarm in ringing:
+        yield warning(
+            f"the alarm {alarm['AlarmName']} is on",
+            value=alarm.get("StateReason", ""),
+            rule=alarm.get("AlarmDescription", ""),
+            remedy=f"aws cloudwatch describe-alarm-history --alarm-name {alarm['AlarmName']}",
+        )
+    if silent := [alarm["AlarmName"] for alarm in found if not alarm.get("ActionsEnabled", True)]:
+        yield warning(
+            "alarms are switched off",
+            value=", ".join(silent),
+            remedy=f"aws cloudwatch enable-alarm-actions --alarm-names {' '.join(silent)}",
+        )
+    if not ringing:
+        yield ok("alarms", f"{len(found)}, none is on")
+
+
+@check("Notifications", "cloudformation:ListStackResources", "sns:ListSubscriptionsByTopic")
+def subscriptions(subject: Subject) -> Findings:
+    for topic in subject.physical(subject.blueprint.pipeline_stack, "AWS::SNS::Topic"):
+        found = subject.ask("sns", "ListSubscriptionsByTopic", TopicArn=topic)["Subscriptions"]
+        confirmed = {one["Endpoint"] for one in found if one["SubscriptionArn"] != "PendingConfirmation"}
+        for address in sorted({one["Endpoint"] for one in found} - confirmed):
+            yield warning(
+                "a subscription is not confirmed",
+                value=address,
+                rule="nothing is sent to an address before",
+                remedy="open the link in the message `AWS Notification - Subscription Confirmation` that went there; "
+                f"aws sns subscribe --topic-arn {topic} --protocol email --notification-endpoint {address} sends another",
+            )
+        if lost := sorted(set(subject.settings.notify) - {one["Endpoint"] for one in found}):
+            yield problem(
+                "addresses of the settings are not subscribed",
+                value=", ".join(lost),
+                rule="who unsubscribes is not subscribed again by a deployment",
+                remedy=f"aws sns subscribe --topic-arn {topic} --protocol email --notification-endpoint ADDRESS",
+            )
+        if confirmed:
+            yield ok("subscriptions", ", ".join(sorted(confirmed)))
+
+
+@check("Lock", "cloudformation:ListStackResources", "dynamodb:Scan", "stepfunctions:DescribeExecution")
+def locks(subject: Subject) -> Findings:
+    for table in subject.physical(subject.blueprint.data_stack, "AWS::DynamoDB::Table"):
+        items = subject.ask("dynamodb", "Scan", TableName=table, ConsistentRead=True)["Items"]
+        for item in items:
+            registry, run, owner = (item[key]["S"] for key in ("name", "run", "owner"))
+            held = f"registry {registry}: run {run} since {item['since']['S']}"
+            execution = subject.seek(("ExecutionDoesNotExist",), "stepfunctions", "DescribeExecution", executionArn=owner)
+            status = execution["status"] if execution else "gone"
+            if status in ALIVE:
+                yield ok("lock", f"{held}, {status}")
+            else:
+                yield warning(
+                    "a lock is held by a run that has ended",
+                    value=f"{held}, {status}",
+                    rule="it counts as free, and the next run takes it over",
+                    remedy=f'nothing; or aws stepfunctions start-execution with {{"run": "{run}"}} takes that run up',
+                )
+        if not items:
+            yield ok("lock", "free")

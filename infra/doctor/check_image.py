@@ -1,0 +1,312 @@
+"""What the hosts boot and what they run: the AMI with its Neuron driver, and the two container images."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+import urllib3
+
+from infra.app import CDK
+from infra.doctor.asking import Findings, Refused, Subject, Unavailable, check, ok, problem, warning
+from infra.doctor.blueprint import Container, Fleet
+from infra.settings import AMI_ID, AMI_PARAMETER, DRIVER_RULE, base_repository
+
+DRIVER = (2, 27)
+TOO_NEW = (2, 29)
+DRIVER_WORDS = re.compile(
+    r"(?:neuron[-_ .x]*(?:driver|dkms)|neuronx[-_ ]?dkms|driver)[^0-9]{0,12}(?P<major>2)\.(?P<minor>\d+)", re.I
+)
+"""A driver's version after what people call it, as in `aws-neuronx-dkms 2.27.4.0` or `neuron-driver-2.27`."""
+
+KNOWN_OWNERS = ("amazon", "aws-marketplace", "self")
+INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
+MANIFEST_TYPES = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
+WANTED_PLATFORM = "linux/amd64"
+BUILD = "docker buildx build --platform linux/amd64"
+LARGEST_CONFIG = 1 << 20
+BASE_LABEL = "org.opencontainers.image.base.name"
+DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})$")
+GONE = ("RepositoryNotFoundException", "ImageNotFoundException")
+
+
+@check("Images", "ssm:GetParameter", "ec2:DescribeImages")
+def ami(subject: Subject) -> Findings:
+    setting = subject.settings.ami
+    if setting is None:
+        yield ok("AMI", "the one that AWS Batch chooses")
+        return
+    image_id = setting
+    if parameter := AMI_PARAMETER.fullmatch(setting):
+        name = f"{parameter['name']}:{parameter['version']}"
+        answer = subject.seek(("ParameterNotFound", "ParameterVersionNotFound"), "ssm", "GetParameter", Name=name)
+        if answer is None:
+            yield problem(
+                "the AMI's SSM parameter is not there",
+                value=name,
+                rule="trnpipe.ami names a parameter of this account and region, with its version",
+                remedy=f"aws ssm put-parameter --region {subject.settings.region} --type String --data-type aws:ec2:image "
+                f"--name {parameter['name']} --value ami-..., and put the version that it prints into trnpipe.ami",
+            )
+            return
+        image_id = answer["Parameter"]["Value"]
+        if not AMI_ID.fullmatch(image_id):
+            yield problem(
+                "the AMI's SSM parameter holds no image id",
+                value=f"{name} = {image_id}",
+                rule="its value is ami-...",
+                remedy=f"aws ssm put-parameter --overwrite --name {parameter['name']} --value ami-..., and name the new version",
+            )
+            return
+        yield ok("SSM parameter of the AMI", f"{name} = {image_id}")
+    try:
+        found = subject.ask("ec2", "DescribeImages", ImageIds=[image_id])["Images"]
+    except Refused as refused:
+        if not refused.code.startswith("InvalidAMIID"):
+            raise
+        found = []
+    if not found:
+        yield problem(
+            "the AMI is not there",
+            value=image_id,
+            rule=f"an image of region {subject.settings.region} that this account may use",
+            remedy=f"aws ec2 copy-image brings one from another region; its owner shares one with account {subject.account}",
+        )
+        return
+    yield from judge_ami(found[0], subject.account, subject.blueprint.fleets(), datetime.now(timezone.utc))
+
+
+def judge_ami(image: Mapping[str, Any], account: str, fleets: list[Fleet], now: datetime) -> Findings:
+    """Judge one image of EC2's DescribeImages.
+
+    Args:
+        fleets: their launch templates know the name and the size of its root device.
+    """
+    roots = [fleet.root for fleet in fleets if fleet.root is not None]
+    named = f"{image['ImageId']} ({image.get('Name', 'without a name')})"
+    other = "choose another image: trnpipe.ami"
+    fits = True
+    for what, value, wanted, why in (
+        ("the AMI is not available", image["State"], {"available"}, "hosts boot from available images only"),
+        ("the AMI is for another processor", image["Architecture"], {"x86_64"}, "Trainium and Inferentia hosts are x86_64"),
+        (
+            "the AMI's root device has another name than the launch template assumes",
+            image.get("RootDeviceName", ""),
+            {root.device for root in roots},
+            "the template would add a second volume and leave the root at the image's size, too small for the container",
+        ),
+    ):
+        if value not in wanted:
+            fits = False
+            yield problem(what, value=f"{named}: {value}", rule=f"{', '.join(sorted(wanted))}: {why}", remedy=other)
+    sizes = [device["Ebs"].get("VolumeSize", 0) for device in image.get("BlockDeviceMappings", ()) if "Ebs" in device]
+    if max(sizes, default=0) > (room := min(root.gib for root in roots)):
+        fits = False
+        yield problem(
+            "the AMI's volume is larger than the launch template's",
+            value=f"{named}: {max(sizes)} GiB",
+            rule=f"EC2 makes no volume smaller than its snapshot; the template has {room} GiB",
+            remedy=other,
+        )
+    owner = image.get("ImageOwnerAlias") or ("self" if image["OwnerId"] == account else image["OwnerId"])
+    if owner not in KNOWN_OWNERS:
+        yield warning(
+            "the AMI belongs to a stranger",
+            value=f"{named}: owner {owner}",
+            rule="who owns an image can change what all hosts run, and can take it away",
+            remedy=f"aws ec2 copy-image --source-image-id {image['ImageId']} makes it your own",
+        )
+    deprecated = image.get("DeprecationTime")
+    if deprecated and datetime.fromisoformat(deprecated.replace("Z", "+00:00")) < now:
+        yield warning("the AMI is deprecated", value=f"{named}: since {deprecated}", rule="its owner may remove it", remedy=other)
+    yield from judge_driver(image, named)
+    if fits:
+        yield ok("AMI", f"{named}, owner {owner}")
+
+
+def judge_driver(image: Mapping[str, Any], named: str) -> Findings:
+    """Judge the Neuron driver by what an image's name, description and tags say of it."""
+    tags = [f"{tag['Key']} {tag['Value']}" for tag in image.get("Tags", ())]
+    said = DRIVER_WORDS.search("\n".join([image.get("Name", ""), image.get("Description", ""), *tags]))
+    if said is None:
+        yield warning(
+            "the AMI's Neuron driver cannot be told from outside",
+            value=named,
+            rule=f"{DRIVER_RULE}; health_check's first test looks, before anything is trained",
+            remedy=f"aws ec2 create-tags --resources {image['ImageId']} --tags Key=neuron-driver,Value=2.27.x says it for all",
+        )
+        return
+    version = (int(said["major"]), int(said["minor"]))
+    value = f"{named}: {said[0]}"
+    if version >= TOO_NEW:
+        yield problem("the AMI's Neuron driver is too new", value=value, rule=DRIVER_RULE, remedy="bake one with driver 2.27")
+    elif version != DRIVER:
+        yield warning("the AMI's Neuron driver is another one", value=value, rule=DRIVER_RULE, remedy="bake one with driver 2.27")
+    else:
+        yield ok("Neuron driver", said[0])
+
+
+@check("Images", "ecr:DescribeImages", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")
+def containers(subject: Subject) -> Findings:
+    for container in subject.blueprint.containers:
+        if container.repository is None:
+            yield warning(
+                f"the {container.name} image cannot be looked at",
+                value=container.uri,
+                rule="only images in ECR can; hosts need a way to any other registry",
+                remedy=f"push it to {subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com",
+            )
+        elif container.region not in (None, subject.settings.region):
+            yield warning(
+                f"the {container.name} image is in another region",
+                value=container.uri,
+                rule="endpoints of a VPC without a way to the internet reach this region's registry only",
+                remedy=f"push it to a repository in {subject.settings.region}",
+            )
+        else:
+            yield from _container(subject, container)
+
+
+def _container(subject: Subject, container: Container) -> Findings:
+    reference, wanted = _reference(container)
+    named = f"{container.repository}:{container.version}"
+    push = (
+        f"{BUILD} -f containers/{container.name}/Dockerfile --push "
+        f"-t {container.registry or subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com/{named} ."
+    )
+    try:
+        [details] = subject.ask("ecr", "DescribeImages", imageIds=[wanted], **reference)["imageDetails"]
+    except Refused as refused:
+        if refused.code == "RepositoryNotFoundException" and container.registry is None and not subject.after:
+            yield warning(
+                f"the image repository {container.repository} is not there yet",
+                rule="the data stack creates it",
+                remedy=f"{CDK} deploy {subject.blueprint.data_stack}, then {push}",
+            )
+        elif refused.code in GONE:
+            yield problem(
+                f"the image {named} has not been pushed",
+                value=refused.code,
+                rule="every job pulls it; without it every attempt fails with CannotPullContainerError",
+                remedy=push,
+            )
+        else:
+            raise
+        return
+    platforms = _platforms(subject, reference, {"imageDigest": details["imageDigest"]})
+    if WANTED_PLATFORM not in platforms:
+        yield problem(
+            f"the image {named} is for another processor",
+            value=", ".join(sorted(platforms)) or "it names none",
+            rule=f"{WANTED_PLATFORM}: any other ends with `exec format error`",
+            remedy=push,
+        )
+    else:
+        # ECR gives no size for an index of several images.
+        size = details.get("imageSizeInBytes")
+        yield ok(f"image {named}", WANTED_PLATFORM + (f", {size / 2**30:.1f} GiB compressed" if size else ""))
+
+
+@check("Images", "ecr:DescribeImages", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")
+def neuron_base(subject: Subject) -> Findings:
+    """The Neuron image can be built again: its base is named by digest, and the deployment's registry has a copy."""
+    for container in subject.blueprint.containers:
+        if container.name != "neuron" or container.repository is None or container.region not in (None, subject.settings.region):
+            continue
+        reference, wanted = _reference(container)
+        try:
+            labels = _configuration(subject, reference, wanted).get("config", {}).get("Labels") or {}
+        except Refused as refused:
+            if refused.code in GONE:
+                return  # the check of the containers says so
+            raise
+        base = labels.get(BASE_LABEL, "")
+        mirror = base_repository(subject.settings.name)
+        registry = f"{subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com"
+        remedy = f"make mirror REPOSITORY={registry}/{mirror}, and build with the NEURON_IMAGE that it prints"
+        if (digest := DIGEST.search(base)) is None:
+            yield problem(
+                "the Neuron image names no base by digest",
+                value=f"{container.uri}: label {BASE_LABEL} = {base or 'none'}",
+                rule="AWS publishes no further release of this base; behind a tag another image may stand, or none",
+                remedy=remedy,
+            )
+            return
+        copied = subject.seek(GONE, "ecr", "DescribeImages", repositoryName=mirror, imageIds=[{"imageDigest": digest[1]}])
+        if copied is None:
+            yield problem(
+                "the Neuron image's base is not in the deployment's registry",
+                value=f"{mirror}@{digest[1]}",
+                rule="AWS publishes no further release of this base; without a copy the image cannot be built again",
+                remedy=remedy,
+            )
+        else:
+            yield ok("base of the Neuron image", f"{mirror}@{digest[1]}")
+
+
+def _reference(container: Container) -> tuple[dict[str, str], dict[str, str]]:
+    """Repository and image of a container in ECR, as ECR's operations take them."""
+    assert container.repository is not None
+    repository = {"repositoryName": container.repository, **({"registryId": container.registry} if container.registry else {})}
+    return repository, {"imageDigest" if container.version.startswith("sha256:") else "imageTag": container.version}
+
+
+def _manifest(subject: Subject, reference: Mapping[str, str], image: Mapping[str, str]) -> dict[str, Any]:
+    """An image's manifest, or an index of several images."""
+    answer = subject.ask(
+        "ecr",
+        "BatchGetImage",
+        imageIds=[dict(image)],
+        acceptedMediaTypes=[*INDEX_TYPES, *MANIFEST_TYPES],
+        **reference,
+    )
+    if not answer["images"]:
+        failure = answer["failures"][0]
+        raise Refused(f"{failure['failureCode']}Exception", failure.get("failureReason", ""))
+    manifest: dict[str, Any] = json.loads(answer["images"][0]["imageManifest"])
+    return manifest
+
+
+def _platforms(subject: Subject, reference: Mapping[str, str], image: Mapping[str, str]) -> set[str]:
+    """`linux/amd64` and the like, of an index's images or of a single one."""
+    manifest = _manifest(subject, reference, image)
+    if "manifests" in manifest:
+        return {_platform(one["platform"]) for one in manifest["manifests"] if "platform" in one}
+    return {_platform(_download_configuration(subject, reference, manifest))}
+
+
+def _configuration(subject: Subject, reference: Mapping[str, str], image: Mapping[str, str]) -> dict[str, Any]:
+    """Configuration of an image, of an index's image for our hosts; empty if there is none for them."""
+    manifest = _manifest(subject, reference, image)
+    if "manifests" in manifest:
+        ours = [one["digest"] for one in manifest["manifests"] if _platform(one.get("platform", {})) == WANTED_PLATFORM]
+        if not ours:
+            return {}
+        manifest = _manifest(subject, reference, {"imageDigest": ours[0]})
+    return _download_configuration(subject, reference, manifest)
+
+
+def _download_configuration(subject: Subject, reference: Mapping[str, str], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    layer = {"layerDigest": manifest["config"]["digest"], **reference}
+    url = subject.ask("ecr", "GetDownloadUrlForLayer", **layer)["downloadUrl"]
+    configuration: dict[str, Any] = json.loads(download(url))
+    return configuration
+
+
+def _platform(described: Mapping[str, Any]) -> str:
+    return f"{described.get('os')}/{described.get('architecture')}"
+
+
+def download(url: str) -> bytes:
+    """An image's configuration from the address that the registry gave for it; a megabyte at most.
+
+    Raises:
+        Unavailable: the service does not answer.
+    """
+    try:
+        return urllib3.request("GET", url, preload_content=False, timeout=30.0).read(LARGEST_CONFIG)
+    except urllib3.exceptions.HTTPError as error:
+        raise Unavailable(str(error)) from error

@@ -1,0 +1,378 @@
+"""The VPC: subnets with room, a way to every service, and the default security group that a gang's containers get."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from infra.doctor.asking import Finding, Findings, Refused, Subject, check, ok, problem
+from infra.doctor.blueprint import GATEWAY_SERVICES, Fleet
+
+HTTPS = 443
+DNS = 53
+AMAZON_DNS = ("AmazonProvidedDNS", "169.254.169.253")
+ANYWHERE = "0.0.0.0/0"
+GANG_TASK_INTERFACES = 1
+"""The interface of its own that a gang's container gets on every node, beside the host's."""
+
+
+@check("Network", "ec2:DescribeVpcs", "ec2:DescribeVpcAttribute")
+def vpc(subject: Subject) -> Findings:
+    if subject.settings.vpc is None:
+        return
+    vpc_id = subject.settings.vpc.vpc_id
+    try:
+        subject.ask("ec2", "DescribeVpcs", VpcIds=[vpc_id])
+    except Refused as refused:
+        yield problem(
+            "the VPC is not there",
+            value=refused,
+            rule=f"trnpipe.vpc.vpc_id in {subject.settings.region}",
+            remedy=f"aws ec2 describe-vpcs --region {subject.settings.region}",
+        )
+        return
+    off = [
+        f"{shown}={on}"
+        for attribute, shown in (("enableDnsSupport", "EnableDnsSupport"), ("enableDnsHostnames", "EnableDnsHostnames"))
+        if not (on := subject.ask("ec2", "DescribeVpcAttribute", VpcId=vpc_id, Attribute=attribute)[shown]["Value"])
+    ]
+    if off:
+        yield problem(
+            "DNS is off in the VPC",
+            value=f"{vpc_id}: {', '.join(off)}",
+            rule="endpoints answer under the services' own names only with both attributes on",
+            remedy=f"aws ec2 modify-vpc-attribute --vpc-id {vpc_id} --enable-dns-support; the same with --enable-dns-hostnames",
+        )
+    else:
+        yield ok("VPC", f"{vpc_id}, DNS on")
+
+
+@check("Network", "ec2:DescribeVpcs", "ec2:DescribeDhcpOptions", "ec2:DescribeSecurityGroups")
+def resolvers(subject: Subject) -> Findings:
+    """Security groups filter all DNS servers but Amazon's own
+    (https://docs.aws.amazon.com/vpc/latest/userguide/vpc-security-groups.html)."""
+    if subject.settings.vpc is None:
+        return
+    vpc_id, group_id = subject.settings.vpc.vpc_id, subject.settings.vpc.default_security_group_id
+    try:
+        [vpc] = subject.ask("ec2", "DescribeVpcs", VpcIds=[vpc_id])["Vpcs"]
+        options = subject.ask("ec2", "DescribeDhcpOptions", DhcpOptionsIds=[vpc["DhcpOptionsId"]])["DhcpOptions"]
+        groups = subject.ask("ec2", "DescribeSecurityGroups", GroupIds=[group_id])["SecurityGroups"]
+    except Refused:
+        return  # the checks of VPC and group say so
+    configured = [item for one in options for item in one["DhcpConfigurations"] if item["Key"] == "domain-name-servers"]
+    servers = [value["Value"] for item in configured for value in item["Values"]]
+    amazon = {*AMAZON_DNS, str(ipaddress.ip_network(vpc["CidrBlock"])[2])}
+    own = [server for server in servers if server not in amazon]
+    allowed = {str(address) for address in subject.settings.vpc.resolvers}
+    if missing := sorted(set(own) - allowed):
+        yield problem(
+            "hosts cannot reach the VPC's DNS servers",
+            value=f"{vpc['DhcpOptionsId']}: {', '.join(missing)}",
+            rule="security groups filter every DNS server but Amazon's, and without DNS no host joins its cluster",
+            remedy=f"add them to trnpipe.vpc.resolvers: [{', '.join(own)}]",
+        )
+    rules = [rule for group in groups for rule in group.get("IpPermissionsEgress", ())]
+    shut = [
+        server for server in own for protocol in ("udp", "tcp") if not any(_reaches(rule, protocol, server) for rule in rules)
+    ]
+    if shut:
+        yield problem(
+            "the default security group does not let a gang's containers ask the VPC's DNS servers",
+            value=f"{group_id}: {', '.join(dict.fromkeys(shut))}",
+            rule=f"port {DNS} outwards, UDP and TCP",
+            remedy=f"aws ec2 authorize-security-group-egress --group-id {group_id} --ip-permissions "
+            + " ".join(
+                f"'IpProtocol={protocol},FromPort={DNS},ToPort={DNS},IpRanges=[{{CidrIp={server}/32}}]'"
+                for server in dict.fromkeys(shut)
+                for protocol in ("udp", "tcp")
+            ),
+        )
+    if not missing and not shut:
+        yield ok("DNS", ", ".join(servers) or AMAZON_DNS[0])
+
+
+@check("Network", "ec2:DescribeSubnets", "ec2:DescribeRouteTables")
+def subnets(subject: Subject) -> Findings:
+    if subject.settings.vpc is None:
+        return
+    wanted = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
+    try:
+        found = subject.ask("ec2", "DescribeSubnets", SubnetIds=wanted)["Subnets"]
+    except Refused as refused:
+        yield problem(
+            "a subnet is not there",
+            value=refused,
+            rule=f"{', '.join(wanted)} in {subject.settings.region}",
+            remedy=f"aws ec2 describe-subnets --filters Name=vpc-id,Values={subject.settings.vpc.vpc_id}",
+        )
+        return
+    nodes = max(subject.settings.allowed_nodes)
+    for subnet in found:
+        fleets = [fleet for fleet in subject.blueprint.fleets() if subnet["SubnetId"] in fleet.subnet_ids]
+        yield from judge_subnet(subnet, subject.settings.vpc.vpc_id, addresses_needed(fleets, nodes))
+        table = route_table(subject, subnet["SubnetId"], subnet["VpcId"])
+        if gateways := [route["GatewayId"] for route in table.get("Routes", ()) if route.get("GatewayId", "").startswith("igw-")]:
+            yield problem(
+                "a subnet is public",
+                value=f"{subnet['SubnetId']} routes to {', '.join(gateways)}",
+                rule="containers of gangs and hosts with several interfaces get no public address, and would have no way out",
+                remedy="name a private subnet: its way out is a NAT gateway or endpoints",
+            )
+    gang = [subnet for subnet in found if subnet["AvailabilityZone"] == subject.settings.zone]
+    if not gang:
+        yield problem(
+            "no subnet is in the zone of the gangs",
+            value=", ".join(f"{subnet['SubnetId']} in {subnet['AvailabilityZone']}" for subnet in found),
+            rule=f"trnpipe.zone is {subject.settings.zone}: a gang's hosts share one placement group",
+            remedy="name a subnet of that zone, or set trnpipe.zone to the subnet's",
+        )
+
+
+def addresses_needed(fleets: Iterable[Fleet], gang_nodes: int) -> int:
+    """Addresses that what runs at once takes in a subnet: the widest gang, and one host or task of each other fleet."""
+    return sum(
+        gang_nodes * (fleet.interfaces + GANG_TASK_INTERFACES) if fleet.forms_gangs else fleet.interfaces for fleet in fleets
+    )
+
+
+def judge_subnet(subnet: Mapping[str, Any], vpc_id: str, addresses: int) -> Findings:
+    """Judge one subnet of EC2's DescribeSubnets.
+
+    Args:
+        addresses: how many it must have free.
+    """
+    named = f"{subnet['SubnetId']} ({subnet['CidrBlock']}, {subnet['AvailabilityZone']})"
+    if subnet["VpcId"] != vpc_id:
+        yield problem(
+            "a subnet is in another VPC",
+            value=f"{named}: {subnet['VpcId']}",
+            rule=f"trnpipe.vpc.vpc_id is {vpc_id}",
+            remedy="correct one of them",
+        )
+    free = subnet["AvailableIpAddressCount"]
+    if free < addresses:
+        yield problem(
+            "a subnet has too few free addresses",
+            value=f"{named}: {free} free",
+            rule=f"the widest gang takes {addresses}: every EFA interface of every node has one, and every container one more",
+            remedy="name a larger subnet, or lower allowed_nodes",
+        )
+    else:
+        yield ok("subnet", f"{named}: {free} addresses free, {addresses} needed")
+
+
+@check("Network", "ec2:DescribeVpcEndpoints", "ec2:DescribeRouteTables", "ec2:DescribeSecurityGroups", "ec2:DescribeSubnets")
+def endpoints(subject: Subject) -> Findings:
+    if subject.settings.vpc is None:
+        return
+    vpc_id, region = subject.settings.vpc.vpc_id, subject.settings.region
+    found = subject.ask("ec2", "DescribeVpcEndpoints", Filters=[{"Name": "vpc-id", "Values": [vpc_id]}])["VpcEndpoints"]
+    by_service = {endpoint["ServiceName"].partition(f"{region}.")[2]: endpoint for endpoint in found}
+    subnet_ids = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
+    tables = {subnet: route_table(subject, subnet, vpc_id) for subnet in subnet_ids}
+    without_way_out = {subnet: table for subnet, table in tables.items() if not way_out(table)}
+    if not without_way_out:
+        yield ok("services are reached through", ", ".join(sorted({way_out(table) for table in tables.values()})))
+    missing = []
+    for service in GATEWAY_SERVICES:
+        routed = by_service.get(service, {}).get("RouteTableIds", [])
+        cut_off = [subnet for subnet, table in without_way_out.items() if table.get("RouteTableId") not in routed]
+        if cut_off and by_service.get(service, {}).get("VpcEndpointType") != "Interface":
+            missing.append(f"{service} (gateway, in the route tables of {', '.join(cut_off)})")
+    for service in subject.blueprint.endpoint_services:
+        endpoint = by_service.get(service)
+        if endpoint is None:
+            missing += [service] if without_way_out else []
+        else:
+            yield from _judge_endpoint(subject, service, endpoint)
+    if missing:
+        yield problem(
+            "hosts cannot reach services that they need",
+            value=", ".join(missing),
+            rule="a private subnet needs an endpoint for each of them, or a route to a NAT or transit gateway",
+            remedy=f"aws ec2 create-vpc-endpoint --vpc-id {vpc_id} --vpc-endpoint-type Interface --private-dns-enabled "
+            f"--subnet-ids {' '.join(subnet_ids)} --service-name com.amazonaws.{region}.SERVICE (Gateway for s3, dynamodb)",
+        )
+    elif without_way_out:
+        yield ok("endpoints", ", ".join((*GATEWAY_SERVICES, *subject.blueprint.endpoint_services)))
+
+
+@check("Network", "ec2:DescribeVpcEndpointServices")
+def service_zones(subject: Subject) -> Findings:
+    """Whether the endpoints of our own VPC can be where they are to be: not every zone that has trn1 has every service."""
+    if subject.settings.vpc is not None:
+        return
+    zones = subject.settings.zones_of_services
+    interfaces = [
+        one for one in subject.blueprint.resources("AWS::EC2::VPCEndpoint").values() if one["VpcEndpointType"] == "Interface"
+    ]
+    names = sorted(one["ServiceName"] for one in interfaces)
+    found = subject.ask("ec2", "DescribeVpcEndpointServices", ServiceNames=names)["ServiceDetails"]
+    offered = {one["ServiceName"]: set(one["AvailabilityZones"]) for one in found}
+    missing = {name: absent for name in names if (absent := sorted(set(zones) - offered.get(name, set())))}
+    if missing:
+        everywhere = sorted(set.intersection(*(offered.get(name, set()) for name in names)))
+        yield problem(
+            "endpoints cannot be in the zones of the settings",
+            value=", ".join(f"{name} not in {' and '.join(absent)}" for name, absent in missing.items()),
+            rule=f"they are to be in {', '.join(zones)}; all zones of the VPC reach them wherever they are",
+            remedy=f"set trnpipe.service_zones to some of: {', '.join(everywhere) or 'no zone has all of them'}",
+        )
+    else:
+        yield ok("endpoints can be in", ", ".join(zones))
+
+
+def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any]) -> Findings:
+    named = f"{service} ({endpoint['VpcEndpointId']})"
+    if endpoint["State"].lower() != "available":
+        yield problem(
+            "an endpoint is not available", value=f"{named}: {endpoint['State']}", remedy="wait for it, or create it again"
+        )
+    if not endpoint.get("PrivateDnsEnabled"):
+        yield problem(
+            "an endpoint does not answer under its service's name",
+            value=named,
+            rule="agents and SDKs call the service's own name, which private DNS leads to the endpoint",
+            remedy=f"aws ec2 modify-vpc-endpoint --vpc-endpoint-id {endpoint['VpcEndpointId']} --private-dns-enabled",
+        )
+    group_ids = sorted(group["GroupId"] for group in endpoint.get("Groups", ()))
+    if not group_ids:
+        return
+    assert subject.settings.vpc is not None
+    default = subject.settings.vpc.default_security_group_id
+    groups = subject.ask("ec2", "DescribeSecurityGroups", GroupIds=group_ids)["SecurityGroups"]
+    subnet_ids = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
+    blocks = [subnet["CidrBlock"] for subnet in subject.ask("ec2", "DescribeSubnets", SubnetIds=subnet_ids)["Subnets"]]
+    if not any(_lets_in(group, default, blocks) for group in groups):
+        yield problem(
+            "an endpoint does not let our containers' calls in",
+            value=f"{named}: {', '.join(group_ids)}",
+            rule=f"one of its security groups takes {HTTPS} from the subnets or from the default group {default}",
+            remedy=f"aws ec2 authorize-security-group-ingress --group-id {group_ids[0]} --protocol tcp --port {HTTPS} "
+            f"--cidr {blocks[0]}",
+        )
+
+
+def _lets_in(group: Mapping[str, Any], from_group: str, blocks: Sequence[str]) -> bool:
+    rules = [rule for rule in group.get("IpPermissions", ()) if _covers(rule, HTTPS)]
+    from_groups = {pair["GroupId"] for rule in rules for pair in rule.get("UserIdGroupPairs", ())}
+    allowed = [ipaddress.ip_network(one["CidrIp"]) for rule in rules for one in rule.get("IpRanges", ())]
+    return from_group in from_groups or all(
+        any(ipaddress.ip_network(block).subnet_of(network) for network in allowed)  # type: ignore[arg-type]
+        for block in blocks
+    )
+
+
+@check("Network", "ec2:DescribeSecurityGroups", "cloudformation:ListStackResources")
+def default_group(subject: Subject) -> Findings:
+    """The group that containers of gangs get: an existing VPC's before, and our own VPC's after it was deployed."""
+    if subject.settings.vpc is not None:
+        vpc_id, group_id = subject.settings.vpc.vpc_id, subject.settings.vpc.default_security_group_id
+        selected: dict[str, Any] = {"GroupIds": [group_id]}
+    elif subject.after and (vpcs := subject.physical(subject.blueprint.pipeline_stack, "AWS::EC2::VPC")):
+        [vpc_id] = vpcs
+        selected = {"Filters": [{"Name": "vpc-id", "Values": [vpc_id]}, {"Name": "group-name", "Values": ["default"]}]}
+    else:
+        return
+    try:
+        found = subject.ask("ec2", "DescribeSecurityGroups", **selected)["SecurityGroups"]
+    except Refused as refused:
+        yield problem(
+            "the default security group is not there",
+            value=refused,
+            rule="trnpipe.vpc.default_security_group_id",
+            remedy=f"aws ec2 describe-security-groups --filters Name=vpc-id,Values={vpc_id} Name=group-name,Values=default",
+        )
+        return
+    wrong = [finding for group in found for finding in judge_default_group(group, vpc_id)]
+    yield from wrong
+    if found and not wrong:
+        yield ok("default security group", f"{found[0]['GroupId']} allows itself, and {HTTPS} outwards")
+
+
+def judge_default_group(group: Mapping[str, Any], vpc_id: str) -> list[Finding]:
+    """What is wrong with a group of EC2's DescribeSecurityGroups as the default group of a VPC that runs gangs."""
+    group_id = group["GroupId"]
+    inwards, outwards = group.get("IpPermissions", ()), group.get("IpPermissionsEgress", ())
+    meet = "the nodes of a gang meet over the interfaces that have this group"
+    authorize = "aws ec2 authorize-security-group-{} --group-id " + f"{group_id} --ip-permissions "
+    itself = f"'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group_id}}}]'"
+    asked = (
+        (
+            group["GroupName"] == "default" and group["VpcId"] == vpc_id,
+            f"the group is not the default security group of {vpc_id}",
+            "Batch gives a gang's containers the VPC's default group, whatever the settings say",
+            f"aws ec2 describe-security-groups --filters Name=vpc-id,Values={vpc_id} Name=group-name,Values=default",
+        ),
+        (
+            any(_all(rule) and _includes(rule, group_id) for rule in inwards),
+            "the default security group does not let its own members in",
+            meet,
+            authorize.format("ingress") + itself,
+        ),
+        (
+            any(
+                _all(rule) and (_includes(rule, group_id) or any(one["CidrIp"] == ANYWHERE for one in rule.get("IpRanges", ())))
+                for rule in outwards
+            ),
+            "the default security group does not let its members out to each other",
+            meet,
+            authorize.format("egress") + itself,
+        ),
+        (
+            any(_covers(rule, HTTPS) and _beyond(rule, group_id) for rule in outwards),
+            f"the default security group lets nothing out to {HTTPS}",
+            "a gang's containers read and write S3 over the interfaces that have this group",
+            authorize.format("egress") + f"'IpProtocol=tcp,FromPort={HTTPS},ToPort={HTTPS},IpRanges=[{{CidrIp={ANYWHERE}}}]'",
+        ),
+    )
+    value = f"{group_id} ({group['GroupName']!r} of {group['VpcId']})"
+    return [problem(what, value=value, rule=rule, remedy=remedy) for fine, what, rule, remedy in asked if not fine]
+
+
+def route_table(subject: Subject, subnet_id: str, vpc_id: str) -> Mapping[str, Any]:
+    """The route table that holds for a subnet: its own, else the VPC's main one; {} without any."""
+
+    def tables(name: str, value: str) -> list[Mapping[str, Any]]:
+        filters = [{"Name": "vpc-id", "Values": [vpc_id]}, {"Name": name, "Values": [value]}]
+        return list(subject.ask("ec2", "DescribeRouteTables", Filters=filters)["RouteTables"])
+
+    own = tables("association.subnet-id", subnet_id) or tables("association.main", "true")
+    return own[0] if own else {}
+
+
+def way_out(table: Mapping[str, Any]) -> str:
+    """The gateway or interface through which a private subnet reaches everything, "" without one."""
+    for route in table.get("Routes", ()):
+        if route.get("DestinationCidrBlock") == ANYWHERE and route.get("State") == "active":
+            for key in ("NatGatewayId", "TransitGatewayId", "NetworkInterfaceId", "VpcPeeringConnectionId"):
+                if key in route:
+                    return str(route[key])
+    return ""
+
+
+def _all(rule: Mapping[str, Any]) -> bool:
+    return str(rule["IpProtocol"]) == "-1"
+
+
+def _includes(rule: Mapping[str, Any], group_id: str) -> bool:
+    return any(pair["GroupId"] == group_id for pair in rule.get("UserIdGroupPairs", ()))
+
+
+def _beyond(rule: Mapping[str, Any], group_id: str) -> bool:
+    """Whether a rule leads anywhere but to the group itself."""
+    others = [pair for pair in rule.get("UserIdGroupPairs", ()) if pair["GroupId"] != group_id]
+    return bool(others or rule.get("IpRanges") or rule.get("PrefixListIds"))
+
+
+def _covers(rule: Mapping[str, Any], port: int) -> bool:
+    return _all(rule) or (rule["IpProtocol"] == "tcp" and rule["FromPort"] <= port <= rule["ToPort"])
+
+
+def _reaches(rule: Mapping[str, Any], protocol: str, address: str) -> bool:
+    """Whether a rule lets something out to the DNS port of an address."""
+    ports = _all(rule) or (rule["IpProtocol"] == protocol and rule["FromPort"] <= DNS <= rule["ToPort"])
+    blocks = [ipaddress.ip_network(one["CidrIp"]) for one in rule.get("IpRanges", ())]
+    return ports and any(ipaddress.ip_address(address) in block for block in blocks)

@@ -1,0 +1,186 @@
+"""The synthesized CloudFormation templates: resources by type, as they stand or with every reference resolved.
+
+References (Ref, GetAtt, Join, Sub, Select, Split and ImportValue) resolve into names and ARNs of the local endpoint's account.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.local.definitions import ACCOUNT, REGION
+from pipeline.errors import Defect
+
+PSEUDO_PARAMETERS = {
+    "AWS::AccountId": ACCOUNT,
+    "AWS::Region": REGION,
+    "AWS::Partition": "aws",
+    "AWS::URLSuffix": "amazonaws.com",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One resource of a template: its name, given or made of its path, and its properties without references."""
+
+    name: str
+    properties: dict[str, Any]
+
+
+NAME_PROPERTIES = {
+    "AWS::S3::Bucket": "BucketName",
+    "AWS::DynamoDB::Table": "TableName",
+    "AWS::DynamoDB::GlobalTable": "TableName",
+    "AWS::SNS::Topic": "TopicName",
+    "AWS::Batch::JobQueue": "JobQueueName",
+    "AWS::Batch::JobDefinition": "JobDefinitionName",
+    "AWS::StepFunctions::StateMachine": "StateMachineName",
+}
+ARNS = {
+    "AWS::S3::Bucket": "arn:aws:s3:::{name}",
+    "AWS::DynamoDB::Table": "arn:aws:dynamodb:{region}:{account}:table/{name}",
+    "AWS::DynamoDB::GlobalTable": "arn:aws:dynamodb:{region}:{account}:table/{name}",
+    "AWS::SNS::Topic": "arn:aws:sns:{region}:{account}:{name}",
+    "AWS::Batch::ComputeEnvironment": "arn:aws:batch:{region}:{account}:compute-environment/{name}",
+    "AWS::Batch::JobQueue": "arn:aws:batch:{region}:{account}:job-queue/{name}",
+    "AWS::Batch::JobDefinition": "arn:aws:batch:{region}:{account}:job-definition/{name}:1",
+    "AWS::StepFunctions::StateMachine": "arn:aws:states:{region}:{account}:stateMachine:{name}",
+    "AWS::IAM::Role": "arn:aws:iam::{account}:role/{name}",
+}
+REF_IS_ARN = {
+    "AWS::Batch::ComputeEnvironment",
+    "AWS::Batch::JobDefinition",
+    "AWS::Batch::JobQueue",
+    "AWS::SNS::Topic",
+    "AWS::StepFunctions::StateMachine",
+}
+
+
+class Stacks:
+    """All stacks of the app, with their references to each other.
+
+    What a run does not touch (networks, hosts, alarms) resolves to its logical id: present, unique and never used.
+
+    Attributes:
+        templates: stack name -> its template.
+    """
+
+    def __init__(self, templates: Mapping[str, dict[str, Any]]) -> None:
+        self.templates = templates
+        self._exports = {
+            json.dumps(output["Export"]["Name"]): (stack, output["Value"])
+            for stack, template in templates.items()
+            for output in template.get("Outputs", {}).values()
+            if "Export" in output
+        }
+
+    @classmethod
+    def read(cls, folder: Path) -> Stacks:
+        """The stacks of a cloud assembly; the data stack, which is deployed first, stands first."""
+        names = {path.name.removesuffix(".template.json"): path for path in sorted(folder.glob("*.template.json"))}
+        return cls({name: json.loads(path.read_text()) for name, path in names.items()})
+
+    def unresolved(self, kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Stack, logical id and properties of every resource of a type, references as they stand."""
+        for stack, template in self.templates.items():
+            for logical_id, resource in template.get("Resources", {}).items():
+                if resource["Type"] == kind:
+                    yield stack, logical_id, resource.get("Properties", {})
+
+    def of_type(self, kind: str) -> list[Resource]:
+        """Every resource of a type, resolved."""
+        return [
+            Resource(self._name(stack, logical_id), self.resolve(stack, properties))
+            for stack, logical_id, properties in self.unresolved(kind)
+        ]
+
+    def resolve(self, stack: str, value: Any) -> Any:
+        """The value with every intrinsic function replaced by what it stands for."""
+        if isinstance(value, list):
+            return [inner for inner in (self.resolve(stack, inner) for inner in value) if inner is not None]
+        if not isinstance(value, dict):
+            return value
+        if len(value) == 1:
+            [(function, argument)] = value.items()
+            if function == "Ref" or function.startswith("Fn::"):
+                return self._call(stack, function, argument)
+        resolved = {key: self.resolve(stack, inner) for key, inner in value.items()}
+        # AWS::NoValue removes the property.
+        return {key: inner for key, inner in resolved.items() if inner is not None or value[key] is None}
+
+    def _call(self, stack: str, function: str, argument: Any) -> Any:
+        if function == "Ref":
+            return self._ref(stack, argument)
+        if function == "Fn::GetAtt":
+            logical_id, attribute = argument.split(".", 1) if isinstance(argument, str) else argument
+            return self._attribute(stack, logical_id, attribute)
+        if function == "Fn::Sub":
+            return self._substitute(stack, argument)
+        if function == "Fn::ImportValue":
+            exporter, value = self._exports[json.dumps(argument)]
+            return self.resolve(exporter, value)
+        arguments = self.resolve(stack, argument)
+        if function == "Fn::Join":
+            return arguments[0].join(map(str, arguments[1]))
+        if function == "Fn::Select":
+            return arguments[1][int(arguments[0])]
+        if function == "Fn::Split":
+            return arguments[1].split(arguments[0])
+        if function == "Fn::GetAZs":
+            return [f"{REGION}{letter}" for letter in "abc"]
+        raise Defect("the template uses a function that the local endpoint does not know", value=function)
+
+    def _ref(self, stack: str, target: str) -> Any:
+        if target == "AWS::NoValue":
+            return None
+        if target in PSEUDO_PARAMETERS:
+            return PSEUDO_PARAMETERS[target]
+        if target in ("AWS::StackName", "AWS::StackId"):
+            return stack
+        template = self.templates[stack]
+        if target in template.get("Parameters", {}):
+            return template["Parameters"][target].get("Default", target)
+        kind = template["Resources"][target]["Type"]
+        return self._arn(stack, target) if kind in REF_IS_ARN else self._name(stack, target)
+
+    def _attribute(self, stack: str, logical_id: str, attribute: str) -> str:
+        if attribute.endswith("Arn"):
+            return self._arn(stack, logical_id)
+        if attribute.endswith("Name"):
+            return self._name(stack, logical_id)
+        return f"{logical_id}.{attribute}"
+
+    def _substitute(self, stack: str, argument: Any) -> str:
+        text, values = (argument, {}) if isinstance(argument, str) else argument
+
+        def replacement(match: re.Match[str]) -> str:
+            name = match[1]
+            if name.startswith("!"):
+                return f"${{{name[1:]}}}"
+            if name in values:
+                return str(self.resolve(stack, values[name]))
+            if "." in name:
+                logical_id, attribute = name.split(".", 1)
+                return self._attribute(stack, logical_id, attribute)
+            return str(self._ref(stack, name))
+
+        return re.sub(r"\$\{([^}]+)\}", replacement, text)
+
+    def _name(self, stack: str, logical_id: str) -> str:
+        resource = self.templates[stack]["Resources"][logical_id]
+        given = resource.get("Properties", {}).get(NAME_PROPERTIES.get(resource["Type"], ""))
+        if given is not None:
+            return str(self.resolve(stack, given))
+        # The path in the construct tree is what people know it by; valid as a bucket's name, too.
+        path = resource.get("Metadata", {}).get("aws:cdk:path", f"{stack}/{logical_id}").removesuffix("/Resource")
+        return re.sub(r"[^a-z0-9-]+", "-", path.lower()).strip("-")[:63] if resource["Type"] in NAME_PROPERTIES else logical_id
+
+    def _arn(self, stack: str, logical_id: str) -> str:
+        kind = self.templates[stack]["Resources"][logical_id]["Type"]
+        service = kind.split("::")[1].lower()
+        pattern: str = ARNS.get(kind, "arn:aws:" + service + ":{region}:{account}:{name}")
+        return pattern.format(region=REGION, account=ACCOUNT, name=self._name(stack, logical_id))

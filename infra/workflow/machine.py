@@ -1,0 +1,620 @@
+"""The state machine: one execution is one run. Its definition is plain data (`definition`), so that it can be read and tested
+without CDK; `Workflow` deploys it and grants its role exactly what the states call.
+
+    read and check the input ─► lock ─► prepare ─► health_check ─► (compile) ─► train ─► evaluate ─► gate ─► embed ─► publish
+                                                                                                                │
+    every other way out ─► keep the failure ─► its words ─────────────────────────────────► report ─► unlock ─► notify ─► end
+
+The machine's data, from `Settings` on: {execution, share, registry, lock, run: {id, key, uri, since, words, newline}}, and at the
+end `outcome`: {result: succeeded | refused | failed, state, Error, Cause}. `run.words.figures` is what the gate said once it has
+accepted the model; a line break for the notification comes as data, because no document says how a States.Format has one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from aws_cdk import Stack
+from aws_cdk import aws_dynamodb as dynamodb
+from aws_cdk import aws_iam as iam
+from aws_cdk import aws_kms as kms
+from aws_cdk import aws_logs as logs
+from aws_cdk import aws_s3 as s3
+from aws_cdk import aws_sns as sns
+from aws_cdk import aws_stepfunctions as sfn
+from constructs import Construct
+
+from infra.console import Console
+from infra.run_cost import host_names, hourly_prices, most_embed_hosts
+from infra.settings import COST_TAG, Settings
+from infra.workflow.states import (
+    CALL_SECONDS,
+    DISCARD,
+    State,
+    States,
+    Targets,
+    call,
+    call_retry,
+    gang,
+    job,
+    outcome,
+    read_result,
+    resource,
+)
+from pipeline.contract import STAGES, Queue, RunPaths, Stage
+from pipeline.prices import CURRENCY
+
+GATE_REFUSED = "GateRefused"
+LOCK_HELD = "LockHeld"
+INPUT_REFUSED = "InputRefused"
+"""Errors of the machine's own under which an execution ends, beside `NoSuchGang` and those of infra/workflow/states.py."""
+
+NO_WORDS_YET = {"words": {"figures": ""}, "newline": "\n"}
+
+LAP_MINUTES = 1
+LONG_LAP_MINUTES = 60
+LONG_WAIT_MINUTES = 120
+"""A wait for the lock longer than this takes long laps: a lap makes 18 events (`infra.workflow.states.OTHER_EVENTS`)."""
+
+LONGEST_WAIT_MINUTES = 7 * 24 * 60
+"""The configuration's limit too, which no state checks before it holds the lock; a longer wait would use up the events."""
+
+
+def definition(targets: Targets) -> dict[str, Any]:
+    """The state machine in the Amazon States Language (JSONPath)."""
+    states: States = {}
+    states |= _input_states(targets, then="NeedsLock")
+    states |= _lock_states(targets, then="WriteInput")
+    states |= _write_input(targets, then="prepare")
+    states |= job(targets, Stage.PREPARE, then="ReadPlan")
+    needed = ("nodes", "embed_children")
+    states |= read_result(targets, "ReadPlan", Stage.PREPARE, "$.plan", needed=needed, then="ChooseGang")
+    states |= _choose_gang(targets, then="health_check")
+    states |= gang(targets, Stage.HEALTH_CHECK, then="ChooseCompile")
+    states |= _choose_compile(missing="compile", complete="train")
+    states |= gang(targets, Stage.COMPILE, then="train")
+    states |= gang(targets, Stage.TRAIN, then="evaluate")
+    states |= job(targets, Stage.EVALUATE, then="ReadScorecard")
+    states |= _gate(targets, accepted="ChooseEmbed", refused="Refused")
+    states |= _embed(targets, then="publish")
+    states |= job(targets, Stage.PUBLISH, then="Succeeded")
+    states |= _outcomes(targets, then="report")
+    states |= _ending(targets)
+    return {
+        "Comment": "One weekly run: retrain a text encoder, judge it, embed the corpus, publish both together.",
+        "StartAt": "ReadInput",
+        "States": states,
+    }
+
+
+def _input_states(targets: Targets, *, then: str) -> States:
+    """Make sure of an object with usable values before anything is started; fill in what it leaves out."""
+    return {
+        "ReadInput": {
+            "Type": "Pass",
+            "Parameters": {
+                "execution.$": "$$.Execution.Input",
+                "text.$": "States.JsonToString($$.Execution.Input)",
+                # Takes the place of `run: null`.
+                "named": {"run.$": "$$.Execution.Name"},
+                # What a refusal is published under.
+                "run": {"id.$": "$$.Execution.Name", **NO_WORDS_YET},
+                "defaults": {
+                    "share": targets.defaults["share"],
+                    "registry": targets.defaults["registry"],
+                    "run.$": "$$.Execution.Name",
+                },
+            },
+            "Next": "CheckInput",
+        },
+        "CheckInput": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.text", "StringMatches": "{*", "Next": "MergeInput"}],
+            "Default": "NotAnObject",
+        },
+        "NotAnObject": outcome(
+            "Notify",
+            result="failed",
+            state="CheckInput",
+            Error=INPUT_REFUSED,
+            Cause="the execution's input is not a JSON object. rule: it is a partial run configuration, {} at the least. "
+            "remedy: see `trnpipe config schema`",
+        ),
+        "MergeInput": _with_input("States.JsonMerge($.defaults, $.execution, false)"),
+        **_check_values(targets, then="Settings"),
+        "Settings": {
+            "Type": "Pass",
+            "Parameters": {
+                "execution.$": "$.execution",
+                "share.$": "$.input.share",
+                "registry.$": "$.input.registry",
+                "lock": {"wait_minutes.$": "$.input.lock.wait_minutes"},
+                "run": {
+                    "id.$": "$.input.run",
+                    "key.$": "States.Format('runs/{}', $.input.run)",
+                    "uri.$": f"States.Format('s3://{targets.bucket}/runs/{{}}', $.input.run)",
+                    "since.$": "$$.State.EnteredTime",
+                    **NO_WORDS_YET,
+                },
+            },
+            "Assign": {"waited": 0},
+            "Next": then,
+        },
+    }
+
+
+def _check_values(targets: Targets, *, then: str) -> States:
+    wait, run, registry = "$.input.lock.wait_minutes", "$.input.run", "$.input.registry"
+    has_wait = {"Variable": wait, "IsPresent": True}
+    wrong: tuple[dict[str, Any], ...] = (
+        {"Not": {"Variable": "$.input.share", "IsString": True}},
+        {"And": _neither(registry, "IsNull", "IsString")},
+        {"And": _neither(run, "IsNull", "IsString")},
+        # Neither of them is in a run id, and both lead out of the run's folder.
+        {"And": [{"Variable": run, "IsString": True}, {"Variable": run, "StringMatches": "*/*"}]},
+        {"And": [{"Variable": run, "IsString": True}, {"Variable": run, "StringMatches": "*.*"}]},
+        {"And": [has_wait, {"Not": {"Variable": wait, "IsNumeric": True}}]},
+        {"And": [has_wait, {"Variable": wait, "NumericGreaterThan": LONGEST_WAIT_MINUTES}]},
+    )
+    return {
+        "CheckValues": {
+            "Type": "Choice",
+            "Choices": [
+                *({**rule, "Next": "WrongValue"} for rule in wrong),
+                # prepare checks everything else, in words that name the key and the rule.
+                {"Not": has_wait, "Next": "DefaultWait"},
+                {"Variable": run, "IsNull": True, "Next": "NameRun"},
+            ],
+            "Default": then,
+        },
+        "WrongValue": outcome(
+            "Notify",
+            result="failed",
+            state="CheckValues",
+            Error=INPUT_REFUSED,
+            Cause="share, run, registry or lock.wait_minutes cannot be used. rule: share is a string; run and registry "
+            f"are strings or null, run without slashes and dots; lock.wait_minutes is a number up to {LONGEST_WAIT_MINUTES}. "
+            "remedy: see `trnpipe config schema`",
+        ),
+        "DefaultWait": {
+            "Type": "Pass",
+            "Result": {"wait_minutes": targets.defaults["wait_minutes"]},
+            "ResultPath": "$.input.lock",
+            "Next": "CheckValues",
+        },
+        "NameRun": _with_input("States.JsonMerge($.input, $.named, false)"),
+    }
+
+
+def _with_input(value: str) -> State:
+    """A state that replaces `input` by the value of an intrinsic function, and has it checked."""
+    kept = {f"{key}.$": f"$.{key}" for key in ("execution", "named", "run")}
+    return {"Type": "Pass", "Parameters": {**kept, "input.$": value}, "Next": "CheckValues"}
+
+
+def _neither(path: str, *tests: str) -> list[dict[str, Any]]:
+    return [{"Not": {"Variable": path, test: True}} for test in tests]
+
+
+def _lock_states(targets: Targets, *, then: str) -> States:
+    """One run per registry name. An owner that no longer runs has lost its lock: it is taken over by compare-and-swap."""
+    put = {
+        "TableName": targets.lock_table,
+        "Item": {
+            "name": {"S.$": "$.registry"},
+            "owner": {"S.$": "$$.Execution.Id"},
+            "run": {"S.$": "$.run.id"},
+            "since": {"S.$": "$$.State.EnteredTime"},
+        },
+        # `owner` is a reserved word of DynamoDB.
+        "ExpressionAttributeNames": {"#owner": "owner"},
+    }
+    acquire = {
+        **put,
+        "ConditionExpression": "attribute_not_exists(#owner) OR #owner = :me",
+        "ExpressionAttributeValues": {":me": {"S.$": "$$.Execution.Id"}},
+    }
+    take_over = {
+        **put,
+        "ConditionExpression": "#owner = :seen",
+        "ExpressionAttributeValues": {":seen": {"S.$": "$.lock.seen.Item.owner.S"}},
+    }
+    read = {"TableName": targets.lock_table, "Key": {"name": {"S.$": "$.registry"}}, "ConsistentRead": True}
+    taken = {"ErrorEquals": ["DynamoDB.ConditionalCheckFailedException"], "ResultPath": None, "Next": "ReadLock"}
+    return {
+        "NeedsLock": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.registry", "IsNull": True, "Next": then}],
+            "Default": "AcquireLock",
+        },
+        **call(targets, "AcquireLock", "dynamodb:putItem", acquire, then=then, catch=[taken], fields=DISCARD),
+        **call(targets, "ReadLock", "dynamodb:getItem", read, then="LockSeen", fields={"ResultPath": "$.lock.seen"}),
+        "LockSeen": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.lock.seen.Item", "IsPresent": True, "Next": "ReadOwner"}],
+            "Default": "AcquireLock",
+        },
+        **_look_at_owner(targets, runs="MayWait", gone="TakeOverLock"),
+        **call(targets, "TakeOverLock", "dynamodb:putItem", take_over, then=then, catch=[taken], fields=DISCARD),
+        **_wait_for_lock(),
+    }
+
+
+def _look_at_owner(targets: Targets, *, runs: str, gone: str) -> States:
+    absent = {"ErrorEquals": ["Sfn.ExecutionDoesNotExistException"], "ResultPath": None, "Next": gone}
+    alive = [{"Variable": "$.lock.owner.Status", "StringEquals": status} for status in ("RUNNING", "PENDING_REDRIVE")]
+    return {
+        **call(
+            targets,
+            "ReadOwner",
+            "aws-sdk:sfn:describeExecution",
+            # Without input and output, which could exceed what a state may hold.
+            {"ExecutionArn.$": "$.lock.seen.Item.owner.S", "IncludedData": "METADATA_ONLY"},
+            then="OwnerRuns",
+            catch=[absent],
+            fields={"ResultSelector": {"Status.$": "$.Status"}, "ResultPath": "$.lock.owner"},
+        ),
+        "OwnerRuns": {"Type": "Choice", "Choices": [{"Or": alive, "Next": runs}], "Default": gone},
+    }
+
+
+def _wait_for_lock() -> States:
+    return {
+        "MayWait": {
+            "Type": "Choice",
+            "Choices": [
+                {"Variable": "$waited", "NumericGreaterThanEqualsPath": "$.lock.wait_minutes", "Next": "LockHeld"},
+                {"Variable": "$.lock.wait_minutes", "NumericGreaterThan": LONG_WAIT_MINUTES, "Next": "WaitLong"},
+            ],
+            "Default": "Wait",
+        },
+        "Wait": _lap(LAP_MINUTES),
+        "WaitLong": _lap(LONG_LAP_MINUTES),
+        "LockHeld": outcome(
+            "Notify",
+            result="failed",
+            state="AcquireLock",
+            Error=LOCK_HELD,
+            Cause="States.Format('another run holds registry {}: run {} since {}, execution {}. rule: one run per "
+            "registry name at a time. remedy: wait for it, or start with lock.wait_minutes', $.registry, "
+            "$.lock.seen.Item.run.S, $.lock.seen.Item.since.S, $.lock.seen.Item.owner.S)",
+        ),
+    }
+
+
+def _lap(minutes: int) -> State:
+    assign = {"waited.$": f"States.MathAdd($waited, {minutes})"}
+    return {"Type": "Wait", "Seconds": minutes * 60, "Assign": assign, "Next": "ReadLock"}
+
+
+def _write_input(targets: Targets, *, then: str) -> States:
+    """`input.json`. The body is an object, not a string: Step Functions writes a string with its quotes escaped."""
+    body = {
+        "deployment": {
+            "config": targets.config,
+            "allowed_nodes": sorted(targets.gangs),
+            "read": list(targets.read),
+            "local_paths": targets.local_paths,
+            "prices": {**{queue.value: price for queue, price in targets.prices.items()}, "currency": CURRENCY},
+            "hosts": {queue.value: host for queue, host in targets.hosts.items()},
+            "embed_hosts": targets.embed_hosts,
+            "timeouts": {stage.value: minutes for stage, minutes in targets.minutes.items()},
+        },
+        "execution.$": "$.execution",
+        "execution_arn.$": "$$.Execution.Id",
+    }
+    parameters = {
+        "Bucket": targets.bucket,
+        "Key.$": "States.Format('{}/input.json', $.run.key)",
+        "ContentType": "application/json",
+        "Body": body,
+    }
+    return call(targets, "WriteInput", "aws-sdk:s3:putObject", parameters, then=then, fields=DISCARD)
+
+
+def _choose_gang(targets: Targets, *, then: str) -> States:
+    """The plan's node count is in its graphs: it chooses the job definitions, once, for all three gangs."""
+    gangs = sorted(targets.gangs.items())
+    return {
+        "ChooseGang": {
+            "Type": "Choice",
+            "Choices": [
+                {"Variable": "$.plan.metrics.nodes", "NumericEquals": nodes, "Next": f"Gang of {nodes}"} for nodes, _ in gangs
+            ],
+            "Default": "NoSuchGang",
+        },
+        **{
+            f"Gang of {nodes}": {
+                "Type": "Pass",
+                "Result": {stage.value: arn for stage, arn in arns.items()},
+                "ResultPath": "$.gang",
+                "Next": then,
+            }
+            for nodes, arns in gangs
+        },
+        "NoSuchGang": outcome(
+            "report",
+            result="failed",
+            state="ChooseGang",
+            Error="NoSuchGang",
+            Cause="States.Format('the plan asks for {} nodes, for which this deployment has no job definitions. rule: "
+            f"nodes is one of {', '.join(str(nodes) for nodes, _ in gangs)}. remedy: add it to allowed_nodes and deploy', "
+            "$.plan.metrics.nodes)",
+        ),
+    }
+
+
+def _choose_compile(*, missing: str, complete: str) -> States:
+    """No gang is started to find that there is nothing to compile. Without a clear no the stage is run, and looks for itself."""
+    needed = "$.plan.metrics.compile"
+    nothing = {"And": [{"Variable": needed, "IsPresent": True}, {"Variable": needed, "BooleanEquals": False}], "Next": complete}
+    return {"ChooseCompile": {"Type": "Choice", "Choices": [nothing], "Default": missing}}
+
+
+def _gate(targets: Targets, *, accepted: str, refused: str) -> States:
+    verdict, reason = "gate.verdict", "gate.reason"
+    needed = (verdict, reason)
+    return {
+        **read_result(targets, "ReadScorecard", Stage.EVALUATE, "$.scorecard", needed=needed, then="Gate"),
+        "Gate": {
+            "Type": "Choice",
+            "Choices": [
+                {"Variable": f"$.scorecard.metrics.{verdict}", "StringEquals": "accepted", "Next": "KeepFigures"},
+                {"Variable": f"$.scorecard.metrics.{verdict}", "StringEquals": "refused", "Next": refused},
+            ],
+            # Nothing is published without a clear yes.
+            "Default": "IncompleteScorecard",
+        },
+        "KeepFigures": {
+            "Type": "Pass",
+            "Parameters": {"figures.$": f"$.scorecard.metrics.{reason}"},
+            "ResultPath": "$.run.words",
+            "Next": accepted,
+        },
+    }
+
+
+def _embed(targets: Targets, *, then: str) -> States:
+    """An array job; Batch refuses an array of one, which is therefore a plain job."""
+    children = "$.plan.metrics.embed_children"
+    return {
+        "ChooseEmbed": {
+            "Type": "Choice",
+            "Choices": [{"Variable": children, "NumericGreaterThanEquals": 2, "Next": "embed"}],
+            "Default": "embed (single)",
+        },
+        **job(targets, Stage.EMBED, then=then, more={"ArrayProperties": {"Size.$": children}}),
+        **job(targets, Stage.EMBED, then=then, name="embed (single)"),
+    }
+
+
+def _outcomes(targets: Targets, *, then: str) -> States:
+    """How a run can end; every way out passes one of these, or a state that fills `outcome` itself."""
+    return {
+        "Succeeded": outcome(
+            then,
+            result="succeeded",
+            state=Stage.PUBLISH.value,
+            Error="",
+            Cause="the model and its embeddings are published",
+        ),
+        "Refused": outcome(
+            then,
+            result="refused",
+            state=Stage.EVALUATE.value,
+            Error=GATE_REFUSED,
+            Cause="$.scorecard.metrics.gate.reason",
+        ),
+        # `at` names the state and has empty words in case the error came without a cause, as a timeout does.
+        "KeepFailure": {
+            "Type": "Pass",
+            "Parameters": {
+                "run.$": "$.run",
+                "share.$": "$.share",
+                "registry.$": "$.registry",
+                "caught.$": "States.JsonMerge($.at, $.caught, false)",
+            },
+            "Next": "NameFailure",
+        },
+        # An execution may not end with an error under a name of Step Functions' own (`States.`).
+        "NameFailure": outcome(
+            "HasWords",
+            result="failed",
+            state="$.caught.state",
+            stage="$.caught.stage",
+            started="$.caught.started",
+            Error="States.Format('{}: {}', $.caught.state, $.caught.Error)",
+            Cause="$.caught.Cause",
+        ),
+        "HasWords": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.outcome.stage", "StringEquals": "", "Next": "StartedYet"}],
+            "Default": "ReadFailure",
+        },
+        # Before prepare there is nothing to report on, and the run folder may be another run's.
+        "StartedYet": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.outcome.started", "BooleanEquals": True, "Next": then}],
+            "Default": "OwnsLock",
+        },
+        **_failure_words(targets, then=then),
+    }
+
+
+def _failure_words(targets: Targets, *, then: str) -> States:
+    """Explain a stage's failure by its failure.json, where there is one of this execution."""
+    failure_file = RunPaths("{}").failure(Stage.PREPARE).replace(Stage.PREPARE.value, "{}")
+    words = "$.failure.words"
+    complete = [
+        *({"Variable": f"{words}.{key}", "IsPresent": True} for key in ("exit_code", "what", "value", "rule", "remedy", "time")),
+        # Both are ISO 8601 in UTC. A resumed run still has the words of the execution before, which are not
+        # about a job that has since been cancelled or killed.
+        {"Variable": f"{words}.time", "StringGreaterThanPath": "$.run.since"},
+    ]
+    return {
+        "ReadFailure": {
+            "Type": "Task",
+            "Resource": resource(targets, "aws-sdk:s3:getObject"),
+            "Parameters": {
+                "Bucket": targets.bucket,
+                "Key.$": f"States.Format('{failure_file}', $.run.key, $.outcome.stage)",
+            },
+            "ResultSelector": {"words.$": "States.StringToJson($.Body)"},
+            "ResultPath": "$.failure",
+            "TimeoutSeconds": CALL_SECONDS,
+            "Retry": call_retry(),
+            "Catch": [{"ErrorEquals": ["States.ALL"], "ResultPath": None, "Next": then}],
+            "Next": "WordsComplete",
+        },
+        "WordsComplete": {"Type": "Choice", "Choices": [{"And": complete, "Next": "Explain"}], "Default": then},
+        "Explain": outcome(
+            then,
+            result="failed",
+            state="$.outcome.state",
+            Error="$.outcome.Error",
+            Cause="States.Format('{} ended with exit code {}: {}. value: {}. rule: {}. remedy: {}', $.outcome.state, "
+            f"{words}.exit_code, {words}.what, States.JsonToString({words}.value), {words}.rule, {words}.remedy)",
+        ),
+    }
+
+
+def _ending(targets: Targets) -> States:
+    """report, unlock, notify, end. Nothing here masks the outcome: each state's failure goes on to the next."""
+    states = job(targets, Stage.REPORT, then="OwnsLock", on_error="OwnsLock")
+    release = {
+        "TableName": targets.lock_table,
+        "Key": {"name": {"S.$": "$.registry"}},
+        "ConditionExpression": "#owner = :me",
+        "ExpressionAttributeNames": {"#owner": "owner"},
+        "ExpressionAttributeValues": {":me": {"S.$": "$$.Execution.Id"}},
+    }
+    console = targets.console
+    lines: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("Run {} {} in {}. {}", ("$.run.id", "$.outcome.result", "$.outcome.state", "$.outcome.Error")),
+        ("{}", ("$.outcome.Cause",)),
+        ("{}", ("$.run.words.figures",)),
+        (f"Report: s3://{targets.bucket}/runs/{{}}/report/index.html {console.report}", ("$.run.id", "$.run.id")),
+        (f"Execution: {console.execution}", ("$$.Execution.Id",)),
+        (f"Log of its jobs: {console.log}", ("$.run.id",)),
+        (f"Dashboard: {console.overview}", ()),
+    )
+    text = "{}".join(line for line, _ in lines)
+    values = [path for _, paths in lines for path in (*paths, "$.run.newline")][:-1]
+    message = {
+        "TopicArn": targets.topic,
+        # At most 100 characters, and no others than those of an execution's name, which has up to 80. What the input calls the
+        # run is checked by prepare only, and may be anything.
+        "Subject.$": "States.Format('trnpipe: {} {}', $$.Execution.Name, $.outcome.result)",
+        "Message.$": f"States.Format('{text}', {', '.join(values)})",
+        "MessageAttributes": {"result": {"DataType": "String", "StringValue.$": "$.outcome.result"}},
+    }
+    states["OwnsLock"] = {
+        "Type": "Choice",
+        "Choices": [{"Variable": "$.registry", "IsNull": True, "Next": "Notify"}],
+        "Default": "ReleaseLock",
+    }
+    states |= call(targets, "ReleaseLock", "dynamodb:deleteItem", release, then="Notify", on_error="Notify", fields=DISCARD)
+    states |= call(targets, "Notify", "sns:publish", message, then="Outcome", on_error="Outcome", fields=DISCARD)
+    states["Outcome"] = {
+        "Type": "Choice",
+        "Choices": [{"Variable": "$.outcome.result", "StringEquals": "succeeded", "Next": "Done"}],
+        "Default": "Failed",
+    }
+    states["Done"] = {"Type": "Succeed"}
+    states["Failed"] = {"Type": "Fail", "ErrorPath": "$.outcome.Error", "CausePath": "$.outcome.Cause"}
+    return states
+
+
+class Workflow(Construct):
+    """The deployed state machine.
+
+    Attributes:
+        state_machine: named after the deployment, so that its own executions can be named in its policy.
+        topic: where outcomes are published.
+    """
+
+    def __init__(
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        settings: Settings,
+        bucket: s3.IBucket,
+        lock_table: dynamodb.ITable,
+        topic: sns.ITopic,
+        topic_key: kms.IKey,
+        queue_arns: Mapping[Queue, str],
+        job_arns: Mapping[Stage, str],
+        gang_arns: Mapping[int, Mapping[Stage, str]],
+        job_names: list[str],
+        console: Console,
+        log_group: logs.ILogGroup,
+    ) -> None:
+        super().__init__(scope, construct_id)
+        stack = Stack.of(self)
+        config = settings.run_config()
+        targets = Targets(
+            partition=stack.partition,
+            console=console,
+            bucket=bucket.bucket_name,
+            lock_table=lock_table.table_name,
+            topic=topic.topic_arn,
+            queues=queue_arns,
+            jobs=job_arns,
+            gangs=gang_arns,
+            minutes={stage: settings.minutes(stage) for stage in STAGES},
+            capacity_wait_minutes=settings.capacity_wait_hours * 60,
+            config=settings.deployed_config(),
+            read=settings.readable(),
+            local_paths=settings.local_paths,
+            prices=hourly_prices(settings),
+            hosts=host_names(settings),
+            embed_hosts=most_embed_hosts(settings),
+            tags={COST_TAG: settings.name},
+            defaults={"share": config.share, "registry": config.registry, "wait_minutes": config.lock.wait_minutes},
+        )
+        self.state_machine = sfn.StateMachine(
+            self,
+            "StateMachine",
+            state_machine_name=settings.name,
+            definition_body=sfn.DefinitionBody.from_string(json.dumps(definition(targets))),
+            tracing_enabled=True,
+            logs=sfn.LogOptions(destination=log_group, level=sfn.LogLevel.ALL, include_execution_data=True),
+        )
+        self._grant(settings, bucket, lock_table, topic, topic_key, queue_arns, job_names)
+
+    def _grant(
+        self,
+        settings: Settings,
+        bucket: s3.IBucket,
+        lock_table: dynamodb.ITable,
+        topic: sns.ITopic,
+        topic_key: kms.IKey,
+        queue_arns: Mapping[Queue, str],
+        job_names: list[str],
+    ) -> None:
+        """What the states call, action by action; a definition from text brings no permissions of its own."""
+        stack = Stack.of(self)
+        arn = stack.format_arn
+        definitions = [arn(service="batch", resource="job-definition", resource_name=f"{name}:*") for name in job_names]
+        jobs = arn(service="batch", resource="job", resource_name="*")
+        rule = arn(service="events", resource="rule", resource_name="StepFunctionsGetEventsForBatchJobsRule")
+        executions = f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"
+        statements = [
+            (["batch:SubmitJob"], [*definitions, *queue_arns.values()]),
+            (["batch:TagResource", "batch:TerminateJob"], [jobs, *definitions]),
+            (["batch:DescribeJobs"], ["*"]),
+            (["events:PutTargets", "events:PutRule", "events:DescribeRule"], [rule]),
+            (["s3:PutObject"], [bucket.arn_for_objects("runs/*/input.json")]),
+            # Without it S3 says of an absent object that access is denied.
+            (["s3:ListBucket"], [bucket.bucket_arn]),
+            (["s3:GetObject"], [bucket.arn_for_objects("runs/*/result.json"), bucket.arn_for_objects("runs/*/failure.json")]),
+            (["dynamodb:GetItem", "dynamodb:PutItem", "dynamodb:DeleteItem"], [lock_table.table_arn]),
+            (["states:DescribeExecution"], [executions]),
+            (["sns:Publish"], [topic.topic_arn]),
+            (["kms:GenerateDataKey", "kms:Decrypt"], [topic_key.key_arn]),
+        ]
+        for actions, resources in statements:
+            self.state_machine.add_to_role_policy(iam.PolicyStatement(actions=actions, resources=resources))

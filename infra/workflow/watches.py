@@ -1,0 +1,405 @@
+"""State machines that watch the one that runs the stages; EventBridge starts them, with the execution that it speaks of.
+
+    overdue   when an execution begins: waits one time budget and speaks up if it still runs.
+    week      when one succeeds: waits until the next one should have, and speaks up again and again until one does.
+    cleanup   when one ends other than by success: ends the jobs that it left behind, and says so.
+
+An alarm cannot do what `week` does. CloudWatch looks back seven days at most, and two successes in a row are as far apart as the
+later run took longer: a missing one shows after the schedule's period (a week, or its `every_days`) and a time budget.
+
+Step Functions ends the job of a `.sync` state with its execution as best effort, and knows nothing of a gang's. So whatever
+ended the execution, `cleanup` looks for jobs by the names that it gives to them, and terminates those that carry its ARN: another
+execution that takes up the same run has jobs of the same names. Twice, because a submission may have been under way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aws_cdk import Stack
+from aws_cdk import aws_events as events
+from aws_cdk import aws_events_targets as targets
+from aws_cdk import aws_iam as iam
+from aws_cdk import aws_kms as kms
+from aws_cdk import aws_logs as logs
+from aws_cdk import aws_sns as sns
+from aws_cdk import aws_stepfunctions as sfn
+from constructs import Construct
+
+from infra.console import Console
+from infra.runbook import remedy
+from infra.settings import DAYS_OF_WEEK, Settings
+from infra.workflow.states import CALL_SECONDS, DISCARD, States
+from pipeline.contract import EXECUTION_TAG, STAGES, Queue
+
+DAY_SECONDS = 24 * 3600
+LOOK_AGAIN_SECONDS = 30
+LOOKS = 2
+ENDED_BADLY = ("ABORTED", "TIMED_OUT", "FAILED")
+ENDED = ("SUCCEEDED", "FAILED")
+"""States of a job."""
+METADATA_ONLY = {"IncludedData": "METADATA_ONLY"}
+"""Without input and output, which could exceed what a state may hold. An execution whose input does has started no job: its first
+state holds the input three times."""
+
+
+def overdue(partition: str, topic: str, budget_seconds: int, console: Console) -> dict[str, Any]:
+    """Waits one time budget and speaks up if the execution it was given still runs."""
+    return {
+        "Comment": "Speaks up when a run is overdue.",
+        "StartAt": "Wait",
+        "States": {
+            "Wait": {"Type": "Wait", "Seconds": budget_seconds, "Next": "Look"},
+            **_look(partition, then="StillRuns"),
+            "StillRuns": {
+                "Type": "Choice",
+                "Choices": [{"Variable": "$.seen.Status", "StringEquals": "RUNNING", "Next": "Notify"}],
+                "Default": "Done",
+            },
+            "Notify": _notify(
+                partition,
+                topic,
+                subject="States.Format('trnpipe: {} overdue', $.seen.Name)",
+                message=f"States.Format('Run {{}} still runs after its time budget of {budget_seconds // 60} minutes. It goes "
+                f"on; nothing was stopped. {remedy('Overdue')} Execution: {console.execution} Log: {console.log} "
+                f"Dashboard: {console.overview}', $.seen.Name, $.execution, $.seen.Name)",
+                then="Done",
+            ),
+            "Done": {"Type": "Succeed"},
+        },
+    }
+
+
+def week(partition: str, topic: str, machine: str, days: int, patience_seconds: int, console: Console) -> dict[str, Any]:
+    """Waits for the success after the one it was given.
+
+    Args:
+        machine: ARN of the state machine.
+        days: the schedule's period.
+        patience_seconds: how long a success may take after the one before, beyond the period.
+    """
+    period = {1: "a day", DAYS_OF_WEEK: "a week"}.get(days, f"{days} days")
+    newest = "$.seen.succeeded[0]"
+    newer = {
+        "And": [{"Variable": newest, "IsPresent": True}, {"Not": {"Variable": newest, "StringEqualsPath": "$.execution"}}],
+        "Next": "Done",
+    }
+    return {
+        "Comment": f"Speaks up when no run has succeeded for {period} and the time that a run may take.",
+        "StartAt": "Wait",
+        "States": {
+            "Wait": {"Type": "Wait", "Seconds": days * DAY_SECONDS + patience_seconds, "Next": "Look"},
+            "Look": {
+                **_call(partition, "aws-sdk:sfn:listExecutions"),
+                # The newest stands first.
+                "Parameters": {"StateMachineArn": machine, "StatusFilter": "SUCCEEDED", "MaxResults": 1},
+                "ResultSelector": {"succeeded.$": "$.Executions[*].ExecutionArn"},
+                "ResultPath": "$.seen",
+                "Next": "Newer",
+            },
+            "Newer": {"Type": "Choice", "Choices": [newer], "Default": "Notify"},
+            "Notify": _notify(
+                partition,
+                topic,
+                subject=f"trnpipe: {period} without a successful run",
+                message=f"States.Format('No run has succeeded since the one of the execution below, {period} and the time "
+                f"that a run may take. {remedy('MissedWeek')} This is said again until one succeeds. Dashboard: "
+                f"{console.overview} Last success: {console.execution}', $.execution)",
+                then="WaitAgain",
+            ),
+            "WaitAgain": {"Type": "Wait", "Seconds": days * DAY_SECONDS, "Next": "Look"},
+            "Done": {"Type": "Succeed"},
+        },
+    }
+
+
+def cleanup(partition: str, topic: str, queues: Mapping[Queue, str], console: Console) -> dict[str, Any]:
+    """Terminates the jobs of an execution that has ended.
+
+    Args:
+        queues: ARN of each queue that it submits to.
+    """
+    run = "$.seen.input.run"
+    looks = [{"stage": stage.value, "queue": queues[spec.queue]} for stage, spec in STAGES.items()]
+    return {
+        "Comment": "Ends the jobs that an execution left behind.",
+        "StartAt": "Begin",
+        "States": {
+            "Begin": {"Type": "Pass", "Result": looks, "ResultPath": "$.looks", "Assign": {"looked": 0}, "Next": "Look"},
+            **_look(partition, then="StillEnded", more={"input.$": "States.StringToJson($.Input)"}),
+            "StillEnded": {
+                "Type": "Choice",
+                "Choices": [
+                    # Redriven, it needs its jobs.
+                    {"Variable": "$.seen.Status", "StringEquals": "RUNNING", "Next": "Done"},
+                    {"And": [{"Variable": run, "IsPresent": True}, {"Variable": run, "IsString": True}], "Next": "RunOfInput"},
+                ],
+                "Default": "RunOfName",
+            },
+            # As the workflow names it.
+            "RunOfInput": {"Type": "Pass", "Assign": {"run.$": run}, "Next": "EachStage"},
+            "RunOfName": {"Type": "Pass", "Assign": {"run.$": "$.seen.Name"}, "Next": "EachStage"},
+            "EachStage": {
+                "Type": "Map",
+                "ItemsPath": "$.looks",
+                "ItemSelector": {
+                    "execution.$": "$.execution",
+                    "name.$": "States.Format('{}-{}', $$.Map.Item.Value.stage, $run)",
+                    "queue.$": "$$.Map.Item.Value.queue",
+                },
+                "ItemProcessor": _inline("List", _listing(partition, topic, console)),
+                **DISCARD,
+                "Assign": {"looked.$": "States.MathAdd($looked, 1)"},
+                "Next": "Enough",
+            },
+            "Enough": {
+                "Type": "Choice",
+                "Choices": [{"Variable": "$looked", "NumericGreaterThanEquals": LOOKS, "Next": "Done"}],
+                "Default": "Wait",
+            },
+            "Wait": {"Type": "Wait", "Seconds": LOOK_AGAIN_SECONDS, "Next": "Look"},
+            "Done": {"Type": "Succeed"},
+        },
+    }
+
+
+def _listing(partition: str, topic: str, console: Console) -> States:
+    """All jobs of one name in one queue, page by page. A job's tags are not in the list."""
+    # With a filter, ListJobs gives jobs in any state; names match in either case.
+    page = {"JobQueue.$": "$.queue", "Filters": [{"Name": "JOB_NAME", "Values.$": "States.Array($.name)"}]}
+    listing = {**_call(partition, "aws-sdk:batch:listJobs"), "ResultPath": "$.page", "Next": "AnyJob"}
+    return {
+        "List": {**listing, "Parameters": page},
+        "AnyJob": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.page.JobSummaryList[0]", "IsPresent": True, "Next": "Describe"}],
+            "Default": "MorePages",
+        },
+        # As many as a page has with a filter: 100.
+        "Describe": {
+            **_call(partition, "aws-sdk:batch:describeJobs"),
+            "Parameters": {"Jobs.$": "$.page.JobSummaryList[*].JobId"},
+            "ResultPath": "$.seen",
+            "Next": "EachJob",
+        },
+        "EachJob": {
+            "Type": "Map",
+            "ItemsPath": "$.seen.Jobs",
+            "ItemSelector": {"execution.$": "$.execution", "job.$": "$$.Map.Item.Value"},
+            "ItemProcessor": _inline("LeftBehind", _job_states(partition, topic, console)),
+            **DISCARD,
+            "Next": "MorePages",
+        },
+        "MorePages": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.page.NextToken", "IsPresent": True, "Next": "ListMore"}],
+            "Default": "LastPage",
+        },
+        "ListMore": {**listing, "Parameters": {**page, "NextToken.$": "$.page.NextToken"}},
+        "LastPage": {"Type": "Succeed"},
+    }
+
+
+def _job_states(partition: str, topic: str, console: Console) -> States:
+    owner, terminated = f"$.job.Tags['{EXECUTION_TAG}']", "$.job.IsTerminated"
+    return {
+        "LeftBehind": {
+            "Type": "Choice",
+            "Choices": [
+                {
+                    "And": [
+                        {"Variable": owner, "IsPresent": True},
+                        {"Variable": owner, "StringEqualsPath": "$.execution"},
+                        *({"Not": {"Variable": "$.job.Status", "StringEquals": status}} for status in ENDED),
+                        # The second look meets the jobs that the first one has terminated.
+                        {
+                            "Or": [
+                                {"Variable": terminated, "IsPresent": False},
+                                {"Variable": terminated, "BooleanEquals": False},
+                            ]
+                        },
+                    ],
+                    "Next": "Terminate",
+                }
+            ],
+            "Default": "LeaveAlone",
+        },
+        "Terminate": {
+            **_call(partition, "aws-sdk:batch:terminateJob"),
+            "Parameters": {"JobId.$": "$.job.JobId", "Reason": "the execution that submitted this job has ended"},
+            **DISCARD,
+            "Next": "Notify",
+        },
+        "Notify": _notify(
+            partition,
+            topic,
+            subject="trnpipe: a job of an ended run was terminated",
+            message=f"States.Format('Job {{}} ({{}}) was {{}} when its execution had ended, and has been terminated. Execution: "
+            f"{console.execution} Dashboard: {console.overview}', $.job.JobName, $.job.JobId, $.job.Status, $.execution)",
+            then="Terminated",
+            # Its alarm tells of a topic that is out of order; the second look, and other jobs, must not wait for it.
+            catch=True,
+        ),
+        "Terminated": {"Type": "Succeed"},
+        "LeaveAlone": {"Type": "Succeed"},
+    }
+
+
+def _inline(start: str, states: States) -> dict[str, Any]:
+    return {"ProcessorConfig": {"Mode": "INLINE"}, "StartAt": start, "States": states}
+
+
+def _look(partition: str, *, then: str, more: Mapping[str, str] | None = None) -> States:
+    """Describe the execution.
+
+    Args:
+        more: what to keep beside name and status.
+    """
+    return {
+        "Look": {
+            **_call(partition, "aws-sdk:sfn:describeExecution"),
+            "Parameters": {"ExecutionArn.$": "$.execution", **({} if more else METADATA_ONLY)},
+            "ResultSelector": {"Name.$": "$.Name", "Status.$": "$.Status", **(more or {})},
+            "ResultPath": "$.seen",
+            "Next": then,
+        }
+    }
+
+
+def _notify(partition: str, topic: str, *, subject: str, message: str, then: str, catch: bool = False) -> dict[str, Any]:
+    """
+    Args:
+        catch: whether to go on where the topic does not take the message.
+    """
+    key = "Subject.$" if subject.startswith("States.") else "Subject"
+    return {
+        **_call(partition, "sns:publish"),
+        "Parameters": {"TopicArn": topic, key: subject, "Message.$": message},
+        **DISCARD,
+        **({"Catch": [{"ErrorEquals": ["States.ALL"], **DISCARD, "Next": then}]} if catch else {}),
+        "Next": then,
+    }
+
+
+def _call(partition: str, action: str) -> dict[str, Any]:
+    """Retried for hours: only an alarm watches this state machine."""
+    retry = {
+        "ErrorEquals": ["States.ALL"],
+        "IntervalSeconds": 5,
+        "BackoffRate": 2,
+        "MaxAttempts": 10,
+        "MaxDelaySeconds": 1800,
+        "JitterStrategy": "FULL",
+    }
+    return {
+        "Type": "Task",
+        "Resource": f"arn:{partition}:states:::{action}",
+        "TimeoutSeconds": CALL_SECONDS,
+        "Retry": [retry],
+    }
+
+
+class Watches(Construct):
+    """The deployed watches.
+
+    Attributes:
+        machines: their state machines, by name.
+    """
+
+    def __init__(
+        self,
+        scope: Construct,
+        construct_id: str,
+        *,
+        settings: Settings,
+        state_machine: sfn.StateMachine,
+        topic: sns.ITopic,
+        topic_key: kms.IKey,
+        queue_arns: Mapping[Queue, str],
+        console: Console,
+        log_group: logs.ILogGroup,
+    ) -> None:
+        super().__init__(scope, construct_id)
+        self._name = settings.name
+        self._watched = state_machine
+        self._log_group = log_group
+        self.machines: dict[str, sfn.StateMachine] = {}
+        stack = Stack.of(self)
+        watched = state_machine.state_machine_arn
+        executions = [f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"]
+        jobs = stack.format_arn(service="batch", resource="job", resource_name="*")
+        budget = int(settings.run_config().time_budget.total_seconds())
+        notify = [
+            (["sns:Publish"], [topic.topic_arn]),
+            (["kms:GenerateDataKey", "kms:Decrypt"], [topic_key.key_arn]),
+        ]
+        describe = (["states:DescribeExecution"], executions)
+        self._watch(
+            "Overdue", ("RUNNING",), overdue(stack.partition, topic.topic_arn, budget, console), grants=[describe, *notify]
+        )
+        self._watch(
+            "Cleanup",
+            ENDED_BADLY,
+            cleanup(stack.partition, topic.topic_arn, queue_arns, console),
+            grants=[describe, (["batch:ListJobs", "batch:DescribeJobs"], ["*"]), (["batch:TerminateJob"], [jobs]), *notify],
+        )
+        if settings.schedule.enabled:
+            # Without a schedule no weekly success is due.
+            schedule = settings.schedule
+            patience = budget + 60 * (schedule.lock_wait_minutes + schedule.flexible_minutes)
+            self._watch(
+                "Week",
+                ("SUCCEEDED",),
+                week(stack.partition, topic.topic_arn, watched, schedule.every_days, patience, console),
+                grants=[(["states:ListExecutions"], [watched]), *notify],
+            )
+
+    def _watch(
+        self,
+        name: str,
+        statuses: Sequence[str],
+        definition: Mapping[str, Any],
+        *,
+        grants: Sequence[tuple[list[str], list[str]]],
+    ) -> None:
+        """Deploy a watch that is started by every execution whose status becomes one of these."""
+        machine = sfn.StateMachine(
+            self,
+            name,
+            state_machine_name=f"{self._name}-{name.lower()}",
+            definition_body=sfn.DefinitionBody.from_string(json.dumps(definition)),
+            tracing_enabled=True,
+            logs=sfn.LogOptions(destination=self._log_group, level=sfn.LogLevel.ALL),
+        )
+        for actions, resources in grants:
+            machine.add_to_role_policy(iam.PolicyStatement(actions=actions, resources=resources))
+        events.Rule(
+            self,
+            f"{name}Rule",
+            description=f"Starts {self._name}-{name.lower()}",
+            event_pattern=events.EventPattern(
+                source=["aws.states"],
+                detail_type=["Step Functions Execution Status Change"],
+                detail={"stateMachineArn": [self._watched.state_machine_arn], "status": list(statuses)},
+            ),
+            targets=[
+                targets.SfnStateMachine(
+                    machine,
+                    role=self._event_role(name),
+                    input=events.RuleTargetInput.from_object({"execution": events.EventField.from_path("$.detail.executionArn")}),
+                )
+            ],
+        )
+        self.machines[name] = machine
+
+    def _event_role(self, name: str) -> iam.Role:
+        """The role under which EventBridge starts a watch, for rules of this stack alone
+        (https://docs.aws.amazon.com/eventbridge/latest/userguide/cross-service-confused-deputy-prevention.html)."""
+        stack = Stack.of(self)
+        # A rule without a name of its own begins with its stack's; its ARN itself would need the rule, which needs the role.
+        rules = stack.format_arn(service="events", resource="rule", resource_name=f"{stack.stack_name}-*")
+        conditions = {"StringEquals": {"aws:SourceAccount": stack.account}, "ArnLike": {"aws:SourceArn": rules}}
+        principal = iam.ServicePrincipal("events.amazonaws.com", conditions=conditions)
+        return iam.Role(self, f"{name}Events", assumed_by=principal, description=f"Starts {self._name}-{name.lower()}")

@@ -1,0 +1,43 @@
+"""The `cpu` kind: eager torch on host cores, gloo between ranks, bf16 autocast where the processor has the instructions."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pipeline.backends.device import EncodeFunction, resolve_precision
+from pipeline.backends.eager import EagerDevice
+from pipeline.backends.packed_linear import can_pack, pack_linears
+from pipeline.host.host import available_cores
+from pipeline.run.world import World
+
+
+class CpuDevice(EagerDevice):
+    kind = "cpu"
+
+    def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:  # noqa: ARG002 - needs none
+        """In bf16 as a whole: autocast would turn every layer's activations into fp32 and back.
+
+        Pooling and head stay fp32, see `Encoder.forward`.
+        """
+        if self.precision == "bf16":
+            backbone = encoder.get_submodule("backbone").to(torch.bfloat16)
+            if can_pack():
+                pack_linears(backbone)
+        return encoder
+
+
+def open_device(precision: str, world: World, *, threads: int | None, timeout_seconds: int) -> CpuDevice:
+    """Join the gang with gloo. Threads: as given, else OMP_NUM_THREADS, else the host's cores shared among its ranks."""
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, available_cores() // world.local_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    # Denormals cost far more than they are worth here, and only some processors treat them alike.
+    torch.set_flush_denormal(True)
+    return CpuDevice(
+        torch.device("cpu"), resolve_precision("cpu", precision), world, backend="gloo", timeout_seconds=timeout_seconds
+    )

@@ -1,0 +1,129 @@
+"""What people see of `trnpipe graphs`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.commands.graphs_lowered import Lowered
+from pipeline.commands.graphs_proof import Proof
+from pipeline.commands.graphs_recorded import CompiledSet, StageGraphs
+from pipeline.commands.terminal import counted, left, right, say, simple_table
+from pipeline.contract import EAGER_KINDS
+
+if TYPE_CHECKING:
+    from pipeline.commands.graphs import Findings
+
+FINGERPRINT_SHOWN = 12
+CAUSES_SHOWN = 20
+
+
+def show(findings: Findings, console: Console) -> None:
+    """Everything that was found; the verdict last."""
+    say(console, f"{findings.run}: {findings.kind}, {findings.precision}, {counted(findings.ranks, 'rank')}", style="bold")
+    if findings.kind in EAGER_KINDS:
+        say(console, f"The kind `{findings.kind}` runs operations one by one: it has no graphs, and nothing is compiled for it.")
+    elif not findings.sets:
+        say(console, "The plan names no compiled sets: it was made by an earlier version.", style="yellow")
+    else:
+        console.print(_sets(findings.sets))
+        _stages(findings.stages, console)
+    if findings.lowered:
+        _lowered(findings.lowered, console, other_kind=findings.lowered.kind != findings.kind)
+    if findings.proof:
+        _proof(findings.proof, console)
+    problems = findings.problems
+    for problem in problems:
+        say(console, problem, style="bold red")
+    if not problems:
+        say(console, _verdict(findings), style="bold green")
+
+
+def _verdict(findings: Findings) -> str:
+    parts = []
+    if findings.stages or findings.proof:
+        parts.append("no stage met a graph that compile had not met")
+    if findings.lowered and findings.ranks > 1:
+        parts.append("all ranks compile the same graphs")
+    if findings.sets and not all(one.graphs is not None for one in findings.sets):
+        parts.append("compile has yet to make the missing sets")
+    return "; ".join(parts) or "nothing was compared"
+
+
+def _sets(sets: tuple[CompiledSet, ...]) -> Table:
+    table = simple_table(left("compiled set"), left("fingerprint"), left("state"), right("graphs"))
+    for one in sets:
+        missing = one.graphs is None
+        state = Text("missing", "yellow") if missing else Text("complete", "green")
+        table.add_row(one.name, one.fingerprint, state, "" if missing else str(one.graphs))
+    return table
+
+
+def _stages(stages: tuple[StageGraphs, ...], console: Console) -> None:
+    if not stages:
+        say(console, "No stage has told yet which graphs it met.")
+        return
+    table = simple_table(left("stage"), right("processes"), right("met"), right("last at step"), right("new"))
+    for stage in stages:
+        new = Text(str(len(stage.new)), "bold red" if stage.new else "green")
+        table.add_row(stage.name, str(stage.processes), str(stage.compiled), str(stage.last_compiled_step or ""), new)
+    console.print(table)
+    for stage in stages:
+        for graph in stage.new[:CAUSES_SHOWN]:
+            say(console, f"new in {stage.name} {graph.number} at step {graph.step}: {graph.key}: {graph.cause}", style="red")
+        if len(stage.new) > CAUSES_SHOWN:
+            say(console, f"... and {len(stage.new) - CAUSES_SHOWN} more in {stage.name}", style="red")
+        for operation, times in stage.fallbacks.items():
+            say(console, f"{stage.name}: {operation} ran on the host {counted(times, 'time')}", style="yellow")
+
+
+def _lowered(lowered: Lowered, console: Console, *, other_kind: bool) -> None:
+    as_kind = f" as kind {lowered.kind} would compile them" if other_kind else ""
+    say(console, f"Graphs of a training step{as_kind}, {lowered.precision}, {counted(lowered.ranks, 'rank')}:")
+    last = f"rank {lowered.ranks - 1} = 0" if lowered.ranks > 1 else ""
+    table = simple_table(
+        right("tokens"),
+        right("graph"),
+        left("fingerprint"),
+        right("operations"),
+        right("inputs"),
+        left("collectives"),
+    )
+    if last:
+        table.add_column(last, no_wrap=True)
+    for bucket in lowered.buckets:
+        for number, graph in enumerate(bucket.graphs, start=1):
+            first = number == 1
+            collectives = ", ".join(
+                f"{name}{f' ({count})' if count > 1 else ''}" for name, count in graph.description.collectives.items()
+            )
+            cells = [
+                str(bucket.bucket) if first else "",
+                f"{number}{f' ({graph.times} times)' if graph.times > 1 else ''}",
+                graph.fingerprint[:FINGERPRINT_SHOWN],
+                str(graph.description.size),
+                str(graph.inputs),
+                collectives,
+            ]
+            agrees = Text("no", "bold red") if bucket.difference else Text("yes", "green")
+            table.add_row(*cells, *([agrees if first else ""] if last else []))
+    console.print(table)
+    for bucket in lowered.buckets:
+        if bucket.difference:
+            say(console, f"{bucket.bucket} tokens, rank {lowered.ranks - 1}: {bucket.difference}", style="red")
+
+
+def _proof(proof: Proof, console: Console) -> None:
+    lengths = ", ".join(map(str, proof.buckets))
+    partial = f"a last batch of {counted(proof.partial_rows, 'row')}" if proof.partial_rows else "no partial batch (of one row)"
+    say(
+        console,
+        f"Proof on torch-xla, {proof.precision}, 1 rank: the trial met {proof.recorded} graphs; then {proof.steps} steps over "
+        f"documents of {lengths} tokens, {partial}, and again from the checkpoint of step {proof.checkpoint}:",
+    )
+    if proof.without_rows:
+        say(console, f"No row of the run has a length of {', '.join(map(str, proof.without_rows))} tokens.", style="yellow")
+    _stages(proof.stages, console)

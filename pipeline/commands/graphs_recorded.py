@@ -1,0 +1,136 @@
+"""What compile recorded, and what the stages met afterwards: read from `graphs/` and from `STAGE/graphs-NNNNN.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline import store
+from pipeline.contract import RunPaths, Stage
+from pipeline.errors import BadData
+from pipeline.graphs.compiled import KnownGraphs, read_set, set_uri
+from pipeline.plan import GraphsPlan
+
+STAGES_THAT_MEET = (Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)
+
+NOT_REPORTED = "met, not recorded, and not reported by the stage"
+"""Cause of a graph whose key is among those met and not among the recorded ones, although its stage does not call it new."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledSet:
+    """One of a run's two compiled sets.
+
+    Attributes:
+        name: `train` or `infer`.
+        graphs: how many are in it, None: it is not complete, which is the same as not there.
+    """
+
+    name: str
+    fingerprint: str
+    uri: str
+    graphs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewGraph:
+    """A graph that a stage met and compile did not.
+
+    Attributes:
+        number: of the node, or of the array's child.
+        step: steps done when it was noticed.
+        cause: what distinguishes it from the most similar graph.
+    """
+
+    key: str
+    number: int
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageGraphs:
+    """What the processes of one stage met.
+
+    Attributes:
+        name: of the stage.
+        processes: how many told.
+        compiled: graphs that a process met for the first time, of the process that met most.
+        last_compiled_step: steps done when a graph was last met for the first time, at the latest.
+        fallbacks: operation that ran on the host -> how often.
+    """
+
+    name: str
+    processes: int
+    compiled: int
+    last_compiled_step: int
+    fallbacks: dict[str, int]
+    new: tuple[NewGraph, ...]
+
+
+def read_sets(paths: RunPaths, plan: GraphsPlan) -> tuple[list[CompiledSet], KnownGraphs | None]:
+    """Both sets, and all graphs in them; None where one of them is missing.
+
+    Raises:
+        BadData: one cannot be read.
+    """
+    found: list[CompiledSet] = []
+    known: dict[str, Any] = {}
+    for name, fingerprint in (("train", plan.train), ("infer", plan.infer)):
+        uri = set_uri(paths.bucket_root, name, fingerprint)
+        graphs = read_set(uri).graphs if store.exists(uri) else None
+        known |= graphs or {}
+        found.append(CompiledSet(name=name, fingerprint=fingerprint, uri=uri, graphs=None if graphs is None else len(graphs)))
+    return found, known if all(one.graphs is not None for one in found) else None
+
+
+def read_stages(paths: RunPaths, known: KnownGraphs | None) -> list[StageGraphs]:
+    """What each stage met, of those that have ended.
+
+    Raises:
+        BadData: a stage's report cannot be read.
+    """
+    stages = (read_stage(paths, stage, known) for stage in STAGES_THAT_MEET)
+    return [found for found in stages if found is not None]
+
+
+def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name: str = "") -> StageGraphs | None:
+    """What the processes of a stage met, None if none has told.
+
+    Args:
+        known: all recorded graphs; None: met keys are not compared, the reports are believed.
+        name: for the stage, where it is not its own.
+
+    Raises:
+        BadData: a report cannot be read.
+    """
+    prefix, suffix = f"{paths.stage(stage)}/graphs-", ".json"
+    uris = sorted(info.uri for info in store.list_objects(paths.stage(stage)) if info.uri.startswith(prefix))
+    if not uris:
+        return None
+    compiled = last = 0
+    fallbacks: dict[str, int] = {}
+    new: list[NewGraph] = []
+    for uri in uris:
+        try:
+            record = store.read_json(uri)
+            number = int(uri.removeprefix(prefix).removesuffix(suffix))
+            reported = [NewGraph(number=number, **graph) for graph in record["new"]]
+            silent = set(record["keys"]) - known.keys() - {graph.key for graph in reported} if known is not None else set()
+            compiled, last = max(compiled, int(record["compiled"])), max(last, int(record["last_compiled_step"]))
+            fallbacks = {
+                operation: fallbacks.get(operation, 0) + int(record["fallbacks"].get(operation, 0))
+                for operation in {**fallbacks, **record["fallbacks"]}
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadData("a stage's report of its graphs cannot be read", value=f"{uri}: {error!r}") from error
+        new += reported
+        new += [NewGraph(key=key, number=number, step=last, cause=NOT_REPORTED) for key in sorted(silent)]
+    return StageGraphs(
+        name=name or stage.value,
+        processes=len(uris),
+        compiled=compiled,
+        last_compiled_step=last,
+        fallbacks=fallbacks,
+        new=tuple(new),
+    )

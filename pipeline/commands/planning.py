@@ -1,0 +1,452 @@
+"""`trnpipe plan`: the memory that a run requires, and the hosts, hours and dollars of a workload.
+
+Asked before anything is started: reads a parent's configuration, or a run's plan and what it measured; no weights, no rows.
+prepare refuses by the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline import store
+from pipeline.config import RunConfig, build_config
+from pipeline.contract import RunPaths, check_run_folder
+from pipeline.errors import BadConfig
+from pipeline.estimate.memory import (
+    HOST_KINDS,
+    Budget,
+    MemoryCapacity,
+    estimate_memory,
+    gib,
+    known_capacity,
+    remedies,
+    require_memory,
+)
+from pipeline.estimate.requirements import TOKENIZED_TOKENS, Requirement, attempt_minutes, over, refuse, requirements
+from pipeline.estimate.throughput import EMBED_HOSTS, EMBED_MFU, READ_ROWS, TRAIN_HOST, Estimator, Option, Rates, cheapest
+from pipeline.estimate.variant import plan_world
+from pipeline.estimate.workload import MeasuredRun, Workload, workload
+from pipeline.model.shape import ModelShape, fetch_shape
+from pipeline.plan import World, part_count
+from pipeline.prices import CURRENCY, HARDWARE, INSTANCE_HOUR, REGIONS
+
+PLACES = {"device": "a rank's device", "host": "a node's host"}
+CAPACITY_SETTINGS = {"device": "device.memory_gib", "host": "device.host_memory_gib"}
+
+LEAST_SHARE = 0.005
+"""Items that are a smaller share of the whole are left out of the table (not of the JSON)."""
+
+NODE_COUNTS, CHILD_COUNTS = (1, 2, 4, 8, 16), (1, 4, 16, 64)
+"""Of the gangs and arrays that are compared, unless a run's deployment says which gangs it has."""
+
+NARROWEST = min(EMBED_MFU["trn1"])
+"""The narrowest model whose rates are published."""
+
+DURATION = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[mhd])")
+HOURS = {"m": 1 / 60, "h": 1.0, "d": 24.0}
+
+
+def parse_hours(text: str) -> float:
+    """Hours of `90m`, `12h` or `2d`.
+
+    Raises:
+        BadConfig: none of these forms, or no time at all.
+    """
+    found = DURATION.fullmatch(text.strip())
+    hours = float(found["number"]) * HOURS[found["unit"]] if found else 0.0
+    if not 0 < hours < math.inf:
+        raise BadConfig("invalid deadline", value=text, rule="a number of minutes, hours or days: 90m, 12h, 2d")
+    return hours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Hours, costs and limits of a workload.
+
+    Attributes:
+        trains, embeds: all options.
+        best: training and embedding that cost least within the deadline.
+        requirements: of the best options, else of the configured ones.
+        assumptions: a sentence each.
+        unit_costs: what is counted -> USD for a million rows, and for a billion of their tokens.
+    """
+
+    work: Workload
+    deadline_hours: float | None
+    trains: list[Option]
+    embeds: list[Option]
+    best: tuple[Option, Option] | None
+    requirements: list[Requirement]
+    assumptions: list[str]
+    unit_costs: dict[str, dict[str, float]]
+
+    def record(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "workload": asdict(self.work),
+            "deadline_hours": self.deadline_hours,
+            "currency": CURRENCY,
+            "train": [self._option(option) for option in self.trains],
+            "embed": [self._option(option) for option in self.embeds],
+            "unit_costs": self.unit_costs,
+            "needs": [one.record() for one in self.requirements],
+            "findings": [one.what for one in over(self.requirements)],
+            "assumptions": self.assumptions,
+        }
+
+    def _option(self, option: Option) -> dict[str, Any]:
+        chosen = self.best is not None and option in self.best
+        more = {"node_hours": option.node_hours, "within_limit": option.within_limit, "cheapest": chosen}
+        return {**asdict(option), "stage": option.stage.value, **more}
+
+    def shown(self) -> RenderableType:
+        """For people."""
+        found = [
+            Text(
+                f"{'Breaks' if one.breaks else 'Slow'}: {one.what}: {one.shown(one.amount)} of {one.shown(one.limit)}."
+                f" Remedy: {one.remedy}."
+            )
+            for one in over(self.requirements)
+        ]
+        return Group(
+            Text(f"{self.work.train_rows:,} pairs to train on, {self.work.corpus_rows:,} documents to embed", style="italic"),
+            self._options(),
+            self._units(),
+            self._verdict(),
+            self._requirements(),
+            *(found or [Text("Nothing that is known of breaks at this size.")]),
+            Text("Assumed:"),
+            *(Text(f"- {line}") for line in self.assumptions),
+        )
+
+    def _options(self) -> Table:
+        table = _table("stage", "hosts", right=("hours", CURRENCY))
+        table.add_column("")
+        for options in (self.trains, self.embeds):
+            for option in options:
+                chosen = self.best is not None and option in self.best
+                remark = (
+                    "cheapest" if chosen else "" if option.within_limit else f"over the {option.limit_hours:g} h of an attempt"
+                )
+                table.add_row(
+                    option.stage.value,
+                    f"{option.count:,} x {option.host}",
+                    _hours(option.hours),
+                    "?" if option.usd is None else f"{option.usd:,.2f}",
+                    remark,
+                    style="bold" if chosen else "" if option.within_limit else "dim",
+                )
+            table.add_section()
+        return table
+
+    def _units(self) -> Table:
+        table = _table(f"{CURRENCY} for", right=("a million", "a billion tokens"))
+        for name, costs in self.unit_costs.items():
+            table.add_row(name, f"{costs['million_rows']:,.3f}", f"{costs['billion_tokens']:,.3f}")
+        return table
+
+    def _verdict(self) -> Text:
+        within = "" if self.deadline_hours is None else f" within {self.deadline_hours:g} h"
+        if self.best is None:
+            return Text(f"No option finishes{within} and within the limits of an attempt.", style="bold red")
+        train, embed = self.best
+        hosts = f"{train.count} x {train.host}, then {embed.count} x {embed.host}"
+        usd = (train.usd or 0.0) + (embed.usd or 0.0)
+        return Text(f"Cheapest{within}: {hosts}: {_hours(train.hours + embed.hours)} h, {usd:,.2f} {CURRENCY}.", style="bold")
+
+    def _requirements(self) -> Table:
+        table = _table("grows with the data", right=("requires", "of"))
+        for one in self.requirements:
+            style = "" if not one.over else "bold red" if one.breaks else "yellow"
+            table.add_row(one.what, one.shown(one.amount), one.shown(one.limit), style=style)
+        return table
+
+
+def _table(*names: str, right: Sequence[str] = (), title: str | None = None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, no_wrap=name == "hosts")
+    for name in right:
+        table.add_column(name, no_wrap=True, justify="right")
+    return table
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.2f}" if hours >= 1 else f"{hours:.3f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """A configuration and the memory that it requires.
+
+    Attributes:
+        budgets: of training and embedding, on a rank's device and a node's host.
+        estimate: hours and costs, where a workload was named.
+    """
+
+    shape: ModelShape
+    config: RunConfig
+    world: World
+    capacity: MemoryCapacity
+    budgets: list[Budget]
+    estimate: Estimate | None = None
+
+    @property
+    def global_batch(self) -> int:
+        """Pairs per optimizer step."""
+        return self.config.train.batch_size * self.config.train.accumulation * self.world.ranks
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Padded tokens, in steps of the longest documents."""
+        return self.global_batch * (self.config.train.query_length + max(self.config.train.buckets))
+
+    def require(self) -> None:
+        """Refuse what cannot fit.
+
+        Raises:
+            BadConfig: names the largest items, or the data that is too much, and changes that help.
+        """
+        require_memory(self.shape, self.config, self.world, self.capacity)
+        if self.estimate:
+            refuse(self.estimate.requirements)
+
+    def verdict(self) -> str:
+        """One line on a plan that was not refused."""
+        unknown = sorted({budget.place for budget in self.shown if budget.limit is None})
+        if not unknown:
+            return "It fits."
+        settings = " and ".join(CAPACITY_SETTINGS[place] for place in unknown)
+        return f"Not judged by the memory of the {' and the '.join(unknown)}, which is not known here; set {settings}."
+
+    @property
+    def shown(self) -> list[Budget]:
+        """All budgets but those of devices that are the host."""
+        return [budget for budget in self.budgets if budget.place == "host" or self.world.kind not in HOST_KINDS]
+
+    def record(self) -> dict[str, Any]:
+        """For programs; sizes are bytes."""
+        fits = all(budget.fits for budget in self.budgets)
+        return {
+            "model": asdict(self.shape),
+            "world": self.world.model_dump(),
+            "global_batch": self.global_batch,
+            "tokens_per_step": self.tokens_per_step,
+            "budgets": [budget.record() for budget in self.budgets],
+            "fits": fits,
+            "remedies": [] if fits else remedies(self.shape, self.config, self.world, self.capacity),
+            **({"scale": self.estimate.record()} if self.estimate else {}),
+        }
+
+    def table(self) -> Table:
+        """For people."""
+        world = self.world
+        title = (
+            f"{self.shape.parameters / 1e6:.1f}M parameters on {world.kind} ({world.precision}), {world.nodes} x "
+            f"{world.ranks_per_node} ranks\n{self.global_batch} pairs, at most {self.tokens_per_step} tokens per step"
+        )
+        table = _table("memory", right=("size", "of"), title=title)
+        for budget in self.shown:
+            table.add_row(
+                f"{budget.stage}, {PLACES[budget.place]}, {budget.moment}",
+                gib(budget.total),
+                f"{budget.total / budget.limit:.1%} of {gib(budget.limit)}" if budget.limit else "unknown",
+                style="bold" if budget.fits else "bold red",
+            )
+            for name, size in sorted(budget.items.items(), key=lambda item: -item[1]):
+                if size >= LEAST_SHARE * budget.total:
+                    table.add_row(f"  {name}", gib(size), "")
+            table.add_section()
+        return table
+
+
+# ---- from options and runs -------------------------------------------------------------------------------------------
+
+
+def report(
+    *,
+    parent: str | None,
+    run: str | None,
+    layers: Sequence[Mapping[str, Any]],
+    train_rows: int | None = None,
+    corpus_rows: int | None = None,
+    query_tokens: float | None = None,
+    document_tokens: float | None = None,
+    shard_rows: int | None = None,
+    deadline_hours: float | None = None,
+) -> PlanReport:
+    """What a run requires.
+
+    Args:
+        parent: folder or URI of the model, of which only the configuration is read.
+        run: URI of a run folder with a plan, instead; `layers` are laid over its configuration.
+        layers: partial configurations, later ones over earlier ones.
+        train_rows, corpus_rows, query_tokens, document_tokens, shard_rows: a workload, see `Workload`.
+        deadline_hours: for training and embedding together. With it or a workload, hours and costs are estimated as well.
+
+    Raises:
+        BadConfig: neither or both of `parent` and `run`, invalid settings, or a workload without rows.
+        MissingInput: no such model or run.
+        BadData: what the run left behind cannot be read.
+    """
+    if (parent is None) == (run is None):
+        raise BadConfig(
+            "it is not clear which model is meant",
+            value=f"--parent {parent}, --run {run}",
+            rule="either --parent or --run",
+            remedy="give --parent FOLDER_OR_URI, or --run s3://BUCKET/runs/RUN_ID",
+        )
+    measured = None
+    if run is not None:
+        measured = MeasuredRun.read(RunPaths(check_run_folder(run)))
+        planned = measured.plan
+        # What prepare resolved on its host counts, not what this one would make of `auto`.
+        device = {name: getattr(planned.world, name) for name in ("kind", "precision", "ranks_per_node")}
+        layers = [planned.config.model_dump(mode="json"), {"device": device}, *layers]
+        parent = planned.parent.folder
+    assert parent is not None
+    config = build_config(*layers)
+    world = plan_world(config)
+    # A question about a model on processors means this machine; a run in a bucket may be on any.
+    here = world.kind in HOST_KINDS if run is None else not store.is_s3(run)
+    capacity = known_capacity(config, world.kind, here=here)
+    with tempfile.TemporaryDirectory(prefix="trnpipe-") as scratch:
+        shape = fetch_shape(parent, config.model, Path(scratch))
+    found = None
+    if any((train_rows, corpus_rows, query_tokens, document_tokens, shard_rows, deadline_hours)):
+        work, assumptions = workload(
+            config,
+            measured,
+            train_rows=train_rows,
+            corpus_rows=corpus_rows,
+            query_tokens=query_tokens,
+            document_tokens=document_tokens,
+            shard_rows=shard_rows,
+        )
+        found = estimate(shape, config, measured, work, assumptions, deadline_hours)
+    budgets = estimate_memory(shape, config, world, capacity)
+    return PlanReport(shape=shape, config=config, world=world, capacity=capacity, budgets=budgets, estimate=found)
+
+
+def estimate(
+    shape: ModelShape,
+    config: RunConfig,
+    run: MeasuredRun | None,
+    work: Workload,
+    assumptions: Sequence[str],
+    deadline_hours: float | None,
+) -> Estimate:
+    """Hours, costs and limits of a workload on Trainium and Inferentia2, whatever this machine is.
+
+    Args:
+        run: a run whose rates, prices and attempt limits are used.
+        assumptions: that `work` rests on.
+        deadline_hours: for training and embedding together.
+    """
+    deployment = run.deployment if run else None
+    rates = Rates.measured(shape, run) if run and run.plan.world.kind == "neuron" else Rates.published(shape.hidden)
+    prices = dict(INSTANCE_HOUR)
+    if deployment:
+        paid = deployment.prices.by_queue()
+        prices |= {host: paid[queue] for queue, host in deployment.hosts.items() if queue in paid and host in HARDWARE}
+    minutes = attempt_minutes(deployment.timeouts if deployment else {})
+    estimator = Estimator(shape=shape, config=config, rates=rates, prices=prices, minutes=minutes)
+    nodes = sorted(set(deployment.allowed_nodes if deployment else (*NODE_COUNTS, config.nodes)))
+    trains = [estimator.train(work, count) for count in nodes]
+    options = [
+        estimator.embed(work, host, count) for host in EMBED_HOSTS for count in sorted({*CHILD_COUNTS, config.embed.children})
+    ]
+    # More children than parts are as many as there are parts.
+    embeds = list({(option.host, option.count): option for option in options}.values())
+    best = cheapest(trains, embeds, deadline_hours)
+    host, children = (best[1].host, best[1].count) if best else (TRAIN_HOST, config.embed.children)
+    ranks = children * HARDWARE[host].cores
+    world = World(
+        kind="neuron",
+        precision="bf16" if config.device.precision == "auto" else config.device.precision,
+        nodes=best[0].count if best else config.nodes,
+        ranks_per_node=HARDWARE[TRAIN_HOST].cores,
+    )
+    found = [
+        *requirements(
+            work,
+            shape,
+            config,
+            world,
+            parts=part_count(work.corpus_rows, config.embed.rows_per_part, ranks),
+            ranks=ranks,
+            node_memory=known_capacity(config, "neuron", here=False).host,
+            embed_host=host,
+            minutes=minutes,
+        )
+    ]
+    if best:
+        hours, budget = best[0].hours + best[1].hours, config.time_budget.total_seconds() / 3600
+        remedy = "raise time_budget, after which the run counts as overdue, or set a --deadline below it"
+        found.append(Requirement("train and embed, of the run's time budget", hours, budget, remedy, "hours", breaks=False))
+    return Estimate(
+        work=work,
+        deadline_hours=deadline_hours,
+        trains=trains,
+        embeds=embeds,
+        best=best,
+        requirements=found,
+        assumptions=[*assumptions, *_assumptions(config, run, rates, shape.hidden)],
+        unit_costs=_unit_costs(estimator, work),
+    )
+
+
+def _assumptions(config: RunConfig, run: MeasuredRun | None, rates: Rates, hidden: int) -> Iterator[str]:
+    """Sentences on rates, prices and limits."""
+    if run and run.plan.world.kind != "neuron":
+        yield f"the run was on {run.plan.world.kind}: its speed says nothing of neuron's, so it is not used"
+    yield f"training: {rates.train:.1%} of {TRAIN_HOST}'s peak ({rates.train_source})"
+    for family, share in rates.embed.items():
+        yield f"embedding on {family}: {share:.1%} of the peak ({rates.embed_source[family]})"
+    if hidden < NARROWEST and "measured" not in rates.train_source:
+        yield (f"nothing is published of a model as narrow as {hidden}: the MFU of {NARROWEST} is taken, and is likely too high")
+    yield "nodes lose nothing but the all-reduce of gradients at EFA's documented bandwidth; published is 94 % at 16 nodes"
+    stall = "no time is lost to checkpoints, as nothing is known of it" if rates.stall is None else ""
+    yield stall or f"a checkpoint stops training for {rates.stall:.2f} s, as in the run"
+    if rates.with_input < set(rates.embed):
+        yield (
+            f"embedding reads {READ_ROWS:,} rows a second and rank, and tokenizes {TOKENIZED_TOKENS:,} tokens a second and vCPU "
+            "(measured on one core of an AMD EPYC)"
+        )
+    yield (
+        "hours are those of train and embed alone, from the first row to the last: not counted are hosts starting, the other "
+        "stages, validations, and retries"
+    )
+    if run and run.deployment and run.deployment.timeouts:
+        yield "an attempt ends at the limit that the run's deployment has (`timeouts`)"
+    else:
+        yield "an attempt ends at the default limit of its stage: the deployment's `timeouts` are known with --run alone"
+    yield f"prices on demand in {', '.join(REGIONS)} (pipeline/prices.py), or those of the run's deployment"
+    if config.device.precision == "fp32":
+        yield "all figures are for bf16: fp32 is slower (published training: 56 % of the speed)"
+
+
+def _unit_costs(estimator: Estimator, work: Workload) -> dict[str, dict[str, float]]:
+    """USD of a million rows and of a billion tokens, padding not counted, on one host."""
+    costs = {}
+    if estimator.config.train.steps is None:
+        rows, tokens = work.train_rows * estimator.config.train.epochs, work.query_tokens + work.document_tokens
+        costs[f"pairs trained on, {TRAIN_HOST}"] = (estimator.train(work, 1), rows, tokens)
+    for name in EMBED_HOSTS:
+        costs[f"documents embedded, {name}"] = (estimator.embed(work, name, 1), work.corpus_rows, work.document_tokens)
+    return {
+        name: {"million_rows": option.usd / rows * 1e6, "billion_tokens": option.usd / rows / tokens * 1e9}
+        for name, (option, rows, tokens) in costs.items()
+        if option.usd is not None
+    }

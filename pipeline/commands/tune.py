@@ -1,0 +1,199 @@
+"""`trnpipe tune`: which settings of device, compiler and batch train fastest, found by short runs of the real stages here.
+
+A run that has been planned is the basis: its plan, its tokenized rows, its parent. Every variant is a run of its own with another
+plan, whose compile and train stages are started as a container would start them. One setting is varied at a time, from the base
+on; the best value stays before the next setting is varied.
+
+    STATE/tune/RUN-FINGERPRINT/      rows and parent, once; runs/RUN-tune-003/ has plan, results, metrics and logs of a variant
+    RUN FOLDER/tune/steps-0020-DIGEST.json    the table, one per number of steps and machine; its rows are not run again
+
+Faster is not enough: a variant counts only if its loss on the very batches of the base is not worse. Where the batches differ
+(batch size), losses cannot be compared, because a contrastive loss depends on how many documents compete; the table says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.live import Live
+
+from pipeline.commands.terminal import say
+from pipeline.commands.tune_space import Factor, common_window, default_space, nested, parse_vary
+from pipeline.commands.tune_table import Row, Table, describe_basis, describe_best, describe_settings, grid
+from pipeline.commands.tune_trials import Bench, base_config, open_bench
+from pipeline.errors import BadConfig, ExitCode, TrnpipeError
+from pipeline.estimate.variant import plan_world
+from pipeline.run.find_run import find_run, read_plan
+
+OBJECTIVES = {"samples_per_second": 1, "compile_seconds": -1, "host_memory_bytes": -1}
+"""What can be tuned for -> its sign: higher or lower is better."""
+
+LEAST_WINDOWS = 4
+"""Lines of metrics of a variant: a quarter of its steps is warm-up, and a median of less than three says little."""
+
+
+def search(
+    run: str,
+    console: Console,
+    *,
+    bucket: str | None,
+    state: Path,
+    steps: int,
+    vary: Sequence[str],
+    limit: int | None,
+    objective: str,
+    tolerance: float,
+    gain: float,
+    timeout_minutes: float,
+) -> tuple[Table, Row]:
+    """Run the base and the variants that are not in the table yet.
+
+    Args:
+        run: id of a run, or URI of its folder.
+        bucket: `s3://BUCKET` of a deployment that has the run; None: the local run's bucket, as files in `state`.
+        state: folder of the local run; variants run below it in any case.
+        steps: optimizer steps of each variant, at least; more where lines of metrics have to be filled.
+        vary: `KEY=V1,V2,...` items, in the place of the default space.
+        limit: variants to run besides the base; None: all.
+        objective: one of OBJECTIVES.
+        tolerance: how much worse a loss may be, as a share of the base's.
+        gain: by which share a value must be better than the best so far to replace it: smaller differences are noise.
+        timeout_minutes: for each stage of a variant.
+
+    Returns:
+        The table, and its best row.
+
+    Raises:
+        BadConfig: options that cannot work, before anything runs.
+        MissingInput: there is no such run, or its rows or parent are gone.
+        TrnpipeError: the base itself fails, with the exit code of its stage.
+    """
+    if objective not in OBJECTIVES:
+        raise BadConfig("there is no such objective", value=objective, rule=f"one of {', '.join(OBJECTIVES)}")
+    base, root = find_run(run, bucket, state)
+    plan = read_plan(base)
+    config = base_config(plan.config)
+    world = plan_world(config)
+    factors = parse_vary(vary, config) if vary else default_space(config, world)
+    window = common_window(config, factors, world)
+    steps = max(LEAST_WINDOWS, -(-steps // window)) * window
+    table = Table.open(base, describe_basis(plan, world, steps=steps, window=window))
+    with (
+        open_bench(state, base, plan, root, table, timeout_seconds=60 * timeout_minutes) as bench,
+        _display(console, table, tolerance) as on_progress,
+    ):
+
+        def better(row: Row, than: Row) -> bool:
+            new, old = (OBJECTIVES[objective] * float(getattr(each, objective) or 0.0) for each in (row, than))
+            return table.counts(row, tolerance) and new > old + gain * abs(old)
+
+        try:
+            return table, climb(factors, bench, better, limit, on_progress)
+        except KeyboardInterrupt:
+            console.print("interrupted; the same command goes on with what is missing")
+            raise
+
+
+def climb(
+    factors: Sequence[Factor],
+    bench: Bench,
+    better: Callable[[Row, Row], bool],
+    limit: int | None,
+    on_progress: Callable[[str], None],
+) -> Row:
+    """Vary one factor at a time, from the base on; the best value of each stays.
+
+    Raises:
+        TrnpipeError: the base fails.
+    """
+    best = bench.row_of({}, on_progress)
+    if best.status != "done":
+        raise base_failed(best, bench)
+    left = math.inf if limit is None else limit
+    for factor in factors:
+        found = best
+        for change in factor:
+            settings = bench.variant({**best.settings, **change})
+            if settings == best.settings:
+                continue
+            if left <= 0:
+                return found
+            left -= 1
+            row = bench.row_of(settings, on_progress)
+            found = row if better(row, found) else found
+        best = found
+    return best
+
+
+def base_failed(row: Row, bench: Bench) -> TrnpipeError:
+    """Return the error of a search that has nothing to compare with; it ends with the stage's own exit code."""
+    error = TrnpipeError(
+        "the run's own settings do not train here",
+        value=f"exit code {row.exit_code}: {row.what}",
+        rule="variants are compared with the run's own settings",
+        remedy=f"see the logs in {bench.folder / 'runs' / row.name}",
+    )
+    error.exit_code = ExitCode.TRANSIENT if row.status == "slow" else ExitCode.of(row.exit_code)
+    return error
+
+
+def show(table: Table, best: Row, console: Console, *, objective: str, tolerance: float, out: Path | None, as_json: bool) -> None:
+    """Print the table and the best settings.
+
+    Args:
+        out: file for the best settings.
+        as_json: print the table as JSON, and nothing else, to standard output.
+    """
+    section = nested(best.settings)
+    text = describe_best(table, best, objective, tolerance) + yaml.safe_dump(section, sort_keys=False)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    if as_json:
+        record = {**table.record(), "table": table.uri, "best": asdict(best), "config": section}
+        sys.stdout.write(json.dumps(record, indent=1) + "\n")
+        return
+    console.print(grid(table, tolerance, best))
+    console.print(f"table: {table.uri}", soft_wrap=True, highlight=False)
+    console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+    if out:
+        console.print(f"written to {out}", soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def _display(console: Console, table: Table, tolerance: float) -> Iterator[Callable[[str], None]]:
+    """Show the table while it grows, redrawn on a terminal, one line per variant elsewhere; yields a function to call often."""
+    shown = len(table.rows)
+    if shown:
+        console.print(f"{shown} variants are in the table already: {table.uri}", soft_wrap=True)
+    if console.is_terminal:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+
+            def redraw(doing: str) -> None:
+                now = grid(table, tolerance, None)
+                now.caption = doing
+                live.update(now, refresh=True)
+
+            yield redraw
+        return
+
+    def print_new(_doing: str = "") -> None:
+        nonlocal shown
+        for row in table.rows[shown:]:
+            rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.1f} samples/s, "
+            words = f"{row.name}: {describe_settings(row.settings)} {rate}{table.verdict(row, tolerance)}"
+            say(console, words)
+        shown = len(table.rows)
+
+    try:
+        yield print_new
+    finally:
+        print_new()

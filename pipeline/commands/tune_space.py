@@ -1,0 +1,124 @@
+"""What a search varies: the default space of a kind of device, and what people ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.commands.tune_table import Settings
+from pipeline.config import Role, RunConfig, build_config, keys_of, merge, read_yaml
+from pipeline.contract import EAGER_KINDS
+from pipeline.errors import BadConfig
+from pipeline.host.host import available_cores
+from pipeline.plan import World
+
+TUNABLE = keys_of(Role.TUNABLE, RunConfig)
+"""Sections and keys that say how the run's rows are trained on. Others say which rows, or what is learnt from them."""
+
+LAZY_WINDOW = 4
+"""Steps between two readings on kinds that compile: reading after each would stop the device that works ahead of the host."""
+
+Factor = list[Settings]
+"""The values to try for one key, each with what else it needs."""
+
+
+def default_space(config: RunConfig, world: World) -> list[Factor]:
+    """What is worth trying on this kind of device, most effective first. Values that the base has already are passed over."""
+    batch = config.train.batch_size
+    factors = [_factor("train.batch_size", [2 * batch, 4 * batch, *([batch // 2] if batch > 1 else [])])]
+    factors.append(_factor("device.precision", [precision for precision in ("bf16", "fp32") if precision != world.precision]))
+    if world.kind == "cpu":
+        share = max(1, available_cores() // world.ranks_per_node)
+        factors.append(_factor("device.threads_per_rank", sorted({1, *(1 << bit for bit in range(share.bit_length())), share})))
+    if world.kind not in EAGER_KINDS:
+        loader, pairs = config.device.loader, config.micro_batch_on(world.kind)
+        factors += [
+            _factor("train.micro_batch", [size for size in (2 * pairs, pairs // 2) if size and batch % size == 0]),
+            _factor("device.sync_points", [1, 2]),
+            _factor("device.loader.batches_per_execution", [2, 4]),
+            _factor("device.loader.transfer_threads", [2 * loader.transfer_threads, 4 * loader.transfer_threads]),
+            _factor("device.loader.host_prefetch", [2 * loader.host_prefetch]),
+            _factor("device.loader.device_prefetch", [2 * loader.device_prefetch]),
+        ]
+    if world.kind == "neuron":
+        factors += [_factor("compile.auto_cast", ["matmult", "all"]), _factor("compile.optlevel", [1, 2, 3])]
+    return factors
+
+
+def parse_vary(items: Sequence[str], config: RunConfig) -> list[Factor]:
+    """`KEY=V1,V2,...` items as factors; values are YAML.
+
+    Raises:
+        BadConfig: an unknown key (with the nearest name), one that tune does not vary, or one without values.
+    """
+    factors: dict[str, Factor] = {}
+    known = config.model_dump(mode="json")
+    for item in items:
+        key, separator, text = (part.strip() for part in item.partition("="))
+        try:
+            values = read_yaml(f"[{text}]")
+        except ValueError as error:
+            raise BadConfig("the values cannot be read", value=item, rule="KEY=V1,V2,...; values are YAML") from error
+        if not separator or not values:
+            raise BadConfig("cannot read what to vary", value=item, rule="KEY=V1,V2,..., e.g. train.batch_size=64,128")
+        if key in factors:
+            raise BadConfig("a key is varied twice", value=key, rule="one --vary per key, with all of its values")
+        if key not in flattened(known):
+            build_config(known, nested({key: values[0]}))  # refuses an unknown key with the nearest name
+        if not any(key == name or key.startswith(f"{name}.") for name in TUNABLE) or key not in flattened(known):
+            raise BadConfig(
+                "this is not a setting that tune varies",
+                value=key,
+                rule=f"one setting of {', '.join(TUNABLE)}: how the run's rows are trained on, not which rows or what is learnt",
+            )
+        factors[key] = _factor(key, values)
+    return list(factors.values())
+
+
+def _factor(key: str, values: Sequence[Any]) -> Factor:
+    """Settings for each value, with what it cannot be without."""
+    factor = []
+    for value in values:
+        settings: Settings = {key: value}
+        if key == "device.loader.batches_per_execution" and value != 1:
+            settings["device.sync_points"] = 1
+        if key in ("compile.auto_cast", "compile.auto_cast_type") and value not in (None, "none"):
+            settings["device.precision"] = "compiler"
+        factor.append(settings)
+    return factor
+
+
+def common_window(config: RunConfig, factors: Sequence[Factor], world: World) -> int:
+    """Steps between two lines of metrics, the same for all variants: losses are compared over the same steps.
+
+    A multiple of every number of joined steps, which must not be cut.
+    """
+    key = "device.loader.batches_per_execution"
+    changes = [change for factor in factors for change in factor]
+    joined = {change[key] for change in changes if isinstance(change.get(key), int) and change[key] > 0}
+    window = math.lcm(config.device.loader.batches_per_execution, *joined)
+    kinds = {world.kind, *(change.get("device.kind", world.kind) for change in changes)}
+    return window if kinds <= set(EAGER_KINDS) else math.lcm(window, LAZY_WINDOW)
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    """Settings as a partial configuration."""
+    merged: dict[str, Any] = {}
+    for key, value in settings.items():
+        section: Any = value
+        for name in reversed(key.split(".")):
+            section = {name: section}
+        merged = merge(merged, section)
+    return merged
+
+
+def flattened(record: Mapping[str, Any], prefix: str = "") -> Settings:
+    """A configuration's values by key."""
+    found: Settings = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

@@ -1,0 +1,276 @@
+"""Variants of a planned run on this machine: their plans, their stages as real processes, and their figures."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline import store
+from pipeline.commands.tune_space import flattened, nested
+from pipeline.commands.tune_table import Row, Settings, Table
+from pipeline.config import RunConfig, build_config
+from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageResult
+from pipeline.dataset.arrow import read_table, token_lengths
+from pipeline.dataset.steps import plan_schedule
+from pipeline.errors import BadConfig, MissingInput, TrnpipeError
+from pipeline.estimate.variant import plan_variant
+from pipeline.graphs.compiled import read_set, set_uri
+from pipeline.host.child import Ended, progress_note, read_failure, run_stage, sentence
+from pipeline.plan import RunPlan
+from pipeline.run.find_run import mirrored
+
+
+def base_config(config: RunConfig) -> RunConfig:
+    """Return the run's configuration as one node of it: the number of nodes is the deployment's matter."""
+    return build_config(config.model_dump(mode="json"), {"nodes": 1, "registry": None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Runs variants one after another and enters them in the table.
+
+    Attributes:
+        plan: of the run that is the basis.
+        table: gets the rows.
+        folder: local folder for runs, with the rows and parent of the basis in `rows` and `parent`.
+        lengths: (rows,) document lengths in tokens.
+        lock: descriptor of a lock that this process, and every supervisor that it starts, holds until it ends.
+        steps: of each variant.
+        window: steps between two lines of metrics.
+        timeout_seconds: for each stage.
+    """
+
+    plan: RunPlan
+    table: Table
+    folder: Path
+    rows: Path
+    parent: Path
+    lengths: NDArray[np.int32]
+    lock: int
+    steps: int
+    window: int
+    timeout_seconds: float
+
+    def variant(self, settings: Settings) -> Settings:
+        """Return the settings without those that the base has anyway, so that a variant has one name."""
+        known = flattened(base_config(self.plan.config).model_dump(mode="json"))
+        return {key: value for key, value in settings.items() if known.get(key, ...) != value}
+
+    def row_of(self, settings: Settings, on_progress: Callable[[str], None]) -> Row:
+        """Return the variant's row, from the table or by running it."""
+        known = self.table.find(settings, self.timeout_seconds)
+        if known is not None:
+            return known
+        name = f"{self.plan.run[:70]}-tune-{self.table.number(settings):03d}"
+        try:
+            plan = self._plan(settings, name)
+        except TrnpipeError as error:
+            words = sentence(error.what, error.value)
+            row = Row(name=name, settings=settings, status="refused", exit_code=int(error.exit_code), what=words)
+        else:
+            row = self._run(settings, plan, on_progress)
+        self.table.put(row)
+        return row
+
+    def _plan(self, settings: Settings, name: str) -> RunPlan:
+        """Return the base's plan with other settings and few steps.
+
+        Raises:
+            BadConfig: the settings contradict each other or the rows, or need more memory than there is.
+        """
+        short = {
+            "steps": self.steps,
+            "log_every": self.window,
+            # Once at the end, which training does in any case.
+            "validate_every": self.steps,
+            "checkpoint_every": self.steps,
+            "keep_checkpoints": 1,
+            "validation_queries": 1,
+        }
+        base = base_config(self.plan.config).model_dump(mode="json")
+        config = build_config(base, nested(settings), {"train": short})
+        planned = max(self.plan.config.train.buckets)
+        if max(config.train.buckets) != planned:
+            raise BadConfig(
+                "the longest bucket differs from the run's",
+                value=f"train.buckets = {list(config.train.buckets)}",
+                rule=f"the rows are tokenized for {planned}",
+            )
+        root = str(self.folder)
+        return plan_variant(self.plan, config, run=name, parent=self.parent, lengths=self.lengths, bucket_root=root).sealed()
+
+    def _run(self, settings: Settings, plan: RunPlan, on_progress: Callable[[str], None]) -> Row:
+        folder = self.folder / "runs" / plan.run
+        paths = RunPaths(str(folder))
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
+        (folder / "prepare").mkdir(parents=True)
+        (folder / "prepare" / "rows").symlink_to(self.rows, target_is_directory=True)
+        store.write_bytes(paths.plan, plan.to_json())
+        memory = 0
+        for stage in (Stage.TRAIN,) if plan.world.kind in EAGER_KINDS else (Stage.COMPILE, Stage.TRAIN):
+
+            def report(stage: Stage = stage) -> None:
+                on_progress(f"{plan.run}: {stage}: {progress_note(paths, stage)}")
+
+            log, keep = folder / f"{stage}.log", (self.lock,)
+            ended = run_stage(stage, paths.root, log=log, timeout_seconds=self.timeout_seconds, on_poll=report, keep_open=keep)
+            memory = max(memory, ended.memory_bytes)
+            if ended.code:
+                return Row(
+                    name=plan.run,
+                    settings=settings,
+                    status="slow" if ended.timed_out else "failed",
+                    host_memory_bytes=memory,
+                    exit_code=ended.code,
+                    what=self._explain(stage, paths, ended),
+                    timeout_seconds=self.timeout_seconds if ended.timed_out else 0.0,
+                )
+        row = measure(paths, plan, self.lengths, memory_bytes=memory, settings=settings)
+        # The largest files by far, and of no use: the folder stays small, with plan, results, metrics and logs.
+        shutil.rmtree(paths.model, ignore_errors=True)
+        shutil.rmtree(paths.checkpoints, ignore_errors=True)
+        return row
+
+    def _explain(self, stage: Stage, paths: RunPaths, ended: Ended) -> str:
+        if ended.timed_out:
+            return f"{stage} took longer than {self.timeout_seconds / 60:g} minutes"
+        failed = read_failure(paths, stage)
+        if failed is None:
+            return f"{stage} ended without an explanation: see {paths.root}/{stage}.log"
+        return f"{stage}: {sentence(failed.what, failed.value)}"
+
+
+@contextmanager
+def open_bench(
+    state: Path, base: RunPaths, plan: RunPlan, root: str | None, table: Table, *, timeout_seconds: float
+) -> Iterator[Bench]:
+    """Lock the folder of the searches of this run, and fetch the run's rows and parent if they are not there yet.
+
+    Args:
+        state: folder of the local run.
+        base, root: of the run, see `find_run`.
+
+    Raises:
+        BadConfig: another search of this run is at work.
+        MissingInput: rows or parent are gone.
+    """
+    folder = (state / "tune" / f"{base.run_id}-{plan.fingerprint[:8]}").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadConfig(
+                "another search of this run is at work here, or a stage that it started",
+                value=folder,
+                rule="two at a time would measure each other",
+                remedy="wait until it has ended",
+            ) from error
+        rows = _fetched(base.rows, folder / "rows")
+        for name, file in plan.row_files.items():
+            if not (rows / name).is_file() or (rows / name).stat().st_size != file.size:
+                raise MissingInput(
+                    "row files of the run are gone or have changed",
+                    value=rows / name,
+                    rule="they stay as prepare wrote them",
+                    remedy="start a new run",
+                )
+        yield Bench(
+            plan=plan,
+            table=table,
+            folder=folder,
+            rows=rows,
+            parent=_fetched(mirrored(plan.parent.folder, root), folder / "parent"),
+            lengths=token_lengths(read_table(rows / "train.arrow")["document_tokens"]),
+            lock=lock.fileno(),
+            steps=table.basis["steps"],
+            window=table.basis["window"],
+            timeout_seconds=timeout_seconds,
+        )
+
+
+def _fetched(uri: str, folder: Path) -> Path:
+    """Return the local folder with the objects under `uri`, downloaded whole or not at all, and only once."""
+    if not store.is_s3(uri):
+        return store.local_folder(uri, folder).absolute()
+    if not folder.is_dir():
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        store.download_folder(uri, partial).rename(folder)
+    return folder
+
+
+def measure(paths: RunPaths, plan: RunPlan, lengths: NDArray[np.int32], *, memory_bytes: int, settings: Settings) -> Row:
+    """Return the row of a variant whose stages are done, from the files that they left."""
+    train, steps = plan.config.train, plan.train.steps
+    lines = [line for line in map(json.loads, store.read_bytes(paths.metrics).splitlines()) if "loss" in line]
+    warmup = math.ceil(steps / 4)
+    warm = [line for line in lines if line["step"] - train.log_every >= warmup]
+    # Only steps lie between two lines of a short run.
+    step_seconds = [
+        (line["time"] - before["time"]) / (line["step"] - before["step"]) for before, line in pairwise(lines) if line in warm
+    ]
+    compile_seconds = graphs = None
+    if plan.graphs is not None:
+        result = StageResult.from_json(store.read_bytes(paths.result(Stage.COMPILE)))
+        compile_seconds = (datetime.fromisoformat(result.finished) - datetime.fromisoformat(result.started)).total_seconds()
+        graphs = len(read_set(set_uri(paths.bucket_root, "train", plan.graphs.train)).graphs)
+    return Row(
+        name=plan.run,
+        settings=settings,
+        status="done",
+        batches={
+            "batch_size": train.batch_size,
+            "accumulation": train.accumulation,
+            "ranks": plan.world.ranks,
+            "buckets": list(train.buckets),
+        },
+        samples_per_second=rate(warm, plan, lengths),
+        step_seconds=statistics.median(step_seconds),
+        compile_seconds=compile_seconds,
+        graphs=graphs,
+        host_memory_bytes=memory_bytes,
+        device_memory_bytes=device_memory(paths),
+        loss=statistics.fmean(line["loss"] for line in lines if line["step"] > steps - warmup),
+    )
+
+
+def device_memory(paths: RunPaths) -> int | None:
+    """Return the most that neuron-monitor saw in use on this node's devices together, None where it did not run."""
+    try:
+        lines = store.read_bytes(paths.host_monitor(0)).splitlines()
+    except MissingInput:
+        return None
+    return max((size for line in lines if (size := json.loads(line)["device_memory_bytes"]) is not None), default=None)
+
+
+def rate(lines: Sequence[Mapping[str, Any]], plan: RunPlan, lengths: NDArray[np.int32]) -> float:
+    """Return pairs per second of a whole run, by the median of some lines of metrics.
+
+    A step's time depends on its bucket, and a few steps meet the buckets by chance. Where every line is of one bucket, the run's
+    rows count at the median of their own bucket (buckets without a line are left out); else it is the median of all lines.
+    """
+    every = plan.config.train.log_every
+    schedule = plan_schedule(lengths, plan.config, plan.world.ranks)
+    buckets = [batch.bucket for batch in schedule.batches(0, 0, plan.train.steps)]
+    by_bucket: dict[int, list[float]] = {}
+    for line in lines:
+        seen = set(buckets[line["step"] - every : line["step"]])
+        if len(seen) > 1:
+            return statistics.median(float(line["pairs_per_second"]) for line in lines)
+        by_bucket.setdefault(seen.pop(), []).append(float(line["pairs_per_second"]))
+    rows = {bucket: plan.train.bucket_rows[str(bucket)] for bucket in by_bucket}
+    return sum(rows.values()) / sum(rows[bucket] / statistics.median(rates) for bucket, rates in by_bucket.items())

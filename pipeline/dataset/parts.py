@@ -1,0 +1,184 @@
+"""Parts of the embeddings: Parquet files of `id` and `embedding`, and the record beside each that says it is whole.
+
+A part is written as a stream of row groups in the order of its rows, so neither writing nor reading ever holds a whole part. The
+record (`embed/part-....json`) is written after the part itself: where there is one, and it fits the file, the part is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.contract import read_record
+from pipeline.dataset.ids import IdDigest
+from pipeline.errors import BadData
+
+READ_ROWS = 65_536
+
+Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRecord:
+    """What a finished part holds and what it took.
+
+    Attributes:
+        sha256, size: of the Parquet file (size in bytes).
+        rows: documents in it.
+        ids: order-independent digest of their ids (pipeline/dataset/ids).
+        quarantined: documents of the part that have no embedding, and stand in a list beside it.
+        quarantined_ids: digest of their ids.
+        quarantine_sha256: of that list; empty where there is none.
+        dimension, dtype: of an embedding; dtype is `float32` or `float16`.
+        model: sha256 of the weights that made it.
+        fingerprint: of the plan it was made under.
+        tokens, padded_tokens: that were computed (once for equal documents), without padding and with it.
+        started, finished: ISO 8601 in UTC.
+        seconds, documents_per_second: wall time from the first row read to the uploaded file.
+    """
+
+    sha256: str
+    size: int
+    rows: int
+    ids: str
+    dimension: int
+    dtype: str
+    model: str
+    fingerprint: str
+    tokens: int
+    padded_tokens: int
+    started: str
+    finished: str
+    seconds: float
+    documents_per_second: float
+    quarantined: int = 0
+    quarantined_ids: str = str(IdDigest())
+    quarantine_sha256: str = ""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> PartRecord:
+        """Read a record back.
+
+        Raises:
+            BadData: not a record of a part.
+        """
+        try:
+            return read_record(cls, data)
+        except BadData as error:
+            raise BadData(
+                "the record of a part cannot be read", value=error.value, rule=error.rule, remedy="delete it and run embed again"
+            ) from error
+
+
+class QuarantinedDocument(NamedTuple):
+    """A document without an embedding: its place among the part's documents, its id, and why."""
+
+    row: int
+    id: str
+    reason: str
+
+
+def quarantine_to_json(documents: Sequence[QuarantinedDocument]) -> bytes:
+    """A part's list: one JSON line per document."""
+    return "".join(json.dumps(document._asdict()) + "\n" for document in documents).encode()
+
+
+def quarantine_from_json(data: bytes) -> list[QuarantinedDocument]:
+    """Read a part's list back.
+
+    Raises:
+        BadData: not such a list.
+    """
+    try:
+        return [QuarantinedDocument(**json.loads(line)) for line in data.splitlines()]
+    except (ValueError, TypeError) as error:
+        raise BadData(
+            "the list of a part's quarantined documents cannot be read",
+            value=str(error),
+            remedy="delete the part's record and run embed again",
+        ) from error
+
+
+def part_schema(dimension: int, dtype: str) -> pa.Schema:
+    """`id` string, `embedding` fixed-size list of `dimension` values; neither is ever null."""
+    values = pa.list_(pa.from_numpy_dtype(np.dtype(dtype)), dimension)
+    return pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("embedding", values, nullable=False)])
+
+
+class PartWriter:
+    """Write one part to a local file, a row group for every call of `write`; use as a context manager.
+
+    Args:
+        path: the file, replaced.
+        dimension, dtype: of an embedding.
+    """
+
+    def __init__(self, path: Path, dimension: int, dtype: str) -> None:
+        self.rows = 0
+        self._schema = part_schema(dimension, dtype)
+        self._dimension = dimension
+        self._dtype = np.dtype(dtype)
+        # Embeddings look random: neither a dictionary nor compression makes them smaller. Ids do compress.
+        self._writer = pq.ParquetWriter(
+            path, self._schema, compression={"id": "zstd", "embedding.list.element": "none"}, use_dictionary=False
+        )
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._writer.close()
+
+    def write(self, ids: Sequence[str], embeddings: npt.NDArray[np.floating]) -> None:
+        """Append rows: `ids` and their embeddings, shape (rows, dimension)."""
+        if embeddings.shape != (len(ids), self._dimension):
+            raise ValueError(f"{len(ids)} ids of dimension {self._dimension} do not fit embeddings of shape {embeddings.shape}")
+        values = pa.array(np.ascontiguousarray(embeddings, dtype=self._dtype).reshape(-1))
+        columns = [pa.array(ids, pa.string()), pa.FixedSizeListArray.from_arrays(values, self._dimension)]
+        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+        self.rows += len(ids)
+
+
+def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings]]:
+    """Ids and embeddings, shape (rows, dimension), a batch of rows at a time and in order.
+
+    Raises:
+        BadData: not a part.
+    """
+    for batch in _batches(path, ["id", "embedding"]):
+        vectors = batch.column("embedding")
+        values = vectors.flatten().to_numpy(zero_copy_only=False)
+        yield batch.column("id").to_pylist(), values.reshape(len(batch), vectors.type.list_size)
+
+
+def read_ids(path: Path) -> Iterator[list[str]]:
+    """The ids only, a batch of rows at a time and in order.
+
+    Raises:
+        BadData: not a part.
+    """
+    for batch in _batches(path, ["id"]):
+        yield batch.column("id").to_pylist()
+
+
+def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    try:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            embedding = file.schema_arrow.field("embedding").type
+            if file.schema_arrow.names != ["id", "embedding"] or not pa.types.is_fixed_size_list(embedding):
+                raise BadData("the file is not a part", value=f"{path}: {file.schema_arrow.names}", rule="columns id, embedding")
+            yield from file.iter_batches(READ_ROWS, columns=columns)
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise BadData("the part cannot be read", value=f"{path}: {error}", remedy="delete it and run embed again") from error

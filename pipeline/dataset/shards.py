@@ -1,0 +1,225 @@
+"""Input files: finding them under the configured URIs, hashing them, and one pass over their rows that checks and counts all."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline import store
+from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.rows import (
+    SUFFIXES,
+    BadRow,
+    CorpusRow,
+    TrainingRow,
+    is_shard,
+    normalized_hash,
+    read_corpus_rows,
+    read_training_rows,
+)
+from pipeline.errors import BadConfig, MissingInput
+
+log = logging.getLogger("trnpipe")
+
+BEAT_ROWS = 5000
+READ_BYTES = 4 << 20
+
+Refuse = Callable[[BadRow], None]
+Beat = Callable[[int], None]
+"""Called now and then with how much has been done (bytes or rows)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """A shard before its rows are read: where it is, its SHA-256, its size in bytes."""
+
+    uri: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardScan:
+    """What one pass over a training shard found; the arrays have one element per good row, in the file's order.
+
+    Attributes:
+        file: the shard.
+        bad_rows: refused rows.
+        ids: lower 64 bits of the ids' hashes.
+        documents: normalized hashes of the documents.
+        positive: whether the label is above 0: a pair to train on.
+    """
+
+    file: InputFile
+    bad_rows: int
+    ids: NDArray[np.uint64]
+    documents: NDArray[np.uint64]
+    positive: NDArray[np.bool_]
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusScan:
+    """What one pass over a corpus shard found."""
+
+    file: InputFile
+    bad_rows: int
+    ids: NDArray[np.uint64]
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids)
+
+
+def find_shards(uris: Sequence[str], setting: str) -> list[store.ObjectInfo]:
+    """The shards that URIs of files and folders name, each once, sorted by URI.
+
+    In folders, other kinds of files are passed over (and logged), and so is what begins with `_` or `.` as work in progress does.
+
+    Args:
+        setting: the configuration key the URIs come from, for messages.
+
+    Raises:
+        MissingInput: a URI names nothing, or a folder without a shard.
+        BadConfig: a URI names a file that is no shard.
+    """
+    found: dict[str, store.ObjectInfo] = {}
+    for uri in uris:
+        info = None if uri.endswith("/") else store.stat(uri)
+        if info is not None and not is_shard(uri):
+            raise BadConfig(
+                "this kind of file is not read", value=f"{setting}: {uri}", rule=f"a shard's name ends in one of {SUFFIXES}"
+            )
+        shards = [info] if info is not None else _shards_of_folder(uri)
+        if not shards:
+            raise MissingInput(
+                "no shard was found",
+                value=f"{setting}: {uri}",
+                rule=f"a file, or a folder of files, whose names end in one of {', '.join(SUFFIXES)}",
+                remedy="check the URI and that the data was uploaded",
+            )
+        found.update((shard.uri, shard) for shard in shards)
+    return [found[uri] for uri in sorted(found)]
+
+
+def hash_shards(shards: Iterable[store.ObjectInfo], beat: Beat) -> list[InputFile]:
+    """The shards with their SHA-256. `beat` is told the bytes read so far."""
+    files, done = [], 0
+    for shard in shards:
+        digest, size = hashlib.sha256(), 0
+        with store.open_read(shard.uri) as stream:
+            while piece := stream.read(READ_BYTES):
+                digest.update(piece)
+                size += len(piece)
+                beat(done + size)
+        done += size
+        files.append(InputFile(uri=shard.uri, sha256=digest.hexdigest(), size=size))
+    return files
+
+
+def scan_training(
+    files: Iterable[InputFile], columns: Mapping[str, str], digest: IdDigest, refuse: Refuse, beat: Beat
+) -> list[ShardScan]:
+    """Check every row of training shards.
+
+    Args:
+        digest: takes in the ids of the good rows.
+        refuse: is given every bad row.
+        beat: is told the rows read so far.
+    """
+    scans, done = [], 0
+    for file in files:
+        ids, documents, positive, bad = array("Q"), array("Q"), bytearray(), 0
+        for row in read_training_rows(file.uri, columns):
+            done += 1
+            if done % BEAT_ROWS == 0:
+                beat(done)
+            if isinstance(row, BadRow):
+                bad += 1
+                refuse(row)
+                continue
+            ids.append(digest.add(row.id))
+            documents.append(normalized_hash(row.document))
+            positive.append(row.label > 0)
+        scans.append(
+            ShardScan(
+                file=file,
+                bad_rows=bad,
+                ids=np.frombuffer(ids, np.uint64),
+                documents=np.frombuffer(documents, np.uint64),
+                positive=np.frombuffer(positive, np.bool_),
+            )
+        )
+    return scans
+
+
+def scan_corpus(
+    files: Iterable[InputFile], columns: Mapping[str, str], digest: IdDigest, refuse: Refuse, beat: Beat
+) -> list[CorpusScan]:
+    """Check every row of corpus shards; arguments as for `scan_training`."""
+    scans, done = [], 0
+    for file in files:
+        ids, bad = array("Q"), 0
+        for row in read_corpus_rows(file.uri, columns):
+            done += 1
+            if done % BEAT_ROWS == 0:
+                beat(done)
+            if isinstance(row, BadRow):
+                bad += 1
+                refuse(row)
+            else:
+                ids.append(digest.add(row.id))
+        scans.append(CorpusScan(file=file, bad_rows=bad, ids=np.frombuffer(ids, np.uint64)))
+    return scans
+
+
+def locate_repeats(
+    files: Iterable[InputFile], source: str, columns: Mapping[str, str], hashes: NDArray[np.uint64], beat: Beat
+) -> dict[str, list[str]]:
+    """Ids that really occur more than once, each with the `file:line` of its occurrences.
+
+    Args:
+        source: `corpus` or `documents`: which kind of rows the files hold.
+        hashes: lower 64 bits of the hashes of ids that may be repeated.
+        beat: is told the rows read so far.
+    """
+    suspects = set(hashes.tolist())
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    done = 0
+    for file in files:
+        for row in _good_rows(file, source, columns):
+            done += 1
+            if done % BEAT_ROWS == 0:
+                beat(done)
+            if IdDigest().add(row.id) in suspects:
+                found[row.id].append(f"{file.uri}:{row.line}")
+    return {identifier: places for identifier, places in found.items() if len(places) > 1}
+
+
+def _good_rows(file: InputFile, source: str, columns: Mapping[str, str]) -> Iterator[TrainingRow | CorpusRow]:
+    rows: Iterator[TrainingRow | CorpusRow | BadRow]
+    rows = read_corpus_rows(file.uri, columns) if source == "corpus" else read_training_rows(file.uri, columns)
+    return (row for row in rows if not isinstance(row, BadRow))
+
+
+def _shards_of_folder(uri: str) -> list[store.ObjectInfo]:
+    root = uri.removeprefix("file://").rstrip("/")
+    shards: list[store.ObjectInfo] = []
+    others: list[store.ObjectInfo] = []
+    for info in store.list_objects(uri):
+        if any(part.startswith(("_", ".")) for part in info.uri.removeprefix(root).strip("/").split("/")):
+            continue
+        (shards if is_shard(info.uri) else others).append(info)
+    if others:
+        log.warning("passed over %d files under %s that are no shards, e.g. %s", len(others), uri, others[0].uri)
+    return shards

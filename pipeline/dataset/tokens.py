@@ -1,0 +1,121 @@
+"""Text to token ids by the tokenizer that comes with a model folder, many texts at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import AutoTokenizer
+
+from pipeline.errors import BadConfig, MissingInput
+
+Tokens = npt.NDArray[np.int32]
+"""A text's token ids: 4 bytes each, where a list of Python's integers takes ten times as much."""
+
+TEXTS_AT_ONCE = 1024
+"""Given to the tokenizers library, which holds over 100 bytes a token, cut off or not, until all of them are done; enough for its
+threads."""
+
+
+def refuse_code(path: Path) -> None:
+    """Refuse a configuration file that names Python code to be loaded with the model, which never happens here.
+
+    Raises:
+        BadConfig: it does.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # not there, or not readable: its reader says so
+    if isinstance(record, dict) and record.get("auto_map"):
+        raise BadConfig(
+            "the model folder was refused: it wants to run code of its own",
+            value=f"{path}: auto_map = {record['auto_map']}",
+            rule="models and tokenizers are data; only the library's own classes are loaded",
+            remedy="remove auto_map, if the library's class of this model_type gives the same embeddings",
+        )
+
+
+class TextTokenizer:
+    """The fast tokenizer of a model folder.
+
+    Args:
+        folder: where tokenizer files and config.json are.
+
+    Attributes:
+        vocabulary: every token id is below this.
+        digest: SHA-256 of the whole tokenizer; equal ones give equal tokens.
+
+    Raises:
+        MissingInput: the folder has no tokenizer, or one that cannot be loaded.
+        BadConfig: it has only a slow one, or one with code of its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        for name in ("tokenizer_config.json", "config.json"):
+            refuse_code(folder / name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            raise MissingInput(
+                "the model's tokenizer cannot be loaded",
+                value=f"{folder}: {(str(error).splitlines() or [type(error).__name__])[0]}",
+                rule="a model folder holds its tokenizer: tokenizer.json, or a vocabulary and tokenizer_config.json",
+                remedy="add the tokenizer files, or name a folder that has them as model.base",
+            ) from error
+        if not tokenizer.is_fast:
+            raise BadConfig(
+                "the model has no fast tokenizer",
+                value=type(tokenizer).__name__,
+                rule="texts are tokenized by the tokenizers library",
+                remedy="convert it once, so that the folder has a tokenizer.json",
+            )
+        self._backend: Any = tokenizer.backend_tokenizer
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._direction = str(tokenizer.truncation_side)
+        self.vocabulary = 1 + max(tokenizer.get_vocab().values())
+        self.digest = hashlib.sha256(f"{self._direction} {self._backend.to_str()}".encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str], max_length: int) -> list[Tokens]:
+        """Token ids of each text, special tokens included, at most `max_length` of them."""
+        self._backend.enable_truncation(max_length, direction=self._direction)
+        found: list[Tokens] = []
+        for start in range(0, len(texts), TEXTS_AT_ONCE):
+            encodings = self._backend.encode_batch_fast(list(texts[start : start + TEXTS_AT_ONCE]), add_special_tokens=True)
+            found += (np.array(encoding.ids, dtype=np.int32) for encoding in encodings)
+        return found
+
+    def encode_each(self, texts: Sequence[str], max_length: int) -> list[Tokens | str]:
+        """As `encode`, but a text that the tokenizer cannot take, or makes nothing of, leaves the others alone.
+
+        Returns:
+            For each text its token ids, or why there are none.
+        """
+        encoded: list[Tokens | str]
+        try:
+            encoded = [*self.encode(texts, max_length)]
+        except BaseException as error:
+            if not _is_about_a_text(error):
+                raise
+            encoded = [self._encode_one(text, max_length) for text in texts]
+        return [tokens if len(tokens) else "the tokenizer makes no token of it" for tokens in encoded]
+
+    def _encode_one(self, text: str, max_length: int) -> Tokens | str:
+        try:
+            [tokens] = self.encode([text], max_length)
+        except BaseException as error:
+            if not _is_about_a_text(error):
+                raise
+            return f"the tokenizer cannot take it: {type(error).__name__}: {error}"
+        return tokens
+
+
+def _is_about_a_text(error: BaseException) -> bool:
+    """Whether an exception may be one text's fault. A panic inside the tokenizers library is no Exception."""
+    return (isinstance(error, Exception) and not isinstance(error, MemoryError)) or type(error).__name__ == "PanicException"

@@ -1,0 +1,373 @@
+"""The memory that a run requires on each rank's device and each node's host, from the model's shape and the settings alone.
+
+Training keeps 16 bytes per parameter (fp32 weights and gradients, AdamW's two moments) and the activations of one micro-batch:
+the tensors that Korthikanti et al. 2022 count for a transformer layer ("Reducing Activation Recomputation in Large Transformer
+Models", section 4.1), in the widths that fp32 and torch's autocast give them. tests/pipeline/estimate/test_memory.py compares
+both with what torch allocates. Not counted, because only the hardware can tell: a compiler's spills and programs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.backends.eager import PREFETCH_BATCHES
+from pipeline.config import RunConfig, largest_divisor
+from pipeline.contract import EAGER_KINDS
+from pipeline.errors import BadConfig
+from pipeline.model.shape import ModelShape
+from pipeline.plan import World
+from pipeline.prices import HARDWARE
+
+HOST_KINDS = ("cpu", "xla")
+"""Device types that compute in the host's memory."""
+
+Items = dict[str, int]
+"""What the memory is for -> bytes."""
+
+MIB, GIB = 1 << 20, 1 << 30
+FP32, BF16 = 4, 2
+
+NEURON_HOST = "trn1.32xlarge"
+NEURON_DEVICE_BYTES = 16 * GIB
+"""Of a NeuronCore-v2: 32 GiB per chip of two cores, on Trn1 and Inf2 (Neuron docs, arch/neuron-hardware/trainium.rst)."""
+
+NEURON_RESERVED_BYTES = 1 * GIB
+"""Of a NeuronCore: microcode, the unused end of the last 512 MiB scratchpad page (Neuron docs, neuron-runtime/explore/
+device-memory.rst), and gradient buckets of at most 512 MiB in an all-reduce."""
+
+PROCESS_BYTES, LIBRARY_BYTES = 485 * MIB, 425 * MIB
+"""A rank's own memory before it loads a model, and the libraries that a host's ranks share: RssAnon and RssFile of torch-xla
+2.9.0 after a first program (torch 2.9.1 alone: 415 and 345 MiB)."""
+
+EMBED_WINDOW_BYTES = 512 * MIB
+"""An allowance for what a rank of embed holds at a time: 16,384 texts of 256 tokens as Python integers, with embeddings of 1,024
+dimensions, take 0.47 GiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The memory that one stage requires in one place at its worst moment.
+
+    Attributes:
+        stage: `train` or `embed` (evaluate is like embed).
+        place: `device` (of a rank) or `host` (of a node).
+        moment: when the most is required.
+        items: what the memory is for.
+        limit: the capacity in bytes; None: unknown, and not judged.
+    """
+
+    stage: str
+    place: str
+    moment: str
+    items: Items
+    limit: int | None
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.total <= self.limit
+
+    def record(self) -> dict[str, Any]:
+        return {**asdict(self), "total": self.total, "fits": self.fits}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCapacity:
+    """Bytes of a rank's device and of a node's host; None: unknown."""
+
+    device: int | None
+    host: int | None
+
+
+def known_capacity(config: RunConfig, kind: str, *, here: bool) -> MemoryCapacity:
+    """The memory that there is: as configured, else the device type's, else unknown.
+
+    Args:
+        here: the ranks run on this host, whose memory is the capacity.
+    """
+    device, host = (None if gib is None else int(gib * GIB) for gib in (config.device.memory_gib, config.device.host_memory_gib))
+    if kind == "neuron":
+        return MemoryCapacity(device or NEURON_DEVICE_BYTES, host or HARDWARE[NEURON_HOST].job_memory_mib * MIB)
+    if kind == "cuda" and device is None:
+        import torch
+
+        device = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    return MemoryCapacity(None if kind in HOST_KINDS else device, host or (this_host_bytes() if here else None))
+
+
+def this_host_bytes() -> int:
+    """Memory of this machine, or less where its container is allowed less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            found.append(int(text))
+    return min(found)
+
+
+# ---- requirements ----------------------------------------------------------------------------------------------------
+
+
+def estimate_memory(shape: ModelShape, config: RunConfig, world: World, capacity: MemoryCapacity) -> list[Budget]:
+    """What training and embedding require of each device and each node, whose memory is the devices' on `cpu` and `xla`."""
+    budgets = []
+    for stage in ("train", "embed"):
+        ranks = (config.embed.ranks_per_child if stage == "embed" else None) or world.ranks_per_node
+        model = Footprint(shape, config, world)
+        moment = "in a training step" if stage == "train" else "in a batch"
+        device = model.training() if stage == "train" else model.embedding()
+        process = {"Python and its libraries": ranks * PROCESS_BYTES + LIBRARY_BYTES}
+        working = {
+            **process,
+            **(model.train_host(ranks) if stage == "train" else {"rows that are embedded": ranks * EMBED_WINDOW_BYTES}),
+        }
+        if world.kind in HOST_KINDS:
+            host = {moment: {**working, **{item: ranks * size for item, size in device.items()}}}
+        else:
+            host = {"at work": working}
+        host["while the model is loaded"] = {**process, **model.loading(ranks)}
+        budgets += [_worst(stage, "device", {moment: device}, capacity.device), _worst(stage, "host", host, capacity.host)]
+    return budgets
+
+
+def _worst(stage: str, place: str, moments: Mapping[str, Items], limit: int | None) -> Budget:
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    items = {name: size for name, size in moments[moment].items() if size}
+    return Budget(stage=stage, place=place, moment=moment, items=items, limit=limit)
+
+
+def totals(budgets: Sequence[Budget]) -> dict[str, int]:
+    """The most that any stage requires of a rank's `device` and of a node's `host`, in bytes."""
+    return {place: max(budget.total for budget in budgets if budget.place == place) for place in ("device", "host")}
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The formulas. Methods return bytes of one rank's device, or of a node's host."""
+
+    shape: ModelShape
+    config: RunConfig
+    world: World
+
+    def training(self) -> Items:
+        """A training step."""
+        train, weights = self.config.train, FP32 * self.shape.parameters
+        width = self.training_width()
+        longest = max(train.buckets)
+        recomputed = self.layer(longest) if train.activation_checkpointing else 0
+        return {
+            "weights (fp32)": weights,
+            "optimizer state (AdamW, 2 x fp32)": 2 * weights,
+            # Several backward passes of a step add up their gradients.
+            "gradients (fp32)": weights * (2 if self.config.adds_up(self.world.kind) else 1),
+            # Each tower has a whole gradient of the word embeddings until they are added.
+            "second gradient of the largest weight": FP32 * self.shape.largest,
+            "weights cast for products": width * self.shape.multiplied if width < FP32 else 0,
+            "activations of queries": self.activations(train.query_length),
+            "activations of documents": self.activations(longest),
+            # Gradients of at most half of what a layer keeps exist at a time.
+            "work space of a layer": self.layer(longest) // 2 + recomputed,
+            "embeddings and scores": self.scores(),
+            "batches": self.batches(1 + (self.config.device.loader.device_prefetch if self.lazy else 0)),
+            **self.reserved(),
+        }
+
+    def activations(self, length: int) -> int:
+        """What the forward pass of one tower over a micro-batch keeps for the backward pass."""
+        texts = self.config.micro_batch_on(self.world.kind) * length
+        # The embeddings' sum and its dropout; with checkpointing, the input of every layer.
+        ends = 2 * texts * self.shape.hidden * FP32
+        kept = texts * self.shape.hidden * FP32 if self.config.train.activation_checkpointing else self.layer(length)
+        return ends + self.shape.layers * kept
+
+    def layer(self, length: int) -> int:
+        """What one layer keeps of a micro-batch.
+
+        Of the hidden width: inputs of both normalizations (fp32), then in the products' width the layer's input, query, key,
+        value, context and the inner product's input; autocast casts the layer's input for query, key and value anew. Of the
+        inner width: the activation function's input and output (gelu, silu; functions that are written as several operations,
+        such as gelu_new, keep up to five). Unless attention is fused: the probabilities, which autocast keeps in fp32 and casts.
+        """
+        shape, width = self.shape, self.training_width()
+        cast = width < FP32
+        per_token = shape.hidden * (2 * FP32 + (8 if cast else 6) * width + 2 * self.dropped) + 2 * shape.intermediate * width
+        per_token += shape.heads * (FP32 if self.fused else length * (FP32 + (width if cast else 0)))
+        return self.config.micro_batch_on(self.world.kind) * length * per_token
+
+    def scores(self) -> int:
+        """Embeddings of all ranks' texts, this rank's scores with all documents, the gradients of both, and the scores' masks."""
+        pairs = self.config.train.batch_size
+        everyone = pairs * self.world.ranks
+        return FP32 * (2 * (pairs + everyone) * self.shape.hidden + 4 * pairs * everyone) + 2 * pairs * everyone
+
+    def batches(self, count: int) -> int:
+        """Tokens and masks of both towers in int64, and an int32 for every query and document of the batch."""
+        train = self.config.train
+        tokens = 2 * 8 * (train.query_length + max(train.buckets))
+        return count * train.batch_size * (tokens + 4 * train.batch_size * self.world.ranks)
+
+    def embedding(self) -> Items:
+        """A batch of embed, at the widest moment of a layer that keeps nothing."""
+        shape, width, longest = self.shape, self.inference_width(), max(self.config.embed.buckets)
+        # On Neuron every traced shape has weights of its own on the core.
+        forms = len(self.config.embed.buckets) if self.world.kind == "neuron" else 1
+        attention = shape.hidden * width + (2 * shape.heads * longest * FP32 if self.lazy or not shape.fused else 0)
+        per_token = shape.hidden * (3 * FP32 + 3 * width) + max(attention, 2 * shape.intermediate * width)
+        return {
+            "weights (fp32), of every shape" if forms > 1 else "weights (fp32)": forms * FP32 * shape.parameters,
+            "weights cast for products": width * shape.multiplied if width < FP32 else 0,
+            "work space of a layer": max(self.config.embed.tokens_per_batch, longest) * per_token,
+            **self.reserved(),
+        }
+
+    def train_host(self, ranks: int) -> Items:
+        """Of a node's ranks, devices aside. A checkpoint may be on its way at any moment."""
+        ahead = self.config.device.loader.host_prefetch if self.lazy else PREFETCH_BATCHES + 1
+        return {
+            "batches ahead": ranks * self.batches(ahead),
+            "weights and optimizer state on their way to the disk": 3 * FP32 * self.shape.parameters,
+        }
+
+    def loading(self, ranks: int) -> Items:
+        """Every rank loads the model by itself, all at once; the file's pages they share."""
+        shape = self.shape
+        copies = FP32 if shape.stored_bytes == FP32 else FP32 + shape.stored_bytes
+        return {
+            "models being loaded": ranks * copies * shape.parameters,
+            "the weight file": shape.stored_bytes * shape.parameters,
+        }
+
+    def reserved(self) -> Items:
+        return {"Neuron runtime and buffers": NEURON_RESERVED_BYTES} if self.world.kind == "neuron" else {}
+
+    @property
+    def lazy(self) -> bool:
+        """Whether graphs are compiled: XLA takes fused attention apart into products."""
+        return self.world.kind not in EAGER_KINDS
+
+    @property
+    def fused(self) -> bool:
+        """Whether attention is fused in training: on CUDA alone (`prepare_for_training`)."""
+        return self.world.kind == "cuda" and self.shape.fused
+
+    @property
+    def dropped(self) -> int:
+        """Bytes that dropout keeps per element: a truth value on CUDA, the factor itself elsewhere."""
+        dropout = self.shape.dropout if self.config.train.dropout is None else self.config.train.dropout
+        return 0 if not dropout else 1 if self.world.kind == "cuda" else self.training_width()
+
+    def training_width(self) -> int:
+        """Bytes of a number in training's matrix products."""
+        if self.world.precision == "compiler":
+            return _cast_width(self.config.compile.training_cast("compiler"), self.config.compile.auto_cast_type)
+        return FP32 if self.world.precision == "fp32" else BF16
+
+    def inference_width(self) -> int:
+        """Bytes of a number in the matrix products of evaluate and embed."""
+        if self.world.kind != "neuron":
+            return self.training_width()
+        settings = self.config.compile
+        return _cast_width(settings.inference_cast(self.world.precision), settings.infer_auto_cast_type)
+
+
+def _cast_width(cast: str, cast_type: str) -> int:
+    """Bytes of a number that neuronx-cc casts; of fp8 as many as of bf16, to be on the safe side."""
+    return FP32 if cast == "none" or cast_type == "tf32" else BF16
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def require_memory(shape: ModelShape, config: RunConfig, world: World, capacity: MemoryCapacity) -> list[Budget]:
+    """The budgets of a plan that fits.
+
+    Raises:
+        BadConfig: the plan cannot fit; names the largest items and changes with which it does.
+    """
+    budgets = estimate_memory(shape, config, world, capacity)
+    refused = [budget for budget in budgets if not budget.fits]
+    if not refused:
+        return budgets
+    raise BadConfig(
+        "the plan needs more memory than there is",
+        value=[line for budget in refused for line in _breakdown(budget)],
+        rule="; ".join(dict.fromkeys(_rule(budget, world.kind) for budget in refused)),
+        remedy="; or ".join(remedies(shape, config, world, capacity))
+        or "none of the settings makes it fit: use a smaller model, or hosts with more memory",
+    )
+
+
+def remedies(shape: ModelShape, config: RunConfig, world: World, capacity: MemoryCapacity) -> list[str]:
+    """Changes of settings with which the plan fits, the least harmful ones first; each of them is enough."""
+
+    def fits(train: Mapping[str, Any] | None = None, embed: Mapping[str, Any] | None = None, ranks: int | None = None) -> bool:
+        sections = {"train": config.train.model_copy(update=train or {}), "embed": config.embed.model_copy(update=embed or {})}
+        here = world.model_copy(update={"ranks_per_node": ranks or world.ranks_per_node})
+        return all(budget.fits for budget in estimate_memory(shape, config.model_copy(update=sections), here, capacity))
+
+    found = []
+    checkpointing = {"activation_checkpointing": True}
+    if fits(checkpointing):
+        found.append("train.activation_checkpointing=true fits")
+    whole, rows = config.train.batch_size, config.micro_batch_on(world.kind)
+    for more, words in (({}, ""), (checkpointing, " with train.activation_checkpointing=true")):
+        # The same loss and negatives in less memory; only if that is not enough, fewer negatives.
+        if pairs := _largest(rows, lambda size: fits({"micro_batch": size, **more})):  # noqa: B023 - called at once
+            found.append(f"train.micro_batch={largest_divisor(whole, pairs)}{words} fits")
+            break
+        # As many micro-batches of a size that fits as fit: an automatic size would depend on the batch's divisors.
+        if pairs := _largest(min(whole, rows) + 1, lambda size: fits({"batch_size": size, "micro_batch": size, **more})):  # noqa: B023
+            parts = _largest(whole // pairs + 1, lambda parts: fits({"batch_size": parts * pairs, "micro_batch": pairs, **more}))  # noqa: B023
+            found.append(f"train.batch_size={parts * pairs} and train.micro_batch={pairs}{words} fits")
+            break
+    if tokens := _largest(config.embed.tokens_per_batch, lambda count: fits(embed={"tokens_per_batch": count})):
+        found.append(f"embed.tokens_per_batch={tokens} fits")
+    lengths = config.embed.buckets
+    if kept := _largest(len(lengths), lambda count: fits(embed={"buckets": _thinned(lengths, count)})):
+        found.append(f"embed.buckets=[{','.join(map(str, _thinned(lengths, kept)))}] fits")
+    small, short = {"micro_batch": 1, **checkpointing}, {"tokens_per_batch": max(lengths)}
+    if not found and (batch := _largest(whole + 1, lambda size: fits({"batch_size": size, **small}, short))):
+        rest = f"train.activation_checkpointing=true and embed.tokens_per_batch={max(lengths)}"
+        found.append(f"train.batch_size={batch}, train.micro_batch=1, {rest} together fit")
+    if not found and (ranks := _largest(world.ranks_per_node, lambda count: fits(ranks=count))):
+        found.append(f"device.ranks_per_node={ranks} fits")
+    return found
+
+
+def _thinned(lengths: Sequence[int], count: int) -> tuple[int, ...]:
+    """So many of the lengths, evenly spread, the longest among them."""
+    return tuple(lengths[-1 - index * len(lengths) // count] for index in reversed(range(count)))
+
+
+def _largest(below: int, fits: Callable[[int], bool]) -> int:
+    """The largest number under `below` that fits, a multiple of 8 from 16 on; 0 if none does. Requirements grow with it."""
+    low, high = 0, below
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low if low < 16 else low // 8 * 8
+
+
+def _breakdown(budget: Budget) -> Iterator[str]:
+    unit = "rank's device" if budget.place == "device" else "node's host"
+    yield f"{budget.stage}, per {unit} {budget.moment}: {gib(budget.total)}"
+    largest = sorted(budget.items.items(), key=lambda item: -item[1])[:4]
+    yield from (f"  {name}: {gib(size)}" for name, size in largest)
+
+
+def _rule(budget: Budget, kind: str) -> str:
+    if budget.place == "device":
+        return f"at most {gib(budget.limit)} per rank's device (device.memory_gib, or what {kind} has)"
+    source = f"a job gets of a {NEURON_HOST}" if kind == "neuron" else "this host has"
+    return f"at most {gib(budget.limit)} per node's host (device.host_memory_gib, or what {source})"
+
+
+def gib(size: int | None) -> str:
+    """For people: `12.3 GiB`, `?` if unknown."""
+    return "?" if size is None else f"{size / GIB:.2f} GiB"

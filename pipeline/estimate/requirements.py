@@ -1,0 +1,172 @@
+"""What a workload requires of a deployment's hosts besides device memory, against their capacity. prepare refuses by the same.
+
+Bytes per row and per text are allowances above what the stages allocate (tests/pipeline/estimate/test_requirements.py); rates
+were measured on one core of an AMD EPYC, and only warn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.contract import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS, ROOT_VOLUME_GIB, STAGES, Stage
+from pipeline.errors import BadConfig
+from pipeline.estimate.memory import FP32, GIB, LIBRARY_BYTES, MIB, PROCESS_BYTES, MemoryCapacity, estimate_memory
+from pipeline.estimate.workload import Workload
+from pipeline.model.shape import ModelShape
+from pipeline.plan import World
+from pipeline.prices import HARDWARE
+
+PREPARE_ROW_BYTES, CORPUS_ROW_BYTES = 96, 20
+"""In prepare: of a training row's hashes, masks and lists; of a row of a corpus of its own."""
+
+TRAIN_ROW_BYTES = 72
+"""Of a training row's hashes, lengths and order, in each rank."""
+
+CANDIDATE_BYTES, QUERY_BYTES, TOKEN_BYTES = 256, 3072, 48
+"""In evaluate: of a candidate; of a query with the candidates ranked best; of each of their tokens in a Python list."""
+
+ROW_FILE_BYTES, ID_BYTES = 64, 24
+"""Of a row in prepare's Arrow files besides its tokens; of an id in the embeddings."""
+
+PARTS_AT_ONCE = 4
+"""Parts on publish's disk: each of its readers has one."""
+
+MANY_READS = 10
+"""Times that embed reads the corpus, above which its shards are too large for its parts."""
+
+TOKENIZED_TOKENS = 590_000
+"""Tokens per second and thread of pipeline/dataset/tokens.TextTokenizer: 10,000 English texts of 86 tokens with the tokenizer of
+all-MiniLM-L6-v2 (tokenizers 0.22)."""
+
+RANKED_SCORES = 4_000_000
+"""Scores per second and thread that evaluate computes and ranks: 64 queries against 200,000 candidates of 384 dimensions
+(torch 2.9). With more candidates they are fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """Something that grows with the data.
+
+    Attributes:
+        what: e.g. `prepare, memory`.
+        amount, limit: in `unit`; a limit of None is unknown, and not judged.
+        remedy: what helps.
+        unit: `bytes`, or what is counted.
+        breaks: above the limit the run fails, and prepare refuses it; else it is only slow or expensive.
+    """
+
+    what: str
+    amount: float
+    limit: float | None
+    remedy: str
+    unit: str = "bytes"
+    breaks: bool = True
+
+    @property
+    def over(self) -> bool:
+        return self.limit is not None and self.amount > self.limit
+
+    def record(self) -> dict[str, Any]:
+        return {**asdict(self), "over": self.over}
+
+    def shown(self, amount: float | None) -> str:
+        """For people."""
+        if amount is None:
+            return "-"
+        if self.unit != "bytes":
+            return f"{amount:,.1f} {self.unit}"
+        return f"{amount / GIB:.2f} GiB" if amount >= GIB else f"{amount / MIB:.2f} MiB"
+
+
+def attempt_minutes(timeouts: Mapping[Stage, int]) -> dict[Stage, int]:
+    """Minutes after which Batch ends an attempt of each stage: a deployment's `timeouts` over the defaults."""
+    return {stage: timeouts.get(stage, spec.timeout_minutes) for stage, spec in STAGES.items()}
+
+
+def requirements(
+    work: Workload,
+    shape: ModelShape,
+    config: RunConfig,
+    world: World,
+    *,
+    parts: int,
+    ranks: int,
+    node_memory: int | None,
+    embed_host: str | None,
+    minutes: Mapping[Stage, int],
+    models: int = 2,
+) -> Iterator[Requirement]:
+    """Everything that grows with the data.
+
+    Args:
+        parts, ranks: of embed, over all children.
+        node_memory: bytes of a node that trains; None: unknown.
+        embed_host: instance type of the hosts that evaluate and embed; None or another type: unknown.
+        minutes: of an attempt, see `attempt_minutes`.
+        models: how many evaluate measures: the new one, the published one, and the parent where it is a third.
+    """
+    tokens, candidates = work.query_tokens + work.document_tokens, work.candidates + config.evaluate.candidates
+    process = PROCESS_BYTES + LIBRARY_BYTES
+    shards = "name fewer shards in data.train"
+    own = CORPUS_ROW_BYTES * work.corpus_rows if work.own_corpus else 0
+    amount: float = process + PREPARE_ROW_BYTES * work.scanned_rows + own
+    remedy = f"train on fewer rows at a time: {shards}; or embed a smaller corpus"
+    yield Requirement("prepare, memory", amount, FARGATE_MEMORY_MIB * MIB, remedy)
+    files = (work.train_rows + work.queries) * (ROW_FILE_BYTES + 4 * tokens) + candidates * (16 + 4 * work.document_tokens)
+    remedy = f"{shards}, lower data.replay_fraction, or shorten train.buckets"
+    yield Requirement("prepare, disk: row files", files, FARGATE_DISK_GIB * GIB, remedy)
+    what = "prepare, tokenizing alone, at a rate measured elsewhere"
+    amount = (work.train_rows + work.queries) * tokens / TOKENIZED_TOKENS / FARGATE_VCPUS / 60
+    remedy = f"prepare's attempt ends at its limit: {shards}, or raise timeouts.prepare of the deployment"
+    yield Requirement(what, amount, minutes[Stage.PREPARE], remedy, "minutes", breaks=False)
+
+    budgets = estimate_memory(shape, config, world, MemoryCapacity(None, None))
+    fixed = next(budget.total for budget in budgets if (budget.stage, budget.place) == ("train", "host"))
+    remedy = f"train on fewer rows at a time: {shards}, or lower data.replay_fraction"
+    amount = fixed + world.ranks_per_node * TRAIN_ROW_BYTES * work.train_rows
+    yield Requirement("train, memory of a node", amount, node_memory, remedy)
+    what = "train, disk of a node: row files and two checkpoints"
+    yield Requirement(what, files + 2 * 3 * FP32 * shape.parameters, ROOT_VOLUME_GIB * GIB, remedy)
+
+    host = HARDWARE.get(embed_host or "")
+    enough = min(config.data.holdout_fraction, 10 * config.gate.min_queries / max(work.scanned_rows, 1))
+    remedy = f"data.holdout_fraction={enough:.2g} holds out ten times what gate.min_queries asks for"
+    # For a moment there are two copies of the embeddings.
+    amount = process + candidates * (CANDIDATE_BYTES + TOKEN_BYTES * work.document_tokens + 2 * FP32 * shape.hidden)
+    amount += work.queries * (QUERY_BYTES + TOKEN_BYTES * work.query_tokens + 2 * FP32 * shape.hidden)
+    yield Requirement("evaluate, memory of a host", amount, host.job_memory_mib * MIB if host else None, remedy)
+    what = "evaluate, ranking every model's candidates, at a rate measured elsewhere"
+    amount = models * work.queries * candidates / RANKED_SCORES / (host.job_vcpus if host else 1) / 60
+    remedy = f"evaluate's attempt ends at its limit, and all queries are ranked against all candidates: {remedy}"
+    yield Requirement(what, amount, minutes[Stage.EVALUATE] if host else None, remedy, "minutes", breaks=False)
+
+    remedy = "every rank reads the shard that its first part begins in from its beginning: cut the corpus into more shards"
+    amount = work.times_read(min(ranks, parts))
+    yield Requirement("embed, how often the corpus is read", amount, MANY_READS, remedy, "times", breaks=False)
+    amount = work.corpus_rows / parts * ((4 if config.embed.dtype == "float32" else 2) * shape.hidden + ID_BYTES)
+    what = f"publish, disk: {PARTS_AT_ONCE} parts"
+    yield Requirement(what, PARTS_AT_ONCE * amount, FARGATE_DISK_GIB * GIB, "lower embed.rows_per_part")
+
+
+def over(found: Sequence[Requirement]) -> list[Requirement]:
+    """The requirements above their limit, those that break a run first."""
+    return sorted((one for one in found if one.over), key=lambda one: (not one.breaks, -one.amount / (one.limit or 1)))
+
+
+def refuse(found: Sequence[Requirement]) -> None:
+    """Refuse more data than a stage can hold.
+
+    Raises:
+        BadConfig: names everything that is too much and what helps.
+    """
+    refused = [one for one in over(found) if one.breaks]
+    if refused:
+        raise BadConfig(
+            "the run has more data than a stage can hold",
+            value=[f"{one.what}: {one.shown(one.amount)}" for one in refused],
+            rule="; ".join(f"{one.what}: at most {one.shown(one.limit)}" for one in refused),
+            remedy="; ".join(dict.fromkeys(one.remedy for one in refused)),
+        )

@@ -1,0 +1,68 @@
+"""A planned run on this host in another form: the plan of a short run with other settings, over the same rows and parent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.backends.device import default_ranks_per_node, require_available, require_world, resolve_kind, resolve_precision
+from pipeline.config import RunConfig
+from pipeline.contract import now
+from pipeline.dataset.steps import count_steps
+from pipeline.estimate.memory import known_capacity, require_memory, totals
+from pipeline.graphs.compiled import plan_graphs
+from pipeline.model.folder import inspect_folder
+from pipeline.model.shape import read_shape
+from pipeline.plan import MemoryPlan, RunPlan, World
+
+
+def plan_world(config: RunConfig) -> World:
+    """Decide which ranks compute a run.
+
+    Raises:
+        BadConfig: a kind of device that is not available, a precision or a number of ranks that it does not have.
+    """
+    kind = resolve_kind(config.device.kind)
+    require_available(kind)
+    ranks_per_node = config.device.ranks_per_node or default_ranks_per_node(kind)
+    require_world(kind, config.nodes * ranks_per_node)
+    precision = resolve_precision(kind, config.device.precision)
+    return World(kind=kind, precision=precision, nodes=config.nodes, ranks_per_node=ranks_per_node)
+
+
+def plan_variant(
+    plan: RunPlan, config: RunConfig, *, run: str, parent: Path, lengths: NDArray[np.int32], bucket_root: str
+) -> RunPlan:
+    """Return a run's plan with another configuration, not sealed yet.
+
+    Args:
+        config: of the variant.
+        run: id of the variant.
+        parent: local folder of the run's parent.
+        lengths: (rows,) document lengths in tokens of the rows that the variant trains on.
+        bucket_root: of the variant; its compiled sets are named below it.
+
+    Raises:
+        BadConfig: the configuration does not fit this host, or needs more memory than there is.
+    """
+    world = plan_world(config)
+    backbone, _ = inspect_folder(parent, config.model)
+    shape = read_shape(parent, config.model)
+    memory = totals(require_memory(shape, config, world, known_capacity(config, world.kind, here=True)))
+    counts = asdict(count_steps(lengths, config, world.ranks))
+    return plan.model_copy(
+        update={
+            "run": run,
+            "created": now(),
+            "config": config,
+            "world": world,
+            "parent": plan.parent.model_copy(update={"folder": str(parent)}),
+            "published": None,
+            "train": plan.train.model_copy(update={"rows": len(lengths), **counts}),
+            "memory": MemoryPlan(**memory),
+            "graphs": plan_graphs(config, world, backbone, bucket_root),
+        }
+    )

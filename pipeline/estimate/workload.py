@@ -1,0 +1,199 @@
+"""How much there is to do: as the options of `trnpipe plan` say, as a run had it, or assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline import store
+from pipeline.config import Deployment, RunConfig, RunInput
+from pipeline.contract import RunPaths, Stage, StageResult
+from pipeline.errors import BadConfig, BadData
+from pipeline.plan import RunPlan
+
+QUERY_TOKENS, DOCUMENT_TOKENS, SHARD_ROWS = 12.0, 96.0, 1_000_000
+"""Assumed means, and rows of an input file."""
+
+PADDING = 0.02
+"""Share of packed rows that is padding: 1.3 % for mixed texts, 2.3 % for short ones (tests/benchmarks/padding.py)."""
+
+Lengths = Mapping[int, float]
+"""Static length in tokens -> rows of it that are computed for the mean text; where texts are packed, less than one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Rows and tokens of a run.
+
+    Attributes:
+        train_rows: pairs trained on in an epoch.
+        scanned_rows: good rows of all training shards, new and earlier.
+        corpus_rows: documents embedded.
+        own_corpus: they are not the documents of the training rows.
+        queries, candidates: of the hold-out.
+        shard_rows: rows of an input file.
+        query_tokens, document_tokens: means, special tokens included, without padding.
+        train_lengths, embed_lengths: of the rows that documents are computed in; empty where no time is estimated.
+    """
+
+    train_rows: int
+    scanned_rows: int
+    corpus_rows: int
+    own_corpus: bool
+    queries: int
+    candidates: int
+    shard_rows: int
+    query_tokens: float
+    document_tokens: float
+    train_lengths: Lengths = field(default_factory=dict)
+    embed_lengths: Lengths = field(default_factory=dict)
+
+    def times_read(self, ranks: int) -> float:
+        """How often so many ranks of embed read the corpus together: each begins somewhere in a shard, on average in its middle,
+        and reads the shard from its beginning."""
+        return 1 + (ranks - 1) * min(self.shard_rows, self.corpus_rows) / (2 * self.corpus_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """What a run left behind that speeds and lengths can be read from.
+
+    Attributes:
+        deployment: what the state machine added; None: the run's input is gone.
+        train, embed: metrics of the results; empty where there is none.
+    """
+
+    plan: RunPlan
+    deployment: Deployment | None
+    train: Mapping[str, Any]
+    embed: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> MeasuredRun:
+        """
+        Raises:
+            MissingInput: no plan.
+            BadData: the plan, the input or a result cannot be read.
+        """
+        plan, deployment = RunPlan.from_json(store.read_bytes(paths.plan)), None
+        if store.exists(paths.input):
+            try:
+                deployment = RunInput.model_validate_json(store.read_bytes(paths.input)).deployment
+            except ValidationError as error:
+                raise BadData("the run's input cannot be read", value=paths.input, remedy="restore it") from error
+        uris = [paths.result(stage) for stage in (Stage.TRAIN, Stage.EMBED)]
+        train, embed = (StageResult.from_json(store.read_bytes(uri)).metrics if store.exists(uri) else {} for uri in uris)
+        return cls(plan=plan, deployment=deployment, train=train, embed=embed)
+
+    @property
+    def bucket_shares(self) -> Lengths:
+        """Document bucket -> its share of the training rows."""
+        total = sum(self.plan.train.bucket_rows.values())
+        return {int(bucket): rows / total for bucket, rows in self.plan.train.bucket_rows.items()}
+
+    @property
+    def embed_lengths(self) -> Lengths:
+        """Rows of embed for the mean document; empty where the run has embedded nothing."""
+        if not self.document_tokens:
+            return {}
+        return packed(self.document_tokens, self.plan.config.embed.buckets, self.embed.get("padding", 0.0))
+
+    @property
+    def document_tokens(self) -> float:
+        """The mean of the corpus; 0: unknown."""
+        return float(self.embed.get("tokens", 0)) / (self.embed.get("documents") or 1)
+
+
+def bucket_of(tokens: float, buckets: Sequence[int]) -> int:
+    """The static length at which a text is computed; longer texts are cut."""
+    return next((bucket for bucket in buckets if tokens <= bucket), buckets[-1])
+
+
+def packed(tokens: float, buckets: Sequence[int], padding: float) -> Lengths:
+    """The packed rows that the mean text takes, of the shortest length that holds it.
+
+    Args:
+        padding: share of the rows.
+    """
+    length = bucket_of(tokens, buckets)
+    return {length: min(tokens, length) / (1 - padding) / length}
+
+
+def workload(
+    config: RunConfig,
+    run: MeasuredRun | None,
+    *,
+    train_rows: int | None,
+    corpus_rows: int | None,
+    query_tokens: float | None,
+    document_tokens: float | None,
+    shard_rows: int | None,
+) -> tuple[Workload, list[str]]:
+    """The workload, and a sentence on each assumption.
+
+    Args:
+        run: what the other arguments do not say is taken from it.
+        train_rows, corpus_rows, query_tokens, document_tokens, shard_rows: as in `Workload`.
+
+    Raises:
+        BadConfig: no rows are named, and there is no run to take them from.
+    """
+    plan = run.plan if run else None
+    pairs = train_rows or (plan.train.rows if plan else 0) or corpus_rows or 0
+    documents = corpus_rows or (plan.embed.rows if plan and train_rows is None else 0) or pairs
+    if not pairs:
+        raise BadConfig(
+            "it is not known how much there is to do",
+            value=f"--train-rows {train_rows}, --corpus-rows {corpus_rows}",
+            rule="a workload has rows",
+            remedy="name --train-rows, --corpus-rows or both",
+        )
+    assumed = []
+    if train_rows is None and not plan:
+        assumed.append(f"as many pairs are trained on as documents are embedded: {pairs:,}; or name --train-rows")
+    if corpus_rows is None and documents == pairs:
+        assumed.append(f"the corpus is the documents of the training rows, all different: {documents:,}; or name --corpus-rows")
+    if query_tokens is None:
+        assumed.append(f"a query has {QUERY_TOKENS:g} tokens on average (it is computed at train.query_length anyway)")
+    # A run's lengths hold for documents like its own, not for others that an option names.
+    same = run if document_tokens is None else None
+    mean = document_tokens or (run.document_tokens if run else 0.0) or DOCUMENT_TOKENS
+    if document_tokens is None:
+        source = ", as in the run" if run and run.document_tokens else "; or name --document-tokens"
+        assumed.append(f"a document has {mean:.4g} tokens on average{source}")
+    longest = max(config.embed.buckets)
+    if mean > longest:
+        assumed.append(f"embed cuts every document at {longest} tokens: the mean is taken for as many")
+    files = (plan.embed.shards or plan.train.new) if plan else ()
+    file_rows = shard_rows or max((shard.rows for shard in files), default=0) or SHARD_ROWS
+    if shard_rows is None:
+        assumed.append(f"an input file has {file_rows:,} rows{', as in the run' if files else ''}")
+    train_lengths: Lengths = same.bucket_shares if same and config.train.buckets == same.plan.config.train.buckets else {}
+    if not train_lengths:
+        train_lengths = {bucket_of(mean, config.train.buckets): 1.0}
+        assumed.append(f"train computes every document at {next(iter(train_lengths))} tokens, the bucket that holds the mean")
+    embed_lengths: Lengths = same.embed_lengths if same and config.embed.buckets == same.plan.config.embed.buckets else {}
+    if not embed_lengths:
+        embed_lengths = packed(mean, config.embed.buckets, PADDING)
+        assumed.append(f"embed packs documents into rows of {next(iter(embed_lengths))} tokens, {PADDING:.0%} of them padding")
+    assumed.append(f"{config.data.holdout_fraction:.2%} of the pairs are held out, each with a query and a document of its own")
+    held = round(pairs * config.data.holdout_fraction)
+    return (
+        Workload(
+            train_rows=pairs,
+            scanned_rows=pairs,
+            corpus_rows=documents,
+            own_corpus=bool(config.data.corpus) or documents != pairs,
+            queries=held,
+            candidates=held,
+            shard_rows=file_rows,
+            query_tokens=query_tokens or QUERY_TOKENS,
+            document_tokens=min(mean, longest),
+            train_lengths=train_lengths,
+            embed_lengths=embed_lengths,
+        ),
+        assumed,
+    )

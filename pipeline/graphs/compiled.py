@@ -1,0 +1,314 @@
+"""Compiled sets: all graphs of training, and all of evaluate and embed, each under a fingerprint of everything they depend on.
+
+    graphs/train/FINGERPRINT.json    what compile's trial met: key -> description; the number of ranks is part of it
+    graphs/infer/FINGERPRINT.json    the same for encoding; beside it, in a folder of that name, traced forms (neuron)
+    graphs/neuron-cache/NAME/        the compiler's cache, for all sets of one SDK, flags and number of ranks (neuron)
+
+Weights are inputs of graphs, so next week's model has the same fingerprints, and a run whose sets are there compiles nothing. The
+file is written when everything is in place: a set without it does not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from importlib import metadata
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from pipeline import store
+from pipeline.backends.device import Device, EncodeFunction
+from pipeline.backends.hlo import GraphDescription
+from pipeline.config import CompileConfig, Role, RunConfig, keys_of
+from pipeline.contract import EAGER_KINDS, graphs_uri, now
+from pipeline.errors import BadData, Defect, MissingInput
+from pipeline.graphs.sources import ENCODING, TRAINING, sources_digest
+from pipeline.model.encoder import Encoder
+from pipeline.model.inference import encode_shapes, inference_form, probe_rows
+from pipeline.plan import GraphsPlan, World
+from pipeline.run.context import StageContext
+from pipeline.sdk.graph_variables import REDUCE_BUCKET, graph_environment
+
+KnownGraphs = Mapping[str, GraphDescription | None]
+"""Recorded graphs by key."""
+
+STRUCTURE = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "layer_norm_eps",
+    "max_position_embeddings",
+    "pad_token_id",
+    "relative_attention_num_buckets",
+    "type_vocab_size",
+    "vocab_size",
+)
+"""What of a backbone's configuration is in its graphs. The rest (names, versions, its origin) changes from week to week."""
+
+PACKAGES = ("torch", "torch-xla", "transformers")
+
+LEAST_COSINE = 0.995
+"""Between a text's embedding from a traced form and from the encoder on the host. bf16 gives more than 0.999; another model, or
+one with a layer of another, gives less."""
+
+PROBED_ROWS = 4
+"""Rows per traced form that the host embeds, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSet:
+    """A complete compiled set.
+
+    Attributes:
+        fingerprint: its name.
+        run: the run whose compile stage made it.
+        graphs: key -> description, None where the program is not kept.
+    """
+
+    fingerprint: str
+    run: str
+    graphs: KnownGraphs
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self.fingerprint,
+            "run": self.run,
+            "time": now(),
+            "graphs": {key: graph.to_record() if graph else None for key, graph in self.graphs.items()},
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> GraphSet:
+        return cls(
+            fingerprint=record["fingerprint"],
+            run=record["run"],
+            graphs={key: GraphDescription(**graph) if graph else None for key, graph in record["graphs"].items()},
+        )
+
+
+def plan_graphs(config: RunConfig, world: World, backbone: PreTrainedConfig, bucket_root: str) -> GraphsPlan | None:
+    """Names of the sets that a run needs, None for kinds that compile nothing.
+
+    Args:
+        backbone: the parent's.
+        bucket_root: of the run.
+    """
+    if world.kind in EAGER_KINDS:
+        return None
+    neuron = world.kind == "neuron"
+    flags = training_flags(config.compile, world.precision) if neuron else []
+    infer_flags = inference_flags(config.compile, world.precision) if neuron else []
+    environment = graph_environment(world.nodes) if neuron else {}
+    common = {
+        "kind": world.kind,
+        "precision": world.precision,
+        "model": {key: value for key in STRUCTURE if (value := getattr(backbone, key, None)) is not None},
+        "encoding": graph_settings(config, "model", "embed"),
+        "versions": versions(neuron=neuron),
+    }
+    compiler = {"flags": flags, "environment": environment, "ranks": [world.nodes, world.ranks_per_node]}
+    train = {
+        **compiler,
+        "sources": sources_digest(TRAINING),
+        "training": graph_settings(config, "device", "train"),
+        # The setting may leave it to the device.
+        "micro_batch": config.micro_batch_on(world.kind),
+    }
+    infer = {
+        "flags": infer_flags,
+        "environment": {**environment, REDUCE_BUCKET: ""},
+        "sources": sources_digest(ENCODING),
+    }
+    return GraphsPlan(
+        train=_fingerprint({**common, **train}),
+        infer=_fingerprint({**common, **infer}),
+        compiler_flags=" ".join([*flags, *(["--retry_failed_compilation"] if config.compile.retry_failed else [])])
+        if neuron
+        else "",
+        infer_compiler_flags=" ".join(infer_flags),
+        cache=f"{config.compile.cache or f'{graphs_uri(bucket_root)}/neuron-cache'}/{cache_name(compiler)}" if neuron else "",
+        environment=environment,
+    )
+
+
+def graph_settings(config: RunConfig, *sections: str) -> dict[str, Any]:
+    """Return the settings of some sections that are shapes or constants of graphs, by key. The learning rate is data."""
+    values = config.model_dump(mode="json")
+    keys = (key for key in keys_of(Role.GRAPH, RunConfig) if key.startswith(tuple(f"{name}." for name in sections)))
+    return {key: reduce(getitem, key.split("."), values) for key in keys}
+
+
+def cache_name(compiler: Mapping[str, Any]) -> str:
+    """Return the name of the compiler's persistent cache, which all sets share whose graphs are compiled in the same way.
+
+    The compiler keys its results by graph and flags: a set with a new fingerprint finds there every graph that has not changed.
+
+    Args:
+        compiler: its flags, the variables that change graphs, and the number of ranks.
+    """
+    return _fingerprint({**compiler, "versions": neuron_pins()})
+
+
+def _fingerprint(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
+
+
+def training_flags(config: CompileConfig, precision: str) -> list[str]:
+    """neuronx-cc's flags for all graphs of training, the optimizer's among them: a cast applies to its arithmetic as well."""
+    return _flags(config, config.target, config.training_cast(precision), config.auto_cast_type)
+
+
+def inference_flags(config: CompileConfig, precision: str) -> list[str]:
+    """neuronx-cc's flags for the graphs of evaluate and embed."""
+    return _flags(config, config.infer_target, config.inference_cast(precision), config.infer_auto_cast_type)
+
+
+def _flags(config: CompileConfig, target: str, cast: str, cast_type: str) -> list[str]:
+    """Flags of SDK 2.29.1 (neuronx-cc CLI reference); nothing else builds them.
+
+    What is cast is always said: pages of the documentation disagree about the default.
+    """
+    flags = [f"--target={target}", f"--model-type={config.model_type}", f"--optlevel={config.optlevel}", f"--auto-cast={cast}"]
+    return [*flags, f"--auto-cast-type={cast_type}"] if cast != "none" else flags
+
+
+def versions(*, neuron: bool) -> dict[str, str]:
+    """Versions that a graph depends on; of the Neuron packages the pinned ones: prepare runs where they are not installed."""
+    found = {name: metadata.version(name) for name in PACKAGES}
+    return {**found, **neuron_pins()} if neuron else found
+
+
+def neuron_pins() -> dict[str, str]:
+    """Package -> version, as the extra `neuron` of this package pins them."""
+    pins = {}
+    for requirement in metadata.requires("trnpipe") or []:
+        if match := re.match(r"([\w-]+)==([\w.+]+)\s*;.*extra == ['\"]neuron['\"]", requirement):
+            pins[match[1]] = match[2]
+    return pins
+
+
+def set_uri(bucket_root: str, kind: str, fingerprint: str) -> str:
+    """A set's file; `kind` is `train` or `infer`."""
+    return f"{graphs_uri(bucket_root)}/{kind}/{fingerprint}.json"
+
+
+def traces_uri(bucket_root: str, fingerprint: str) -> str:
+    """Folder of an infer set's traced forms (neuron)."""
+    return f"{graphs_uri(bucket_root)}/infer/{fingerprint}"
+
+
+def encode_function(context: StageContext, device: Device, encoder: Encoder) -> EncodeFunction:
+    """A model as evaluate and embed call it: compiled forms where the kind has them, otherwise the encoder on the device.
+
+    Every process compares its own traced forms with the host's encoder: each has put the weights on its own core.
+
+    Raises:
+        Defect: a traced form embeds other than the encoder does.
+    """
+    form = inference_form(encoder, compiles=device.compiles)
+    if device.kind != "neuron" or not context.plan.graphs:
+        return device.for_inference(form, None)
+    context.heartbeat.beat(note="fetching traced encoders")
+    uri = traces_uri(context.paths.bucket_root, context.plan.graphs.infer)
+    traced = device.for_inference(form, store.local_folder(uri, context.scratch / "traces"))
+    context.heartbeat.beat(note="comparing traced encoders with the encoder on the host")
+    config = context.plan.config.embed
+    require_faithful(traced, form, encode_shapes(config.buckets, config.tokens_per_batch), int(encoder.config.vocab_size))
+    return traced
+
+
+def require_faithful(
+    traced: EncodeFunction, encoder: nn.Module, shapes: Sequence[tuple[int, int]], vocabulary: int
+) -> dict[str, float]:
+    """Compare the traced forms of a packed encoder with the encoder itself, on the host in fp32, on a few rows of each form.
+
+    A weight that was not replaced shows as NaN (see `trace_encoder`), a cast that is too coarse as a low cosine.
+
+    Args:
+        shapes: (rows, tokens) of the forms.
+        vocabulary: number of token ids.
+
+    Returns:
+        The least cosine of each form.
+
+    Raises:
+        Defect: a text's cosine is below LEAST_COSINE.
+    """
+    least = {}
+    for slots, length in shapes:
+        rows, texts = probe_rows(min(slots, PROBED_ROWS), length, vocabulary)
+        padded = [F.pad(values, (0, 0, 0, slots - len(values))) for values in rows]
+        with torch.no_grad():
+            found, expected = traced(*padded)[texts].float(), encoder(*rows)[texts]
+        least[f"{slots} x {length}"] = float(F.cosine_similarity(found, expected).min())
+    if not all(cosine >= LEAST_COSINE for cosine in least.values()):
+        raise Defect(
+            "traced encoders do not embed as the encoder on the host does",
+            value=[f"{shape} tokens: least cosine {cosine:.5f}" for shape, cosine in least.items()],
+            rule=f"every cosine is at least {LEAST_COSINE}; NaN: weights were not replaced in the traced form",
+            remedy="NaN: use the torch-neuronx that pyproject.toml pins; a number: choose a more exact cast in "
+            "compile.infer_auto_cast and infer_auto_cast_type, or another host if only this one fails",
+        )
+    return least
+
+
+def missing_sets(bucket_root: str, plan: GraphsPlan | None) -> list[str]:
+    """URIs of the sets that the run needs and that are not there."""
+    if plan is None:
+        return []
+    uris = [set_uri(bucket_root, "train", plan.train), set_uri(bucket_root, "infer", plan.infer)]
+    return [uri for uri in uris if not store.exists(uri)]
+
+
+def read_set(uri: str) -> GraphSet:
+    """
+    Raises:
+        MissingInput: there is none.
+        BadData: it cannot be read.
+    """
+    try:
+        return GraphSet.from_record(json.loads(store.read_bytes(uri)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadData(
+            "a compiled set cannot be read", value=f"{uri}: {error!r}", remedy="delete it: the next run compiles it again"
+        ) from error
+
+
+def write_set(uri: str, graphs: GraphSet) -> None:
+    store.write_json(uri, graphs.to_record())
+
+
+def known_graphs(context: StageContext) -> KnownGraphs | None:
+    """The graphs that were recorded for this run's training, with those for encoding; None for kinds that compile nothing.
+
+    Raises:
+        MissingInput: a set is gone.
+        BadData: it cannot be read.
+    """
+    plan = context.plan.graphs
+    if plan is None:
+        return None
+    root = context.paths.bucket_root
+    try:
+        sets = [read_set(set_uri(root, "train", plan.train)), read_set(set_uri(root, "infer", plan.infer))]
+    except MissingInput as error:
+        raise MissingInput(
+            "a compiled set of this run is gone",
+            value=error.value,
+            rule="compile makes the sets that the plan names, and nothing removes them while a run needs them",
+            remedy="start the execution again with this run's id: compile makes what is missing",
+        ) from error
+    return {key: graph for found in sets for key, graph in found.graphs.items()}

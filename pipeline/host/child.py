@@ -1,0 +1,158 @@
+"""A stage as a child process, started as its container would be: how it ended, how long it took, how much memory it had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pipeline import store
+from pipeline.contract import RunPaths, Stage, StageFailure
+from pipeline.errors import MissingInput
+from pipeline.run.processes import signal_group, tree_memory
+
+POLL_SECONDS = 0.2
+STOP_SECONDS = 40.0
+"""From SIGTERM to SIGKILL: the supervisor's own 20 seconds for its ranks, and time to write how the stage ended."""
+
+MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in a unit of ru_maxrss: getrusage(2) says kilobytes on Linux, bytes on macOS."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a stage's process ended.
+
+    Attributes:
+        code: its exit code, negative for a signal as in `subprocess`.
+        seconds: from its start to its end.
+        memory_bytes: most host memory that its processes had at one moment, each counted with its own peak of resident memory.
+        timed_out: it was stopped because it took too long.
+    """
+
+    code: int
+    seconds: float
+    memory_bytes: int
+    timed_out: bool
+
+
+def run_stage(
+    stage: Stage, run: str, *, log: Path, timeout_seconds: float, on_poll: Callable[[], None], keep_open: tuple[int, ...] = ()
+) -> Ended:
+    """Run `trnpipe stage STAGE --run RUN` as the only node of its job and wait for its end.
+
+    Args:
+        run: the run folder.
+        log: gets what the stage prints.
+        timeout_seconds: after this it is terminated.
+        on_poll: called several times a second while it runs; an exception of it ends the stage.
+        keep_open: file descriptors that the stage's supervisor inherits.
+    """
+    command = [sys.executable, "-m", "pipeline.cli", "stage", stage.value, "--run", RunPaths(run).root]
+    started = time.monotonic()
+    with open(log, "wb") as stream:
+        # A session of its own: Ctrl-C reaches this process alone, which then ends the stage.
+        process = subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=_alone(os.environ),
+            start_new_session=True,
+            pass_fds=keep_open,
+        )
+    memory, told = 0, None
+    try:
+        while (ended := _reap(process)) is None:
+            memory = max(memory, tree_memory(process.pid))
+            if told is None and time.monotonic() - started > timeout_seconds:
+                told = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+            if told is not None and time.monotonic() - told > STOP_SECONDS:
+                signal_group(process.pid, signal.SIGKILL)
+            on_poll()
+            time.sleep(POLL_SECONDS)
+    except BaseException:
+        _stop(process)
+        raise
+    return Ended(
+        code=process.returncode,
+        seconds=time.monotonic() - started,
+        memory_bytes=max(memory, ended),
+        timed_out=told is not None,
+    )
+
+
+def progress_note(paths: RunPaths, stage: Stage) -> str:
+    """What a running stage says of its progress."""
+    try:
+        record = store.read_json(paths.progress(stage, 0))
+    except (MissingInput, ValueError):
+        return "starting"
+    done = f" {record['done']:.0f} of {record['total']:.0f}" if record.get("total") else ""
+    return f"{record.get('note') or 'starting'}{done}"
+
+
+def read_failure(paths: RunPaths, stage: Stage) -> StageFailure | None:
+    """Why a stage failed, None if it has not said."""
+    try:
+        return StageFailure.from_json(store.read_bytes(paths.failure(stage)))
+    except MissingInput:
+        return None
+
+
+def sentence(what: str, value: Any) -> str:
+    """A failure in one line."""
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return f"{what}: {first}" if first else what
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Exit with 130 after Ctrl-C and with 143 after SIGTERM, both as an exception, so that a running stage ends too."""
+
+    def terminate(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what would make the child believe that it belongs to a Batch job or a torchrun gang."""
+    gang = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return {name: value for name, value in environment.items() if name not in gang and not name.startswith("AWS_BATCH_")}
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int | None:
+    """Bytes of the largest process of the ended tree, None while it runs; wait4 because Popen does not tell."""
+    pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+    if not pid:
+        return None
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_maxrss * MAXRSS_UNIT
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_SECONDS)
+    except BaseException:
+        signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+        raise

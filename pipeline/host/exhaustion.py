@@ -1,0 +1,86 @@
+"""A host whose disk or memory has run out, recognized by whatever shows it: errno, a library's text, the kernel's count.
+
+Libraries hide it well: safetensors and tokenizers put the system's text into errors of their own, torch's allocator raises a
+RuntimeError, and the kernel simply kills a process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.errors import Defect, Transient, TrnpipeError, first_line
+
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+FULL_DISK_TEXT = re.compile("|".join(re.escape(os.strerror(number)) for number in sorted(FULL_DISK)))
+NO_MEMORY_TEXT = re.compile(rf"{re.escape(os.strerror(errno.ENOMEM))}|can't allocate memory", re.IGNORECASE)
+
+KILL_COUNTS = (
+    # A container's own (cgroup v2, v1), then the whole host's.
+    (Path("/sys/fs/cgroup/memory.events"), re.compile(r"^oom_kill (\d+)$", re.MULTILINE)),
+    (Path("/sys/fs/cgroup/memory/memory.oom_control"), re.compile(r"^oom_kill (\d+)$", re.MULTILINE)),
+    (Path("/proc/vmstat"), re.compile(r"^oom_kill (\d+)$", re.MULTILINE)),
+)
+
+MEMORY_REMEDY = (
+    "use fewer ranks per node (device.ranks_per_node), less at once (train.micro_batch, train.batch_size, "
+    "embed.tokens_per_batch) or smaller parts (embed.rows_per_part), or a host with more memory"
+)
+
+
+def exhaustion(error: BaseException) -> TrnpipeError | None:
+    """The exception in our own terms if the disk or the host's memory is behind it, else None."""
+    for cause in _causes(error):
+        if _is_full_disk(cause):
+            return Transient(
+                "the disk is full",
+                value=[first_line(cause), *_free_space(cause)],
+                rule="scratch space holds a model, its checkpoint on the way out, and the parts or rows a rank works on",
+                remedy="use a larger root volume, or remove what else fills it; the run is retried on whatever host is free",
+            )
+        if isinstance(cause, MemoryError) or (isinstance(cause, (OSError, RuntimeError)) and NO_MEMORY_TEXT.search(str(cause))):
+            return Defect("out of host memory", value=first_line(cause), remedy=MEMORY_REMEDY)
+    return None
+
+
+def kernel_kills() -> int:
+    """Return how many processes the kernel has killed out of memory, as far as this container can see; 0 where it cannot."""
+    total = 0
+    for path, pattern in KILL_COUNTS:
+        try:
+            found = pattern.search(path.read_text())
+        except OSError:
+            continue
+        total += int(found[1]) if found else 0
+    return total
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        yield cause
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL_DISK
+    return isinstance(error, Exception) and FULL_DISK_TEXT.search(str(error)) is not None
+
+
+def _free_space(error: BaseException) -> Iterator[str]:
+    """How full the file systems are that it may be about."""
+    name = getattr(error, "filename", None)
+    for folder in {Path(name).parent if isinstance(name, str) else None, Path(tempfile.gettempdir())} - {None}:
+        try:
+            usage = shutil.disk_usage(str(folder))
+        except OSError:
+            continue
+        yield f"{folder}: {usage.free / 1e6:,.0f} of {usage.total / 1e6:,.0f} MB are free"

@@ -1,0 +1,181 @@
+"""How the nodes of a gang know of each other: through small records in the run folder, written by every node's supervisor.
+
+Batch looks at the main node's exit alone, and tells no node of another's end. So every node writes that it is alive
+(`progress-NODE.json`, rewritten all the time) and how it ended (`exits/attempt-A/node-N.json`), and the main node reads both.
+Records carry job and attempt: those of an earlier attempt, or of an earlier execution of the run, say nothing about this one.
+Silence is measured with the reader's own clock, from change to change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeline import store
+from pipeline.contract import RunPaths, Stage, StageFailure, now, read_record
+from pipeline.errors import MissingInput, Transient, TrnpipeError
+from pipeline.run.world import NodeWorld
+
+
+def same_attempt(record: dict[str, Any], node: NodeWorld) -> bool:
+    return record.get("job") == node.job and record.get("attempt") == node.attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeExit:
+    """`exits/attempt-A/node-N.json`: how a node ended, `failure` None where all went well."""
+
+    exit_code: int
+    time: str
+    failure: StageFailure | None
+    node: int
+    attempt: int
+    job: str
+    host: str
+
+
+def write_progress(paths: RunPaths, stage: Stage, node: NodeWorld, heartbeat: dict[str, Any]) -> None:
+    """Say that this node lives, and how far it is.
+
+    Args:
+        heartbeat: `{done, total, unit, rate, note}` of the node's first rank, may be empty.
+    """
+    record = {"done": 0, "total": 0, "unit": "", "rate": 0.0, "note": "", **heartbeat}
+    record |= {"time": time.time(), "node": node.index, "attempt": node.attempt, "job": node.job}
+    store.write_json(paths.progress(stage, node.index), record)
+
+
+def write_exit(paths: RunPaths, stage: Stage, node: NodeWorld, failure: StageFailure | None) -> None:
+    """Say how this node ended."""
+    record = NodeExit(
+        exit_code=failure.exit_code if failure else 0,
+        time=failure.time if failure else now(),
+        failure=failure,
+        node=node.node,
+        attempt=node.attempt,
+        job=node.job,
+        host=node.host,
+    )
+    store.write_json(paths.node_exit(stage, node.attempt, node.node), asdict(record))
+
+
+ASK_SECONDS = 10.0
+"""Between two questions to Batch about nodes that have not shown themselves."""
+
+
+def _batch_is_not_asked(_job: str, _nodes: Sequence[int]) -> dict[int, str]:
+    return {}
+
+
+class Peers:
+    """The other nodes, as the main node sees them.
+
+    Args:
+        stale_seconds: a node that showed itself once and then nothing new for this long is lost.
+        start_seconds: a node that has not shown itself after this long never came.
+        ended: tells, of a job's nodes, those whose containers have ended: a node that dies before its first word is lost at once.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        stage: Stage,
+        node: NodeWorld,
+        *,
+        stale_seconds: float,
+        start_seconds: float,
+        ended: Callable[[str, Sequence[int]], dict[int, str]] = _batch_is_not_asked,
+    ) -> None:
+        self._paths = paths
+        self._stage = stage
+        self._node = node
+        self._stale_seconds = stale_seconds
+        self._start_seconds = start_seconds
+        self._exits: dict[int, StageFailure | None] = {}
+        moment = time.monotonic()
+        self._seen: dict[int, tuple[float, float]] = {peer: (0.0, moment) for peer in range(node.nodes) if peer != node.node}
+        """node -> time of its newest sign of life, by its clock (0: none yet), and when that was first seen, by ours."""
+        self._polled = moment
+        self._ended = ended
+        self._asked = moment
+        self._ended_before: set[int] = set()
+
+    def poll(self) -> None:
+        """Read what is new in the run folder.
+
+        Raises:
+            Transient: storage trouble; no node counts as silent while it lasts.
+            BadData: a node's last word cannot be read.
+        """
+        self._read_exits()
+        for peer in self.running():
+            shown = self._sign_of_life(peer)
+            if shown is not None and shown != self._seen[peer][0]:
+                self._seen[peer] = (shown, time.monotonic())
+        self._polled = time.monotonic()
+
+    def running(self) -> list[int]:
+        """Nodes that have not said how they ended."""
+        return [peer for peer in self._seen if peer not in self._exits]
+
+    def failures(self) -> list[StageFailure]:
+        return [failure for failure in self._exits.values() if failure is not None]
+
+    def silent(self, seconds: float) -> list[int]:
+        """Running nodes that were there and have shown nothing new for this long."""
+        return [peer for peer in self.running() if self._seen[peer][0] and self._polled - self._seen[peer][1] > seconds]
+
+    def absent(self) -> list[int]:
+        """Nodes that have not shown themselves in this attempt."""
+        return [peer for peer in self.running() if not self._seen[peer][0]]
+
+    def lost(self) -> TrnpipeError | None:
+        """Why to give up on a node that says nothing, if there is one."""
+        if silent := self.silent(self._stale_seconds):
+            return gone(silent, f"silent for {self._stale_seconds:g} seconds")
+        absent = [peer for peer in self.absent() if self._polled - self._seen[peer][1] > self._start_seconds]
+        if absent:
+            return gone(absent, f"silent since the start, {self._start_seconds:g} seconds ago")
+        return self._ended_at_once()
+
+    def _ended_at_once(self) -> TrnpipeError | None:
+        """Nodes whose containers have ended without a word: a host or an image that is no good."""
+        absent = self.absent()
+        if not absent or time.monotonic() - self._asked < ASK_SECONDS:
+            return None
+        self._asked = time.monotonic()
+        ended = self._ended(self._node.job, absent)
+        # Twice: what a node said just before its end may not have been read yet.
+        again, self._ended_before = self._ended_before & ended.keys(), set(ended)
+        lost = sorted(again)
+        return gone(lost, f"its container ended before it said a word: {ended[lost[0]]}") if lost else None
+
+    def _read_exits(self) -> None:
+        folder = self._paths.node_exit(self._stage, self._node.attempt, 0).rsplit("/", 1)[0]
+        written = {info.uri.rsplit("/", 1)[-1] for info in store.list_objects(folder)}
+        for peer in self.running():
+            uri = self._paths.node_exit(self._stage, self._node.attempt, peer)
+            if uri.rsplit("/", 1)[-1] in written:
+                record = read_record(NodeExit, store.read_bytes(uri))
+                if same_attempt(asdict(record), self._node):
+                    self._exits[peer] = record.failure
+
+    def _sign_of_life(self, peer: int) -> float | None:
+        """When a node said last in this attempt that it lives, by its own clock; None: not yet."""
+        try:
+            record = store.read_json(self._paths.progress(self._stage, peer))
+            return float(record["time"]) if same_attempt(record, self._node) else None
+        except (MissingInput, ValueError, TypeError, KeyError, AttributeError):
+            return None  # one that cannot be read is as good as none: the next one comes within seconds
+
+
+def gone(nodes: Sequence[int], how: str) -> Transient:
+    names = ", ".join(f"node {node}" for node in nodes)
+    return Transient(
+        f"no sign of life from {names}",
+        value=how,
+        rule="every node of a gang reports until all are done",
+        remedy="see that node's log and its host; the run is retried",
+    )

@@ -1,0 +1,39 @@
+"""What this host is: its processor, its cores, the versions of what is installed."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+REPORTED_PACKAGES = (
+    *("trnpipe", "torch", "torch-xla", "torch-neuronx", "neuronx-cc"),
+    *("transformers", "tokenizers", "pyarrow", "numpy"),
+)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of those of REPORTED_PACKAGES that are installed."""
+    found = {"python": platform.python_version()}
+    for package in REPORTED_PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def processor() -> str:
+    """Return the processor's name, as Linux knows it, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def available_cores() -> int:
+    """Return the number of cores this process may run on (macOS has no affinity: all of them)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,105 @@
+"""The output of a node's ranks: passed on to the node's log line by line, and read on the way for what explains a failure.
+
+Ranks write into files of the node folder, one per rank and stream: 32 processes on one pipe would cut each other's lines in
+two, and a file still holds what a killed launcher's ranks said last. A day's lines are megabytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from pipeline.run.cloudwatch import is_record
+from pipeline.sdk import known_errors
+from pipeline.sdk.known_errors import Finding
+
+CHUNK_BYTES = 1 << 16
+KEPT_LINES = 20
+"""Last lines of a rank, for a failure that nothing explains."""
+
+
+class _Stream:
+    """One growing file, from its beginning on."""
+
+    def __init__(self, path: Path, target: IO[str]) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115 - as long as the ranks live
+        self._target = target
+        self._rest = b""
+
+    def read(self) -> list[bytes]:
+        """The lines completed since the last call; they are on the target already."""
+        lines = []
+        while chunk := self._file.read(CHUNK_BYTES):
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            # Progress bars and binary rubbish may go on without an end of line.
+            if len(self._rest) > CHUNK_BYTES:
+                whole.append(self._rest)
+                self._rest = b""
+            lines += whole
+        self._pass_on(lines)
+        return lines
+
+    def close(self) -> list[bytes]:
+        lines = self.read()
+        if self._rest:
+            lines.append(self._rest)
+            self._pass_on(lines[-1:])
+            self._rest = b""
+        return lines
+
+    def _pass_on(self, lines: list[bytes]) -> None:
+        if lines:
+            self._target.flush()
+            self._target.buffer.write(b"\n".join(lines) + b"\n")  # type: ignore[attr-defined]
+            self._target.flush()
+
+
+class Output:
+    """What the ranks of a node have written so far.
+
+    Args:
+        ranks: their numbers.
+        find: the (stdout, stderr) files of a rank, which need not be there yet; None while it is unknown where they will be.
+        nodes: nodes of the gang.
+    """
+
+    def __init__(self, ranks: Sequence[int], find: Callable[[int], tuple[Path, Path] | None], *, nodes: int) -> None:
+        self._find = find
+        self._nodes = nodes
+        self._streams: dict[int, list[_Stream]] = {rank: [] for rank in ranks}
+        self._findings: dict[int, Finding | None] = dict.fromkeys(ranks)
+        self._last: dict[int, deque[str]] = {rank: deque(maxlen=KEPT_LINES) for rank in ranks}
+
+    def pump(self, *, end: bool = False) -> None:
+        """Pass on and read what is new.
+
+        Args:
+            end: the ranks have ended: the last line counts without an end, too.
+        """
+        for rank, streams in self._streams.items():
+            if not streams:
+                paths = self._find(rank)
+                if paths is None or not all(path.exists() for path in paths):
+                    continue
+                streams += [_Stream(paths[0], sys.stdout), _Stream(paths[1], sys.stderr)]
+            for stream in streams:
+                for raw in stream.close() if end else stream.read():
+                    line = raw.decode("utf-8", "replace")
+                    if is_record(line):
+                        continue  # numbers, whose names are words of what may be wrong
+                    self._last[rank].append(line[: known_errors.LINE_CHARACTERS])
+                    self._findings[rank] = known_errors.better(self._findings[rank], known_errors.match(line, nodes=self._nodes))
+
+    def finding(self, rank: int) -> tuple[int, Finding] | None:
+        """What explains a failure of this rank, and whose line it is: its own one if that is a cause, else the node's best."""
+        own = self._findings.get(rank)
+        if own is not None and own.is_cause:
+            return rank, own
+        found = [(finding.row.place, number, finding) for number, finding in self._findings.items() if finding is not None]
+        return min(found, key=lambda item: item[:2])[1:] if found else None
+
+    def last_lines(self, rank: int) -> list[str]:
+        return list(self._last.get(rank, ()))

@@ -1,0 +1,193 @@
+"""What a job asks AWS about itself: its parameters in Batch, where `Ref::run` was left in the command, and its host in ECS.
+
+A host that fails its health check leaves its cluster (DRAINING), or the retry would land on it again. A container learns which
+host it runs on from ECS's task metadata (version 4) and DescribeTasks. EC2's own metadata is no way to it: the hosts keep their
+containers from it, because it also hands out the host's role (infra/constructs/compute.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from pipeline.contract import RUN_PARAMETER
+from pipeline.errors import BadConfig, Transient, one_line
+from pipeline.run import ecs_metadata
+from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code
+
+log = logging.getLogger("trnpipe")
+
+RULE = f"Batch replaces Ref::{RUN_PARAMETER} in the command, or the job can read its own parameters"
+ATTEMPTS = 8
+DESCRIBED_AT_ONCE = 100
+"""Jobs in a DescribeJobs request (API reference)."""
+ECS_CLIENT = Config(connect_timeout=2, read_timeout=3, retries={"mode": "standard", "total_max_attempts": 2})
+"""The node is about to end and its gang waits for its last word: better to go without draining than to wait long."""
+BATCH_CLIENT = Config(connect_timeout=2, read_timeout=5, retries={"mode": "standard", "total_max_attempts": 2})
+"""For questions about other nodes during the work: they are asked again."""
+ECS_TROUBLE = (*ecs_metadata.TROUBLE, BotoCoreError, ClientError)
+"""No answer, or another than the documented one."""
+
+
+def run_uri_of_job(job_id: str) -> str:
+    """The run folder's URI among the parameters of this job.
+
+    Args:
+        job_id: the id under which the job was submitted, without a node's or an array child's suffix.
+
+    Raises:
+        BadConfig: no such job, no such parameter, no permission.
+        Transient: Batch cannot be reached or answers with an error of its own.
+    """
+    if not job_id:
+        raise BadConfig(
+            f"the command holds the literal Ref::{RUN_PARAMETER} and there is no Batch job to ask for its value",
+            value="AWS_BATCH_JOB_ID is not set",
+            rule=RULE,
+            remedy="pass the run folder's URI: trnpipe stage NAME --run URI",
+        )
+    jobs = _describe(job_id)
+    if not jobs:
+        raise BadConfig("AWS Batch does not know this job", value=job_id, rule=RULE)
+    uri = jobs[0].get("parameters", {}).get(RUN_PARAMETER)
+    if not uri:
+        raise BadConfig(
+            f"the job was submitted without the parameter `{RUN_PARAMETER}`",
+            value=job_id,
+            rule=RULE,
+            remedy=f"submit it with Parameters: {{{RUN_PARAMETER}: URI}}, as the state machine does",
+        )
+    return str(uri)
+
+
+def ended_nodes(job_id: str, nodes: Sequence[int]) -> dict[int, str]:
+    """Nodes of a gang whose containers have ended, as Batch knows it, and what it says of them. Best effort; never raises.
+
+    Args:
+        job_id: of the gang, without a node's suffix.
+    """
+    try:
+        client = boto3.session.Session().client("batch", config=BATCH_CLIENT)
+        jobs = client.describe_jobs(jobs=[f"{job_id}#{node}" for node in nodes[:DESCRIBED_AT_ONCE]])["jobs"]
+        return {
+            int(str(job["jobId"]).rpartition("#")[2]): str(job.get("statusReason") or job["status"])
+            for job in jobs
+            if job["status"] in ("SUCCEEDED", "FAILED")
+        }
+    except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
+        log.info("Batch does not say how the other nodes are: %s", one_line(error))
+        return {}
+
+
+def queue_wait_seconds(job_id: str, *, now: float) -> float | None:
+    """How long this attempt of a job has waited: since its submission, or since the attempt before it ended. Best effort.
+
+    Args:
+        job_id: without a node's suffix.
+        now: seconds since the epoch, when its main container has begun.
+
+    Returns:
+        None where Batch does not say.
+    """
+    try:
+        client = boto3.session.Session().client("batch", config=BATCH_CLIENT)
+        [job] = client.describe_jobs(jobs=[job_id])["jobs"]
+        ended = [attempt["stoppedAt"] for attempt in job.get("attempts", ()) if "stoppedAt" in attempt]
+        since = max([int(job["createdAt"]), *ended]) / 1000
+    except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
+        log.info("Batch does not say how long this job has waited: %s", one_line(error))
+        return None
+    return max(0.0, now - float(since))
+
+
+def _describe(job_id: str) -> list[dict[str, Any]]:
+    try:
+        client = boto3.session.Session().client("batch", config=Config(retries={"mode": "standard", "max_attempts": ATTEMPTS}))
+        jobs: list[dict[str, Any]] = client.describe_jobs(jobs=[job_id])["jobs"]
+    except (ClientError, BotoCoreError) as error:
+        raise _explained(error, job_id) from error
+    return jobs
+
+
+def _explained(error: Exception, job_id: str) -> Exception:
+    match classify_aws_error(error):
+        case AwsError.NO_CREDENTIALS | AwsError.SETUP:
+            return BadConfig("AWS Batch cannot be asked", value=error, rule=RULE, remedy="set AWS_REGION and a job role")
+        case AwsError.BUSY:
+            return Transient("AWS Batch answered with an error", value=f"{job_id}: {error_code(error)}")
+        case AwsError.UNREACHABLE:
+            return Transient("AWS Batch could not be reached", value=error, remedy="a new attempt may succeed")
+        case AwsError.CREDENTIALS | AwsError.DENIED | AwsError.REFUSED:
+            return BadConfig(
+                "AWS Batch refused to describe this job",
+                value=f"{job_id}: {error_code(error)}",
+                rule=RULE,
+                remedy="allow batch:DescribeJobs in the job role",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerInstance:
+    """The EC2 instance under this container, as its ECS cluster knows it."""
+
+    cluster: str
+    arn: str
+
+
+def instance_id() -> str:
+    """EC2 id of the host that this container runs on; empty outside ECS, or where ECS cannot be asked."""
+    try:
+        host = _container_instance()
+        if host is None:
+            return ""
+        described = _ecs().describe_container_instances(cluster=host.cluster, containerInstances=[host.arn])
+        return str(described["containerInstances"][0].get("ec2InstanceId", ""))
+    except (*ECS_TROUBLE, IndexError) as error:
+        log.info("the instance's id is not known: %s", one_line(error))
+        return ""
+
+
+def leave_cluster() -> bool:
+    """Take this host out of its ECS cluster: what runs on it continues, nothing new is started there. Best effort; never raises.
+
+    It is drained, not terminated, because this process still has its failure to report. How Batch counts a host that is DRAINING
+    its guide does not say ("Managed compute environments"), so `max_vcpus` leaves room for one host more.
+
+    Returns:
+        Whether ECS confirmed it. False outside ECS, and where there is no instance to take out (Fargate).
+    """
+    try:
+        host = _container_instance()
+        if host is None:
+            return False
+        answer = _ecs().update_container_instances_state(cluster=host.cluster, containerInstances=[host.arn], status="DRAINING")
+        if answer.get("failures"):
+            raise ValueError(f"ECS answered {answer['failures']}")
+    except ECS_TROUBLE as error:
+        log.warning("this host could not be taken out of its cluster, a retry may land on it again: %s", one_line(error))
+        return False
+    log.warning("this host takes no further jobs: container instance %s is DRAINING", host.arn)
+    return True
+
+
+def _container_instance() -> ContainerInstance | None:
+    """Where this container runs; None outside ECS and on Fargate."""
+    task = ecs_metadata.read_metadata("/task")
+    if task is None:
+        return None
+    cluster, arn = str(task["Cluster"]), str(task["TaskARN"])
+    answer = _ecs().describe_tasks(cluster=cluster, tasks=[arn])
+    if not answer["tasks"]:
+        raise ValueError(f"ECS does not know this task: {answer.get('failures')}")
+    instance = answer["tasks"][0].get("containerInstanceArn")
+    return ContainerInstance(cluster=cluster, arn=instance) if instance else None
+
+
+def _ecs() -> Any:
+    return boto3.session.Session().client("ecs", config=ECS_CLIENT)

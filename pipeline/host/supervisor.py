@@ -1,0 +1,612 @@
+"""One supervisor per node, for every kind of device: `trnpipe stage NAME --run URI` in a container ends up here.
+
+Starts the node's ranks, watches them, and turns what happened into one exit code, because Batch sees nothing else. It goes
+through these states and never back:
+
+    checking   which run, is the stage done already, how many ranks
+    watching   ranks run; ended by: all done, a rank failed, a rank stalls, SIGTERM, a node of the gang failed or vanished,
+               the attempt's time is almost over
+    stopping   the node's other ranks are ended; this node writes how it ended
+    settling   main node of a gang only: whose failure came first? wait for the nodes that are still at work
+    ended      `failure.json` written or removed, the four parts of the failure as the last log lines, exit
+
+Loads no framework: it starts at once and survives whatever happens to its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import resource
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from pipeline import store
+from pipeline.contract import (
+    METRICS,
+    RUN_PARAMETER,
+    STAGES,
+    Metric,
+    RunPaths,
+    Shape,
+    Stage,
+    StageFailure,
+    StageResult,
+    check_run_folder,
+    now,
+    read_record,
+)
+from pipeline.cost import NOTE_SECONDS, NodeAttempt
+from pipeline.errors import BadConfig, BadData, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError, one_line
+from pipeline.host import gang
+from pipeline.host.exhaustion import exhaustion
+from pipeline.host.ranks import Launch, Ranks, start
+from pipeline.run import failure
+from pipeline.run.cloudwatch import EmbeddedMetrics
+from pipeline.run.heartbeat import COMPILE_PATIENCE, Stall, Watchdog
+from pipeline.run.logs import configure_logging
+from pipeline.run.world import NodeWorld
+from pipeline.sdk import neuron_launch
+
+log = logging.getLogger("trnpipe")
+
+TICK_SECONDS = 0.1
+STAGES_WITHOUT_PLAN = (Stage.PREPARE, Stage.REPORT)
+"""prepare writes the plan; the report is also of runs that never got one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Every wait of the supervisor in seconds; each can be set by TRNPIPE_<NAME>, e.g. TRNPIPE_PROGRESS_SECONDS=1800.
+
+    Attributes:
+        startup_seconds: from a rank's start to its first heartbeat. Importing the frameworks from a cold image takes a minute.
+        progress_seconds: between two heartbeats. The slowest single things between two are the rendezvous of a gang whose
+            hosts are still being started and the upload of a large checkpoint. A rank that compiles asks for longer.
+        patience_seconds: the longest that a heartbeat may ask for; on Batch the whole attempt.
+        publish_seconds: between two looks into the run folder, and two signs of life left there.
+        peer_grace_seconds: from one rank's failure until the node's other ranks are ended: time to say what they saw.
+        upload_seconds: then until they are killed: time for a checkpoint on its way. Together with `stale_seconds` and the one
+            before it stays below the minute in which a gang ends that has lost a node.
+        stop_seconds: from SIGTERM to SIGKILL. Batch leaves a container 30 seconds between its own two.
+        stale_seconds: silence after which a node of the gang counts as gone: several publications long, and short enough for
+            the main node to end within a minute of the loss.
+        peer_start_seconds: for the other nodes of a gang to show themselves. Batch starts them after the main node, and each
+            pulls an image; less than progress_seconds, so that the missing node is named rather than the waiting rank.
+        settle_seconds: for the nodes of a gang to say how they ended, once one has failed.
+        outlive_seconds: for other nodes to finish what they still upload, when the main node is done.
+        attempt_seconds: after which Batch ends the attempt; infinite outside Batch.
+        wind_down_seconds: before that, for a stage that resumes: time to end a step and to upload a checkpoint. At most a quarter
+            of the attempt.
+    """
+
+    startup_seconds: float = 600
+    progress_seconds: float = 900
+    patience_seconds: float = COMPILE_PATIENCE
+    publish_seconds: float = 2
+    peer_grace_seconds: float = 5
+    upload_seconds: float = 15
+    stop_seconds: float = 20
+    stale_seconds: float = 30
+    peer_start_seconds: float = 720
+    settle_seconds: float = 15
+    outlive_seconds: float = 600
+    attempt_seconds: float = math.inf
+    wind_down_seconds: float = 600
+
+    @property
+    def lead_seconds(self) -> float:
+        """How long before the attempt's end a stage that resumes is interrupted."""
+        return min(self.wind_down_seconds, self.attempt_seconds / 4)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Deadlines:
+        """
+        Raises:
+            BadConfig: a variable is no number of seconds.
+        """
+        found = {}
+        for name in (each.name for each in fields(cls)):
+            variable = f"TRNPIPE_{name.upper()}"
+            if text := environment.get(variable):
+                try:
+                    found[name] = float(text)
+                except ValueError:
+                    found[name] = math.nan
+                if not found[name] >= 0:
+                    raise BadConfig(
+                        "invalid deadline",
+                        value=f"{variable}={text}",
+                        rule="a number of seconds",
+                        remedy="correct it in the deployment's setting `environment`",
+                    )
+        # Something that takes as long as the whole attempt, a compilation, may take as long as the deployment's attempts do.
+        return cls(**{"patience_seconds": found.get("attempt_seconds", COMPILE_PATIENCE), **found})
+
+
+def run(stage: Stage, run_uri: str) -> int:
+    """Run this node's share of a stage and return the exit code for Batch.
+
+    Args:
+        run_uri: the run folder; the literal `Ref::run` where Batch did not replace it.
+    """
+    node = NodeWorld.from_environment()
+    configure_logging(f"node {node.index}")
+    try:
+        deadlines = Deadlines.from_environment()
+        paths = RunPaths(check_run_folder(resolve_run(run_uri, node)))
+    except TrnpipeError as error:
+        return conclude(failure.describe(error, stage=stage, run="", node=node, rank=0))
+    configure_logging(f"{paths.run_id} node {node.index}")
+    return Supervisor(stage, paths, node, deadlines).run()
+
+
+def resolve_run(run_uri: str, node: NodeWorld) -> str:
+    """The run folder, asked of Batch where the command's `Ref::run` arrived as it stands."""
+    if run_uri != f"Ref::{RUN_PARAMETER}":
+        return run_uri
+    from pipeline.host.own_job import run_uri_of_job
+
+    uri = run_uri_of_job(node.job)
+    log.info("the command holds a literal Ref::%s; the job's own parameter says %s", RUN_PARAMETER, uri)
+    return uri
+
+
+def conclude(ended: StageFailure | None) -> int:
+    """Write the last lines of the log and return the exit code."""
+    if ended is None:
+        return ExitCode.DONE
+    for line in failure.lines(ended):
+        log.error(line)
+    return ended.exit_code
+
+
+class Supervisor:
+    """One attempt of one stage on one node.
+
+    Methods that end something return the failure that ended it; None means that all is well.
+    """
+
+    def __init__(self, stage: Stage, paths: RunPaths, node: NodeWorld, deadlines: Deadlines) -> None:
+        self._stage = stage
+        self._paths = paths
+        self._node = node
+        self._deadlines = deadlines
+        self._in_gang = STAGES[stage].shape == Shape.GANG and node.nodes > 1
+        self._cloudwatch = EmbeddedMetrics.from_environment(stage, paths.run_id, node)
+        self._peers: gang.Peers | None = None
+        if self._in_gang and node.is_main:
+            self._peers = gang.Peers(
+                paths,
+                stage,
+                node,
+                stale_seconds=deadlines.stale_seconds,
+                start_seconds=deadlines.peer_start_seconds,
+                ended=_ended_nodes,
+            )
+        self._signal: signal.Signals | None = None
+        self._started = now()
+        # The main node's end is the gang's, and its leader writes the checkpoint while all ranks still take part.
+        ends_itself = STAGES[stage].resumes and node.is_main
+        self._attempt_ends = time.monotonic() + deadlines.attempt_seconds if ends_itself else math.inf
+        self._noted: float | None = None
+        self._noting = threading.Lock()
+
+    def run(self) -> int:
+        """Go through all states; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        # An aborted rank has written its stacks; gigabytes of core dump would only fill the host's disk.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        done = False
+        try:
+            numbers = PlanNumbers.read(self._stage, self._paths)
+            done = self._is_done(numbers)
+            ended = None if done else self._attempt(numbers)
+        except TrnpipeError as error:
+            ended = self._describe(error)
+        except OSError as error:
+            # The node's own: its disk is full, most likely.
+            log.exception("the supervisor cannot go on")
+            ended = self._describe(exhaustion(error) or Defect(f"{type(error).__name__}: {error}", rule=failure.UNEXPECTED_RULE))
+        reached = True
+        if self._in_gang:
+            reached = self._best_effort(lambda: gang.write_exit(self._paths, self._stage, self._node, ended))
+        if ended and ended.exit_code == ExitCode.UNHEALTHY_HOST and ended.node == self._node.index:
+            self._take_host_out()
+        if self._peers and not done:
+            ended = self._settle(self._peers, ended)
+        if self._node.is_main:
+            reached = self._best_effort(lambda: self._publish_failure(ended, done))
+        if reached:  # a storage outage must not block shutdown
+            self._best_effort(lambda: self._note(ended.exit_code if ended else ExitCode.DONE))
+        return conclude(ended)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number)
+
+    # Checking.
+
+    def _is_done(self, numbers: PlanNumbers) -> bool:
+        if STAGES[self._stage].always_runs:
+            return False
+        try:
+            result = StageResult.from_json(store.read_bytes(self._paths.result(self._stage)))
+        except MissingInput:
+            return False
+        done = result.fingerprint == numbers.fingerprint
+        if done:
+            log.info("%s is done already: %s", self._stage, self._paths.result(self._stage))
+        return done
+
+    def _launch(self, numbers: PlanNumbers, folder: Path) -> Launch:
+        """How the ranks are started.
+
+        Raises:
+            BadConfig: the job, or the host, is not what the plan or the device kind needs.
+        """
+        spec = STAGES[self._stage]
+        shape = spec.shape
+        node = self._node
+        kind = neuron_launch.kind_of(numbers.kind, spec)
+        if shape == Shape.SINGLE:
+            nodes, ranks_per_node = 1, 1
+        elif shape == Shape.ARRAY:
+            # A child's ranks share its parts and need no collectives.
+            nodes, ranks_per_node = 1, numbers.ranks_per_child or numbers.ranks_per_node
+        elif numbers.nodes != self._node.nodes:
+            raise BadConfig(
+                "the job's gang is not the plan's",
+                value=f"{self._node.nodes} nodes in the job, {numbers.nodes} in the plan",
+                rule="the world size is fixed by the plan: it is part of every compiled graph",
+                remedy="submit the job definition for the plan's node count, or plan a new run",
+            )
+        else:
+            nodes, ranks_per_node = numbers.nodes, numbers.ranks_per_node
+        if kind == "neuron":
+            neuron_launch.raise_open_files()
+            if self._stage == Stage.COMPILE:
+                # One process per node, which starts torchrun inside neuron_parallel_compile; it joins no collectives.
+                ranks_per_node = 1
+            if nodes > 1 and node.is_main and node.leader.startswith("127."):
+                # The Neuron root communicator listens on the leader's address, and all ranks must name it alike.
+                node = replace(node, leader=neuron_launch.own_address())
+        return Launch(
+            stage=self._stage,
+            run=self._paths.root,
+            node=node,
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            kind=kind,
+            folder=folder,
+            launcher=neuron_launch.launcher(kind, self._stage, spec),
+            # evaluate and embed pass their own flags to the compiler.
+            compiler_flags=numbers.compiler_flags if shape == Shape.GANG else "",
+            cache=numbers.cache,
+            graph_environment=numbers.environment if shape == Shape.GANG else {},
+            join_seconds=self._deadlines.startup_seconds + self._deadlines.peer_start_seconds,
+        )
+
+    # Watching and stopping.
+
+    def _attempt(self, numbers: PlanNumbers) -> StageFailure | None:
+        self._tell_start()
+        with tempfile.TemporaryDirectory(prefix="trnpipe-node-", ignore_cleanup_errors=True) as name:
+            launch = self._launch(numbers, Path(name))
+            log.info("%s: %d rank(s) on node %d of %d", self._stage, launch.ranks_per_node, self._node.node, launch.nodes)
+            ranks = start(launch)
+            # torchrun starts its ranks when all nodes have come, single processes wait for the others with a heartbeat.
+            waits_first = launch.launcher == neuron_launch.TORCHRUN and launch.nodes > 1
+            watchdog = Watchdog(
+                launch.folder,
+                ranks.numbers,
+                startup_seconds=launch.join_seconds if waits_first else self._deadlines.startup_seconds,
+                progress_seconds=self._deadlines.progress_seconds,
+                patience_seconds=self._deadlines.patience_seconds,
+            )
+            reporter = Reporter(lambda: self._report(watchdog.read(ranks.numbers[0])), self._deadlines.publish_seconds)
+            try:
+                return self._watch(ranks, watchdog, reporter)
+            finally:
+                ranks.kill()
+                # The main node goes on to use what the reporter used; elsewhere slow storage must not block shutdown.
+                reporter.stop(wait=self._peers is not None and self._signal is None)
+
+    def _tell_start(self) -> None:
+        if not self._node.is_main:
+            return
+        if self._node.attempt > 1:
+            self._cloudwatch.write({Metric.RETRIES: 1})
+        if self._cloudwatch.enabled and self._stage in METRICS[Metric.QUEUE_WAIT_SECONDS].stages:
+            # Beside the work: Batch may be slow to answer.
+            threading.Thread(target=self._tell_queue_wait, name="queue-wait", daemon=True).start()
+
+    def _tell_queue_wait(self) -> None:
+        from pipeline.host.own_job import queue_wait_seconds
+
+        waited = queue_wait_seconds(self._node.job, now=time.time())
+        if waited is not None:
+            self._cloudwatch.write({Metric.QUEUE_WAIT_SECONDS: waited})
+
+    def _watch(self, ranks: Ranks, watchdog: Watchdog, reporter: Reporter) -> StageFailure | None:
+        while True:
+            running = ranks.running()
+            if self._signal:
+                ended = self._interrupted()
+                if self._in_gang and not self._node.is_main:
+                    # At once, so that the leader writes a checkpoint while all ranks are still there to finish its step.
+                    self._best_effort(partial(gang.write_exit, self._paths, self._stage, self._node, ended))
+                ranks.stop(self._deadlines.stop_seconds)
+                return ended
+            if ranks.failures():
+                self._end_ranks(ranks)
+                return failure.cause(ranks.failures())
+            if ranks.ended:
+                return None
+            if stalls := watchdog.stalls(running):
+                ranks.abort_with_stacks([stall.rank for stall in stalls])
+                return self._stalled(ranks, stalls)
+            if trouble := reporter.trouble:
+                if failure.is_interruption(trouble):
+                    ranks.stop(self._deadlines.stop_seconds)
+                else:
+                    self._end_ranks(ranks)
+                return failure.cause([trouble, *ranks.failures()])
+            if time.monotonic() > self._attempt_ends - self._deadlines.lead_seconds:
+                return self._wind_down(ranks)
+            if not reporter.is_alive():
+                raise Defect("the supervisor's reporting thread ended", remedy="report it with the log above")
+            time.sleep(TICK_SECONDS)
+
+    def _wind_down(self, ranks: Ranks) -> StageFailure | None:
+        """Let the ranks write what they have done, which the next attempt continues from; None if they finish the stage."""
+        limit = f"{self._deadlines.attempt_seconds / 60:g} minutes"
+        log.info("%s is told to end: an attempt ends after %s", self._stage, limit)
+        ranks.interrupt()
+        latest = self._attempt_ends - self._deadlines.lead_seconds / 4
+        while not (self._signal or ranks.ended or ranks.failures()) and time.monotonic() < latest:
+            time.sleep(TICK_SECONDS)
+        if ranks.succeeded:
+            return None
+        self._end_ranks(ranks)
+        worse = [found for found in ranks.failures() if not ExitCode(found.exit_code).retryable]
+        return failure.cause(worse) or self._describe(
+            Transient(
+                f"the time of an attempt is over before {self._stage} is done",
+                value=f"{limit}, of which the last {self._deadlines.lead_seconds / 60:g} are for writing what was done",
+                rule="Batch retries no attempt that exceeds its limit, so the stage ends before",
+                remedy=f"none is needed for one more attempt, which resumes; if {self._stage} needs more than two, raise "
+                f"`timeouts.{self._stage}`",
+            )
+        )
+
+    def _stalled(self, ranks: Ranks, stalls: list[Stall]) -> StageFailure:
+        """No progress, or what the ranks' output gives as its cause."""
+        cause = ranks.cause(stalls[0].rank)
+        error = no_progress(stalls, ranks.hint(stalls[0].rank))
+        if cause:
+            log.error(" | ".join(error.lines()))
+        return self._describe(cause.error(self._node) if cause else error)
+
+    def _end_ranks(self, ranks: Ranks) -> None:
+        """End the ranks that still run, which have lost a peer, after time to say what they saw of it and to finish an upload."""
+        if not ranks.wait(self._deadlines.peer_grace_seconds):
+            ranks.stop(self._deadlines.upload_seconds)
+
+    def _report(self, heartbeat: dict[str, object]) -> StageFailure | None:
+        """Leave a sign of life and, on the main node, look for trouble on the other nodes. Runs in the reporter's thread.
+
+        Storage that cannot be reached just now is no trouble; storage that refuses is, and will refuse the result too.
+        """
+        try:
+            gang.write_progress(self._paths, self._stage, self._node, heartbeat)
+            self._note(None)
+            if self._peers is None:
+                return None
+            self._peers.poll()
+            lost = self._peers.lost()
+            return failure.cause(self._peers.failures()) or (self._describe(lost) if lost else None)
+        except (Transient, OSError) as error:
+            log.warning("progress could not be published: %s", one_line(error))
+            return None
+        except TrnpipeError as error:
+            return self._describe(error)
+
+    # Settling.
+
+    def _settle(self, peers: gang.Peers, own: StageFailure | None) -> StageFailure | None:
+        """How the gang ended: the failure that explains the others, once every node has said how it ended or had its time."""
+        deadline = time.monotonic() + self._deadlines.outlive_seconds
+        while True:
+            self._best_effort(peers.poll)
+            ended = failure.cause([*peers.failures(), *([own] if own else [])])
+            if not peers.running():
+                return ended
+            if self._signal:
+                return ended or self._interrupted()
+            if ended:
+                deadline = min(deadline, time.monotonic() + self._deadlines.settle_seconds)
+            elif lost := peers.lost():
+                return self._describe(lost)
+            if time.monotonic() > deadline:
+                return ended if ended and not failure.is_lost_peer(ended) else self._unsettled(peers, ended)
+            time.sleep(min(1.0, self._deadlines.publish_seconds))
+
+    def _unsettled(self, peers: gang.Peers, ended: StageFailure | None) -> StageFailure:
+        """What to say when nodes owe their last word: they are gone without it, or still at work long after the others."""
+        suspects = peers.silent(3 * self._deadlines.publish_seconds) + peers.absent()
+        if suspects:
+            return self._describe(gang.gone(suspects, "left no record of how it ended"))
+        return ended or self._describe(
+            Transient(
+                "nodes of the gang are still at work long after the main node is done",
+                value=[f"node {node}" for node in peers.running()],
+                rule=f"all end within {self._deadlines.outlive_seconds:g} seconds",
+                remedy="see their logs",
+            )
+        )
+
+    # Ended.
+
+    def _take_host_out(self) -> None:
+        """Let no retry land on this host; best effort, once: a node ends once."""
+        from pipeline.host.own_job import leave_cluster
+
+        self._cloudwatch.write({Metric.UNHEALTHY_HOSTS: 1})
+        leave_cluster()
+
+    def _publish_failure(self, ended: StageFailure | None, done: bool) -> None:
+        """Write `failure.json`, or remove an earlier attempt's; a child of an array leaves its sisters' failures alone."""
+        uri = self._paths.failure(self._stage)
+        if ended is not None:
+            store.write_bytes(uri, ended.to_json())
+        elif store.exists(uri):
+            earlier = StageFailure.from_json(store.read_bytes(uri))
+            if done or earlier.node == self._node.index or STAGES[self._stage].shape != Shape.ARRAY:
+                store.delete(uri)
+
+    def _note(self, exit_code: int | None) -> None:
+        """Say how long this node has been used (pipeline/cost.py): now and then, and when it ends, which is the last word."""
+        node = self._node
+        with self._noting:
+            due = self._noted is None or time.monotonic() - self._noted > NOTE_SECONDS / 2
+            if exit_code is None and not due:
+                return
+            record = NodeAttempt(
+                node=node.index,
+                attempt=node.attempt,
+                job=node.job,
+                host=node.host,
+                started=self._started,
+                seen=now(),
+                exit_code=exit_code,
+            )
+            store.write_json(self._paths.node_attempt(self._stage, node.job, node.attempt, node.index), asdict(record))
+            self._noted = time.monotonic() if exit_code is None else math.inf
+
+    def _best_effort(self, action: Callable[[], None]) -> bool:
+        """Do something in the run folder whose failure must not hide how the stage ended; returns whether it was done."""
+        try:
+            action()
+        except (TrnpipeError, OSError) as error:
+            log.warning("the run folder could not be read or written: %s", one_line(error))
+            return False
+        return True
+
+    def _interrupted(self) -> StageFailure:
+        assert self._signal is not None
+        return self._describe(
+            Transient(
+                f"{failure.TOLD_TO_END} by {self._signal.name}",
+                value=f"{self._stage} on node {self._node.index}",
+                rule="an interrupted stage is taken up again by the next attempt",
+                remedy="none is needed, unless this was not meant: a job timeout, a terminated job, a host taken away",
+            )
+        )
+
+    def _describe(self, error: TrnpipeError) -> StageFailure:
+        return failure.describe(error, stage=self._stage, run=self._paths.run_id, node=self._node, rank=0)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanNumbers:
+    """What the supervisor needs of the plan. Read without pipeline.plan, whose validation was done when the plan was written."""
+
+    fingerprint: str = ""
+    kind: str = ""
+    nodes: int = 1
+    ranks_per_node: int = 1
+    ranks_per_child: int | None = None
+    compiler_flags: str = ""
+    cache: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, stage: Stage, paths: RunPaths) -> PlanNumbers:
+        """The run's numbers; defaults where a stage may be without a plan.
+
+        Raises:
+            MissingInput: there is no plan.
+            BadData: it is none.
+        """
+        try:
+            data = store.read_bytes(paths.plan)
+        except MissingInput:
+            if stage in STAGES_WITHOUT_PLAN:
+                return cls()
+            raise
+        try:
+            plan = json.loads(data)
+            graphs = plan.get("graphs") or {"compiler_flags": "", "cache": "", "environment": {}}
+            numbers = {
+                "fingerprint": plan["fingerprint"],
+                **{name: plan["world"][name] for name in ("kind", "nodes", "ranks_per_node")},
+                "ranks_per_child": plan["config"]["embed"].get("ranks_per_child"),
+                **{name: graphs[name] for name in ("compiler_flags", "cache", "environment")},
+            }
+            return read_record(cls, json.dumps(numbers))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if stage in STAGES_WITHOUT_PLAN:
+                return cls()  # prepare refuses it in its own words, the report shows that
+            raise BadData(
+                "the run's plan cannot be read",
+                value=f"{paths.plan}: {error!r}",
+                remedy="restore it as prepare wrote it, or start a new run",
+            ) from error
+
+
+def _ended_nodes(job: str, nodes: Sequence[int]) -> dict[int, str]:
+    from pipeline.host.own_job import ended_nodes  # here, because it loads an SDK that most supervisors do without
+
+    return ended_nodes(job, nodes)
+
+
+class Reporter(threading.Thread):
+    """Calls `report` every few seconds beside the watching, because storage may be slow and watching may not.
+
+    Attributes:
+        trouble: the first failure that `report` returned.
+    """
+
+    def __init__(self, report: Callable[[], StageFailure | None], seconds: float) -> None:
+        super().__init__(name="reporter", daemon=True)
+        self.trouble: StageFailure | None = None
+        self._report = report
+        self._seconds = seconds
+        self._stop_asked = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._stop_asked.is_set():
+            self.trouble = self.trouble or self._report()
+            self._stop_asked.wait(self._seconds)
+
+    def stop(self, *, wait: bool) -> None:
+        self._stop_asked.set()
+        if wait:
+            self.join()
+
+
+def no_progress(stalls: list[Stall], hint: str = "") -> NoProgress:
+    """What to say of ranks that stand still.
+
+    Args:
+        hint: a line of the longest one's output that says what it waits for.
+    """
+    longest = stalls[0]
+    still = f"no heartbeat for {longest.seconds:.0f} seconds" + (f" after `{longest.last}`" if longest.last else "")
+    return NoProgress(
+        f"rank {longest.rank} made no progress",
+        value=[still, hint] if hint else still,
+        rule=f"a heartbeat at least every {longest.deadline:g} seconds",
+        remedy="see the stacks of all ranks above; the run is retried",
+    )

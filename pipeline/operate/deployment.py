@@ -1,0 +1,289 @@
+"""Where the operator commands look: a deployment in an AWS account, or the local run of a state folder.
+
+Both are the same state machine, and everything else that a command needs to know stands in its definition: the bucket, the
+queues, the deployment's own configuration and limits. What AWS answers instead of an answer becomes one of our errors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from pydantic import ValidationError
+
+from pipeline.config import Deployment
+from pipeline.errors import BadConfig, BadData, MissingInput, ServiceRefused, Transient
+from pipeline.operate import aws_console
+from pipeline.operate.endpoint import NAME, only_environment, read_endpoint
+from pipeline.operate.run_files import Listed, LocalFiles, RunFiles
+from pipeline.store.aws_errors import AwsError, classify_aws_error, error_text
+from pipeline.store.faults import ABSENT
+
+CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 8}, connect_timeout=10, read_timeout=30)
+LOCAL_CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
+"""The local endpoint does not throttle; one that does not answer is gone."""
+
+STATE_MACHINE_OUTPUT = "StateMachineArn"
+LOG_GROUP_OUTPUT = "JobLogGroup"
+"""Outputs of the pipeline's stack (infra/stacks.py)."""
+
+
+class EndpointGone(Transient):
+    """The local run ended during a request to it: nothing of it runs any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the state machine's definition says.
+
+    Attributes:
+        bucket: name of the bucket of runs.
+        queues: ARNs of the queues that its jobs go to.
+        deployment: the deployment's own configuration and limits.
+    """
+
+    bucket: str
+    queues: tuple[str, ...]
+    deployment: Deployment
+
+    @classmethod
+    def parse(cls, definition: str) -> Machine:
+        """Read a definition that infra/workflow/machine.py has made.
+
+        Raises:
+            BadData: it is another state machine's.
+        """
+        try:
+            states = json.loads(definition)["States"].values()
+            submits = [state["Parameters"] for state in states if "submitJob" in str(state.get("Resource"))]
+            [written] = [
+                state["Parameters"] for state in states if "deployment" in str(state.get("Parameters", {}).get("Body", ""))
+            ]
+            deployment = Deployment.model_validate(written["Body"]["deployment"])
+            return cls(
+                bucket=str(written["Bucket"]),
+                queues=tuple(dict.fromkeys(str(submit["JobQueue"]) for submit in submits)),
+                deployment=deployment,
+            )
+        except (ValidationError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadData(
+                "the state machine is none that this version of trnpipe has deployed",
+                value=f"{type(error).__name__}: {error}".splitlines()[0],
+                rule="a state writes input.json with the deployment's configuration, others submit jobs to its queues",
+                remedy="name the right --stack, or deploy it with this version",
+            ) from error
+
+
+class Site:
+    """One deployment, or one local run; use `open_site`.
+
+    Args:
+        machine_arn: ARN of the state machine.
+        stack: name of the pipeline's stack; empty of a local run.
+        log_group: of the jobs; None of a local run.
+        state: the local run's state folder, None for an account.
+    """
+
+    def __init__(self, machine_arn: str, *, stack: str = "", log_group: str | None = None, state: Path | None = None) -> None:
+        self.machine_arn = machine_arn
+        self.stack = stack
+        self.log_group = log_group
+        self.state = state
+        self._clients: dict[str, Any] = {}
+
+    @property
+    def option(self) -> str:
+        """How a command line names it."""
+        return f"--state {self.state}" if self.state else f"--stack {self.stack}"
+
+    @cached_property
+    def machine(self) -> Machine:
+        with self.asking("the state machine"):
+            answer = self.client("stepfunctions").describe_state_machine(stateMachineArn=self.machine_arn)
+        return Machine.parse(answer["definition"])
+
+    def client(self, service: str) -> Any:
+        """A client of one service; may be used from several threads."""
+        if service not in self._clients:
+            with self.asking(service):
+                session = boto3.session.Session()
+                self._clients[service] = session.client(service, config=LOCAL_CONFIG if self.state else CONFIG)
+        return self._clients[service]
+
+    def files(self, run: str) -> RunFiles:
+        """A run's folder."""
+        if self.state is not None:
+            return LocalFiles(self.state / "bucket" / "runs" / run)
+        return S3Files(self, f"s3://{self.machine.bucket}/runs/{run}")
+
+    def execution_arn(self, name: str) -> str:
+        return self.machine_arn.replace(":stateMachine:", ":execution:", 1) + f":{name}"
+
+    def console_link(self, execution_arn: str) -> str | None:
+        """Where the execution can be looked at in a browser; None of a local run."""
+        if self.state is not None:
+            return None
+        return aws_console.execution(execution_arn.split(":")[3], execution_arn)
+
+    def log_of(self, stream: str) -> str:
+        """Where a job's output is, as people find it."""
+        return str(self.state / "logs" / stream) if self.state else f"{self.log_group or 'log group unknown'}, stream {stream}"
+
+    @contextmanager
+    def asking(self, what: str) -> Iterator[None]:
+        """Turn what the AWS library raises into our errors.
+
+        Args:
+            what: is asked for.
+
+        Raises:
+            BadConfig: no region, no credentials or none that work.
+            ServiceRefused: access denied, or a request that is refused otherwise.
+            Transient: throttled or unreachable for longer than the library tries again.
+            EndpointGone: the local run has ended.
+        """
+        try:
+            yield
+        except (ClientError, BotoCoreError, OSError) as error:
+            raise self._explained(error, what) from error
+
+    def _explained(self, error: Exception, what: str) -> Exception:
+        operation = getattr(error, "operation_name", "the call")
+        value = f"{operation} for {what}: {error_text(error)}"
+        match classify_aws_error(error):
+            case AwsError.NO_CREDENTIALS | AwsError.SETUP:
+                return BadConfig(
+                    "AWS cannot be asked without a region and credentials",
+                    value=error,
+                    rule="as for the AWS CLI: environment, `aws configure`, AWS_PROFILE, or a role",
+                    remedy="set AWS_REGION and credentials (`aws sso login`, `aws configure`), or name a local run with --state",
+                )
+            case AwsError.CREDENTIALS:
+                return BadConfig(
+                    "AWS does not accept the credentials",
+                    value=value,
+                    rule="credentials that are valid now, of the deployment's account",
+                    remedy="renew them (`aws sso login`, `aws configure`), or set AWS_PROFILE",
+                )
+            case AwsError.DENIED:
+                return ServiceRefused(
+                    "access is denied",
+                    value=value,
+                    rule="your role may call this operation on the deployment's resources",
+                    remedy=f"grant it {operation}, or set AWS_PROFILE to a role that may",
+                )
+            case AwsError.BUSY:
+                return Transient("AWS answered with an error", value=value, remedy="a new attempt may succeed")
+            case AwsError.REFUSED:
+                return ServiceRefused("AWS refused the request", value=value, remedy="see the message")
+            case AwsError.UNREACHABLE if self.state is not None:
+                return EndpointGone(
+                    "the local run does not answer",
+                    value=f"{self.state / NAME}: {error}",
+                    rule="a local run is there for as long as `trnpipe local` goes on",
+                    remedy=f"see `trnpipe runs --state {self.state}` for what came of it; `trnpipe local --run ID` takes it up",
+                )
+            case AwsError.UNREACHABLE:
+                return Transient("AWS could not be reached", value=f"{what}: {error}", remedy="a new attempt may succeed")
+
+
+class S3Files:
+    """A run's folder on S3.
+
+    Args:
+        root: s3://BUCKET/runs/RUN_ID.
+    """
+
+    def __init__(self, site: Site, root: str) -> None:
+        self.root = root
+        self._site = site
+        self._bucket, _, self._key = root.removeprefix("s3://").partition("/")
+
+    def read(self, name: str, last: int | None = None) -> bytes | None:
+        key = self._key_of(name)
+        span = {} if last is None else {"Range": f"bytes=-{last}"}
+        with self._site.asking(f"s3://{self._bucket}/{key}"):
+            try:
+                data: bytes = self._site.client("s3").get_object(Bucket=self._bucket, Key=key, **span)["Body"].read()
+            except ClientError as error:
+                if error.response["Error"]["Code"] in ABSENT:
+                    return None
+                raise
+        return data
+
+    def listed(self, prefix: str) -> list[Listed]:
+        start = self._key_of(prefix)
+        with self._site.asking(f"s3://{self._bucket}/{start}"):
+            pages = self._site.client("s3").get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=start)
+            return [
+                Listed(item["Key"].removeprefix(f"{self._key}/"), item["LastModified"].timestamp(), item["ETag"])
+                for page in pages
+                for item in page.get("Contents", ())
+            ]
+
+    def has(self, prefix: str) -> bool:
+        start = self._key_of(prefix)
+        with self._site.asking(f"s3://{self._bucket}/{start}"):
+            answer = self._site.client("s3").list_objects_v2(Bucket=self._bucket, Prefix=start, MaxKeys=1)
+        return bool(answer.get("Contents"))
+
+    def _key_of(self, name: str) -> str:
+        return f"{self._key}/{name.lstrip('/')}"
+
+
+@contextmanager
+def open_site(stack: str, state: Path | None) -> Iterator[Site]:
+    """The deployment of a stack, or the local run of a state folder. Inside, a local run's key is what this process signs with.
+
+    Raises:
+        MissingInput: no such stack, or no local run goes on in the folder.
+        BadConfig: a stack of something else; see also `Site.asking`.
+    """
+    if state is not None:
+        record = read_endpoint(state)
+        if record is None:
+            raise MissingInput(
+                "no local run is going on in this state folder",
+                value=state,
+                rule=f"`trnpipe local` writes {NAME} there while it runs",
+                remedy=f"start one with `trnpipe local`, or see `trnpipe runs --state {state}` for what there was",
+            )
+        with only_environment(record.environment):
+            yield Site(record.state_machine, state=state)
+        return
+    outputs = _outputs(stack)
+    if STATE_MACHINE_OUTPUT not in outputs:
+        raise BadConfig(
+            "the stack is no pipeline",
+            value=f"{stack}: outputs {', '.join(sorted(outputs)) or 'none'}",
+            rule=f"the pipeline's stack has the output {STATE_MACHINE_OUTPUT}",
+            remedy="name the stack that is called as `name` in cdk.json, without -data",
+        )
+    yield Site(outputs[STATE_MACHINE_OUTPUT], stack=stack, log_group=outputs.get(LOG_GROUP_OUTPUT))
+
+
+def _outputs(stack: str) -> dict[str, str]:
+    site = Site("")
+    with site.asking(f"the stack {stack}"):
+        client = site.client("cloudformation")
+        try:
+            [described] = client.describe_stacks(StackName=stack)["Stacks"]
+        except ClientError as error:
+            # CloudFormation has no code of its own for it.
+            if error.response["Error"]["Code"] != "ValidationError" or "does not exist" not in str(error):
+                raise
+            raise MissingInput(
+                "there is no such stack",
+                value=f"{stack} in {client.meta.region_name}",
+                rule="the name of a deployed pipeline, in the region and account of your credentials",
+                remedy="set AWS_REGION and AWS_PROFILE, name another with --stack, or a local run with --state",
+            ) from error
+    return {output["OutputKey"]: output["OutputValue"] for output in described.get("Outputs", ())}

@@ -1,0 +1,85 @@
+"""The Batch jobs of an execution: which ones there are, told by their tag, how they are, and where their output is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from pipeline.contract import EXECUTION_TAG, StageFailure
+from pipeline.operate.deployment import Site
+from pipeline.operate.executions import Execution
+from pipeline.operate.progress import JOB_ENDED
+
+DESCRIBED_AT_ONCE = 100
+CLOCKS_DIFFER = timedelta(minutes=1)
+"""By which a job may seem older than the execution that submitted it."""
+
+Job = Mapping[str, Any]
+
+
+def describe(site: Site, ids: Sequence[str]) -> list[Job]:
+    """DescribeJobs; jobs that Batch has forgotten (a week after their end) are left out."""
+    found: list[Job] = []
+    with site.asking("jobs"):
+        for first in range(0, len(ids), DESCRIBED_AT_ONCE):
+            found += site.client("batch").describe_jobs(jobs=list(ids[first : first + DESCRIBED_AT_ONCE]))["jobs"]
+    return found
+
+
+def alive(site: Site, execution: Execution) -> list[Job]:
+    """The jobs of an execution that have not ended.
+
+    ListJobs knows no tags, and of statuses one at a time: so all jobs of the machine's queues since the execution started are
+    listed, and those that have not ended are described. Children of arrays and nodes of gangs go with their job.
+    """
+    milliseconds = round((execution.started - CLOCKS_DIFFER).timestamp() * 1000)
+    since = {"name": "AFTER_CREATED_AT", "values": [str(milliseconds)]}
+    ids = []
+    with site.asking("jobs"):
+        pages = site.client("batch").get_paginator("list_jobs")
+        for queue in site.machine.queues:
+            for page in pages.paginate(jobQueue=queue, filters=[since]):
+                ids += [job["jobId"] for job in page["jobSummaryList"] if job["status"] not in JOB_ENDED]
+    return [
+        job
+        for job in describe(site, ids)
+        if job.get("tags", {}).get(EXECUTION_TAG) == execution.arn and job["status"] not in JOB_ENDED
+    ]
+
+
+def terminate(site: Site, job: Job, reason: str) -> None:
+    """TerminateJob; a job that has ended meanwhile is left unchanged."""
+    with site.asking(job["jobName"]):
+        site.client("batch").terminate_job(jobId=job["jobId"], reason=reason)
+
+
+def failed_logs(site: Site, job_id: str, failure: StageFailure | None) -> Iterator[str]:
+    """Where the output of a failed job is: of the node or child that failed first, as far as known.
+
+    Args:
+        failure: the stage's own record of it, which names the node or the child.
+    """
+    job = _one(site, job_id)
+    if job and job.get("arrayProperties", {}).get("size"):
+        job = _one(site, f"{job_id}:{failure.node}" if failure else _failed_child(site, job_id))
+    elif job and failure is not None and job.get("nodeProperties") and failure.node != job["nodeProperties"].get("mainNode"):
+        job = _one(site, f"{job_id}#{failure.node}") or job
+    if job and (stream := _log_stream(job)):
+        yield site.log_of(stream)
+
+
+def _one(site: Site, job_id: str | None) -> Job | None:
+    return next(iter(describe(site, [job_id])), None) if job_id else None
+
+
+def _failed_child(site: Site, job_id: str) -> str | None:
+    with site.asking("an array's children"):
+        answer = site.client("batch").list_jobs(arrayJobId=job_id, jobStatus="FAILED")
+    return next((str(child["jobId"]) for child in answer["jobSummaryList"]), None)
+
+
+def _log_stream(job: Job) -> str | None:
+    """Of a job's last attempt; the only one that a gang's job itself names is its main node's."""
+    ended = [attempt.get("container", {}).get("logStreamName") for attempt in job.get("attempts", ())]
+    return next((stream for stream in (job.get("container", {}).get("logStreamName"), *reversed(ended)) if stream), None)

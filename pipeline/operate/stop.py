@@ -1,0 +1,70 @@
+"""`trnpipe stop`: end an execution and every Batch job of it, and wait until nothing of it runs.
+
+StopExecution alone is not enough: Step Functions terminates the job of a `.sync` state as best effort, and knows nothing of a
+gang's. The deployment's clean-up (infra/workflow/watches.py) ends both, if its rule and its role are in order; here the operator
+sees it done.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from rich.console import Console
+
+from pipeline.commands.terminal import note
+from pipeline.errors import Transient
+from pipeline.operate import executions, run_jobs
+from pipeline.operate.deployment import EndpointGone, Site
+from pipeline.operate.executions import Execution
+
+PATIENCE = timedelta(minutes=15)
+"""A terminated gang finishes its step and writes a checkpoint first."""
+
+LOOK_SECONDS = 5.0
+LOCAL_LOOK_SECONDS = 0.5
+QUIET_LOOKS = 2
+"""So many looks one after another must find nothing alive: a submit may have been on its way when the execution was stopped."""
+
+
+def stop(site: Site, execution: Execution, reason: str, console: Console) -> None:
+    """Stop an execution; one that is over already is cleaned up after.
+
+    Raises:
+        Transient: jobs still run after PATIENCE.
+    """
+    try:
+        _stop(site, execution, reason, console)
+    except EndpointGone:
+        note(console, "the local run has ended, and everything of it with it")
+        return
+    note(console, f"nothing of execution {execution.name} runs any more")
+    command = "local" if site.state else "start"
+    note(console, f"take the run up again with: trnpipe {command} --run {execution.run} {site.option}")
+
+
+def _stop(site: Site, execution: Execution, reason: str, console: Console) -> None:
+    if execution.running:
+        executions.stop(site, execution, reason)
+        note(console, f"execution {execution.name} stopped")
+    else:
+        note(console, f"execution {execution.name} is {execution.status} already")
+    told: set[str] = set()
+    quiet, deadline = 0, time.monotonic() + PATIENCE.total_seconds()
+    while quiet < QUIET_LOOKS:
+        alive = run_jobs.alive(site, execution)
+        quiet = 0 if alive else quiet + 1
+        for job in alive:
+            if job["jobId"] not in told:
+                run_jobs.terminate(site, job, reason)
+                told.add(job["jobId"])
+                note(console, f"job {job['jobName']} ({job['jobId']}) terminated, was {job['status']}")
+        if time.monotonic() > deadline:
+            raise Transient(
+                "jobs have been told to end and still run",
+                value=[f"{job['jobName']} ({job['jobId']}) is {job['status']}" for job in alive],
+                rule=f"they end within {PATIENCE.total_seconds() / 60:.0f} minutes",
+                remedy="see their logs; the same command goes on waiting",
+            )
+        if quiet < QUIET_LOOKS:
+            time.sleep(LOCAL_LOOK_SECONDS if site.state else LOOK_SECONDS)

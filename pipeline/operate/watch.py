@@ -1,0 +1,114 @@
+"""`trnpipe watch`: an execution as it goes on, until it ends; then what came of it, and its exit code."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.commands.terminal import note, say
+from pipeline.contract import StageFailure
+from pipeline.errors import Transient, plain
+from pipeline.operate import executions, run_jobs
+from pipeline.operate.deployment import EndpointGone, Site
+from pipeline.operate.executions import Execution, History
+from pipeline.operate.outcome import conclude, judge
+from pipeline.operate.progress import Display, LiveDisplay, PlainDisplay, StageLine, Tracker
+
+POLL_SECONDS = 5.0
+LOCAL_POLL_SECONDS = 1.0
+"""How often is looked: four calls that cost nothing, a listing and a few small objects of S3."""
+
+PLAIN_PROGRESS = timedelta(minutes=1)
+LAST_EVENT_LOOKS = 5
+"""The history is allowed to be late: so often is it asked for the end that DescribeExecution has told."""
+
+STOPPED_WATCHING_EXIT = 128 + signal.SIGINT
+
+
+def watch(site: Site, execution: Execution, console: Console, *, lines: bool = False) -> int:
+    """Show an execution until it has ended.
+
+    Args:
+        lines: plain lines even on a terminal.
+
+    Returns:
+        0; 67 when the gate refused; the failed stage's exit code; 130 when it was stopped, or after Ctrl-C, which only ends the
+        watching.
+    """
+    note(console, f"run {execution.run}" + (f", execution {execution.name}" if execution.name != execution.run else ""))
+    if link := site.console_link(execution.arn):
+        say(console, link, style="dim")  # not `note`, which hides what follows the ? of a URI
+    tracker = Tracker(site.files(execution.run))
+    live = console.is_terminal and not lines
+    every = {} if site.state else {"every": PLAIN_PROGRESS}
+    display: Display = LiveDisplay(console) if live else PlainDisplay(console, **every)
+    try:
+        with display:
+            ended = _follow(site, execution, tracker, display)
+    except KeyboardInterrupt:
+        note(console, f"stopped watching; run {execution.run} goes on")
+        note(console, f"look again: trnpipe watch {execution.name} {site.option}")
+        note(console, f"stop it:    trnpipe stop {execution.name} {site.option}")
+        return STOPPED_WATCHING_EXIT
+    return conclude(console, ended, tracker, execution.started, partial(_logs, site))
+
+
+def _follow(site: Site, execution: Execution, tracker: Tracker, display: Display) -> dict[str, Any]:
+    """Until the end; status, error and cause."""
+    history = History(site, execution.arn)
+    while True:
+        try:
+            execution = executions.describe(site, execution.arn)
+            _look(site, tracker, history)
+            if not execution.running:
+                _read_to_the_end(tracker, history)
+            tracker.trouble = ""
+        except EndpointGone:
+            return _judged(execution, tracker, display)
+        except Transient as error:
+            # The operator's network, perhaps for a night: the execution does not depend on it.
+            tracker.trouble = plain(f"{error.what}: trying again")
+        display.show(tracker)
+        if not execution.running and not tracker.trouble:
+            return execution.outcome()
+        time.sleep(LOCAL_POLL_SECONDS if site.state else POLL_SECONDS)
+
+
+def _look(site: Site, tracker: Tracker, history: History) -> None:
+    history.update()
+    tracker.update(history.events)
+    if (line := tracker.running) and line.jobs:
+        for job in run_jobs.describe(site, line.jobs[-1:]):
+            tracker.take_job(job, datetime.now(timezone.utc))
+
+
+def _read_to_the_end(tracker: Tracker, history: History) -> None:
+    for _ in range(LAST_EVENT_LOOKS):
+        if history.events and history.events[-1]["type"].startswith("Execution"):
+            break
+        time.sleep(LOCAL_POLL_SECONDS)
+        history.update()
+    tracker.update(history.events)
+
+
+def _judged(execution: Execution, tracker: Tracker, display: Display) -> dict[str, Any]:
+    """A local run that ended between two looks has taken its endpoint with it; its files say how it ended."""
+    ended = judge(tracker.files, execution.started)
+    tracker.conclude(ended.stage, datetime.now(timezone.utc))
+    tracker.trouble = ""
+    display.show(tracker)
+    return {"status": ended.status, "error": ended.error, "cause": ended.cause}
+
+
+def _logs(site: Site, line: StageLine, failure: StageFailure | None) -> Iterator[str]:
+    try:
+        for job in line.jobs[-1:]:
+            yield from run_jobs.failed_logs(site, job, failure)
+    except EndpointGone:
+        yield f"{site.log_of('')}"

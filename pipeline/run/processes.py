@@ -1,0 +1,87 @@
+"""Processes of this host that others have started: found in /proc (Linux), looked at, ended with all that they started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+log = logging.getLogger("trnpipe")
+
+PROC = Path("/proc")
+POLL_SECONDS = 0.05
+KILL_SECONDS = 5.0
+"""For processes to be gone after SIGKILL; one that is not hangs in the kernel or in a driver."""
+
+
+def signal_group(group: int, number: int) -> bool:
+    """Signal all processes of a group; returns whether there were any. (macOS answers EPERM where only zombies are left.)"""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def end_group(process: subprocess.Popen[bytes], *, grace_seconds: float = 0.0) -> None:
+    """End a process that was started in a session of its own, and all that it started in it.
+
+    Args:
+        grace_seconds: from SIGTERM to SIGKILL; 0: SIGKILL at once.
+    """
+    stages = ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, KILL_SECONDS))
+    for number, seconds in stages if grace_seconds else stages[1:]:
+        deadline = time.monotonic() + seconds
+        left = signal_group(process.pid, number)
+        while left and time.monotonic() < deadline:
+            process.poll()  # a leader that is not reaped still counts as one of its group
+            if left := signal_group(process.pid, 0):
+                time.sleep(POLL_SECONDS)
+    if process.poll() is None:
+        log.warning("process %d does not end: it hangs in the kernel or in a driver", process.pid)
+
+
+def all_processes() -> dict[int, dict[str, str]]:
+    """Return the fields of /proc/PID/status by process id; empty where there is no /proc."""
+    found = {int(path.name): status(int(path.name)) for path in PROC.glob("[0-9]*")}
+    return {pid: fields for pid, fields in found.items() if fields}
+
+
+def status(pid: int) -> dict[str, str]:
+    """Return the fields of /proc/PID/status (proc_pid_status(5)); empty if there is no such process."""
+    try:
+        lines = (PROC / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def children(parent: int) -> list[int]:
+    """Return the processes whose parent this is."""
+    return [pid for pid, fields in all_processes().items() if fields["PPid"] == str(parent)]
+
+
+def lives(pid: int) -> bool:
+    """Whether the process runs, or could: neither gone nor a zombie that its stopped parent has not fetched."""
+    return status(pid).get("State", "Z")[0] not in "ZX"
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Return the variables that a process was started with; empty if it is gone."""
+    try:
+        text = (PROC / str(pid) / "environ").read_text("utf-8", "replace")
+    except OSError:
+        return {}
+    return dict(part.split("=", 1) for part in text.split("\0") if "=" in part)
+
+
+def tree_memory(root: int) -> int:
+    """Return the resident memory of a process and all below it, each at its own peak so far, in bytes; 0 without /proc."""
+    processes = all_processes()
+    family = {root}
+    while grown := {pid for pid, fields in processes.items() if int(fields["PPid"]) in family} - family:
+        family |= grown
+    return sum(int(processes[pid].get("VmHWM", "0 kB").split()[0]) * 1024 for pid in family & processes.keys())

@@ -1,0 +1,458 @@
+"""neuron_parallel_compile and the compiler's persistent cache: the tool run and its summary read, the cache listed and unlocked.
+
+The tool runs a command in graph extraction mode (every traced graph is written to the cache as HLO, nothing executes), then
+compiles all graphs that have no result yet, several at a time, and prints a summary. Layout of the cache, a folder on S3:
+
+    neuronxcc-VERSION+HASH/MODULE_GRAPH+FLAGS/   model.hlo_module.pb, compile_flags.json; model.neff and model.done when compiled;
+                                                 model.log and no neff when that failed; *.lock while a compiler runs
+
+Sets of all runs with the same compiler, flags and ranks share a cache, so which of its graphs a trial met is read from the
+tool's log.
+
+Documents: AWS Neuron SDK 2.29.1, "PyTorch NeuronX neuron_parallel_compile CLI" and neuron-caching.rst.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import selectors
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import IO
+
+from pipeline import store
+from pipeline.contract import Stage, attempt_seconds, now
+from pipeline.errors import BadConfig, Defect, MissingInput, NoProgress, StorageRefused, Transient, TrnpipeError, one_line
+from pipeline.run import tether
+from pipeline.run.processes import end_group
+from pipeline.run.world import NodeWorld
+from pipeline.sdk import known_errors
+
+log = logging.getLogger("trnpipe")
+
+TOOL = "neuron_parallel_compile"
+HLO_FILE, FLAGS_FILE, NEFF_FILE, DONE_FILE, LOG_FILE = (
+    "model.hlo_module.pb",
+    "compile_flags.json",
+    "model.neff",
+    "model.done",
+    "model.log",
+)
+LOCK_SUFFIX = ".lock"
+IN_USE = "in-use"
+
+STOP_SECONDS = 10.0
+"""From SIGTERM to SIGKILL for the tool and all it has started."""
+
+DRAIN_SECONDS = 5.0
+"""For output that is still in the pipe when the tool has ended; a compiler left behind may hold the pipe open."""
+
+READ_BYTES = 1 << 16
+KEPT_LINES = 2000
+WORDS_KEPT = 12
+"""Lines of the compiler that go into a failure, the last ones: it ends with what it has to say."""
+
+MODULE = r"MODULE_[^/\"'.\s]+"
+CACHE_KEY = re.compile(rf"(neuronxcc-[^/]+/{MODULE})/([^/]+)$")
+TOTAL = re.compile(r"\|\|(?:NEURON_)?PARALLEL_COMPILE\|\|: Total (graphs|successful compilations|failed compilations): (\d+)\s*$")
+NOTHING_TO_DO = re.compile(r"\|\|(?:NEURON_)?PARALLEL_COMPILE\|\|: No todo hlos found")
+"""The tool's last words, in place of a summary, when every graph that the trial met is compiled already
+(torch_neuronx/parallel_compile/neuron_parallel_compile.py of the package torch-neuronx)."""
+
+CACHED = re.compile(rf"Using a cached neff at \S*?({MODULE})/")
+EXTRACTED = re.compile(rf"Extracting graphs \(\S*?({MODULE})/")
+REPORTED = re.compile(rf"\"\S*?({MODULE})/model\.hlo[^\"]*\": *{{")
+STATUS = re.compile(r"\"status\": (true|false)")
+FAILED = re.compile(rf"\|\|NEURON_CC_WRAPPER\|\|: Failed compilation with .*?({MODULE})[^\]]*\]: ?(.*)")
+OF_THE_SUMMARY = (TOTAL, NOTHING_TO_DO, CACHED, EXTRACTED, REPORTED, STATUS, FAILED)
+LOG_LINE = re.compile(r"\|\|[A-Z_]+\|\|:")
+
+
+class State(Enum):
+    """What the cache knows of a graph.
+
+    DONE: compiled. FAILED: the compiler gave up, and the cache will say so instead of trying again (unless
+    --retry_failed_compilation). LOCKED: a compiler runs, or died. COLLECTED: no result yet.
+    """
+
+    DONE = "done"
+    FAILED = "failed"
+    LOCKED = "locked"
+    COLLECTED = "collected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedGraph:
+    """A graph that the compiler could not compile, and its own words (log lines, then the end of model.log)."""
+
+    module: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What one call of the tool did, on this node; other nodes compile into the same cache meanwhile.
+
+    Attributes:
+        graphs: graphs that had no result: compiled now, or failed.
+        compiled: of these, the good ones.
+        cached: graphs that the trial met and the cache had already.
+        failed: of the first, the others.
+        modules: names of all graphs that the trial met: those of the set, whatever else the cache holds.
+        seconds: the whole call, trial and compilation.
+    """
+
+    graphs: int
+    compiled: int
+    cached: int
+    failed: tuple[FailedGraph, ...]
+    modules: tuple[str, ...]
+    seconds: float
+
+
+def extraction_mode(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is a trial under the tool: graphs are written down, and empty stubs with zero outputs run instead."""
+    return environment.get("NEURON_EXTRACT_GRAPHS_ONLY") == "1"
+
+
+# The tool.
+
+
+def parallel_compile(
+    command: Sequence[str],
+    *,
+    flags: str,
+    cache: str,
+    parallel: int,
+    timeout: float,
+    on_line: Callable[[str], None] | None = None,
+    retries: int = 1,
+    environment: Mapping[str, str] = os.environ,
+) -> Summary:
+    """Run a trial command under neuron_parallel_compile.
+
+    Args:
+        command: the trial run, e.g. torchrun around a module. It ends when the tool does.
+        flags: NEURON_CC_FLAGS, the same as in training.
+        cache: URI of the persistent cache.
+        parallel: compilers at a time.
+        timeout: seconds for everything.
+        on_line: called with every line of output, and about once a second with "" while there is none.
+        retries: further attempts of each graph whose compilation failed, e.g. because memory ran out beside others.
+
+    Returns:
+        The summary, also where graphs failed.
+
+    Raises:
+        BadConfig: the tool is not there, the flags name a cache of their own, or the log says that the job cannot work.
+        Defect: the trial failed, or the tool ended without a summary, or with one that contradicts itself.
+        NoProgress: it took longer than `timeout`; what is compiled stays in the cache.
+    """
+    if "--cache_dir" in flags:
+        raise BadConfig(
+            "the compiler's flags name a cache of their own",
+            value=flags,
+            rule="--cache_dir beats the cache that training and all nodes read",
+            remedy="set compile.cache instead",
+        )
+    started = time.monotonic()
+    path = environment.get("PATH", "")
+    if shutil.which(TOOL, path=path) is None:
+        raise BadConfig(f"there is no {TOOL} on PATH", value=path, remedy="use the image with torch-neuronx")
+    code, lines = _run(
+        # The command is tied to the tool, which knows nothing of that, and the tool to this process.
+        tether.tied([TOOL, "--num_parallel", str(parallel), *tether.tied(command, any_parent=True)]),
+        {
+            **environment,
+            "NEURON_CC_FLAGS": flags,
+            "NEURON_COMPILE_CACHE_URL": cache,
+            "NEURON_PARALLEL_COMPILE_MAX_RETRIES": str(retries),
+            "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1",
+            tether.PARENT: str(os.getpid()),
+        },
+        timeout,
+        on_line or (lambda _: None),
+    )
+    return _summary(code, lines, cache, time.monotonic() - started)
+
+
+def run_command(
+    command: Sequence[str], *, timeout: float, on_line: Callable[[str], None], environment: Mapping[str, str] = os.environ
+) -> None:
+    """Run a trial with what is compiled.
+
+    Args:
+        command, timeout, on_line: as of `parallel_compile`.
+
+    Raises:
+        TrnpipeError: it failed, for what the log says if that is known.
+        NoProgress: it took longer than `timeout`.
+    """
+    code, lines = _run(tether.tied(command), {**environment, tether.PARENT: str(os.getpid())}, timeout, on_line)
+    if code:
+        raise _classified(lines) or Defect(
+            "a step with the compiled graphs failed",
+            value=[f"exit status {code}", *lines[-WORDS_KEPT:]],
+            rule="every graph that was compiled loads and runs, on all ranks at once",
+            remedy="see the log above for what stopped it",
+        )
+
+
+def _run(
+    command: list[str], environment: dict[str, str], timeout: float, on_line: Callable[[str], None]
+) -> tuple[int, list[str]]:
+    """Exit status and the lines that say something, of which there are never too many to keep."""
+    kept: list[str] = []
+
+    def take(line: str) -> None:
+        on_line(line)
+        if _speaks(line, kept):
+            kept.append(line[: 4 * known_errors.LINE_CHARACTERS])
+
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        if not _read_lines(process, process.stdout, time.monotonic() + timeout, take):
+            raise NoProgress(
+                "compilation, or a step with what was compiled, took too long",
+                value=f"{timeout:g} seconds; last line: {kept[-1] if kept else ''}",
+                rule="all graphs are compiled before the stage's time is over, and then run once in seconds",
+                remedy="the run is retried and goes on from what is compiled; raise compile.parallel",
+            )
+        return process.wait(), kept
+    finally:
+        end_group(process, grace_seconds=STOP_SECONDS)
+        if process.stdout:
+            process.stdout.close()
+
+
+def _read_lines(process: subprocess.Popen[bytes], stream: IO[bytes], deadline: float, take: Callable[[str], None]) -> bool:
+    """Give every line to `take` until the process has ended; False if the deadline came first."""
+    os.set_blocking(stream.fileno(), False)
+    rest = b""
+    give_up = deadline
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while True:
+            ready = selector.select(1.0)
+            chunk = os.read(stream.fileno(), READ_BYTES) if ready else b""
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                take(line.decode("utf-8", "replace").rstrip("\r"))
+            if not ready:
+                take("")
+            ended = process.poll() is not None
+            if ended:
+                give_up = min(give_up, time.monotonic() + DRAIN_SECONDS)
+            late = time.monotonic() > give_up
+            if late or (not chunk and (ready or ended)):
+                break
+    if rest:
+        take(rest.decode("utf-8", "replace"))
+    # The tool may close its output before it ends.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
+    return process.poll() is not None
+
+
+def _speaks(line: str, kept: list[str]) -> bool:
+    """Whether to keep a line: the last ones are wanted, and all that the summary is made of."""
+    if not line.strip(". "):
+        return False  # the compiler's dots
+    if len(kept) >= KEPT_LINES:
+        for index, old in enumerate(kept):
+            if not any(pattern.search(old) for pattern in OF_THE_SUMMARY):
+                del kept[index]
+                break
+        else:
+            del kept[0]
+    return True
+
+
+def _summary(code: int, lines: list[str], cache: str, seconds: float) -> Summary:
+    names = ("graphs", "successful compilations", "failed compilations")
+    totals = {found.group(1): int(found.group(2)) for line in lines if (found := TOTAL.search(line))}
+    if any(NOTHING_TO_DO.search(line) for line in lines):
+        totals = dict.fromkeys(names, 0)
+    if len(totals) < 3:
+        raise _classified(lines) or Defect(
+            f"{TOOL} ended without a summary",
+            value=[f"exit status {code}", *lines[-WORDS_KEPT:]],
+            rule="the trial run ends with 0, and then all its graphs are compiled",
+            remedy="see the log above for what stopped the trial run",
+        )
+    graphs, compiled, failed = (totals[name] for name in names)
+    if graphs != compiled + failed or (code != 0 and failed == 0):
+        raise Defect(
+            f"{TOOL} contradicts itself",
+            value=[f"exit status {code}", f"graphs {graphs}, successful {compiled}, failed {failed}"],
+            rule="graphs are successful or failed, and without a failed one it ends with 0",
+            remedy="report it with the log above",
+        )
+    reported = set(_reported(lines))
+    cached, extracted = ({found.group(1) for line in lines if (found := pattern.search(line))} for pattern in (CACHED, EXTRACTED))
+    return Summary(
+        graphs=graphs,
+        compiled=compiled,
+        cached=len(cached - reported),
+        failed=_failed_graphs(lines, cache, failed),
+        modules=tuple(sorted(cached | extracted | reported)),
+        seconds=round(seconds, 1),
+    )
+
+
+def _classified(lines: Sequence[str]) -> TrnpipeError | None:
+    """What a log says of why its program failed, None if nothing known."""
+    finding = known_errors.classify(lines)
+    return finding.error(NodeWorld.from_environment()) if finding is not None and finding.is_cause else None
+
+
+def _reported(lines: Sequence[str]) -> dict[str, bool]:
+    """Module -> compiled, from the JSON report, whose lines may each have a prefix of the log's."""
+    found: dict[str, bool] = {}
+    module = None
+    for line in lines:
+        if named := REPORTED.search(line):
+            module = named.group(1)
+        if module and (status := STATUS.search(line)):
+            found[module] = status.group(1) == "true"
+            module = None
+    return found
+
+
+def _failed_graphs(lines: Sequence[str], cache: str, count: int) -> tuple[FailedGraph, ...]:
+    """The failed graphs with the compiler's words; at least `count`, unnamed ones where the log does not name them."""
+    if not count:
+        return ()
+    words: dict[str, list[str]] = {module: [] for module, good in _reported(lines).items() if not good}
+    current: list[str] | None = None
+    for line in lines:
+        if found := FAILED.search(line):
+            current = words.setdefault(found.group(1), [])
+            current.append(found.group(2))
+        elif LOG_LINE.search(line):
+            current = None
+        elif current is not None:
+            current.append(line)
+    states = modules(cache)
+    if not words:
+        words = {key.rsplit("/", 1)[-1]: [] for key, state in states.items() if state is State.FAILED}
+    for key, state in states.items():
+        module = key.rsplit("/", 1)[-1]
+        if module in words and state is State.FAILED:
+            words[module] += compiler_log(cache, key)
+    graphs = [
+        FailedGraph(
+            module=module,
+            words=tuple(line.strip()[: known_errors.LINE_CHARACTERS] for line in said if line.strip())[-WORDS_KEPT:],
+        )
+        for module, said in sorted(words.items())
+    ]
+    unnamed = FailedGraph(module="", words=("neither the log nor the cache names this graph",))
+    return tuple(graphs + [unnamed] * (count - len(graphs)))
+
+
+# The cache.
+
+
+def modules(cache: str) -> dict[str, State]:
+    """Every graph in the cache, of every compiler version: key (its folder below `cache`) -> state.
+
+    Raises:
+        MissingInput: the bucket is not there, or may not be listed.
+    """
+    files: dict[str, set[str]] = {}
+    for info in store.list_objects(cache):
+        if found := CACHE_KEY.search(info.uri):
+            files.setdefault(found.group(1), set()).add(found.group(2))
+    return {key: _state(names) for key, names in sorted(files.items())}
+
+
+def _state(names: set[str]) -> State:
+    if {NEFF_FILE, DONE_FILE} <= names:
+        return State.DONE
+    if any(name.endswith(LOCK_SUFFIX) for name in names):
+        return State.LOCKED
+    # A neff without the mark of completion is half an upload, which the tool compiles again.
+    return State.FAILED if LOG_FILE in names and NEFF_FILE not in names else State.COLLECTED
+
+
+def compiler_log(cache: str, key: str) -> list[str]:
+    """The last lines that the compiler wrote about a graph that failed, empty where it left none."""
+    try:
+        text = store.read_bytes(store.join(cache, key, LOG_FILE)).decode("utf-8", "replace")
+    except MissingInput:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-WORDS_KEPT:]
+
+
+def clear_stale_locks(cache: str, *, in_use: bool, older_seconds: float | None = None) -> list[str]:
+    """Remove locks that a killed node left behind, or every later run waits for a compiler that does not exist.
+
+    Args:
+        in_use: another run uses the cache: nothing is removed, since its lock may be young by its clock.
+        older_seconds: age from which on a lock is stale; by default as for `others`.
+
+    Returns:
+        The URIs removed.
+    """
+    older_seconds = attempt_seconds(Stage.COMPILE) if older_seconds is None else older_seconds
+    moment = time.time()
+    stale = [
+        info.uri
+        for info in store.list_objects(cache)
+        if info.uri.endswith(LOCK_SUFFIX) and CACHE_KEY.search(info.uri) and moment - info.modified > older_seconds
+    ]
+    if in_use:
+        if stale:
+            log.warning("%d old locks stay in %s: other runs use it", len(stale), cache)
+        return []
+    for uri in stale:
+        store.delete(uri)
+    if stale:
+        log.warning("removed %d locks older than %g seconds from %s", len(stale), older_seconds, cache)
+    return stale
+
+
+# Who uses the cache: one small object per run, beside it.
+
+
+def register(cache: str, run: str) -> None:
+    """Note that this run uses the cache, from now until `unregister`."""
+    store.write_json(_note(cache, run), {"run": run, "time": now()})
+
+
+def unregister(cache: str, run: str) -> None:
+    """Forget the note, best effort: one that stays counts as old when an attempt to compile would have ended."""
+    try:
+        store.delete(_note(cache, run))
+    except (Transient, MissingInput, StorageRefused) as error:
+        log.warning("the note of use stays: %s", one_line(error))
+
+
+def others(cache: str, run: str, *, older_seconds: float | None = None) -> list[str]:
+    """Runs beside this one that use the cache. Of two that begin together each sees the other, if both register first.
+
+    Args:
+        older_seconds: age from which on a note is left over from a run that was killed; by default an attempt's length,
+            because no compiler outlives its stage.
+    """
+    older_seconds = attempt_seconds(Stage.COMPILE) if older_seconds is None else older_seconds
+    folder = _note(cache, run).rsplit("/", 1)[0]
+    moment = time.time()
+    names = [info.uri.rsplit("/", 1)[-1] for info in store.list_objects(folder) if moment - info.modified <= older_seconds]
+    return [name.removesuffix(".json") for name in names if name.endswith(".json") and name != f"{run}.json"]
+
+
+def _note(cache: str, run: str) -> str:
+    parent, slash, name = cache.rstrip("/").rpartition("/")
+    # A cache that is a whole bucket keeps its notes in itself.
+    root = parent if slash and name and not parent.endswith(":/") else cache
+    return store.join(root, IN_USE, f"{run}.json")

@@ -1,0 +1,372 @@
+"""neuron-monitor beside training: what every core and the host did, and a word at once when hardware fails.
+
+Format: neuron-monitor user guide of SDK 2.29.1 (aws-neuron-sdk, tools/neuron-sys-tools/neuron-monitor-user-guide.rst at v2.29.1).
+Writes `train/monitor/node-N.jsonl`, one line per interval: `{time, attempt, host, utilization: {mean, min, max}, cores: {core:
+mean}, device_memory_bytes, host_memory_bytes, ecc: {counter: count}, errors: {kind: count}}`. Watching is a help and no duty:
+where the tool is absent or not understood, training goes on without.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pipeline import store
+from pipeline.contract import Metric
+from pipeline.errors import MissingInput, TrnpipeError, UnhealthyHost, one_line
+from pipeline.run.context import StageContext
+from pipeline.run.processes import end_group
+from pipeline.sdk.neuron_tools import HOST, ToolError, find_tool, tool_environment
+
+log = logging.getLogger("trnpipe")
+
+PERIOD_SECONDS = 5
+"""neuron-monitor's own default."""
+INTERVAL_SECONDS = 60.0
+STOP_SECONDS = 20.0
+"""For an upload under way when training ends."""
+ECC_COUNTERS = ("mem_ecc_corrected", "mem_ecc_uncorrected", "sram_ecc_corrected", "sram_ecc_uncorrected")
+"""Per device, since its driver was loaded."""
+FATAL_ECC = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
+FATAL_ERROR = "hardware"
+"""The kind of execution error that means broken hardware, "such as uncorrectable ECC issues"; counted per period."""
+
+
+def configuration(period_seconds: float) -> dict[str, Any]:
+    """neuron-monitor's configuration file: every process on every core, and the host."""
+    return {
+        "period": f"{period_seconds:g}s",
+        "neuron_runtimes": [
+            {
+                "tag_filter": ".*",
+                "metrics": [{"type": name} for name in ("neuroncore_counters", "memory_used", "execution_stats")],
+            }
+        ],
+        "system_metrics": [{"type": name} for name in ("memory_info", "neuron_hw_counters")],
+    }
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """One report of neuron-monitor, all processes together.
+
+    Attributes:
+        utilization: core -> percent, of cores that a process holds.
+        device_memory, host_memory: bytes in use; None: not said.
+        ecc: ECC_COUNTERS over all devices; empty: not said.
+        errors: kind -> failed executions of the period.
+        gaps: parts that neuron-monitor could not collect, in its words.
+    """
+
+    utilization: dict[int, float] = field(default_factory=dict)
+    device_memory: int | None = None
+    host_memory: int | None = None
+    ecc: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)
+    gaps: list[str] = field(default_factory=list)
+
+
+def parse_report(line: bytes | str) -> Reading:
+    """Read one line of neuron-monitor's output.
+
+    Raises:
+        ValueError: not of the documented form.
+    """
+    try:
+        report = json.loads(line)
+        reading = Reading()
+        for process in report["neuron_runtime_data"]:
+            _read_process(process, reading)
+        system = report["system_data"]
+        if memory := _group(system, "memory_info", reading):
+            reading.host_memory = _whole(memory["memory_used_bytes"])
+        if (counters := _group(system, "neuron_hw_counters", reading)) and (devices := counters["neuron_devices"]):
+            reading.ecc = {name: sum(_whole(device[name]) for device in devices) for name in ECC_COUNTERS}
+    except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return reading
+
+
+def _read_process(process: Mapping[str, Any], reading: Reading) -> None:
+    if process.get("error"):
+        reading.gaps.append(str(process["error"]))
+        return
+    report = process["report"]
+    if counters := _group(report, "neuroncore_counters", reading):
+        for core, counted in (counters["neuroncores_in_use"] or {}).items():
+            share = float(counted["neuroncore_utilization"])
+            if not 0.0 <= share <= 100.5:
+                raise ValueError(f"core {core} is used to {share} percent")
+            # Every process lists every core of the host; only one of them holds it.
+            reading.utilization[int(core)] = max(share, reading.utilization.get(int(core), 0.0))
+    if memory := _group(report, "memory_used", reading):
+        reading.device_memory = (reading.device_memory or 0) + _whole(memory["neuron_runtime_used_bytes"]["neuron_device"])
+    if stats := _group(report, "execution_stats", reading):
+        for kind, count in stats["error_summary"].items():
+            reading.errors[kind] = reading.errors.get(kind, 0) + _whole(count)
+
+
+def _group(groups: Mapping[str, Any], name: str, reading: Reading) -> Mapping[str, Any] | None:
+    """A metric group, None where neuron-monitor left it out (its period is not over) or could not collect it."""
+    group = groups.get(name)
+    if group is None:
+        return None
+    if group.get("error"):
+        reading.gaps.append(f"{name}: {group['error']}")
+        return None
+    return dict(group)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise TypeError(f"a whole number was expected, found {value!r}")
+    return int(value)
+
+
+@dataclass(kw_only=True)
+class _Interval:
+    """Readings of one interval: every core's shares in percent; failed executions and new memory errors, counted."""
+
+    cores: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    errors: Counter[str] = field(default_factory=Counter)
+    ecc: Counter[str] = field(default_factory=Counter)
+
+    def add(self, reading: Reading, events: Mapping[str, int]) -> None:
+        for core, share in reading.utilization.items():
+            self.cores[core].append(share)
+        self.errors.update(reading.errors)
+        self.ecc.update(events)
+
+    def means(self) -> dict[int, float]:
+        return {core: fmean(shares) for core, shares in sorted(self.cores.items())}
+
+
+class HostMonitor:
+    """Watches this node's host while it is entered; on kinds other than neuron, and on all but a node's first rank, does nothing.
+
+    `check` and `latest` are cheap: they look at what the reading thread left.
+
+    Args:
+        kind: of the devices.
+        interval_seconds: between two lines, each followed by an upload.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        kind: str,
+        *,
+        period_seconds: float = PERIOD_SECONDS,
+        interval_seconds: float = INTERVAL_SECONDS,
+        root: Path = HOST,
+    ) -> None:
+        self._context = context
+        self._watches = kind == "neuron" and context.world.local_rank == 0
+        self._period_seconds = period_seconds
+        self._interval_seconds = interval_seconds
+        self._root = root
+        self._lock = threading.Lock()
+        self._latest = Reading()
+        self._interval = _Interval()
+        self._ecc: dict[str, int] = {}
+        self._fatal: list[str] = []
+        self._said: set[str] = set()
+        self._stopping = threading.Event()
+        self._ended = threading.Event()
+        self._lines: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> HostMonitor:
+        if not self._watches:
+            return self
+        folder = self._context.scratch / "monitor"
+        folder.mkdir(parents=True, exist_ok=True)
+        config = folder / "neuron-monitor.json"
+        config.write_text(json.dumps(configuration(self._period_seconds)))
+        try:
+            self._process = subprocess.Popen(
+                [find_tool("neuron-monitor", self._root), "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=tool_environment(os.environ),
+                start_new_session=True,
+            )
+        except (ToolError, OSError) as error:
+            self._say_once(f"training goes on without a look at the host: {error}")
+            return self
+        self._threads = [
+            threading.Thread(target=self._read, args=(self._process,), name="neuron-monitor", daemon=True),
+            threading.Thread(target=self._publish_regularly, name="monitor-upload", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        self._stopping.set()
+        end_group(self._process)
+        for thread in self._threads:
+            thread.join(STOP_SECONDS)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._publish()
+
+    def latest(self) -> dict[str, float]:
+        """The newest reading as flat metrics; empty where no monitor runs, or nothing was read yet."""
+        if self._ended.is_set():
+            return {}
+        with self._lock:
+            reading, ecc = self._latest, dict(self._ecc)
+        metrics: dict[str, float] = {}
+        if shares := reading.utilization.values():
+            metrics |= {
+                "core_utilization": sum(shares) / len(shares),
+                "core_utilization_min": min(shares),
+                "core_utilization_max": max(shares),
+            }
+        if reading.device_memory is not None:
+            metrics["device_memory_gib"] = reading.device_memory / (1 << 30)
+        if reading.host_memory is not None:
+            metrics["host_memory_gib"] = reading.host_memory / (1 << 30)
+        if ecc:
+            metrics["ecc_corrected"] = sum(count for name, count in ecc.items() if name not in FATAL_ECC)
+            metrics["ecc_uncorrected"] = sum(ecc[name] for name in FATAL_ECC)
+        return metrics
+
+    def check(self) -> None:
+        """Call it now and then, e.g. whenever metrics are logged.
+
+        Raises:
+            UnhealthyHost: hardware failed since the monitor was entered.
+        """
+        with self._lock:
+            fatal = list(self._fatal)
+        if fatal:
+            node = self._context.world.node
+            raise UnhealthyHost(
+                f"the hardware of node {node.node} ({node.host}) fails",
+                value=fatal,
+                rule="no uncorrected memory errors and no hardware errors while training",
+                remedy="the run is retried on another host from its newest checkpoint; terminate this one",
+            )
+
+    # In the reading thread.
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.strip():
+                continue
+            try:
+                reading = parse_report(line)
+            except ValueError as error:
+                self._say_once(f"neuron-monitor prints something unknown, which is passed over: {error}: {line[:200]!r}")
+                continue
+            self._take(reading)
+        self._ended.set()
+        if not self._stopping.is_set():
+            self._say_once(f"neuron-monitor ended with status {process.wait()}: training goes on without a look at the host")
+
+    def _take(self, reading: Reading) -> None:
+        fatal = []
+        events: dict[str, int] = {}
+        risen = {name: count for name, count in reading.ecc.items() if count > self._ecc.get(name, 0)}
+        for name, count in risen.items():
+            # Corrected errors from before this attempt are no news; an uncorrected one always is.
+            if name in FATAL_ECC or self._ecc:
+                log.warning("memory errors: %s is now %d", name, count)
+                events[name] = count - self._ecc.get(name, 0)
+            if name in FATAL_ECC:
+                fatal.append(f"{name}: {count}")
+        for kind, count in reading.errors.items():
+            if count:
+                log.warning("failed executions within %g seconds: %d of kind %s", self._period_seconds, count, kind)
+            if count and kind == FATAL_ERROR:
+                fatal.append(f"{kind} errors: {count}")
+        for gap in reading.gaps:
+            self._say_once(f"neuron-monitor could not collect everything: {gap}")
+        with self._lock:
+            self._latest = reading
+            self._interval.add(reading, events)
+            self._ecc |= reading.ecc
+            self._fatal += fatal
+
+    def _say_once(self, text: str) -> None:
+        # What differs in numbers only is the same message.
+        key = "".join(character for character in text[:80] if not character.isdigit())
+        if key not in self._said:
+            self._said.add(key)
+            log.warning("%s", text)
+
+    # In the uploading thread; at the end, in the caller's.
+
+    def _publish_regularly(self) -> None:
+        self._fetch_earlier()
+        while not self._stopping.wait(self._interval_seconds):
+            self._publish()
+
+    def _fetch_earlier(self) -> None:
+        """An attempt goes on with the lines of those before it."""
+        try:
+            self._lines = store.read_bytes(self._uri).decode().splitlines()
+        except MissingInput:
+            pass
+        except (TrnpipeError, OSError, ValueError) as error:
+            self._say_once(f"what earlier attempts saw of their hosts is lost: {one_line(error)}")
+
+    def _publish(self) -> None:
+        with self._lock:
+            interval, self._interval = self._interval, _Interval()
+            reading, ecc = self._latest, dict(self._ecc)
+        means = interval.means()
+        if not means and reading.host_memory is None:
+            return
+        self._tell(interval, means)
+        node = self._context.world.node
+        line: dict[str, Any] = {"time": time.time(), "attempt": node.attempt, "host": node.host}
+        if means:
+            line["utilization"] = {
+                "mean": round(fmean(means.values()), 2),
+                "min": round(min(means.values()), 2),
+                "max": round(max(means.values()), 2),
+            }
+        line |= {
+            "cores": {str(core): round(mean, 2) for core, mean in means.items()},
+            "device_memory_bytes": reading.device_memory,
+            "host_memory_bytes": reading.host_memory,
+            "ecc": ecc,
+            "errors": interval.errors,
+        }
+        self._lines.append(json.dumps(line))
+        try:
+            store.write_bytes(self._uri, "".join(f"{text}\n" for text in self._lines).encode())
+        except (TrnpipeError, OSError) as error:
+            log.warning("what neuron-monitor saw could not be written: %s", one_line(error))
+
+    def _tell(self, interval: _Interval, means: Mapping[int, float]) -> None:
+        uncorrected = sum(interval.ecc.get(name, 0) for name in FATAL_ECC)
+        values: dict[Metric, float] = {
+            Metric.ECC_CORRECTED: sum(interval.ecc.values()) - uncorrected,
+            Metric.ECC_UNCORRECTED: uncorrected,
+        }
+        if means:
+            values[Metric.CORE_UTILIZATION] = fmean(means.values())
+        self._context.cloudwatch.write(values)
+
+    @property
+    def _uri(self) -> str:
+        return self._context.paths.host_monitor(self._context.world.node.node)

@@ -1,0 +1,300 @@
+"""The Neuron system tools and the driver's files, asked with a deadline and read strictly: what is unknown counts as a failure.
+
+Formats are those of SDK 2.29.1: neuron-ls, nccom-test and neuron-monitor user guides, sysfs user guide
+(aws-neuron-sdk, tools/neuron-sys-tools at v2.29.1). Loads no framework.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline.run.processes import end_group
+
+HOST = Path("/")
+"""Where devices, sysfs and the tools are looked for."""
+TOOLS_FOLDER = "opt/aws/neuron/bin"
+RUNTIME_LIBRARY = "opt/aws/neuron/lib/libnrt.so.1"
+"""The runtime's library as programs load it: a link to libnrt.so.VERSION."""
+RUNTIME_PACKAGE = "aws-neuronx-runtime-lib"
+DRIVER_VERSION = "sys/module/neuron/version"
+"""Version of the driver that is loaded. `modinfo neuron` names the one on disk, which may be another (nrt-troubleshoot.rst)."""
+SYSFS_DEVICES = "sys/devices/virtual/neuron_device"
+
+UNCORRECTED = ("mem_ecc_uncorrected", "mem_ecc_repairable_uncorrected", "sram_ecc_uncorrected")
+"""Counters of a device since its driver was loaded, in `neuronN/stats/hardware`."""
+
+NCCOM_OPERATIONS = {"all_reduce": "allr", "all_gather": "allg", "reduce_scatter": "redsct"}
+NCCOM_FAILURE = re.compile(r"failure running|test failed|\b[1-9]\d* errors? found|driver is not running", re.IGNORECASE)
+"""What nccom-test says when something is wrong, whatever its exit status, which no document describes."""
+
+ALL_CORES = ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "NEURON_RT_ROOT_COMM_ID")
+"""What binds a process to some cores, or to a gang; a tool is to see the whole host."""
+OUTPUT_LIMIT_BYTES = 1 << 20
+LINES_SHOWN = 3
+
+Version = tuple[int, int, int]
+
+
+class ToolError(Exception):
+    """A tool that is not there, ends badly, does not end, or prints something undocumented."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeuronDevice:
+    """One entry of `neuron-ls -j`.
+
+    Attributes:
+        cores: ids of its NeuronCores.
+        memory: bytes.
+        processes: `PID COMMAND` of the processes that hold cores of it.
+    """
+
+    index: int
+    cores: tuple[int, ...]
+    memory: int
+    processes: tuple[str, ...]
+
+
+# Tools as processes.
+
+
+def find_tool(name: str, root: Path = HOST) -> str:
+    """The program's path, on PATH or where the Neuron packages put it.
+
+    Raises:
+        ToolError: it is nowhere.
+    """
+    found = shutil.which(name) or shutil.which(name, path=str(root / TOOLS_FOLDER))
+    if found is None:
+        raise ToolError(f"{name} is neither on PATH nor in /{TOOLS_FOLDER}")
+    return found
+
+
+def run_tool(name: str, *arguments: str, seconds: float, root: Path = HOST, folder: Path | None = None) -> tuple[str, str]:
+    """Run a tool to its end, and end everything that it started if it takes too long.
+
+    Args:
+        folder: where it runs and leaves its own files; None: where this process is.
+
+    Returns:
+        Standard output and standard error.
+
+    Raises:
+        ToolError: no such tool, an exit status other than 0, or no end in time.
+    """
+    command = [find_tool(name, root), *arguments]
+    # Files, because a pipe stays open as long as any of the tool's own children holds it.
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=folder,
+                env=tool_environment(os.environ),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ToolError(f"{name} cannot be started: {error}") from error
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise ToolError(f"{name} did not end within {seconds:g} seconds{_last_words(stdout, stderr)}") from error
+        finally:
+            end_group(process)
+        if code != 0:
+            raise ToolError(f"{name} ended with status {code}{_last_words(stdout, stderr)}")
+        return _text(stdout), _text(stderr)
+
+
+def tool_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what binds a rank to its own core."""
+    return {name: value for name, value in base.items() if name not in ALL_CORES}
+
+
+def _text(stream: IO[bytes]) -> str:
+    stream.seek(0)
+    return stream.read(OUTPUT_LIMIT_BYTES).decode(errors="replace")
+
+
+def _last_words(stdout: IO[bytes], stderr: IO[bytes]) -> str:
+    lines = [line.strip() for line in (_text(stdout) + "\n" + _text(stderr)).splitlines() if line.strip()]
+    return ": " + " | ".join(lines[-LINES_SHOWN:]) if lines else ""
+
+
+# Versions.
+
+
+def parse_version(text: str) -> Version:
+    """The first three numbers of `2.27.4.0` or `2.31.24.0-0b044f4ce`.
+
+    Raises:
+        ToolError: no version.
+    """
+    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text.strip())
+    if found is None:
+        raise ToolError(f"not a version: {text.strip()!r}")
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+def driver_version(root: Path = HOST) -> str:
+    """Version of the loaded driver.
+
+    Raises:
+        ToolError: no driver is loaded.
+    """
+    try:
+        return (root / DRIVER_VERSION).read_text().strip()
+    except OSError as error:
+        raise ToolError(f"no Neuron driver is loaded: /{DRIVER_VERSION} cannot be read ({error.strerror})") from error
+
+
+def runtime_version(root: Path = HOST, *, seconds: float) -> str:
+    """Version of the runtime library in this container: by the library's own file name, else by its package.
+
+    Raises:
+        ToolError: neither says.
+    """
+    named = re.fullmatch(r"libnrt\.so\.(\d+(?:\.\d+){2,3})", (root / RUNTIME_LIBRARY).resolve().name)
+    if named:
+        return named[1]
+    try:
+        stdout, _ = run_tool("dpkg-query", "-W", "-f=${Version}", RUNTIME_PACKAGE, seconds=seconds, root=root)
+    except ToolError as error:
+        raise ToolError(f"the Neuron runtime is not known: no /{RUNTIME_LIBRARY}, and {error}") from error
+    return stdout.strip()
+
+
+def driver_objection(driver: Version, runtime: Version, accepted: Sequence[str]) -> str | None:
+    """The rule by which this driver and this runtime do not go together, None if they do.
+
+    The hard limits are those of the Neuron runtime's release notes (SDK 2.30, 2.31); within them only what was tried is accepted.
+
+    Args:
+        accepted: driver releases as `MAJOR.MINOR`.
+    """
+    if driver[:2] >= (2, 29) and runtime[:2] < (2, 33):
+        return "a driver 2.29 or newer needs a runtime 2.33 or newer"
+    if driver[:2] <= (2, 26) and runtime[:2] >= (2, 32):
+        return "a runtime 2.32 or newer refuses drivers up to 2.26"
+    if f"{driver[0]}.{driver[1]}" not in accepted:
+        return f"health_check.driver_versions accepts {', '.join(accepted)}"
+    return None
+
+
+# Devices.
+
+
+def missing_files(root: Path, names: Sequence[str]) -> list[str]:
+    """Those of the names under /dev that are not there."""
+    return [f"/dev/{name}" for name in names if not (root / "dev" / name).exists()]
+
+
+def uncorrected_errors(devices: int, root: Path = HOST) -> dict[str, int]:
+    """Uncorrected memory errors of devices 0 to `devices` - 1: `neuron3 sram_ecc_uncorrected` -> count.
+
+    Raises:
+        ToolError: a counter is not there or is no number.
+    """
+    counts = {}
+    for device in range(devices):
+        for name in UNCORRECTED:
+            file = root / SYSFS_DEVICES / f"neuron{device}" / "stats" / "hardware" / name
+            # The guide draws counters as folders with a file `total`; the driver makes these plain files.
+            file = file / "total" if file.is_dir() else file
+            try:
+                counts[f"neuron{device} {name}"] = int(file.read_text())
+            except (OSError, ValueError) as error:
+                raise ToolError(f"the error counter of neuron{device} cannot be read: {error}") from error
+    return counts
+
+
+def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronDevice]:
+    """The host's Neuron devices, as `neuron-ls -j` lists them. Needs no core, so it works while training holds them all.
+
+    Raises:
+        ToolError: the tool fails, or prints something else.
+    """
+    stdout, _ = run_tool("neuron-ls", "-j", seconds=seconds, root=root)
+    try:
+        return [_neuron_device(entry) for entry in _list(json.loads(stdout))]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ToolError(f"neuron-ls printed an unknown format ({type(error).__name__}: {error}): {stdout[:200]!r}") from error
+
+
+def _neuron_device(entry: dict[str, Any]) -> NeuronDevice:
+    cores = [_whole(core) for core in _list(entry["neuroncore_ids"])]
+    if len(cores) != _whole(entry["nc_count"]):
+        raise ValueError(f"nc_count {entry['nc_count']} with cores {cores}")
+    return NeuronDevice(
+        index=_whole(entry["neuron_device"]),
+        cores=tuple(cores),
+        memory=_whole(entry["memory_size"]),
+        processes=tuple(f"{_whole(process['pid'])} {process['command']}" for process in _list(entry["neuron_processes"])),
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"a list was expected, found {value!r}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"a whole number was expected, found {value!r}")
+    return value
+
+
+# Collectives within the host.
+
+
+def nccom_test(operation: str, ranks: int, size: int, *, seconds: float, root: Path = HOST) -> float:
+    """Run one collective over cores of this host with its values checked. Takes all cores: before any rank opens its own.
+
+    Args:
+        operation: a key of NCCOM_OPERATIONS.
+        size: bytes of the message.
+
+    Returns:
+        Bus bandwidth in GiB/s, which is what the tool's column `busbw(GB/s)` holds.
+
+    Raises:
+        ToolError: anything but an exit status of 0, a report of the documented form, and no word of a failure.
+    """
+    with tempfile.TemporaryDirectory(prefix="trnpipe-nccom-") as name:
+        folder = Path(name)
+        report = folder / "report.json"
+        arguments = ("-r", str(ranks), NCCOM_OPERATIONS[operation], "-b", str(size), "-e", str(size), "-d", "fp32", "--check")
+        stdout, stderr = run_tool(
+            "nccom-test",
+            *arguments,
+            "--non-interactive",
+            "--report-to-json-file",
+            str(report),
+            seconds=seconds,
+            root=root,
+            folder=folder,
+        )
+        if found := NCCOM_FAILURE.search(stdout + "\n" + stderr):
+            line = next((line for line in (stdout + "\n" + stderr).splitlines() if found[0] in line), found[0])
+            raise ToolError(f"nccom-test: {line.strip()}")
+        try:
+            results = _list(json.loads(report.read_text())["results"])
+            rates = [float(result["busbw(GB/s)"]) for result in results if result["type"] == "fp32" and _whole(result["size(B)"])]
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ToolError(f"nccom-test left no report of the known form ({type(error).__name__}: {error})") from error
+    if len(rates) != 1 or len(results) != 1 or not math.isfinite(rates[0]) or rates[0] <= 0:
+        raise ToolError(f"nccom-test reported other results than the one asked for: {results}")
+    return rates[0]

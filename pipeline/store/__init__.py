@@ -1,0 +1,388 @@
+"""Files by URI: `s3://bucket/key` and local paths behind one set of functions. The only place that imports boto3.
+
+Guarantees: a reader never sees half an object (S3 by nature, local files by rename) or two versions of one mixed, conditional
+writes fail with `Conflict` instead of overwriting, and trouble that passes is waited out (faults.py says how long). Failures come
+out as our errors: absent is `MissingInput`, denied `StorageRefused`, what did not pass `Transient`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import mimetypes
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+from pipeline.allowed_uris import FILE, check_name, is_s3
+from pipeline.contract import Artifact
+from pipeline.errors import BadConfig, BadData, MissingInput, Transient
+from pipeline.files import replacing
+from pipeline.store import s3
+from pipeline.store.faults import Conflict, persistently, translated
+from pipeline.store.s3 import ObjectStream, _s3_client_of, s3_client, split
+
+__all__ = [
+    "Conflict",
+    "ObjectInfo",
+    "_s3_client_of",
+    "content_type",
+    "delete",
+    "delete_folder",
+    "download",
+    "download_folder",
+    "exists",
+    "is_s3",
+    "join",
+    "list_objects",
+    "local_file",
+    "local_folder",
+    "open_read",
+    "read_bytes",
+    "read_json",
+    "read_versioned",
+    "s3_client",
+    "sha256",
+    "sha256_file",
+    "split",
+    "stat",
+    "upload",
+    "upload_folder",
+    "write_bytes",
+    "write_json",
+]
+
+CHUNK_BYTES = 1 << 20
+UPLOADS_AT_ONCE = 4
+"""Files of a folder that are uploaded at once; large ones take s3.PARTS_AT_ONCE connections each, of s3.CONNECTIONS."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One stored object: URI, size in bytes, version tag (S3: ETag; local: content hash, empty in listings), and in listings when
+    it was written last (seconds since 1970, by the storage's clock)."""
+
+    uri: str
+    size: int
+    etag: str = ""
+    modified: float = field(default=0.0, compare=False)
+
+
+def join(root: str, *names: str) -> str:
+    """The URI of something below a folder.
+
+    Raises:
+        BadData: a name that would lead out of it; many stand in files that others wrote.
+    """
+    return "/".join([root.rstrip("/"), *map(check_name, names)])
+
+
+@contextmanager
+def open_read(uri: str) -> Iterator[BinaryIO]:
+    """Stream an object's raw bytes; nothing is decompressed. On S3 a connection that breaks off is taken up where it stood.
+
+    Raises:
+        MissingInput, StorageRefused.
+        Transient: also when the object is replaced meanwhile.
+    """
+    if is_s3(uri):
+        with _one_version(uri), io.BufferedReader(ObjectStream(uri), CHUNK_BYTES) as stream:
+            yield cast(BinaryIO, stream)
+    else:
+        with translated(uri), open(_local(uri), "rb") as stream:
+            yield stream
+
+
+def read_bytes(uri: str) -> bytes:
+    return read_versioned(uri)[0]
+
+
+def read_versioned(uri: str) -> tuple[bytes, str]:
+    """An object's bytes together with the version tag that `write_bytes(if_match=...)` takes."""
+    if is_s3(uri):
+        bucket, key = split(uri)
+
+        def read() -> tuple[bytes, str]:
+            answer = s3_client().get_object(Bucket=bucket, Key=key)
+            return answer["Body"].read(), answer["ETag"]
+
+        return persistently(uri, read)
+    with translated(uri):
+        data = _local(uri).read_bytes()
+        return data, hashlib.sha256(data).hexdigest()
+
+
+def read_json(uri: str) -> Any:
+    return json.loads(read_bytes(uri))
+
+
+def write_bytes(uri: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
+    """Write a small object whole; returns its version tag.
+
+    Args:
+        if_absent: only if nothing is there.
+        if_match: only over exactly this version.
+
+    Raises:
+        Conflict: the condition did not hold. Also where it did, but the answer was lost and the write made again.
+    """
+    if is_s3(uri):
+        bucket, key = split(uri)
+        condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
+        arguments = {"ContentType": content_type(uri), **s3.tagging(key), **condition}
+
+        def write() -> str:
+            answer = s3_client().put_object(Bucket=bucket, Key=key, Body=data, **arguments)
+            return str(answer["ETag"])
+
+        try:
+            return persistently(uri, write)
+        except MissingInput as error:
+            if if_match:
+                raise Conflict(uri) from error
+            raise
+    with translated(uri):
+        path = _local(uri)
+        if if_match and (not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != if_match):
+            raise Conflict(uri)
+        try:
+            with replacing(path, if_absent=if_absent) as stream:
+                stream.write(data)
+        except FileExistsError as error:
+            raise Conflict(uri) from error
+        return hashlib.sha256(data).hexdigest()
+
+
+def write_json(uri: str, record: Any, **condition: Any) -> str:
+    return write_bytes(uri, json.dumps(record, indent=1, sort_keys=True).encode(), **condition)
+
+
+def stat(uri: str) -> ObjectInfo | None:
+    """Size and version of an object, None if it is not there.
+
+    Raises:
+        StorageRefused: storage does not say whether it is.
+    """
+    if is_s3(uri):
+        bucket, key = split(uri)
+        try:
+            answer = persistently(uri, lambda: s3_client().head_object(Bucket=bucket, Key=key))
+        except MissingInput:
+            return None
+        return ObjectInfo(uri, answer["ContentLength"], answer["ETag"])
+    with translated(uri):
+        path = _local(uri)
+        return ObjectInfo(uri, path.stat().st_size) if path.is_file() else None
+
+
+def exists(uri: str) -> bool:
+    return stat(uri) is not None
+
+
+def list_objects(uri: str) -> list[ObjectInfo]:
+    """Every object under a folder, recursively, sorted by URI; empty when there is none."""
+    if is_s3(uri):
+        bucket, prefix = split(uri)
+        prefix = prefix.rstrip("/") + "/" if prefix else ""
+
+        def listing() -> list[ObjectInfo]:
+            pages = s3_client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+            return [
+                ObjectInfo(f"s3://{bucket}/{item['Key']}", item["Size"], item["ETag"], item["LastModified"].timestamp())
+                for page in pages
+                for item in page.get("Contents", ())
+                if not item["Key"].endswith("/")
+            ]
+
+        return sorted(persistently(uri, listing), key=lambda info: info.uri)
+    with translated(uri):
+        root = _local(uri)
+        paths = [path for path in root.rglob("*") if path.is_file() and not path.name.startswith(".")] if root.is_dir() else []
+        found = [ObjectInfo(str(path), path.stat().st_size, modified=path.stat().st_mtime) for path in paths]
+        return sorted(found, key=lambda info: info.uri)
+
+
+def delete(uri: str) -> None:
+    """Remove one object; absent is fine."""
+    if is_s3(uri):
+        bucket, key = split(uri)
+        persistently(uri, lambda: s3_client().delete_object(Bucket=bucket, Key=key))
+    else:
+        with translated(uri):
+            _local(uri).unlink(missing_ok=True)
+
+
+def delete_folder(uri: str) -> None:
+    """Remove every object under a folder."""
+    for info in list_objects(uri):
+        delete(info.uri)
+
+
+def upload(path: Path, uri: str) -> Artifact:
+    """Copy a local file to `uri` (on S3 in parallel parts) and say what was written. It is hashed while it is sent."""
+    size = path.stat().st_size
+    if is_s3(uri):
+        with ThreadPoolExecutor(1, "hash") as beside:
+            digest = beside.submit(sha256_file, path)
+            s3.send_file(path, uri, content_type(uri))
+            return Artifact(uri, digest.result(), size)
+    with translated(uri), replacing(_local(uri)) as stream, open(path, "rb") as source:
+        return Artifact(uri, _copy(_chunks(source), stream), size)
+
+
+def download(uri: str, path: Path, *, sha256: str | None = None, size: int | None = None) -> Path:
+    """Copy an object to a local file; the file appears whole or not at all. It is hashed while it is fetched.
+
+    Args:
+        sha256, size: what the content must be.
+
+    Raises:
+        BadData: it is something else.
+        Transient: also when the object is replaced meanwhile.
+    """
+    with replacing(path) as stream:
+        if is_s3(uri):
+            info = stat(uri)
+            if info is None:
+                raise MissingInput("the object or bucket does not exist", value=uri, remedy="check the URI")
+            with _one_version(uri):
+                digest = _copy(s3.pieces(uri, info.size, info.etag), stream)
+        else:
+            with translated(uri), open(_local(uri), "rb") as source:
+                digest = _copy(_chunks(source), stream)
+        expected = {"bytes": (stream.tell(), size), "sha256": (digest, sha256)}
+        wrong = [f"{name} {found}, expected {named}" for name, (found, named) in expected.items() if named not in (None, found)]
+        if wrong:
+            raise BadData(
+                "the object is not what it should be",
+                value=[f"{uri}: {fact}" for fact in wrong],
+                rule="what is named together with its hash does not change",
+                remedy="restore the version that was named, or name the new one",
+            )
+    return path
+
+
+def upload_folder(folder: Path, uri: str) -> dict[str, Artifact]:
+    """Copy a local folder's files under `uri`; relative name -> what was written.
+
+    Several files are on their way at once and arrive in no order: what says that a folder is whole, a manifest, is written by
+    the caller afterwards. When a file fails, those that have not begun do not begin.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload") as pool:
+        futures = {name: pool.submit(upload, folder / name, join(uri, name)) for name in names}
+        done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
+        for future in futures.values():
+            future.cancel()
+        failed = next((future for future in done if future.exception()), None)
+        if failed is not None:
+            failed.result()
+        return {name: future.result() for name, future in futures.items()}
+
+
+def download_folder(uri: str, folder: Path) -> Path:
+    """Copy every object under `uri` into a local folder.
+
+    Raises:
+        MissingInput: there is nothing under `uri`.
+        BadData: an object's name would lead out of the folder.
+    """
+    infos = list_objects(uri)
+    if not infos:
+        raise MissingInput("the folder does not exist or is empty", value=uri, remedy="check the URI")
+    root = uri.rstrip("/") if is_s3(uri) else str(_local(uri))
+    names = [check_name(info.uri[len(root) + 1 :]) for info in infos]
+    for info, name in zip(infos, names, strict=True):
+        download(info.uri, folder / name)
+    return folder
+
+
+def local_folder(uri: str, cache: Path) -> Path:
+    """A folder of local files with what stands under `uri`: the folder itself when it is local, else a download into `cache`.
+
+    All processes of a host that ask for the same are served by one download; what is there under `uri` must not change meanwhile.
+    """
+    if is_s3(uri):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        complete = cache.with_name(f"{cache.name}.complete")
+        # The system gives the lock back when a process ends, however it ends.
+        with open(cache.with_name(f"{cache.name}.lock"), "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not complete.is_file() or complete.read_text(encoding="utf-8") != uri:
+                complete.unlink(missing_ok=True)
+                shutil.rmtree(cache, ignore_errors=True)
+                download_folder(uri, cache)
+                complete.write_text(uri, encoding="utf-8")
+        return cache
+    if not _local(uri).is_dir():
+        raise MissingInput("the folder does not exist", value=uri, remedy="check the path")
+    return _local(uri)
+
+
+def local_file(uri: str, cache: Path) -> Path:
+    """A local file with the content of `uri`: the file itself when it is local, else a download into the folder `cache`."""
+    if is_s3(uri):
+        return download(uri, cache / check_name(uri.rsplit("/", 1)[-1]))
+    if not _local(uri).is_file():
+        raise MissingInput("the file does not exist", value=uri, remedy="check the path")
+    return _local(uri)
+
+
+def sha256(uri: str) -> str:
+    """Hex digest of an object, streamed."""
+    with open_read(uri) as stream:
+        return _digest(stream)
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return _digest(stream)
+
+
+def content_type(uri: str) -> str:
+    """Media type by name, so that a browser shows a report instead of saving it."""
+    return mimetypes.guess_type(uri)[0] or "application/octet-stream"
+
+
+def _local(uri: str) -> Path:
+    path = uri.removeprefix(FILE)
+    if "://" in path or "\0" in path:
+        raise BadConfig("unknown kind of URI", value=uri, rule="s3://BUCKET/KEY or a local path")
+    return Path(path)
+
+
+@contextmanager
+def _one_version(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except Conflict as error:
+        raise Transient(
+            "the object was replaced while it was read", value=uri, remedy="a new attempt reads the new one whole"
+        ) from error
+
+
+def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
+    while chunk := stream.read(CHUNK_BYTES):
+        yield chunk
+
+
+def _copy(chunks: Iterator[bytes], target: BinaryIO) -> str:
+    """Write the chunks; returns their hash."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        target.write(chunk)
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digest(stream: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    for chunk in _chunks(stream):
+        digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,238 @@
+"""AMI and container images: every finding once where it belongs, and once where it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+
+from infra.doctor import check_image
+from infra.doctor.asking import Refused, Unavailable
+from infra.doctor.blueprint import Blueprint, Fleet
+
+AMI = {
+    "ImageId": "ami-0123456789abcdef0",
+    "Name": "ecs-neuron-driver-2.27.4.0",
+    "State": "available",
+    "Architecture": "x86_64",
+    "RootDeviceName": "/dev/xvda",
+    "OwnerId": "123456789012",
+    "BlockDeviceMappings": [{"DeviceName": "/dev/xvda", "Ebs": {"VolumeSize": 30}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, []),
+        ({"State": "pending"}, [("problem", "the AMI is not available")]),
+        ({"Architecture": "arm64"}, [("problem", "the AMI is for another processor")]),
+        (
+            {"RootDeviceName": "/dev/sda1"},
+            [("problem", "the AMI's root device has another name than the launch template assumes")],
+        ),
+        (
+            {"BlockDeviceMappings": [{"DeviceName": "/dev/xvda", "Ebs": {"VolumeSize": 1000}}]},
+            [("problem", "the AMI's volume is larger than the launch template's")],
+        ),
+        ({"OwnerId": "999999999999"}, [("warning", "the AMI belongs to a stranger")]),
+        ({"OwnerId": "591542846629", "ImageOwnerAlias": "amazon"}, []),
+        ({"DeprecationTime": "2020-01-01T00:00:00.000Z"}, [("warning", "the AMI is deprecated")]),
+        ({"DeprecationTime": "2200-01-01T00:00:00.000Z"}, []),
+        ({"Name": "ecs-neuron"}, [("warning", "the AMI's Neuron driver cannot be told from outside")]),
+        ({"Name": "ecs-neuron", "Description": "aws-neuronx-dkms 2.27.4.0, kernel 6.1"}, []),
+        ({"Name": "ecs-neuron", "Tags": [{"Key": "neuron-driver", "Value": "2.27"}]}, []),
+        ({"Name": "ecs-neuron driver 2.29.0.0"}, [("problem", "the AMI's Neuron driver is too new")]),
+        ({"Name": "neuronx-dkms-2.26.1"}, [("warning", "the AMI's Neuron driver is another one")]),
+    ],
+    ids=str,
+)
+def test_ami(other_blueprint: Blueprint, look: Any, bad: Any, change: Any, expected: Any) -> None:
+    findings = look(check_image.ami, other_blueprint, {"ec2:DescribeImages": {"Images": [{**AMI, **change}]}})
+    assert bad(findings) == expected
+
+
+def test_an_ami_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: Any) -> None:
+    for gone in (Refused("InvalidAMIID.NotFound", ""), {"Images": []}):
+        assert bad(look(check_image.ami, other_blueprint, {"ec2:DescribeImages": gone})) == [("problem", "the AMI is not there")]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "expected"),
+    [
+        ({"Parameter": {"Value": "ami-0123456789abcdef0"}}, []),
+        ({"Parameter": {"Value": "a driver"}}, [("problem", "the AMI's SSM parameter holds no image id")]),
+        (Refused("ParameterVersionNotFound", ""), [("problem", "the AMI's SSM parameter is not there")]),
+    ],
+    ids=["good", "text", "absent"],
+)
+def test_ami_by_parameter(blueprint: Blueprint, look: Any, bad: Any, parameter: Any, expected: Any) -> None:
+    answers = {"ssm:GetParameter": parameter, "ec2:DescribeImages": {"Images": [AMI]}}
+    assert bad(look(check_image.ami, blueprint, answers)) == expected
+
+
+def test_judging_an_ami_takes_the_launch_templates_as_the_measure(blueprint: Blueprint) -> None:
+    def on_sda(fleet: Fleet) -> Fleet:
+        return dataclasses.replace(fleet, root=fleet.root and dataclasses.replace(fleet.root, device="/dev/sda1"))
+
+    now = datetime.now(timezone.utc)
+    whats = [one.what for one in check_image.judge_ami(AMI, "123456789012", [on_sda(fleet) for fleet in blueprint.fleets()], now)]
+    assert "the AMI's root device has another name than the launch template assumes" in whats
+
+
+DETAILS = {"imageDigest": "sha256:aa", "imageTags": ["0.1.0"], "imageSizeInBytes": 3 << 30}
+
+
+def manifest(*platforms: str) -> dict[str, Any]:
+    manifests = [
+        {"digest": "sha256:b", "platform": dict(zip(("os", "architecture"), one.split("/"), strict=True))} for one in platforms
+    ]
+    return {"images": [{"imageManifest": json.dumps({"schemaVersion": 2, "manifests": manifests})}]}
+
+
+@pytest.mark.parametrize(
+    ("details", "platforms", "after", "expected"),
+    [
+        ({"imageDetails": [DETAILS]}, ["linux/amd64", "unknown/unknown"], True, []),
+        (
+            {"imageDetails": [DETAILS]},
+            ["linux/arm64"],
+            True,
+            [("problem", "the image trnpipe/neuron:0.1.0 is for another processor")],
+        ),
+        (Refused("ImageNotFoundException", ""), [], False, [("problem", "the image trnpipe/neuron:0.1.0 has not been pushed")]),
+        (
+            Refused("RepositoryNotFoundException", ""),
+            [],
+            False,
+            [("warning", "the image repository trnpipe/neuron is not there yet")],
+        ),
+        (
+            Refused("RepositoryNotFoundException", ""),
+            [],
+            True,
+            [("problem", "the image trnpipe/neuron:0.1.0 has not been pushed")],
+        ),
+    ],
+    ids=["pushed", "other processor", "not pushed", "before the first deployment", "repository deleted"],
+)
+def test_containers(
+    blueprint: Blueprint, look: Any, bad: Any, details: Any, platforms: list[str], after: bool, expected: Any
+) -> None:
+    answers = {"ecr:DescribeImages": details, "ecr:BatchGetImage": manifest(*platforms)}
+    findings = look(check_image.containers, blueprint, answers, after=after)
+    # The neuron image, and the same of the cpu image.
+    assert bad(findings)[: len(expected)] == expected
+    assert len(bad(findings)) == 2 * len(expected)
+    for finding in findings:
+        assert not finding.remedy or "docker buildx build --platform linux/amd64 -f containers/" in finding.remedy
+
+
+def test_a_container_elsewhere_cannot_be_judged(blueprint: Blueprint, look: Any, bad: Any) -> None:
+    public = dataclasses.replace(blueprint.containers[0], repository=None, uri="public.ecr.aws/team/neuron:7")
+    private = dataclasses.replace(blueprint.containers[1], region="eu-west-1", registry="123456789012", uri="there")
+    elsewhere = dataclasses.replace(blueprint, containers=(public, private))
+    assert bad(look(check_image.containers, elsewhere, {})) == [
+        ("warning", "the neuron image cannot be looked at"),
+        ("warning", "the cpu image is in another region"),
+    ]
+
+
+@pytest.fixture
+def blob() -> Iterator[str]:
+    """An address that answers with an image's configuration."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"os": "linux", "architecture": self.path.strip("/")}).encode())
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("architecture", "problems"), [("amd64", 0), ("arm64", 2)])
+def test_a_single_image_says_its_processor_in_its_configuration(
+    blueprint: Blueprint, look: Any, bad: Any, blob: str, architecture: str, problems: int
+) -> None:
+    single = {"schemaVersion": 2, "config": {"digest": "sha256:cc"}, "layers": []}
+    answers = {
+        "ecr:DescribeImages": {"imageDetails": [DETAILS]},
+        "ecr:BatchGetImage": {"images": [{"imageManifest": json.dumps(single)}]},
+        "ecr:GetDownloadUrlForLayer": {"downloadUrl": f"{blob}/{architecture}", "layerDigest": "sha256:cc"},
+    }
+    assert len(bad(look(check_image.containers, blueprint, answers))) == problems
+
+
+def test_a_registry_that_does_not_answer_is_nobodys_fault() -> None:
+    with pytest.raises(Unavailable):
+        check_image.download("http://127.0.0.1:9/blob")
+
+
+BASE = "sha256:" + 64 * "b"
+NOT_PINNED = ("problem", "the Neuron image names no base by digest")
+NOT_MIRRORED = ("problem", "the Neuron image's base is not in the deployment's registry")
+
+
+@pytest.mark.parametrize(
+    ("label", "mirrored", "expected"),
+    [
+        (f"123456789012.dkr.ecr.us-west-2.amazonaws.com/trnpipe/neuron-base@{BASE}", True, []),
+        (f"public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0@{BASE}", True, []),
+        (f"public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0@{BASE}", False, [NOT_MIRRORED]),
+        ("public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0", True, [NOT_PINNED]),
+        (None, True, [NOT_PINNED]),
+    ],
+)
+@pytest.mark.parametrize("index", [True, False])
+def test_the_base_of_the_neuron_image_is_kept(
+    blueprint: Blueprint,
+    look: Any,
+    bad: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    label: str | None,
+    mirrored: bool,
+    expected: Any,
+    index: bool,
+) -> None:
+    single = {"images": [{"imageManifest": json.dumps({"schemaVersion": 2, "config": {"digest": "sha256:cc"}, "layers": []})}]}
+    configuration = {"os": "linux", "config": {"Labels": {check_image.BASE_LABEL: label}} if label else {}}
+    monkeypatch.setattr(check_image, "download", lambda url: json.dumps(configuration).encode())
+
+    def images(parameters: dict[str, Any]) -> dict[str, Any]:
+        assert parameters["repositoryName"] == "trnpipe/neuron"
+        [wanted] = parameters["imageIds"]
+        return manifest("linux/arm64", "linux/amd64") if index and wanted != {"imageDigest": "sha256:b"} else single
+
+    def mirror(parameters: dict[str, Any]) -> Any:
+        assert parameters == {"repositoryName": "trnpipe/neuron-base", "imageIds": [{"imageDigest": BASE}]}
+        return {"imageDetails": [DETAILS]} if mirrored else Refused("ImageNotFoundException", "")
+
+    answers = {
+        "ecr:BatchGetImage": images,
+        "ecr:GetDownloadUrlForLayer": {"downloadUrl": "https://layers/cc", "layerDigest": "sha256:cc"},
+        "ecr:DescribeImages": mirror,
+    }
+    findings = look(check_image.neuron_base, blueprint, answers)
+    assert bad(findings) == expected
+    remedy = "make mirror REPOSITORY=123456789012.dkr.ecr.us-west-2.amazonaws.com/trnpipe/neuron-base"
+    assert all(finding.remedy.startswith(remedy) for finding in findings if expected)
+
+
+def test_the_base_of_an_image_that_is_not_there_is_no_finding(blueprint: Blueprint, look: Any) -> None:
+    missing = {"images": [], "failures": [{"imageId": {"imageTag": "0.1.0"}, "failureCode": "ImageNotFound"}]}
+    assert look(check_image.neuron_base, blueprint, {"ecr:BatchGetImage": missing}) == []
+    assert look(check_image.neuron_base, blueprint, {"ecr:BatchGetImage": Refused("RepositoryNotFoundException", "")}) == []

@@ -1,0 +1,415 @@
+"""Memory by formula against what torch really holds, limits, refusals, and known runs that must be judged as they went."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, MPNetConfig, PreTrainedConfig, XLMRobertaConfig
+
+from pipeline.backends.device import Device, open_device
+from pipeline.config import ModelConfig, RunConfig, build_config
+from pipeline.errors import BadConfig
+from pipeline.estimate import memory
+from pipeline.estimate.memory import FP32, GIB, Budget, Footprint, MemoryCapacity
+from pipeline.model.encoder import Encoder, checkpoint_activations, new_encoder, prepare_for_training
+from pipeline.model.folder import load_encoder
+from pipeline.model.shape import ModelShape, read_shape, shape_of
+from pipeline.plan import World
+from pipeline.run.world import World as RankWorld
+from pipeline.training.micro_batches import cut
+from pipeline.training.step import RecentLosses, build_optimizer, train_step
+from tests.tiny import make_model
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+LARGER = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "intermediate_size": 384}
+UNKNOWN = MemoryCapacity(None, None)
+
+
+def backbone(kind: type[PreTrainedConfig] = BertConfig, **changes: Any) -> PreTrainedConfig:
+    return kind(**{"vocab_size": 300, "max_position_embeddings": 80, **SMALL, **changes})
+
+
+def settings(
+    kind: str = "cpu", *, device: dict[str, Any] | None = None, embed: dict[str, Any] | None = None, **train: Any
+) -> RunConfig:
+    return build_config(
+        {
+            "device": {"kind": kind, **(device or {})},
+            "train": {"batch_size": 8, "query_length": 16, "buckets": [32, 64], **train},
+            "embed": {"buckets": [32, 64], "tokens_per_batch": 256, **(embed or {})},
+        }
+    )
+
+
+def planned(kind: str = "cpu", precision: str = "fp32", ranks: int = 1, nodes: int = 1) -> World:
+    return World(kind=kind, precision=precision, nodes=nodes, ranks_per_node=ranks)
+
+
+def budget(budgets: list[Budget], stage: str, place: str) -> Budget:
+    return next(found for found in budgets if (found.stage, found.place) == (stage, place))
+
+
+def cast(precision: str) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def kept_by_autograd(encoder: Encoder, length: int, precision: str) -> int:
+    """Bytes that a forward pass of 8 rows keeps for the backward pass, weights aside."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in encoder.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in weights:
+            kept[place] = tensor
+        return tensor
+
+    tokens = torch.randint(5, 300, (8, length))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast(precision):
+        embeddings = encoder(tokens, torch.ones_like(tokens))
+    assert embeddings.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("sizes", [SMALL, LARGER], ids=["small", "larger"])
+@pytest.mark.parametrize("kind", [BertConfig, XLMRobertaConfig, MPNetConfig])
+@pytest.mark.parametrize("length", [16, 64])
+def test_activations_are_what_autograd_keeps(
+    kind: type[PreTrainedConfig], sizes: dict[str, int], fused: bool, precision: str, length: int
+) -> None:
+    # Dropout keeps less on CUDA, the only kind with fused attention, than it does here.
+    dropout = 0.0 if fused else 0.1
+    encoder = new_encoder(backbone(kind, **sizes), ModelConfig()).train()
+    prepare_for_training(encoder, fused_attention=fused, dropout=dropout)
+    config, world = settings(buckets=[length], dropout=dropout), planned("cuda" if fused else "cpu", precision)
+    shape = shape_of(encoder)
+    footprint = Footprint(shape, config, world)
+    predicted = footprint.activations(length) + (2 * shape.multiplied if precision == "bf16" else 0)
+    assert predicted == pytest.approx(kept_by_autograd(encoder, length, precision), rel=0.03)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_activation_functions(activation: str) -> None:
+    encoder = new_encoder(backbone(hidden_act=activation, intermediate_size=512), ModelConfig()).train()
+    prepare_for_training(encoder, fused_attention=False)
+    footprint = Footprint(shape_of(encoder), settings(), planned())
+    assert footprint.activations(32) == pytest.approx(kept_by_autograd(encoder, 32, "fp32"), rel=0.03)
+
+
+@pytest.mark.parametrize("head", [None, {"hidden": 24}])
+def test_parameters_and_optimizer_state_are_exact(tmp_path: Path, head: dict[str, int] | None) -> None:
+    make_model(tmp_path / "model", head=24 if head else None)
+    model = ModelConfig.model_validate({"head": head})
+    encoder, config = load_encoder(tmp_path / "model", model), settings()
+    shape = read_shape(tmp_path / "model", model)
+    assert shape == shape_of(encoder)
+    assert shape.parameters == sum(parameter.numel() for parameter in encoder.parameters())
+    device = open_device("cpu", "fp32", RankWorld(), threads=1)
+    optimizer = build_optimizer(encoder.train(), config.train, device, adds_up=config.adds_up("cpu"))
+    one_step(encoder, optimizer, device, config)
+    state = [value for values in optimizer.state.values() for name, value in values.items() if name != "step"]
+    items = Footprint(shape, config, planned()).training()
+    assert items["optimizer state (AdamW, 2 x fp32)"] == sum(value.nbytes for value in state)
+    assert items["weights (fp32)"] == items["gradients (fp32)"] == sum(parameter.nbytes for parameter in encoder.parameters())
+
+
+def one_step(encoder: Encoder, optimizer: torch.optim.AdamW, device: Device, config: RunConfig) -> None:
+    """A step of train.accumulation batches."""
+    train, losses = config.train, RecentLosses(1, device)
+    rows, vocabulary = train.batch_size, int(encoder.config.vocab_size)
+    queries = torch.randint(5, vocabulary, (rows, train.query_length))
+    documents = torch.randint(5, vocabulary, (rows, max(train.buckets)))
+    batch = {
+        "query_tokens": queries,
+        "query_mask": torch.ones_like(queries),
+        "document_tokens": documents,
+        "document_mask": torch.ones_like(documents),
+        "roles": torch.zeros(rows, rows, dtype=torch.int32).fill_diagonal_(1),
+        "weights": torch.full((rows,), 1 / rows),
+        "learning_rate": torch.tensor([1e-4]),
+    }
+    for number in range(train.accumulation):
+        parts, last = cut(batch, config.micro_batch_on("cpu")), number == train.accumulation - 1
+        train_step(encoder, optimizer, device, parts, train, losses, seed_of=int, last=last)
+
+
+@contextmanager
+def allocations(before: int) -> Iterator[list[int]]:
+    """Bytes that torch holds on the host after each allocation and release, in their order; `before` at first."""
+    held = [before]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield held
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held.append(held[-1] + event.nbytes())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        (SMALL, {}),
+        (LARGER, {}),
+        (LARGER, {"accumulation": 2}),
+        (LARGER, {"micro_batch": 2}),
+        (LARGER, {"micro_batch": 4, "activation_checkpointing": True, "batch_size": 32}),
+        (LARGER, {"activation_checkpointing": True}),
+        ({**SMALL, "num_hidden_layers": 24, "hidden_size": 48}, {"activation_checkpointing": True, "batch_size": 32}),
+        # Weights outweigh activations, and the word embeddings all other weights.
+        ({**SMALL, "vocab_size": 30_000}, {"batch_size": 2}),
+        ({**SMALL, "vocab_size": 30_000}, {"batch_size": 2, "accumulation": 2}),
+    ],
+)
+def test_the_peak_of_a_step(sizes: dict[str, int], changes: dict[str, Any]) -> None:
+    config, world = settings(**changes), planned()
+    encoder = new_encoder(backbone(**sizes), ModelConfig()).train()
+    prepare_for_training(encoder, fused_attention=False)
+    device = open_device("cpu", "fp32", RankWorld(), threads=1)
+    if config.train.activation_checkpointing:
+        checkpoint_activations(encoder, device.checkpointed())
+    optimizer = build_optimizer(encoder, config.train, device, adds_up=config.adds_up("cpu"))
+    one_step(encoder, optimizer, device, config)
+    weights = sum(parameter.nbytes for parameter in encoder.parameters())
+    with allocations(weights * (4 if config.adds_up("cpu") else 3)) as held:
+        one_step(encoder, optimizer, device, config)
+    found = budget(memory.estimate_memory(shape_of(encoder), config, world, UNKNOWN), "train", "device")
+    # Gradients grow as activations go, but the estimate adds them up.
+    assert max(held) < found.total < 1.25 * max(held)
+
+
+@pytest.mark.parametrize("length", [16, 64])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_peak_of_inference(length: int, precision: str) -> None:
+    config = settings(embed={"buckets": [length], "tokens_per_batch": 2048}, query_length=8)
+    encoder = new_encoder(backbone(**LARGER), ModelConfig()).eval()
+    found = budget(memory.estimate_memory(shape_of(encoder), config, planned(precision=precision), UNKNOWN), "embed", "device")
+    tokens = torch.randint(5, 300, (2048 // length, length))
+    with (
+        allocations(sum(parameter.nbytes for parameter in encoder.parameters())) as held,
+        torch.inference_mode(),
+        cast(precision),
+    ):
+        encoder(tokens, torch.ones_like(tokens))
+    assert max(held) < found.total < 1.25 * max(held)
+
+
+# ---- judging ---------------------------------------------------------------------------------------------------------
+
+
+def large(kind: type[PreTrainedConfig] = XLMRobertaConfig, **changes: Any) -> ModelShape:
+    """XLM-R large (config.json of FacebookAI/xlm-roberta-large), 560M parameters."""
+    config = kind(
+        **{
+            "vocab_size": 250_002,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "max_position_embeddings": 514,
+            "type_vocab_size": 1,
+            "pad_token_id": 1,
+            **changes,
+        }
+    )
+    with torch.device("meta"):
+        return shape_of(new_encoder(config, ModelConfig()))
+
+
+def on_trainium(**train: Any) -> tuple[RunConfig, World, MemoryCapacity]:
+    config = settings("neuron", embed={"tokens_per_batch": 4096, "buckets": [32, 64, 128, 256]}, **train)
+    return config, planned("neuron", "bf16", ranks=32, nodes=2), memory.known_capacity(config, "neuron", here=False)
+
+
+def test_a_small_batch_of_a_large_model_fits_a_neuron_core() -> None:
+    config, world, limits = on_trainium(batch_size=8, buckets=[64, 128])
+    budgets = memory.require_memory(large(), config, world, limits)
+    assert {(found.stage, found.place): found.limit for found in budgets} == {
+        (stage, place): limit for stage in ("train", "embed") for place, limit in (("device", 16 * GIB), ("host", 479 * GIB))
+    }
+    # Weights, gradients and AdamW's state alone: 16 bytes per parameter.
+    assert budget(budgets, "train", "device").total > 16 * large().parameters
+
+
+@pytest.mark.parametrize(("batch", "length"), [(16, 128), (2, 512)])
+def test_bert_large_as_the_neuron_samples_train_it_fits(batch: int, length: int) -> None:
+    """run_dp_bert_large_hf_pretrain_bf16_s128.sh and ..._s512_phase2.sh of aws-neuron-samples, `amp`: fp32 weights, autocast."""
+    shape = large(BertConfig, vocab_size=30_522, max_position_embeddings=512, type_vocab_size=2, pad_token_id=0)
+    config, _, limits = on_trainium(batch_size=batch, query_length=4, buckets=[length], accumulation=32)
+    memory.require_memory(shape, config, planned("neuron", "bf16", ranks=32), limits)
+
+
+def with_train(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
+
+
+def test_a_huge_micro_batch_is_refused_and_what_is_suggested_fits() -> None:
+    shape = large()
+    config, world, limits = on_trainium(batch_size=512, micro_batch=512, query_length=32, buckets=[64, 256])
+    with pytest.raises(BadConfig) as caught:
+        memory.require_memory(shape, config, world, limits)
+    error = caught.value
+    assert any("activations of documents" in line for line in error.value)
+    assert "16.00 GiB per rank's device" in error.rule
+    (pairs,) = (int(part.split("=")[1].split()[0]) for part in error.remedy.split("; or ") if "train.micro_batch=" in part)
+    memory.require_memory(shape, with_train(config, micro_batch=pairs), world, limits)
+    with pytest.raises(BadConfig):
+        memory.require_memory(shape, with_train(config, micro_batch=2 * pairs), world, limits)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_a_batch_whose_scores_are_too_large_is_refused(micro_batch: int | None) -> None:
+    """No micro-batch helps: every rank has the scores of its queries with the documents of all ranks."""
+    shape = large()
+    config, world, limits = on_trainium(batch_size=4096, micro_batch=micro_batch, query_length=32, buckets=[64, 256])
+    with pytest.raises(BadConfig) as caught:
+        memory.require_memory(shape, config, world, limits)
+    found = re.search(r"train\.batch_size=(\d+) and train\.micro_batch=(\d+) fits", caught.value.remedy)
+    assert found is not None, caught.value.remedy
+    batch, pairs = map(int, found.groups())
+    assert pairs > 1
+    assert batch % pairs == 0
+    memory.require_memory(shape, with_train(config, batch_size=batch, micro_batch=pairs), world, limits)
+    with pytest.raises(BadConfig):
+        memory.require_memory(shape, with_train(config, batch_size=batch + 8 * pairs, micro_batch=pairs), world, limits)
+
+
+def test_every_remedy_is_enough_by_itself() -> None:
+    shape = large()
+    config, world, limits = on_trainium(batch_size=24, buckets=[256])
+    found = memory.remedies(shape, config, world, limits)
+    assert found == ["train.activation_checkpointing=true fits", "train.micro_batch=6 fits"]
+    for changes in ({"activation_checkpointing": True}, {"micro_batch": 6}):
+        memory.require_memory(shape, with_train(config, **changes), world, limits)
+
+
+def test_batches_of_embedding_are_judged_too() -> None:
+    config, world, limits = on_trainium(batch_size=1, buckets=[32, 64])
+    config = config.model_copy(update={"embed": config.embed.model_copy(update={"tokens_per_batch": 1 << 20})})
+    with pytest.raises(BadConfig) as caught:
+        memory.require_memory(large(), config, world, limits)
+    assert "embed.tokens_per_batch=" in caught.value.remedy
+
+
+def test_every_shape_of_a_traced_encoder_has_weights_of_its_own() -> None:
+    config, world, limits = on_trainium(batch_size=1, buckets=[32])
+    shape = large()
+    weights = budget(memory.estimate_memory(shape, config, world, limits), "embed", "device").items[
+        "weights (fp32), of every shape"
+    ]
+    assert weights == 4 * FP32 * shape.parameters
+    lengths = (16, 24, 32, 40, 48, 64, 80, 96, 128, 256)
+    many = config.model_copy(update={"embed": config.embed.model_copy(update={"buckets": lengths})})
+    with pytest.raises(BadConfig) as caught:
+        memory.require_memory(shape, many, world, limits)
+    assert caught.value.remedy.startswith("embed.buckets=[")
+    fewer = tuple(json.loads(caught.value.remedy.partition("=")[2].partition(" ")[0]))
+    assert set(fewer) < set(lengths)
+    assert fewer[-1] == 256
+    accepted = config.model_copy(update={"embed": config.embed.model_copy(update={"buckets": fewer})})
+    memory.require_memory(shape, accepted, world, limits)
+
+
+@pytest.mark.parametrize("batch", [512, 4096])
+def test_both_may_have_to_shrink(batch: int) -> None:
+    config, world, limits = on_trainium(batch_size=batch, buckets=[64, 256])
+    config = config.model_copy(update={"embed": config.embed.model_copy(update={"tokens_per_batch": 1 << 20})})
+    (remedy,) = memory.remedies(large(), config, world, limits)
+    assert "together fit" in remedy
+    suggested = int(remedy.split("=")[1].split(",")[0])
+    config = config.model_copy(update={"embed": config.embed.model_copy(update={"tokens_per_batch": 256})})
+    changes = {"batch_size": suggested, "micro_batch": 1, "activation_checkpointing": True}
+    memory.require_memory(large(), with_train(config, **changes), world, limits)
+
+
+def test_ranks_that_load_at_once_exhaust_a_host() -> None:
+    config, world, _ = on_trainium(batch_size=1, buckets=[32, 64])
+    with pytest.raises(BadConfig) as caught:
+        memory.require_memory(large(), config, world, MemoryCapacity(16 * GIB, 64 * GIB))
+    assert "while the model is loaded" in caught.value.value[0]
+    assert "64.00 GiB per node's host" in caught.value.rule
+    assert caught.value.remedy.startswith("device.ranks_per_node=")
+    ranks = int(caught.value.remedy.split("=")[1].split()[0])
+    memory.require_memory(large(), config, world.model_copy(update={"ranks_per_node": ranks}), MemoryCapacity(16 * GIB, 64 * GIB))
+
+
+def test_hosts_that_embed_have_ranks_of_their_own() -> None:
+    as_training, fewer = (
+        memory.estimate_memory(large(), settings(embed={"ranks_per_child": ranks}), planned(ranks=8), UNKNOWN)
+        for ranks in (None, 2)
+    )
+    assert budget(fewer, "train", "host") == budget(as_training, "train", "host")
+    two = memory.estimate_memory(large(), settings(), planned(ranks=2), UNKNOWN)
+    assert budget(fewer, "embed", "host") == budget(two, "embed", "host") != budget(as_training, "embed", "host")
+
+
+def test_nothing_makes_a_giant_fit() -> None:
+    config, world, limits = on_trainium(batch_size=8)
+    with pytest.raises(BadConfig) as caught:
+        memory.require_memory(large(num_hidden_layers=100), config, world, limits)
+    assert "smaller model" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "grows"),
+    [
+        ({"batch_size": 40}, True),
+        ({"buckets": [32, 80]}, True),
+        ({"accumulation": 2}, True),
+        ({"activation_checkpointing": True}, False),
+        ({"dropout": 0.0}, False),
+        ({"micro_batch": 16}, False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "xla", "neuron"])
+def test_what_settings_do(kind: str, change: dict[str, Any], grows: bool) -> None:
+    shape, world = large(num_hidden_layers=4, vocab_size=1000), planned(kind, "bf16", ranks=2)
+    common: dict[str, Any] = {"buckets": [32, 64], "batch_size": 32, "query_length": 16}
+    before, after = (
+        sum(Footprint(shape, settings(kind, **changed), world).training().values()) for changed in (common, {**common, **change})
+    )
+    assert (after > before) == grows
+    assert after != before
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "xla", "neuron"])
+def test_activations_are_those_of_a_micro_batch(kind: str) -> None:
+    shape, world = large(num_hidden_layers=4, vocab_size=1000), planned(kind, "bf16", ranks=2)
+    eight, whole, cut = (
+        Footprint(shape, settings(kind, buckets=[64], **changes), world)
+        for changes in ({"batch_size": 8}, {"batch_size": 64, "micro_batch": 64}, {"batch_size": 64, "micro_batch": 8})
+    )
+    assert cut.activations(64) == eight.activations(64) == whole.activations(64) // 8
+    # The loss is still over the whole batch.
+    assert cut.scores() == whole.scores()
+    assert cut.batches(1) == whole.batches(1)
+
+
+# ---- capacity --------------------------------------------------------------------------------------------------------
+
+
+def test_limits_are_the_settings_or_the_kinds() -> None:
+    assert memory.known_capacity(settings("neuron"), "neuron", here=False) == MemoryCapacity(16 * GIB, 479 * GIB)
+    assert memory.known_capacity(settings("cpu"), "cpu", here=False) == UNKNOWN
+    given = settings("cpu", device={"host_memory_gib": 2.5})
+    assert memory.known_capacity(given, "cpu", here=False) == MemoryCapacity(None, int(2.5 * GIB))
+    assert memory.known_capacity(given, "cpu", here=True) == MemoryCapacity(None, int(2.5 * GIB))
+    given = settings("neuron", device={"memory_gib": 24})
+    assert memory.known_capacity(given, "neuron", here=False).device == 24 * GIB
+    assert memory.known_capacity(settings("cuda", device={"memory_gib": 80}), "cuda", here=False) == MemoryCapacity(
+        80 * GIB, None
+    )
+
+
+def test_here_is_at_most_what_the_machine_has() -> None:
+    here = memory.known_capacity(settings("cpu"), "cpu", here=True).host
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert here is not None
+    assert 0 < here <= int(total.split()[1]) * 1024

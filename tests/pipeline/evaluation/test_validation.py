@@ -1,0 +1,193 @@
+"""The evaluation inside training: which queries it takes, and its numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline.backends.device import open_device
+from pipeline.config import EmbedConfig
+from pipeline.dataset.arrow import SCHEMAS
+from pipeline.errors import BadData
+from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.retrieval import retrieve
+from pipeline.evaluation.validation import GATHER_ROWS, read_validation_set, validate
+from pipeline.run.world import World
+from tests.tiny import make_model
+
+
+def write(folder: Path, holdout: list[tuple[int, int, float, str | None]], candidates: list[int]) -> Path:
+    """Rows (query, document, label, locale), hashes for texts; the tokens of a text are its hash, twice for a document."""
+    folder.mkdir(exist_ok=True)
+    tables = {
+        "holdout.arrow": {
+            "id": [str(index) for index in range(len(holdout))],
+            "query_tokens": [[query] for query, *_ in holdout],
+            "query_hash": [query for query, *_ in holdout],
+            "document_hash": [document for _, document, *_ in holdout],
+            "label": [label for _, _, label, _ in holdout],
+            "locale": [locale for *_, locale in holdout],
+        },
+        "candidates.arrow": {"document_tokens": [[value, value] for value in candidates], "document_hash": candidates},
+    }
+    for name, columns in tables.items():
+        with pa.ipc.new_file(str(folder / name), SCHEMAS[name]) as writer:
+            writer.write_table(pa.table(columns, schema=SCHEMAS[name]))
+    return folder
+
+
+def test_queries_in_the_order_of_their_hashes_with_their_own_documents(tmp_path: Path) -> None:
+    rows = [
+        (30, 103, 1.0, None),
+        (10, 101, 2.0, None),
+        (10, 102, 1.0, None),
+        (10, 101, 3.0, None),  # the same pair again: the larger gain
+        (20, 101, 1.0, "en"),
+        (20, 104, 1.0, "de"),
+        (5, 105, 0.0, None),  # not relevant to anything
+    ]
+    data = read_validation_set(write(tmp_path / "rows", rows, [105, 104, 103, 102, 101]), 3)
+    assert data.keys == ((10, None), (20, "de"), (20, "en"))
+    assert data.queries == [[10], [20], [20]]
+    assert data.candidates == [[104, 104], [102, 102], [101, 101]]
+    assert data.relevant == [{2: 3.0, 1: 1.0}, {0: 1.0}, {2: 1.0}]
+    assert len(read_validation_set(tmp_path / "rows", 100).queries) == 4
+
+
+def test_holdouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="not among the candidates"):
+        read_validation_set(write(tmp_path / "rows", [(1, 101, 1.0, None)], [102]), 10)
+    with pytest.raises(BadData, match="no query"):
+        read_validation_set(write(tmp_path / "rows", [(1, 101, 0.0, None)], [101]), 10)
+
+
+def test_equals_evaluation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(query, 50 + query % 7, 1.0, None) for query in range(10, 40)]
+    data = read_validation_set(write(tmp_path / "rows", rows, list(range(50, 57))), 30)
+    encoder = make_model(tmp_path / "model")
+    device = open_device("cpu", "fp32", World(), threads=1)
+    monkeypatch.setattr(device, "gather", lambda _: pytest.fail("one rank has nobody to share with"))
+    found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=24), lambda done: None)
+    assert found is not None
+    with torch.no_grad():
+        queries, candidates = (
+            encoder(torch.tensor(texts), torch.ones_like(torch.tensor(texts))) for texts in (data.queries, data.candidates)
+        )
+    expected = retrieve(queries, candidates, data.relevant)
+    assert found.queries == data.keys
+    for name, values in found.values.items():
+        assert values.tolist() == pytest.approx(expected[name].tolist())
+    assert found.means() == pytest.approx({name: float(values.mean()) for name, values in expected.items()})
+    assert 0 < found.means()["mrr@10"] < 1
+
+
+RANK_PROGRAM = """
+import json, sys
+from importlib.util import find_spec
+from pathlib import Path
+from pipeline.config import EmbedConfig, ModelConfig
+from pipeline.model.folder import load_encoder
+from pipeline.backends.device import open_device
+from pipeline.run.world import World
+from pipeline.evaluation.validation import read_validation_set, validate
+
+rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+device = open_device("cpu", "fp32", World(rank=rank, size=2, port=port), threads=1, timeout_seconds=60)
+encoder = load_encoder(folder / "model", ModelConfig())
+gather, shapes = device.gather, []
+device.gather = lambda rows: (shapes.append(list(rows.shape)), gather(rows))[1]
+for name in ("one", "many"):
+    data = read_validation_set(folder / name, 1000)
+    found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda done: None)
+    assert (found is None) == (rank == 1)
+    if found is not None:
+        found.write(folder / f"{name}.parquet")
+(folder / f"shapes-{rank}.json").write_text(json.dumps(shapes))
+device.barrier()
+device.close()
+"""
+
+
+def test_two_ranks_share_blocks_of_one_shape_whatever_the_data(tmp_path: Path) -> None:
+    """One query with one document, and 171 with 130: the odd numbers leave the ranks unequal shares and a last block in part."""
+    rows = {
+        "one": [(10, 50, 1.0, None)],
+        "many": [(10 + query % 90, 10 + query * 7 % 65, 1.0 + query % 2, ("de", "en")[query // 90]) for query in range(171)],
+    }
+    encoder = make_model(tmp_path / "model")
+    for name, found in rows.items():
+        write(tmp_path / name, found, sorted({document for _, document, *_ in found}))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RANK_PROGRAM]
+    ranks = [subprocess.Popen([*command, str(rank), str(port), str(tmp_path)], env=environment) for rank in range(2)]
+    assert [process.wait(120) for process in ranks] == [0, 0]
+
+    alone = open_device("cpu", "fp32", World(), threads=1)
+    for name in rows:
+        data = read_validation_set(tmp_path / name, 1000)
+        expected = validate(encoder, alone, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda done: None)
+        assert expected is not None
+        found = QueryValues.read(tmp_path / f"{name}.parquet")
+        assert found.queries == expected.queries
+        for metric, values in expected.values.items():
+            assert found.values[metric].tolist() == pytest.approx(values.tolist())
+    # Queries and documents of both: two blocks, and two of 86 queries per rank with one of 33 documents.
+    for rank in range(2):
+        shapes = json.loads((tmp_path / f"shapes-{rank}.json").read_text())
+        assert shapes == [[GATHER_ROWS, 32]] * (1 + 1 + 2 + 1)
+
+
+LAZY_PROGRAM = """
+import json, sys
+from importlib.util import find_spec
+from pathlib import Path
+from pipeline.config import EmbedConfig, ModelConfig
+from pipeline.model.folder import load_encoder
+from pipeline.backends.device import open_device
+from pipeline.run.world import World
+from pipeline.evaluation.validation import read_validation_set, validate
+
+folder = Path(sys.argv[1])
+device = open_device("xla", "fp32", World(), threads=1)
+encoder = device.place(load_encoder(folder / "model", ModelConfig()))
+compiled = []
+for name in ("few", "few", "many"):
+    data = read_validation_set(folder / name, 1000)
+    found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda done: None)
+    found.write(folder / f"{name}.parquet")
+    compiled.append(device.graph_counts().compiled)
+(folder / "compiled.json").write_text(json.dumps(compiled))
+"""
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch-xla exists for Linux on x86-64 only")
+def test_more_data_compiles_nothing_on_a_lazy_device(tmp_path: Path) -> None:
+    rows = {
+        name: [(10 + query, 10 + query % 65, 1.0, None) for query in range(count)] for name, count in (("few", 5), ("many", 90))
+    }
+    encoder = make_model(tmp_path / "model")
+    for name, found in rows.items():
+        write(tmp_path / name, found, sorted({document for _, document, *_ in found}))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    subprocess.run([sys.executable, "-c", LAZY_PROGRAM, str(tmp_path)], env=environment, check=True, timeout=300)
+    first, again, more = json.loads((tmp_path / "compiled.json").read_text())
+    assert first == again == more > 0
+    device = open_device("cpu", "fp32", World(), threads=1)
+    for name in rows:
+        data = read_validation_set(tmp_path / name, 1000)
+        expected = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda done: None)
+        assert expected is not None
+        found_values = QueryValues.read(tmp_path / f"{name}.parquet").values
+        for metric, values in expected.values.items():
+            assert found_values[metric].tolist() == pytest.approx(values.tolist())

@@ -1,0 +1,83 @@
+"""Traced forms beside the encoder on the host: each weight that was not replaced shows, and so does another model's layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, MPNetConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
+
+from pipeline.config import ModelConfig
+from pipeline.errors import Defect
+from pipeline.graphs.compiled import LEAST_COSINE, require_faithful
+from pipeline.model.inference import probe_rows
+from pipeline.stages.compile import random_encoder
+
+VOCABULARY = 100
+SHAPES = [(8, 32), (1, 44)]
+
+
+def packed(family: type[PreTrainedConfig], layers: int = 2) -> nn.Module:
+    backbone = family(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    return random_encoder(backbone, ModelConfig(head={"hidden": 8}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", [BertConfig, RobertaConfig, XLMRobertaConfig, MPNetConfig])
+def test_every_weight_that_keeps_nan_shows(family: type[PreTrainedConfig]) -> None:
+    encoder = packed(family)
+    traced = copy.deepcopy(encoder)
+    assert all(cosine > 1 - 1e-5 for cosine in require_faithful(traced, encoder, SHAPES, VOCABULARY).values())
+    for name, weight in traced.state_dict().items():
+        kept = weight.clone()
+        weight.fill_(torch.nan)
+        with pytest.raises(Defect, match="do not embed as the encoder"):
+            require_faithful(traced, encoder, SHAPES[:1], VOCABULARY)
+        weight.copy_(kept)
+        assert torch.equal(encoder.state_dict()[name], kept)
+
+
+def test_casts_pass_and_a_layer_of_another_model_does_not() -> None:
+    encoder = packed(BertConfig, layers=12)
+
+    def in_bf16(*rows: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            embeddings: Tensor = encoder(*rows)
+            return embeddings
+
+    least = require_faithful(in_bf16, encoder, SHAPES, VOCABULARY)
+    assert set(least) == {"8 x 32", "1 x 44"}
+    assert all(LEAST_COSINE < 0.999 < cosine < 1 for cosine in least.values())
+    stale = copy.deepcopy(encoder)
+    for name, weight in stale.state_dict().items():
+        if ".layer.10." in name:
+            weight.copy_(torch.randn_like(weight) * 0.3)
+    with pytest.raises(Defect) as error:
+        require_faithful(stale, encoder, SHAPES, VOCABULARY)
+    assert error.value.value[0].startswith("8 x 32 tokens: least cosine 0.")
+
+
+@pytest.mark.parametrize(
+    ("slots", "length", "texts"), [(2, 32, [0, 1, 2, 3, 4]), (1, 44, [0, 1, 2, 3, 4]), (1, 7, [0]), (3, 8, [0, 1, 2])]
+)
+def test_probe_rows_hold_short_texts_and_a_long_one(slots: int, length: int, texts: list[int]) -> None:
+    (tokens, segments, positions), found = probe_rows(slots, length, VOCABULARY)
+    assert found.tolist() == texts
+    assert tokens.shape == segments.shape == positions.shape == (slots, length)
+    assert 0 <= tokens.min() <= tokens.max() < VOCABULARY
+    if slots > 1:
+        assert positions[-1].tolist() == list(range(length))
+        assert set(segments[-1].tolist()) == {1}
+    # A text's positions count from 0 without a gap.
+    for row in range(slots):
+        for segment in set(segments[row].tolist()) - {0}:
+            own = positions[row][segments[row] == segment].tolist()
+            assert own == list(range(len(own)))

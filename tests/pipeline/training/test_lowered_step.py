@@ -1,0 +1,122 @@
+"""What 64 ranks would compile, without one: collectives with their real size, the same on every rank, and what changes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.backends.hlo import GraphDescription, difference
+from tests.pipeline.training.conftest import Lowering
+
+pytestmark = pytest.mark.long
+
+ACROSS_64 = {"all-gather x64": 1, "all-reduce x64": 2, "reduce-scatter x64": 1}
+"""Embeddings are gathered, and scattered again by the backward pass; gradients are reduced, and beside them the loss."""
+
+
+def fingerprints(lowering: Lowering, name: str) -> dict[str, list[str]]:
+    return {bucket: [graph["fingerprint"] for graph in graphs] for bucket, graphs in lowering["lowered"][name].items()}
+
+
+def collectives(lowering: Lowering, name: str, bucket: str = "8") -> list[dict[str, int]]:
+    return [graph["collectives"] for graph in lowering["lowered"][name][bucket]]
+
+
+def described(graph: dict[str, Any]) -> GraphDescription:
+    return GraphDescription(**{name: graph[name] for name in GraphDescription.__dataclass_fields__})
+
+
+def test_collectives_span_all_ranks(lowering: Lowering) -> None:
+    for bucket in ("8", "16"):
+        assert collectives(lowering, "rank 0", bucket) == [ACROSS_64, {}]
+    assert collectives(lowering, "32 ranks")[0] == {name.replace("64", "32"): count for name, count in ACROSS_64.items()}
+    assert collectives(lowering, "alone") == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("rank", "zero"),
+    [("rank 5", "rank 0"), ("rank 63", "rank 0"), ("checkpointed, rank 63", "checkpointed"), ("cut, rank 63", "cut")],
+)
+def test_every_rank_compiles_the_same(rank: str, zero: str, lowering: Lowering) -> None:
+    assert fingerprints(lowering, rank) == fingerprints(lowering, zero)
+
+
+def test_a_rank_in_the_graph_would_be_seen(lowering: Lowering) -> None:
+    first, last = lowering["planted"]
+    for bucket in ("8", "16"):
+        (backward, update), (other, same) = first[bucket], last[bucket]
+        assert backward["fingerprint"] != other["fingerprint"]
+        assert update["fingerprint"] == same["fingerprint"]
+        assert "slice" in difference(described(other), [described(backward)])
+
+
+@pytest.mark.parametrize("name", ["32 ranks", "alone", "batch", "checkpointed", "bf16"])
+def test_what_is_in_the_backward_graph_only(name: str, lowering: Lowering) -> None:
+    """Ranks, shapes and precision; the optimizer's graph is one and the same for all of them, and for every bucket."""
+    updates = set()
+    for bucket, (backward, update) in fingerprints(lowering, "rank 0").items():
+        other_backward, other_update = fingerprints(lowering, name)[bucket]
+        assert backward != other_backward
+        updates |= {update, other_update}
+    assert len(updates) == 1
+
+
+def test_autocast_leaves_the_optimizer_alone(lowering: Lowering) -> None:
+    """Weights, moments and all of their arithmetic are fp32, whatever products are computed in."""
+    for backward, update in lowering["lowered"]["bf16"].values():
+        assert "bf16" in backward["types"]
+        assert update["types"] == ["f32"]
+
+
+def test_buckets_have_graphs_of_their_own(lowering: Lowering) -> None:
+    (short, _), (long, _) = fingerprints(lowering, "rank 0").values()
+    assert short != long
+
+
+def test_the_learning_rate_is_data(lowering: Lowering) -> None:
+    assert fingerprints(lowering, "rate") == fingerprints(lowering, "rank 0")
+
+
+def test_sync_points_cut_a_step(lowering: Lowering) -> None:
+    assert collectives(lowering, "one sync") == [ACROSS_64]
+    assert len(collectives(lowering, "rank 0")) == 2
+
+
+def test_accumulation_has_three_graphs_and_reduces_once(lowering: Lowering) -> None:
+    first, second, last, update = fingerprints(lowering, "accumulation")["8"]
+    assert first == second
+    assert len({first, last, update}) == 3
+    without = {name: count for name, count in ACROSS_64.items() if not name.startswith("all-reduce")}
+    assert collectives(lowering, "accumulation") == [without, without, ACROSS_64, {}]
+
+
+def test_micro_batches_share_two_graphs(lowering: Lowering) -> None:
+    """Embed; the loss, where ranks meet; backward; and the update, which reduces the gradients first."""
+    loss = {name: count for name, count in ACROSS_64.items() if not name.startswith("all-reduce")}
+    update = {name: count for name, count in ACROSS_64.items() if name.startswith("all-reduce")}
+    for bucket in ("8", "16"):
+        embed, again, _, backward, twice, _ = fingerprints(lowering, "cut")[bucket]
+        assert (embed, backward) == (again, twice)
+        assert collectives(lowering, "cut", bucket) == [{}, {}, loss, {}, {}, update]
+    shorter, longer = (set(found) for found in fingerprints(lowering, "cut").values())
+    assert (len(shorter), len(longer)) == (4, 4)
+    # Nothing but what meets the tokens knows their length.
+    assert len(shorter & longer) == 2
+
+
+def test_accumulation_in_micro_batches_has_no_graph_more(lowering: Lowering) -> None:
+    found = fingerprints(lowering, "cut, accumulation")["8"]
+    assert len(found) == 11
+    assert found[5:10] == found[:5]
+    assert len(set(found)) == 4
+
+
+def test_micro_batches_are_cut_whatever_the_sync_points_are(lowering: Lowering) -> None:
+    assert len(collectives(lowering, "cut, one sync")) == 6
+
+
+def test_descriptions_count_what_the_text_says(lowering: Lowering) -> None:
+    graphs = [graph for buckets in lowering["lowered"].values() for found in buckets.values() for graph in found]
+    assert all(graph["lines"] == sum(graph["operations"].values()) for graph in graphs)
+    assert max(graph["lines"] for graph in graphs) > 1000
