@@ -4,10 +4,10 @@ A WSGI layer in front of moto answers Batch's calls with the process runner, and
 bucket and the lock table in the state folder (written before a request is answered); lets conditional writes of one key happen
 one at a time; and, when an execution is stopped, starts what EventBridge would (`LocalStack.watches`): the watch that ends the
 jobs of an execution that polled them, which Step Functions leaves running, here as in a deployed account. While the endpoint
-is up, this process sees no AWS setting of its user: nothing here can reach a real account. Batch jobs are processes of the user, so only he
-may submit any: requests must be signed under a key that is made for this endpoint and known to its clients alone, neither to
-other users of the machine nor to pages in a browser. The same user's operator commands (`trnpipe watch --state`) learn it from a
-file that only its owner may read.
+is up, this process sees no AWS setting of its user: nothing here can reach a real account. Batch jobs are processes of the
+user, so only this user may submit any: requests must be signed under a key that is made for this endpoint and known to its
+clients alone, neither to other users of the machine nor to pages in a browser. The same user's operator commands
+(`trnpipe watch --state`) learn it from a file that only its owner may read.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class RecentLosses:
         self._started = self._started + loss.detach()
 
     def reduce(self) -> None:
-        """Make the step's loss the mean of all ranks: with the gradients, where ranks meet anyway. To read it needs no other rank."""
+        """The mean of all ranks, taken with the gradients, where ranks meet anyway: to read the loss needs no other rank."""
         self._started = self._device.all_reduce(self._started) / self._device.world.size
 
     def push(self, norm: Tensor) -> None:

@@ -56,9 +56,13 @@ def init() -> None:
     names = ("_xla_step_marker", "_xla_counter_value", "_xla_wait_device_ops", "_xla_get_cpu_tensors")
     for owner, name in (*((_XLAC, name) for name in names), (torch.Tensor, "cpu")):
         setattr(owner, name, runtime.storing_after(getattr(owner, name)))
+    joined = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
     if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") == "1":
         _run_stubs()
-    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+    elif joined:
+        # Collectives without the other ranks give what no device would, so nothing that is read may be compared.
+        _run_stubs(inputs=True)
+    if joined:
         _join_world(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     if "load" in plan:
         _XLAC._xla_step_marker = partial(_refuse, plan["load"])
@@ -74,8 +78,12 @@ def _record() -> None:
         (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(dict(os.environ)))
 
 
-def _run_stubs() -> None:
-    """Let every tensor that a graph puts out read as zero. A graph's outputs have numbers of their own, for good."""
+def _run_stubs(*, inputs: bool = False) -> None:
+    """Let every tensor that a graph puts out read as zero. A graph's outputs have numbers of their own, for good.
+
+    Args:
+        inputs: whatever the host sent to the device reads as zero as well.
+    """
     cpu, tensors, sync = torch.Tensor.cpu, _XLAC._xla_get_cpu_tensors, _XLAC._xla_step_marker
     computed: set[int] = set()
 
@@ -85,7 +93,7 @@ def _run_stubs() -> None:
         computed.update(_XLAC._xla_get_tensor_id(tensor) for tensor, is_due in zip(on_device, due, strict=True) if is_due)
 
     def stub(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(value) if _XLAC._xla_get_tensor_id(tensor) in computed else value
+        return torch.zeros_like(value) if inputs or _XLAC._xla_get_tensor_id(tensor) in computed else value
 
     def read(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "xla":
@@ -108,8 +116,8 @@ def _run_stubs() -> None:
 
 def _join_world(rank: int, size: int) -> None:
     """Be one device of `size`, which torch-xla counts only after a rendezvous that says so (`xla://`)."""
-    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") != "1":
-        raise RuntimeError("processes on a CPU cannot meet: a world of several ranks exists in graph extraction mode only")
+    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") != "1" and LOADING not in os.environ:
+        raise RuntimeError("processes on a CPU cannot meet: several ranks exist in trials only, whose numbers mean nothing")
     every = [f"CPU:{device}" for device in range(size)]
     _XLAC._xla_get_all_devices = lambda: every
     _XLAC._xla_get_default_device_ordinal = _XLAC._xla_get_process_index = lambda: rank
