@@ -1,5 +1,7 @@
-"""What AWS Batch refuses, or never starts, although its service model lets it pass. Each rule names the page that states it
-(AWS Batch User Guide, or API Reference with the type's name).
+"""Deployments that AWS Batch refuses, or never starts, although its service model lets them pass.
+
+Each rule names the page that states it: `API_NAME` is https://docs.aws.amazon.com/batch/latest/APIReference/API_NAME.html and
+`userguide/NAME` is https://docs.aws.amazon.com/batch/latest/userguide/NAME.html.
 
 `problems` looks at a whole deployment: compute environments, launch templates, queues, policies, job definitions and the
 submissions of the state machine, all with their references resolved.
@@ -29,7 +31,7 @@ FARGATE_MEMORY = {
     8: range(16384, 61440 + 1, 4096),
     16: range(32768, 122880 + 1, 8192),
 }
-"""vCPUs of a task -> MiB that go with them (API Reference, ResourceRequirement)."""
+"""vCPUs of a task -> MiB that go with them (API_ResourceRequirement)."""
 
 ACTED_ON = {
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
@@ -160,7 +162,7 @@ def groups_stand_in_one_place(batch: Batch) -> Iterator[str]:
 
 @rule
 def fargate_environments_name_no_hosts(batch: Batch) -> Iterator[str]:
-    """ComputeResource: "This parameter isn't applicable to jobs that are running on Fargate resources. Don't specify it"."""
+    """API_ComputeResource: "This parameter isn't applicable to jobs that are running on Fargate resources. Don't specify it"."""
     for name in batch.environments:
         resources = batch.resources(name)
         if resources["Type"] in FARGATE_TYPES:
@@ -173,7 +175,8 @@ def fargate_environments_name_no_hosts(batch: Batch) -> Iterator[str]:
 
 @rule
 def allocation_goes_with_the_market(batch: Batch) -> Iterator[str]:
-    """ComputeResource, allocationStrategy; updates in place need another than BEST_FIT ("Updating compute environments")."""
+    """API_ComputeResource, allocationStrategy; updates in place need another than BEST_FIT
+    (userguide/updating-compute-environments)."""
     for name, properties in batch.environments.items():
         resources = batch.resources(name)
         if resources["Type"] not in EC2_TYPES:
@@ -189,7 +192,7 @@ def allocation_goes_with_the_market(batch: Batch) -> Iterator[str]:
 
 @rule
 def hosts_are_kept_for_twenty_minutes_or_a_week_at_most(batch: Batch) -> Iterator[str]:
-    """ComputeScalingPolicy, minScaleDownDelayMinutes: 20 to 10080, or 0 for none."""
+    """API_ComputeScalingPolicy: minScaleDownDelayMinutes: 20 to 10080, or 0 for none."""
     for name in batch.environments:
         delay = batch.resources(name).get("ScalingPolicy", {}).get("MinScaleDownDelayMinutes", 0)
         if delay and not 20 <= delay <= 10_080:
@@ -198,8 +201,8 @@ def hosts_are_kept_for_twenty_minutes_or_a_week_at_most(batch: Batch) -> Iterato
 
 @rule
 def chips_have_an_image_with_their_driver(batch: Batch) -> Iterator[str]:
-    """No image of Batch's own has a Neuron driver, and new environments take no Batch-provided Amazon Linux 2 (Compute
-    environment AMI types)."""
+    """No image of Batch's own has a Neuron driver, and new environments take no Batch-provided Amazon Linux 2
+    (userguide/compute_resource_AMIs)."""
     for name in batch.environments:
         resources = batch.resources(name)
         for instance_type in resources.get("InstanceTypes", ()):
@@ -215,7 +218,8 @@ def chips_have_an_image_with_their_driver(batch: Batch) -> Iterator[str]:
 
 @rule
 def interfaces_fit_their_cards(batch: Batch) -> Iterator[str]:
-    """EC2 User Guide, "Network cards": one primary interface, one index per card and device; no public address with several."""
+    """One primary interface, one index per card and device; no public address with several
+    (https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/using-eni.html#network-cards)."""
     for name, template in batch.templates.items():
         interfaces = template["LaunchTemplateData"].get("NetworkInterfaces", [])
         places = [(interface.get("NetworkCardIndex", 0), interface["DeviceIndex"]) for interface in interfaces]
@@ -233,8 +237,9 @@ def interfaces_fit_their_cards(batch: Batch) -> Iterator[str]:
 
 @rule
 def efa_stays_in_one_zone(batch: Batch) -> Iterator[str]:
-    """EC2 User Guide, "Elastic Fabric Adapter": one subnet; "Multi-node parallel jobs": a cluster placement group, except in a
-    Capacity Block, whose hosts EC2 places close together ("Capacity Blocks for ML")."""
+    """One subnet (https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa.html); a cluster placement group (userguide/mnp-ce),
+    except in a Capacity Block, whose hosts EC2 places close together
+    (https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-capacity-blocks.html)."""
     for name in batch.environments:
         if any(interface.get("InterfaceType") == "efa" for interface in batch.interfaces(name)):
             resources = batch.resources(name)
@@ -263,7 +268,7 @@ def queues_act_on_known_reasons(batch: Batch) -> Iterator[str]:
 
 @rule
 def shares_are_told_apart(batch: Batch) -> Iterator[str]:
-    """API Reference, ShareAttributes and FairsharePolicy."""
+    """API_ShareAttributes and API_FairsharePolicy."""
     for name, policy in batch.policies.items():
         fair = policy["FairsharePolicy"]
         shares = [share["ShareIdentifier"] for share in fair.get("ShareDistribution", ())]
@@ -340,7 +345,7 @@ def user_data_can_be_merged(batch: Batch) -> Iterator[str]:
 
 @rule
 def jobs_have_a_minute_at_least(batch: Batch) -> Iterator[str]:
-    """API Reference, JobTimeout."""
+    """API_JobTimeout."""
     for name, properties in batch.definitions.items():
         if properties.get("Timeout", {}).get("AttemptDurationSeconds", 60) < 60:
             yield f"{name}: a timeout below 60 seconds"
@@ -348,7 +353,7 @@ def jobs_have_a_minute_at_least(batch: Batch) -> Iterator[str]:
 
 @rule
 def resources_are_asked_for_once(batch: Batch) -> Iterator[str]:
-    """ContainerProperties: `vcpus` and `memory` are of old, and cannot be overridden beside resourceRequirements."""
+    """API_ContainerProperties: `vcpus` and `memory` are deprecated, and exclude resourceRequirements in overrides."""
     for name, container in _containers(batch):
         if "Vcpus" in container or "Memory" in container:
             yield f"{name}: vcpus or memory beside resourceRequirements"
@@ -358,7 +363,7 @@ def resources_are_asked_for_once(batch: Batch) -> Iterator[str]:
 
 @rule
 def fargate_jobs_have_a_size_that_exists(batch: Batch) -> Iterator[str]:
-    """API Reference, ResourceRequirement, EphemeralStorage, LinuxParameters ("Fargate")."""
+    """API_ResourceRequirement, API_EphemeralStorage, API_LinuxParameters: what they say of Fargate."""
     for name, container in _containers(batch):
         if "FARGATE" not in batch.definitions[name].get("PlatformCapabilities", ()):
             continue
@@ -377,7 +382,7 @@ def fargate_jobs_have_a_size_that_exists(batch: Batch) -> Iterator[str]:
 
 @rule
 def hosts_take_no_fargate_parameters(batch: Batch) -> Iterator[str]:
-    """API Reference, ContainerProperties: networkConfiguration and the like "must not be specified" for EC2 resources."""
+    """API_ContainerProperties: networkConfiguration and the like "must not be specified" for EC2 resources."""
     for name, container in _containers(batch):
         if "FARGATE" not in batch.definitions[name].get("PlatformCapabilities", ()):
             for key in ("NetworkConfiguration", "FargatePlatformConfiguration", "EphemeralStorage", "RuntimePlatform"):
@@ -387,7 +392,7 @@ def hosts_take_no_fargate_parameters(batch: Batch) -> Iterator[str]:
 
 @rule
 def devices_keep_their_names(batch: Batch) -> Iterator[str]:
-    """ "Elastic Fabric Adapter": a device's path in the container is the host's. Permissions are upper case."""
+    """userguide/efa: a device's path in the container is the host's. Permissions are upper case."""
     for name, container in _containers(batch):
         devices = container.get("LinuxParameters", {}).get("Devices", ())
         for device in devices:
@@ -401,7 +406,7 @@ def devices_keep_their_names(batch: Batch) -> Iterator[str]:
 
 @rule
 def reserved_names_stay_unset(batch: Batch) -> Iterator[str]:
-    """API Reference, ContainerProperties, environment: names must not start with AWS_BATCH."""
+    """API_ContainerProperties, environment: names must not start with AWS_BATCH."""
     for name, container in _containers(batch):
         names = [variable["Name"] for variable in container.get("Environment", ())]
         if reserved := [variable for variable in names if variable.startswith("AWS_BATCH")]:
@@ -410,7 +415,7 @@ def reserved_names_stay_unset(batch: Batch) -> Iterator[str]:
 
 @rule
 def node_ranges_cover_the_gang(batch: Batch) -> Iterator[str]:
-    """ "Node groups": five at most, every node in one, a thousand nodes at most, one instance type for all."""
+    """userguide/mnp-node-groups: five at most, every node in one, a thousand nodes at most, one instance type for all."""
     for name, properties in batch.definitions.items():
         nodes = properties.get("NodeProperties")
         if (nodes is not None) != (properties["Type"] == "multinode"):
@@ -432,8 +437,7 @@ def node_ranges_cover_the_gang(batch: Batch) -> Iterator[str]:
 
 @rule
 def gangs_find_hosts(batch: Batch) -> Iterator[str]:
-    """ "Compute environment considerations for multi-node parallel jobs": On-Demand hosts of one type, as many as the gang has
-    nodes; above maxvCpus a job never leaves RUNNABLE."""
+    """userguide/mnp-ce: On-Demand hosts of one type, one for each node; above maxvCpus a job stays RUNNABLE."""
     for name, properties, queue in batch.runs():
         if (nodes := properties.get("NodeProperties")) is None:
             continue
@@ -454,7 +458,7 @@ def gangs_find_hosts(batch: Batch) -> Iterator[str]:
 
 @rule
 def jobs_fit_their_hosts(batch: Batch) -> Iterator[str]:
-    """ "Jobs stuck in RUNNABLE", MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT; and the platform is the queue's."""
+    """userguide/job_stuck_in_runnable, MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT; and the platform is the queue's."""
     for name, properties, queue in batch.runs():
         for environment in batch.environments_of(queue):
             resources = batch.resources(environment)
@@ -471,7 +475,7 @@ def jobs_fit_their_hosts(batch: Batch) -> Iterator[str]:
 
 @rule
 def shares_go_with_a_policy(batch: Batch) -> Iterator[str]:
-    """API Reference, SubmitJob, shareIdentifier: with a fair-share policy share and priority are needed, without one refused."""
+    """API_SubmitJob, shareIdentifier: with a fair-share policy share and priority are needed, without one refused."""
     for state, parameters in batch.submissions.items():
         fair = "SchedulingPolicyArn" in batch.queues[_by_arn(batch.queues, parameters["JobQueue"])]
         given = [key.removesuffix(".$") for key in parameters]
@@ -484,7 +488,7 @@ def shares_go_with_a_policy(batch: Batch) -> Iterator[str]:
 
 @rule
 def arrays_have_two_children(batch: Batch) -> Iterator[str]:
-    """API Reference, ArrayProperties: 2 to 10000; no gang is an array."""
+    """API_ArrayProperties: 2 to 10000; no gang is an array."""
     for state, parameters in batch.submissions.items():
         size = parameters.get("ArrayProperties", {}).get("Size", 2)
         if not 2 <= size <= 10_000:
@@ -495,7 +499,7 @@ def arrays_have_two_children(batch: Batch) -> Iterator[str]:
 
 @rule
 def parameters_have_values(batch: Batch) -> Iterator[str]:
-    """ "Job definition parameters": every `Ref::name` of a command has a value, of the definition or of the submission."""
+    """userguide/job_definition_parameters: every `Ref::name` of a command has a value, of the definition or of the submission."""
     for state, parameters in batch.submissions.items():
         given = {key.removesuffix(".$") for key in parameters.get("Parameters", {})}
         for name, properties, queue in batch.runs():
@@ -510,7 +514,7 @@ def parameters_have_values(batch: Batch) -> Iterator[str]:
 
 @rule
 def gangs_take_no_container_overrides(batch: Batch) -> Iterator[str]:
-    """API Reference, SubmitJob, containerOverrides: multi-node jobs take nodeOverrides instead."""
+    """API_SubmitJob, containerOverrides: multi-node jobs take nodeOverrides instead."""
     for state, parameters in batch.submissions.items():
         if "JobDefinition.$" in parameters and "ContainerOverrides" in parameters:
             yield f"{state}: container overrides of a gang"
@@ -529,7 +533,7 @@ def _by_arn(found: Mapping[str, Properties], arn: str) -> str:
 
 
 def _usable(batch: Batch, queue: str, environment: str) -> float:
-    """vCPUs that a single active share may use: a reservation holds back (reservation / 100) ^ 1 of them (FairsharePolicy)."""
+    """vCPUs that one active share may use: a reservation holds back (reservation / 100) ^ 1 of them (API_FairsharePolicy)."""
     arn = batch.queues[queue].get("SchedulingPolicyArn")
     fair = batch.policies[_by_arn(batch.policies, arn)]["FairsharePolicy"] if arn else {}
     usable: float = batch.resources(environment)["MaxvCpus"] * (100 - fair.get("ComputeReservation", 0)) / 100
