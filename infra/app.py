@@ -7,17 +7,16 @@ credentials, no Docker, and no Node.js but the packaged one. Ends with 64 when t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.context import parse_context, read_context, read_settings
 from infra.nodejs import choose_node
-from pipeline.errors import BadConfig, TrnpipeError
+from pipeline.errors import TrnpipeError
 
-CDK_JSON = Path(__file__).parent.parent / "cdk.json"
 CDK = "npx aws-cdk@2.1147.0"
 """The CDK CLI that people type: the oldest that reads what the locked aws-cdk-lib writes (`minimumCliVersion` of an assembly)."""
 
@@ -49,41 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse_context(items: Sequence[str]) -> dict[str, str]:
-    """The context of `-c KEY=VALUE` options, later ones over earlier ones.
-
-    Raises:
-        BadConfig: an item that is none.
-    """
-    context = {}
-    for item in items:
-        key, separator, value = item.partition("=")
-        if not key or not separator:
-            raise BadConfig(
-                "an option of the context is not KEY=VALUE",
-                value=f"-c {item}",
-                rule="as after `cdk deploy -c`",
-                remedy="e.g. -c trnpipe.region=us-east-2",
-            )
-        context[key] = value
-    return context
-
-
-def read_context(path: Path = CDK_JSON) -> dict[str, Any]:
-    """The context of a cdk.json file.
-
-    Raises:
-        BadConfig: no such file, or not JSON.
-    """
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise BadConfig("cdk.json cannot be read", value=f"{path}: {error}", remedy="restore the file") from error
-    if not isinstance(loaded, dict) or not isinstance(loaded.get("context"), dict):
-        raise BadConfig("cdk.json has no context", value=path, remedy="restore the file")
-    return dict(loaded["context"])
-
-
 def _tell_people(line: str) -> None:
     sys.stderr.write(f"{line}\n")  # stdout is for programs
 
@@ -102,7 +66,6 @@ def synthesize(
     choose_node()
     # CDK starts its Node.js process when it is imported, so not before the choice above.
     from infra.run_cost import expectation
-    from infra.settings import read_settings
     from infra.stacks import build
 
     app = build(context, outdir)

@@ -26,7 +26,7 @@ SPENT_PERCENT = 80
 FORECAST_PERCENT = 100
 
 
-class Budget(Construct):
+class MonthlyBudget(Construct):
     """A monthly budget on the deployment's tag, which tells the topic: of 80 % spent, and of a forecast above it."""
 
     def __init__(

@@ -14,11 +14,12 @@ from infra.constructs.compute import Compute
 from infra.constructs.jobs import Jobs
 from infra.constructs.monitoring import Monitoring, Topic
 from infra.constructs.network import Network
-from infra.constructs.schedule import Schedule
+from infra.constructs.schedule import WeeklyStart
 from infra.constructs.storage import Storage, job_log_group
-from infra.run_cost import Budget
-from infra.settings import COST_TAG, Settings, read_settings
-from infra.workflow.machine import Workflow
+from infra.constructs.workflow import Workflow
+from infra.context import read_settings
+from infra.run_cost import MonthlyBudget
+from infra.settings import COST_TAG, Settings
 from infra.workflow.watches import Watches
 from pipeline.contract import STAGES, Queue, Shape, Stage
 
@@ -114,7 +115,7 @@ class PipelineStack(Stack):
             console=console,
             log_group=storage.machine_logs,
         )
-        schedule = Schedule(self, "Schedule", settings=settings, state_machine=workflow.state_machine)
+        schedule = WeeklyStart(self, "Schedule", settings=settings, state_machine=workflow.state_machine)
         watches = Watches(
             self,
             "Watches",
@@ -140,7 +141,7 @@ class PipelineStack(Stack):
             console=console,
         )
         if settings.budget is not None:
-            Budget(self, "Budget", name=settings.name, usd=settings.budget, topic=topic.topic, topic_key=topic.key)
+            MonthlyBudget(self, "Budget", name=settings.name, usd=settings.budget, topic=topic.topic, topic_key=topic.key)
         self._grant(settings, workflow.state_machine.role, jobs.roles, storage, compute.accelerator_environment_names)
         CfnOutput(self, "StateMachineArn", value=workflow.state_machine.state_machine_arn)
         CfnOutput(self, "TopicArn", value=topic.topic.topic_arn)

@@ -17,8 +17,10 @@ from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
-from infra.settings import AMI_PARAMETER, COST_TAG, HARDWARE, CapacityReservation, Settings
+from infra.setting_sections import CapacityReservation
+from infra.settings import AMI_PARAMETER, COST_TAG, Settings
 from pipeline.contract import ROOT_VOLUME_GIB, Queue
+from pipeline.prices import HARDWARE
 
 STUCK_REASONS = (
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",

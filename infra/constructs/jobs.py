@@ -16,7 +16,7 @@ from aws_cdk import aws_iam as iam
 from aws_cdk import aws_logs as logs
 from constructs import Construct
 
-from infra.settings import Hardware, Settings
+from infra.settings import Settings
 from pipeline.contract import (
     ATTEMPT_VARIABLE,
     DEPLOYMENT_VARIABLE,
@@ -30,6 +30,7 @@ from pipeline.contract import (
     StageSpec,
     stage_command,
 )
+from pipeline.prices import Hardware
 
 EVALUATE_ON_EXIT: tuple[tuple[str, str, str], ...] = (
     ("on_reason", "OutOfMemory*", "EXIT"),

@@ -14,7 +14,8 @@ from aws_cdk import aws_logs as logs
 from constructs import Construct
 
 from infra.constructs.storage import RETENTION, customer_key
-from infra.settings import ZONE_LETTERS, ExistingVpc, Settings
+from infra.setting_sections import ExistingVpc
+from infra.settings import ZONE_LETTERS, Settings
 
 HTTPS = ec2.Port.tcp(443)
 DNS = 53

@@ -12,7 +12,7 @@ from constructs import Construct
 from infra.settings import Settings
 
 
-class Schedule(Construct):
+class WeeklyStart(Construct):
     """Starts the state machine every week.
 
     Attributes:

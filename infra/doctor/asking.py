@@ -44,7 +44,7 @@ class Level(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """One answer to one question.
 
     Attributes:
@@ -66,16 +66,16 @@ class Finding:
     transient: bool = False
 
 
-def ok(what: str, value: object = "") -> Finding:
-    return Finding(level=Level.OK, what=what, value=str(value))
+def ok(what: str, value: object = "") -> DoctorFinding:
+    return DoctorFinding(level=Level.OK, what=what, value=str(value))
 
 
-def warning(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> Finding:
-    return Finding(level=Level.WARNING, what=what, value=str(value), rule=rule, remedy=remedy)
+def warning(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> DoctorFinding:
+    return DoctorFinding(level=Level.WARNING, what=what, value=str(value), rule=rule, remedy=remedy)
 
 
-def problem(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> Finding:
-    return Finding(level=Level.PROBLEM, what=what, value=str(value), rule=rule, remedy=remedy)
+def problem(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> DoctorFinding:
+    return DoctorFinding(level=Level.PROBLEM, what=what, value=str(value), rule=rule, remedy=remedy)
 
 
 class Denied(Exception):
@@ -241,7 +241,7 @@ class Subject:
         return [one["PhysicalResourceId"] for one in listed if one["ResourceType"] == kind and "PhysicalResourceId" in one]
 
 
-Findings = Iterator[Finding]
+Findings = Iterator[DoctorFinding]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,13 +258,13 @@ class Check:
     needs: tuple[str, ...]
     find: Callable[[Subject], Findings]
 
-    def __call__(self, subject: Subject) -> list[Finding]:
+    def __call__(self, subject: Subject) -> list[DoctorFinding]:
         """The findings, with what stood in their way as the last one.
 
         Raises:
             NotAuthenticated: the credentials went bad on the way.
         """
-        found: list[Finding] = []
+        found: list[DoctorFinding] = []
 
         def ask(service: str, operation: str, **parameters: Any) -> dict[str, Any]:
             if f"{service}:{operation}" not in self.needs:
@@ -300,7 +300,7 @@ def check(area: str, *needs: str) -> Callable[[Callable[[Subject], Findings]], C
     return lambda find: Check(area=area, needs=needs, find=find)
 
 
-def examine(checks: Sequence[Check], subject: Subject) -> list[Finding]:
+def examine(checks: Sequence[Check], subject: Subject) -> list[DoctorFinding]:
     """Run checks side by side; their findings in the order of the checks.
 
     Raises:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.app import parse_context, read_context, synthesize
+from infra.app import synthesize
+from infra.context import ENVIRONMENT_KEY, parse_context, read_context, read_settings
 from infra.nodejs import choose_node
-from infra.settings import ENVIRONMENT_KEY, Settings, read_settings
+from infra.settings import Settings
 from infra.templates import Stacks
 
 COMPUTE_ENVIRONMENT = "AWS::Batch::ComputeEnvironment"
@@ -30,7 +31,7 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
+class ContainerImage:
     """A container image that jobs run.
 
     Attributes:
@@ -103,7 +104,7 @@ class Blueprint:
     bootstrap_version: int
     bootstrap_parameter: str
     endpoint_services: tuple[str, ...]
-    containers: tuple[Container, ...]
+    containers: tuple[ContainerImage, ...]
 
     @property
     def pipeline_stack(self) -> str:
@@ -202,7 +203,7 @@ def _endpoint_services() -> tuple[str, ...]:
     return tuple(getattr(ec2.InterfaceVpcEndpointAwsService, name).short_name for name in INTERFACE_ENDPOINTS)
 
 
-def _containers(settings: Settings) -> tuple[Container, ...]:
+def _containers(settings: Settings) -> tuple[ContainerImage, ...]:
     from infra.constructs.jobs import PRIVATE_IMAGE
 
     found = []
@@ -216,5 +217,5 @@ def _containers(settings: Settings) -> tuple[Container, ...]:
         else:
             repository, registry, region = private["name"], private["account"], private["region"]
             version = uri[private.end() + 1 :].rpartition("@")[2] or "latest"
-        found.append(Container(name=name, uri=uri, repository=repository, version=version, registry=registry, region=region))
+        found.append(ContainerImage(name=name, uri=uri, repository=repository, version=version, registry=registry, region=region))
     return tuple(found)

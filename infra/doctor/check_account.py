@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infra.app import CDK
-from infra.doctor.asking import Ask, Finding, Findings, NotAuthenticated, Refused, Subject, check, ok, problem, warning
+from infra.doctor.asking import Ask, DoctorFinding, Findings, NotAuthenticated, Refused, Subject, check, ok, problem, warning
 from infra.doctor.blueprint import Blueprint
 
 CREDENTIALS = "Credentials"
@@ -15,7 +15,7 @@ BATCH_ROLE = ("AWSServiceRoleForBatch", "batch.amazonaws.com")
 SPOT_ROLE = ("AWSServiceRoleForEC2Spot", "spot.amazonaws.com")
 
 
-def not_accepted(error: NotAuthenticated) -> Finding:
+def not_accepted(error: NotAuthenticated) -> DoctorFinding:
     """The finding about credentials that are missing, wrong or out of date."""
     return problem(
         "AWS does not accept the credentials",
@@ -25,7 +25,7 @@ def not_accepted(error: NotAuthenticated) -> Finding:
     )
 
 
-def who(ask: Ask, blueprint: Blueprint) -> tuple[str, Finding]:
+def who(ask: Ask, blueprint: Blueprint) -> tuple[str, DoctorFinding]:
     """The account of the credentials, and whether it is the one that the settings name.
 
     Raises:

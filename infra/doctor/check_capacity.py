@@ -10,7 +10,9 @@ from typing import Any
 
 from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, warning
 from infra.doctor.blueprint import Fleet
-from infra.settings import HARDWARE, CapacityReservation, Settings
+from infra.setting_sections import CapacityReservation
+from infra.settings import Settings
+from pipeline.prices import HARDWARE
 
 QUOTAS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("EC2", "Trn"): ("ec2", "L-2C3B7624", "Running On-Demand Trn instances"),

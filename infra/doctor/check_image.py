@@ -12,7 +12,7 @@ import urllib3
 
 from infra.app import CDK
 from infra.doctor.asking import Findings, Refused, Subject, Unavailable, check, ok, problem, warning
-from infra.doctor.blueprint import Container, Fleet
+from infra.doctor.blueprint import ContainerImage, Fleet
 from infra.settings import AMI_ID, AMI_PARAMETER, DRIVER_RULE, base_repository
 
 DRIVER = (2, 27)
@@ -170,7 +170,7 @@ def containers(subject: Subject) -> Findings:
             yield from _container(subject, container)
 
 
-def _container(subject: Subject, container: Container) -> Findings:
+def _container(subject: Subject, container: ContainerImage) -> Findings:
     reference, wanted = _reference(container)
     named = f"{container.repository}:{container.version}"
     push = (
@@ -247,7 +247,7 @@ def neuron_base(subject: Subject) -> Findings:
             yield ok("base of the Neuron image", f"{mirror}@{digest[1]}")
 
 
-def _reference(container: Container) -> tuple[dict[str, str], dict[str, str]]:
+def _reference(container: ContainerImage) -> tuple[dict[str, str], dict[str, str]]:
     """Repository and image of a container in ECR, as ECR's operations take them."""
     assert container.repository is not None
     repository = {"repositoryName": container.repository, **({"registryId": container.registry} if container.registry else {})}

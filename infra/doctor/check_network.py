@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from infra.doctor.asking import Finding, Findings, Refused, Subject, check, ok, problem
+from infra.doctor.asking import DoctorFinding, Findings, Refused, Subject, check, ok, problem
 from infra.doctor.blueprint import GATEWAY_SERVICES, Fleet
 
 HTTPS = 443
@@ -292,7 +292,7 @@ def default_group(subject: Subject) -> Findings:
         yield ok("default security group", f"{found[0]['GroupId']} allows itself, and {HTTPS} outwards")
 
 
-def judge_default_group(group: Mapping[str, Any], vpc_id: str) -> list[Finding]:
+def judge_default_group(group: Mapping[str, Any], vpc_id: str) -> list[DoctorFinding]:
     """What is wrong with a group of EC2's DescribeSecurityGroups as the default group of a VPC that runs gangs."""
     group_id = group["GroupId"]
     inwards, outwards = group.get("IpPermissions", ()), group.get("IpPermissionsEgress", ())

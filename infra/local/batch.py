@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.local.batch_jobs import FINAL_STATES, Attempt, Job, Node, milliseconds
-from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, HostPool, Launch, free_port, stop_nodes
+from infra.local.batch_nodes import POLL_SECONDS, AttemptLaunch, BatchSettings, HostPool, free_port, stop_nodes
 from infra.local.batch_submit import build_job, find_queue
 from infra.local.definitions import ClientError, JobDefinition, JobQueue
 
@@ -259,7 +259,7 @@ class BatchRunner:
         """Run all nodes once; how the main node ended, and whether that is the job's own doing (not a timeout or a stop)."""
         hosts = self.hosts.take(len(job.definition.containers))
         tasks = [uuid.uuid4().hex for _ in hosts]
-        launch = Launch(
+        launch = AttemptLaunch(
             settings=self.settings,
             job=job,
             attempt=number,
@@ -298,7 +298,7 @@ class BatchRunner:
         )
         return attempt, stopped_because is None
 
-    def _start_nodes(self, launch: Launch, started: int) -> Node:
+    def _start_nodes(self, launch: AttemptLaunch, started: int) -> Node:
         """Start the main node, which makes the job RUNNING, then the others; the main node."""
         job = launch.job
         main = self._start_node(launch, job.definition.main_node)
@@ -309,7 +309,7 @@ class BatchRunner:
                 self._start_node(launch, index)
         return main
 
-    def _start_node(self, launch: Launch, index: int) -> Node:
+    def _start_node(self, launch: AttemptLaunch, index: int) -> Node:
         node = launch.start(index)
         with self._lock:
             launch.job.nodes.append(node)

@@ -119,7 +119,7 @@ class HostPool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class AttemptLaunch:
     """One attempt of a job, as its nodes are started.
 
     Attributes:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import infra
-from infra.app import read_context
+from infra.context import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS, read_context
 from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
-from infra.settings import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS
 from infra.templates import Resource, Stacks
 from pipeline import allowed_uris, config, contract, cost, errors, prices
 from pipeline.errors import BadConfig, Defect

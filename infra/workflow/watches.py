@@ -30,7 +30,8 @@ from constructs import Construct
 
 from infra.console import Console
 from infra.runbook import remedy
-from infra.settings import DAYS_OF_WEEK, Settings
+from infra.setting_sections import DAYS_OF_WEEK
+from infra.settings import Settings
 from infra.workflow.states import CALL_SECONDS, DISCARD, States
 from pipeline.contract import EXECUTION_TAG, STAGES, Queue
 

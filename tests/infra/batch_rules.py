@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from infra.settings import HARDWARE
 from infra.templates import Resource, Stacks
+from pipeline.prices import HARDWARE
 
 Properties = dict[str, Any]
 

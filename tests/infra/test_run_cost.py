@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from infra.app import read_context
+from infra.context import read_context, read_settings
 from infra.run_cost import expectation, hourly_prices, most_embed_hosts
-from infra.settings import COST_TAG, HARDWARE, Settings, read_settings
+from infra.settings import COST_TAG, Settings
 from pipeline.contract import STAGES, Queue
-from pipeline.prices import INSTANCE_HOUR
+from pipeline.prices import HARDWARE, INSTANCE_HOUR
 
 UNPRICED: set[str] = set()
 """Instance types that can be deployed and whose price could not be confirmed."""

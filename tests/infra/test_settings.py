@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.app import CDK_JSON, read_context
-from infra.settings import ENVIRONMENTS, HARDWARE, Settings, read_settings
+from infra.context import CDK_JSON, ENVIRONMENTS, read_context, read_settings
+from infra.settings import Settings
 from pipeline.contract import STAGES
 from pipeline.errors import BadConfig, ExitCode
+from pipeline.prices import HARDWARE
 
 BASE: dict[str, Any] = {"ami": "ami-0123456789abcdef0"}
 
