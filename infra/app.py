@@ -18,7 +18,7 @@ from infra.nodejs import choose_node
 from pipeline.errors import TrnpipeError
 
 CDK = "npx aws-cdk@2.1147.0"
-"""The CDK CLI that people type: the oldest that reads what the locked aws-cdk-lib writes (`minimumCliVersion` of an assembly)."""
+"""The CDK CLI of the guides: the oldest that reads what the locked aws-cdk-lib writes (`minimumCliVersion` of an assembly)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,28 +37,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments).context
     try:
-        if "CDK_OUTDIR" in os.environ:
-            # The CDK CLI hands over outdir and its own context itself.
-            synthesize(parse_context(given), tell=_tell_people)
-        else:
-            synthesize({**read_context(), **parse_context(given)}, "cdk.out", tell=_tell_people)
+        context: dict[str, Any] = parse_context(given)
+        outdir = None
+        if "CDK_OUTDIR" not in os.environ:
+            # Without the CDK CLI, which hands over outdir and its own context itself.
+            context, outdir = {**read_context(), **context}, "cdk.out"
+        # stdout is for programs.
+        synthesize(context, outdir, tell=lambda line: sys.stderr.write(f"{line}\n"))
     except TrnpipeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
 
 
-def _tell_people(line: str) -> None:
-    sys.stderr.write(f"{line}\n")  # stdout is for programs
-
-
-def synthesize(
-    context: Mapping[str, Any], outdir: str | None = None, *, tell: Callable[[str], None] = lambda _line: None
-) -> Path:
-    """Write the cloud assembly; returns its folder.
+def synthesize(context: Mapping[str, Any], outdir: str | None = None, *, tell: Callable[[str], Any] = lambda _line: None) -> Path:
+    """Write the cloud assembly and return its folder.
 
     Args:
-        tell: gets, line by line, what a run may cost.
+        tell: receives the lines of the cost estimate of a run.
 
     Raises:
         BadConfig: wrong settings.

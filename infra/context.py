@@ -26,10 +26,10 @@ ENVIRONMENTS = Path(__file__).parent / "environments"
 
 
 def parse_context(items: Sequence[str]) -> dict[str, str]:
-    """The context of `-c KEY=VALUE` options, later ones over earlier ones.
+    """Parse `-c KEY=VALUE` options; later ones take precedence.
 
     Raises:
-        BadConfig: an item that is none.
+        BadConfig: an item is not KEY=VALUE.
     """
     context = {}
     for item in items:
@@ -46,7 +46,7 @@ def parse_context(items: Sequence[str]) -> dict[str, str]:
 
 
 def read_context(path: Path = CDK_JSON) -> dict[str, Any]:
-    """The context of a cdk.json file.
+    """Read the context of a cdk.json file.
 
     Raises:
         BadConfig: no such file, or not JSON.
@@ -61,13 +61,13 @@ def read_context(path: Path = CDK_JSON) -> dict[str, Any]:
 
 
 def read_settings(context: Mapping[str, Any], environments: Path = ENVIRONMENTS) -> Settings:
-    """Settings from CDK context: the object under `trnpipe`, the file of the environment under `env`, every `trnpipe.KEY`.
+    """Make settings of CDK context: the object under `trnpipe`, the file of the environment under `env`, every `trnpipe.KEY`.
 
     Args:
         environments: folder of the environments' files.
 
     Raises:
-        BadConfig: a missing, unknown or wrong value, or an environment that there is not.
+        BadConfig: a missing, unknown or wrong value, or an unknown environment.
     """
     values = context.get(CONTEXT_KEY)
     if not isinstance(values, Mapping):
@@ -89,16 +89,16 @@ def read_settings(context: Mapping[str, Any], environments: Path = ENVIRONMENTS)
 
 
 def read_environment(name: object, folder: Path = ENVIRONMENTS) -> dict[str, Any]:
-    """The settings that one environment lays over those of cdk.json.
+    """Read the settings of one environment, which take precedence over those of cdk.json.
 
     Raises:
-        BadConfig: there is no such environment, or its file is no YAML object.
+        BadConfig: unknown environment, or its file is no YAML object.
     """
     known = sorted(path.stem for path in folder.glob("*.yaml"))
-    # A name is one of those that were found, so none leads elsewhere.
+    # Only names of files that were found: none leads to another folder.
     if name not in known:
         raise BadConfig(
-            "there is no such environment",
+            "unknown environment",
             value=f"-c {ENVIRONMENT_KEY}={name}",
             rule="an environment is a file of its name, NAME.yaml, in infra/environments",
             remedy=f"name one of: {', '.join(known)}; or write infra/environments/NAME.yaml (example.yaml explains it)",
@@ -129,7 +129,7 @@ def _bad_settings(error: ValidationError) -> BadConfig:
 
 
 def _description(names: tuple[str, ...]) -> str | None:
-    """What a setting is for, as its section describes it."""
+    """The description of a setting in its section."""
     section: Any = Settings
     described = None
     for name in names:

@@ -16,7 +16,7 @@ DAYS_OF_WEEK = 7
 
 
 class InvalidSetting(ValueError):
-    """A setting that cannot work, and what to do about it."""
+    """A setting that cannot work, with the remedy."""
 
     def __init__(self, what: str, *, remedy: str, rule: str = "") -> None:
         super().__init__(what)
@@ -31,21 +31,21 @@ class SettingsSection(BaseModel):
 
 
 class PrivateSubnet(SettingsSection):
-    """A private subnet of the company's own."""
+    """A private subnet of an existing VPC."""
 
     subnet_id: str = Field(pattern=f"^subnet-{IDENTIFIER}$", description="Id of the subnet.")
     route_table_id: str = Field(pattern=f"^rtb-{IDENTIFIER}$", description="The subnet's route table.")
 
 
 class Egress(SettingsSection):
-    """Where hosts and tasks may connect to, over TCP."""
+    """A destination that hosts and tasks may connect to, over TCP."""
 
     cidr: IPv4Network = Field(description="Addresses, such as 10.1.2.0/24.")
     port: Annotated[int, Field(ge=1, le=65535)] = Field(description="TCP port.")
 
 
 class ExistingVpc(SettingsSection):
-    """A VPC of the company's own. Its private subnets need routes or endpoints to the services named in network.py."""
+    """An existing VPC. Its private subnets need routes or endpoints to the services that network.py names."""
 
     vpc_id: str = Field(pattern=f"^vpc-{IDENTIFIER}$", description="Id of the VPC.")
     subnets: dict[str, PrivateSubnet] = Field(
@@ -54,7 +54,7 @@ class ExistingVpc(SettingsSection):
     default_security_group_id: str = Field(
         pattern=f"^sg-{IDENTIFIER}$",
         description="The VPC's default security group: a gang's containers get it on their own interface, because the compute "
-        "environment may name no group beside the launch template's. It must allow itself, and 443 outwards.",
+        "environment may name no group in addition to the launch template's. It must allow itself, and 443 outwards.",
     )
     resolvers: tuple[IPv4Address, ...] = Field(
         (),
@@ -63,13 +63,13 @@ class ExistingVpc(SettingsSection):
     )
     egress: tuple[Egress, ...] = Field(
         (),
-        description="What hosts and tasks connect to besides 443 anywhere, such as a proxy, which jobs then find by "
+        description="Destinations besides port 443 anywhere, such as a proxy, which jobs then find by "
         "`environment`: {cidr: 10.1.2.0/24, port: 3128}.",
     )
 
 
 class CapacityReservation(SettingsSection):
-    """Hosts that EC2 holds for the gangs: one reservation or Capacity Block by its id, or several reservations by their group."""
+    """Hosts that EC2 reserves for the gangs: a reservation or Capacity Block by id, or several reservations by group."""
 
     id: str | None = Field(
         None,
@@ -79,14 +79,14 @@ class CapacityReservation(SettingsSection):
     group: str | None = Field(
         None,
         pattern=r"^arn:aws[a-z-]*:resource-groups:[a-z0-9-]+:[0-9]{12}:group/.+$",
-        description="ARN of a resource group of Capacity Reservations; where none of them has room, hosts start on demand.",
+        description="ARN of a resource group of Capacity Reservations; where none of them has capacity, hosts start on demand.",
     )
     block: bool = Field(False, description="`id` is a Capacity Block for ML: EC2 places its hosts itself.")
     placement_group: str | None = Field(
         None,
         pattern=r"^[ -~]{1,255}$",
-        description="Name of the cluster placement group in which the capacity was reserved. None: the one that the stack makes, "
-        "and hosts use only what is reserved in theirs.",
+        description="Name of the cluster placement group in which the capacity was reserved. None: the stack creates one; "
+        "hosts use only capacity that is reserved in their group.",
     )
 
     @model_validator(mode="after")
@@ -121,12 +121,12 @@ class Images(SettingsSection):
 
 
 class WeeklySchedule(SettingsSection):
-    """When the weekly run starts and what it passes."""
+    """Start and input of the weekly run."""
 
     enabled: bool = Field(
         False,
-        description="Switch it on here or in the environment's file, after the first run that succeeded; a `-c` option would be "
-        "forgotten by the next deployment.",
+        description="Switch it on here or in the environment's file, after the first successful run; the next deployment would "
+        "not know a `-c` option.",
     )
     weekday: Weekday = Field("sunday", description="Day of the weekly start, in `time_zone`.")
     hour: Annotated[int, Field(ge=0, le=23)] = Field(3, description="Hour of the weekly start, in `time_zone`.")
@@ -146,7 +146,7 @@ class WeeklySchedule(SettingsSection):
     flexible_minutes: Annotated[int, Field(ge=0, le=1440)] = Field(15, description="0: start on the minute.")
     share: str = Field("weekly", description="Fair-share identifier of the scheduled runs.")
     lock_wait_minutes: Annotated[int, Field(ge=0, le=7 * 24 * 60)] = Field(
-        12 * 60, description="Wait for a run that is going on."
+        12 * 60, description="How long the weekly run waits for a run in progress."
     )
 
     @model_validator(mode="before")
@@ -164,7 +164,7 @@ class WeeklySchedule(SettingsSection):
     @classmethod
     def _known_zone(cls, name: str) -> str:
         known = available_timezones()
-        # A machine without the database cannot judge.
+        # A machine without the database knows no zone.
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise InvalidSetting(
@@ -178,7 +178,7 @@ class WeeklySchedule(SettingsSection):
         if self.expression is not None and "every_days" not in self.model_fields_set:
             raise InvalidSetting(
                 f"schedule.expression {self.expression} has no every_days",
-                rule="a watch reports runs that are missing, and does not read expressions",
+                rule="a watch reports missing runs, and cannot interpret expressions",
                 remedy="set schedule.every_days to the most days between two starts",
             )
         if self.expression is None and self.every_days != DAYS_OF_WEEK:
@@ -190,30 +190,30 @@ class WeeklySchedule(SettingsSection):
 
     @property
     def schedule_expression(self) -> str:
-        """The start as EventBridge Scheduler takes it, in `time_zone`."""
+        """The start as an expression of EventBridge Scheduler, in `time_zone`."""
         return self.expression or f"cron({self.minute} {self.hour} ? * {self.weekday[:3].upper()} *)"
 
     @property
     def described(self) -> str:
-        """The start as people read it."""
+        """The start in words."""
         start = self.expression or f"{self.weekday.capitalize()} {self.hour:02}:{self.minute:02}"
         return f"{start} {self.time_zone}"
 
 
 class RetentionPeriods(SettingsSection):
-    """How long what a run leaves behind is kept. Models, embeddings, records and reports stay."""
+    """How long the deployment keeps the files of a run. Models, embeddings, records and reports never expire."""
 
     resume_days: Annotated[int, Field(ge=7, le=3650)] = Field(
-        60, description="Training checkpoints, which only serve to take up a run; its finished model stands elsewhere."
+        60, description="Training checkpoints, which only serve to resume a run; its finished model is stored elsewhere."
     )
     noncurrent_days: Annotated[int, Field(ge=1, le=3650)] = Field(30, description="Versions that were overwritten or deleted.")
     cold_days: Annotated[int, Field(ge=0, le=3650)] = Field(
         30,
-        description="After this objects move to S3 Intelligent-Tiering, which charges less for what is not read and answers as "
-        "fast. 0: they stay. Nothing else expires: the registry may name any model and any embeddings.",
+        description="After this objects move to S3 Intelligent-Tiering, which charges less for objects that nothing reads and is "
+        "as fast. 0: never. Nothing else expires: the registry may name any model and any embeddings.",
     )
     untagged_image_days: Annotated[int, Field(ge=1, le=3650)] = Field(
-        30, description="Image manifests without a tag. Those with one stay: job definitions that are registered name them."
+        30, description="Image manifests without a tag. Tagged ones stay: registered job definitions name them."
     )
-    upload_days: Annotated[int, Field(ge=1, le=365)] = Field(3, description="Parts of uploads that were never completed.")
+    upload_days: Annotated[int, Field(ge=1, le=365)] = Field(3, description="Parts of incomplete uploads.")
     log_days: Literal[30, 90, 180, 365, 731] = Field(180, description="Logs of jobs and executions, access logs of the bucket.")

@@ -23,10 +23,10 @@ from pipeline.contract import ATTEMPT_VARIABLE, FARGATE_VCPUS, STAGES, Queue, St
 from pipeline.prices import HARDWARE, Hardware
 
 SHARE = re.compile(r"[A-Za-z0-9]{1,254}\*?")
-"""A share identifier, or with `*` all that begin so (AWS Batch, ShareAttributes)."""
+"""A share identifier; with `*` at its end, all identifiers with that prefix (AWS Batch, ShareAttributes)."""
 MOST_SHARES = 500
 COST_TAG = "trnpipe"
-"""Tag of everything that a deployment has or starts; its value is the deployment's name."""
+"""Tag of everything that a deployment creates or starts; its value is the deployment's name."""
 OWN_TAGS = ("Name", COST_TAG)
 MOST_TAGS = 40
 """A resource takes 50."""
@@ -34,7 +34,7 @@ MOST_TAGS = 40
 ZONE_LETTERS = "abcdefghijklmnop"
 """The last letter of a zone's name; each has its own part of a VPC's addresses."""
 LONGEST_MINUTES = 7200
-"""As long as Batch leaves jobs running while it replaces hosts (API reference, UpdatePolicy)."""
+"""The longest time for which Batch leaves jobs running while it replaces hosts (API reference, UpdatePolicy)."""
 DEFAULT_MINUTES = {stage: spec.timeout_minutes for stage, spec in STAGES.items()}
 
 RESERVED_VARIABLES: dict[str, str] = {
@@ -63,7 +63,7 @@ BLOCK_TYPE = "trn1.32xlarge"
 """The one type here with Capacity Blocks (EC2 User Guide, "Capacity Blocks for ML", supported instance types)."""
 
 STANDARD = HARDWARE["trn1.32xlarge"]
-"""The host that the run configuration's own defaults are those of."""
+"""The host that the defaults of the run configuration describe."""
 
 
 def base_repository(name: str) -> str:
@@ -85,23 +85,23 @@ class Settings(SettingsSection):
     )
     embed_zones: tuple[str, ...] = Field(
         (),
-        description="The zones of the hosts that evaluate and embed, each on its own: more zones, more capacity. Empty: `zone`.",
+        description="The zones of the hosts that evaluate and embed, each alone: more zones, more capacity. Empty: `zone`.",
     )
     service_zones: tuple[str, ...] = Field(
         (),
         description="The zones of the Fargate tasks and of the endpoints: not every zone that has trn1 has both. Empty: every "
         "zone above.",
     )
-    vpc: ExistingVpc | None = Field(None, description="None: a VPC of our own without any way to the internet.")
+    vpc: ExistingVpc | None = Field(None, description="None: the stack creates a VPC without a route to the internet.")
     instance_type: Literal["trn1.2xlarge", "trn1.32xlarge", "trn1n.32xlarge", "c7i.2xlarge", "c7i.4xlarge"] = Field(
         "trn1.32xlarge",
-        description="Of the gangs' hosts. trn1.2xlarge: one chip without EFA, for development on a single node. c7i: processors "
-        "alone, which try a deployment for little money.",
+        description="Type of the gangs' hosts. trn1.2xlarge: one chip without EFA, for development on a single node. c7i: CPUs "
+        "only, to try a deployment for little money.",
     )
-    embed_instance_type: str = Field("trn1.32xlarge", description="Of the hosts that evaluate and embed: trn1, inf2 or c7i.")
+    embed_instance_type: str = Field("trn1.32xlarge", description="Type of the hosts that evaluate and embed: trn1, inf2 or c7i.")
     embed_market: Literal["on-demand", "spot"] = Field(
         "on-demand",
-        description="spot: cheaper; a child whose host is taken away is tried again and skips the parts that are done.",
+        description="spot: cheaper; when EC2 reclaims a host, Batch retries its child, which skips finished parts.",
     )
     train_market: Literal["on-demand"] = Field("on-demand", description="AWS Batch runs gangs on On-Demand hosts only.")
     allowed_nodes: tuple[Annotated[int, Field(ge=1, le=1000)], ...] = Field(
@@ -109,7 +109,7 @@ class Settings(SettingsSection):
     )
     max_vcpus: Annotated[int, Field(ge=8)] | None = Field(
         None,
-        description="Of the training hosts together; a trn1.32xlarge has 128. None: room for one host more than the widest gang "
+        description="Limit of the vCPUs of all training hosts; a trn1.32xlarge has 128. None: one host more than the widest gang "
         "has nodes, because a host that fails its health check counts until it is gone, and the retry needs another one.",
     )
     embed_max_vcpus: Annotated[int, Field(ge=4)] = Field(
@@ -117,21 +117,21 @@ class Settings(SettingsSection):
     )
     cpu_max_vcpus: Annotated[int, Field(ge=FARGATE_VCPUS)] = Field(64, description="Limit of the vCPUs of all Fargate tasks.")
     keep_hosts_minutes: Annotated[int, Field(ge=20, le=10_080)] = Field(
-        20, description="How long a host waits, and is paid, for its next job: health_check, compile and train follow each other."
+        20, description="How long an idle, paid host waits for its next job: health_check, compile and train follow each other."
     )
     timeouts: dict[Stage, Annotated[int, Field(ge=10, le=LONGEST_MINUTES)]] = Field(
         default_factory=dict,
         description="Minutes after which Batch ends an attempt of a stage, over those of pipeline/contract.py. train and embed "
         "end themselves shortly before, and the next attempt resumes, up to twice this time; other stages fail. "
-        "Where gangs may take days, the state machine looks at them less often than every five minutes.",
+        "Where gangs may take days, the state machine polls them less often than every five minutes.",
     )
     update_minutes: Annotated[int, Field(ge=1, le=LONGEST_MINUTES)] = Field(
         default_factory=lambda known: max({**DEFAULT_MINUTES, **known.get("timeouts", {})}.values()),
-        description="How long a deployment that replaces hosts leaves running jobs. By default as long as any attempt may take.",
+        description="How long a deployment that replaces hosts lets jobs run on. By default as long as any attempt may take.",
     )
     environment: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(
         default_factory=dict,
-        description="Environment variables of all jobs, over our own: FI_*, NEURON_RT_*, and the deadlines of "
+        description="Environment variables of all jobs, over the deployment's own: FI_*, NEURON_RT_*, and the deadlines of "
         "pipeline/host/supervisor.py such as TRNPIPE_PEER_START_SECONDS.",
     )
     ami: str | None = Field(
@@ -139,61 +139,65 @@ class Settings(SettingsSection):
         description="AMI of all accelerator hosts: `ami-0123456789abcdef0`, or `ssm:/parameter/name:VERSION`. None: the one that "
         "AWS Batch chooses, which has no Neuron driver.",
     )
-    capacity_reservation: CapacityReservation | None = Field(None, description="Hosts that EC2 holds for the gangs.")
+    capacity_reservation: CapacityReservation | None = Field(None, description="Hosts that EC2 reserves for the gangs.")
     images: Images = Images()
     shares: dict[str, Annotated[float, Field(ge=0.0001, le=999.9999)]] = Field(
         {"weekly": 0.5, "manual": 1.0, "experiments": 4.0}, description="Fair-share weight factors; a lower weight gets more."
     )
     share_decay_seconds: Annotated[int, Field(ge=0, le=604_800)] = Field(
-        3600, description="How long use counts against a share. A gang's hours weigh heavily: keep it short."
+        3600, description="How long past use counts against a share. A gang's hours weigh heavily: keep it short."
     )
     compute_reservation: Annotated[int, Field(ge=0, le=99)] = Field(
         0, description="Percentage of the vCPUs that a single active share must leave to others; two leave that percentage of it."
     )
     schedule: WeeklySchedule = WeeklySchedule()
     config: dict[str, Any] = Field(default_factory=dict, description="Partial run configuration under every execution's input.")
-    read: tuple[str, ...] = Field((), description="s3://BUCKET/PREFIX folders that runs may read beside our own bucket.")
+    read: tuple[str, ...] = Field(
+        (), description="s3://BUCKET/PREFIX folders that runs may read in addition to the deployment's bucket."
+    )
     kms_keys: tuple[str, ...] = Field(
         (),
-        description="ARNs of the customer managed KMS keys of the inputs: of what `read` and `config` name in S3. The policy of "
-        "a key of another account has to admit ours, too.",
+        description="ARNs of the customer managed KMS keys of the inputs: of the objects that `read` and `config` name in S3. "
+        "The policy of a key of another account must admit this account, too.",
     )
     customer_key: str | None = Field(
         None,
-        description="ARN of a customer managed KMS key for everything that is stored: bucket, lock table, images, logs, disks of "
+        description="ARN of a customer managed KMS key for all stored data: bucket, lock table, images, logs, disks of "
         "hosts. docs/deploy.md has the statements that its policy needs. Without it, keys of AWS.",
     )
     local_paths: bool = Field(
         False, description="Whether runs may name local paths: only where all stages share one machine, as `trnpipe local` does."
     )
     capacity_wait_hours: Annotated[int, Field(ge=1, le=24)] = Field(
-        6, description="After this a job waiting for hosts is cancelled."
+        6, description="After this Batch cancels a job that waits for hosts."
     )
     notify: tuple[Annotated[str, Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = Field((), description="E-mail addresses.")
     prices: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
         description="USD for an hour of one host, where that is not the on-demand price of pipeline/prices.py (Savings Plans, "
-        "Capacity Blocks, another region): by instance type, or by queue (train, embed, cpu), which goes first and so can price "
-        "the Spot hosts of one queue. cpu: one Fargate task.",
+        "Capacity Blocks, another region): by instance type, or by queue (train, embed, cpu), which takes precedence and so can "
+        "price the Spot hosts of one queue. cpu: one Fargate task.",
     )
     budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
-        description="USD a month. AWS Budgets tells `notify` when 80 % of it are spent, and when the forecast is above it. What "
-        "counts is the deployment's tag, once it is activated for cost allocation: the output CostAllocationTag says how.",
+        description="USD a month. AWS Budgets notifies `notify` when 80 % of it is spent, and when the forecast exceeds it. It "
+        "counts costs with the deployment's tag, once that is activated for cost allocation: see the output CostAllocationTag.",
     )
     retention: RetentionPeriods = RetentionPeriods()
     tags: dict[str, str] = Field(
         default_factory=dict,
-        description="Tags of everything that is deployed and of all hosts and volumes, over the deployment's own. Compute "
-        "environments and the placement group, whose tags can never change, go without; their hosts do not.",
+        description="Tags of all resources, hosts and volumes, over the deployment's own. Compute environments and the placement "
+        "group, whose tags can never change, get none; their hosts do.",
     )
     permissions_boundary: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_+=,.@/-]{1,512}$",
-        description="Name (with its path) of a managed policy of the account, for all roles.",
+        description="Name (with its path) of a managed policy of the account, the permissions boundary of all roles.",
     )
     bootstrap_qualifier: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9_-]{1,10}$", description="Of the account's CDK bootstrap, where it is not the CDK's own."
+        None,
+        pattern=r"^[A-Za-z0-9_-]{1,10}$",
+        description="Qualifier of the account's CDK bootstrap, unless it is the CDK's default.",
     )
 
     @field_validator("ami")
@@ -217,7 +221,7 @@ class Settings(SettingsSection):
     def _one_zone(cls, zone: object) -> object:
         if isinstance(zone, (list, tuple)) or (isinstance(zone, str) and "," in zone):
             raise InvalidSetting(
-                "names several zones, and EFA and a cluster placement group end at a zone's border",
+                "names several zones, but EFA and a cluster placement group do not cross zones",
                 remedy="name the one zone of the gangs here, and further ones under embed_zones",
             )
         return zone
@@ -246,13 +250,13 @@ class Settings(SettingsSection):
             if not SHARE.fullmatch(share):
                 raise InvalidSetting(
                     f"share {share!r}: AWS Batch share identifiers are alphanumeric",
-                    remedy="use letters and digits only; a `*` at the end stands for all shares that begin so",
+                    remedy="use letters and digits only; a `*` at the end means all shares with that prefix",
                 )
         for prefix in (share.removesuffix("*") for share in shares if share.endswith("*")):
-            if beside := sorted(share for share in shares if share != f"{prefix}*" and share.startswith(prefix)):
+            if covered := sorted(share for share in shares if share != f"{prefix}*" and share.startswith(prefix)):
                 raise InvalidSetting(
-                    f"shares {prefix}* and {beside[0]} overlap, and AWS Batch wants one weight for each",
-                    remedy=f"remove {beside[0]}, or choose a prefix that it does not begin with",
+                    f"shares {prefix}* and {covered[0]} overlap, and AWS Batch takes one weight for each",
+                    remedy=f"remove {covered[0]}, or choose a prefix that does not cover it",
                 )
         if len(shares) > MOST_SHARES:
             raise InvalidSetting(
@@ -274,7 +278,9 @@ class Settings(SettingsSection):
                     remedy="choose another key or value",
                 )
         if len(tags) > MOST_TAGS:
-            raise InvalidSetting(f"{len(tags)} tags, and a resource takes {MOST_TAGS} beside ours", remedy="take some out")
+            raise InvalidSetting(
+                f"{len(tags)} tags, and a resource takes {MOST_TAGS} in addition to the deployment's own", remedy="take some out"
+            )
         return tags
 
     @field_validator("environment")
@@ -387,16 +393,14 @@ class Settings(SettingsSection):
         return self
 
     @model_validator(mode="after")
-    def _costs_are_told(self) -> Settings:
+    def _costs_have_prices_and_addresses(self) -> Settings:
         if strange := sorted(self.prices.keys() - HARDWARE.keys() - {queue.value for queue in Queue}):
             raise InvalidSetting(
                 f"prices for {strange}: a key is one of {sorted(HARDWARE)}, or a queue: train, embed, cpu",
                 remedy="name an instance type or a queue",
             )
         if self.budget is not None and not self.notify:
-            raise InvalidSetting(
-                f"budget {self.budget:g} would be watched for nobody", remedy="put an e-mail address into `notify`"
-            )
+            raise InvalidSetting(f"budget {self.budget:g} has no address to notify", remedy="put an e-mail address into `notify`")
         return self
 
     @model_validator(mode="after")
@@ -444,7 +448,7 @@ class Settings(SettingsSection):
 
     @property
     def zones(self) -> tuple[str, ...]:
-        """Every zone in which something runs, that of the gangs first."""
+        """All zones of hosts, tasks and endpoints, that of the gangs first."""
         return tuple(dict.fromkeys([self.zone, *self.embed_zones, *self.service_zones]))
 
     @property
@@ -476,15 +480,15 @@ class Settings(SettingsSection):
 
     @property
     def gang_meets(self) -> bool:
-        """Whether nodes of the gangs' type can reach each other: by EFA, or on processors by TCP."""
+        """Whether nodes of the gangs' type can communicate: by EFA, or without NeuronCores by TCP."""
         return bool(self.train_hardware.efa_interfaces) or not self.train_hardware.neuron_devices
 
     def minutes(self, stage: Stage) -> int:
-        """After how many minutes Batch ends an attempt of a stage."""
+        """Minutes after which Batch ends an attempt of a stage."""
         return self.timeouts.get(stage, DEFAULT_MINUTES[stage])
 
     def deployed_config(self) -> dict[str, Any]:
-        """The partial run configuration under every execution's input: `config`, over what the instance types determine.
+        """The partial run configuration under every execution's input: `config`, over values of the instance types.
 
         The configuration's own defaults describe a trn1.32xlarge.
         """
@@ -509,11 +513,11 @@ class Settings(SettingsSection):
         return build_config(self.deployed_config())
 
     def readable(self) -> tuple[str, ...]:
-        """What runs may name beside our own bucket: `read`, and what the deployment's config names itself."""
+        """Locations besides the deployment's bucket that runs may name: `read`, and the URIs in the deployment's config."""
         return tuple(dict.fromkeys([*self.read, *(uri for _, uri in self.run_config().uris() if is_s3(uri))]))
 
     def readable_objects(self, *, shards: bool, model: bool) -> tuple[str, ...]:
-        """Patterns `BUCKET/KEY` of what runs read outside our bucket: under `read`, and what the deployment's config names.
+        """Patterns `BUCKET/KEY` of objects that runs read outside the deployment's bucket: `read`, and the URIs in its config.
 
         Args:
             shards: training data and corpus too.
@@ -536,6 +540,6 @@ def _file_or_folder(uri: str) -> list[str]:
 
 
 def _beside(model: str) -> list[str]:
-    """A model that is a bare weight file takes its configuration and tokenizer from the folder it stands in."""
+    """A model that is a bare weight file takes its configuration and tokenizer from its folder."""
     folder, _, name = model.removeprefix("s3://").rpartition("/")
     return [f"{folder}/*"] if "." in name and folder else []

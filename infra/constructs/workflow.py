@@ -21,6 +21,7 @@ from infra.settings import COST_TAG, Settings
 from infra.workflow.machine import definition
 from infra.workflow.states import Targets
 from pipeline.contract import STAGES, Queue, Stage
+from pipeline.prices import CURRENCY
 
 
 class Workflow(Construct):
@@ -62,12 +63,16 @@ class Workflow(Construct):
             gangs=gang_arns,
             minutes={stage: settings.minutes(stage) for stage in STAGES},
             capacity_wait_minutes=settings.capacity_wait_hours * 60,
-            config=settings.deployed_config(),
-            read=settings.readable(),
-            local_paths=settings.local_paths,
-            prices=hourly_prices(settings),
-            hosts=host_names(settings),
-            embed_hosts=most_embed_hosts(settings),
+            deployment={
+                "config": settings.deployed_config(),
+                "allowed_nodes": sorted(gang_arns),
+                "read": list(settings.readable()),
+                "local_paths": settings.local_paths,
+                "prices": {**{queue.value: price for queue, price in hourly_prices(settings).items()}, "currency": CURRENCY},
+                "hosts": {queue.value: host for queue, host in host_names(settings).items()},
+                "embed_hosts": most_embed_hosts(settings),
+                "timeouts": {stage.value: settings.minutes(stage) for stage in STAGES},
+            },
             tags={COST_TAG: settings.name},
             defaults={"share": config.share, "registry": config.registry, "wait_minutes": config.lock.wait_minutes},
         )

@@ -1,4 +1,4 @@
-"""The account itself: who we are, whether the region is on, the CDK bootstrap, service roles, names that are taken, budgets."""
+"""The account itself: credentials, region, CDK bootstrap, service roles, names that are taken, budgets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def region(subject: Subject) -> Findings:
         yield problem(
             f"the region {name} is not enabled in this account",
             value=status,
-            rule="a region that has to be opted into answers no call before",
+            rule="an opt-in region answers no call before it is enabled",
             remedy=f"aws account enable-region --region-name {name} (takes minutes to hours)",
         )
 
@@ -105,14 +105,14 @@ def service_roles(subject: Subject) -> Findings:
             yield warning(
                 "the service-linked role of Batch is missing",
                 value=name,
-                rule="the first compute environment makes it, if who deploys may iam:CreateServiceLinkedRole",
+                rule="the first compute environment creates it, if the deploying role may iam:CreateServiceLinkedRole",
                 remedy=remedy,
             )
 
 
 @check("Account", "cloudformation:DescribeStacks", "ecr:DescribeRepositories", "logs:DescribeLogGroups")
 def names(subject: Subject) -> Findings:
-    """What has a name and is kept stands in the way of a first deployment, if a stack that was deleted has left it behind."""
+    """Retained resources of a deleted stack block a first deployment if they have fixed names."""
     blueprint = subject.blueprint
     if subject.seek(NO_STACK, "cloudformation", "DescribeStacks", StackName=blueprint.data_stack) is not None:
         return
@@ -131,7 +131,7 @@ def names(subject: Subject) -> Findings:
             "names of the first deployment are taken",
             value=", ".join(taken),
             rule=f"the stack {blueprint.data_stack} is not there, and cannot create what exists",
-            remedy=f"{CDK} import {blueprint.data_stack} takes them over; or delete them, or set another trnpipe.name",
+            remedy=f"{CDK} import {blueprint.data_stack} adopts them; or delete them, or set another trnpipe.name",
         )
     else:
         yield ok("names are free", f"for the first deployment of {blueprint.data_stack}")
@@ -145,7 +145,7 @@ def budgets(subject: Subject) -> Findings:
     else:
         yield warning(
             "this account has no budget",
-            rule="an hour of a gang costs more than a month of everything else here, and nothing would tell of a runaway",
+            rule="an hour of a gang costs more than a month of everything else here, and no notification would report a runaway",
             remedy="https://console.aws.amazon.com/billing/home#/budgets/create",
         )
 
@@ -157,7 +157,7 @@ def addressees(subject: Subject) -> Findings:
         yield ok("notifications go to", ", ".join(addresses))
     else:
         yield warning(
-            "nobody is told how runs end",
+            "no address receives notifications",
             value="notify is empty",
             rule="failures, refusals and alarms go to the addresses in `notify`",
             remedy='put them into the settings: "notify": ["team@example.com"], and deploy',

@@ -1,4 +1,4 @@
-"""What was deployed: is it what the settings say, is it healthy, and is anything stuck or unheard."""
+"""The deployed stacks: whether they match the settings, are healthy, and whether jobs, locks or notifications are stuck."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOBS_AT_ONCE = 100
 
 REASONS = {
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY": (
-        "EC2 has no such hosts free in the zone now",
+        "EC2 has no free hosts of this type in the zone now",
         "wait (the job is cancelled after capacity_wait_hours), reserve capacity, or set another zone",
     ),
     "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE": (
@@ -120,7 +120,7 @@ def environments(subject: Subject) -> Findings:
                 f"the compute environment {name} is {environment['status']}",
                 value=reason,
                 rule="hosts start in VALID environments only",
-                remedy=f"what the reason names has to be put right; then {CDK} deploy",
+                remedy=f"correct what the reason names; then {CDK} deploy",
             )
         elif environment["state"] != "ENABLED":
             yield problem(
@@ -283,7 +283,7 @@ def subscriptions(subject: Subject) -> Findings:
             yield problem(
                 "addresses of the settings are not subscribed",
                 value=", ".join(lost),
-                rule="who unsubscribes is not subscribed again by a deployment",
+                rule="a deployment does not subscribe an address again that has unsubscribed",
                 remedy=f"aws sns subscribe --topic-arn {topic} --protocol email --notification-endpoint ADDRESS",
             )
         if confirmed:
@@ -306,7 +306,7 @@ def locks(subject: Subject) -> Findings:
                     "a lock is held by a run that has ended",
                     value=f"{held}, {status}",
                     rule="it counts as free, and the next run takes it over",
-                    remedy=f'nothing; or aws stepfunctions start-execution with {{"run": "{run}"}} takes that run up',
+                    remedy=f'nothing; or aws stepfunctions start-execution with {{"run": "{run}"}} resumes that run',
                 )
         if not items:
             yield ok("lock", "free")

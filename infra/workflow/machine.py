@@ -29,12 +29,11 @@ from infra.workflow.states import (
     resource,
 )
 from pipeline.contract import RunPaths, Stage
-from pipeline.prices import CURRENCY
 
 GATE_REFUSED = "GateRefused"
 LOCK_HELD = "LockHeld"
 INPUT_REFUSED = "InputRefused"
-"""Errors of the machine's own under which an execution ends, beside `NoSuchGang` and those of infra/workflow/states.py."""
+"""Errors of the machine's own under which an execution ends, besides `NoSuchGang` and those of infra/workflow/states.py."""
 
 NO_WORDS_YET = {"words": {"figures": ""}, "newline": "\n"}
 
@@ -75,7 +74,7 @@ def definition(targets: Targets) -> dict[str, Any]:
 
 
 def _input_states(targets: Targets, *, then: str) -> States:
-    """Make sure of an object with usable values before anything is started; fill in what it leaves out."""
+    """Check that the input is an object with usable values before anything starts; fill in missing values."""
     return {
         "ReadInput": {
             "Type": "Pass",
@@ -277,16 +276,7 @@ def _lap(minutes: int) -> State:
 def _write_input(targets: Targets, *, then: str) -> States:
     """`input.json`. The body is an object, not a string: Step Functions writes a string with its quotes escaped."""
     body = {
-        "deployment": {
-            "config": targets.config,
-            "allowed_nodes": sorted(targets.gangs),
-            "read": list(targets.read),
-            "local_paths": targets.local_paths,
-            "prices": {**{queue.value: price for queue, price in targets.prices.items()}, "currency": CURRENCY},
-            "hosts": {queue.value: host for queue, host in targets.hosts.items()},
-            "embed_hosts": targets.embed_hosts,
-            "timeouts": {stage.value: minutes for stage, minutes in targets.minutes.items()},
-        },
+        "deployment": dict(targets.deployment),
         "execution.$": "$.execution",
         "execution_arn.$": "$$.Execution.Id",
     }
@@ -332,7 +322,7 @@ def _choose_gang(targets: Targets, *, then: str) -> States:
 
 
 def _choose_compile(*, missing: str, complete: str) -> States:
-    """No gang is started to find that there is nothing to compile. Without a clear no the stage is run, and looks for itself."""
+    """Skip the compile gang only if the plan says that nothing is missing; otherwise the stage checks by itself."""
     needed = "$.plan.metrics.compile"
     nothing = {"And": [{"Variable": needed, "IsPresent": True}, {"Variable": needed, "BooleanEquals": False}], "Next": complete}
     return {"ChooseCompile": {"Type": "Choice", "Choices": [nothing], "Default": missing}}
@@ -376,7 +366,7 @@ def _embed(targets: Targets, *, then: str) -> States:
 
 
 def _outcomes(targets: Targets, *, then: str) -> States:
-    """How a run can end; every way out passes one of these, or a state that fills `outcome` itself."""
+    """The outcomes of a run; every way out passes one of these, or a state that fills `outcome` itself."""
     return {
         "Succeeded": outcome(
             then,
@@ -429,7 +419,7 @@ def _outcomes(targets: Targets, *, then: str) -> States:
 
 
 def _failure_words(targets: Targets, *, then: str) -> States:
-    """Explain a stage's failure by its failure.json, where there is one of this execution."""
+    """Explain a stage's failure by its failure.json, if this execution wrote one."""
     failure_file = RunPaths("{}").failure(Stage.PREPARE).replace(Stage.PREPARE.value, "{}")
     words = "$.failure.words"
     complete = [
@@ -466,7 +456,7 @@ def _failure_words(targets: Targets, *, then: str) -> States:
 
 
 def _ending(targets: Targets) -> States:
-    """report, unlock, notify, end. Nothing here masks the outcome: each state's failure goes on to the next."""
+    """report, unlock, notify, end. Nothing here masks the outcome: after a failure each state continues with the next."""
     states = job(targets, Stage.REPORT, then="OwnsLock", on_error="OwnsLock")
     release = {
         "TableName": targets.lock_table,

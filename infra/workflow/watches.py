@@ -1,15 +1,15 @@
-"""State machines that watch the one that runs the stages; EventBridge starts them, with the execution that it speaks of.
+"""State machines that watch the one that runs the stages; EventBridge starts them with the ARN of that execution.
 
-    overdue   when an execution begins: waits one time budget and speaks up if it still runs.
-    week      when one succeeds: waits until the next one should have, and speaks up again and again until one does.
-    cleanup   when one ends other than by success: ends the jobs that it left behind, and says so.
+    overdue   when an execution begins: waits one time budget, and notifies if the execution still runs.
+    week      when one succeeds: waits until the next success is due, then notifies repeatedly until one succeeds.
+    cleanup   when one ends without success: terminates the jobs that it left behind, and notifies.
 
 An alarm cannot do what `week` does. CloudWatch looks back seven days at most, and two successes in a row are as far apart as the
 later run took longer: a missing one shows after the schedule's period (a week, or its `every_days`) and a time budget.
 
 Step Functions ends the job of a `.sync` state with its execution as best effort, and knows nothing of a gang's. So whatever
 ended the execution, `cleanup` looks for jobs by the names that it gives to them, and terminates those that carry its ARN: another
-execution that takes up the same run has jobs of the same names. Twice, because a submission may have been under way.
+execution that resumes the same run has jobs of the same names. It does so twice, because a submission may have been in flight.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ state holds the input three times."""
 
 
 def overdue(partition: str, topic: str, budget_seconds: int, console: Console) -> dict[str, Any]:
-    """Waits one time budget and speaks up if the execution it was given still runs."""
+    """Wait one time budget, and notify if the execution still runs."""
     return {
         "Comment": "Speaks up when a run is overdue.",
         "StartAt": "Wait",
@@ -74,7 +74,7 @@ def overdue(partition: str, topic: str, budget_seconds: int, console: Console) -
 
 
 def week(partition: str, topic: str, machine: str, days: int, patience_seconds: int, console: Console) -> dict[str, Any]:
-    """Waits for the success after the one it was given.
+    """Wait for the success after the given one.
 
     Args:
         machine: ARN of the state machine.
@@ -94,7 +94,7 @@ def week(partition: str, topic: str, machine: str, days: int, patience_seconds: 
             "Wait": {"Type": "Wait", "Seconds": days * DAY_SECONDS + patience_seconds, "Next": "Look"},
             "Look": {
                 **_call(partition, "aws-sdk:sfn:listExecutions"),
-                # The newest stands first.
+                # The newest is first.
                 "Parameters": {"StateMachineArn": machine, "StatusFilter": "SUCCEEDED", "MaxResults": 1},
                 "ResultSelector": {"succeeded.$": "$.Executions[*].ExecutionArn"},
                 "ResultPath": "$.seen",
@@ -117,7 +117,7 @@ def week(partition: str, topic: str, machine: str, days: int, patience_seconds: 
 
 
 def cleanup(partition: str, topic: str, queues: Mapping[Queue, str], console: Console) -> dict[str, Any]:
-    """Terminates the jobs of an execution that has ended.
+    """Terminate the jobs of an execution that has ended.
 
     Args:
         queues: ARN of each queue that it submits to.
@@ -240,7 +240,7 @@ def _job_states(partition: str, topic: str, console: Console) -> States:
             message=f"States.Format('Job {{}} ({{}}) was {{}} when its execution had ended, and has been terminated. Execution: "
             f"{console.execution} Dashboard: {console.overview}', $.job.JobName, $.job.JobId, $.job.Status, $.execution)",
             then="Terminated",
-            # Its alarm tells of a topic that is out of order; the second look, and other jobs, must not wait for it.
+            # An alarm reports a failing topic; the second look, and other jobs, must not wait for it.
             catch=True,
         ),
         "Terminated": {"Type": "Succeed"},
@@ -256,7 +256,7 @@ def _look(partition: str, *, then: str, more: Mapping[str, str] | None = None) -
     """Describe the execution.
 
     Args:
-        more: what to keep beside name and status.
+        more: further fields to keep, in addition to name and status.
     """
     return {
         "Look": {
@@ -270,9 +270,10 @@ def _look(partition: str, *, then: str, more: Mapping[str, str] | None = None) -
 
 
 def _notify(partition: str, topic: str, *, subject: str, message: str, then: str, catch: bool = False) -> dict[str, Any]:
-    """
+    """Publish a message.
+
     Args:
-        catch: whether to go on where the topic does not take the message.
+        catch: whether to continue when publishing fails.
     """
     key = "Subject.$" if subject.startswith("States.") else "Subject"
     return {
@@ -285,7 +286,7 @@ def _notify(partition: str, topic: str, *, subject: str, message: str, then: str
 
 
 def _call(partition: str, action: str) -> dict[str, Any]:
-    """Retried for hours: only an alarm watches this state machine."""
+    """A call that is retried for hours: only an alarm watches this state machine."""
     retry = {
         "ErrorEquals": ["States.ALL"],
         "IntervalSeconds": 5,

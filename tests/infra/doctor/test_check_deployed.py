@@ -310,4 +310,4 @@ def test_without_a_stack_every_check_says_so(blueprint: Blueprint, look: Any, ba
         check_deployed.schedule,
         check_deployed.alarms,
     ):
-        assert bad(look(check, blueprint, gone, after=True)) == [("problem", "a call was answered with an error")]
+        assert bad(look(check, blueprint, gone, after=True)) == [("problem", "a call failed")]

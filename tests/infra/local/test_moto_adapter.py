@@ -15,13 +15,13 @@ import boto3
 import pytest
 
 from infra.local import moto_adapter, server
-from infra.local.batch import BatchRunner
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
 from infra.local.definitions import Container, JobDefinition, JobQueue
 from infra.local.moto_adapter import Change, adapted
 from infra.local.server import LocalEndpoint, WsgiApplication
 from infra.local.template import LocalStack
+from tests.infra.strict_batch import StrictBatchRunner
 
 Front = Callable[[WsgiApplication], WsgiApplication]
 SUBMIT: dict[str, Any] = {
@@ -60,7 +60,7 @@ def endpoint_on(
         queues=(JobQueue(name="queue", fair_share=True),),
     )
     settings = BatchSettings(logs=state / "logs")
-    runner = lambda _: BatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
+    runner = lambda _: StrictBatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
     with LocalEndpoint(stack, state, runner, front) as endpoint:
         endpoint.client("s3").put_object(Bucket="bucket", Key="file.json", Body=b'{"is": "here"}')
         yield endpoint

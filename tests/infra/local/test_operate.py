@@ -166,7 +166,7 @@ def listed(state: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stage", ["train", "evaluate"])
 def test_stop_leaves_no_job_behind(machine: Start, stack: LocalStack, stage: str) -> None:
     # Without the watch that ends the jobs of an aborted execution as well: it may come first.
-    local = machine({stage: {"seconds": 600}}, stack=replace(stack, watches=()))
+    local = machine({stage: {"seconds": 600}}, stack=replace(stack, watches={}))
     mine = local.start("mine", {"registry": None})
     job = running(local, f"{stage}-mine")
     local.start("other", {"registry": None})
