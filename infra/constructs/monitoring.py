@@ -42,7 +42,7 @@ PANELS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
     ("Training: seconds per step", (Metric.STEP_SECONDS,)),
     ("Training: share of time without data", (Metric.DATA_WAIT_SHARE,)),
     ("Training: utilization of NeuronCores", (Metric.CORE_UTILIZATION,)),
-    ("Training: seconds stood still for a checkpoint", (Metric.CHECKPOINT_STALL_SECONDS,)),
+    ("Training: seconds stalled for a checkpoint", (Metric.CHECKPOINT_STALL_SECONDS,)),
     ("Graphs that were not compiled ahead", (Metric.NEW_GRAPHS,)),
     ("Seconds that jobs waited for their hosts", (Metric.QUEUE_WAIT_SECONDS,)),
     ("Attempts beyond the first", (Metric.RETRIES,)),
@@ -163,7 +163,7 @@ class Monitoring(Construct):
                     detail={"stateMachineArn": [self._machine.state_machine_arn], "status": [status]},
                 ),
                 message=f"Run {run} ended {status} and wrote no report. Its jobs are terminated, and its lock counts as free; "
-                f"started again with its run id it goes on where it stopped. {remedy(name)} "
+                f"started again with its run id, it resumes. {remedy(name)} "
                 f"Execution: {self._console.execution.format(execution)} Log: {self._console.log.format(run)}",
             )
 
@@ -187,7 +187,7 @@ class Monitoring(Construct):
         field = events.EventField.from_path
         self._notice(
             "DefaultGroupNotice",
-            description="Rules taken from the VPC's default security group, which gangs' containers have",
+            description="Rules removed from the VPC's default security group, which gangs' containers have",
             # Delivered where the account has a trail that logs management events.
             pattern=events.EventPattern(
                 source=["aws.ec2"],
@@ -198,7 +198,7 @@ class Monitoring(Construct):
                 },
             ),
             message=f"{field('$.detail.eventName')} on {group_id} by {field('$.detail.userIdentity.arn')}: the nodes of a gang "
-            f"meet over the interfaces that have this group. {remedy('DefaultGroup')}",
+            f"connect over the interfaces that have this group. {remedy('DefaultGroup')}",
         )
 
     def _notice(self, construct_id: str, *, description: str, pattern: events.EventPattern, message: str) -> events.Rule:

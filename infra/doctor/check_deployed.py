@@ -42,7 +42,7 @@ REASONS = {
         "aws batch describe-compute-environments names the cause",
     ),
     "UNDETERMINED": (
-        "Batch does not know why the job waits",
+        "Batch cannot determine why the job waits",
         "check the EC2 quota, and that hosts reach ECS: routes, endpoints, DNS, egress",
     ),
 }

@@ -49,7 +49,7 @@ state holds the input three times."""
 def overdue(partition: str, topic: str, budget_seconds: int, console: Console) -> dict[str, Any]:
     """Wait one time budget, and notify if the execution still runs."""
     return {
-        "Comment": "Speaks up when a run is overdue.",
+        "Comment": "Notifies when a run is overdue.",
         "StartAt": "Wait",
         "States": {
             "Wait": {"Type": "Wait", "Seconds": budget_seconds, "Next": "Look"},
@@ -63,8 +63,8 @@ def overdue(partition: str, topic: str, budget_seconds: int, console: Console) -
                 partition,
                 topic,
                 subject="States.Format('trnpipe: {} overdue', $.seen.Name)",
-                message=f"States.Format('Run {{}} still runs after its time budget of {budget_seconds // 60} minutes. It goes "
-                f"on; nothing was stopped. {remedy('Overdue')} Execution: {console.execution} Log: {console.log} "
+                message=f"States.Format('Run {{}} still runs after its time budget of {budget_seconds // 60} minutes. It "
+                f"continues; nothing was stopped. {remedy('Overdue')} Execution: {console.execution} Log: {console.log} "
                 f"Dashboard: {console.overview}', $.seen.Name, $.execution, $.seen.Name)",
                 then="Done",
             ),
@@ -88,7 +88,7 @@ def week(partition: str, topic: str, machine: str, days: int, patience_seconds: 
         "Next": "Done",
     }
     return {
-        "Comment": f"Speaks up when no run has succeeded for {period} and the time that a run may take.",
+        "Comment": f"Notifies when no run has succeeded for {period} and the time that a run may take.",
         "StartAt": "Wait",
         "States": {
             "Wait": {"Type": "Wait", "Seconds": days * DAY_SECONDS + patience_seconds, "Next": "Look"},
@@ -106,7 +106,7 @@ def week(partition: str, topic: str, machine: str, days: int, patience_seconds: 
                 topic,
                 subject=f"trnpipe: {period} without a successful run",
                 message=f"States.Format('No run has succeeded since the one of the execution below, {period} and the time "
-                f"that a run may take. {remedy('MissedWeek')} This is said again until one succeeds. Dashboard: "
+                f"that a run may take. {remedy('MissedWeek')} This notification repeats until one succeeds. Dashboard: "
                 f"{console.overview} Last success: {console.execution}', $.execution)",
                 then="WaitAgain",
             ),

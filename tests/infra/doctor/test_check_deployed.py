@@ -163,7 +163,7 @@ def queue_answers(change: dict[str, Any], job: dict[str, Any] | None) -> dict[st
         (
             {},
             {"statusReason": "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY - Service cannot fulfil the request"},
-            [("problem", "the queue trnpipe-train is blocked: EC2 has no such hosts free in the zone now")],
+            [("problem", "the queue trnpipe-train is blocked: EC2 has no free hosts of this type in the zone now")],
         ),
         ({}, {"statusReason": "something else"}, [("warning", "the job at the front of trnpipe-train waits")]),
     ],
