@@ -527,19 +527,15 @@ class Settings(SettingsSection):
         named = [*self.read]
         named += [*config.data.train, *config.data.corpus] if shards else []
         named += [uri for uri in (config.model.initial, config.model.base) if uri] if model else []
-        found = [pattern for uri in named if uri.startswith("s3://") for pattern in _file_or_folder(uri)]
-        if model and config.model.initial and config.model.initial.startswith("s3://"):
-            found += _beside(config.model.initial)
+        found = []
+        for path in [uri.removeprefix("s3://") for uri in named if is_s3(uri)]:
+            if not path.endswith("/") and "/" in path:
+                # It may be a file.
+                found.append(path)
+            found.append(f"{path.rstrip('/')}/*")
+        if model and config.model.initial and is_s3(config.model.initial):
+            folder, _, name = config.model.initial.removeprefix("s3://").rpartition("/")
+            if "." in name and folder:
+                # A model that is a bare weight file takes its configuration and tokenizer from its folder.
+                found.append(f"{folder}/*")
         return tuple(dict.fromkeys(found))
-
-
-def _file_or_folder(uri: str) -> list[str]:
-    path = uri.removeprefix("s3://")
-    folder = f"{path.rstrip('/')}/*"
-    return [folder] if path.endswith("/") or "/" not in path else [path, folder]
-
-
-def _beside(model: str) -> list[str]:
-    """A model that is a bare weight file takes its configuration and tokenizer from its folder."""
-    folder, _, name = model.removeprefix("s3://").rpartition("/")
-    return [f"{folder}/*"] if "." in name and folder else []

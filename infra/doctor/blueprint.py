@@ -114,11 +114,6 @@ class Blueprint:
     def data_stack(self) -> str:
         return f"{self.settings.name}-data"
 
-    @property
-    def templates(self) -> Mapping[str, Mapping[str, Any]]:
-        """Stack name -> its template."""
-        return self.stacks.templates
-
     def resources(self, kind: str) -> dict[str, Mapping[str, Any]]:
         """Logical id -> properties of every resource of a type, in both stacks."""
         return {logical_id: properties for _, logical_id, properties in self.stacks.unresolved(kind)}

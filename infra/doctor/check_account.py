@@ -79,9 +79,7 @@ def bootstrap(subject: Subject) -> Findings:
             rule=rule,
             remedy=remedy,
         )
-        return
-    version = int(parameter["Parameter"]["Value"])
-    if version < blueprint.bootstrap_version:
+    elif (version := int(parameter["Parameter"]["Value"])) < blueprint.bootstrap_version:
         yield problem("the CDK bootstrap is too old", value=f"version {version}", rule=rule, remedy=remedy)
     else:
         yield ok("CDK bootstrap", f"version {version}, needed {blueprint.bootstrap_version}")

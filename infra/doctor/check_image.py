@@ -62,21 +62,17 @@ def ami(subject: Subject) -> Findings:
             )
             return
         yield ok("SSM parameter of the AMI", f"{name} = {image_id}")
-    try:
-        found = subject.ask("ec2", "DescribeImages", ImageIds=[image_id])["Images"]
-    except Refused as refused:
-        if not refused.code.startswith("InvalidAMIID"):
-            raise
-        found = []
-    if not found:
+    gone = ("InvalidAMIID.NotFound", "InvalidAMIID.Unavailable", "InvalidAMIID.Malformed")
+    answer = subject.seek(gone, "ec2", "DescribeImages", ImageIds=[image_id])
+    if answer is None or not answer["Images"]:
         yield problem(
             "the AMI is not there",
             value=image_id,
             rule=f"an image of region {subject.settings.region} that this account may use",
             remedy=f"aws ec2 copy-image brings one from another region; its owner shares one with account {subject.account}",
         )
-        return
-    yield from judge_ami(found[0], subject.account, subject.blueprint.fleets(), datetime.now(timezone.utc))
+    else:
+        yield from judge_ami(answer["Images"][0], subject.account, subject.blueprint.fleets(), datetime.now(timezone.utc))
 
 
 def judge_ami(image: Mapping[str, Any], account: str, fleets: list[Fleet], now: datetime) -> Findings:

@@ -59,20 +59,18 @@ SERVER_ERROR = 500
 
 
 @contextmanager
-def adapted(pause: Pause, leave_out: Change | None = None) -> Iterator[None]:
+def adapted(pause: Pause) -> Iterator[None]:
     """Change moto's engine as described above, and undo the changes on exit.
 
     Args:
         pause: waits between two descriptions of a job, the engine's own and a state's.
-        leave_out: one of CHANGES that is not made, for the test whether moto still needs it.
     """
     with ExitStack() as undo:
         # The one thing that module takes from `time`.
         undo.enter_context(mock.patch.object(callback_module, "time", SimpleNamespace(sleep=pause)))
         undo.enter_context(mock.patch.object(WaitFunction, "_wait_interval", _waiting(pause)))
         for change in CHANGES:
-            if change is not leave_out:
-                change(undo)
+            change(undo)
         yield
 
 

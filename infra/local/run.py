@@ -11,7 +11,6 @@ import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -44,8 +43,6 @@ DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
 ONE_NODE_KINDS = ("xla", "neuron")
 """Kinds of device that have one rank in all: their default is one node."""
 
-TERMINATED_EXIT = 128 + signal.SIGTERM
-
 
 def run_local(
     request: LocalRequest, *, plain: bool = False, demo_rows: int | None = None, program: tuple[str, ...] | None = None
@@ -63,14 +60,22 @@ def run_local(
     Raises:
         BadConfig: configuration that cannot work; before anything is started.
     """
-    # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
-    with _terminable(), only_environment(NO_USER_FILES):
-        try:
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        raise _Terminated
+
+    # SIGTERM unwinds the stack, so that jobs are ended and files are closed.
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
+        with only_environment(NO_USER_FILES):
             return _run(request, plain, demo_rows, program)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-        except _Terminated:
-            return TERMINATED_EXIT
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except _Terminated:
+        return 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,23 +375,4 @@ def _say(console: Any, text: str) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived; like KeyboardInterrupt, not an error to be handled on the way."""
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Within it SIGTERM unwinds the stack, so that jobs are ended and files are closed."""
-
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        raise _Terminated
-
-    try:
-        before = signal.signal(signal.SIGTERM, terminate)
-    except ValueError:
-        # Not the main thread, which alone may handle signals.
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    """SIGTERM arrived; like KeyboardInterrupt, no handler of errors catches it."""

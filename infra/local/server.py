@@ -69,8 +69,12 @@ WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 class LocalEndpoint:
     """A context manager: the endpoint is up inside it, with the stack's resources created and the state folder loaded.
 
+    Attributes:
+        mirror_folder: the bucket as plain files.
+        url, batch: address and Batch service, while the endpoint is up.
+
     Args:
-        stack: what to create.
+        stack: the resources to create.
         state: the state folder: `bucket/KEY`, `lock.json`.
         runner: makes the Batch runner from the variables that job processes need to find the endpoint.
         front: wraps the application that answers every request; how a test makes services fail.
@@ -91,15 +95,11 @@ class LocalEndpoint:
         self._make_runner = runner
         self._front = front
         self._exit = ExitStack()
+        self.mirror_folder = state / "bucket"
         self.url = ""
         self.batch: BatchRunner
         self._session: Any = None
         self._making = threading.Lock()
-
-    @property
-    def mirror_folder(self) -> Path:
-        """The bucket as plain files."""
-        return self._state / "bucket"
 
     def __enter__(self) -> LocalEndpoint:
         with ExitStack() as exit_stack:
@@ -128,7 +128,13 @@ class LocalEndpoint:
             exit_stack.callback(thread.join)
             exit_stack.callback(server.shutdown)
             exit_stack.callback(self.batch.close)
-            self._create()
+            stack = self._stack
+            self.client("s3").create_bucket(Bucket=stack.bucket)
+            self.client("dynamodb").create_table(**stack.table)
+            for topic in stack.topics:
+                self.client("sns").create_topic(Name=topic)
+            for name, definition in {stack.state_machine: stack.definition, **stack.watches}.items():
+                self.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
             exit_stack.callback(self._stop_executions)
             exit_stack.callback(application.watches.clear)
             application.load(self.client("dynamodb"))
@@ -155,15 +161,6 @@ class LocalEndpoint:
                 # moto's engine answers with an error where an execution has only just begun.
                 with suppress(ClientError):
                     client.stop_execution(executionArn=execution["executionArn"])
-
-    def _create(self) -> None:
-        stack = self._stack
-        self.client("s3").create_bucket(Bucket=stack.bucket)
-        self.client("dynamodb").create_table(**stack.table)
-        for topic in stack.topics:
-            self.client("sns").create_topic(Name=topic)
-        for name, definition in {stack.state_machine: stack.definition, **stack.watches}.items():
-            self.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
 
 
 def load_services() -> None:

@@ -377,6 +377,14 @@ class Watches(Construct):
         )
         for actions, resources in grants:
             machine.add_to_role_policy(iam.PolicyStatement(actions=actions, resources=resources))
+        # EventBridge starts the watch under this role, for rules of this stack alone
+        # (https://docs.aws.amazon.com/eventbridge/latest/userguide/cross-service-confused-deputy-prevention.html).
+        stack = Stack.of(self)
+        # A rule without a name of its own begins with its stack's; its ARN itself would need the rule, which needs the role.
+        rules = stack.format_arn(service="events", resource="rule", resource_name=f"{stack.stack_name}-*")
+        conditions = {"StringEquals": {"aws:SourceAccount": stack.account}, "ArnLike": {"aws:SourceArn": rules}}
+        principal = iam.ServicePrincipal("events.amazonaws.com", conditions=conditions)
+        role = iam.Role(self, f"{name}Events", assumed_by=principal, description=f"Starts {self._name}-{name.lower()}")
         events.Rule(
             self,
             f"{name}Rule",
@@ -389,19 +397,9 @@ class Watches(Construct):
             targets=[
                 targets.SfnStateMachine(
                     machine,
-                    role=self._event_role(name),
+                    role=role,
                     input=events.RuleTargetInput.from_object({"execution": events.EventField.from_path("$.detail.executionArn")}),
                 )
             ],
         )
         self.machines[name] = machine
-
-    def _event_role(self, name: str) -> iam.Role:
-        """The role under which EventBridge starts a watch, for rules of this stack alone
-        (https://docs.aws.amazon.com/eventbridge/latest/userguide/cross-service-confused-deputy-prevention.html)."""
-        stack = Stack.of(self)
-        # A rule without a name of its own begins with its stack's; its ARN itself would need the rule, which needs the role.
-        rules = stack.format_arn(service="events", resource="rule", resource_name=f"{stack.stack_name}-*")
-        conditions = {"StringEquals": {"aws:SourceAccount": stack.account}, "ArnLike": {"aws:SourceArn": rules}}
-        principal = iam.ServicePrincipal("events.amazonaws.com", conditions=conditions)
-        return iam.Role(self, f"{name}Events", assumed_by=principal, description=f"Starts {self._name}-{name.lower()}")

@@ -52,7 +52,7 @@ def targets(**changes: Any) -> Targets:
 def stack_around(
     machine: Mapping[str, Any], *, name: str = "trnpipe", watches: Mapping[str, Mapping[str, Any]] | None = None
 ) -> LocalStack:
-    """What a local endpoint needs beside a state machine; its jobs are nobody's.
+    """The stack of a local endpoint around a state machine, without jobs.
 
     Args:
         watches: name -> definition of the machines that an abort starts.

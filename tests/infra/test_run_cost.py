@@ -55,7 +55,7 @@ def test_no_price_is_made_up_for_a_region_that_is_not_in_the_table() -> None:
     assert "month" in " ".join(lines(**elsewhere, prices={"trn1.32xlarge": 20, "cpu": 1}))
 
 
-def test_nobody_pays_by_the_hour_for_one_machine() -> None:
+def test_one_machine_for_all_stages_has_no_hourly_price() -> None:
     assert hourly_prices(settings(local_paths=True, prices={"train": 5})) == {}
     assert lines(local_paths=True) == []
 

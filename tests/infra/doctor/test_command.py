@@ -34,7 +34,7 @@ def aws_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def account(aws_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of somebody who has credentials of the account behind the endpoint."""
+    """An environment with credentials of the account behind the endpoint."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in {

@@ -46,8 +46,8 @@ def test_a_container_takes_its_own_host_out_and_an_operator_brings_it_back(runni
         client.describe_container_instances(cluster=ecs.CLUSTER, containerInstances=[arn])["containerInstances"][0]["status"]
         == "DRAINING"
     )
-    answer = client.update_container_instances_state(cluster=ecs.CLUSTER, containerInstances=[arn, "nobody"], status="ACTIVE")
-    assert answer["failures"] == [{"arn": "nobody", "reason": "MISSING"}]
+    answer = client.update_container_instances_state(cluster=ecs.CLUSTER, containerInstances=[arn, "unknown"], status="ACTIVE")
+    assert answer["failures"] == [{"arn": "unknown", "reason": "MISSING"}]
     assert running.host not in hosts.drained
 
 
@@ -89,7 +89,7 @@ def test_hosts_that_are_drained_rest_until_they_are_restored() -> None:
     pool = HostPool()
     first, second = pool.take(2)
     pool.drained.add(first)
-    pool.drained.discard(first)  # while its job still runs: nobody else gets it
+    pool.drained.discard(first)  # while its job still runs: no other job gets it
     assert pool.take(1) not in ([first], [second])
     pool.drained.add(first)
     pool.give_back([first, second])

@@ -409,7 +409,7 @@ def test_a_killed_process_leaves_whole_objects_and_no_job_processes(templates: P
 
 
 def alive(pid: int) -> bool:
-    """Whether a process group still runs anything; a zombie that nobody has waited for does not count."""
+    """Whether a process group still runs anything; a zombie whose parent has not waited for it does not count."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
