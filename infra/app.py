@@ -7,19 +7,18 @@ credentials, no Docker, and no Node.js but the packaged one. Ends with 64 when t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.context import parse_context, read_context, read_settings
 from infra.nodejs import choose_node
-from pipeline.errors import BadConfig, TrnpipeError
+from pipeline.errors import TrnpipeError
 
-CDK_JSON = Path(__file__).parent.parent / "cdk.json"
 CDK = "npx aws-cdk@2.1147.0"
-"""The CDK CLI that people type: the oldest that reads what the locked aws-cdk-lib writes (`minimumCliVersion` of an assembly)."""
+"""The CDK CLI of the guides: the oldest that reads what the locked aws-cdk-lib writes (`minimumCliVersion` of an assembly)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,63 +37,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments).context
     try:
-        if "CDK_OUTDIR" in os.environ:
-            # The CDK CLI hands over outdir and its own context itself.
-            synthesize(parse_context(given), tell=_tell_people)
-        else:
-            synthesize({**read_context(), **parse_context(given)}, "cdk.out", tell=_tell_people)
+        context: dict[str, Any] = parse_context(given)
+        outdir = None
+        if "CDK_OUTDIR" not in os.environ:
+            # Without the CDK CLI, which hands over outdir and its own context itself.
+            context, outdir = {**read_context(), **context}, "cdk.out"
+        # stdout is for programs.
+        synthesize(context, outdir, tell=lambda line: sys.stderr.write(f"{line}\n"))
     except TrnpipeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
 
 
-def parse_context(items: Sequence[str]) -> dict[str, str]:
-    """The context of `-c KEY=VALUE` options, later ones over earlier ones.
-
-    Raises:
-        BadConfig: an item that is none.
-    """
-    context = {}
-    for item in items:
-        key, separator, value = item.partition("=")
-        if not key or not separator:
-            raise BadConfig(
-                "an option of the context is not KEY=VALUE",
-                value=f"-c {item}",
-                rule="as after `cdk deploy -c`",
-                remedy="e.g. -c trnpipe.region=us-east-2",
-            )
-        context[key] = value
-    return context
-
-
-def read_context(path: Path = CDK_JSON) -> dict[str, Any]:
-    """The context of a cdk.json file.
-
-    Raises:
-        BadConfig: no such file, or not JSON.
-    """
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise BadConfig("cdk.json cannot be read", value=f"{path}: {error}", remedy="restore the file") from error
-    if not isinstance(loaded, dict) or not isinstance(loaded.get("context"), dict):
-        raise BadConfig("cdk.json has no context", value=path, remedy="restore the file")
-    return dict(loaded["context"])
-
-
-def _tell_people(line: str) -> None:
-    sys.stderr.write(f"{line}\n")  # stdout is for programs
-
-
-def synthesize(
-    context: Mapping[str, Any], outdir: str | None = None, *, tell: Callable[[str], None] = lambda _line: None
-) -> Path:
-    """Write the cloud assembly; returns its folder.
+def synthesize(context: Mapping[str, Any], outdir: str | None = None, *, tell: Callable[[str], Any] = lambda _line: None) -> Path:
+    """Write the cloud assembly and return its folder.
 
     Args:
-        tell: gets, line by line, what a run may cost.
+        tell: receives the lines of the cost estimate of a run.
 
     Raises:
         BadConfig: wrong settings.
@@ -102,7 +62,6 @@ def synthesize(
     choose_node()
     # CDK starts its Node.js process when it is imported, so not before the choice above.
     from infra.run_cost import expectation
-    from infra.settings import read_settings
     from infra.stacks import build
 
     app = build(context, outdir)

@@ -1,5 +1,4 @@
-"""What a deployment costs: the price of its hosts, what a run may come to (said at synth), the tag by which its costs are told
-apart, and a budget that speaks up.
+"""Costs of a deployment: the prices of its hosts, the estimate for a run (printed at synth), and a budget on its cost tag.
 
 A run's own account is kept by pipeline/cost.py; the prices reach it in `input.json`.
 """
@@ -26,8 +25,8 @@ SPENT_PERCENT = 80
 FORECAST_PERCENT = 100
 
 
-class Budget(Construct):
-    """A monthly budget on the deployment's tag, which tells the topic: of 80 % spent, and of a forecast above it."""
+class MonthlyBudget(Construct):
+    """A monthly budget on the deployment's tag; it notifies the topic when 80 % is spent, and when the forecast exceeds it."""
 
     def __init__(
         self, scope: Construct, construct_id: str, *, name: str, usd: float, topic: sns.ITopic, topic_key: kms.IKey
@@ -64,7 +63,7 @@ class Budget(Construct):
                 for kind, percent in (("ACTUAL", SPENT_PERCENT), ("FORECASTED", FORECAST_PERCENT))
             ],
         )
-        # Budgets looks whether it may publish when it is told to.
+        # AWS Budgets checks its permission to publish when the budget is created.
         budget.node.add_dependency(topic.node.find_child("Policy"))
         CfnOutput(
             self,
@@ -77,7 +76,7 @@ class Budget(Construct):
 
 
 def host_names(settings: Settings) -> dict[Queue, str]:
-    """What the nodes of each queue are; nothing where all stages share one machine, which is not paid by the hour."""
+    """Names of the nodes of each queue; empty where all stages share one machine, which is not paid by the hour."""
     if settings.local_paths:
         return {}
     return {
@@ -97,7 +96,7 @@ def hourly_prices(settings: Settings) -> dict[Queue, float]:
 
 
 def highest_prices(settings: Settings) -> dict[Queue, float]:
-    """The same, but for Spot hosts of an unknown price what they would cost on demand: Batch bids no more."""
+    """The same, but with the on-demand price for Spot hosts of an unknown price: Batch bids no more."""
     published = {
         Queue.TRAIN: instance_hour(settings.region, settings.instance_type),
         Queue.EMBED: instance_hour(settings.region, settings.embed_instance_type),
@@ -113,12 +112,12 @@ def highest_prices(settings: Settings) -> dict[Queue, float]:
 
 
 def most_embed_hosts(settings: Settings) -> int:
-    """How many children of an array run at once: each takes a host."""
+    """Number of children of an array that run at once: each takes a host."""
     return settings.embed_max_vcpus // settings.embed_hardware.vcpus
 
 
 def expectation(settings: Settings) -> Iterator[str]:
-    """Lines on what a run of this deployment may cost, for people at synth; none where no host is paid by the hour."""
+    """Yield the lines of the cost estimate at synth; none where no host is paid by the hour."""
     names, prices, config = host_names(settings), highest_prices(settings), settings.run_config()
     if not names:
         return
@@ -138,7 +137,7 @@ def expectation(settings: Settings) -> Iterator[str]:
         yield f"  No total: the price of {' and '.join(unknown)} in {settings.region} is not known. remedy: the setting `prices`."
         return
     monthly = total * RUNS_A_MONTH
-    yield f"  Within time_budget: {total:,.2f} USD, retries included: {budget_hours:g} h of the dearest stage's nodes."
+    yield f"  Within time_budget: {total:,.2f} USD, retries included: {budget_hours:g} h of the most expensive stage's nodes."
     yield f"  A run a week: {monthly:,.2f} USD a month. Not counted: hosts that boot or wait for the next job, storage, logs."
     if settings.budget is not None and monthly > settings.budget:
         yield f"warning: that is above the budget of {settings.budget:,.2f} USD a month."

@@ -14,19 +14,20 @@ from infra.constructs.compute import Compute
 from infra.constructs.jobs import Jobs
 from infra.constructs.monitoring import Monitoring, Topic
 from infra.constructs.network import Network
-from infra.constructs.schedule import Schedule
+from infra.constructs.schedule import WeeklyStart
 from infra.constructs.storage import Storage, job_log_group
-from infra.run_cost import Budget
-from infra.settings import COST_TAG, Settings, read_settings
-from infra.workflow.machine import Workflow
+from infra.constructs.workflow import Workflow
+from infra.context import read_settings
+from infra.run_cost import MonthlyBudget
+from infra.settings import COST_TAG, Settings
 from infra.workflow.watches import Watches
 from pipeline.contract import STAGES, Queue, Shape, Stage
 
 SHARD_READERS = (Stage.PREPARE, Stage.EMBED, Stage.PUBLISH)
-"""Stages that read data from where it was found; publish to name the documents that have no embedding."""
+"""Stages that read the input shards; publish does so to name the documents without an embedding."""
 
 PARENT_READERS = (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
-"""Stages that load the parent, which may stand outside the run folders: the initial model does."""
+"""Stages that load the parent, which may be outside the run folders, as the initial model is."""
 
 GRAPHS = "graphs/*"
 """Compiled sets, shared by all runs of one configuration: written by compile alone."""
@@ -44,7 +45,7 @@ BOOTSTRAP_QUALIFIER = "@aws-cdk/core:bootstrapQualifier"
 """CDK's context key for it (docs.aws.amazon.com/cdk/v2/guide/bootstrapping-customizing.html)."""
 
 UNCHANGEABLE_TAGS = ("AWS::Batch::ComputeEnvironment", "AWS::EC2::PlacementGroup")
-"""Types whose tags are set at creation only: another tag would replace them, and with them all hosts."""
+"""Types whose tags can only be set at creation: another tag would replace them, and all hosts with them."""
 
 
 class DataStack(Stack):
@@ -114,7 +115,7 @@ class PipelineStack(Stack):
             console=console,
             log_group=storage.machine_logs,
         )
-        schedule = Schedule(self, "Schedule", settings=settings, state_machine=workflow.state_machine)
+        schedule = WeeklyStart(self, "Schedule", settings=settings, state_machine=workflow.state_machine)
         watches = Watches(
             self,
             "Watches",
@@ -140,7 +141,7 @@ class PipelineStack(Stack):
             console=console,
         )
         if settings.budget is not None:
-            Budget(self, "Budget", name=settings.name, usd=settings.budget, topic=topic.topic, topic_key=topic.key)
+            MonthlyBudget(self, "Budget", name=settings.name, usd=settings.budget, topic=topic.topic, topic_key=topic.key)
         self._grant(settings, workflow.state_machine.role, jobs.roles, storage, compute.accelerator_environment_names)
         CfnOutput(self, "StateMachineArn", value=workflow.state_machine.state_machine_arn)
         CfnOutput(self, "TopicArn", value=topic.topic.topic_arn)
@@ -187,8 +188,8 @@ class PipelineStack(Stack):
         if stage is Stage.TRAIN:
             # Checkpoints are written with the tag that lets them expire.
             _allow(role, ["s3:PutObjectTagging"], [bucket.arn_for_objects("runs/*/train/checkpoints/*")])
-        # A new attempt removes the last one's failure.json; train removes its older checkpoints; who compiles takes its lock off
-        # the cache again. The bucket keeps versions.
+        # A new attempt removes the failure.json of the last one; train removes its older checkpoints; a compiling stage removes
+        # its lock from the cache. The bucket keeps versions.
         removed = [f"runs/*/{stage}/*", *([COMPILER_CACHE] if stage in CACHE_WRITERS else [])]
         _allow(role, ["s3:DeleteObject"], [bucket.arn_for_objects(pattern) for pattern in removed])
 
@@ -205,11 +206,11 @@ class PipelineStack(Stack):
             _allow(role, ["batch:DescribeJobs"], ["*"])
 
     def _grant_inputs(self, stage: Stage, role: iam.IRole, settings: Settings) -> None:
-        """What stands outside our bucket: folders and files that the settings name, for the stages that read them."""
+        """Allow the stages that read inputs the folders and files outside our bucket that the settings name."""
         cache = settings.run_config().compile.cache
         if cache and stage in CACHE_WRITERS:
             bucket, _, prefix = cache.removeprefix("s3://").rstrip("/").partition("/")
-            # Notes of who uses a cache stand beside it, still below the URI that is configured.
+            # Records of the users of a cache are next to it, still below the configured URI.
             arn = f"arn:{self.partition}:s3:::{bucket}/{f'{prefix}/' * bool(prefix)}*"
             _allow(role, ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload", "s3:DeleteObject"], [arn])
             _allow(role, ["s3:ListBucket"], [arn.partition("/")[0]])

@@ -1,6 +1,6 @@
-"""The synthesized CloudFormation templates: resources by type, as they stand or with every reference resolved.
+"""The synthesized CloudFormation templates: resources by type, with their references or with every reference resolved.
 
-References (Ref, GetAtt, Join, Sub, Select, Split and ImportValue) resolve into names and ARNs of the local endpoint's account.
+References (Ref, GetAtt, Join, Select, Split and ImportValue) resolve into names and ARNs of the local endpoint's account.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Stacks:
 
     @classmethod
     def read(cls, folder: Path) -> Stacks:
-        """The stacks of a cloud assembly; the data stack, which is deployed first, stands first."""
+        """Read the stacks of a cloud assembly; the data stack, which is deployed first, is the first."""
         names = {path.name.removesuffix(".template.json"): path for path in sorted(folder.glob("*.template.json"))}
         return cls({name: json.loads(path.read_text()) for name, path in names.items()})
 
     def unresolved(self, kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Stack, logical id and properties of every resource of a type, references as they stand."""
+        """Stack, logical id and properties of every resource of a type, with unresolved references."""
         for stack, template in self.templates.items():
             for logical_id, resource in template.get("Resources", {}).items():
                 if resource["Type"] == kind:
@@ -99,27 +99,25 @@ class Stacks:
         ]
 
     def resolve(self, stack: str, value: Any) -> Any:
-        """The value with every intrinsic function replaced by what it stands for."""
+        """Replace every intrinsic function in a value by its result."""
         if isinstance(value, list):
-            return [inner for inner in (self.resolve(stack, inner) for inner in value) if inner is not None]
+            return [self.resolve(stack, inner) for inner in value]
         if not isinstance(value, dict):
             return value
         if len(value) == 1:
             [(function, argument)] = value.items()
             if function == "Ref" or function.startswith("Fn::"):
                 return self._call(stack, function, argument)
-        resolved = {key: self.resolve(stack, inner) for key, inner in value.items()}
-        # AWS::NoValue removes the property.
-        return {key: inner for key, inner in resolved.items() if inner is not None or value[key] is None}
+        return {key: self.resolve(stack, inner) for key, inner in value.items()}
 
     def _call(self, stack: str, function: str, argument: Any) -> Any:
         if function == "Ref":
             return self._ref(stack, argument)
         if function == "Fn::GetAtt":
-            logical_id, attribute = argument.split(".", 1) if isinstance(argument, str) else argument
-            return self._attribute(stack, logical_id, attribute)
-        if function == "Fn::Sub":
-            return self._substitute(stack, argument)
+            logical_id, attribute = argument
+            if attribute.endswith("Arn"):
+                return self._arn(stack, logical_id)
+            return self._name(stack, logical_id) if attribute.endswith("Name") else f"{logical_id}.{attribute}"
         if function == "Fn::ImportValue":
             exporter, value = self._exports[json.dumps(argument)]
             return self.resolve(exporter, value)
@@ -130,52 +128,23 @@ class Stacks:
             return arguments[1][int(arguments[0])]
         if function == "Fn::Split":
             return arguments[1].split(arguments[0])
-        if function == "Fn::GetAZs":
-            return [f"{REGION}{letter}" for letter in "abc"]
         raise Defect("the template uses a function that the local endpoint does not know", value=function)
 
     def _ref(self, stack: str, target: str) -> Any:
-        if target == "AWS::NoValue":
-            return None
         if target in PSEUDO_PARAMETERS:
             return PSEUDO_PARAMETERS[target]
-        if target in ("AWS::StackName", "AWS::StackId"):
-            return stack
         template = self.templates[stack]
         if target in template.get("Parameters", {}):
             return template["Parameters"][target].get("Default", target)
         kind = template["Resources"][target]["Type"]
         return self._arn(stack, target) if kind in REF_IS_ARN else self._name(stack, target)
 
-    def _attribute(self, stack: str, logical_id: str, attribute: str) -> str:
-        if attribute.endswith("Arn"):
-            return self._arn(stack, logical_id)
-        if attribute.endswith("Name"):
-            return self._name(stack, logical_id)
-        return f"{logical_id}.{attribute}"
-
-    def _substitute(self, stack: str, argument: Any) -> str:
-        text, values = (argument, {}) if isinstance(argument, str) else argument
-
-        def replacement(match: re.Match[str]) -> str:
-            name = match[1]
-            if name.startswith("!"):
-                return f"${{{name[1:]}}}"
-            if name in values:
-                return str(self.resolve(stack, values[name]))
-            if "." in name:
-                logical_id, attribute = name.split(".", 1)
-                return self._attribute(stack, logical_id, attribute)
-            return str(self._ref(stack, name))
-
-        return re.sub(r"\$\{([^}]+)\}", replacement, text)
-
     def _name(self, stack: str, logical_id: str) -> str:
         resource = self.templates[stack]["Resources"][logical_id]
         given = resource.get("Properties", {}).get(NAME_PROPERTIES.get(resource["Type"], ""))
         if given is not None:
             return str(self.resolve(stack, given))
-        # The path in the construct tree is what people know it by; valid as a bucket's name, too.
+        # People know it by its path in the construct tree; valid as a bucket's name, too.
         path = resource.get("Metadata", {}).get("aws:cdk:path", f"{stack}/{logical_id}").removesuffix("/Resource")
         return re.sub(r"[^a-z0-9-]+", "-", path.lower()).strip("-")[:63] if resource["Type"] in NAME_PROPERTIES else logical_id
 

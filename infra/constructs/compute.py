@@ -1,4 +1,4 @@
-"""Where jobs run: launch templates, compute environments and the three fair-share queues.
+"""Hosts of the jobs: launch templates, compute environments and the three fair-share queues.
 
 L1 throughout: the L2 constructs cannot leave out security groups or name the launch template's version. Traps that shape this
 file: a compute environment whose launch template has network interfaces may name no security groups itself; a launch template's
@@ -17,8 +17,10 @@ from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
-from infra.settings import AMI_PARAMETER, COST_TAG, HARDWARE, CapacityReservation, Settings
+from infra.setting_sections import CapacityReservation
+from infra.settings import AMI_PARAMETER, COST_TAG, Settings
 from pipeline.contract import ROOT_VOLUME_GIB, Queue
+from pipeline.prices import HARDWARE
 
 STUCK_REASONS = (
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",
@@ -97,7 +99,19 @@ class Compute(Construct):
         self._instance_profile = iam.CfnInstanceProfile(self, "InstanceProfile", roles=[instance_role.role_name])
         train = self._train(efa_group, gang_group or host_group)
         embed = self._embed(host_group)
-        cpu = self._cpu(host_group)
+        cpu = batch.CfnComputeEnvironment(
+            self,
+            "Cpu",
+            type="MANAGED",
+            # Replaced as a whole where it changes: Batch refuses what CloudFormation sends to update Fargate in place
+            # (github.com/aws/aws-cdk/issues/27054).
+            compute_resources=batch.CfnComputeEnvironment.ComputeResourcesProperty(
+                type="FARGATE",
+                maxv_cpus=settings.cpu_max_vcpus,
+                subnets=[subnets[zone] for zone in settings.zones_of_services],
+                security_group_ids=[host_group.security_group_id],
+            ),
+        )
         self.accelerator_environment_names = [Fn.select(1, Fn.split("/", each.ref)) for each in (train, embed)]
         policy = batch.CfnSchedulingPolicy(
             self,
@@ -160,21 +174,6 @@ class Compute(Construct):
             security_groups=[host_group.security_group_id],
         )
 
-    def _cpu(self, host_group: ec2.ISecurityGroup) -> batch.CfnComputeEnvironment:
-        return batch.CfnComputeEnvironment(
-            self,
-            "Cpu",
-            type="MANAGED",
-            # Replaced as a whole where it changes: Batch refuses what CloudFormation sends to update Fargate in place
-            # (github.com/aws/aws-cdk/issues/27054).
-            compute_resources=batch.CfnComputeEnvironment.ComputeResourcesProperty(
-                type="FARGATE",
-                maxv_cpus=self._settings.cpu_max_vcpus,
-                subnets=[self._subnets[zone] for zone in self._settings.zones_of_services],
-                security_group_ids=[host_group.security_group_id],
-            ),
-        )
-
     def _accelerator_environment(
         self,
         construct_id: str,
@@ -194,8 +193,8 @@ class Compute(Construct):
             construct_id,
             type="MANAGED",
             replace_compute_environment=False,
-            # An update of image or template lets jobs run on for as long as Batch allows; what it cuts after that is retried and
-            # goes on from its last checkpoint. Before a run that takes longer, deploy such changes when none is going on.
+            # During an update of image or template jobs run on for as long as Batch allows; jobs that it ends after that are
+            # retried and resume from their last checkpoint. Deploy such changes before a longer run, while none is in progress.
             update_policy=environment.UpdatePolicyProperty(
                 terminate_jobs_on_update=False, job_execution_timeout_minutes=self._settings.update_minutes
             ),
@@ -241,7 +240,20 @@ class Compute(Construct):
             construct_id,
             launch_template_data=template.LaunchTemplateDataProperty(
                 user_data=base64.b64encode(USER_DATA.encode()).decode(),
-                network_interfaces=self._efa_interfaces(efa_group) if efa_group is not None else None,
+                network_interfaces=[
+                    template.NetworkInterfaceProperty(
+                        network_card_index=card,
+                        # Only the primary interface has device index 0; every other card's first interface has 1.
+                        device_index=0 if card == 0 else 1,
+                        interface_type="efa",
+                        groups=[efa_group.security_group_id],
+                        delete_on_termination=True,
+                        description=f"EFA {card}",
+                    )
+                    for card in range(self._settings.train_hardware.efa_interfaces)
+                ]
+                if efa_group is not None
+                else None,
                 block_device_mappings=[
                     template.BlockDeviceMappingProperty(
                         device_name="/dev/xvda",
@@ -276,20 +288,6 @@ class Compute(Construct):
                 ],
             ),
         )
-
-    def _efa_interfaces(self, group: ec2.ISecurityGroup) -> list[ec2.CfnLaunchTemplate.NetworkInterfaceProperty]:
-        return [
-            ec2.CfnLaunchTemplate.NetworkInterfaceProperty(
-                network_card_index=card,
-                # Only the primary interface has device index 0; every other card's first interface has 1.
-                device_index=0 if card == 0 else 1,
-                interface_type="efa",
-                groups=[group.security_group_id],
-                delete_on_termination=True,
-                description=f"EFA {card}",
-            )
-            for card in range(self._settings.train_hardware.efa_interfaces)
-        ]
 
     @property
     def _tags(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ from aws_cdk import aws_iam as iam
 from aws_cdk import aws_logs as logs
 from constructs import Construct
 
-from infra.settings import Hardware, Settings
+from infra.settings import Settings
 from pipeline.contract import (
     ATTEMPT_VARIABLE,
     DEPLOYMENT_VARIABLE,
@@ -30,6 +30,7 @@ from pipeline.contract import (
     StageSpec,
     stage_command,
 )
+from pipeline.prices import Hardware
 
 EVALUATE_ON_EXIT: tuple[tuple[str, str, str], ...] = (
     ("on_reason", "OutOfMemory*", "EXIT"),
@@ -81,40 +82,37 @@ class Jobs(Construct):
         self.arns: dict[Stage, str] = {}
         self.gang_arns: dict[int, dict[Stage, str]] = {nodes: {} for nodes in settings.allowed_nodes}
         for stage, spec in STAGES.items():
-            if spec.shape is Shape.GANG:
-                for nodes in settings.allowed_nodes:
-                    self.gang_arns[nodes][stage] = self._gang(stage, spec, nodes)
-            else:
+            container = self._container(stage, spec)
+            if spec.shape is not Shape.GANG:
                 self.arns[stage] = self._definition(
                     stage,
                     spec,
                     name=f"{settings.name}-{stage}",
                     construct_id=_camel(stage),
                     kind="container",
-                    container_properties=self._container(stage, spec),
+                    container_properties=container,
                 )
-
-    def _gang(self, stage: Stage, spec: StageSpec, nodes: int) -> str:
-        container = self._container(stage, spec)
-        return self._definition(
-            stage,
-            spec,
-            name=f"{self._settings.name}-{stage}-{nodes}",
-            construct_id=f"{_camel(stage)}On{nodes}",
-            kind="multinode",
-            node_properties=batch.CfnJobDefinition.NodePropertiesProperty(
-                main_node=0,
-                num_nodes=nodes,
-                node_range_properties=[
-                    batch.CfnJobDefinition.NodeRangePropertyProperty(
-                        # An open range, so that an operator may still override the number of nodes.
-                        target_nodes="0:",
-                        container=container,
-                        instance_types=[self._settings.instance_type],
-                    )
-                ],
-            ),
-        )
+                continue
+            for nodes in settings.allowed_nodes:
+                self.gang_arns[nodes][stage] = self._definition(
+                    stage,
+                    spec,
+                    name=f"{settings.name}-{stage}-{nodes}",
+                    construct_id=f"{_camel(stage)}On{nodes}",
+                    kind="multinode",
+                    node_properties=batch.CfnJobDefinition.NodePropertiesProperty(
+                        main_node=0,
+                        num_nodes=nodes,
+                        node_range_properties=[
+                            batch.CfnJobDefinition.NodeRangePropertyProperty(
+                                # An open range, so that an operator may still override the number of nodes.
+                                target_nodes="0:",
+                                container=container,
+                                instance_types=[settings.instance_type],
+                            )
+                        ],
+                    ),
+                )
 
     def _definition(
         self,

@@ -1,8 +1,8 @@
-"""What tells people: the topic, notices of what no state can speak of any more, alarms, and a dashboard.
+"""Notifications: the topic, notices of events that no state can report, alarms, and a dashboard.
 
 An execution that ends by itself publishes its own outcome (infra/workflow/machine.py). One that is aborted or times out runs no
-further state: EventBridge speaks for it, and for a queue that is blocked, with the reason that an alarm cannot give. What takes
-waiting is left to infra/workflow/watches.py.
+further state: EventBridge reports it, and blocked queues, with the reason that an alarm cannot give. Checks that must wait are in
+infra/workflow/watches.py.
 Metrics of the containers come from the catalogue in pipeline.contract; what alarms mean, from infra/runbook.py.
 """
 
@@ -42,7 +42,7 @@ PANELS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
     ("Training: seconds per step", (Metric.STEP_SECONDS,)),
     ("Training: share of time without data", (Metric.DATA_WAIT_SHARE,)),
     ("Training: utilization of NeuronCores", (Metric.CORE_UTILIZATION,)),
-    ("Training: seconds stood still for a checkpoint", (Metric.CHECKPOINT_STALL_SECONDS,)),
+    ("Training: seconds stalled for a checkpoint", (Metric.CHECKPOINT_STALL_SECONDS,)),
     ("Graphs that were not compiled ahead", (Metric.NEW_GRAPHS,)),
     ("Seconds that jobs waited for their hosts", (Metric.QUEUE_WAIT_SECONDS,)),
     ("Attempts beyond the first", (Metric.RETRIES,)),
@@ -57,7 +57,7 @@ PANELS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
 
 
 class Topic(Construct):
-    """Where outcomes, notices and alarms are published.
+    """The topic of outcomes, notices and alarms.
 
     Attributes:
         topic, key: the topic and the key that encrypts it (the AWS-managed one would shut out EventBridge and CloudWatch).
@@ -134,7 +134,18 @@ class Monitoring(Construct):
         if default_group_id is not None:
             self._notice_default_group(default_group_id)
         blocked = self._notice_blocked_queues(list(queue_arns.values()))
-        refused = self._count_refusals(machine_logs)
+        # Executions that the gate ended: Step Functions counts them as failed.
+        refused = logs.MetricFilter(
+            self,
+            "Refusals",
+            log_group=machine_logs,
+            filter_pattern=logs.FilterPattern.all_terms("ExecutionFailed", GATE_REFUSED),
+            # The metric of a filter has no dimensions that we could choose.
+            metric_namespace=f"{METRICS_NAMESPACE}/{self._name}",
+            metric_name=REFUSALS,
+            metric_value="1",
+            default_value=0,
+        ).metric(period=Duration.hours(1), statistic="Sum")
         self._alarms_of_runs(settings, refused, watches, dead_letters)
         self._alarms_of_jobs(blocked)
         self._dashboard(refused, dead_letters)
@@ -152,7 +163,7 @@ class Monitoring(Construct):
                     detail={"stateMachineArn": [self._machine.state_machine_arn], "status": [status]},
                 ),
                 message=f"Run {run} ended {status} and wrote no report. Its jobs are terminated, and its lock counts as free; "
-                f"started again with its run id it goes on where it stopped. {remedy(name)} "
+                f"started again with its run id, it resumes. {remedy(name)} "
                 f"Execution: {self._console.execution.format(execution)} Log: {self._console.log.format(run)}",
             )
 
@@ -176,7 +187,7 @@ class Monitoring(Construct):
         field = events.EventField.from_path
         self._notice(
             "DefaultGroupNotice",
-            description="Rules taken from the VPC's default security group, which gangs' containers have",
+            description="Rules removed from the VPC's default security group, which gangs' containers have",
             # Delivered where the account has a trail that logs management events.
             pattern=events.EventPattern(
                 source=["aws.ec2"],
@@ -187,7 +198,7 @@ class Monitoring(Construct):
                 },
             ),
             message=f"{field('$.detail.eventName')} on {group_id} by {field('$.detail.userIdentity.arn')}: the nodes of a gang "
-            f"meet over the interfaces that have this group. {remedy('DefaultGroup')}",
+            f"connect over the interfaces that have this group. {remedy('DefaultGroup')}",
         )
 
     def _notice(self, construct_id: str, *, description: str, pattern: events.EventPattern, message: str) -> events.Rule:
@@ -198,20 +209,6 @@ class Monitoring(Construct):
             event_pattern=pattern,
             targets=[targets.SnsTopic(self._topic, message=events.RuleTargetInput.from_text(message))],
         )
-
-    def _count_refusals(self, machine_logs: logs.ILogGroup) -> cloudwatch.Metric:
-        """Executions that the gate ended: Step Functions counts them as failed."""
-        return logs.MetricFilter(
-            self,
-            "Refusals",
-            log_group=machine_logs,
-            filter_pattern=logs.FilterPattern.all_terms("ExecutionFailed", GATE_REFUSED),
-            # What a filter counts has no dimensions of its own choice.
-            metric_namespace=f"{METRICS_NAMESPACE}/{self._name}",
-            metric_name=REFUSALS,
-            metric_value="1",
-            default_value=0,
-        ).metric(period=Duration.hours(1), statistic="Sum")
 
     def _alarms_of_runs(
         self,
@@ -243,7 +240,7 @@ class Monitoring(Construct):
         self._alarm("Refused", refused, 1)
         self._alarm("Aborted", machine.metric_aborted(period=hours, statistic="Sum"), 1)
         self._alarm("TimedOut", machine.metric_timed_out(period=hours, statistic="Sum"), 1)
-        # When it has ended; a watch speaks up while it still runs.
+        # After its end; a watch notifies while it still runs.
         self._alarm("Overdue", machine.metric("ExecutionTime", period=hours, statistic="Maximum"), budget * 1000)
         self._alarm("NotStarted", _waiting_messages(dead_letters), 1)
         self._alarm("WatchFailed", broken, 1)
@@ -251,10 +248,10 @@ class Monitoring(Construct):
     def _alarms_of_jobs(self, blocked: events.Rule) -> None:
         """
         Args:
-            blocked: the rule that tells of blocked queues: Batch counts them nowhere else.
+            blocked: the rule for blocked queues; Batch has no other count of them.
         """
         soon = Duration.minutes(5)
-        told = cloudwatch.Metric(
+        notices = cloudwatch.Metric(
             namespace="AWS/Events",
             metric_name="Invocations",
             dimensions_map={"RuleName": blocked.rule_name},
@@ -262,7 +259,7 @@ class Monitoring(Construct):
             period=soon,
             label="Queues that are blocked",
         )
-        self._alarm("QueueBlocked", told, 1)
+        self._alarm("QueueBlocked", notices, 1)
         self._alarm("UnhealthyHost", self._metric(Metric.UNHEALTHY_HOSTS, soon), 1)
         self._alarm("MemoryErrors", self._metric(Metric.ECC_UNCORRECTED, soon), 1)
         self._alarm("NewGraphs", self._metric(Metric.NEW_GRAPHS, soon, stage=Stage.TRAIN), 1)
@@ -319,13 +316,20 @@ class Monitoring(Construct):
         panels.append(
             cloudwatch.GraphWidget(title="Starts that could not be delivered", width=12, left=[_waiting_messages(dead_letters)])
         )
+        links = {
+            "Executions": self._console.machine(machine.state_machine_arn),
+            "Log of all jobs": self._console.job_log_group,
+            "Runs and registry": self._console.bucket_objects,
+        }
+        shown = " | ".join(f"[{title}]({link})" for title, link in links.items())
+        text = f"# {self._name}\n{shown}\n\nWhat alarms mean, and what to do first: {GUIDE} of the repository."
         cloudwatch.Dashboard(
             self,
             "Dashboard",
             dashboard_name=self._name,
             default_interval=Duration.days(90),
             widgets=[
-                [cloudwatch.TextWidget(markdown=self._links(), width=24, height=3)],
+                [cloudwatch.TextWidget(markdown=text, width=24, height=3)],
                 [cloudwatch.AlarmStatusWidget(title="Alarms", width=24, height=3, alarms=list(self.alarms.values()))],
                 [
                     cloudwatch.GraphWidget(title="Runs", width=12, left=runs),
@@ -341,16 +345,6 @@ class Monitoring(Construct):
         if len(stages) == 1:
             return [self._metric(metric, period)]
         return [self._metric(metric, period, stage=stage) for stage in stages]
-
-    def _links(self) -> str:
-        console = self._console
-        links = {
-            "Executions": console.machine(self._machine.state_machine_arn),
-            "Log of all jobs": console.job_log_group,
-            "Runs and registry": console.bucket_objects,
-        }
-        shown = " | ".join(f"[{title}]({link})" for title, link in links.items())
-        return f"# {self._name}\n{shown}\n\nWhat alarms mean, and what to do first: {GUIDE} of the repository."
 
 
 def _waiting_messages(queue: sqs.IQueue) -> cloudwatch.Metric:

@@ -14,7 +14,8 @@ from aws_cdk import aws_logs as logs
 from constructs import Construct
 
 from infra.constructs.storage import RETENTION, customer_key
-from infra.settings import ZONE_LETTERS, ExistingVpc, Settings
+from infra.setting_sections import ExistingVpc
+from infra.settings import ZONE_LETTERS, Settings
 
 HTTPS = ec2.Port.tcp(443)
 DNS = 53
@@ -41,7 +42,14 @@ class Network(Construct):
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings) -> None:
         super().__init__(scope, construct_id)
         existing = settings.vpc
-        vpc_id, group_id = (existing.vpc_id, existing.default_security_group_id) if existing else self._new(settings)
+        if existing:
+            vpc_id, group_id = existing.vpc_id, existing.default_security_group_id
+        else:
+            # L1, because `ec2.Vpc` asks the account for its zones at synth, and gives subnets their addresses by position.
+            new = ec2.CfnVPC(self, "NewVpc", cidr_block=str(ADDRESSES), enable_dns_hostnames=True, enable_dns_support=True)
+            Tags.of(new).add("Name", settings.name)
+            # A gang's containers talk to each other through the default group; emptying it would cut them off.
+            vpc_id, group_id = new.ref, new.attr_default_security_group
         self.vpc = ec2.Vpc.from_vpc_attributes(self, "Vpc", vpc_id=vpc_id, availability_zones=list(settings.zones))
         self.subnets = {zone: self._subnet(zone, existing) for zone in settings.zones}
         self.task_group = ec2.SecurityGroup.from_security_group_id(self, "Task", group_id, mutable=False)
@@ -55,7 +63,19 @@ class Network(Construct):
             if group is not None:
                 _allow_egress(group, settings.vpc)
         if existing is None:
-            self._add_flow_log(settings)
+            # Deleted with the VPC whose traffic it records.
+            rejected = logs.LogGroup(
+                self,
+                "Rejected",
+                retention=RETENTION[settings.retention.log_days],
+                removal_policy=RemovalPolicy.DESTROY,
+                encryption_key=customer_key(self, settings),
+            )
+            self.vpc.add_flow_log(
+                "FlowLog",
+                traffic_type=ec2.FlowLogTrafficType.REJECT,
+                destination=ec2.FlowLogDestination.to_cloud_watch_logs(rejected),
+            )
             self._add_endpoints(settings)
 
     def _closed_group(self, construct_id: str, what: str) -> ec2.SecurityGroup:
@@ -66,32 +86,6 @@ class Network(Construct):
         group.add_ingress_rule(group, ec2.Port.all_traffic(), f"all {what} traffic from the gang's nodes")
         group.add_egress_rule(group, ec2.Port.all_traffic(), f"all {what} traffic to the gang's nodes")
         return group
-
-    def _new(self, settings: Settings) -> tuple[str, str]:
-        """A VPC of our own: its id, and that of its default group.
-
-        L1, because `ec2.Vpc` asks the account for its zones at synth, and gives subnets their addresses by position.
-        """
-        # A gang's containers talk to each other through the default group; emptying it would cut them off.
-        vpc = ec2.CfnVPC(self, "NewVpc", cidr_block=str(ADDRESSES), enable_dns_hostnames=True, enable_dns_support=True)
-        Tags.of(vpc).add("Name", settings.name)
-        return vpc.ref, vpc.attr_default_security_group
-
-    def _add_flow_log(self, settings: Settings) -> None:
-        # Goes with the VPC that it speaks of.
-        retention = RETENTION[settings.retention.log_days]
-        rejected = logs.LogGroup(
-            self,
-            "Rejected",
-            retention=retention,
-            removal_policy=RemovalPolicy.DESTROY,
-            encryption_key=customer_key(self, settings),
-        )
-        self.vpc.add_flow_log(
-            "FlowLog",
-            traffic_type=ec2.FlowLogTrafficType.REJECT,
-            destination=ec2.FlowLogDestination.to_cloud_watch_logs(rejected),
-        )
 
     def _subnet(self, zone: str, existing: ExistingVpc | None) -> ec2.ISubnet:
         """A zone's subnet. One of our own has its id and addresses from the zone's letter, so that zones come and go singly:

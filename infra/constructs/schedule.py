@@ -1,4 +1,4 @@
-"""The weekly start: one EventBridge schedule that passes its share and how long it waits for a run that is going on."""
+"""The weekly start: one EventBridge schedule that passes its share and how long it waits for a run in progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from constructs import Construct
 from infra.settings import Settings
 
 
-class Schedule(Construct):
+class WeeklyStart(Construct):
     """Starts the state machine every week.
 
     Attributes:

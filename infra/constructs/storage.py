@@ -1,4 +1,4 @@
-"""What outlives a deployment of the pipeline: the bucket with runs and registry, the lock table, image repositories, logs."""
+"""Resources that outlive a deployment of the pipeline: the bucket, the lock table, image repositories, logs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Storage(Construct):
             # In a versioned bucket the expiration alone only hides an object.
             noncurrent_version_expiration=Duration.days(1),
         )
-        # Cheaper storage for what is not read; reading it again costs nothing and takes no longer.
+        # Cheaper storage for objects that nothing reads; reading one later costs nothing and takes no longer.
         tiering = s3.Transition(storage_class=s3.StorageClass.INTELLIGENT_TIERING, transition_after=Duration.days(keep.cold_days))
         cold = s3.LifecycleRule(id="cold", transitions=[tiering])
         # S3 delivers access logs to no bucket with a key of KMS
@@ -79,7 +79,7 @@ class Storage(Construct):
                     # What stays of a deleted object when its last version is gone.
                     expired_object_delete_marker=True,
                 ),
-                # By tag: a rule's prefix has no place for the run's id, which stands before the folder.
+                # By tag: the run's id precedes the folder in a key, and a rule's prefix has no wildcard.
                 s3.LifecycleRule(
                     id="resume",
                     tag_filters={RETENTION_TAG: RESUME},

@@ -1,6 +1,6 @@
-"""How the doctor asks an account, and what it says of the answers: findings, checks, and the calls that checks may make.
+"""The doctor's calls to an account, and their results: findings, checks, and the calls that each check may make.
 
-A check is a generator over answers: it asks (`service`, `Operation`, parameters, all spelled as in the API) and yields findings.
+A check is a generator: it calls AWS (`service`, `Operation`, parameters, all spelled as in the API) and yields findings.
 It states the calls that it needs, and may make no others, so that the list of permissions is complete.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import boto3
 from botocore import xform_name
@@ -25,16 +25,16 @@ from infra.settings import Settings
 from pipeline.errors import Defect
 from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, error_message, error_text
 
-SIDE_BY_SIDE = 8
+THREADS = 8
 HOME_REGION = "us-east-1"
-"""Always enabled: where the account is asked about itself, since a region that is not enabled knows none of its keys."""
+"""Always enabled: a region that is not enabled knows none of the account's keys, so calls about the account itself go here."""
 
 HOME_SERVICES = frozenset({"account", "sts"})
 
 IAM_PREFIX = {"service-quotas": "servicequotas", "stepfunctions": "states"}
 IAM_ACTION = {"budgets:DescribeBudgets": "budgets:ViewBudget", "s3:HeadBucket": "s3:ListBucket"}
 IAM_ACTION |= {"s3:GetBucketEncryption": "s3:GetEncryptionConfiguration"}
-"""Where the permission is called otherwise than the operation (Service Authorization Reference)."""
+"""Permissions whose name differs from the operation's (Service Authorization Reference)."""
 
 
 class Level(str, Enum):
@@ -44,17 +44,17 @@ class Level(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """One answer to one question.
 
     Attributes:
         level: a problem stops a run or a deployment; a warning may, or hides an outcome from the operator.
         what: the finding in one sentence.
-        value: what was found.
-        rule: what it should be, and why.
+        value: the value in the account.
+        rule: the expected value, and why.
         remedy: an exact command, a setting or a link.
-        area: heading that it stands under; given by the check.
-        transient: the question could not be asked now.
+        area: heading of the finding; given by the check.
+        transient: the service did not answer now.
     """
 
     level: Level
@@ -66,20 +66,20 @@ class Finding:
     transient: bool = False
 
 
-def ok(what: str, value: object = "") -> Finding:
-    return Finding(level=Level.OK, what=what, value=str(value))
+def ok(what: str, value: object = "") -> DoctorFinding:
+    return DoctorFinding(level=Level.OK, what=what, value=str(value))
 
 
-def warning(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> Finding:
-    return Finding(level=Level.WARNING, what=what, value=str(value), rule=rule, remedy=remedy)
+def warning(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> DoctorFinding:
+    return DoctorFinding(level=Level.WARNING, what=what, value=str(value), rule=rule, remedy=remedy)
 
 
-def problem(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> Finding:
-    return Finding(level=Level.PROBLEM, what=what, value=str(value), rule=rule, remedy=remedy)
+def problem(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> DoctorFinding:
+    return DoctorFinding(level=Level.PROBLEM, what=what, value=str(value), rule=rule, remedy=remedy)
 
 
 class Denied(Exception):
-    """The credentials may not make a call.
+    """The credentials lack the permission for a call.
 
     Attributes:
         action: the permission that is missing.
@@ -95,11 +95,11 @@ class NotAuthenticated(Exception):
 
 
 class Unavailable(Exception):
-    """A service did not answer, or asked to be left alone."""
+    """A service did not answer, or throttled the call."""
 
 
 class Refused(Exception):
-    """A service answered with an error of its own, which is often the answer to the question.
+    """A service answered with an error of its own, which is often what a check looks for.
 
     Attributes:
         code, message: of the error.
@@ -111,18 +111,12 @@ class Refused(Exception):
         self.message = message
 
 
-class Ask(Protocol):
-    """Makes a call and gives its whole answer, pages joined.
-
-    Raises:
-        Denied, NotAuthenticated, Unavailable, Refused: as described there.
-    """
-
-    def __call__(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]: ...
+Ask = Callable[..., dict[str, Any]]
+"""Makes a call (`service`, `Operation`, parameters) and returns its whole answer, pages joined. Raises the errors above."""
 
 
 class Aws:
-    """Asks a real account, every question once; safe to use from several threads.
+    """Calls a real account, and makes every call once; safe to use from several threads.
 
     Args:
         region: where the deployment is or will be.
@@ -145,21 +139,17 @@ class Aws:
             answer = self._answers.setdefault(key, Future())
         if not known:
             try:
-                answer.set_result(self.call(service, operation, **parameters))
-            except BaseException as error:  # noqa: BLE001 - raised again by everyone who waits for it
+                client = self._client(service)
+                method = xform_name(operation)
+                if client.can_paginate(method):
+                    answer.set_result(dict(client.get_paginator(method).paginate(**parameters).build_full_result()))
+                else:
+                    answer.set_result(dict(getattr(client, method)(**parameters)))
+            except (ClientError, BotoCoreError) as error:
+                answer.set_exception(_translated(error, permission(f"{service}:{operation}")))
+            except BaseException as error:  # noqa: BLE001 - every thread that waits for the answer raises it again
                 answer.set_exception(error)
         return answer.result()
-
-    def call(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """The same without a memory, for calls that change something or watch it change."""
-        try:
-            client = self._client(service)
-            method = xform_name(operation)
-            if client.can_paginate(method):
-                return dict(client.get_paginator(method).paginate(**parameters).build_full_result())
-            return dict(getattr(client, method)(**parameters))
-        except (ClientError, BotoCoreError) as error:
-            raise _explained(error, permission(f"{service}:{operation}")) from error
 
     def _client(self, service: str) -> Any:
         # Making a client is not safe from several threads.
@@ -173,8 +163,8 @@ class Aws:
             return self._clients[service]
 
 
-def _explained(error: Exception, action: str) -> Exception:
-    """What a failed call means to the one who asked.
+def _translated(error: Exception, action: str) -> Exception:
+    """Translate botocore's error into one of the errors above.
 
     Args:
         action: the permission that the call takes.
@@ -198,12 +188,12 @@ def permission(operation: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a check looks at.
+    """The deployment and the account that a check compares.
 
     Attributes:
-        blueprint: what the deployment should be.
+        blueprint: the deployment as the settings describe it.
         account: the account of the credentials.
-        after: whether the deployment should be there already.
+        after: whether the deployment should exist already.
     """
 
     blueprint: Blueprint
@@ -216,10 +206,10 @@ class Subject:
         return self.blueprint.settings
 
     def seek(self, absent: Sequence[str], service: str, operation: str, **parameters: Any) -> dict[str, Any] | None:
-        """The answer of a call; None where an error code says that there is no such thing.
+        """Return the answer of a call; None where the error code says that the resource does not exist.
 
         Args:
-            absent: those codes.
+            absent: the codes of such errors.
 
         Raises:
             Refused: the service answers with another error.
@@ -232,7 +222,7 @@ class Subject:
             return None
 
     def physical(self, stack: str, kind: str) -> list[str]:
-        """Physical ids of a deployed stack's resources of a type.
+        """Return the physical ids of a deployed stack's resources of a type.
 
         Raises:
             Refused: there is no such stack.
@@ -241,30 +231,30 @@ class Subject:
         return [one["PhysicalResourceId"] for one in listed if one["ResourceType"] == kind and "PhysicalResourceId" in one]
 
 
-Findings = Iterator[Finding]
+Findings = Iterator[DoctorFinding]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One question with everything that it takes.
+    """One check of the account.
 
     Attributes:
         area: heading of its findings.
         needs: the calls that it may make, as `service:Operation`.
-        find: asks and judges.
+        find: makes the calls and yields findings.
     """
 
     area: str
     needs: tuple[str, ...]
     find: Callable[[Subject], Findings]
 
-    def __call__(self, subject: Subject) -> list[Finding]:
-        """The findings, with what stood in their way as the last one.
+    def __call__(self, subject: Subject) -> list[DoctorFinding]:
+        """Return the findings; a failed call ends the check and is its last finding.
 
         Raises:
-            NotAuthenticated: the credentials went bad on the way.
+            NotAuthenticated: the credentials expired meanwhile.
         """
-        found: list[Finding] = []
+        found: list[DoctorFinding] = []
 
         def ask(service: str, operation: str, **parameters: Any) -> dict[str, Any]:
             if f"{service}:{operation}" not in self.needs:
@@ -272,21 +262,22 @@ class Check:
             return subject.ask(service, operation, **parameters)
 
         try:
+            # One by one, so that those before an error stay.
             for finding in self.find(dataclasses.replace(subject, ask=ask)):
                 found.append(finding)
         except Denied as denied:
             found.append(
                 warning(
-                    f"cannot look: needs {denied.action}",
-                    rule="doctor only reads; what it may not read it cannot judge",
-                    remedy="trnpipe doctor --policy prints the permissions that it takes",
+                    f"the check needs the permission {denied.action}",
+                    rule="doctor only reads, and skips what it may not read",
+                    remedy="trnpipe doctor --policy prints the permissions that it needs",
                 )
             )
         except Unavailable as error:
-            gone = warning("cannot look now: the service does not answer", value=error, remedy="try again")
+            gone = warning("the service does not answer now", value=error, remedy="try again")
             found.append(dataclasses.replace(gone, transient=True))
         except Refused as refused:
-            found.append(problem("a call was answered with an error", value=refused, remedy="see what the error says"))
+            found.append(problem("a call failed", value=refused, remedy="read the error's message"))
         return [dataclasses.replace(finding, area=self.area) for finding in found]
 
 
@@ -300,13 +291,13 @@ def check(area: str, *needs: str) -> Callable[[Callable[[Subject], Findings]], C
     return lambda find: Check(area=area, needs=needs, find=find)
 
 
-def examine(checks: Sequence[Check], subject: Subject) -> list[Finding]:
-    """Run checks side by side; their findings in the order of the checks.
+def examine(checks: Sequence[Check], subject: Subject) -> list[DoctorFinding]:
+    """Run checks in parallel; return their findings in the order of the checks.
 
     Raises:
-        NotAuthenticated: the credentials went bad on the way.
+        NotAuthenticated: the credentials expired meanwhile.
     """
-    with ThreadPoolExecutor(max_workers=SIDE_BY_SIDE) as pool:
+    with ThreadPoolExecutor(max_workers=THREADS) as pool:
         return [finding for found in pool.map(lambda one: one(subject), checks) for finding in found]
 
 

@@ -1,4 +1,4 @@
-"""What the settings would deploy, read from the synthesized templates: the measure that the doctor holds an account against.
+"""The deployment that the settings describe, read from the synthesized templates: the doctor compares an account with it.
 
 Read there rather than computed again from the settings, so that doctor and deployment cannot differ.
 """
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.app import parse_context, read_context, synthesize
+from infra.app import synthesize
+from infra.context import ENVIRONMENT_KEY, parse_context, read_context, read_settings
 from infra.nodejs import choose_node
-from infra.settings import ENVIRONMENT_KEY, Settings, read_settings
+from infra.settings import Settings
 from infra.templates import Stacks
 
 COMPUTE_ENVIRONMENT = "AWS::Batch::ComputeEnvironment"
@@ -30,7 +31,7 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
+class ContainerImage:
     """A container image that jobs run.
 
     Attributes:
@@ -58,7 +59,7 @@ class Fleet:
         market: EC2 (on demand), SPOT or FARGATE, as Batch calls them.
         instance_type: None on Fargate.
         max_vcpus: of all its hosts together.
-        interfaces: network interfaces of a host's own, beside the one of a gang's container.
+        interfaces: network interfaces of the host itself, without that of a gang's container.
         subnet_ids: where an existing VPC's subnets are named.
         zones: where the subnets are our own.
         root: None on Fargate.
@@ -93,7 +94,7 @@ class Blueprint:
         settings: what it was synthesized from.
         stacks: the templates.
         bootstrap_version: of the CDK bootstrap stack that a deployment takes.
-        bootstrap_parameter: SSM parameter in which an account's version stands.
+        bootstrap_parameter: SSM parameter that holds an account's version.
         endpoint_services: interface endpoints that hosts without a way to the internet need, e.g. `ecr.api`.
         containers: the images that jobs run.
     """
@@ -103,7 +104,7 @@ class Blueprint:
     bootstrap_version: int
     bootstrap_parameter: str
     endpoint_services: tuple[str, ...]
-    containers: tuple[Container, ...]
+    containers: tuple[ContainerImage, ...]
 
     @property
     def pipeline_stack(self) -> str:
@@ -112,11 +113,6 @@ class Blueprint:
     @property
     def data_stack(self) -> str:
         return f"{self.settings.name}-data"
-
-    @property
-    def templates(self) -> Mapping[str, Mapping[str, Any]]:
-        """Stack name -> its template."""
-        return self.stacks.templates
 
     def resources(self, kind: str) -> dict[str, Mapping[str, Any]]:
         """Logical id -> properties of every resource of a type, in both stacks."""
@@ -180,6 +176,12 @@ def read_blueprint(assembly: Path, settings: Settings) -> Blueprint:
     Args:
         assembly: the folder that `cdk synth` wrote.
     """
+    choose_node()
+    # CDK starts its Node.js process when it is imported, so not before the choice above.
+    from aws_cdk import aws_ec2 as ec2
+
+    from infra.constructs.network import INTERFACE_ENDPOINTS
+
     manifest = json.loads((assembly / "manifest.json").read_text(encoding="utf-8"))
     stacks = [one["properties"] for one in manifest["artifacts"].values() if one["type"] == "aws:cloudformation:stack"]
     return Blueprint(
@@ -187,22 +189,12 @@ def read_blueprint(assembly: Path, settings: Settings) -> Blueprint:
         stacks=Stacks.read(assembly),
         bootstrap_version=max(properties["requiresBootstrapStackVersion"] for properties in stacks),
         bootstrap_parameter=stacks[0]["bootstrapStackVersionSsmParameter"],
-        endpoint_services=_endpoint_services(),
+        endpoint_services=tuple(getattr(ec2.InterfaceVpcEndpointAwsService, name).short_name for name in INTERFACE_ENDPOINTS),
         containers=_containers(settings),
     )
 
 
-def _endpoint_services() -> tuple[str, ...]:
-    choose_node()
-    # CDK starts its Node.js process when it is imported, so not before the choice above.
-    from aws_cdk import aws_ec2 as ec2
-
-    from infra.constructs.network import INTERFACE_ENDPOINTS
-
-    return tuple(getattr(ec2.InterfaceVpcEndpointAwsService, name).short_name for name in INTERFACE_ENDPOINTS)
-
-
-def _containers(settings: Settings) -> tuple[Container, ...]:
+def _containers(settings: Settings) -> tuple[ContainerImage, ...]:
     from infra.constructs.jobs import PRIVATE_IMAGE
 
     found = []
@@ -216,5 +208,5 @@ def _containers(settings: Settings) -> tuple[Container, ...]:
         else:
             repository, registry, region = private["name"], private["account"], private["region"]
             version = uri[private.end() + 1 :].rpartition("@")[2] or "latest"
-        found.append(Container(name=name, uri=uri, repository=repository, version=version, registry=registry, region=region))
+        found.append(ContainerImage(name=name, uri=uri, repository=repository, version=version, registry=registry, region=region))
     return tuple(found)

@@ -1,9 +1,9 @@
-"""The account itself: who we are, whether the region is on, the CDK bootstrap, service roles, names that are taken, budgets."""
+"""The account itself: credentials, region, CDK bootstrap, service roles, names that are taken, budgets."""
 
 from __future__ import annotations
 
 from infra.app import CDK
-from infra.doctor.asking import Ask, Finding, Findings, NotAuthenticated, Refused, Subject, check, ok, problem, warning
+from infra.doctor.asking import Ask, DoctorFinding, Findings, NotAuthenticated, Refused, Subject, check, ok, problem, warning
 from infra.doctor.blueprint import Blueprint
 
 CREDENTIALS = "Credentials"
@@ -15,7 +15,7 @@ BATCH_ROLE = ("AWSServiceRoleForBatch", "batch.amazonaws.com")
 SPOT_ROLE = ("AWSServiceRoleForEC2Spot", "spot.amazonaws.com")
 
 
-def not_accepted(error: NotAuthenticated) -> Finding:
+def not_accepted(error: NotAuthenticated) -> DoctorFinding:
     """The finding about credentials that are missing, wrong or out of date."""
     return problem(
         "AWS does not accept the credentials",
@@ -25,7 +25,7 @@ def not_accepted(error: NotAuthenticated) -> Finding:
     )
 
 
-def who(ask: Ask, blueprint: Blueprint) -> tuple[str, Finding]:
+def who(ask: Ask, blueprint: Blueprint) -> tuple[str, DoctorFinding]:
     """The account of the credentials, and whether it is the one that the settings name.
 
     Raises:
@@ -59,7 +59,7 @@ def region(subject: Subject) -> Findings:
         yield problem(
             f"the region {name} is not enabled in this account",
             value=status,
-            rule="a region that has to be opted into answers no call before",
+            rule="an opt-in region answers no call before it is enabled",
             remedy=f"aws account enable-region --region-name {name} (takes minutes to hours)",
         )
 
@@ -79,9 +79,7 @@ def bootstrap(subject: Subject) -> Findings:
             rule=rule,
             remedy=remedy,
         )
-        return
-    version = int(parameter["Parameter"]["Value"])
-    if version < blueprint.bootstrap_version:
+    elif (version := int(parameter["Parameter"]["Value"])) < blueprint.bootstrap_version:
         yield problem("the CDK bootstrap is too old", value=f"version {version}", rule=rule, remedy=remedy)
     else:
         yield ok("CDK bootstrap", f"version {version}, needed {blueprint.bootstrap_version}")
@@ -105,14 +103,14 @@ def service_roles(subject: Subject) -> Findings:
             yield warning(
                 "the service-linked role of Batch is missing",
                 value=name,
-                rule="the first compute environment makes it, if who deploys may iam:CreateServiceLinkedRole",
+                rule="the first compute environment creates it, if the deploying role may iam:CreateServiceLinkedRole",
                 remedy=remedy,
             )
 
 
 @check("Account", "cloudformation:DescribeStacks", "ecr:DescribeRepositories", "logs:DescribeLogGroups")
 def names(subject: Subject) -> Findings:
-    """What has a name and is kept stands in the way of a first deployment, if a stack that was deleted has left it behind."""
+    """Retained resources of a deleted stack block a first deployment if they have fixed names."""
     blueprint = subject.blueprint
     if subject.seek(NO_STACK, "cloudformation", "DescribeStacks", StackName=blueprint.data_stack) is not None:
         return
@@ -131,7 +129,7 @@ def names(subject: Subject) -> Findings:
             "names of the first deployment are taken",
             value=", ".join(taken),
             rule=f"the stack {blueprint.data_stack} is not there, and cannot create what exists",
-            remedy=f"{CDK} import {blueprint.data_stack} takes them over; or delete them, or set another trnpipe.name",
+            remedy=f"{CDK} import {blueprint.data_stack} adopts them; or delete them, or set another trnpipe.name",
         )
     else:
         yield ok("names are free", f"for the first deployment of {blueprint.data_stack}")
@@ -145,7 +143,7 @@ def budgets(subject: Subject) -> Findings:
     else:
         yield warning(
             "this account has no budget",
-            rule="an hour of a gang costs more than a month of everything else here, and nothing would tell of a runaway",
+            rule="an hour of a gang costs more than a month of everything else here, and no notification would report a runaway",
             remedy="https://console.aws.amazon.com/billing/home#/budgets/create",
         )
 
@@ -157,7 +155,7 @@ def addressees(subject: Subject) -> Findings:
         yield ok("notifications go to", ", ".join(addresses))
     else:
         yield warning(
-            "nobody is told how runs end",
+            "no address receives notifications",
             value="notify is empty",
             rule="failures, refusals and alarms go to the addresses in `notify`",
             remedy='put them into the settings: "notify": ["team@example.com"], and deploy',

@@ -1,4 +1,4 @@
-"""Whether the account can have the hosts: zones that offer them, service quotas, a capacity reservation."""
+"""Capacity of the account for the hosts: zones that offer them, service quotas, a capacity reservation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, warning
 from infra.doctor.blueprint import Fleet
-from infra.settings import HARDWARE, CapacityReservation, Settings
+from infra.setting_sections import CapacityReservation
+from infra.settings import Settings
+from pipeline.prices import HARDWARE
 
 QUOTAS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("EC2", "Trn"): ("ec2", "L-2C3B7624", "Running On-Demand Trn instances"),
@@ -29,7 +31,7 @@ SOON = timedelta(days=7)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What one quota has to allow.
+    """vCPUs that one quota has to allow.
 
     Attributes:
         least: vCPUs without which nothing ever starts: the widest gang, or one host.
@@ -41,7 +43,7 @@ class Need:
 
 
 def needs(fleets: list[Fleet], gang_nodes: int) -> dict[tuple[str, str], Need]:
-    """(market, family) -> what its quota has to allow. Fleets of one family share their quota.
+    """Return (market, family) -> the vCPUs that its quota has to allow. Fleets of one family share their quota.
 
     Args:
         gang_nodes: nodes of the widest gang.
@@ -79,8 +81,8 @@ def quotas(subject: Subject) -> Findings:
         tell = problem if value < need.least else warning
         yield tell(
             f"the quota {name!r} ({code}) is too low",
-            value=f"{value} vCPUs" + (f"; an increase to {', '.join(pending)} is being looked at" if pending else ""),
-            rule=f"the settings let {need.most} vCPUs run at once; below {need.least} a run waits for ever",
+            value=f"{value} vCPUs" + (f"; an increase to {', '.join(pending)} is pending" if pending else ""),
+            rule=f"the settings let {need.most} vCPUs run at once; below {need.least} a run never starts",
             remedy=f"wait for the request; or {remedy}" if pending else f"{remedy}; or lower the vCPU limits in the settings",
         )
 
@@ -89,8 +91,15 @@ def quotas(subject: Subject) -> Findings:
 def zones(subject: Subject) -> Findings:
     wanted: defaultdict[str, set[str]] = defaultdict(set)
     for fleet in subject.blueprint.fleets():
-        if fleet.instance_type is not None:
-            wanted[fleet.instance_type] |= set(fleet.zones) | _zones_of(subject, fleet)
+        if fleet.instance_type is None:
+            continue
+        wanted[fleet.instance_type] |= set(fleet.zones)
+        if fleet.subnet_ids:
+            try:
+                subnets = subject.ask("ec2", "DescribeSubnets", SubnetIds=sorted(fleet.subnet_ids))["Subnets"]
+                wanted[fleet.instance_type] |= {subnet["AvailabilityZone"] for subnet in subnets}
+            except Refused:  # the check of the VPC reports it
+                wanted[fleet.instance_type].add(subject.settings.zone)
     for instance_type, asked in wanted.items():
         offered = {
             offering["Location"]
@@ -113,16 +122,6 @@ def zones(subject: Subject) -> Findings:
             )
         else:
             yield ok(f"{instance_type} is offered in", ", ".join(sorted(asked)))
-
-
-def _zones_of(subject: Subject, fleet: Fleet) -> set[str]:
-    if not fleet.subnet_ids:
-        return set()
-    try:
-        subnets = subject.ask("ec2", "DescribeSubnets", SubnetIds=sorted(fleet.subnet_ids))["Subnets"]
-    except Refused:  # the check of the VPC names it
-        return {subject.settings.zone}
-    return {subnet["AvailabilityZone"] for subnet in subnets}
 
 
 @check("Capacity")

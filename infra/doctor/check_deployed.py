@@ -1,4 +1,4 @@
-"""What was deployed: is it what the settings say, is it healthy, and is anything stuck or unheard."""
+"""The deployed stacks: whether they match the settings, are healthy, and whether jobs, locks or notifications are stuck."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOBS_AT_ONCE = 100
 
 REASONS = {
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY": (
-        "EC2 has no such hosts free in the zone now",
+        "EC2 has no free hosts of this type in the zone now",
         "wait (the job is cancelled after capacity_wait_hours), reserve capacity, or set another zone",
     ),
     "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE": (
@@ -42,7 +42,7 @@ REASONS = {
         "aws batch describe-compute-environments names the cause",
     ),
     "UNDETERMINED": (
-        "Batch does not know why the job waits",
+        "Batch cannot determine why the job waits",
         "check the EC2 quota, and that hosts reach ECS: routes, endpoints, DNS, egress",
     ),
 }
@@ -52,7 +52,7 @@ REASONS = {
 
 @check("Stacks", "cloudformation:DescribeStacks", "cloudformation:GetTemplate")
 def stacks(subject: Subject) -> Findings:
-    for name, template in subject.blueprint.templates.items():
+    for name, template in subject.blueprint.stacks.templates.items():
         deploy = f"{CDK} deploy {name}"
         try:
             [stack] = subject.ask("cloudformation", "DescribeStacks", StackName=name)["Stacks"]
@@ -91,20 +91,19 @@ def differences(deployed: Mapping[str, Any], synthesized: Mapping[str, Any]) -> 
 
     What the CDK CLI adds of its own, paths and usage statistics, is no difference.
     """
-    there, wanted = _resources(deployed), _resources(synthesized)
+    there, wanted = (
+        {
+            logical_id: {key: value for key, value in resource.items() if key != "Metadata"}
+            for logical_id, resource in template["Resources"].items()
+            if resource["Type"] != "AWS::CDK::Metadata"
+        }
+        for template in (deployed, synthesized)
+    )
     return [
         f"{'+' if key not in there else '-' if key not in wanted else '~'} {key}"
         for key in sorted(there.keys() | wanted.keys())
         if there.get(key) != wanted.get(key)
     ]
-
-
-def _resources(template: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        logical_id: {key: value for key, value in resource.items() if key != "Metadata"}
-        for logical_id, resource in template["Resources"].items()
-        if resource["Type"] != "AWS::CDK::Metadata"
-    }
 
 
 @check("Batch", "cloudformation:ListStackResources", "batch:DescribeComputeEnvironments")
@@ -114,23 +113,17 @@ def environments(subject: Subject) -> Findings:
         return
     answer = subject.ask("batch", "DescribeComputeEnvironments", computeEnvironments=deployed)
     for environment in answer["computeEnvironments"]:
-        name, reason = environment["computeEnvironmentName"], environment.get("statusReason", "")
-        if environment["status"] != "VALID":
-            yield problem(
-                f"the compute environment {name} is {environment['status']}",
-                value=reason,
-                rule="hosts start in VALID environments only",
-                remedy=f"what the reason names has to be put right; then {CDK} deploy",
-            )
-        elif environment["state"] != "ENABLED":
-            yield problem(
-                f"the compute environment {name} is {environment['state']}",
-                value=reason,
-                rule="no job starts in it",
-                remedy=f"aws batch update-compute-environment --state ENABLED --compute-environment {name}",
-            )
-        else:
+        name, status, state = (environment[key] for key in ("computeEnvironmentName", "status", "state"))
+        if (status, state) == ("VALID", "ENABLED"):
             yield ok("compute environment", f"{name}: VALID, ENABLED")
+            continue
+        enable = f"aws batch update-compute-environment --state ENABLED --compute-environment {name}"
+        yield problem(
+            f"the compute environment {name} is {state if status == 'VALID' else status}",
+            value=environment.get("statusReason", ""),
+            rule="hosts start in VALID and ENABLED environments only",
+            remedy=enable if status == "VALID" else f"correct what the reason names; then {CDK} deploy",
+        )
 
 
 @check(
@@ -156,11 +149,9 @@ def queues(subject: Subject) -> Findings:
         else:
             yield ok("queue", f"{name}: VALID, ENABLED")
         snapshot = subject.ask("batch", "GetJobQueueSnapshot", jobQueue=queue["jobQueueArn"])
-        front = snapshot.get("frontOfQueue", {}).get("jobs", ())[:1]
-        if front:
-            ids = [job["jobArn"].rpartition("/")[2] for job in front]
-            for job in subject.ask("batch", "DescribeJobs", jobs=ids)["jobs"]:
-                yield from judge_front(name, job, front[0]["earliestTimeAtPosition"], datetime.now(timezone.utc))
+        for front in snapshot.get("frontOfQueue", {}).get("jobs", ())[:1]:
+            for job in subject.ask("batch", "DescribeJobs", jobs=[front["jobArn"].rpartition("/")[2]])["jobs"]:
+                yield from judge_front(name, job, front["earliestTimeAtPosition"], datetime.now(timezone.utc))
 
 
 def judge_front(queue: str, job: Mapping[str, Any], since_ms: int, now: datetime) -> Findings:
@@ -223,10 +214,8 @@ def schedule(subject: Subject) -> Findings:
                 rule="the next deployment sets it to trnpipe.schedule",
                 remedy=f"set `schedule` in the environment's file, {CDK} deploy",
             )
-        elif wanted.enabled:
-            yield ok("weekly start", wanted.described)
         else:
-            yield ok("weekly start", "switched off, as the settings say")
+            yield ok("weekly start", wanted.described if wanted.enabled else "switched off, as the settings say")
     for url in subject.physical(subject.blueprint.pipeline_stack, "AWS::SQS::Queue"):
         name = "ApproximateNumberOfMessages"
         waiting = int(subject.ask("sqs", "GetQueueAttributes", QueueUrl=url, AttributeNames=[name])["Attributes"][name])
@@ -283,7 +272,7 @@ def subscriptions(subject: Subject) -> Findings:
             yield problem(
                 "addresses of the settings are not subscribed",
                 value=", ".join(lost),
-                rule="who unsubscribes is not subscribed again by a deployment",
+                rule="a deployment does not subscribe an address again that has unsubscribed",
                 remedy=f"aws sns subscribe --topic-arn {topic} --protocol email --notification-endpoint ADDRESS",
             )
         if confirmed:
@@ -306,7 +295,7 @@ def locks(subject: Subject) -> Findings:
                     "a lock is held by a run that has ended",
                     value=f"{held}, {status}",
                     rule="it counts as free, and the next run takes it over",
-                    remedy=f'nothing; or aws stepfunctions start-execution with {{"run": "{run}"}} takes that run up',
+                    remedy=f'nothing; or aws stepfunctions start-execution with {{"run": "{run}"}} resumes that run',
                 )
         if not items:
             yield ok("lock", "free")

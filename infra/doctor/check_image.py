@@ -1,4 +1,4 @@
-"""What the hosts boot and what they run: the AMI with its Neuron driver, and the two container images."""
+"""Images that the hosts boot and run: the AMI with its Neuron driver, and the two container images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import urllib3
 
 from infra.app import CDK
 from infra.doctor.asking import Findings, Refused, Subject, Unavailable, check, ok, problem, warning
-from infra.doctor.blueprint import Container, Fleet
+from infra.doctor.blueprint import ContainerImage, Fleet
 from infra.settings import AMI_ID, AMI_PARAMETER, DRIVER_RULE, base_repository
 
 DRIVER = (2, 27)
@@ -20,7 +20,7 @@ TOO_NEW = (2, 29)
 DRIVER_WORDS = re.compile(
     r"(?:neuron[-_ .x]*(?:driver|dkms)|neuronx[-_ ]?dkms|driver)[^0-9]{0,12}(?P<major>2)\.(?P<minor>\d+)", re.I
 )
-"""A driver's version after what people call it, as in `aws-neuronx-dkms 2.27.4.0` or `neuron-driver-2.27`."""
+"""A driver's version after one of its usual names, as in `aws-neuronx-dkms 2.27.4.0` or `neuron-driver-2.27`."""
 
 KNOWN_OWNERS = ("amazon", "aws-marketplace", "self")
 INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
@@ -62,21 +62,17 @@ def ami(subject: Subject) -> Findings:
             )
             return
         yield ok("SSM parameter of the AMI", f"{name} = {image_id}")
-    try:
-        found = subject.ask("ec2", "DescribeImages", ImageIds=[image_id])["Images"]
-    except Refused as refused:
-        if not refused.code.startswith("InvalidAMIID"):
-            raise
-        found = []
-    if not found:
+    gone = ("InvalidAMIID.NotFound", "InvalidAMIID.Unavailable", "InvalidAMIID.Malformed")
+    answer = subject.seek(gone, "ec2", "DescribeImages", ImageIds=[image_id])
+    if answer is None or not answer["Images"]:
         yield problem(
             "the AMI is not there",
             value=image_id,
             rule=f"an image of region {subject.settings.region} that this account may use",
             remedy=f"aws ec2 copy-image brings one from another region; its owner shares one with account {subject.account}",
         )
-        return
-    yield from judge_ami(found[0], subject.account, subject.blueprint.fleets(), datetime.now(timezone.utc))
+    else:
+        yield from judge_ami(answer["Images"][0], subject.account, subject.blueprint.fleets(), datetime.now(timezone.utc))
 
 
 def judge_ami(image: Mapping[str, Any], account: str, fleets: list[Fleet], now: datetime) -> Findings:
@@ -114,39 +110,33 @@ def judge_ami(image: Mapping[str, Any], account: str, fleets: list[Fleet], now: 
     owner = image.get("ImageOwnerAlias") or ("self" if image["OwnerId"] == account else image["OwnerId"])
     if owner not in KNOWN_OWNERS:
         yield warning(
-            "the AMI belongs to a stranger",
+            "another account owns the AMI",
             value=f"{named}: owner {owner}",
-            rule="who owns an image can change what all hosts run, and can take it away",
+            rule="the owner of an image can withdraw it, and then no host starts",
             remedy=f"aws ec2 copy-image --source-image-id {image['ImageId']} makes it your own",
         )
     deprecated = image.get("DeprecationTime")
     if deprecated and datetime.fromisoformat(deprecated.replace("Z", "+00:00")) < now:
         yield warning("the AMI is deprecated", value=f"{named}: since {deprecated}", rule="its owner may remove it", remedy=other)
-    yield from judge_driver(image, named)
     if fits:
         yield ok("AMI", f"{named}, owner {owner}")
-
-
-def judge_driver(image: Mapping[str, Any], named: str) -> Findings:
-    """Judge the Neuron driver by what an image's name, description and tags say of it."""
     tags = [f"{tag['Key']} {tag['Value']}" for tag in image.get("Tags", ())]
-    said = DRIVER_WORDS.search("\n".join([image.get("Name", ""), image.get("Description", ""), *tags]))
-    if said is None:
+    driver = DRIVER_WORDS.search("\n".join([image.get("Name", ""), image.get("Description", ""), *tags]))
+    version = (int(driver["major"]), int(driver["minor"])) if driver else None
+    bake = "bake one with driver 2.27"
+    if driver is None or version is None:
         yield warning(
-            "the AMI's Neuron driver cannot be told from outside",
+            "the AMI's name, description and tags do not name its Neuron driver",
             value=named,
-            rule=f"{DRIVER_RULE}; health_check's first test looks, before anything is trained",
-            remedy=f"aws ec2 create-tags --resources {image['ImageId']} --tags Key=neuron-driver,Value=2.27.x says it for all",
+            rule=f"{DRIVER_RULE}; the first test of health_check reads the driver's version, before anything is trained",
+            remedy=f"aws ec2 create-tags --resources {image['ImageId']} --tags Key=neuron-driver,Value=2.27.x names it",
         )
-        return
-    version = (int(said["major"]), int(said["minor"]))
-    value = f"{named}: {said[0]}"
-    if version >= TOO_NEW:
-        yield problem("the AMI's Neuron driver is too new", value=value, rule=DRIVER_RULE, remedy="bake one with driver 2.27")
+    elif version >= TOO_NEW:
+        yield problem("the AMI's Neuron driver is too new", value=f"{named}: {driver[0]}", rule=DRIVER_RULE, remedy=bake)
     elif version != DRIVER:
-        yield warning("the AMI's Neuron driver is another one", value=value, rule=DRIVER_RULE, remedy="bake one with driver 2.27")
+        yield warning("the AMI has another Neuron driver", value=f"{named}: {driver[0]}", rule=DRIVER_RULE, remedy=bake)
     else:
-        yield ok("Neuron driver", said[0])
+        yield ok("Neuron driver", driver[0])
 
 
 @check("Images", "ecr:DescribeImages", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")
@@ -170,7 +160,7 @@ def containers(subject: Subject) -> Findings:
             yield from _container(subject, container)
 
 
-def _container(subject: Subject, container: Container) -> Findings:
+def _container(subject: Subject, container: ContainerImage) -> Findings:
     reference, wanted = _reference(container)
     named = f"{container.repository}:{container.version}"
     push = (
@@ -196,7 +186,11 @@ def _container(subject: Subject, container: Container) -> Findings:
         else:
             raise
         return
-    platforms = _platforms(subject, reference, {"imageDigest": details["imageDigest"]})
+    manifest = _manifest(subject, reference, {"imageDigest": details["imageDigest"]})
+    if "manifests" in manifest:
+        platforms = {_platform(one["platform"]) for one in manifest["manifests"] if "platform" in one}
+    else:
+        platforms = {_platform(_configuration(subject, reference, manifest))}
     if WANTED_PLATFORM not in platforms:
         yield problem(
             f"the image {named} is for another processor",
@@ -218,7 +212,11 @@ def neuron_base(subject: Subject) -> Findings:
             continue
         reference, wanted = _reference(container)
         try:
-            labels = _configuration(subject, reference, wanted).get("config", {}).get("Labels") or {}
+            manifest = _manifest(subject, reference, wanted)
+            if "manifests" in manifest:
+                ours = [one["digest"] for one in manifest["manifests"] if _platform(one.get("platform", {})) == WANTED_PLATFORM]
+                manifest = _manifest(subject, reference, {"imageDigest": ours[0]}) if ours else {}
+            labels = (_configuration(subject, reference, manifest) if manifest else {}).get("config", {}).get("Labels") or {}
         except Refused as refused:
             if refused.code in GONE:
                 return  # the check of the containers says so
@@ -231,7 +229,7 @@ def neuron_base(subject: Subject) -> Findings:
             yield problem(
                 "the Neuron image names no base by digest",
                 value=f"{container.uri}: label {BASE_LABEL} = {base or 'none'}",
-                rule="AWS publishes no further release of this base; behind a tag another image may stand, or none",
+                rule="AWS publishes no further release of this base; a tag may be moved to another image, or removed",
                 remedy=remedy,
             )
             return
@@ -247,7 +245,7 @@ def neuron_base(subject: Subject) -> Findings:
             yield ok("base of the Neuron image", f"{mirror}@{digest[1]}")
 
 
-def _reference(container: Container) -> tuple[dict[str, str], dict[str, str]]:
+def _reference(container: ContainerImage) -> tuple[dict[str, str], dict[str, str]]:
     """Repository and image of a container in ECR, as ECR's operations take them."""
     assert container.repository is not None
     repository = {"repositoryName": container.repository, **({"registryId": container.registry} if container.registry else {})}
@@ -270,29 +268,10 @@ def _manifest(subject: Subject, reference: Mapping[str, str], image: Mapping[str
     return manifest
 
 
-def _platforms(subject: Subject, reference: Mapping[str, str], image: Mapping[str, str]) -> set[str]:
-    """`linux/amd64` and the like, of an index's images or of a single one."""
-    manifest = _manifest(subject, reference, image)
-    if "manifests" in manifest:
-        return {_platform(one["platform"]) for one in manifest["manifests"] if "platform" in one}
-    return {_platform(_download_configuration(subject, reference, manifest))}
-
-
-def _configuration(subject: Subject, reference: Mapping[str, str], image: Mapping[str, str]) -> dict[str, Any]:
-    """Configuration of an image, of an index's image for our hosts; empty if there is none for them."""
-    manifest = _manifest(subject, reference, image)
-    if "manifests" in manifest:
-        ours = [one["digest"] for one in manifest["manifests"] if _platform(one.get("platform", {})) == WANTED_PLATFORM]
-        if not ours:
-            return {}
-        manifest = _manifest(subject, reference, {"imageDigest": ours[0]})
-    return _download_configuration(subject, reference, manifest)
-
-
-def _download_configuration(subject: Subject, reference: Mapping[str, str], manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _configuration(subject: Subject, reference: Mapping[str, str], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Download the configuration of a single image."""
     layer = {"layerDigest": manifest["config"]["digest"], **reference}
-    url = subject.ask("ecr", "GetDownloadUrlForLayer", **layer)["downloadUrl"]
-    configuration: dict[str, Any] = json.loads(download(url))
+    configuration: dict[str, Any] = json.loads(download(subject.ask("ecr", "GetDownloadUrlForLayer", **layer)["downloadUrl"]))
     return configuration
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from infra.doctor.asking import Finding, Findings, Refused, Subject, check, ok, problem
-from infra.doctor.blueprint import GATEWAY_SERVICES, Fleet
+from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem
+from infra.doctor.blueprint import GATEWAY_SERVICES
 
 HTTPS = 443
 DNS = 53
 AMAZON_DNS = ("AmazonProvidedDNS", "169.254.169.253")
 ANYWHERE = "0.0.0.0/0"
 GANG_TASK_INTERFACES = 1
-"""The interface of its own that a gang's container gets on every node, beside the host's."""
+"""The network interface of a gang's container on every node, in addition to the host's."""
 
 
 @check("Network", "ec2:DescribeVpcs", "ec2:DescribeVpcAttribute")
@@ -73,10 +73,13 @@ def resolvers(subject: Subject) -> Findings:
             rule="security groups filter every DNS server but Amazon's, and without DNS no host joins its cluster",
             remedy=f"add them to trnpipe.vpc.resolvers: [{', '.join(own)}]",
         )
-    rules = [rule for group in groups for rule in group.get("IpPermissionsEgress", ())]
-    shut = [
-        server for server in own for protocol in ("udp", "tcp") if not any(_reaches(rule, protocol, server) for rule in rules)
-    ]
+    shut = []
+    for server in own:
+        for protocol in ("udp", "tcp"):
+            rules = [rule for group in groups for rule in group.get("IpPermissionsEgress", ()) if _covers(rule, DNS, protocol)]
+            blocks = [ipaddress.ip_network(one["CidrIp"]) for rule in rules for one in rule.get("IpRanges", ())]
+            if not any(ipaddress.ip_address(server) in block for block in blocks):
+                shut.append(server)
     if shut:
         yield problem(
             "the default security group does not let a gang's containers ask the VPC's DNS servers",
@@ -110,8 +113,30 @@ def subnets(subject: Subject) -> Findings:
         return
     nodes = max(subject.settings.allowed_nodes)
     for subnet in found:
-        fleets = [fleet for fleet in subject.blueprint.fleets() if subnet["SubnetId"] in fleet.subnet_ids]
-        yield from judge_subnet(subnet, subject.settings.vpc.vpc_id, addresses_needed(fleets, nodes))
+        named = f"{subnet['SubnetId']} ({subnet['CidrBlock']}, {subnet['AvailabilityZone']})"
+        if subnet["VpcId"] != subject.settings.vpc.vpc_id:
+            yield problem(
+                "a subnet is in another VPC",
+                value=f"{named}: {subnet['VpcId']}",
+                rule=f"trnpipe.vpc.vpc_id is {subject.settings.vpc.vpc_id}",
+                remedy="correct one of them",
+            )
+        # The widest gang, and one host or task of each other fleet.
+        needed = sum(
+            nodes * (fleet.interfaces + GANG_TASK_INTERFACES) if fleet.forms_gangs else fleet.interfaces
+            for fleet in subject.blueprint.fleets()
+            if subnet["SubnetId"] in fleet.subnet_ids
+        )
+        free = subnet["AvailableIpAddressCount"]
+        if free < needed:
+            yield problem(
+                "a subnet has too few free addresses",
+                value=f"{named}: {free} free",
+                rule=f"the widest gang takes {needed}: every EFA interface of every node has one, and every container one more",
+                remedy="name a larger subnet, or lower allowed_nodes",
+            )
+        else:
+            yield ok("subnet", f"{named}: {free} addresses free, {needed} needed")
         table = route_table(subject, subnet["SubnetId"], subnet["VpcId"])
         if gateways := [route["GatewayId"] for route in table.get("Routes", ()) if route.get("GatewayId", "").startswith("igw-")]:
             yield problem(
@@ -128,39 +153,6 @@ def subnets(subject: Subject) -> Findings:
             rule=f"trnpipe.zone is {subject.settings.zone}: a gang's hosts share one placement group",
             remedy="name a subnet of that zone, or set trnpipe.zone to the subnet's",
         )
-
-
-def addresses_needed(fleets: Iterable[Fleet], gang_nodes: int) -> int:
-    """Addresses that what runs at once takes in a subnet: the widest gang, and one host or task of each other fleet."""
-    return sum(
-        gang_nodes * (fleet.interfaces + GANG_TASK_INTERFACES) if fleet.forms_gangs else fleet.interfaces for fleet in fleets
-    )
-
-
-def judge_subnet(subnet: Mapping[str, Any], vpc_id: str, addresses: int) -> Findings:
-    """Judge one subnet of EC2's DescribeSubnets.
-
-    Args:
-        addresses: how many it must have free.
-    """
-    named = f"{subnet['SubnetId']} ({subnet['CidrBlock']}, {subnet['AvailabilityZone']})"
-    if subnet["VpcId"] != vpc_id:
-        yield problem(
-            "a subnet is in another VPC",
-            value=f"{named}: {subnet['VpcId']}",
-            rule=f"trnpipe.vpc.vpc_id is {vpc_id}",
-            remedy="correct one of them",
-        )
-    free = subnet["AvailableIpAddressCount"]
-    if free < addresses:
-        yield problem(
-            "a subnet has too few free addresses",
-            value=f"{named}: {free} free",
-            rule=f"the widest gang takes {addresses}: every EFA interface of every node has one, and every container one more",
-            remedy="name a larger subnet, or lower allowed_nodes",
-        )
-    else:
-        yield ok("subnet", f"{named}: {free} addresses free, {addresses} needed")
 
 
 @check("Network", "ec2:DescribeVpcEndpoints", "ec2:DescribeRouteTables", "ec2:DescribeSecurityGroups", "ec2:DescribeSubnets")
@@ -245,7 +237,11 @@ def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any])
     groups = subject.ask("ec2", "DescribeSecurityGroups", GroupIds=group_ids)["SecurityGroups"]
     subnet_ids = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
     blocks = [subnet["CidrBlock"] for subnet in subject.ask("ec2", "DescribeSubnets", SubnetIds=subnet_ids)["Subnets"]]
-    if not any(_lets_in(group, default, blocks) for group in groups):
+    rules = [rule for group in groups for rule in group.get("IpPermissions", ()) if _covers(rule, HTTPS)]
+    from_groups = {group for rule in rules for group in _groups(rule)}
+    allowed = [ipaddress.IPv4Network(one["CidrIp"]) for rule in rules for one in rule.get("IpRanges", ())]
+    uncovered = [block for block in blocks if not any(ipaddress.IPv4Network(block).subnet_of(one) for one in allowed)]
+    if default not in from_groups and uncovered:
         yield problem(
             "an endpoint does not let our containers' calls in",
             value=f"{named}: {', '.join(group_ids)}",
@@ -253,16 +249,6 @@ def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any])
             remedy=f"aws ec2 authorize-security-group-ingress --group-id {group_ids[0]} --protocol tcp --port {HTTPS} "
             f"--cidr {blocks[0]}",
         )
-
-
-def _lets_in(group: Mapping[str, Any], from_group: str, blocks: Sequence[str]) -> bool:
-    rules = [rule for rule in group.get("IpPermissions", ()) if _covers(rule, HTTPS)]
-    from_groups = {pair["GroupId"] for rule in rules for pair in rule.get("UserIdGroupPairs", ())}
-    allowed = [ipaddress.ip_network(one["CidrIp"]) for rule in rules for one in rule.get("IpRanges", ())]
-    return from_group in from_groups or all(
-        any(ipaddress.ip_network(block).subnet_of(network) for network in allowed)  # type: ignore[arg-type]
-        for block in blocks
-    )
 
 
 @check("Network", "ec2:DescribeSecurityGroups", "cloudformation:ListStackResources")
@@ -277,7 +263,7 @@ def default_group(subject: Subject) -> Findings:
     else:
         return
     try:
-        found = subject.ask("ec2", "DescribeSecurityGroups", **selected)["SecurityGroups"]
+        [group] = subject.ask("ec2", "DescribeSecurityGroups", **selected)["SecurityGroups"]
     except Refused as refused:
         yield problem(
             "the default security group is not there",
@@ -286,20 +272,12 @@ def default_group(subject: Subject) -> Findings:
             remedy=f"aws ec2 describe-security-groups --filters Name=vpc-id,Values={vpc_id} Name=group-name,Values=default",
         )
         return
-    wrong = [finding for group in found for finding in judge_default_group(group, vpc_id)]
-    yield from wrong
-    if found and not wrong:
-        yield ok("default security group", f"{found[0]['GroupId']} allows itself, and {HTTPS} outwards")
-
-
-def judge_default_group(group: Mapping[str, Any], vpc_id: str) -> list[Finding]:
-    """What is wrong with a group of EC2's DescribeSecurityGroups as the default group of a VPC that runs gangs."""
     group_id = group["GroupId"]
     inwards, outwards = group.get("IpPermissions", ()), group.get("IpPermissionsEgress", ())
     meet = "the nodes of a gang meet over the interfaces that have this group"
     authorize = "aws ec2 authorize-security-group-{} --group-id " + f"{group_id} --ip-permissions "
     itself = f"'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group_id}}}]'"
-    asked = (
+    expected = (
         (
             group["GroupName"] == "default" and group["VpcId"] == vpc_id,
             f"the group is not the default security group of {vpc_id}",
@@ -307,14 +285,14 @@ def judge_default_group(group: Mapping[str, Any], vpc_id: str) -> list[Finding]:
             f"aws ec2 describe-security-groups --filters Name=vpc-id,Values={vpc_id} Name=group-name,Values=default",
         ),
         (
-            any(_all(rule) and _includes(rule, group_id) for rule in inwards),
+            any(_all(rule) and group_id in _groups(rule) for rule in inwards),
             "the default security group does not let its own members in",
             meet,
             authorize.format("ingress") + itself,
         ),
         (
             any(
-                _all(rule) and (_includes(rule, group_id) or any(one["CidrIp"] == ANYWHERE for one in rule.get("IpRanges", ())))
+                _all(rule) and (group_id in _groups(rule) or any(one["CidrIp"] == ANYWHERE for one in rule.get("IpRanges", ())))
                 for rule in outwards
             ),
             "the default security group does not let its members out to each other",
@@ -322,14 +300,21 @@ def judge_default_group(group: Mapping[str, Any], vpc_id: str) -> list[Finding]:
             authorize.format("egress") + itself,
         ),
         (
-            any(_covers(rule, HTTPS) and _beyond(rule, group_id) for rule in outwards),
+            # To anything but the group itself.
+            any(
+                _covers(rule, HTTPS) and (_groups(rule) - {group_id} or rule.get("IpRanges") or rule.get("PrefixListIds"))
+                for rule in outwards
+            ),
             f"the default security group lets nothing out to {HTTPS}",
             "a gang's containers read and write S3 over the interfaces that have this group",
             authorize.format("egress") + f"'IpProtocol=tcp,FromPort={HTTPS},ToPort={HTTPS},IpRanges=[{{CidrIp={ANYWHERE}}}]'",
         ),
     )
     value = f"{group_id} ({group['GroupName']!r} of {group['VpcId']})"
-    return [problem(what, value=value, rule=rule, remedy=remedy) for fine, what, rule, remedy in asked if not fine]
+    wrong = [problem(what, value=value, rule=rule, remedy=remedy) for fine, what, rule, remedy in expected if not fine]
+    yield from wrong
+    if not wrong:
+        yield ok("default security group", f"{group_id} allows itself, and {HTTPS} outwards")
 
 
 def route_table(subject: Subject, subnet_id: str, vpc_id: str) -> Mapping[str, Any]:
@@ -353,26 +338,15 @@ def way_out(table: Mapping[str, Any]) -> str:
     return ""
 
 
+def _covers(rule: Mapping[str, Any], port: int, protocol: str = "tcp") -> bool:
+    """Whether a rule is about a port, for one protocol or all."""
+    return _all(rule) or (rule["IpProtocol"] == protocol and rule["FromPort"] <= port <= rule["ToPort"])
+
+
+def _groups(rule: Mapping[str, Any]) -> set[str]:
+    """Ids of the security groups that a rule names."""
+    return {pair["GroupId"] for pair in rule.get("UserIdGroupPairs", ())}
+
+
 def _all(rule: Mapping[str, Any]) -> bool:
     return str(rule["IpProtocol"]) == "-1"
-
-
-def _includes(rule: Mapping[str, Any], group_id: str) -> bool:
-    return any(pair["GroupId"] == group_id for pair in rule.get("UserIdGroupPairs", ()))
-
-
-def _beyond(rule: Mapping[str, Any], group_id: str) -> bool:
-    """Whether a rule leads anywhere but to the group itself."""
-    others = [pair for pair in rule.get("UserIdGroupPairs", ()) if pair["GroupId"] != group_id]
-    return bool(others or rule.get("IpRanges") or rule.get("PrefixListIds"))
-
-
-def _covers(rule: Mapping[str, Any], port: int) -> bool:
-    return _all(rule) or (rule["IpProtocol"] == "tcp" and rule["FromPort"] <= port <= rule["ToPort"])
-
-
-def _reaches(rule: Mapping[str, Any], protocol: str, address: str) -> bool:
-    """Whether a rule lets something out to the DNS port of an address."""
-    ports = _all(rule) or (rule["IpProtocol"] == protocol and rule["FromPort"] <= DNS <= rule["ToPort"])
-    blocks = [ipaddress.ip_network(one["CidrIp"]) for one in rule.get("IpRanges", ())]
-    return ports and any(ipaddress.ip_address(address) in block for block in blocks)

@@ -1,4 +1,4 @@
-"""Buckets that runs read, apart from the deployment's own: do they exist, can hosts reach them, may jobs decrypt them."""
+"""Buckets that runs read besides the deployment's own: whether they exist, hosts reach them, and jobs may decrypt them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def buckets(subject: Subject) -> Findings:
             region = subject.ask("s3", "HeadBucket", Bucket=name).get("BucketRegion", settings.region)
         except Denied:
             yield warning(
-                f"the bucket {name} does not let you look",
+                f"the bucket {name} denies access to these credentials",
                 rule="jobs have roles of their own: its policy must let those read, if it is of another account",
                 remedy=f"aws s3api get-bucket-policy --bucket {name}, with credentials of its owner",
             )
@@ -51,7 +51,7 @@ def buckets(subject: Subject) -> Findings:
             yield warning(
                 f"the bucket {name} is in another region",
                 value=region,
-                rule="gateway endpoints reach buckets of their own region only; what is read through NAT costs by the gigabyte",
+                rule="gateway endpoints reach buckets of their own region only; reads through NAT are charged by the gigabyte",
                 remedy=f"replicate it to {settings.region}",
             )
 
@@ -86,7 +86,7 @@ def encryption(subject: Subject) -> Findings:
                 raise
             continue
         used = [rule.get("ApplyServerSideEncryptionByDefault", {}).get("KMSMasterKeyID", "") for rule in rules]
-        # Without a key, or with AWS's own, everybody of the account may decrypt through S3.
+        # Without a key, or with AWS's own, every principal of the account may decrypt through S3.
         for key in (key for key in used if key and "alias/aws/" not in key):
             if any(known == key or known.endswith(f"/{key}") for known in keys):
                 yield ok("encryption", f"{name}: {key}")
@@ -101,6 +101,6 @@ def encryption(subject: Subject) -> Findings:
                 yield problem(
                     f"jobs may not decrypt the bucket {name}",
                     value=key,
-                    rule="S3 gives an encrypted object only to those who may decrypt with its key",
+                    rule="S3 returns an encrypted object only to roles that may decrypt with its key",
                     remedy=f"add the ARN of {key} to `kms_keys` and deploy",
                 )

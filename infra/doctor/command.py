@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from infra.doctor import check_account, check_capacity, check_deployed, check_image, check_network, check_storage, printing
-from infra.doctor.asking import Aws, Check, Finding, NotAuthenticated, Subject, Unavailable, examine, policy
+from infra.doctor.asking import Aws, Check, DoctorFinding, NotAuthenticated, Subject, Unavailable, examine, policy
 from infra.doctor.blueprint import Blueprint, chosen_context, draw
 from pipeline.errors import Transient
 
@@ -80,7 +80,7 @@ def run_doctor(context: Sequence[str] = (), environment: str | None = None, *, a
     return int(printing.exit_code(findings))
 
 
-def _findings(blueprint: Blueprint, *, after: bool) -> list[Finding]:
+def _findings(blueprint: Blueprint, *, after: bool) -> list[DoctorFinding]:
     aws = Aws(blueprint.settings.region)
     try:
         account_id, found = check_account.who(aws, blueprint)

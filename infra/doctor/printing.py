@@ -10,20 +10,20 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from infra.doctor.asking import Finding, Level
+from infra.doctor.asking import DoctorFinding, Level
 from pipeline.errors import ExitCode, shown
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
-def exit_code(findings: Sequence[Finding]) -> ExitCode:
+def exit_code(findings: Sequence[DoctorFinding]) -> ExitCode:
     """64 where a setting or the account is wrong, 75 where something could only not be asked now, else 0."""
     if any(finding.level is Level.PROBLEM for finding in findings):
         return ExitCode.BAD_CONFIG
     return ExitCode.TRANSIENT if any(finding.transient for finding in findings) else ExitCode.DONE
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def as_json(findings: Sequence[DoctorFinding]) -> str:
     """One object: the findings, how many there are of each level, and the exit code."""
     record = {
         "findings": [{**asdict(finding), "level": finding.level.value} for finding in findings],
@@ -33,7 +33,7 @@ def as_json(findings: Sequence[Finding]) -> str:
     return json.dumps(record, indent=2)
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
+def show(findings: Sequence[DoctorFinding], console: Console) -> None:
     """Print the findings as a table, area by area, and a last line that sums them up."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -48,7 +48,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     console.print(Text(f"\n{counts}", style="bold"))
 
 
-def _cell(finding: Finding) -> Group | Text:
+def _cell(finding: DoctorFinding) -> Group | Text:
     if finding.level is Level.OK:
         return Text.assemble(shown(finding.what), (f"  {shown(finding.value)}" if finding.value else "", "dim"))
     parts = [Text(shown(finding.what), style="bold")]
@@ -58,5 +58,5 @@ def _cell(finding: Finding) -> Group | Text:
     return Group(*parts)
 
 
-def _count(findings: Sequence[Finding], level: Level) -> int:
+def _count(findings: Sequence[DoctorFinding], level: Level) -> int:
     return sum(finding.level is level for finding in findings)

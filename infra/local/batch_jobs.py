@@ -1,26 +1,30 @@
-"""Jobs of the local Batch service: what the runner remembers of them, and how Batch's operations show them."""
+"""Jobs of the local Batch service: the job of a SubmitJob request, its attempts and nodes, and their descriptions."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infra.local import ecs
-from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue, RetryStrategy
+from infra.local.definitions import ACCOUNT, REGION, ClientError, JobDefinition, JobQueue, RetryStrategy, environment_of
 
 FINAL_STATES = ("SUCCEEDED", "FAILED")
+REFERENCE_PATTERN = re.compile(r"Ref::([A-Za-z0-9_-]+)")
+Named = TypeVar("Named", JobDefinition, JobQueue)
 
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """A running node: its process, its place in the job and the host it is on.
+    """A running node: its process, its index in the job and its host.
 
     Attributes:
         task: its id in ECS.
@@ -65,11 +69,9 @@ class Attempt:
     node_codes: Mapping[int, int]
 
     def describe(self) -> dict[str, Any]:
-        container: dict[str, Any] = {"logStreamName": self.log_stream, "containerInstanceArn": ecs.instance_arn(self.host)}
-        if self.exit_code is not None:
-            container["exitCode"] = self.exit_code
+        exit_code = {} if self.exit_code is None else {"exitCode": self.exit_code}
         return {
-            "container": container,
+            "container": {"logStreamName": self.log_stream, "containerInstanceArn": ecs.INSTANCE_ARN + self.host, **exit_code},
             "startedAt": self.started,
             "stoppedAt": self.stopped,
             "statusReason": self.status_reason,
@@ -78,7 +80,7 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job as DescribeJobs shows it, and what the runner must remember while it runs it."""
+    """A job as DescribeJobs shows it, and the state of the runner while it runs."""
 
     id: str
     name: str
@@ -86,7 +88,6 @@ class Job:
     definition: JobDefinition
     parameters: Mapping[str, str]
     environment: Mapping[str, str]
-    command: tuple[str, ...] | None
     retry: RetryStrategy
     timeout_seconds: float | None
     share: str | None
@@ -109,7 +110,7 @@ class Job:
         return f"arn:aws:batch:{REGION}:{ACCOUNT}:job/{self.id}"
 
     def log_stream(self, attempt: int, node: int) -> str:
-        """Where the output of one node of one attempt stands, below the folder of all logs."""
+        """Log file of one node of one attempt, below the folder of all logs."""
         folder = f"{self.name}-{self.id[:8]}"
         if self.array_index is not None:
             return f"{folder}/child-{self.array_index:05d}-attempt-{attempt}.log"
@@ -117,6 +118,7 @@ class Job:
 
     def summary(self) -> dict[str, Any]:
         """The job as ListJobs shows it."""
+        exit_code = self.attempts[-1].exit_code if self.attempts else None
         shown = {
             "jobId": self.id,
             "jobArn": self.arn,
@@ -128,15 +130,20 @@ class Job:
             "startedAt": self.started,
             "stoppedAt": self.stopped,
             "shareIdentifier": self.share,
+            "container": None if exit_code is None else {"exitCode": exit_code},
+            "nodeProperties": {"isMainNode": False, "numNodes": len(self.definition.containers)}
+            if self.definition.multinode
+            else None,
         }
-        if self.attempts and self.attempts[-1].exit_code is not None:
-            shown["container"] = {"exitCode": self.attempts[-1].exit_code}
-        if self.definition.multinode:
-            shown["nodeProperties"] = {"isMainNode": False, "numNodes": len(self.definition.containers)}
         return {key: value for key, value in shown.items() if value is not None}
 
     def describe(self) -> dict[str, Any]:
         """The job as DescribeJobs shows it."""
+        nodes = {"numNodes": len(self.definition.containers), "mainNode": self.definition.main_node, "nodeRangeProperties": []}
+        array: dict[str, Any] | None = None if self.array_index is None else {"index": self.array_index}
+        if self.children:
+            states = [child.status for child in self.children]
+            array = {"size": len(states), "statusSummary": {state: states.count(state) for state in sorted(set(states))}}
         detail = {
             **self.summary(),
             "jobQueue": self.queue.arn,
@@ -148,34 +155,18 @@ class Job:
             "isTerminated": self.stop_reason is not None,
             "retryStrategy": {"attempts": self.retry.attempts},
             "platformCapabilities": ["EC2"],
+            "schedulingPriority": self.priority,
+            "timeout": None if self.timeout_seconds is None else {"attemptDurationSeconds": self.timeout_seconds},
+            "arrayProperties": array,
+            "nodeProperties": nodes if self.definition.multinode else None,
+            "container": None if self.definition.multinode else self._describe_container(0),
         }
-        if self.priority is not None:
-            detail["schedulingPriority"] = self.priority
-        if self.timeout_seconds is not None:
-            detail["timeout"] = {"attemptDurationSeconds": self.timeout_seconds}
-        if self.children:
-            states = [child.status for child in self.children]
-            detail["arrayProperties"] = {
-                "size": len(self.children),
-                "statusSummary": {state: states.count(state) for state in sorted(set(states))},
-            }
-        elif self.array_index is not None:
-            detail["arrayProperties"] = {"index": self.array_index}
-        if self.definition.multinode:
-            detail["nodeProperties"] = {
-                "numNodes": len(self.definition.containers),
-                "mainNode": self.definition.main_node,
-                "nodeRangeProperties": [],
-            }
-            detail.pop("container", None)
-        else:
-            detail["container"] = self._describe_container(0)
-        return detail
+        return {key: value for key, value in detail.items() if value is not None}
 
     def describe_node(self, index: int) -> dict[str, Any]:
         """One node as DescribeJobs shows it under the id JOB#INDEX."""
         detail = {**self.describe(), "jobId": f"{self.id}#{index}", "container": self._describe_container(index)}
-        detail.pop("nodeProperties", None)
+        del detail["nodeProperties"]
         running = self._running(index)
         if running and (code := running.process.poll()) is not None:
             detail |= {"status": "FAILED" if code else "SUCCEEDED", "statusReason": "Essential container in task exited"}
@@ -185,28 +176,66 @@ class Job:
         container = self.definition.containers[index]
         environment = {**container.environment, **self.environment}
         shown: dict[str, Any] = {
-            "command": list(self.command if self.command is not None else container.command),
+            "command": list(container.command),
             "environment": [{"name": key, "value": value} for key, value in environment.items()],
         }
         if running := self._running(index):
-            shown["logStreamName"] = running.log_stream
-            shown["containerInstanceArn"] = ecs.instance_arn(running.host)
+            shown |= {"logStreamName": running.log_stream, "containerInstanceArn": ecs.INSTANCE_ARN + running.host}
         elif self.attempts:
-            shown["containerInstanceArn"] = ecs.instance_arn(self.attempts[-1].host)
-            if index in self.attempts[-1].node_codes:
-                shown["exitCode"] = self.attempts[-1].node_codes[index]
+            last = self.attempts[-1]
+            shown["containerInstanceArn"] = ecs.INSTANCE_ARN + last.host
             shown["logStreamName"] = self.log_stream(len(self.attempts), index)
+            if index in last.node_codes:
+                shown["exitCode"] = last.node_codes[index]
         return shown
 
     def _running(self, index: int) -> Node | None:
         return next((node for node in self.nodes if node.index == index), None)
 
 
-def failed_attempts(job: Job) -> Iterator[tuple[Job, Attempt]]:
-    """The last attempt of every job or array child that failed."""
-    for one in job.children or [job]:
-        if one.status == "FAILED" and one.attempts:
-            yield one, one.attempts[-1]
+def build_job(request: Mapping[str, Any], definitions: Sequence[JobDefinition], queues: Sequence[JobQueue]) -> Job:
+    """Make the job of a SubmitJob request, with its array children
+    (https://docs.aws.amazon.com/batch/latest/APIReference/API_SubmitJob.html).
+
+    Raises:
+        ClientError: no such queue or job definition, or a reference in a command that has no value.
+    """
+    definition = named(definitions, request.get("jobDefinition", ""), "job definition")
+    parameters = {**definition.parameters, **request.get("parameters", {})}
+    words = [word for container in definition.containers for word in container.command]
+    if missing := sorted({key for word in words for key in REFERENCE_PATTERN.findall(word)} - parameters.keys()):
+        raise ClientError(f"no value for {', '.join(f'Ref::{key}' for key in missing)} in the command of {definition.name}")
+    job = Job(
+        id=str(uuid.uuid4()),
+        name=request.get("jobName", ""),
+        queue=named(queues, request.get("jobQueue", ""), "job queue"),
+        definition=definition,
+        parameters=parameters,
+        environment=environment_of(request.get("containerOverrides", {}).get("environment", ())),
+        retry=RetryStrategy.parse(request["retryStrategy"]) if "retryStrategy" in request else definition.retry,
+        timeout_seconds=request.get("timeout", {}).get("attemptDurationSeconds", definition.timeout_seconds),
+        share=request.get("shareIdentifier"),
+        priority=request.get("schedulingPriorityOverride", definition.priority),
+        tags=request.get("tags", {}),
+        created=milliseconds(),
+    )
+    job.children = [
+        replace(job, id=f"{job.id}:{index}", array_index=index, children=[], attempts=[], nodes=[], done=threading.Event())
+        for index in range(request.get("arrayProperties", {}).get("size", 0))
+    ]
+    return job
+
+
+def named(things: Sequence[Named], wanted: str, kind: str) -> Named:
+    """Return the queue or job definition of a name or ARN.
+
+    Raises:
+        ClientError: there is none.
+    """
+    for thing in things:
+        if wanted in (thing.arn, thing.name):
+            return thing
+    raise ClientError(f"{kind} {wanted!r} does not exist")
 
 
 def milliseconds() -> int:

@@ -1,14 +1,14 @@
-"""Batch job definitions, queues and retry rules as the synthesized template states them, in the form the process runner uses.
+"""Batch job definitions, queues and retry rules as the synthesized template states them, in the form the local runner uses.
 
-Reads CloudFormation properties (`AWS::Batch::JobDefinition`, `AWS::Batch::JobQueue`, names already resolved) and the same
-structures from a SubmitJob request; both spell the same thing, one in PascalCase, the other in camelCase.
+Reads CloudFormation properties (`AWS::Batch::JobDefinition`, names already resolved) and the retry strategy of a SubmitJob
+request; both have the same structure, one in PascalCase, the other in camelCase.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 REGION = "us-east-1"
@@ -16,12 +16,12 @@ ACCOUNT = "123456789012"
 
 
 class ClientError(Exception):
-    """A request that AWS Batch refuses with `ClientException`."""
+    """A request that AWS Batch or Amazon ECS refuses with `ClientException`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRule:
-    """One entry of `evaluateOnExit`. Patterns that are given must all match; `*` stands at the end only
+    """One entry of `evaluateOnExit`. All given patterns must match; `*` stands at the end only
     (https://docs.aws.amazon.com/batch/latest/APIReference/API_EvaluateOnExit.html)."""
 
     action: str
@@ -29,20 +29,13 @@ class ExitRule:
     on_reason: str | None = None
     on_status_reason: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.action.upper() not in ("RETRY", "EXIT"):
-            raise ClientError(f"evaluateOnExit action must be RETRY or EXIT, found {self.action}")
-        texts = r"[A-Za-z0-9.:\s]{0,511}\*?"
-        for pattern, form in ((self.on_exit_code, r"[0-9]{0,511}\*?"), (self.on_reason, texts), (self.on_status_reason, texts)):
-            if pattern is not None and not re.fullmatch(form, pattern):
-                raise ClientError(f"evaluateOnExit takes {form} with an asterisk at the end only, found {pattern}")
-
     def matches(self, exit_code: int | None, reason: str, status_reason: str) -> bool:
-        return (
-            _matches(self.on_exit_code, "" if exit_code is None else str(exit_code))
-            and _matches(self.on_reason, reason)
-            and _matches(self.on_status_reason, status_reason)
+        conditions = (
+            (self.on_exit_code, "" if exit_code is None else str(exit_code)),
+            (self.on_reason, reason),
+            (self.on_status_reason, status_reason),
         )
+        return all(pattern is None or fnmatchcase(text, pattern) for pattern, text in conditions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +45,8 @@ class RetryStrategy:
     attempts: int = 1
     rules: tuple[ExitRule, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.attempts <= 10:
-            raise ClientError(f"attempts must be 1 to 10, found {self.attempts}")
-        if len(self.rules) > 5:
-            raise ClientError(f"evaluateOnExit has at most 5 entries, found {len(self.rules)}")
-
     def again(self, exit_code: int | None, reason: str, status_reason: str) -> bool:
-        """Whether a failed attempt deserves another. The first rule that matches decides; none matches: yes.
+        """Return whether Batch retries a failed attempt. The first matching rule decides; without one, Batch retries.
 
         Args:
             exit_code: of the main container; None when its host went away.
@@ -83,27 +70,20 @@ class RetryStrategy:
             )
             for rule in lowered.get("evaluateOnExit", ())
         )
-        if rules and "attempts" not in lowered:
-            raise ClientError("evaluateOnExit needs attempts")
-        return cls(attempts=int(lowered.get("attempts", 1)), rules=rules)
+        return cls(attempts=lowered.get("attempts", 1), rules=rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """What runs on one node."""
+    """The container of one node."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def parse(cls, properties: Mapping[str, Any]) -> Container:
-        lowered = camel(properties)
-        return cls(command=tuple(lowered.get("command", ())), environment=environment_of(lowered.get("environment", ())))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDefinition:
-    """One revision of a job definition.
+    """A job definition; every one has revision 1 here.
 
     Attributes:
         containers: one per node; a single-container definition has one.
@@ -116,7 +96,6 @@ class JobDefinition:
     containers: tuple[Container, ...]
     multinode: bool = False
     main_node: int = 0
-    revision: int = 1
     parameters: Mapping[str, str] = field(default_factory=dict)
     retry: RetryStrategy = RetryStrategy()
     timeout_seconds: int | None = None
@@ -124,28 +103,23 @@ class JobDefinition:
 
     @property
     def arn(self) -> str:
-        return f"arn:aws:batch:{REGION}:{ACCOUNT}:job-definition/{self.name}:{self.revision}"
+        return f"arn:aws:batch:{REGION}:{ACCOUNT}:job-definition/{self.name}:1"
 
     @classmethod
     def parse(cls, name: str, properties: Mapping[str, Any]) -> JobDefinition:
-        """From the resolved properties of an `AWS::Batch::JobDefinition`."""
-        multinode = properties["Type"] == "multinode"
-        timeout = camel(properties.get("Timeout", {})).get("attemptDurationSeconds")
-        priority = properties.get("SchedulingPriority")
-        if multinode:
-            nodes = properties["NodeProperties"]
-            containers, main_node = _node_containers(nodes), int(camel(nodes).get("mainNode", 0))
-        else:
-            containers, main_node = (Container.parse(properties["ContainerProperties"]),), 0
+        """Read the resolved properties of an `AWS::Batch::JobDefinition`."""
+        lowered = camel(properties)
+        nodes = lowered.get("nodeProperties", {})
         return cls(
             name=name,
-            containers=containers,
-            multinode=multinode,
-            main_node=main_node,
-            parameters=dict(properties.get("Parameters", {})),
-            retry=RetryStrategy.parse(properties.get("RetryStrategy", {})),
-            timeout_seconds=None if timeout is None else int(timeout),
-            priority=None if priority is None else int(priority),
+            containers=_node_containers(nodes) if nodes else (_container(lowered["containerProperties"]),),
+            multinode=lowered["type"] == "multinode",
+            main_node=nodes.get("mainNode", 0),
+            # Their names stay as they are.
+            parameters=properties.get("Parameters", {}),
+            retry=RetryStrategy.parse(lowered.get("retryStrategy", {})),
+            timeout_seconds=lowered.get("timeout", {}).get("attemptDurationSeconds"),
+            priority=lowered.get("schedulingPriority"),
         )
 
 
@@ -163,7 +137,7 @@ class JobQueue:
 
 def environment_of(entries: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Batch's list of {name, value} as a dictionary."""
-    return {entry["name"]: entry["value"] for entry in map(camel, entries)}
+    return {entry["name"]: entry["value"] for entry in entries}
 
 
 def camel(value: Any) -> Any:
@@ -175,26 +149,22 @@ def camel(value: Any) -> Any:
     return value
 
 
-def _matches(pattern: str | None, text: str) -> bool:
-    if pattern is None:
-        return True
-    return text.startswith(pattern[:-1]) if pattern.endswith("*") else text == pattern
+def _container(properties: Mapping[str, Any]) -> Container:
+    return Container(command=tuple(properties["command"]), environment=environment_of(properties.get("environment", ())))
 
 
 def _node_containers(properties: Mapping[str, Any]) -> tuple[Container, ...]:
-    lowered = camel(properties)
-    count = int(lowered["numNodes"])
+    """The container of every node; of nested node ranges the inner one holds."""
     ranges = []
-    for entry in lowered["nodeRangeProperties"]:
+    for entry in properties["nodeRangeProperties"]:
         first, separator, last = entry["targetNodes"].partition(":")
         low = int(first or 0)
-        high = (int(last) if last else count - 1) if separator else low
-        ranges.append((low, high, Container.parse(entry["container"])))
-    containers = []
-    for node in range(count):
-        covering = [(high - low, container) for low, high, container in ranges if low <= node <= high]
-        if not covering:
+        high = int(last or properties["numNodes"] - 1) if separator else low
+        ranges.append((range(low, high + 1), _container(entry["container"])))
+    containers: dict[int, Container] = {}
+    for nodes, container in sorted(ranges, key=lambda entry: len(entry[0]), reverse=True):
+        containers |= dict.fromkeys(nodes, container)
+    for node in range(properties["numNodes"]):
+        if node not in containers:
             raise ClientError(f"node {node} is in no node range")
-        # Of nested ranges the inner one holds.
-        containers.append(min(covering, key=lambda item: item[0])[1])
-    return tuple(containers)
+    return tuple(containers[node] for node in range(properties["numNodes"]))

@@ -69,7 +69,7 @@ def weekly_shards(folder: Path, *, rows: int | None = None) -> list[Path]:
     """The demo's shards in order, cut into `folder` unless they are there already.
 
     Args:
-        folder: where `week-01.jsonl.gz` and so on stand.
+        folder: gets `week-01.jsonl.gz` and so on.
         rows: at most this many rows in all; None: all there are.
     """
     shards = [folder / f"week-{week:02d}.jsonl.gz" for week in range(1, WEEKS + 1)]
@@ -83,7 +83,9 @@ def weekly_shards(folder: Path, *, rows: int | None = None) -> list[Path]:
     for pair in sorted(read_pairs(), key=lambda pair: _hash(pair.id))[:rows]:
         weeks[_hash(f"week {pair.id}") % WEEKS].append(pair)
     for shard, pairs in zip(shards, weeks, strict=True):
-        _write(shard, pairs)
+        text = "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in pairs)
+        # Without a time stamp the same rows are the same bytes.
+        write_atomically(shard, gzip.compress(text.encode("utf-8", "replace"), mtime=0))
     stamp.write_text(wanted)
     return shards
 
@@ -131,7 +133,14 @@ def read_pairs() -> list[Pair]:
     pairs: dict[str, Pair] = {}
     documents: set[str] = set()
     for name, path in _modules():
-        for pair in _pairs_of(name, path):
+        try:
+            with warnings.catch_warnings():
+                # Invalid escape sequences of other packages do not matter here.
+                warnings.simplefilter("ignore")
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue
+        for pair in _pairs_in(tree, name):
             if pair.id not in pairs and pair.document not in documents:
                 pairs[pair.id] = pair
                 documents.add(pair.document)
@@ -153,37 +162,19 @@ def _modules() -> Iterator[tuple[str, Path]]:
                 yield ".".join(part for part in parts if part != "__init__"), path
 
 
-def _pairs_of(module: str, path: Path) -> Iterator[Pair]:
-    try:
-        with warnings.catch_warnings():
-            # Other people's invalid escape sequences are not our concern.
-            warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, OSError):
-        return
-    yield from _pairs_in(tree, module)
-
-
 def _pairs_in(parent: ast.AST, prefix: str) -> Iterator[Pair]:
+    """The docstrings of all definitions below a node as pairs, where the lengths of both texts allow it."""
     for node in ast.iter_child_nodes(parent):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            name = f"{prefix}.{node.name}"
-            pair = _pair(name, node)
-            if pair is not None:
-                yield pair
-            yield from _pairs_in(node, name)
-
-
-def _pair(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Pair | None:
-    docstring = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
-    query, _, rest = docstring.partition("\n")
-    query, rest = query.strip(), rest.strip()
-    document = f"{_signature(node)}\n{rest}"
-    if not rest or not QUERY_LENGTH[0] <= len(query) <= QUERY_LENGTH[1]:
-        return None
-    if not DOCUMENT_LENGTH[0] <= len(document) <= DOCUMENT_LENGTH[1]:
-        return None
-    return Pair(name, query, document)
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        name = f"{prefix}.{node.name}"
+        query, _, rest = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").partition("\n")
+        query, rest = query.strip(), rest.strip()
+        document = f"{_signature(node)}\n{rest}"
+        fits = QUERY_LENGTH[0] <= len(query) <= QUERY_LENGTH[1] and DOCUMENT_LENGTH[0] <= len(document) <= DOCUMENT_LENGTH[1]
+        if rest and fits:
+            yield Pair(name, query, document)
+        yield from _pairs_in(node, name)
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
@@ -191,12 +182,6 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> s
         return f"class {node.name}"
     names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return f"def {node.name}({', '.join(name for name in names if name not in ('self', 'cls'))})"
-
-
-def _write(shard: Path, pairs: list[Pair]) -> None:
-    text = "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in pairs)
-    # Without a time stamp the same rows are the same bytes.
-    write_atomically(shard, gzip.compress(text.encode("utf-8", "replace"), mtime=0))
 
 
 def _hash(text: str) -> int:

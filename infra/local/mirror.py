@@ -1,4 +1,4 @@
-"""The bucket as plain files: every object that the local endpoint has acknowledged stands under one folder, named by its key.
+"""The bucket as plain files: every object that the local endpoint has acknowledged is a file under one folder, named by its key.
 
 Loaded into moto at the start and written before a PUT, a completed multipart upload or a DELETE is answered, by rename, so
 that a killed run loses no finished object and people can look inside. Objects above a threshold live only here: moto holds
@@ -25,7 +25,7 @@ class Mirror:
 
     Args:
         bucket: name of the bucket; it exists in moto.
-        folder: where objects stand as files.
+        folder: the objects as files.
         temporary: where they are written first; on the same file system.
     """
 

@@ -1,17 +1,17 @@
-"""What moto's Step Functions engine lacks for our state machine (moto 5.2.5), added for as long as the local endpoint runs.
+"""Changes to moto's Step Functions engine (moto 5.2.5) that our state machine needs, made while the local endpoint runs.
 
 1. Parameters and results pass through without the change of spelling between Step Functions (PascalCase) and the service
    (`jobName`), and a streamed body stays a stream. The engine has the code for both and does not call it.
 2. `batch:submitJob` drops ShareIdentifier, SchedulingPriorityOverride and PropagateTags.
 3. An `aws-sdk` integration names the errors of S3 and Batch in lower case (`s3.NoSuchKeyException`), AWS as `S3.`, `Batch.`.
-4. One look at a `.sync` Batch job that fails for the service's own reasons ends the state, whose retry submits the job once
-   more beside the first. Step Functions hears of a job's end from EventBridge; a look that fails is no end.
-5. A `.sync` Batch job goes on running when its state times out or the execution is stopped; Step Functions terminates it.
+4. When DescribeJobs of a `.sync` Batch job fails with a server error, the state ends, and its retry submits the job a second
+   time. Step Functions learns of a job's end from EventBridge; a failed call ends no state there.
+5. A `.sync` Batch job keeps running when its state times out or the execution is stopped; Step Functions terminates it.
 6. The engine signs its calls under a fixed key of its own; the endpoint answers those under this process's key only.
 7. It makes a client for every request and parses the definition for every execution: most of what an execution costs.
-8. It looks at a `.sync` job every half second; the end of one is a reason to look at once.
+8. It describes a `.sync` job every half second; it should do so as soon as a job ends.
 9. A reference to a variable (`$laps`) is given to a JSONata interpreter that moto does not have.
-10. A Wait between two looks at a gang's job lasts a minute, however soon that job ends.
+10. A Wait between two calls of DescribeJobs for a gang lasts a minute, even when the job ends earlier.
 
 Each of them has a test that fails when moto no longer needs it.
 """
@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from botocore.exceptions import ClientError
 from moto.stepfunctions.parser.asl.component.common.string.string_expression import StringVariableSample
@@ -48,7 +49,8 @@ from infra.workflow.states import JOB_VARIABLE
 
 Change = Callable[[ExitStack], None]
 Pause = Callable[..., Any]
-"""Waits so many seconds, or until a Batch job has ended: any, or the one whose id is its second argument. Whether one has."""
+"""Waits that many seconds, or until a Batch job ends: any job, or the one of the id in its second argument. Returns whether a job
+ended."""
 
 STOP_SECONDS = 0.1
 """After which a Wait notices that its execution was stopped."""
@@ -57,20 +59,18 @@ SERVER_ERROR = 500
 
 
 @contextmanager
-def adapted(pause: Pause, leave_out: Change | None = None) -> Iterator[None]:
-    """Moto's engine with everything above; as it was before on leaving.
+def adapted(pause: Pause) -> Iterator[None]:
+    """Change moto's engine as described above, and undo the changes on exit.
 
     Args:
-        pause: what the engine does between two looks at a job, whether its own or a state's.
-        leave_out: one of CHANGES that is not made, for the test that asks whether it is still needed.
+        pause: waits between two descriptions of a job, the engine's own and a state's.
     """
     with ExitStack() as undo:
         # The one thing that module takes from `time`.
-        _replace(undo, callback_module, "time", SimpleNamespace(sleep=pause))
-        _replace(undo, WaitFunction, "_wait_interval", _waiting(pause))
+        undo.enter_context(mock.patch.object(callback_module, "time", SimpleNamespace(sleep=pause)))
+        undo.enter_context(mock.patch.object(WaitFunction, "_wait_interval", _waiting(pause)))
         for change in CHANGES:
-            if change is not leave_out:
-                change(undo)
+            change(undo)
         yield
 
 
@@ -107,19 +107,19 @@ def change_spelling(undo: ExitStack) -> None:
         if shape is not None:
             self._from_boto_response(response, shape)
 
-    _replace(undo, StateTaskService, "_normalise_parameters", normalise_parameters)
-    _replace(undo, StateTaskService, "_normalise_response", normalise_response)
+    undo.enter_context(mock.patch.object(StateTaskService, "_normalise_parameters", normalise_parameters))
+    undo.enter_context(mock.patch.object(StateTaskService, "_normalise_response", normalise_response))
 
 
 def pass_on_fair_share(undo: ExitStack) -> None:
     supported = batch_module._SUPPORTED_API_PARAM_BINDINGS
     wider = {"submitjob": supported["submitjob"] | {"ShareIdentifier", "SchedulingPriorityOverride", "PropagateTags"}}
-    _replace(undo, batch_module, "_SUPPORTED_API_PARAM_BINDINGS", {**supported, **wider})
+    undo.enter_context(mock.patch.object(batch_module, "_SUPPORTED_API_PARAM_BINDINGS", {**supported, **wider}))
 
 
 def name_errors(undo: ExitStack) -> None:
     names = {**aws_sdk_module._SERVICE_ERROR_NAMES, "s3": "S3", "batch": "Batch"}
-    _replace(undo, aws_sdk_module, "_SERVICE_ERROR_NAMES", names)
+    undo.enter_context(mock.patch.object(aws_sdk_module, "_SERVICE_ERROR_NAMES", names))
 
 
 def look_again(undo: ExitStack) -> None:
@@ -138,7 +138,7 @@ def look_again(undo: ExitStack) -> None:
 
         return resolve
 
-    _replace(undo, StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver)
+    undo.enter_context(mock.patch.object(StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver))
 
 
 def terminate_abandoned_jobs(undo: ExitStack) -> None:
@@ -164,8 +164,8 @@ def terminate_abandoned_jobs(undo: ExitStack) -> None:
             sync_resolver.abandon()
         return outcome
 
-    _replace(undo, StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver)
-    _replace(undo, StateTaskServiceBatch, "_eval_sync", eval_sync)
+    undo.enter_context(mock.patch.object(StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver))
+    undo.enter_context(mock.patch.object(StateTaskServiceBatch, "_eval_sync", eval_sync))
 
 
 def sign_with_own_key(undo: ExitStack) -> None:
@@ -174,8 +174,9 @@ def sign_with_own_key(undo: ExitStack) -> None:
     key = {name: os.environ[name.upper()] for name in names if name.upper() in os.environ}
 
     make = boto_client.boto3.client
-    # In the place of boto3, of which the engine's maker of clients uses nothing else.
-    _replace(undo, boto_client, "boto3", SimpleNamespace(client=lambda **arguments: make(**{**arguments, **key})))
+    # Replaces boto3, of which the engine's maker of clients uses nothing else.
+    signing = SimpleNamespace(client=lambda **arguments: make(**{**arguments, **key}))
+    undo.enter_context(mock.patch.object(boto_client, "boto3", signing))
 
 
 def make_once(undo: ExitStack) -> None:
@@ -188,15 +189,19 @@ def make_once(undo: ExitStack) -> None:
                 made[service_name, region_name] = make(service_name=service_name, region_name=region_name, **others)
             return made[service_name, region_name]
 
-    _replace(undo, boto_client, "boto3", SimpleNamespace(client=client))
-    _replace(undo, AmazonStateLanguageParser, "parse", staticmethod(lru_cache(maxsize=16)(AmazonStateLanguageParser.parse)))
+    undo.enter_context(mock.patch.object(boto_client, "boto3", SimpleNamespace(client=client)))
+    undo.enter_context(
+        mock.patch.object(
+            AmazonStateLanguageParser, "parse", staticmethod(lru_cache(maxsize=16)(AmazonStateLanguageParser.parse))
+        )
+    )
 
 
 def read_variables(undo: ExitStack) -> None:
     def look_up(self: Any, env: Any) -> None:
         env.stack.append(env.variable_store.get(self.expression.removeprefix("$")))
 
-    _replace(undo, StringVariableSample, "_eval_body", look_up)
+    undo.enter_context(mock.patch.object(StringVariableSample, "_eval_body", look_up))
 
 
 CHANGES: tuple[Change, ...] = (
@@ -215,12 +220,3 @@ def _operation(task: Any, service: str | None, action: str | None) -> Any:
     client = boto_client_for(service=task._get_boto_service_name(service), region=REGION)
     name = client.meta.method_to_api_mapping[task._get_boto_service_action(action)]
     return client.meta.service_model.operation_model(name)
-
-
-def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    own = vars(owner)
-    if name in own:
-        undo.callback(setattr, owner, name, own[name])
-    else:
-        undo.callback(delattr, owner, name)
-    setattr(owner, name, value)

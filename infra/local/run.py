@@ -11,7 +11,6 @@ import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
     from pipeline.operate.progress import Display, StageLine, Tracker
 
 POLL_SECONDS = 1.0
-"""How often the execution is looked at: each look serializes its whole history."""
+"""Pause between two looks at the execution: each look serializes its whole history."""
 SOON_SECONDS = 0.1
-"""The same once a job has ended: the execution goes on to the next one, or is over."""
+"""The same once a job has ended: the execution starts the next one, or ends."""
 LOOKS_SOON = 5
 SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 MAX_NODES = 8
@@ -43,8 +42,6 @@ DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
 
 ONE_NODE_KINDS = ("xla", "neuron")
 """Kinds of device that have one rank in all: their default is one node."""
-
-TERMINATED_EXIT = 128 + signal.SIGTERM
 
 
 def run_local(
@@ -55,7 +52,7 @@ def run_local(
     Args:
         plain: print lines even on a terminal.
         demo_rows: at most this many rows of text in the demo; None: all there are.
-        program: what stands for `trnpipe` in the jobs' commands; None: this installation.
+        program: replaces `trnpipe` in the jobs' commands; None: this installation.
 
     Returns:
         0; 67 when the gate refused; the failing stage's exit code; 130 or 143 after Ctrl-C or SIGTERM.
@@ -63,19 +60,27 @@ def run_local(
     Raises:
         BadConfig: configuration that cannot work; before anything is started.
     """
-    # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
-    with _terminable(), only_environment(NO_USER_FILES):
-        try:
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        raise _Terminated
+
+    # SIGTERM unwinds the stack, so that jobs are ended and files are closed.
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
+        with only_environment(NO_USER_FILES):
             return _run(request, plain, demo_rows, program)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-        except _Terminated:
-            return TERMINATED_EXIT
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except _Terminated:
+        return 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRequest:
-    """What is asked of a local run, checked.
+    """The checked options of a local run.
 
     Attributes:
         state: folder of the bucket, the logs and everything else that is kept.
@@ -154,14 +159,9 @@ class LocalRequest:
 
 
 def _flags(nodes: int | None, device: str | None, initial: str | None, parent: str | None) -> dict[str, Any]:
-    flags: dict[str, Any] = {}
-    if nodes is not None:
-        flags["nodes"] = nodes
-    if device is not None:
-        flags["device"] = {"kind": device}
-    if models := {key: uri for key, uri in (("initial", initial), ("parent", parent)) if uri is not None}:
-        flags["model"] = models
-    return flags
+    models = {key: uri for key, uri in (("initial", initial), ("parent", parent)) if uri is not None}
+    flags = {"nodes": nodes, "device": None if device is None else {"kind": device}, "model": models or None}
+    return {key: value for key, value in flags.items() if value is not None}
 
 
 def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
@@ -223,15 +223,15 @@ def _execute(
     console: Any,
     plain: bool,
 ) -> int:
-    """Start the execution, show it until it ends, print what came of it."""
+    """Start the execution, show it until it ends, and print its outcome."""
     from pipeline.operate.outcome import conclude
     from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker
     from pipeline.operate.run_files import LocalFiles
 
-    name = _execution_name(request)
+    started = datetime.now(timezone.utc)
+    name = f"{'demo' if request.demo else 'local'}-{started:%Y%m%d-%H%M%S}"
     run_id = request.config.run or name
     tracker = Tracker(LocalFiles(request.state / "bucket/runs" / run_id))
-    started = datetime.now(timezone.utc)
     client = endpoint.client("stepfunctions")
     arn = client.start_execution(stateMachineArn=stack.state_machine_arn, name=name, input=json.dumps(execution_input))[
         "executionArn"
@@ -242,7 +242,7 @@ def _execute(
         with display:
             execution = _watch(client, arn, tracker, display, endpoint.batch)
     except (KeyboardInterrupt, _Terminated):
-        _say(console, f"stopping run {run_id}; take it up again with --run {run_id}")
+        _say(console, f"stopping run {run_id}; resume it with --run {run_id}")
         client.stop_execution(executionArn=arn, cause="stopped at the terminal")
         raise
     return conclude(console, execution, tracker, started, partial(_logs, endpoint.batch))
@@ -265,15 +265,13 @@ def _watch(client: Any, arn: str, tracker: Tracker, display: Display, runner: Ba
 
 def _logs(runner: BatchRunner, line: StageLine, failure: StageFailure | None) -> Iterator[str]:
     """Log files of the failed stage's last attempts: the node that failed first, the main node's where that is unknown."""
-    from infra.local.batch_jobs import failed_attempts
-
     for job in runner.jobs():
         if job.id not in line.jobs[-1:]:
             continue
-        for one, _ in failed_attempts(job):
+        for one in [one for one in job.children or [job] if one.status == "FAILED" and one.attempts]:
             node = failure.node if failure and failure.node < len(one.definition.containers) else one.definition.main_node
             attempt = failure.attempt if failure and 0 < failure.attempt <= len(one.attempts) else len(one.attempts)
-            yield str(runner.log_file(one, attempt, node))
+            yield str(runner.settings.logs / one.log_stream(attempt, node))
 
 
 def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...] | None) -> LocalEndpoint:
@@ -289,35 +287,24 @@ def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...]
 
 
 def _execution_input(request: LocalRequest, stack: LocalStack) -> dict[str, Any]:
-    """What the execution is started with: the user's configuration over what a local run fills in."""
+    """The input of the execution: the user's configuration over the values that a local run fills in."""
     from infra.local import demo
 
     if request.config.run is not None:
         return request.given
     root = f"s3://{stack.bucket}"
-    filled: dict[str, Any] = demo.CONFIG if request.demo else {}
+    filled: dict[str, Any] = {}
     if request.demo:
-        filled = merge(filled, {"data": {"train": [f"{root}/data/demo/"]}})
-    if request.training:
-        filled = merge(filled, {"data": {"train": [f"{root}/data/input/"]}})
+        filled = merge(demo.CONFIG, {"data": {"train": [f"{root}/data/demo/"]}})
+    elif request.training:
+        filled = {"data": {"train": [f"{root}/data/input/"]}}
     if request.corpus:
         filled = merge(filled, {"data": {"corpus": [f"{root}/data/corpus/"]}})
-    if not _has_parent(request):
+    model, registry = request.config.model, request.config.registry
+    published = registry is not None and Path(registry_uri(str(request.state / "bucket"), registry)).is_file()
+    if model.parent is None and model.initial is None and not published:
         filled = merge(filled, {"model": {"initial": str(demo.initial_folder())}})
     return merge(filled, request.given)
-
-
-def _has_parent(request: LocalRequest) -> bool:
-    """Whether the run has something to continue from without the demo's model."""
-    if request.config.model.parent is not None or request.config.model.initial is not None:
-        return True
-    registry = request.config.registry
-    return registry is not None and Path(registry_uri(str(request.state / "bucket"), registry)).is_file()
-
-
-def _execution_name(request: LocalRequest) -> str:
-    moment = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return f"{'demo' if request.demo else 'local'}-{moment}"
 
 
 def _put_files(endpoint: LocalEndpoint, stack: LocalStack, files: Sequence[Path], folder: str) -> None:
@@ -388,23 +375,4 @@ def _say(console: Any, text: str) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived; like KeyboardInterrupt, not an error to be handled on the way."""
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Within it SIGTERM unwinds the stack, so that jobs are ended and files are closed."""
-
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        raise _Terminated
-
-    try:
-        before = signal.signal(signal.SIGTERM, terminate)
-    except ValueError:
-        # Not the main thread, which alone may handle signals.
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    """SIGTERM arrived; like KeyboardInterrupt, no handler of errors catches it."""

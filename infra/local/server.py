@@ -30,6 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+from unittest import mock
 from urllib.parse import parse_qs
 
 import boto3
@@ -38,7 +39,7 @@ from botocore.exceptions import ClientError
 from moto.core.base_backend import BackendDict
 from moto.core.config import default_user_config
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-from werkzeug.serving import BaseWSGIServer, make_server
+from werkzeug.serving import make_server
 
 from infra.local import definitions, ecs
 from infra.local.batch import BatchRunner
@@ -68,8 +69,12 @@ WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 class LocalEndpoint:
     """A context manager: the endpoint is up inside it, with the stack's resources created and the state folder loaded.
 
+    Attributes:
+        mirror_folder: the bucket as plain files.
+        url, batch: address and Batch service, while the endpoint is up.
+
     Args:
-        stack: what to create.
+        stack: the resources to create.
         state: the state folder: `bucket/KEY`, `lock.json`.
         runner: makes the Batch runner from the variables that job processes need to find the endpoint.
         front: wraps the application that answers every request; how a test makes services fail.
@@ -90,25 +95,24 @@ class LocalEndpoint:
         self._make_runner = runner
         self._front = front
         self._exit = ExitStack()
+        self.mirror_folder = state / "bucket"
         self.url = ""
         self.batch: BatchRunner
         self._session: Any = None
         self._making = threading.Lock()
 
-    @property
-    def mirror_folder(self) -> Path:
-        """The bucket as plain files."""
-        return self._state / "bucket"
-
     def __enter__(self) -> LocalEndpoint:
         with ExitStack() as exit_stack:
             exit_stack.enter_context(_owned(self._state))
-            exit_stack.enter_context(_executing_state_machines())
-            exit_stack.enter_context(_quiet("moto"))
+            exit_stack.enter_context(mock.patch.dict(default_user_config["stepfunctions"], execute_state_machine=True))
+            # The engine logs every error that the state machine catches; the history has them all.
+            logger = logging.getLogger("moto")
+            exit_stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
             BackendDict.reset()
             key = secrets.token_hex(16)
             application = _Application(self._stack, self._state)
-            server = make_server(HOST, 0, _Guard(self._front(application), key), threaded=True, request_handler=_QuietHandler)
+            server = make_server(HOST, 0, _guarded(self._front(application), key), threaded=True, request_handler=_QuietHandler)
             self.url = f"http://{HOST}:{server.server_port}"
             environment = endpoint_environment(self.url, key)
             exit_stack.enter_context(only_environment({**environment, "MOTO_PORT": str(server.server_port)}))
@@ -116,9 +120,21 @@ class LocalEndpoint:
             self._session = boto3.session.Session()
             self.batch = application.batch = self._make_runner(environment)
             exit_stack.enter_context(adapted(self.batch.pause))
-            exit_stack.enter_context(_serving(server))
+            thread = threading.Thread(
+                target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="local-endpoint", daemon=True
+            )
+            thread.start()
+            exit_stack.callback(server.server_close)
+            exit_stack.callback(thread.join)
+            exit_stack.callback(server.shutdown)
             exit_stack.callback(self.batch.close)
-            self._create()
+            stack = self._stack
+            self.client("s3").create_bucket(Bucket=stack.bucket)
+            self.client("dynamodb").create_table(**stack.table)
+            for topic in stack.topics:
+                self.client("sns").create_topic(Name=topic)
+            for name, definition in {stack.state_machine: stack.definition, **stack.watches}.items():
+                self.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
             exit_stack.callback(self._stop_executions)
             exit_stack.callback(application.watches.clear)
             application.load(self.client("dynamodb"))
@@ -136,26 +152,15 @@ class LocalEndpoint:
             return self._session.client(service, config=Config(retries={"max_attempts": 0}))
 
     def _stop_executions(self) -> None:
-        """End what still runs, as a machine that is switched off does: no further state, no lock given back."""
+        """Stop all executions, as a machine that is switched off does: no further state runs, and locks stay."""
         client = self.client("stepfunctions")
-        machines = [self._stack.state_machine, *(watch.state_machine for watch in self._stack.watches)]
+        machines = [self._stack.state_machine, *self._stack.watches]
         for machine in machines:
             running = client.list_executions(stateMachineArn=machine_arn(machine), statusFilter="RUNNING")
             for execution in running["executions"]:
                 # moto's engine answers with an error where an execution has only just begun.
                 with suppress(ClientError):
                     client.stop_execution(executionArn=execution["executionArn"])
-
-    def _create(self) -> None:
-        stack = self._stack
-        self.client("s3").create_bucket(Bucket=stack.bucket)
-        self.client("dynamodb").create_table(**stack.table)
-        for topic in stack.topics:
-            self.client("sns").create_topic(Name=topic)
-        machines = {stack.state_machine: stack.definition}
-        machines |= {watch.state_machine: watch.definition for watch in stack.watches}
-        for name, definition in machines.items():
-            self.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
 
 
 def load_services() -> None:
@@ -183,37 +188,30 @@ def endpoint_environment(url: str, key: str) -> dict[str, str]:
     }
 
 
-class _Guard:
-    """Lets pass what the endpoint's own clients send, and nothing else.
+def _guarded(application: WsgiApplication, key: str) -> WsgiApplication:
+    """Let pass what the endpoint's own clients send, and nothing else.
 
     Args:
-        application: what it stands in front of.
         key: the access key's id.
     """
 
-    def __init__(self, application: WsgiApplication, key: str) -> None:
-        self._application = application
-        self._key = key
-
-    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        if objection := self._objection(environ):
-            return _answer_json(start_response, "403 Forbidden", {"__type": "AccessDeniedException", "message": objection})
-        return self._application(environ, start_response)
-
-    def _objection(self, environ: Mapping[str, Any]) -> str | None:
-        """Why a request is refused, None for a good one."""
-        # A page whose name was made to mean this machine sends its own name here (DNS rebinding).
-        if environ.get("HTTP_HOST") not in {f"{name}:{environ['SERVER_PORT']}" for name in (HOST, "localhost")}:
-            return "this endpoint has no other name than its loopback address"
-        if "HTTP_ORIGIN" in environ:
-            return "this endpoint answers no web page"
-        # Containers ask for their metadata without credentials; what they ask under is a secret of each task's own.
-        if ecs.METADATA_PATH.fullmatch(environ["PATH_INFO"]):
-            return None
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         signed = SIGNED.search(environ.get("HTTP_AUTHORIZATION", ""))
-        if signed is None or not hmac.compare_digest(signed["key"].encode(), self._key.encode()):
-            return "this endpoint answers the processes of its own run only"
-        return None
+        if environ.get("HTTP_HOST") not in {f"{name}:{environ['SERVER_PORT']}" for name in (HOST, "localhost")}:
+            # A page whose name was made to mean this machine sends its own name here (DNS rebinding).
+            objection = "this endpoint has no other name than its loopback address"
+        elif "HTTP_ORIGIN" in environ:
+            objection = "this endpoint answers no web page"
+        # Containers ask for their metadata without credentials; the task id in the path is a secret of each task's own.
+        elif ecs.METADATA_PATH.fullmatch(environ["PATH_INFO"]) or (
+            signed and hmac.compare_digest(signed["key"].encode(), key.encode())
+        ):
+            return application(environ, start_response)
+        else:
+            objection = "this endpoint answers the processes of its own run only"
+        return _answer_json(start_response, "403 Forbidden", {"__type": "AccessDeniedException", "message": objection})
+
+    return answer
 
 
 class _Application:
@@ -230,7 +228,7 @@ class _Application:
         self._mirror = Mirror(stack.bucket, state / "bucket", state / "tmp")
         self._table = stack.table["TableName"]
         self._machine_arn = stack.state_machine_arn
-        self.watches = [machine_arn(watch.state_machine) for watch in stack.watches]
+        self.watches = [machine_arn(watch) for watch in stack.watches]
         self._lock_file = state / "lock.json"
         self._lock_items = threading.Lock()
         self._dynamodb: Any = None
@@ -247,12 +245,10 @@ class _Application:
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         signed = SIGNED.search(environ.get("HTTP_AUTHORIZATION", ""))
         service = signed["service"] if signed else ""
-        if service == "batch":
-            return self._answer_batch(environ, start_response)
-        if service == "ecs":
-            return self._answer_ecs(environ, start_response)
+        if service in ("batch", "ecs"):
+            return self._answer_jobs(service, environ, start_response)
         if not service and ecs.METADATA_PATH.fullmatch(environ["PATH_INFO"]):
-            found = ecs.metadata(self.batch, environ["PATH_INFO"])
+            found = ecs.metadata(self.batch.hosts, environ["PATH_INFO"])
             return _answer_json(start_response, "404 Not Found" if found is None else "200 OK", found or {})
         if service == "s3":
             return self._answer_s3(environ, start_response)
@@ -264,21 +260,19 @@ class _Application:
             return body
         return self._moto(environ, start_response)
 
-    def _answer_batch(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+    def _answer_jobs(self, service: str, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        request = json.loads(_body(environ) or b"{}")
         try:
-            return _answer_json(
-                start_response, "200 OK", self.batch.call(environ["PATH_INFO"].removeprefix("/v1/"), _body(environ))
-            )
+            if service == "batch":
+                answer = self.batch.call(environ["PATH_INFO"].removeprefix("/v1/"), request)
+            else:
+                operation = environ.get("HTTP_X_AMZ_TARGET", "").removeprefix(ECS_TARGET)
+                answer = ecs.call(self.batch.hosts, operation, request)
         except definitions.ClientError as error:
-            refused = ("x-amzn-ErrorType", "ClientException")
-            return _answer_json(start_response, "400 Bad Request", {"message": str(error)}, refused)
-
-    def _answer_ecs(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        operation = environ.get("HTTP_X_AMZ_TARGET", "").removeprefix(ECS_TARGET)
-        try:
-            return _answer_json(start_response, "200 OK", ecs.call(self.batch, operation, _body(environ)))
-        except definitions.ClientError as error:
-            return _answer_json(start_response, "400 Bad Request", {"__type": "ClientException", "message": str(error)})
+            # Batch's protocol names the error in a header, that of ECS in the body.
+            answer, header = {"__type": "ClientException", "message": str(error)}, ("x-amzn-ErrorType", "ClientException")
+            return _answer_json(start_response, "400 Bad Request", answer, header)
+        return _answer_json(start_response, "200 OK", answer)
 
     def _answer_s3(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
@@ -290,19 +284,24 @@ class _Application:
             body = self._moto(environ, start_response)
             self._mirror.store_all()
             return body
-        if not key or not _changes_object(method, query):
+        # Parts of an upload change no object until it is completed.
+        changes = {"PUT": "partNumber" not in query, "POST": "uploadId" in query, "DELETE": "uploadId" not in query}
+        if not key or not changes.get(method, False):
             return self._moto(environ, start_response)
         # Invariant: one change of a key at a time, so that what a conditional write has checked still holds when it writes.
         with self._keys[key]:
             if method != "DELETE" and (objection := self._mirror.objection(key)):
-                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-                return _refuse_key(objection, start_response)
+                _body(environ)
+                refusal = f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>".encode()
+                headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(refusal)))]
+                start_response("400 Bad Request", headers)
+                return [refusal]
             body = self._moto(environ, start_response)
             self._mirror.store(key)
             return body
 
     def _stop_execution(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        asked = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        asked = _body(environ)
         statuses: list[str] = []
 
         def answered(status: str, headers: Any, *rest: Any) -> Any:
@@ -313,7 +312,7 @@ class _Application:
         execution = json.loads(asked)["executionArn"]
         if statuses == ["200 OK"] and execution.startswith(self._machine_arn.replace(":stateMachine:", ":execution:") + ":"):
             client = boto3.session.Session().client("stepfunctions")
-            # EventBridge speaks of an execution that has ended; moto ends it in a thread of its own, after it has answered.
+            # EventBridge reports an execution after its end; moto ends it in its own thread, after it has answered.
             deadline = time.monotonic() + STOP_SECONDS
             while client.describe_execution(executionArn=execution)["status"] == "RUNNING" and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -329,9 +328,10 @@ class _Application:
             write_atomically(self._lock_file, json.dumps(items, indent=1).encode())
 
 
-def _body(environ: dict[str, Any]) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)) or b"{}")
-    return loaded
+def _body(environ: Mapping[str, Any]) -> bytes:
+    """Read the body of a request."""
+    body: bytes = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    return body
 
 
 def _answer_json(start_response: Any, status: str, answer: dict[str, Any], *headers: tuple[str, str]) -> list[bytes]:
@@ -348,24 +348,9 @@ class _QuietHandler(MotoRequestHandler):  # type: ignore[misc]
         """Nothing."""
 
 
-def _changes_object(method: str, query: dict[str, list[str]]) -> bool:
-    """Whether a request for a key replaces or removes the object; parts of an upload do not until it is completed."""
-    if method == "PUT":
-        return "partNumber" not in query
-    if method == "POST":
-        return "uploadId" in query
-    return method == "DELETE" and "uploadId" not in query
-
-
-def _refuse_key(objection: str, start_response: Any) -> Iterable[bytes]:
-    body = f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>".encode()
-    start_response("400 Bad Request", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-    return [body]
-
-
 @contextmanager
 def _owned(state: Path) -> Iterator[None]:
-    """Hold the state folder; the lock goes with the process, however it ends."""
+    """Hold the lock of the state folder; it ends with the process, even a killed one."""
     make_private(state)
     holder: IO[str]
     with open(state / "owner.pid", "a+") as holder:
@@ -383,38 +368,3 @@ def _owned(state: Path) -> Iterator[None]:
         holder.write(str(os.getpid()))
         holder.flush()
         yield
-
-
-@contextmanager
-def _executing_state_machines() -> Iterator[None]:
-    settings = default_user_config["stepfunctions"]
-    before = settings.get("execute_state_machine", False)
-    settings["execute_state_machine"] = True
-    try:
-        yield
-    finally:
-        settings["execute_state_machine"] = before
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """The engine logs every error that the state machine catches; the history has them all."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-@contextmanager
-def _serving(server: BaseWSGIServer) -> Iterator[None]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="local-endpoint", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -12,15 +12,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import infra
-from infra.app import read_context
+from infra.context import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS, read_context
 from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
-from infra.settings import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS
 from infra.templates import Resource, Stacks
 from pipeline import allowed_uris, config, contract, cost, errors, prices
 from pipeline.errors import BadConfig, Defect
@@ -30,20 +29,8 @@ SYNTH_TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalWatch:
-    """A state machine that EventBridge starts with the ARN of an execution that was aborted (infra/workflow/watches.py).
-
-    Attributes:
-        definition: as JSON text.
-    """
-
-    state_machine: str
-    definition: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStack:
-    """What a run touches of the deployment.
+    """The part of the deployment that a run uses.
 
     Attributes:
         state_machine: name of the state machine.
@@ -53,7 +40,8 @@ class LocalStack:
         table: the lock table, as arguments of DynamoDB's CreateTable.
         topics: names of SNS topics.
         job_definitions, queues: as the process runner takes them.
-        watches: what an aborted execution starts.
+        watches: state machines that EventBridge starts with the ARN of an aborted execution (infra/workflow/watches.py): name ->
+            definition as JSON text.
     """
 
     state_machine: str
@@ -64,7 +52,7 @@ class LocalStack:
     topics: tuple[str, ...]
     job_definitions: tuple[JobDefinition, ...]
     queues: tuple[JobQueue, ...]
-    watches: tuple[LocalWatch, ...] = ()
+    watches: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def state_machine_arn(self) -> str:
@@ -87,7 +75,7 @@ def local_context(allowed_nodes: tuple[int, ...], run_config: Mapping[str, Any],
     flags = {key: value for key, value in read_context().items() if key.partition(".")[0] not in deployed}
     return {
         **flags,
-        # Names by construct path: what is in the state folder is called as in the code.
+        # Names by construct path, so that names in the state folder are those of the code.
         "aws:cdk:enable-path-metadata": True,
         CONTEXT_KEY: {
             "account": ACCOUNT,
@@ -105,7 +93,7 @@ def local_context(allowed_nodes: tuple[int, ...], run_config: Mapping[str, Any],
 
 
 def synthesize(folder: Path, context: Mapping[str, Any]) -> Path:
-    """Run the CDK app into `folder`, or keep what is there when neither the app nor the context has changed.
+    """Run the CDK app into `folder`, or keep its content when neither the app nor the context has changed.
 
     Raises:
         BadConfig: the settings are refused.
@@ -149,7 +137,7 @@ def read_stack(folder: Path) -> LocalStack:
     """
     stacks = Stacks.read(folder)
     machines = stacks.of_type("AWS::StepFunctions::StateMachine")
-    # Others look after executions; the one that submits jobs runs the stages.
+    # The state machine that submits jobs runs the stages; the others watch executions.
     running_stages = [one for one in machines if "batch:submitJob" in json.dumps(_definition(one))]
     machine = _only("state machine that submits jobs", running_stages)
     definition = _definition(machine)
@@ -181,11 +169,7 @@ def read_stack(folder: Path) -> LocalStack:
             JobQueue(name=resource.name, fair_share="SchedulingPolicyArn" in resource.properties)
             for resource in stacks.of_type("AWS::Batch::JobQueue")
         ),
-        watches=tuple(
-            LocalWatch(state_machine=one.name, definition=json.dumps(_definition(one)))
-            for one in machines
-            if machine_arn(one.name) in started_by_aborts
-        ),
+        watches={one.name: json.dumps(_definition(one)) for one in machines if machine_arn(one.name) in started_by_aborts},
     )
 
 

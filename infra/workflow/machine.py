@@ -1,5 +1,5 @@
-"""The state machine: one execution is one run. Its definition is plain data (`definition`), so that it can be read and tested
-without CDK; `Workflow` deploys it and grants its role exactly what the states call.
+"""The state machine: one execution is one run. Its definition is plain data, so that it can be read and tested without CDK;
+infra/constructs/workflow.py deploys it.
 
     read and check the input ─► lock ─► prepare ─► health_check ─► (compile) ─► train ─► evaluate ─► gate ─► embed ─► publish
                                                                                                                 │
@@ -12,23 +12,8 @@ accepted the model; a line break for the notification comes as data, because no 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
-from aws_cdk import Stack
-from aws_cdk import aws_dynamodb as dynamodb
-from aws_cdk import aws_iam as iam
-from aws_cdk import aws_kms as kms
-from aws_cdk import aws_logs as logs
-from aws_cdk import aws_s3 as s3
-from aws_cdk import aws_sns as sns
-from aws_cdk import aws_stepfunctions as sfn
-from constructs import Construct
-
-from infra.console import Console
-from infra.run_cost import host_names, hourly_prices, most_embed_hosts
-from infra.settings import COST_TAG, Settings
 from infra.workflow.states import (
     CALL_SECONDS,
     DISCARD,
@@ -43,13 +28,12 @@ from infra.workflow.states import (
     read_result,
     resource,
 )
-from pipeline.contract import STAGES, Queue, RunPaths, Stage
-from pipeline.prices import CURRENCY
+from pipeline.contract import RunPaths, Stage
 
 GATE_REFUSED = "GateRefused"
 LOCK_HELD = "LockHeld"
 INPUT_REFUSED = "InputRefused"
-"""Errors of the machine's own under which an execution ends, beside `NoSuchGang` and those of infra/workflow/states.py."""
+"""Errors of the machine's own under which an execution ends, besides `NoSuchGang` and those of infra/workflow/states.py."""
 
 NO_WORDS_YET = {"words": {"figures": ""}, "newline": "\n"}
 
@@ -90,7 +74,7 @@ def definition(targets: Targets) -> dict[str, Any]:
 
 
 def _input_states(targets: Targets, *, then: str) -> States:
-    """Make sure of an object with usable values before anything is started; fill in what it leaves out."""
+    """Check that the input is an object with usable values before anything starts; fill in missing values."""
     return {
         "ReadInput": {
             "Type": "Pass",
@@ -292,16 +276,7 @@ def _lap(minutes: int) -> State:
 def _write_input(targets: Targets, *, then: str) -> States:
     """`input.json`. The body is an object, not a string: Step Functions writes a string with its quotes escaped."""
     body = {
-        "deployment": {
-            "config": targets.config,
-            "allowed_nodes": sorted(targets.gangs),
-            "read": list(targets.read),
-            "local_paths": targets.local_paths,
-            "prices": {**{queue.value: price for queue, price in targets.prices.items()}, "currency": CURRENCY},
-            "hosts": {queue.value: host for queue, host in targets.hosts.items()},
-            "embed_hosts": targets.embed_hosts,
-            "timeouts": {stage.value: minutes for stage, minutes in targets.minutes.items()},
-        },
+        "deployment": dict(targets.deployment),
         "execution.$": "$.execution",
         "execution_arn.$": "$$.Execution.Id",
     }
@@ -347,7 +322,7 @@ def _choose_gang(targets: Targets, *, then: str) -> States:
 
 
 def _choose_compile(*, missing: str, complete: str) -> States:
-    """No gang is started to find that there is nothing to compile. Without a clear no the stage is run, and looks for itself."""
+    """Skip the compile gang only if the plan says that nothing is missing; otherwise the stage checks by itself."""
     needed = "$.plan.metrics.compile"
     nothing = {"And": [{"Variable": needed, "IsPresent": True}, {"Variable": needed, "BooleanEquals": False}], "Next": complete}
     return {"ChooseCompile": {"Type": "Choice", "Choices": [nothing], "Default": missing}}
@@ -391,7 +366,7 @@ def _embed(targets: Targets, *, then: str) -> States:
 
 
 def _outcomes(targets: Targets, *, then: str) -> States:
-    """How a run can end; every way out passes one of these, or a state that fills `outcome` itself."""
+    """The outcomes of a run; every way out passes one of these, or a state that fills `outcome` itself."""
     return {
         "Succeeded": outcome(
             then,
@@ -444,7 +419,7 @@ def _outcomes(targets: Targets, *, then: str) -> States:
 
 
 def _failure_words(targets: Targets, *, then: str) -> States:
-    """Explain a stage's failure by its failure.json, where there is one of this execution."""
+    """Explain a stage's failure by its failure.json, if this execution wrote one."""
     failure_file = RunPaths("{}").failure(Stage.PREPARE).replace(Stage.PREPARE.value, "{}")
     words = "$.failure.words"
     complete = [
@@ -481,7 +456,7 @@ def _failure_words(targets: Targets, *, then: str) -> States:
 
 
 def _ending(targets: Targets) -> States:
-    """report, unlock, notify, end. Nothing here masks the outcome: each state's failure goes on to the next."""
+    """report, unlock, notify, end. Nothing here masks the outcome: after a failure each state continues with the next."""
     states = job(targets, Stage.REPORT, then="OwnsLock", on_error="OwnsLock")
     release = {
         "TableName": targets.lock_table,
@@ -525,96 +500,3 @@ def _ending(targets: Targets) -> States:
     states["Done"] = {"Type": "Succeed"}
     states["Failed"] = {"Type": "Fail", "ErrorPath": "$.outcome.Error", "CausePath": "$.outcome.Cause"}
     return states
-
-
-class Workflow(Construct):
-    """The deployed state machine.
-
-    Attributes:
-        state_machine: named after the deployment, so that its own executions can be named in its policy.
-        topic: where outcomes are published.
-    """
-
-    def __init__(
-        self,
-        scope: Construct,
-        construct_id: str,
-        *,
-        settings: Settings,
-        bucket: s3.IBucket,
-        lock_table: dynamodb.ITable,
-        topic: sns.ITopic,
-        topic_key: kms.IKey,
-        queue_arns: Mapping[Queue, str],
-        job_arns: Mapping[Stage, str],
-        gang_arns: Mapping[int, Mapping[Stage, str]],
-        job_names: list[str],
-        console: Console,
-        log_group: logs.ILogGroup,
-    ) -> None:
-        super().__init__(scope, construct_id)
-        stack = Stack.of(self)
-        config = settings.run_config()
-        targets = Targets(
-            partition=stack.partition,
-            console=console,
-            bucket=bucket.bucket_name,
-            lock_table=lock_table.table_name,
-            topic=topic.topic_arn,
-            queues=queue_arns,
-            jobs=job_arns,
-            gangs=gang_arns,
-            minutes={stage: settings.minutes(stage) for stage in STAGES},
-            capacity_wait_minutes=settings.capacity_wait_hours * 60,
-            config=settings.deployed_config(),
-            read=settings.readable(),
-            local_paths=settings.local_paths,
-            prices=hourly_prices(settings),
-            hosts=host_names(settings),
-            embed_hosts=most_embed_hosts(settings),
-            tags={COST_TAG: settings.name},
-            defaults={"share": config.share, "registry": config.registry, "wait_minutes": config.lock.wait_minutes},
-        )
-        self.state_machine = sfn.StateMachine(
-            self,
-            "StateMachine",
-            state_machine_name=settings.name,
-            definition_body=sfn.DefinitionBody.from_string(json.dumps(definition(targets))),
-            tracing_enabled=True,
-            logs=sfn.LogOptions(destination=log_group, level=sfn.LogLevel.ALL, include_execution_data=True),
-        )
-        self._grant(settings, bucket, lock_table, topic, topic_key, queue_arns, job_names)
-
-    def _grant(
-        self,
-        settings: Settings,
-        bucket: s3.IBucket,
-        lock_table: dynamodb.ITable,
-        topic: sns.ITopic,
-        topic_key: kms.IKey,
-        queue_arns: Mapping[Queue, str],
-        job_names: list[str],
-    ) -> None:
-        """What the states call, action by action; a definition from text brings no permissions of its own."""
-        stack = Stack.of(self)
-        arn = stack.format_arn
-        definitions = [arn(service="batch", resource="job-definition", resource_name=f"{name}:*") for name in job_names]
-        jobs = arn(service="batch", resource="job", resource_name="*")
-        rule = arn(service="events", resource="rule", resource_name="StepFunctionsGetEventsForBatchJobsRule")
-        executions = f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"
-        statements = [
-            (["batch:SubmitJob"], [*definitions, *queue_arns.values()]),
-            (["batch:TagResource", "batch:TerminateJob"], [jobs, *definitions]),
-            (["batch:DescribeJobs"], ["*"]),
-            (["events:PutTargets", "events:PutRule", "events:DescribeRule"], [rule]),
-            (["s3:PutObject"], [bucket.arn_for_objects("runs/*/input.json")]),
-            # Without it S3 says of an absent object that access is denied.
-            (["s3:ListBucket"], [bucket.bucket_arn]),
-            (["s3:GetObject"], [bucket.arn_for_objects("runs/*/result.json"), bucket.arn_for_objects("runs/*/failure.json")]),
-            (["dynamodb:GetItem", "dynamodb:PutItem", "dynamodb:DeleteItem"], [lock_table.table_arn]),
-            (["states:DescribeExecution"], [executions]),
-            (["sns:Publish"], [topic.topic_arn]),
-            (["kms:GenerateDataKey", "kms:Decrypt"], [topic_key.key_arn]),
-        ]
-        for actions, resources in statements:
-            self.state_machine.add_to_role_policy(iam.PolicyStatement(actions=actions, resources=resources))

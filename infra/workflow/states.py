@@ -1,12 +1,12 @@
-"""Building blocks of the state machine: each gives the states that do one thing, errors caught and retried, as plain data.
+"""Building blocks of the state machine: each returns the states of one action, errors caught and retried, as plain data.
 
-A block's way out when all is well is its argument `then`. Its failures lead to a state `NAME failed`, which remembers where
-that was, and from there to `KeepFailure` (infra/workflow/machine.py).
+A block continues on success with the state of its argument `then`. Its failures lead to a state `NAME failed`, which records
+the place, and from there to `KeepFailure` (infra/workflow/machine.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ DISCARD: dict[str, Any] = {"ResultPath": None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What the states call, as plain strings (ARNs, names), and the settings that shape them.
+    """The resources that the states call, as plain strings (ARNs, names), and the settings that shape the states.
 
     Attributes:
         partition: of the stack.
@@ -63,13 +63,8 @@ class Targets:
         gangs: node count -> gang stage -> ARN of its job definition.
         minutes: stage -> after how many Batch ends an attempt.
         capacity_wait_minutes: how long a job may wait for hosts, added to every job state's timeout.
-        config: the deployment's partial run configuration.
-        read: s3:// folders and files that runs may read beside the bucket.
-        local_paths: whether runs may name local paths.
-        prices: queue -> USD for an hour of one node, as far as it is known.
-        hosts: queue -> what its nodes are.
-        embed_hosts: how many of them the embed queue has at most.
-        tags: of every job, beside its run: what the deployment's costs are told by.
+        deployment: the part of every run's input.json that the settings determine.
+        tags: of every job, in addition to its run; they allocate the deployment's costs.
         defaults: share, registry and lock wait of an execution that names none.
     """
 
@@ -83,12 +78,7 @@ class Targets:
     gangs: Mapping[int, Mapping[Stage, str]]
     minutes: Mapping[Stage, int]
     capacity_wait_minutes: int
-    config: Mapping[str, Any]
-    read: Sequence[str]
-    local_paths: bool
-    prices: Mapping[Queue, float]
-    hosts: Mapping[Queue, str]
-    embed_hosts: int
+    deployment: Mapping[str, Any]
     tags: Mapping[str, str]
     defaults: Mapping[str, Any]
 
@@ -178,7 +168,7 @@ def gang(targets: Targets, stage: Stage, *, then: str) -> States:
 
 
 def _gang_failures(targets: Targets, stage: Stage) -> States:
-    """How a gang's job can fail; the job is terminated where it may still run."""
+    """The failures of a gang's job; a job that may still run is terminated."""
     stop, failed = _named(stage, "stop"), f"{stage.value} failed"
     minutes = _patience_seconds(targets, stage) // 60
 
@@ -225,7 +215,7 @@ def _batch_call(targets: Targets, action: str, parameters: Mapping[str, Any]) ->
 
 
 def _submission(targets: Targets, stage: Stage) -> dict[str, Any]:
-    """The part of SubmitJob that all jobs share. No overrides: whatever a stage needs stands in the run folder."""
+    """The part of SubmitJob that all jobs share. No overrides: everything that a stage needs is in the run folder."""
     return {
         "JobName.$": f"States.Format('{stage.value}-{{}}', $.run.id)",
         "JobQueue": targets.queues[STAGES[stage].queue],
@@ -300,7 +290,7 @@ def read_result(targets: Targets, name: str, stage: Stage, path: str, *, needed:
 
 
 def outcome(then: str, **fields: str) -> State:
-    """A state that says how the run ends: result, state, Error and Cause, each a text, a path or an intrinsic function."""
+    """A state that records how the run ends: result, state, Error and Cause, each a text, a path or an intrinsic function."""
     filled = {f"{key}.$" if value.startswith(("$", "States.")) else key: value for key, value in fields.items()}
     literal = filled.keys() == fields.keys()
     return {"Type": "Pass", "Result" if literal else "Parameters": filled, "ResultPath": "$.outcome", "Next": then}
@@ -313,7 +303,7 @@ def _catch(
 
     Args:
         stage: the stage whose failure.json explains the failure, None for a state that is no job.
-        on_error: where to go on instead, for states whose failure changes nothing.
+        on_error: the next state after a failure that changes nothing.
         started: whether there is something to report on; always so for a stage.
     """
     if on_error is not None:
@@ -338,7 +328,7 @@ def _patience_seconds(targets: Targets, stage: Stage) -> int:
 
 
 def _laps(patience_seconds: int, long_lap_seconds: int) -> int:
-    """How many laps of polling take that long."""
+    """Return how many laps of polling take that long."""
     beyond = max(0, patience_seconds - SHORT_LAPS * SHORT_LAP_SECONDS)
     return min(SHORT_LAPS, -(-patience_seconds // SHORT_LAP_SECONDS)) + -(-beyond // long_lap_seconds)
 

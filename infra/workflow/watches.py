@@ -1,15 +1,15 @@
-"""State machines that watch the one that runs the stages; EventBridge starts them, with the execution that it speaks of.
+"""State machines that watch the one that runs the stages; EventBridge starts them with the ARN of that execution.
 
-    overdue   when an execution begins: waits one time budget and speaks up if it still runs.
-    week      when one succeeds: waits until the next one should have, and speaks up again and again until one does.
-    cleanup   when one ends other than by success: ends the jobs that it left behind, and says so.
+    overdue   when an execution begins: waits one time budget, and notifies if the execution still runs.
+    week      when one succeeds: waits until the next success is due, then notifies repeatedly until one succeeds.
+    cleanup   when one ends without success: terminates the jobs that it left behind, and notifies.
 
 An alarm cannot do what `week` does. CloudWatch looks back seven days at most, and two successes in a row are as far apart as the
 later run took longer: a missing one shows after the schedule's period (a week, or its `every_days`) and a time budget.
 
 Step Functions ends the job of a `.sync` state with its execution as best effort, and knows nothing of a gang's. So whatever
 ended the execution, `cleanup` looks for jobs by the names that it gives to them, and terminates those that carry its ARN: another
-execution that takes up the same run has jobs of the same names. Twice, because a submission may have been under way.
+execution that resumes the same run has jobs of the same names. It does so twice, because a submission may have been in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from constructs import Construct
 
 from infra.console import Console
 from infra.runbook import remedy
-from infra.settings import DAYS_OF_WEEK, Settings
+from infra.setting_sections import DAYS_OF_WEEK
+from infra.settings import Settings
 from infra.workflow.states import CALL_SECONDS, DISCARD, States
 from pipeline.contract import EXECUTION_TAG, STAGES, Queue
 
@@ -46,9 +47,9 @@ state holds the input three times."""
 
 
 def overdue(partition: str, topic: str, budget_seconds: int, console: Console) -> dict[str, Any]:
-    """Waits one time budget and speaks up if the execution it was given still runs."""
+    """Wait one time budget, and notify if the execution still runs."""
     return {
-        "Comment": "Speaks up when a run is overdue.",
+        "Comment": "Notifies when a run is overdue.",
         "StartAt": "Wait",
         "States": {
             "Wait": {"Type": "Wait", "Seconds": budget_seconds, "Next": "Look"},
@@ -62,8 +63,8 @@ def overdue(partition: str, topic: str, budget_seconds: int, console: Console) -
                 partition,
                 topic,
                 subject="States.Format('trnpipe: {} overdue', $.seen.Name)",
-                message=f"States.Format('Run {{}} still runs after its time budget of {budget_seconds // 60} minutes. It goes "
-                f"on; nothing was stopped. {remedy('Overdue')} Execution: {console.execution} Log: {console.log} "
+                message=f"States.Format('Run {{}} still runs after its time budget of {budget_seconds // 60} minutes. It "
+                f"continues; nothing was stopped. {remedy('Overdue')} Execution: {console.execution} Log: {console.log} "
                 f"Dashboard: {console.overview}', $.seen.Name, $.execution, $.seen.Name)",
                 then="Done",
             ),
@@ -73,7 +74,7 @@ def overdue(partition: str, topic: str, budget_seconds: int, console: Console) -
 
 
 def week(partition: str, topic: str, machine: str, days: int, patience_seconds: int, console: Console) -> dict[str, Any]:
-    """Waits for the success after the one it was given.
+    """Wait for the success after the given one.
 
     Args:
         machine: ARN of the state machine.
@@ -87,13 +88,13 @@ def week(partition: str, topic: str, machine: str, days: int, patience_seconds: 
         "Next": "Done",
     }
     return {
-        "Comment": f"Speaks up when no run has succeeded for {period} and the time that a run may take.",
+        "Comment": f"Notifies when no run has succeeded for {period} and the time that a run may take.",
         "StartAt": "Wait",
         "States": {
             "Wait": {"Type": "Wait", "Seconds": days * DAY_SECONDS + patience_seconds, "Next": "Look"},
             "Look": {
                 **_call(partition, "aws-sdk:sfn:listExecutions"),
-                # The newest stands first.
+                # The newest is first.
                 "Parameters": {"StateMachineArn": machine, "StatusFilter": "SUCCEEDED", "MaxResults": 1},
                 "ResultSelector": {"succeeded.$": "$.Executions[*].ExecutionArn"},
                 "ResultPath": "$.seen",
@@ -105,7 +106,7 @@ def week(partition: str, topic: str, machine: str, days: int, patience_seconds: 
                 topic,
                 subject=f"trnpipe: {period} without a successful run",
                 message=f"States.Format('No run has succeeded since the one of the execution below, {period} and the time "
-                f"that a run may take. {remedy('MissedWeek')} This is said again until one succeeds. Dashboard: "
+                f"that a run may take. {remedy('MissedWeek')} This notification repeats until one succeeds. Dashboard: "
                 f"{console.overview} Last success: {console.execution}', $.execution)",
                 then="WaitAgain",
             ),
@@ -116,7 +117,7 @@ def week(partition: str, topic: str, machine: str, days: int, patience_seconds: 
 
 
 def cleanup(partition: str, topic: str, queues: Mapping[Queue, str], console: Console) -> dict[str, Any]:
-    """Terminates the jobs of an execution that has ended.
+    """Terminate the jobs of an execution that has ended.
 
     Args:
         queues: ARN of each queue that it submits to.
@@ -239,7 +240,7 @@ def _job_states(partition: str, topic: str, console: Console) -> States:
             message=f"States.Format('Job {{}} ({{}}) was {{}} when its execution had ended, and has been terminated. Execution: "
             f"{console.execution} Dashboard: {console.overview}', $.job.JobName, $.job.JobId, $.job.Status, $.execution)",
             then="Terminated",
-            # Its alarm tells of a topic that is out of order; the second look, and other jobs, must not wait for it.
+            # An alarm reports a failing topic; the second look, and other jobs, must not wait for it.
             catch=True,
         ),
         "Terminated": {"Type": "Succeed"},
@@ -255,7 +256,7 @@ def _look(partition: str, *, then: str, more: Mapping[str, str] | None = None) -
     """Describe the execution.
 
     Args:
-        more: what to keep beside name and status.
+        more: further fields to keep, in addition to name and status.
     """
     return {
         "Look": {
@@ -269,9 +270,10 @@ def _look(partition: str, *, then: str, more: Mapping[str, str] | None = None) -
 
 
 def _notify(partition: str, topic: str, *, subject: str, message: str, then: str, catch: bool = False) -> dict[str, Any]:
-    """
+    """Publish a message.
+
     Args:
-        catch: whether to go on where the topic does not take the message.
+        catch: whether to continue when publishing fails.
     """
     key = "Subject.$" if subject.startswith("States.") else "Subject"
     return {
@@ -284,7 +286,7 @@ def _notify(partition: str, topic: str, *, subject: str, message: str, then: str
 
 
 def _call(partition: str, action: str) -> dict[str, Any]:
-    """Retried for hours: only an alarm watches this state machine."""
+    """A call that is retried for hours: only an alarm watches this state machine."""
     retry = {
         "ErrorEquals": ["States.ALL"],
         "IntervalSeconds": 5,
@@ -375,6 +377,14 @@ class Watches(Construct):
         )
         for actions, resources in grants:
             machine.add_to_role_policy(iam.PolicyStatement(actions=actions, resources=resources))
+        # EventBridge starts the watch under this role, for rules of this stack alone
+        # (https://docs.aws.amazon.com/eventbridge/latest/userguide/cross-service-confused-deputy-prevention.html).
+        stack = Stack.of(self)
+        # A rule without a name of its own begins with its stack's; its ARN itself would need the rule, which needs the role.
+        rules = stack.format_arn(service="events", resource="rule", resource_name=f"{stack.stack_name}-*")
+        conditions = {"StringEquals": {"aws:SourceAccount": stack.account}, "ArnLike": {"aws:SourceArn": rules}}
+        principal = iam.ServicePrincipal("events.amazonaws.com", conditions=conditions)
+        role = iam.Role(self, f"{name}Events", assumed_by=principal, description=f"Starts {self._name}-{name.lower()}")
         events.Rule(
             self,
             f"{name}Rule",
@@ -387,19 +397,9 @@ class Watches(Construct):
             targets=[
                 targets.SfnStateMachine(
                     machine,
-                    role=self._event_role(name),
+                    role=role,
                     input=events.RuleTargetInput.from_object({"execution": events.EventField.from_path("$.detail.executionArn")}),
                 )
             ],
         )
         self.machines[name] = machine
-
-    def _event_role(self, name: str) -> iam.Role:
-        """The role under which EventBridge starts a watch, for rules of this stack alone
-        (https://docs.aws.amazon.com/eventbridge/latest/userguide/cross-service-confused-deputy-prevention.html)."""
-        stack = Stack.of(self)
-        # A rule without a name of its own begins with its stack's; its ARN itself would need the rule, which needs the role.
-        rules = stack.format_arn(service="events", resource="rule", resource_name=f"{stack.stack_name}-*")
-        conditions = {"StringEquals": {"aws:SourceAccount": stack.account}, "ArnLike": {"aws:SourceArn": rules}}
-        principal = iam.ServicePrincipal("events.amazonaws.com", conditions=conditions)
-        return iam.Role(self, f"{name}Events", assumed_by=principal, description=f"Starts {self._name}-{name.lower()}")

@@ -346,7 +346,7 @@ class SickHost(Fault):
     def act(self, scene: Scene) -> None:
         scene.strike(f"host {self._sick[0]} is sick")
         scene.over.wait()
-        if not scene.site.runner.hosts.is_drained(self._sick[0]):
+        if self._sick[0] not in scene.site.runner.hosts.drained:
             scene.broken.append("the sick host was not taken out")
 
 

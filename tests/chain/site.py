@@ -24,7 +24,6 @@ from unittest import mock
 import boto3
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
 
-from infra.local.batch import BatchRunner
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import THIS_INSTALLATION, BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
@@ -33,6 +32,7 @@ from infra.local.template import LocalStack, local_context, read_stack, synthesi
 from pipeline.contract import RunPaths
 from tests.chain.front import OF_JOBS, Front
 from tests.chain.nursery import Nursery
+from tests.infra.strict_batch import StrictBatchRunner
 
 REPOSITORY = Path(__file__).parents[2]
 MARKER = "TRNPIPE_CHAOS_RUN"
@@ -178,7 +178,7 @@ class Site:
         self.table = endpoint.client("dynamodb")
 
     @property
-    def runner(self) -> BatchRunner:
+    def runner(self) -> StrictBatchRunner:
         return self.endpoint.batch
 
     @property
@@ -269,7 +269,7 @@ def open_site(depth: Depth, folder: Path, templates: Path, context: Mapping[str,
     stack = read_stack(synthesize(templates, context or local_context((1, 2), DEPLOYMENT_CONFIG)))
     front = Front()
 
-    def runner(environment: dict[str, str]) -> BatchRunner:
+    def runner(environment: dict[str, str]) -> StrictBatchRunner:
         settings = BatchSettings(
             logs=folder / "logs",
             environment=environment | OF_JOBS,
@@ -277,7 +277,7 @@ def open_site(depth: Depth, folder: Path, templates: Path, context: Mapping[str,
             grace=GRACE,
             start=nursery.start,
         )
-        return BatchRunner(stack.job_definitions, stack.queues, settings)
+        return StrictBatchRunner(stack.job_definitions, stack.queues, settings)
 
     with ExitStack() as undo:
         variables = {f"TRNPIPE_{name}_SECONDS": str(seconds) for name, seconds in depth.deadlines.items()}

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.app import read_context
-from infra.settings import ENVIRONMENT_KEY, read_environment
+from infra.context import ENVIRONMENT_KEY, read_context, read_environment
 from infra.templates import Stacks
 from pipeline import store
 from pipeline.contract import Stage

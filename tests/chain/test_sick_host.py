@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from infra.local.batch import BatchRunner
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
@@ -18,6 +17,7 @@ from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
 from pipeline import store
 from pipeline.contract import RunPaths, Stage
+from tests.infra.strict_batch import StrictBatchRunner
 from tests.tiny import make_model, write_pairs
 
 pytestmark = pytest.mark.long
@@ -40,9 +40,9 @@ def endpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LocalEn
     folder = request.config.cache.mkdir(f"cdk-out-{worker}")
     stack = read_stack(synthesize(folder, local_context((1, 2), DEPLOYMENT_CONFIG)))
 
-    def runner(environment: dict[str, str]) -> BatchRunner:
+    def runner(environment: dict[str, str]) -> StrictBatchRunner:
         settings = BatchSettings(logs=tmp_path / "logs", environment=environment)
-        return BatchRunner(stack.job_definitions, stack.queues, settings)
+        return StrictBatchRunner(stack.job_definitions, stack.queues, settings)
 
     with LocalEndpoint(stack, tmp_path / "state", runner) as endpoint:
         endpoint.stack = stack  # type: ignore[attr-defined]
@@ -93,8 +93,8 @@ def test_a_sick_host_takes_itself_out_and_the_next_attempt_runs_elsewhere(endpoi
     job = finish(endpoint, Stage.HEALTH_CHECK, "health_check-2", paths)
     assert job.status == "SUCCEEDED", failed(paths, Stage.HEALTH_CHECK)
     assert [attempt.exit_code for attempt in job.attempts] == [76, 0]
-    assert hosts.is_drained(second)
-    assert not hosts.is_drained(first)
+    assert second in hosts.drained
+    assert first not in hosts.drained
     ended = store.read_json(paths.node_exit(Stage.HEALTH_CHECK, 1, 1))
     assert (ended["exit_code"], ended["host"]) == (76, second)
     assert f"node 1 ({second}) failed its health check: all_reduce_4096" in ended["failure"]["what"]
@@ -103,7 +103,7 @@ def test_a_sick_host_takes_itself_out_and_the_next_attempt_runs_elsewhere(endpoi
     assert second not in {store.read_json(paths.node_health(node))["host"] for node in range(2)}
     assert report["instance"] == report["host"]
     # What the sick node said of itself, once.
-    log = endpoint.batch.log_file(job, 1, 1).read_text()
+    log = (endpoint.batch.settings.logs / job.log_stream(1, 1)).read_text()
     assert log.count("this host takes no further jobs") == 1
     # It stays out, for other jobs too.
     assert second not in hosts.take(4)

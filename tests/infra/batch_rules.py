@@ -356,7 +356,7 @@ def resources_are_asked_for_once(batch: Batch) -> Iterator[str]:
     """API_ContainerProperties: `vcpus` and `memory` are deprecated, and exclude resourceRequirements in overrides."""
     for name, container in _containers(batch):
         if "Vcpus" in container or "Memory" in container:
-            yield f"{name}: vcpus or memory beside resourceRequirements"
+            yield f"{name}: vcpus or memory together with resourceRequirements"
         if {"VCPU", "MEMORY"} - _needs(container).keys():
             yield f"{name}: no vCPUs or no memory asked for"
 

@@ -30,7 +30,7 @@ WRITES = ("Put", "Delete", "Abort", "Update", "Submit", "Terminate", "Publish", 
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """One thing that somebody did.
+    """One call of an AWS service.
 
     Attributes:
         caller: a stage, or MACHINE.

@@ -19,9 +19,8 @@ import yaml
 from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
 
-from infra.app import CDK_JSON, read_context
+from infra.context import CDK_JSON, ENVIRONMENTS, read_context
 from infra.nodejs import choose_node
-from infra.settings import ENVIRONMENTS
 from infra.templates import Stacks
 
 choose_node()  # before any test module imports CDK

@@ -9,7 +9,7 @@ from typing import Any
 
 from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
-from infra.local.template import LocalStack, LocalWatch
+from infra.local.template import LocalStack
 from infra.settings import DEFAULT_MINUTES
 from infra.workflow.states import Targets
 from pipeline.contract import STAGES, Queue, Shape
@@ -33,12 +33,16 @@ def targets(**changes: Any) -> Targets:
         "gangs": {nodes: {stage: f"{arn}:job-definition/{stage}-{nodes}:3" for stage in GANGS} for nodes in (1, 2)},
         "minutes": DEFAULT_MINUTES,
         "capacity_wait_minutes": 360,
-        "config": {"device": {"kind": "cpu"}},
-        "read": ("s3://lake/clicks",),
-        "local_paths": False,
-        "prices": {Queue.TRAIN: 21.5, Queue.CPU: 0.3},
-        "hosts": {Queue.TRAIN: "trn1.32xlarge"},
-        "embed_hosts": 4,
+        "deployment": {
+            "config": {"device": {"kind": "cpu"}},
+            "allowed_nodes": [1, 2],
+            "read": ["s3://lake/clicks"],
+            "local_paths": False,
+            "prices": {"train": 21.5, "cpu": 0.3, "currency": "USD"},
+            "hosts": {"train": "trn1.32xlarge"},
+            "embed_hosts": 4,
+            "timeouts": {stage.value: minutes for stage, minutes in DEFAULT_MINUTES.items()},
+        },
         "tags": {"trnpipe": "ranker"},
         "defaults": {"share": "manual", "registry": "current", "wait_minutes": 0},
     }
@@ -48,7 +52,7 @@ def targets(**changes: Any) -> Targets:
 def stack_around(
     machine: Mapping[str, Any], *, name: str = "trnpipe", watches: Mapping[str, Mapping[str, Any]] | None = None
 ) -> LocalStack:
-    """What a local endpoint needs beside a state machine; its jobs are nobody's.
+    """The stack of a local endpoint around a state machine, without jobs.
 
     Args:
         watches: name -> definition of the machines that an abort starts.
@@ -67,9 +71,7 @@ def stack_around(
         topics=("notifications",),
         job_definitions=(),
         queues=(),
-        watches=tuple(
-            LocalWatch(state_machine=watch, definition=json.dumps(definition)) for watch, definition in (watches or {}).items()
-        ),
+        watches={watch: json.dumps(definition) for watch, definition in (watches or {}).items()},
     )
 
 

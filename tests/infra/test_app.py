@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from infra import app
-from infra.app import CDK_JSON, read_context
-from infra.settings import Settings, read_settings
+from infra.context import CDK_JSON, read_context, read_settings
+from infra.settings import Settings
 from pipeline.errors import BadConfig, ExitCode
 from tests.infra.conftest import Synth, deploy
 

@@ -41,7 +41,7 @@ def test_gangs_get_on_demand_hosts_in_one_placement_group_and_pay_for_none_when_
 
 
 def test_gangs_security_groups_stand_on_the_interfaces_only(deployment: Any) -> None:
-    """Batch refuses an environment that names groups beside a launch template with interfaces."""
+    """Batch refuses an environment that names groups in addition to a launch template with interfaces."""
     assert "SecurityGroupIds" not in environment(deployment, "trn1.32xlarge")
     [with_interfaces] = [template for template in templates(deployment) if "NetworkInterfaces" in template]
     assert "SecurityGroupIds" not in with_interfaces

@@ -55,7 +55,7 @@ CLI_COMMANDS: dict[tuple[str, str], set[str]] = {
     ("ecr", "get-login-password"): set(),
     ("logs", "tail"): {"--since", "--filter-pattern", "--follow"},
 }
-"""Commands that the AWS CLI has beside the services' operations, and the options of theirs that the guide uses."""
+"""Commands of the AWS CLI that are no operations of a service, with the options that the guide uses."""
 
 CLI_OPTIONS = {"--query", "--output", "--region", "--profile"}
 CDK_OPTIONS = {
@@ -248,7 +248,7 @@ def is_run_setting(path: str) -> bool:
 
 
 def test_every_setting_in_the_table_exists() -> None:
-    table = DEPLOY[DEPLOY.index("| setting |") : DEPLOY.index("Wrong ones are refused")]
+    table = DEPLOY[DEPLOY.index("| setting |") : DEPLOY.index("CDK refuses wrong settings")]
     rows = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
     named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert len(named) > 15

@@ -37,7 +37,7 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Recorded]:
-    """A good run, one whose host is sick, and one that fails and is taken up again: light stages, everything else is real."""
+    """A good run, one whose host is sick, and one that fails and is resumed: light stages, everything else is real."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
     templates, folder = request.config.cache.mkdir(f"cdk-out-{worker}"), tmp_path_factory.mktemp("iam")
     with open_site(ORCHESTRATION, folder / "site", templates) as site, quick_engine():
@@ -156,7 +156,7 @@ def test_no_role_may_write_what_another_one_writes(recorded: Recorded, role: str
 
 
 @pytest.mark.parametrize("role", [*map(str, STAGES), MACHINE])
-def test_what_nobody_does_nobody_may_do(recorded: Recorded, role: str) -> None:
+def test_no_role_may_make_a_call_that_no_stage_makes(recorded: Recorded, role: str) -> None:
     bucket, may = recorded.bucket, recorded.roles.of(role).may
     for key in (
         "runs/r/plan.json",
@@ -174,7 +174,7 @@ def test_what_nobody_does_nobody_may_do(recorded: Recorded, role: str) -> None:
     for action in ("iam:PassRole", "sts:AssumeRole", "states:StartExecution", "states:StopExecution", "batch:CancelJob"):
         assert not may(action, "*"), action
         assert not may(action, recorded.roles.machine_arn), action
-    assert not may("s3:GetObject", "arn:aws:s3:::somebody-elses/file")
+    assert not may("s3:GetObject", "arn:aws:s3:::another-bucket/file")
     assert not may("ecs:UpdateContainerInstancesState", f"arn:aws:ecs:{REGION}:{ACCOUNT}:container-instance/web/0a1b")
     if role != MACHINE:
         lock = next(call.resource for call in recorded.calls if call.action == "dynamodb:PutItem")

@@ -133,7 +133,7 @@ def test_a_refused_run_is_told_apart_from_a_failed_one(deployment: Any) -> None:
 
 
 def exists(namespace: str, name: str, dimensions: dict[str, Any]) -> bool:
-    """Whether somebody publishes such a metric."""
+    """Whether a container publishes such a metric."""
     if namespace in SERVICES:
         return name in SERVICES[namespace]
     if namespace == f"{METRICS_NAMESPACE}/trnpipe":

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from infra.app import read_context
+from infra.context import read_context, read_settings
 from infra.run_cost import expectation, hourly_prices, most_embed_hosts
-from infra.settings import COST_TAG, HARDWARE, Settings, read_settings
+from infra.settings import COST_TAG, Settings
 from pipeline.contract import STAGES, Queue
-from pipeline.prices import INSTANCE_HOUR
+from pipeline.prices import HARDWARE, INSTANCE_HOUR
 
 UNPRICED: set[str] = set()
 """Instance types that can be deployed and whose price could not be confirmed."""
@@ -55,7 +55,7 @@ def test_no_price_is_made_up_for_a_region_that_is_not_in_the_table() -> None:
     assert "month" in " ".join(lines(**elsewhere, prices={"trn1.32xlarge": 20, "cpu": 1}))
 
 
-def test_nobody_pays_by_the_hour_for_one_machine() -> None:
+def test_one_machine_for_all_stages_has_no_hourly_price() -> None:
     assert hourly_prices(settings(local_paths=True, prices={"train": 5})) == {}
     assert lines(local_paths=True) == []
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from infra.settings import WeeklySchedule
+from infra.setting_sections import WeeklySchedule
 from pipeline.config import build_config
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.app import CDK_JSON, read_context
-from infra.settings import ENVIRONMENTS, HARDWARE, Settings, read_settings
+from infra.context import CDK_JSON, ENVIRONMENTS, read_context, read_settings
+from infra.settings import Settings
 from pipeline.contract import STAGES
 from pipeline.errors import BadConfig, ExitCode
+from pipeline.prices import HARDWARE
 
 BASE: dict[str, Any] = {"ami": "ami-0123456789abcdef0"}
 
@@ -62,7 +63,7 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
         ({"shares": {"weekly": 0, "manual": 1}}, "trnpipe.shares.weekly"),
         ({"images": {"tag": "latest"}}, "moves under a run"),
         ({"images": {"cpu": "example.com/cpu:latest"}}, "moves under a run"),
-        ({"notify": ["nobody"]}, "trnpipe.notify.0"),
+        ({"notify": ["team"]}, "trnpipe.notify.0"),
         ({"read": ["/data"]}, "s3://BUCKET/PREFIX"),
         ({"gang_submit": "sync"}, "trnpipe.gang_submit"),
         ({"embed_market": "reserved"}, "trnpipe.embed_market"),
@@ -303,7 +304,7 @@ def test_an_environment_that_is_none_is_refused_with_those_that_are(environments
 def test_a_file_outside_of_the_folder_is_no_environment(environments: Path) -> None:
     inside = environments / "inside"
     inside.mkdir()
-    with pytest.raises(BadConfig, match="no such environment"):
+    with pytest.raises(BadConfig, match="unknown environment"):
         read_settings({"trnpipe": BASE, "env": "../staging"}, inside)
 
 
@@ -345,7 +346,7 @@ def test_missing_settings(context: dict[str, Any]) -> None:
         read_settings(context)
 
 
-def test_what_the_configuration_reads_is_granted_and_nothing_beside_it() -> None:
+def test_only_locations_that_the_configuration_reads_are_granted() -> None:
     found = settings(
         read=["s3://more/x"],
         local_paths=True,

@@ -80,7 +80,7 @@ def test_only_checkpoints_are_tagged(deployment: Any, stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_compiled_sets_are_compile_s_and_those_who_load_them_only_read(deployment: Any, stage: Stage) -> None:
-    """prepare asks whether they are there. The compiler's cache alone is also train's, for a graph that nobody foresaw."""
+    """prepare asks whether they are there. The compiler's cache alone is also train's, for an unforeseen graph."""
     cache = "/graphs/neuron-cache/*"
     written = {Stage.COMPILE: {"/graphs/*"}, Stage.TRAIN: {cache}}.get(stage, set())
     read = {"/graphs/*"} if stage not in (Stage.HEALTH_CHECK, Stage.PUBLISH, Stage.REPORT) else set()
@@ -142,7 +142,7 @@ def test_no_policy_allows_every_action(deployment: Any) -> None:
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_inputs_are_readable_where_they_are_read(other_deployment: Any, stage: Stage) -> None:
-    """publish reads documents to name the missing ones; who trains or evaluates loads the parent, which may be nobody's run."""
+    """publish reads documents to name the missing ones; stages that train or evaluate load the parent, perhaps of no run."""
     reads_shards = stage in (Stage.PREPARE, Stage.EMBED, Stage.PUBLISH)
     loads_parent = stage in (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
     readable = granted(other_deployment, role_of(stage), "s3:GetObject")

@@ -82,7 +82,7 @@ def test_what_is_kept_is_kept_as_long_as_set(
 
 
 def test_only_what_is_tagged_expires(deployment: Any) -> None:
-    """S3 takes no tags beside the end of uploads, and no days beside the end of delete markers."""
+    """S3 takes no tags together with the end of uploads, and no days together with the end of delete markers."""
     found = rules(deployment)
     expiring = {name for name, rule in found.items() if "ExpirationInDays" in rule}
     assert expiring == {"resume", "expire"}

@@ -16,7 +16,7 @@ import cfnlint
 import pytest
 from cfnlint.config import ManualArgs
 
-from infra.app import CDK_JSON
+from infra.context import CDK_JSON
 from infra.local.template import synth_sources
 from infra.templates import Stacks
 from tests.infra import batch_rules
@@ -256,7 +256,7 @@ def without_policy(batch: Batch) -> None:
 
 BREAKS: dict[str, list[tuple[Break, str]]] = {
     "groups_stand_in_one_place": [
-        (lambda b: hosts(b).update(SecurityGroupIds=["sg-1"]), "beside the launch template's network interfaces"),
+        (lambda b: hosts(b).update(SecurityGroupIds=["sg-1"]), "in addition to the launch template's network interfaces"),
         (lambda b: hosts(b, "Embed").pop("SecurityGroupIds"), "no security group"),
         (lambda b: hosts(b, "Cpu").update(SecurityGroupIds=[f"sg-{n}" for n in range(6)]), "more than five"),
     ],
@@ -304,7 +304,7 @@ BREAKS: dict[str, list[tuple[Break, str]]] = {
             lambda b: b.queues["trnpipe-train"]["ComputeEnvironmentOrder"].extend(
                 b.queues["trnpipe-cpu"]["ComputeEnvironmentOrder"]
             ),
-            "Fargate beside EC2",
+            "Fargate mixed with EC2",
         ),
     ],
     "shares_are_told_apart": [
@@ -339,7 +339,7 @@ BREAKS: dict[str, list[tuple[Break, str]]] = {
         (lambda b: b.definitions["trnpipe-report"]["Timeout"].update(AttemptDurationSeconds=59), "below 60 seconds"),
     ],
     "resources_are_asked_for_once": [
-        (lambda b: container(b, "trnpipe-embed").update(Vcpus=96), "vcpus or memory beside"),
+        (lambda b: container(b, "trnpipe-embed").update(Vcpus=96), "vcpus or memory together with"),
         (lambda b: container(b, "trnpipe-embed")["ResourceRequirements"].pop(), "no memory asked for"),
     ],
     "fargate_jobs_have_a_size_that_exists": [

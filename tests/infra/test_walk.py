@@ -43,7 +43,7 @@ HARMLESS = ("report", "ReleaseLock", "Notify", "ReadFailure", *(f"{stage} (stop)
 
 BEFORE_THE_LOCK = ("AcquireLock", "ReadLock", "ReadOwner", "TakeOverLock")
 REPORTED = ("ReadPlan", "ReadScorecard")
-"""States, beside those of a stage, after whose failure there is something to report on."""
+"""States besides those of a stage after whose failure the report stage runs."""
 
 ROUTES: dict[str, dict[str, Any]] = {
     "ReadLock": {"owners": ("SUCCEEDED",)},

@@ -102,7 +102,7 @@ def test_what_starts_them(deployment: Any, other_deployment: Any, watch: str, st
         "InputPathsMap": {"detail-executionArn": "$.detail.executionArn"},
         "InputTemplate": '{"execution":<detail-executionArn>}',
     }
-    # Without a schedule nobody waits for a weekly success.
+    # Without a schedule no weekly success is due.
     names = {
         machine["StateMachineName"].split("-", 1)[-1]
         for machine in other_deployment.resources("AWS::StepFunctions::StateMachine")
@@ -140,7 +140,7 @@ def test_they_may_do_what_their_states_do_and_no_more(deployment: Any, watch: st
 
 
 class Account:
-    """The local endpoint, whose state machine waits for good, succeeds or fails, with a watch beside it."""
+    """The local endpoint, whose state machine waits for good, succeeds or fails, with a watch."""
 
     def __init__(self, endpoint: LocalEndpoint) -> None:
         self.endpoint = endpoint
@@ -168,7 +168,7 @@ class Account:
 
 
 class NoBatch:
-    """Nobody submits anything here."""
+    """No test submits a job here."""
 
     pause = staticmethod(time.sleep)
 

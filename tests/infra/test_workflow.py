@@ -389,7 +389,7 @@ def test_a_gang_that_fails(account: Account) -> None:
 
 
 @pytest.mark.parametrize(("name", "given"), [("week-1", {}), ("again", {"run": "week-1"})])
-def test_stopping_an_execution_ends_its_gang_and_nobody_else_s(account: Account, name: str, given: dict[str, Any]) -> None:
+def test_stopping_an_execution_ends_its_own_gang_only(account: Account, name: str, given: dict[str, Any]) -> None:
     """Jobs of the same name may be another execution's, which takes the run up, or have no tags; names match in either case."""
     account.batch.script["health_check"] = lambda: "RUNNING"
     queue = f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/train"
@@ -593,7 +593,7 @@ def test_a_run_that_publishes_nowhere_takes_no_lock(account: Account) -> None:
 
 @dataclass
 class Holder:
-    """A run that holds the lock in prepare until it is told to go on; every run ends after prepare."""
+    """A run that holds the lock in prepare until the test releases it; every run ends after prepare."""
 
     account: Account
     arn: str = ""
@@ -656,9 +656,9 @@ def test_the_lock_of_an_execution_that_ended_or_is_forgotten_is_taken_over(accou
 
 
 def test_a_lock_that_was_taken_over_is_not_released_by_its_former_owner(account: Account) -> None:
-    account.batch.script["prepare"] = lambda: "exited" if account.lock("somebody-else") else None
+    account.batch.script["prepare"] = lambda: "exited" if account.lock("another") else None
     account.run("week-1")
-    assert account.lock()["owner"] == "somebody-else"
+    assert account.lock()["owner"] == "another"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -84,7 +84,7 @@ class Walk:
         faults: state -> what its requests meet; `*` stands for every state that is not named.
         jobs: stage -> how its jobs end; those not named succeed.
         results: stage -> metrics of its result file, or the file's bytes; None: none is written.
-        given: the execution's input; an object has the walk's registry beside it.
+        given: the execution's input; an object also gets the walk's registry.
         owners: status of the execution that holds the lock at first, one per look at it; the last one stays. FORGOTTEN: Step
             Functions knows it no longer.
         times_out: states that time out quickly.

@@ -13,9 +13,9 @@ import pytest
 from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
 
-from infra.doctor.asking import Check, Finding, Level, Subject
+from infra.context import read_settings
+from infra.doctor.asking import Check, DoctorFinding, Level, Subject
 from infra.doctor.blueprint import Blueprint, read_blueprint
-from infra.settings import read_settings
 
 ACCOUNT = "123456789012"
 Answers = Mapping[str, Any]
@@ -91,14 +91,14 @@ def smoke_blueprint(smoke_deployment: Any) -> Blueprint:
     return read_blueprint(Path(smoke_deployment.app.outdir), read_settings(smoke_deployment.app.node.get_all_context()))
 
 
-Look = Callable[..., list[Finding]]
+Look = Callable[..., list[DoctorFinding]]
 
 
 @pytest.fixture
 def look() -> Look:
     """Run one check over recorded answers."""
 
-    def run(check: Check, blueprint: Blueprint, answers: Answers, *, after: bool = False, **settings: Any) -> list[Finding]:
+    def run(check: Check, blueprint: Blueprint, answers: Answers, *, after: bool = False, **settings: Any) -> list[DoctorFinding]:
         if settings:
             blueprint = dataclasses.replace(blueprint, settings=blueprint.settings.model_copy(update=settings))
         return check(Subject(blueprint=blueprint, account=ACCOUNT, after=after, ask=Recorded(answers)))
@@ -106,13 +106,13 @@ def look() -> Look:
     return run
 
 
-def bad(findings: list[Finding]) -> list[tuple[str, str]]:
+def bad(findings: list[DoctorFinding]) -> list[tuple[str, str]]:
     """Level and sentence of everything that is not well."""
     return [(finding.level.value, finding.what) for finding in findings if finding.level is not Level.OK]
 
 
 @pytest.fixture(name="bad", scope="session")
-def _bad() -> Callable[[list[Finding]], list[tuple[str, str]]]:
+def _bad() -> Callable[[list[DoctorFinding]], list[tuple[str, str]]]:
     return bad
 
 

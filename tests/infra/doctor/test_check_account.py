@@ -48,7 +48,7 @@ def test_credentials_that_are_not_accepted() -> None:
             [("problem", "the region us-west-2 is not enabled in this account")],
         ),
         (Refused("ValidationException", "no such region"), [("problem", "there is no region us-west-2")]),
-        (Denied("account:GetRegionOptStatus"), [("warning", "cannot look: needs account:GetRegionOptStatus")]),
+        (Denied("account:GetRegionOptStatus"), [("warning", "the check needs the permission account:GetRegionOptStatus")]),
     ],
     ids=["default", "enabled", "disabled", "unknown", "denied"],
 )
@@ -122,7 +122,7 @@ def test_budgets(blueprint: Blueprint, look: Any, bad: Any) -> None:
 
 def test_addressees(blueprint: Blueprint, other_blueprint: Blueprint, look: Any, bad: Any) -> None:
     assert bad(look(check_account.addressees, other_blueprint, {})) == []
-    assert bad(look(check_account.addressees, blueprint, {})) == [("warning", "nobody is told how runs end")]
+    assert bad(look(check_account.addressees, blueprint, {})) == [("warning", "no address receives notifications")]
 
 
 def test_fleets_are_read_from_the_template(blueprint: Blueprint, other_blueprint: Blueprint) -> None:

@@ -64,7 +64,7 @@ def test_an_increase_that_was_asked_for_is_named(blueprint: Blueprint, look: Any
     requests = ({"DesiredValue": 1024.0, "Status": "PENDING"}, {"DesiredValue": 9999.0, "Status": "DENIED"})
     answers = quota_answers({"L-2C3B7624": 0.0, "L-3032A538": 64.0}, requests)
     [finding] = [one for one in look(check_capacity.quotas, blueprint, answers) if one.level == "problem"]
-    assert finding.value == "0 vCPUs; an increase to 1024 is being looked at"
+    assert finding.value == "0 vCPUs; an increase to 1024 is pending"
     assert finding.remedy.startswith("wait for the request")
 
 

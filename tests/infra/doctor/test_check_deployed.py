@@ -34,7 +34,7 @@ def there(*resources: dict[str, Any]) -> dict[str, Any]:
 
 def stack_answers(blueprint: Blueprint, change: dict[str, Any] | None = None, templates: Any = None) -> dict[str, Any]:
     stack = {"StackName": "one", "CreationTime": WHEN, "StackStatus": "UPDATE_COMPLETE", **(change or {})}
-    bodies = templates or blueprint.templates
+    bodies = templates or blueprint.stacks.templates
     return {
         "cloudformation:DescribeStacks": {"Stacks": [stack]},
         "cloudformation:GetTemplate": lambda asked: {"TemplateBody": bodies[asked["StackName"]]},
@@ -66,7 +66,7 @@ def test_a_stack_that_is_not_there(blueprint: Blueprint, look: Any, bad: Any) ->
 
 
 def test_what_the_cdk_command_adds_is_no_difference(blueprint: Blueprint, look: Any, bad: Any) -> None:
-    templates = copy.deepcopy(dict(blueprint.templates))
+    templates = copy.deepcopy(dict(blueprint.stacks.templates))
     for template in templates.values():
         template["Resources"]["CDKMetadata"] = {"Type": "AWS::CDK::Metadata", "Properties": {"Analytics": "v2"}}
         next(iter(template["Resources"].values()))["Metadata"] = {"aws:cdk:path": "a/b"}
@@ -76,7 +76,7 @@ def test_what_the_cdk_command_adds_is_no_difference(blueprint: Blueprint, look: 
 
 
 def test_settings_that_were_not_deployed_are_named(blueprint: Blueprint, look: Any) -> None:
-    templates = copy.deepcopy(dict(blueprint.templates))
+    templates = copy.deepcopy(dict(blueprint.stacks.templates))
     resources = templates["trnpipe"]["Resources"]
     [queue, *_] = [key for key, one in resources.items() if one["Type"] == "AWS::Batch::JobQueue"]
     [schedule] = [key for key, one in resources.items() if one["Type"] == "AWS::Scheduler::Schedule"]
@@ -163,7 +163,7 @@ def queue_answers(change: dict[str, Any], job: dict[str, Any] | None) -> dict[st
         (
             {},
             {"statusReason": "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY - Service cannot fulfil the request"},
-            [("problem", "the queue trnpipe-train is blocked: EC2 has no such hosts free in the zone now")],
+            [("problem", "the queue trnpipe-train is blocked: EC2 has no free hosts of this type in the zone now")],
         ),
         ({}, {"statusReason": "something else"}, [("warning", "the job at the front of trnpipe-train waits")]),
     ],
@@ -310,4 +310,4 @@ def test_without_a_stack_every_check_says_so(blueprint: Blueprint, look: Any, ba
         check_deployed.schedule,
         check_deployed.alarms,
     ):
-        assert bad(look(check, blueprint, gone, after=True)) == [("problem", "a call was answered with an error")]
+        assert bad(look(check, blueprint, gone, after=True)) == [("problem", "a call failed")]

@@ -21,7 +21,7 @@ def test_every_bucket_that_runs_read_is_looked_at(other_blueprint: Blueprint, lo
     ("answer", "expected"),
     [
         (Refused("404", "Not Found"), ("problem", "the bucket shared is not there")),
-        (Denied("s3:ListBucket"), ("warning", "the bucket shared does not let you look")),
+        (Denied("s3:ListBucket"), ("warning", "the bucket shared denies access to these credentials")),
         ({"BucketRegion": "eu-west-1"}, ("warning", "the bucket shared is in another region")),
     ],
     ids=["absent", "denied", "elsewhere"],

@@ -34,7 +34,7 @@ def aws_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def account(aws_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of somebody who has credentials of the account behind the endpoint."""
+    """An environment with credentials of the account behind the endpoint."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in {
@@ -69,7 +69,7 @@ def test_an_empty_account_is_told_what_it_lacks(blueprint: Blueprint) -> None:
     assert found["the image repository trnpipe/neuron is not there yet"] == "warning"
     assert found["names are free"] == "ok"
     assert found["this account has no budget"] == "warning"
-    assert "a call was answered with an error" not in {f.what for f in findings if f.area in ("Account", "Images", "Network")}
+    assert "a call failed" not in {f.what for f in findings if f.area in ("Account", "Images", "Network")}
 
 
 @pytest.mark.usefixtures("account")

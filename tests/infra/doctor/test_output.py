@@ -9,7 +9,7 @@ import json
 import pytest
 from rich.console import Console
 
-from infra.doctor.asking import Finding, ok, problem, warning
+from infra.doctor.asking import DoctorFinding, ok, problem, warning
 from infra.doctor.printing import as_json, exit_code, show
 
 GOOD = dataclasses.replace(ok("region", "us-west-2"), area="Account")
@@ -24,12 +24,12 @@ AGAIN = dataclasses.replace(warning("cannot look now"), area="Capacity", transie
     ("findings", "code"),
     [([], 0), ([GOOD], 0), ([GOOD, ODD], 0), ([ODD, AGAIN], 75), ([AGAIN, WRONG], 64), ([WRONG], 64)],
 )
-def test_exit_code(findings: list[Finding], code: int) -> None:
+def test_exit_code(findings: list[DoctorFinding], code: int) -> None:
     assert exit_code(findings) == code
     assert json.loads(as_json(findings))["exit_code"] == code
 
 
-def text(findings: list[Finding], width: int = 100) -> str:
+def text(findings: list[DoctorFinding], width: int = 100) -> str:
     stream = io.StringIO()
     show(findings, Console(file=stream, width=width))
     return stream.getvalue()

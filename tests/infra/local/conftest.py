@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
 
-from infra.local.batch import BatchRunner
 from infra.local.batch_nodes import BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
+from tests.infra.strict_batch import StrictBatchRunner
 
 LOOK_SECONDS = 0.1
 """Between two looks of the engine at a job."""
@@ -87,11 +87,11 @@ def machine(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         yield start
 
 
-def runner_of(stack: LocalStack, state: Path) -> Callable[[dict[str, str]], BatchRunner]:
-    def make(environment: dict[str, str]) -> BatchRunner:
+def runner_of(stack: LocalStack, state: Path) -> Callable[[dict[str, str]], StrictBatchRunner]:
+    def make(environment: dict[str, str]) -> StrictBatchRunner:
         settings = BatchSettings(
             logs=state / "logs", environment=environment, program=STAGE_PROGRAM, grace=timedelta(seconds=2), side_by_side=2
         )
-        return BatchRunner(stack.job_definitions, stack.queues, settings)
+        return StrictBatchRunner(stack.job_definitions, stack.queues, settings)
 
     return make

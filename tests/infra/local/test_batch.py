@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from infra.local.batch import BatchRunner
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
 from infra.local.definitions import ClientError, Container, ExitRule, JobDefinition, JobQueue, RetryStrategy
+from tests.infra.strict_batch import StrictBatchRunner, check_retry
 
 SOON = timedelta(seconds=30)
 RULES = (
@@ -36,7 +36,7 @@ with open(os.path.join({folder!r}, name + ".part"), "w") as stream: json.dump(di
 os.rename(stream.name, stream.name[:-5])
 """
 
-Start = Callable[..., BatchRunner]
+Start = Callable[..., StrictBatchRunner]
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -55,10 +55,17 @@ def gang(code: str, nodes: int = 2, **options: Any) -> JobDefinition:
 def start(tmp_path: Path) -> Iterator[Start]:
     runners = []
 
-    def build(*definitions: JobDefinition, changed: Callable[[Job], None] = lambda job: None, **settings: Any) -> BatchRunner:
-        settings = {"minimum_timeout_seconds": 1, "grace": timedelta(seconds=2), "cores": 2, **settings}
+    def build(
+        *definitions: JobDefinition,
+        changed: Callable[[Job], None] = lambda job: None,
+        minimum_timeout_seconds: int = 1,
+        **settings: Any,
+    ) -> StrictBatchRunner:
+        settings = {"grace": timedelta(seconds=2), "cores": 2, **settings}
         queues = [JobQueue(name="plain", fair_share=False), JobQueue(name="fair", fair_share=True)]
-        runner = BatchRunner(definitions, queues, BatchSettings(logs=tmp_path / "logs", **settings), changed)
+        runner = StrictBatchRunner(
+            definitions, queues, BatchSettings(logs=tmp_path / "logs", **settings), changed, minimum_timeout_seconds
+        )
         runners.append(runner)
         return runner
 
@@ -67,15 +74,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
         runner.close()
 
 
-def submit(runner: BatchRunner, definition: str, **request: Any) -> str:
+def submit(runner: StrictBatchRunner, definition: str, **request: Any) -> str:
     return str(runner.submit({"jobName": "job", "jobQueue": "plain", "jobDefinition": definition} | request)["jobId"])
 
 
-def finish(runner: BatchRunner, definition: str, **request: Any) -> Job:
+def finish(runner: StrictBatchRunner, definition: str, **request: Any) -> Job:
     return runner.wait(submit(runner, definition, **request), SOON)
 
 
-def described(runner: BatchRunner, job_id: str) -> dict[str, Any]:
+def described(runner: StrictBatchRunner, job_id: str) -> dict[str, Any]:
     return dict(runner.describe({"jobs": [job_id]})["jobs"][0])
 
 
@@ -228,18 +235,22 @@ def test_no_matching_rule_means_retry_and_patterns_are_anded() -> None:
     assert RetryStrategy(attempts=2, rules=(rule,)).again(1, "Good", "") is True
     assert RetryStrategy(attempts=2, rules=(rule,)).again(1, "Bad luck", "") is False
     assert RetryStrategy(attempts=2).again(64, "", "") is True
-    with pytest.raises(ClientError, match="asterisk"):
-        ExitRule(action="EXIT", on_exit_code="1*7")
-    with pytest.raises(ClientError, match="evaluateOnExit takes"):
-        ExitRule(action="EXIT", on_exit_code="6x")
-    with pytest.raises(ClientError, match="evaluateOnExit takes"):
-        ExitRule(action="EXIT", on_reason="Out-of-memory*")
-    with pytest.raises(ClientError, match="at most 5"):
-        RetryStrategy(attempts=2, rules=(rule,) * 6)
-    with pytest.raises(ClientError, match="attempts must be"):
-        RetryStrategy(attempts=11)
-    with pytest.raises(ClientError, match="needs attempts"):
-        RetryStrategy.parse({"EvaluateOnExit": [{"Action": "EXIT", "OnExitCode": "*"}]})
+
+
+@pytest.mark.parametrize(
+    ("attempts", "rules", "words"),
+    [
+        (2, [ExitRule(action="EXIT", on_exit_code="1*7")], "asterisk"),
+        (2, [ExitRule(action="EXIT", on_exit_code="6x")], "evaluateOnExit takes"),
+        (2, [ExitRule(action="EXIT", on_reason="Out-of-memory*")], "evaluateOnExit takes"),
+        (2, [ExitRule(action="STOP")], "must be RETRY or EXIT"),
+        (2, [ExitRule(action="EXIT", on_exit_code="1")] * 6, "at most 5"),
+        (11, [], "attempts must be"),
+    ],
+)
+def test_retry_rules_that_batch_refuses(attempts: int, rules: list[ExitRule], words: str) -> None:
+    with pytest.raises(ClientError, match=words):
+        check_retry(RetryStrategy(attempts=attempts, rules=tuple(rules)))
 
 
 def test_each_node_of_a_gang_that_is_over_has_its_own_exit_code(start: Start) -> None:
@@ -289,7 +300,7 @@ def test_a_fault_sticks_to_its_host_until_the_host_is_drained(start: Start) -> N
     runner.hosts.give_back(sick)
     runner.hosts.environment[sick[0]] = {"SICK": "1"}
     assert [attempt.exit_code for attempt in finish(runner, "single").attempts] == [76, 76, 76]
-    runner.hosts.drain(sick[0])
+    runner.hosts.drained.add(sick[0])
     assert finish(runner, "single").status == "SUCCEEDED"
 
 
@@ -351,14 +362,6 @@ def test_terminate_sends_sigterm_then_sigkill_and_does_not_retry(start: Start, t
         assert "asked to end" in "".join(logs(tmp_path, job).values())
 
 
-def test_cancel_leaves_running_jobs_alone(start: Start) -> None:
-    runner = start(single("import time; time.sleep(0.5)"))
-    job_id = submit(runner, "single")
-    until(lambda: runner.jobs()[0].status == "RUNNING")
-    runner.cancel({"jobId": job_id, "reason": "too late"})
-    assert runner.wait(job_id, SOON).status == "SUCCEEDED"
-
-
 def test_nothing_is_left_of_what_a_node_started(start: Start, tmp_path: Path) -> None:
     code = f"""
         import subprocess, sys
@@ -370,22 +373,16 @@ def test_nothing_is_left_of_what_a_node_started(start: Start, tmp_path: Path) ->
     until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
 
 
-def test_references_are_replaced_or_left_literal(start: Start, tmp_path: Path) -> None:
-    def definition(multinode: bool) -> JobDefinition:
-        words = (sys.executable, "-c", "import sys; print(sys.argv[1:])", "Ref::run", "at=Ref::place")
-        return JobDefinition(
-            name="said", containers=(Container(command=words),), multinode=multinode, parameters={"place": "here"}
-        )
-
-    for literal, multinode, said in (
-        (False, True, "['s3://b/r', 'at=here']"),
-        (True, True, "['Ref::run', 'at=Ref::place']"),
-        (True, False, "['s3://b/r', 'at=here']"),
-    ):
-        runner = start(definition(multinode), literal_references=literal)
-        job = finish(runner, "said", parameters={"run": "s3://b/r"})
-        assert "".join(logs(tmp_path, job).values()).strip() == said
-        assert described(runner, job.id)["parameters"] == {"run": "s3://b/r", "place": "here"}
+@pytest.mark.parametrize("multinode", [True, False])
+def test_references_are_replaced(start: Start, tmp_path: Path, multinode: bool) -> None:
+    words = (sys.executable, "-c", "import sys; print(sys.argv[1:])", "Ref::run", "at=Ref::place")
+    definition = JobDefinition(
+        name="said", containers=(Container(command=words),), multinode=multinode, parameters={"place": "here"}
+    )
+    runner = start(definition)
+    job = finish(runner, "said", parameters={"run": "s3://b/r"})
+    assert "".join(logs(tmp_path, job).values()).strip() == "['s3://b/r', 'at=here']"
+    assert described(runner, job.id)["parameters"] == {"run": "s3://b/r", "place": "here"}
 
 
 def test_trnpipe_in_a_command_is_this_installation(start: Start, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from infra.context import ENVIRONMENTS
 from infra.local import demo
 from infra.local.demo import FIRST_RUN_WEEKS, WEEKS, initial_folder, next_weeks, read_pairs, weekly_shards
-from infra.settings import ENVIRONMENTS
 from pipeline.config import build_config
 from pipeline.errors import MissingInput
 
@@ -95,7 +96,7 @@ def test_the_installed_packages_give_enough_text() -> None:
     assert modules["json.decoder"].name == "decoder.py"
     assert modules["torch.nn.functional"].name == "functional.py"
     assert not any("test" in path.parts or "tests" in path.parts for path in modules.values())
-    pairs = list(demo._pairs_of("json", modules["json"])) + list(demo._pairs_of("textwrap", modules["textwrap"]))
+    pairs = [pair for name in ("json", "textwrap") for pair in demo._pairs_in(ast.parse(modules[name].read_bytes()), name)]
     assert {pair.id for pair in pairs} >= {"json.dump", "json.loads", "textwrap.wrap"}
 
 

@@ -13,7 +13,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from infra.local import ecs
-from infra.local.batch_nodes import HostPool
+from infra.local.ecs import HostPool
 from pipeline.host import own_job
 
 Start = Callable[..., Any]
@@ -25,11 +25,11 @@ def running(machine: Start) -> Any:
     local = machine({"prepare": {"seconds": 600}})
     local.start("waiting")
     deadline = time.monotonic() + 30
-    while not local.endpoint.batch.tasks():
+    while not local.endpoint.batch.hosts.tasks:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    ((local.task, local.host),) = local.endpoint.batch.tasks().items()
-    local.uri = ecs.metadata_uri(local.endpoint.url, local.task)
+    ((local.task, local.host),) = local.endpoint.batch.hosts.tasks.items()
+    local.uri = f"{local.endpoint.url}{ecs.METADATA}{local.task}"
     return local
 
 
@@ -37,18 +37,18 @@ def test_a_container_takes_its_own_host_out_and_an_operator_brings_it_back(runni
     monkeypatch.setenv("ECS_CONTAINER_METADATA_URI_V4", running.uri)
     hosts = running.endpoint.batch.hosts
     assert own_job.instance_id() == running.host
-    assert not hosts.is_drained(running.host)
+    assert running.host not in hosts.drained
     assert own_job.leave_cluster()
-    assert hosts.is_drained(running.host)
+    assert running.host in hosts.drained
     client = running.endpoint.client("ecs")
-    arn = ecs.instance_arn(running.host)
+    arn = ecs.INSTANCE_ARN + running.host
     assert (
         client.describe_container_instances(cluster=ecs.CLUSTER, containerInstances=[arn])["containerInstances"][0]["status"]
         == "DRAINING"
     )
-    answer = client.update_container_instances_state(cluster=ecs.CLUSTER, containerInstances=[arn, "nobody"], status="ACTIVE")
-    assert answer["failures"] == [{"arn": "nobody", "reason": "MISSING"}]
-    assert not hosts.is_drained(running.host)
+    answer = client.update_container_instances_state(cluster=ecs.CLUSTER, containerInstances=[arn, "unknown"], status="ACTIVE")
+    assert answer["failures"] == [{"arn": "unknown", "reason": "MISSING"}]
+    assert running.host not in hosts.drained
 
 
 def test_the_metadata_of_a_task_is_there_while_it_runs(running: Any) -> None:
@@ -59,17 +59,17 @@ def test_the_metadata_of_a_task_is_there_while_it_runs(running: Any) -> None:
     task = get(f"{running.uri}/task")
     assert task["TaskARN"].endswith(f":task/local/{running.task}")
     assert get(running.uri)["Networks"] == []
-    for uri in (f"{running.uri}/stats", ecs.metadata_uri(running.endpoint.url, "0" * 32)):
+    for uri in (f"{running.uri}/stats", f"{running.endpoint.url}{ecs.METADATA}{32 * '0'}"):
         with pytest.raises(urllib.error.HTTPError):
             get(uri)
     answer = running.endpoint.client("ecs").describe_tasks(cluster=task["Cluster"], tasks=[task["TaskARN"], "other"])
-    assert [found["containerInstanceArn"] for found in answer["tasks"]] == [ecs.instance_arn(running.host)]
+    assert [found["containerInstanceArn"] for found in answer["tasks"]] == [ecs.INSTANCE_ARN + running.host]
     assert answer["failures"] == [{"arn": "other", "reason": "MISSING"}]
 
 
 def test_what_ecs_refuses(running: Any) -> None:
     client = running.endpoint.client("ecs")
-    arn = ecs.instance_arn(running.host)
+    arn = ecs.INSTANCE_ARN + running.host
     for call, words in (
         (lambda: client.list_tasks(cluster=ecs.CLUSTER), "does not answer"),
         (lambda: client.describe_tasks(cluster="other", tasks=["x"]), "not found"),
@@ -88,12 +88,12 @@ def test_what_ecs_refuses(running: Any) -> None:
 def test_hosts_that_are_drained_rest_until_they_are_restored() -> None:
     pool = HostPool()
     first, second = pool.take(2)
-    pool.drain(first)
-    pool.restore(first)  # while its job still runs: nobody else gets it
+    pool.drained.add(first)
+    pool.drained.discard(first)  # while its job still runs: no other job gets it
     assert pool.take(1) not in ([first], [second])
-    pool.drain(first)
+    pool.drained.add(first)
     pool.give_back([first, second])
     assert pool.take(1) == [second]
-    pool.restore(first)
+    pool.drained.discard(first)
     assert pool.take(1) == [first]
-    assert len(pool.known()) == 3
+    assert len(pool.known) == 3

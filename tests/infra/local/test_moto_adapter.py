@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import boto3
 import pytest
 
-from infra.local import moto_adapter, server
-from infra.local.batch import BatchRunner
+from infra.local import moto_adapter
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
 from infra.local.definitions import Container, JobDefinition, JobQueue
-from infra.local.moto_adapter import Change, adapted
+from infra.local.moto_adapter import CHANGES, Change, adapted
 from infra.local.server import LocalEndpoint, WsgiApplication
 from infra.local.template import LocalStack
+from tests.infra.strict_batch import StrictBatchRunner
 
 Front = Callable[[WsgiApplication], WsgiApplication]
 SUBMIT: dict[str, Any] = {
@@ -42,7 +43,8 @@ def definition(resource: str, parameters: dict[str, Any], **fields: Any) -> str:
 def endpoint_on(
     text: str, state: Path, monkeypatch: pytest.MonkeyPatch, leave_out: Change | None, seconds: float, front: Front
 ) -> Iterator[LocalEndpoint]:
-    monkeypatch.setattr(server, "adapted", lambda pause: adapted(pause, leave_out))
+    kept = tuple(change for change in CHANGES if change is not leave_out)
+    monkeypatch.setattr(moto_adapter, "CHANGES", kept)
     key = {"KeySchema": [{"AttributeName": "name", "KeyType": "HASH"}]}
     stack = LocalStack(
         state_machine="small",
@@ -60,7 +62,7 @@ def endpoint_on(
         queues=(JobQueue(name="queue", fair_share=True),),
     )
     settings = BatchSettings(logs=state / "logs")
-    runner = lambda _: BatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
+    runner = lambda _: StrictBatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
     with LocalEndpoint(stack, state, runner, front) as endpoint:
         endpoint.client("s3").put_object(Bucket="bucket", Key="file.json", Body=b'{"is": "here"}')
         yield endpoint
@@ -172,7 +174,8 @@ def test_clients_and_definitions_are_made_once(execute: Execute, monkeypatch: py
     made.clear()
     assert execute(READ, None)[0]["status"] == "SUCCEEDED"
     assert made == ["s3"]
-    with adapted(time.sleep, moto_adapter.make_once):
+    others = tuple(change for change in CHANGES if change is not moto_adapter.make_once)
+    with mock.patch.object(moto_adapter, "CHANGES", others), adapted(time.sleep):
         parse = moto_adapter.AmazonStateLanguageParser.parse
         assert parse(READ) is not parse(READ)
     with adapted(time.sleep):

@@ -152,7 +152,7 @@ def test_a_refused_and_a_failed_run_end_with_their_codes_and_reasons(machine: St
     assert up == [("bad", "failed", "train", "train cannot go on"), ("worse", "refused", "", "it fell")]
     local.endpoint.__exit__(None, None, None)
     assert [(row["run"], row["result"], row["stage"], row["reason"]) for row in listed(local.state)] == up
-    # As wide as it has to be where nobody looks.
+    # As wide as its content where there is no terminal.
     table = trnpipe("runs", "--limit", "1", state=local.state).stdout
     assert "failed in train: train cannot go on" in table
     assert "worse" not in table
@@ -166,7 +166,7 @@ def listed(state: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stage", ["train", "evaluate"])
 def test_stop_leaves_no_job_behind(machine: Start, stack: LocalStack, stage: str) -> None:
     # Without the watch that ends the jobs of an aborted execution as well: it may come first.
-    local = machine({stage: {"seconds": 600}}, stack=replace(stack, watches=()))
+    local = machine({stage: {"seconds": 600}}, stack=replace(stack, watches={}))
     mine = local.start("mine", {"registry": None})
     job = running(local, f"{stage}-mine")
     local.start("other", {"registry": None})

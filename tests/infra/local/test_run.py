@@ -193,5 +193,5 @@ def test_sigterm_stops_everything_whatever_the_users_aws_profile(state: Path, sh
         process.send_signal(number)
         rest, _ = process.communicate(timeout=60)
         assert process.returncode == code
-        assert "take it up again with --run local-" in rest
+        assert "resume it with --run local-" in rest
         assert json.loads((state / "lock.json").read_text()) != []

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -146,12 +147,12 @@ def test_an_abort_starts_the_watch_that_looks_for_left_jobs(machine: Start) -> N
     """The synthesized one, through the queues of the job runner, up to its wait before it looks again."""
     local = machine({"prepare": {"seconds": 600}})
     [watch] = local.stack.watches
-    assert watch.state_machine == "trnpipe-cleanup"
+    assert watch == "trnpipe-cleanup"
     arn = local.start("stopped")
     while not any(job.status == "RUNNING" for job in local.endpoint.batch.jobs()):
         time.sleep(0.05)
     local.client.stop_execution(executionArn=arn)
-    [started] = local.client.list_executions(stateMachineArn=machine_arn(watch.state_machine))["executions"]
+    [started] = local.client.list_executions(stateMachineArn=machine_arn(watch))["executions"]
     assert json.loads(local.client.describe_execution(executionArn=started["executionArn"])["input"]) == {"execution": arn}
     deadline = time.monotonic() + 60
     while "Wait" not in local.entered(started["executionArn"]):
@@ -331,15 +332,17 @@ def test_jobs_see_nothing_of_the_users_credentials(machine: Start, tmp_path: Pat
         "import boto3, json, os, sys; found = boto3.session.Session().get_credentials().get_frozen_credentials();"
         "json.dump([dict(os.environ), found], open(sys.argv[1], 'w'))"
     )
+    runner = local.endpoint.batch
+    runner.settings = replace(runner.settings, program=(sys.executable, "-c", program, str(tmp_path / "seen.json")))
     job = local.endpoint.client("batch").submit_job(
         jobName="look",
         jobQueue="trnpipe-cpu",
         jobDefinition="trnpipe-prepare",
         shareIdentifier="manual",
         schedulingPriorityOverride=1,
-        containerOverrides={"command": [sys.executable, "-c", program, str(tmp_path / "seen.json")]},
+        parameters={"run": "s3://bucket/runs/look"},
     )
-    assert local.endpoint.batch.wait(job["jobId"], timedelta(seconds=60)).status == "SUCCEEDED"
+    assert runner.wait(job["jobId"], timedelta(seconds=60)).status == "SUCCEEDED"
     environment, credentials = json.loads((tmp_path / "seen.json").read_text())
     assert credentials[:2] == [os.environ["AWS_ACCESS_KEY_ID"], "local"]
     assert [name for name, value in environment.items() if "REAL" in value or value == "production"] == []
@@ -406,7 +409,7 @@ def test_a_killed_process_leaves_whole_objects_and_no_job_processes(templates: P
 
 
 def alive(pid: int) -> bool:
-    """Whether a process group still runs anything; a zombie that nobody has waited for does not count."""
+    """Whether a process group still runs anything; a zombie whose parent has not waited for it does not count."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()

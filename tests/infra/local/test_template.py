@@ -13,6 +13,8 @@ from infra.local.template import LocalStack, local_context, read_stack, synthesi
 from pipeline.contract import STAGES, Shape, stage_command
 from pipeline.errors import BadConfig, Defect
 
+AT = {"Fn::Join": ["/", [{"Ref": "AWS::Region"}, {"Ref": "Queue"}, {"Fn::GetAtt": ["Table", "Arn"]}]]}
+
 
 def template(definition: Any, **resources: Any) -> dict[str, Any]:
     return {
@@ -29,7 +31,7 @@ def template(definition: Any, **resources: Any) -> dict[str, Any]:
             "Role": {"Type": "AWS::IAM::Role", "Properties": {}},
             "Table": {
                 "Type": "AWS::DynamoDB::Table",
-                "Properties": {"KeySchema": [], "AttributeDefinitions": [], "SSESpecification": {"Ref": "AWS::NoValue"}},
+                "Properties": {"KeySchema": [], "AttributeDefinitions": []},
             },
             "Job": {
                 "Type": "AWS::Batch::JobDefinition",
@@ -38,7 +40,7 @@ def template(definition: Any, **resources: Any) -> dict[str, Any]:
                     "Type": "container",
                     "ContainerProperties": {
                         "Command": ["run", {"Ref": "Size"}],
-                        "Environment": [{"Name": "AT", "Value": {"Fn::Sub": "${AWS::Region}/${Queue}/${Table.Arn}/${!kept}"}}],
+                        "Environment": [{"Name": "AT", "Value": AT}],
                     },
                 },
             },
@@ -97,7 +99,7 @@ def test_references_are_resolved_across_stacks(tmp_path: Path) -> None:
     assert job.containers[0].command == ("run", "7")
     assert job.containers[0].environment == {
         "AT": "us-east-1/arn:aws:batch:us-east-1:123456789012:job-queue/queue/"
-        "arn:aws:dynamodb:us-east-1:123456789012:table/app-table/${kept}"
+        "arn:aws:dynamodb:us-east-1:123456789012:table/app-table"
     }
     assert stack.queues[0].fair_share
 
@@ -130,9 +132,9 @@ def test_the_real_templates_hold_a_definition_for_every_stage_and_node_count(sta
 
 def test_the_watch_that_an_abort_starts_is_found_with_its_queues_resolved(stack: LocalStack) -> None:
     """The notices of the same event go to a topic, and other watches wait for other events."""
-    [watch] = stack.watches
-    assert watch.state_machine == "trnpipe-cleanup"
-    assert all(queue.arn in watch.definition for queue in stack.queues)
+    [(name, definition)] = stack.watches.items()
+    assert name == "trnpipe-cleanup"
+    assert all(queue.arn in definition for queue in stack.queues)
 
 
 def test_synth_is_done_again_only_after_a_change(templates: Path) -> None:

@@ -1,0 +1,198 @@
+"""The local Batch service as tests use it: it refuses every request that AWS Batch refuses, and it can lose nodes and hosts.
+
+A deployment's own state machine sends none of these requests; the tests that run it here hold it to that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from infra.local.batch import BatchRunner
+from infra.local.batch_jobs import Job, named
+from infra.local.batch_nodes import BatchSettings
+from infra.local.definitions import ClientError, JobDefinition, JobQueue, RetryStrategy
+from pipeline.contract import SHARE_PATTERN
+
+JOB_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+SUBMIT_MEMBERS = {
+    "jobName",
+    "jobQueue",
+    "jobDefinition",
+    "shareIdentifier",
+    "schedulingPriorityOverride",
+    "arrayProperties",
+    "parameters",
+    "containerOverrides",
+    "retryStrategy",
+    "propagateTags",
+    "timeout",
+    "tags",
+}
+"""Members of SubmitJob that the runner honours; any other is refused rather than silently ignored."""
+MOST_TAGS = 50
+MOST_DESCRIBED = 100
+LONGEST_REASON = 1024
+
+
+class StrictBatchRunner(BatchRunner):
+    """The runner with Batch's own checks of requests, and with failures of nodes and hosts.
+
+    Args:
+        changed: called with a job whenever its status has changed.
+        minimum_timeout_seconds: the shortest attempt timeout that is accepted; Batch takes 60.
+    """
+
+    def __init__(
+        self,
+        definitions: Sequence[JobDefinition],
+        queues: Sequence[JobQueue],
+        settings: BatchSettings,
+        changed: Callable[[Job], None] = lambda _job: None,
+        minimum_timeout_seconds: int = 60,
+    ) -> None:
+        super().__init__(definitions, queues, settings)
+        for definition in definitions:
+            check_retry(definition.retry)
+        self._changed = changed
+        self._minimum_timeout_seconds = minimum_timeout_seconds
+
+    def submit(self, request: dict[str, Any]) -> dict[str, Any]:
+        definition = named(self._definitions, request.get("jobDefinition", ""), "job definition")
+        queue = named(self._queues, request.get("jobQueue", ""), "job queue")
+        check_submission(request, definition, queue, minimum_timeout_seconds=self._minimum_timeout_seconds)
+        return super().submit(request)
+
+    def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses what DescribeJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_DescribeJobs.html)."""
+        if not 1 <= len(request.get("jobs", ())) <= MOST_DESCRIBED:
+            raise ClientError(f"jobs must have 1 to {MOST_DESCRIBED} ids, found {len(request.get('jobs', ()))}")
+        return super().describe(request)
+
+    def terminate(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses what TerminateJob does (https://docs.aws.amazon.com/batch/latest/APIReference/API_TerminateJob.html)."""
+        if not 1 <= len(request.get("reason", "")) <= LONGEST_REASON:
+            raise ClientError(f"reason must have 1 to {LONGEST_REASON} characters")
+        return super().terminate(request)
+
+    def list_jobs(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses what ListJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_ListJobs.html)."""
+        if len({"jobQueue", "arrayJobId", "multiNodeJobId"} & request.keys()) != 1:
+            raise ClientError("exactly one of jobQueue, arrayJobId and multiNodeJobId must be given")
+        return super().list_jobs(request)
+
+    def wait(self, job_id: str, timeout: timedelta) -> Job:
+        """Wait until a job has ended.
+
+        Raises:
+            TimeoutError: the job still runs after the timeout.
+        """
+        job = self._jobs[job_id]
+        if not job.done.wait(timeout.total_seconds()):
+            raise TimeoutError(f"job {job.name} is still {job.status}")
+        return job
+
+    def kill_node(self, job_id: str, index: int) -> None:
+        """Kill one running node's processes, as an out-of-memory kill of its container does."""
+        for node in list(self._jobs[job_id].nodes):
+            if node.index == index:
+                node.kill()
+
+    def lose_host(self, host: str) -> None:
+        """Remove a host with everything on it; it never comes back."""
+        self.hosts.drained.add(host)
+        with self._lock:
+            lost = [node for job in self._jobs.values() for node in job.nodes if node.host == host]
+        for node in lost:
+            node.host_lost = True
+            node.kill()
+
+    def _set_status(self, job: Job, status: str) -> None:
+        super()._set_status(job, status)
+        self._changed(job)
+
+
+def check_submission(
+    request: Mapping[str, Any], definition: JobDefinition, queue: JobQueue, *, minimum_timeout_seconds: int
+) -> None:
+    """Refuse what SubmitJob refuses (https://docs.aws.amazon.com/batch/latest/APIReference/API_SubmitJob.html).
+
+    Raises:
+        ClientError: with Batch's reason.
+    """
+    if unknown := sorted(set(request) - SUBMIT_MEMBERS):
+        raise ClientError(f"unknown or unsupported parameters: {', '.join(unknown)}")
+    if not JOB_NAME_PATTERN.fullmatch(name := request.get("jobName", "")):
+        raise ClientError(f"jobName must match {JOB_NAME_PATTERN.pattern}, found {name!r}")
+    _check_share(request, definition, queue)
+    if len(tags := request.get("tags", {})) > MOST_TAGS:
+        raise ClientError(f"a job has at most {MOST_TAGS} tags, found {len(tags)}")
+    _check_overrides(request.get("containerOverrides", {}), definition)
+    for key, value in request.get("parameters", {}).items():
+        if not isinstance(value, str):
+            raise ClientError(f"parameter {key} must be a string, found {value!r}")
+    words = " ".join(word for container in definition.containers for word in container.command)
+    needed = set(re.findall(r"Ref::([A-Za-z0-9_-]+)", words))
+    if unknown := sorted(set(request.get("parameters", {})) - set(definition.parameters) - needed):
+        raise ClientError(f"parameters unknown to job definition {definition.name}: {', '.join(unknown)}")
+    timeout = request.get("timeout", {}).get("attemptDurationSeconds", definition.timeout_seconds)
+    if timeout is not None and timeout < minimum_timeout_seconds:
+        raise ClientError(f"attemptDurationSeconds must be at least {minimum_timeout_seconds}, found {timeout}")
+    if strategy := request.get("retryStrategy"):
+        check_retry(RetryStrategy.parse(strategy))
+    if properties := request.get("arrayProperties"):
+        size = properties.get("size")
+        if not isinstance(size, int) or not 2 <= size <= 10_000:
+            raise ClientError(f"an array job has 2 to 10,000 children, found {size!r}")
+        if definition.multinode:
+            raise ClientError("a multi-node parallel job cannot be an array job")
+
+
+def _check_share(request: Mapping[str, Any], definition: JobDefinition, queue: JobQueue) -> None:
+    share, override = request.get("shareIdentifier"), request.get("schedulingPriorityOverride")
+    if not queue.fair_share:
+        if share is not None or override is not None:
+            raise ClientError(f"queue {queue.name} has no scheduling policy: shareIdentifier and priority must not be given")
+        return
+    if share is None:
+        raise ClientError(f"shareIdentifier must be specified: queue {queue.name} has a fair-share scheduling policy")
+    if not SHARE_PATTERN.fullmatch(share):
+        raise ClientError(f"shareIdentifier must be alphanumeric, found {share!r}")
+    priority = override if override is not None else definition.priority
+    if priority is None:
+        raise ClientError("schedulingPriority must be in the job definition, or schedulingPriorityOverride in the request")
+    if not isinstance(priority, int) or not 0 <= priority <= 9999:
+        raise ClientError(f"the scheduling priority must be 0 to 9999, found {priority!r}")
+
+
+def _check_overrides(overrides: Mapping[str, Any], definition: JobDefinition) -> None:
+    if definition.multinode and overrides:
+        # Also what `batch:submitJob.sync` adds to every job. The words are those for another type of job that has overrides of
+        # its own (https://github.com/nextflow-io/nextflow/issues/5817); that nodeOverrides exclude containerOverrides is in
+        # https://github.com/apache/airflow/issues/25522.
+        raise ClientError("Container overrides should not be set for multinode jobs.")
+    if unknown := sorted(set(overrides) - {"environment", "resourceRequirements"}):
+        raise ClientError(f"unknown or unsupported containerOverrides: {', '.join(unknown)}")
+    if reserved := sorted(one["name"] for one in overrides.get("environment", ()) if one["name"].startswith("AWS_BATCH")):
+        raise ClientError(f"environment variables that start with AWS_BATCH are reserved: {', '.join(reserved)}")
+
+
+def check_retry(retry: RetryStrategy) -> None:
+    """Refuse retry rules that Batch refuses (https://docs.aws.amazon.com/batch/latest/APIReference/API_EvaluateOnExit.html).
+
+    Raises:
+        ClientError: with Batch's reason.
+    """
+    if not 1 <= retry.attempts <= 10:
+        raise ClientError(f"attempts must be 1 to 10, found {retry.attempts}")
+    if len(retry.rules) > 5:
+        raise ClientError(f"evaluateOnExit has at most 5 entries, found {len(retry.rules)}")
+    texts = r"[A-Za-z0-9.:\s]{0,511}\*?"
+    for rule in retry.rules:
+        if rule.action.upper() not in ("RETRY", "EXIT"):
+            raise ClientError(f"evaluateOnExit action must be RETRY or EXIT, found {rule.action}")
+        for pattern, form in ((rule.on_exit_code, r"[0-9]{0,511}\*?"), (rule.on_reason, texts), (rule.on_status_reason, texts)):
+            if pattern is not None and not re.fullmatch(form, pattern):
+                raise ClientError(f"evaluateOnExit takes {form} with an asterisk at the end only, found {pattern}")
