@@ -21,11 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pipeline.allowed_uris import is_s3, objection
 from pipeline.config import RunConfig, build_config, load_config_file, merge, parse_settings
 from pipeline.contract import ATTEMPT_VARIABLE, FARGATE_VCPUS, STAGES, Queue, Stage
-from pipeline.errors import BadConfig
 
 # Exported again: the rest of infra takes the hosts from here, with the settings that name them.
-from pipeline.prices import HARDWARE as HARDWARE
-from pipeline.prices import Hardware as Hardware
+from pipeline.cost import HARDWARE as HARDWARE
+from pipeline.cost import Hardware as Hardware
+from pipeline.errors import BadConfig
 
 CONTEXT_KEY = "trnpipe"
 ENVIRONMENT_KEY = "env"
@@ -388,7 +388,7 @@ class Settings(SettingsSection):
     notify: tuple[Annotated[str, Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = Field((), description="E-mail addresses.")
     prices: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
-        description="USD for an hour of one host, where that is not the on-demand price of pipeline/prices.py (Savings Plans, "
+        description="USD for an hour of one host, where that is not the on-demand price of pipeline/cost.py (Savings Plans, "
         "Capacity Blocks, another region): by instance type, or by queue (train, embed, cpu), which goes first and so can price "
         "the Spot hosts of one queue. cpu: one Fargate task.",
     )

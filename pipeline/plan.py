@@ -72,7 +72,7 @@ class Published(PlanSection):
     same_graphs: bool = True
 
 
-class World(PlanSection):
+class PlannedWorld(PlanSection):
     """Who computes: nodes x ranks per node, on which kind of device, in which precision."""
 
     kind: str
@@ -261,7 +261,7 @@ class RunPlan(PlanSection):
     parent: Parent
     published: Published | None = None
     """None: the registry named no model yet, or the run publishes nowhere."""
-    world: World
+    world: PlannedWorld
     train: TrainPlan
     holdout: HoldoutPlan
     embed: EmbedPlan

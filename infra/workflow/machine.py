@@ -44,7 +44,7 @@ from infra.workflow.states import (
     resource,
 )
 from pipeline.contract import STAGES, Queue, RunPaths, Stage
-from pipeline.prices import CURRENCY
+from pipeline.cost import CURRENCY
 
 GATE_REFUSED = "GateRefused"
 LOCK_HELD = "LockHeld"

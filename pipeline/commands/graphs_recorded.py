@@ -33,7 +33,7 @@ class CompiledSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewGraph:
+class ReportedGraph:
     """A graph that a stage met and compile did not.
 
     Attributes:
@@ -65,7 +65,7 @@ class StageGraphs:
     compiled: int
     last_compiled_step: int
     fallbacks: dict[str, int]
-    new: tuple[NewGraph, ...]
+    new: tuple[ReportedGraph, ...]
 
 
 def read_sets(paths: RunPaths, plan: GraphsPlan) -> tuple[list[CompiledSet], KnownGraphs | None]:
@@ -110,12 +110,12 @@ def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name
         return None
     compiled = last = 0
     fallbacks: dict[str, int] = {}
-    new: list[NewGraph] = []
+    new: list[ReportedGraph] = []
     for uri in uris:
         try:
             record = store.read_json(uri)
             number = int(uri.removeprefix(prefix).removesuffix(suffix))
-            reported = [NewGraph(number=number, **graph) for graph in record["new"]]
+            reported = [ReportedGraph(number=number, **graph) for graph in record["new"]]
             silent = set(record["keys"]) - known.keys() - {graph.key for graph in reported} if known is not None else set()
             compiled, last = max(compiled, int(record["compiled"])), max(last, int(record["last_compiled_step"]))
             fallbacks = {
@@ -125,7 +125,7 @@ def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadData("a stage's report of its graphs cannot be read", value=f"{uri}: {error!r}") from error
         new += reported
-        new += [NewGraph(key=key, number=number, step=last, cause=NOT_REPORTED) for key in sorted(silent)]
+        new += [ReportedGraph(key=key, number=number, step=last, cause=NOT_REPORTED) for key in sorted(silent)]
     return StageGraphs(
         name=name or stage.value,
         processes=len(uris),

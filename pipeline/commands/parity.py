@@ -21,7 +21,7 @@ from rich.console import Console
 
 from pipeline import store
 from pipeline.commands.terminal import left, right, say, simple_table
-from pipeline.config import Role, RunConfig, keys_of
+from pipeline.config import KeyRole, RunConfig, keys_of
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.evaluation.query_values import QueryValues
@@ -37,11 +37,11 @@ ROUNDING = 1e-12
 HOLDOUT = "whole hold-out"
 """Name of the evaluate stage's evaluation, which has no step."""
 
-FREE_SETTINGS = keys_of(Role.BOOKKEEPING, RunConfig)
+FREE_SETTINGS = keys_of(KeyRole.BOOKKEEPING, RunConfig)
 """Settings, or sections of them, in which runs may differ. All others must be equal."""
 
 
-class Verdict(str, Enum):
+class ParityVerdict(str, Enum):
     """`within`: no difference above the tolerance. `within noise`: some are, and none of them is more than chance (95 %)."""
 
     WITHIN = "within"
@@ -98,14 +98,14 @@ class Parity:
     runs: tuple[dict[str, Any], dict[str, Any]]
     metric: str
     tolerance: float
-    verdict: Verdict
+    verdict: ParityVerdict
     reason: str
     notes: tuple[str, ...]
     evaluations: tuple[Evaluation, ...]
 
     @property
     def exit_code(self) -> ExitCode:
-        return ExitCode.GATE_REFUSED if self.verdict is Verdict.DIFFERS else ExitCode.DONE
+        return ExitCode.GATE_REFUSED if self.verdict is ParityVerdict.DIFFERS else ExitCode.DONE
 
     def largest(self) -> dict[str, tuple[str, float]]:
         """Metric -> where its largest absolute difference is, and how large."""
@@ -190,7 +190,7 @@ def compare_runs(
         raise BadConfig("there is no such metric", value=metric, rule=f"one of {', '.join(known)}")
     verdict, reason = judge(evaluations, metric, tolerance)
     if data:
-        verdict, reason = Verdict.DIFFERS, data
+        verdict, reason = ParityVerdict.DIFFERS, data
     notes = [data_note] if data_note else []
     last = max(evaluation.step or 0 for evaluation in evaluations)
     if last < first.plan.train.steps:
@@ -208,7 +208,7 @@ def compare_runs(
     )
 
 
-def judge(evaluations: Sequence[Evaluation], metric: str, tolerance: float) -> tuple[Verdict, str]:
+def judge(evaluations: Sequence[Evaluation], metric: str, tolerance: float) -> tuple[ParityVerdict, str]:
     """The verdict on one metric over all evaluations, and why."""
     found = [(evaluation.name, evaluation.metrics[metric]) for evaluation in evaluations]
     beyond = [(name, item) for name, item in found if item.exceeds(tolerance)]
@@ -216,16 +216,16 @@ def judge(evaluations: Sequence[Evaluation], metric: str, tolerance: float) -> t
     name, largest = max(proven or beyond or found, key=lambda item: abs(item[1].difference))
     at = f"{metric} differs by {abs(largest.difference):.5f} at {name}"
     if proven:
-        verdict = Verdict.DIFFERS
+        verdict = ParityVerdict.DIFFERS
         reason = (
             f"{at}, 95 % interval {largest.low:+.5f} to {largest.high:+.5f}, tolerance {tolerance:g}; "
             f"{len(beyond)} of {len(found)} evaluations exceed it, {len(proven)} by more than chance"
         )
     elif beyond:
-        verdict = Verdict.NOISE
+        verdict = ParityVerdict.NOISE
         reason = f"{at}, tolerance {tolerance:g}; {len(beyond)} of {len(found)} evaluations exceed it, none by more than chance"
     else:
-        verdict = Verdict.WITHIN
+        verdict = ParityVerdict.WITHIN
         most = f"{metric} differs by at most {abs(largest.difference):.5f} ({name})"
         reason = f"{most}, tolerance {tolerance:g}, {len(found)} evaluations"
     queries = min(evaluation.queries for evaluation in evaluations)

@@ -22,6 +22,7 @@ from rich.text import Text
 from pipeline import store
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import RunPaths, check_run_folder
+from pipeline.cost import CURRENCY, HARDWARE, INSTANCE_HOUR, REGIONS
 from pipeline.errors import BadConfig
 from pipeline.estimate.memory import (
     HOST_KINDS,
@@ -38,8 +39,7 @@ from pipeline.estimate.throughput import EMBED_HOSTS, EMBED_MFU, READ_ROWS, TRAI
 from pipeline.estimate.variant import plan_world
 from pipeline.estimate.workload import MeasuredRun, Workload, workload
 from pipeline.model.shape import ModelShape, fetch_shape
-from pipeline.plan import World, part_count
-from pipeline.prices import CURRENCY, HARDWARE, INSTANCE_HOUR, REGIONS
+from pipeline.plan import PlannedWorld, part_count
 
 PLACES = {"device": "a rank's device", "host": "a node's host"}
 CAPACITY_SETTINGS = {"device": "device.memory_gib", "host": "device.host_memory_gib"}
@@ -197,7 +197,7 @@ class PlanReport:
 
     shape: ModelShape
     config: RunConfig
-    world: World
+    world: PlannedWorld
     capacity: MemoryCapacity
     budgets: list[Budget]
     estimate: Estimate | None = None
@@ -372,7 +372,7 @@ def estimate(
     best = cheapest(trains, embeds, deadline_hours)
     host, children = (best[1].host, best[1].count) if best else (TRAIN_HOST, config.embed.children)
     ranks = children * HARDWARE[host].cores
-    world = World(
+    world = PlannedWorld(
         kind="neuron",
         precision="bf16" if config.device.precision == "auto" else config.device.precision,
         nodes=best[0].count if best else config.nodes,
@@ -432,7 +432,7 @@ def _assumptions(config: RunConfig, run: MeasuredRun | None, rates: Rates, hidde
         yield "an attempt ends at the limit that the run's deployment has (`timeouts`)"
     else:
         yield "an attempt ends at the default limit of its stage: the deployment's `timeouts` are known with --run alone"
-    yield f"prices on demand in {', '.join(REGIONS)} (pipeline/prices.py), or those of the run's deployment"
+    yield f"prices on demand in {', '.join(REGIONS)} (pipeline/cost.py), or those of the run's deployment"
     if config.device.precision == "fp32":
         yield "all figures are for bf16: fp32 is slower (published training: 56 % of the speed)"
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.commands.tune_table import Settings
-from pipeline.config import Role, RunConfig, build_config, keys_of, merge, read_yaml
+from pipeline.config import KeyRole, RunConfig, build_config, keys_of, merge, read_yaml
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig
 from pipeline.host.host import available_cores
-from pipeline.plan import World
+from pipeline.plan import PlannedWorld
 
-TUNABLE = keys_of(Role.TUNABLE, RunConfig)
+TUNABLE = keys_of(KeyRole.TUNABLE, RunConfig)
 """Sections and keys that say how the run's rows are trained on. Others say which rows, or what is learnt from them."""
 
 LAZY_WINDOW = 4
@@ -23,7 +23,7 @@ Factor = list[Settings]
 """The values to try for one key, each with what else it needs."""
 
 
-def default_space(config: RunConfig, world: World) -> list[Factor]:
+def default_space(config: RunConfig, world: PlannedWorld) -> list[Factor]:
     """What is worth trying on this kind of device, most effective first. Values that the base has already are passed over."""
     batch = config.train.batch_size
     factors = [_factor("train.batch_size", [2 * batch, 4 * batch, *([batch // 2] if batch > 1 else [])])]
@@ -89,7 +89,7 @@ def _factor(key: str, values: Sequence[Any]) -> Factor:
     return factor
 
 
-def common_window(config: RunConfig, factors: Sequence[Factor], world: World) -> int:
+def common_window(config: RunConfig, factors: Sequence[Factor], world: PlannedWorld) -> int:
     """Steps between two lines of metrics, the same for all variants: losses are compared over the same steps.
 
     A multiple of every number of joined steps, which must not be cut.

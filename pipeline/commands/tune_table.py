@@ -17,7 +17,7 @@ from pipeline import store
 from pipeline.contract import RunPaths
 from pipeline.errors import BadData
 from pipeline.host.host import available_cores, processor, versions
-from pipeline.plan import RunPlan, World
+from pipeline.plan import PlannedWorld, RunPlan
 
 FORMAT = 1
 MIB = 1 << 20
@@ -151,7 +151,7 @@ class Table:
         return f"{machine['kind']}, {machine['cores']} cores of {machine['processor']}"
 
 
-def describe_basis(plan: RunPlan, world: World, *, steps: int, window: int) -> dict[str, Any]:
+def describe_basis(plan: RunPlan, world: PlannedWorld, *, steps: int, window: int) -> dict[str, Any]:
     """Return what the rows of one table have in common: figures of another plan or machine cannot be compared with them.
 
     Args:

@@ -17,10 +17,10 @@ from typing import Any
 from pipeline.backends.eager import PREFETCH_BATCHES
 from pipeline.config import RunConfig, largest_divisor
 from pipeline.contract import EAGER_KINDS
+from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig
 from pipeline.model.shape import ModelShape
-from pipeline.plan import World
-from pipeline.prices import HARDWARE
+from pipeline.plan import PlannedWorld
 
 HOST_KINDS = ("cpu", "xla")
 """Device types that compute in the host's memory."""
@@ -114,7 +114,7 @@ def this_host_bytes() -> int:
 # ---- requirements ----------------------------------------------------------------------------------------------------
 
 
-def estimate_memory(shape: ModelShape, config: RunConfig, world: World, capacity: MemoryCapacity) -> list[Budget]:
+def estimate_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, capacity: MemoryCapacity) -> list[Budget]:
     """What training and embedding require of each device and each node, whose memory is the devices' on `cpu` and `xla`."""
     budgets = []
     for stage in ("train", "embed"):
@@ -153,7 +153,7 @@ class Footprint:
 
     shape: ModelShape
     config: RunConfig
-    world: World
+    world: PlannedWorld
 
     def training(self) -> Items:
         """A training step."""
@@ -284,7 +284,7 @@ def _cast_width(cast: str, cast_type: str) -> int:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def require_memory(shape: ModelShape, config: RunConfig, world: World, capacity: MemoryCapacity) -> list[Budget]:
+def require_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, capacity: MemoryCapacity) -> list[Budget]:
     """The budgets of a plan that fits.
 
     Raises:
@@ -303,7 +303,7 @@ def require_memory(shape: ModelShape, config: RunConfig, world: World, capacity:
     )
 
 
-def remedies(shape: ModelShape, config: RunConfig, world: World, capacity: MemoryCapacity) -> list[str]:
+def remedies(shape: ModelShape, config: RunConfig, world: PlannedWorld, capacity: MemoryCapacity) -> list[str]:
     """Changes of settings with which the plan fits, the least harmful ones first; each of them is enough."""
 
     def fits(train: Mapping[str, Any] | None = None, embed: Mapping[str, Any] | None = None, ranks: int | None = None) -> bool:

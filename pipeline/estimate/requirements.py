@@ -12,12 +12,12 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.contract import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS, ROOT_VOLUME_GIB, STAGES, Stage
+from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig
 from pipeline.estimate.memory import FP32, GIB, LIBRARY_BYTES, MIB, PROCESS_BYTES, MemoryCapacity, estimate_memory
 from pipeline.estimate.workload import Workload
 from pipeline.model.shape import ModelShape
-from pipeline.plan import World
-from pipeline.prices import HARDWARE
+from pipeline.plan import PlannedWorld
 
 PREPARE_ROW_BYTES, CORPUS_ROW_BYTES = 96, 20
 """In prepare: of a training row's hashes, masks and lists; of a row of a corpus of its own."""
@@ -90,7 +90,7 @@ def requirements(
     work: Workload,
     shape: ModelShape,
     config: RunConfig,
-    world: World,
+    world: PlannedWorld,
     *,
     parts: int,
     ranks: int,

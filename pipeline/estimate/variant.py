@@ -16,10 +16,10 @@ from pipeline.estimate.memory import known_capacity, require_memory, totals
 from pipeline.graphs.compiled import plan_graphs
 from pipeline.model.folder import inspect_folder
 from pipeline.model.shape import read_shape
-from pipeline.plan import MemoryPlan, RunPlan, World
+from pipeline.plan import MemoryPlan, PlannedWorld, RunPlan
 
 
-def plan_world(config: RunConfig) -> World:
+def plan_world(config: RunConfig) -> PlannedWorld:
     """Decide which ranks compute a run.
 
     Raises:
@@ -30,7 +30,7 @@ def plan_world(config: RunConfig) -> World:
     ranks_per_node = config.device.ranks_per_node or default_ranks_per_node(kind)
     require_world(kind, config.nodes * ranks_per_node)
     precision = resolve_precision(kind, config.device.precision)
-    return World(kind=kind, precision=precision, nodes=config.nodes, ranks_per_node=ranks_per_node)
+    return PlannedWorld(kind=kind, precision=precision, nodes=config.nodes, ranks_per_node=ranks_per_node)
 
 
 def plan_variant(

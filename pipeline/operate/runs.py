@@ -32,7 +32,7 @@ STYLES = {"succeeded": "green", "refused": "yellow", "failed": "red", "running":
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RunRow:
     """One execution.
 
     Attributes:
@@ -67,7 +67,7 @@ class Row:
     at_most: bool = False
 
 
-def runs(stack: str, state: Path | None, limit: int) -> list[Row]:
+def runs(stack: str, state: Path | None, limit: int) -> list[RunRow]:
     """The newest executions, newest first. Of a state folder also those before the local run that goes on, if one does.
 
     Raises:
@@ -76,7 +76,7 @@ def runs(stack: str, state: Path | None, limit: int) -> list[Row]:
     if state is None:
         with open_site(stack, None) as site:
             return _executions(site, limit)
-    live: list[Row] = []
+    live: list[RunRow] = []
     if read_endpoint(state) is not None:
         try:
             with open_site(stack, state) as site:
@@ -89,7 +89,7 @@ def runs(stack: str, state: Path | None, limit: int) -> list[Row]:
     return sorted([*live, *stored], key=lambda row: row.started, reverse=True)[:limit]
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[RunRow]) -> Table:
     """The rows for people."""
     made = Table(box=None, pad_edge=False, header_style="dim")
     made.add_column("run", no_wrap=True, overflow="fold")
@@ -114,11 +114,11 @@ def table(rows: list[Row]) -> Table:
     return made
 
 
-def as_json(rows: list[Row]) -> str:
+def as_json(rows: list[RunRow]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False)
 
 
-def _result(row: Row) -> str:
+def _result(row: RunRow) -> str:
     at = f" at {row.stage}" if row.result == "running" and row.stage else f" in {row.stage}" if row.stage else ""
     replacing = f", replacing {row.replaced}" if row.replaced else ""
     words = {True: f", published{replacing}", False: ", not published", None: ""}
@@ -127,18 +127,18 @@ def _result(row: Row) -> str:
     return plain(f"{row.result}{at}{served}" + (f": {' '.join(reason.split())}" if reason else ""))
 
 
-def _cost(row: Row) -> str:
+def _cost(row: RunRow) -> str:
     return "" if row.usd is None else f"{'≤ ' if row.at_most else ''}{row.usd:,.2f}"
 
 
-def _executions(site: Site, limit: int) -> list[Row]:
+def _executions(site: Site, limit: int) -> list[RunRow]:
     found = executions.newest(site, limit)
     _ = site.machine  # read once, before several threads want it
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         return list(pool.map(lambda execution: _row(site, execution), found))
 
 
-def _row(site: Site, execution: Execution) -> Row:
+def _row(site: Site, execution: Execution) -> RunRow:
     files = site.files(execution.run)
     result, stage, reason = _ended(execution) if not execution.running else ("running", _stage_now(site, execution), "")
     if result == "failed" and stage in set(Stage):
@@ -147,7 +147,7 @@ def _row(site: Site, execution: Execution) -> Row:
             reason = failure.what
     share = execution.given.get("share")
     stopped = execution.stopped or datetime.now(timezone.utc)
-    return Row(
+    return RunRow(
         run=execution.run,
         execution=execution.name,
         share=str(share if share is not None else _default_share(site)),
@@ -227,7 +227,7 @@ def _within(moment: str, first: datetime | None, last: datetime | None) -> bool:
         return False
 
 
-def _stored(state: Path) -> Iterator[Row]:
+def _stored(state: Path) -> Iterator[RunRow]:
     """Runs of a state folder as their files tell them: each run's newest execution."""
     for path in (state / "bucket/runs").glob("*/input.json"):
         if not RUN_ID_PATTERN.fullmatch(path.parent.name):
@@ -239,7 +239,7 @@ def _stored(state: Path) -> Iterator[Row]:
         ended = judge(files, started)
         words = {"SUCCEEDED": "succeeded", "ABORTED": "aborted"}
         result = words.get(ended.status) or ("refused" if ended.error == GATE_REFUSED else "failed")
-        yield Row(
+        yield RunRow(
             run=path.parent.name,
             execution=execution,
             share=str((given.get("execution") or {}).get("share") or "manual"),

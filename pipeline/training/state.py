@@ -9,7 +9,7 @@ from pipeline.contract import read_record
 
 
 @dataclass(kw_only=True)
-class Window:
+class MetricsWindow:
     """Sums since the last line of metrics.
 
     Attributes:
@@ -56,7 +56,7 @@ class Progress:
     last_validation: dict[str, float] = field(default_factory=dict)
     loss: float | None = None
     data_digest: str = ""
-    window: Window = field(default_factory=Window)
+    window: MetricsWindow = field(default_factory=MetricsWindow)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)

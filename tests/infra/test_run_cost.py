@@ -12,7 +12,7 @@ from infra.app import read_context
 from infra.run_cost import expectation, hourly_prices, most_embed_hosts
 from infra.settings import COST_TAG, HARDWARE, Settings, read_settings
 from pipeline.contract import STAGES, Queue
-from pipeline.prices import INSTANCE_HOUR
+from pipeline.cost import INSTANCE_HOUR
 
 UNPRICED: set[str] = set()
 """Instance types that can be deployed and whose price could not be confirmed."""

@@ -29,7 +29,7 @@ from pipeline.dataset.arrow import read_table, token_lengths
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_world
 from pipeline.graphs.compiled import training_flags
-from pipeline.plan import RowFile, RunPlan, World
+from pipeline.plan import PlannedWorld, RowFile, RunPlan
 from pipeline.run import find_run
 from pipeline.run.processes import tree_memory
 from tests.pipeline.training.conftest import TrainingRun, training_run
@@ -332,7 +332,7 @@ def test_default_space_by_kind() -> None:
     config = build_config({"train": {"batch_size": 8}})
 
     def of(kind: str, precision: str) -> list[Any]:
-        return tune_space.default_space(config, World(kind=kind, precision=precision, nodes=1, ranks_per_node=1))
+        return tune_space.default_space(config, PlannedWorld(kind=kind, precision=precision, nodes=1, ranks_per_node=1))
 
     assert keys(of("cpu", "fp32")) == ["train.batch_size", "device.precision", "device.threads_per_rank"]
     assert keys(of("cuda", "bf16")) == ["train.batch_size", "device.precision"]
@@ -347,9 +347,10 @@ def test_default_space_by_kind() -> None:
     assert {"device.loader.batches_per_execution": 4, "device.sync_points": 1} in xla
     assert not any(key.startswith("compile") or value == "compiler" for each in xla for key, value in each.items())
     assert (
-        tune_space.common_window(config, of("xla", "fp32"), World(kind="xla", precision="fp32", nodes=1, ranks_per_node=1)) == 4
+        tune_space.common_window(config, of("xla", "fp32"), PlannedWorld(kind="xla", precision="fp32", nodes=1, ranks_per_node=1))
+        == 4
     )
-    cpu = World(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1)
+    cpu = PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1)
     assert tune_space.common_window(config, of("cpu", "fp32"), cpu) == 1
     assert tune_space.common_window(config, tune_space.parse_vary(["device.kind=xla"], config), cpu) == 4
     assert tune_space.common_window(config, tune_space.parse_vary(["device.loader.batches_per_execution=2,3"], config), cpu) == 6

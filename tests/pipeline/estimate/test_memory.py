@@ -22,8 +22,8 @@ from pipeline.estimate.memory import FP32, GIB, Budget, Footprint, MemoryCapacit
 from pipeline.model.encoder import Encoder, checkpoint_activations, new_encoder, prepare_for_training
 from pipeline.model.folder import load_encoder
 from pipeline.model.shape import ModelShape, read_shape, shape_of
-from pipeline.plan import World
-from pipeline.run.world import World as RankWorld
+from pipeline.plan import PlannedWorld
+from pipeline.run.world import PlannedWorld as RankWorld
 from pipeline.training.micro_batches import cut
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
 from tests.tiny import make_model
@@ -49,8 +49,8 @@ def settings(
     )
 
 
-def planned(kind: str = "cpu", precision: str = "fp32", ranks: int = 1, nodes: int = 1) -> World:
-    return World(kind=kind, precision=precision, nodes=nodes, ranks_per_node=ranks)
+def planned(kind: str = "cpu", precision: str = "fp32", ranks: int = 1, nodes: int = 1) -> PlannedWorld:
+    return PlannedWorld(kind=kind, precision=precision, nodes=nodes, ranks_per_node=ranks)
 
 
 def budget(budgets: list[Budget], stage: str, place: str) -> Budget:
@@ -223,7 +223,7 @@ def large(kind: type[PreTrainedConfig] = XLMRobertaConfig, **changes: Any) -> Mo
         return shape_of(new_encoder(config, ModelConfig()))
 
 
-def on_trainium(**train: Any) -> tuple[RunConfig, World, MemoryCapacity]:
+def on_trainium(**train: Any) -> tuple[RunConfig, PlannedWorld, MemoryCapacity]:
     config = settings("neuron", embed={"tokens_per_batch": 4096, "buckets": [32, 64, 128, 256]}, **train)
     return config, planned("neuron", "bf16", ranks=32, nodes=2), memory.known_capacity(config, "neuron", here=False)
 

@@ -27,8 +27,8 @@ from pipeline.estimate.requirements import Requirement, attempt_minutes, over, r
 from pipeline.estimate.workload import Workload
 from pipeline.model.encoder import new_encoder
 from pipeline.model.shape import shape_of
-from pipeline.plan import World
-from pipeline.run.world import World as Ranks
+from pipeline.plan import PlannedWorld
+from pipeline.run.world import PlannedWorld as Ranks
 from pipeline.stages import publish
 from pipeline.stages.evaluate import join_holdout
 from pipeline.training.batches import TrainingBatches
@@ -126,7 +126,7 @@ with torch.device("meta"):
             BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536), ModelConfig()
         )
     )
-WORLD = World(kind="neuron", precision="bf16", nodes=4, ranks_per_node=32)
+WORLD = PlannedWorld(kind="neuron", precision="bf16", nodes=4, ranks_per_node=32)
 WORK = Workload(
     train_rows=MILLION,
     scanned_rows=MILLION,
