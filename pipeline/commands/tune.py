@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.live import Live
 
 from pipeline.commands.terminal import say
-from pipeline.commands.tune_space import Factor, common_window, default_space, nested, parse_vary
+from pipeline.commands.tune_space import Factor, common_window, default_space, parse_vary
 from pipeline.commands.tune_table import Row, Table, describe_basis, describe_best, describe_settings, grid
 from pipeline.commands.tune_trials import Bench, base_config, open_bench
+from pipeline.config import nested
 from pipeline.errors import BadConfig, ExitCode, TrnpipeError
 from pipeline.estimate.variant import plan_world
 from pipeline.run.find_run import find_run, read_plan

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import store
-from pipeline.commands.tune_space import flattened, nested
 from pipeline.commands.tune_table import Row, Settings, Table
-from pipeline.config import RunConfig, build_config
+from pipeline.config import RunConfig, build_config, flattened, nested
 from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageResult
 from pipeline.dataset.arrow import read_table, token_lengths
 from pipeline.dataset.steps import plan_schedule

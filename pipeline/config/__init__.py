@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -62,10 +62,13 @@ __all__ = [
     "RunInput",
     "TrainConfig",
     "build_config",
+    "flattened",
+    "is_below",
     "keys_of",
     "largest_divisor",
     "load_config_file",
     "merge",
+    "nested",
     "parse_settings",
     "read_yaml",
 ]
@@ -217,6 +220,33 @@ def keys_of(role: KeyRole, section: type[BaseModel]) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def is_below(key: str, keys: Iterable[str]) -> bool:
+    """Return whether a key is one of these, or stands in a section that is one of them."""
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
+
+
+def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a configuration's values by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted key as a partial configuration, later ones over earlier ones."""
+    merged: dict[str, Any] = {}
+    for key, value in settings.items():
+        section: Any = value
+        for name in reversed(key.split(".")):
+            section = {name: section}
+        merged = merge(merged, section)
+    return merged
+
+
 class Prices(Section):
     """USD for an hour of one node, by queue: of what the deployment pays for. None: not known, or not paid by the hour."""
 
@@ -342,9 +372,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             raise BadConfig("the setting's value is not valid YAML", value=setting) from error
         if isinstance(value, str):
             value = _number(value)
-        for name in reversed(names):
-            value = {name: value}
-        merged = merge(merged, value)
+        merged = merge(merged, nested({key.strip(): value}))
     return merged
 
 

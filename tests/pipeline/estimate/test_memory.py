@@ -23,7 +23,7 @@ from pipeline.model.encoder import Encoder, checkpoint_activations, new_encoder,
 from pipeline.model.folder import load_encoder
 from pipeline.model.shape import ModelShape, read_shape, shape_of
 from pipeline.plan import PlannedWorld
-from pipeline.run.world import PlannedWorld as RankWorld
+from pipeline.run.world import World
 from pipeline.training.micro_batches import cut
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
 from tests.tiny import make_model
@@ -113,7 +113,7 @@ def test_parameters_and_optimizer_state_are_exact(tmp_path: Path, head: dict[str
     shape = read_shape(tmp_path / "model", model)
     assert shape == shape_of(encoder)
     assert shape.parameters == sum(parameter.numel() for parameter in encoder.parameters())
-    device = open_device("cpu", "fp32", RankWorld(), threads=1)
+    device = open_device("cpu", "fp32", World(), threads=1)
     optimizer = build_optimizer(encoder.train(), config.train, device, adds_up=config.adds_up("cpu"))
     one_step(encoder, optimizer, device, config)
     state = [value for values in optimizer.state.values() for name, value in values.items() if name != "step"]
@@ -172,7 +172,7 @@ def test_the_peak_of_a_step(sizes: dict[str, int], changes: dict[str, Any]) -> N
     config, world = settings(**changes), planned()
     encoder = new_encoder(backbone(**sizes), ModelConfig()).train()
     prepare_for_training(encoder, fused_attention=False)
-    device = open_device("cpu", "fp32", RankWorld(), threads=1)
+    device = open_device("cpu", "fp32", World(), threads=1)
     if config.train.activation_checkpointing:
         checkpoint_activations(encoder, device.checkpointed())
     optimizer = build_optimizer(encoder, config.train, device, adds_up=config.adds_up("cpu"))

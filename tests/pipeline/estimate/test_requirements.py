@@ -28,7 +28,7 @@ from pipeline.estimate.workload import Workload
 from pipeline.model.encoder import new_encoder
 from pipeline.model.shape import shape_of
 from pipeline.plan import PlannedWorld
-from pipeline.run.world import PlannedWorld as Ranks
+from pipeline.run.world import World
 from pipeline.stages import publish
 from pipeline.stages.evaluate import join_holdout
 from pipeline.training.batches import TrainingBatches
@@ -87,7 +87,7 @@ def test_a_rank_holds_less_of_a_training_row_than_its_allowance(tmp_path: Path) 
 
     def first_batch() -> Any:
         arguments: Any = {"batch_size": 32, "query_length": 8, "buckets": (8,), "seed": 0, "learning_rate": lambda _: 1e-3}
-        batches = TrainingBatches(path, Ranks(), **arguments)
+        batches = TrainingBatches(path, World(), **arguments)
         return batches, next(batches.iterate(0, 4))
 
     before = pa.total_allocated_bytes()
