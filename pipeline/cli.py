@@ -337,11 +337,18 @@ def graphs(
     from pipeline.run.find_run import find_run
 
     find_run(run, bucket, state)
-    # Looked for before large libraries are loaded, so that a mistake is answered at once.
-    from pipeline.commands.graphs import run_graphs
+    # Mistakes are reported at once: large libraries are loaded only here.
+    from rich.console import Console
 
-    code = run_graphs(run, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep, as_json=as_json)
-    raise typer.Exit(code)
+    from pipeline.commands import graphs as compiled
+    from pipeline.commands.graphs_display import show
+    from pipeline.host.child import terminable
+
+    console = Console(stderr=as_json)
+    with terminable():
+        found = compiled.find(run, console, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep)
+    show(found, console, as_json=as_json)
+    raise typer.Exit(int(found.exit_code))
 
 
 @app.command()

@@ -15,10 +15,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, ClassVar, TypeVar, cast
 
 from pipeline.errors import BadConfig, BadData
 
@@ -441,63 +442,45 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat()
 
 
-Record = TypeVar("Record")
+R = TypeVar("R", bound="Record")
 
 
-def read_record(kind: type[Record], data: bytes | str) -> Record:
-    """A dataclass from the JSON object that it was written as, every value of the type that its field has.
+class Record:
+    """Base of the dataclasses that are written as JSON objects."""
 
-    Raises:
-        BadData: no JSON, no object, a field too many or too few, or a value of another type.
-    """
-    try:
-        record: Record = _typed(kind, json.loads(data), kind.__name__)
-    except (ValueError, RecursionError) as error:
-        raise BadData(
-            "a record cannot be read",
-            value=error,
-            rule=f"a JSON object with the fields of {kind.__name__}",
-            remedy="restore an earlier version of it, or delete it and run its stage again",
-        ) from error
-    return record
+    __slots__ = ()
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
+    @classmethod
+    def from_json(cls: type[R], data: bytes) -> R:
+        """Return the record from the JSON object that it was written as, every value of the type that its field has.
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """The value, if it is one of this type; objects of dataclasses are made on the way.
+        Raises:
+            BadData: no JSON, no object, a field too many or too few, or a value of another type.
+        """
+        from pydantic import ValidationError  # here: synth and the local endpoint import this module, but read no records
 
-    Raises:
-        ValueError: it is none; `where` names it.
-    """
-    if kind is Any:
-        return value
-    if is_dataclass(kind):
-        return _filled(kind, value, where)
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is dict and isinstance(value, dict):
-        return {key: _typed(inner[1], item, f"{where}.{key}") for key, item in value.items()}
-    if origin is list and isinstance(value, list):
-        return [_typed(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if origin is None:
-        wanted = (int, float) if kind is float else (kind,)
-        if isinstance(value, wanted) and (kind is bool or not isinstance(value, bool)):
-            return value
-    elif type(None) in inner:
-        return None if value is None else _typed(inner[0], value, where)
-    raise ValueError(f"{where}: {getattr(kind, '__name__', kind)} was expected, found {type(value).__name__}")
+        try:
+            record: R = _reader(cast(Any, cls)).validate_json(data, strict=True)
+        except ValidationError as error:
+            raise BadData(
+                "a record cannot be read",
+                value=[f"{'.'.join(map(str, item['loc'])) or cls.__name__}: {item['msg']}" for item in error.errors()],
+                rule=f"a JSON object with the fields of {cls.__name__}",
+                remedy="restore an earlier version of it, or delete it and run its stage again",
+            ) from error
+        return record
 
 
-def _filled(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: an object was expected, found {type(value).__name__}")
-    types = get_type_hints(kind)
-    needed = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
-    if wrong := sorted((value.keys() - types.keys()) | (needed - value.keys())):
-        raise ValueError(f"{where}: fields that are unknown or missing: {', '.join(wrong[:10])}")
-    return kind(**{name: _typed(types[name], item, f"{where}.{name}") for name, item in value.items()})
+@cache
+def _reader(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Artifact:
+class Artifact(Record):
     """One input or output: where it is and what it was when we saw it (sha256 in hex; size in bytes)."""
 
     uri: str
@@ -506,7 +489,7 @@ class Artifact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageResult:
+class StageResult(Record):
     """`STAGE/result.json`: written once, last, when the stage has succeeded.
 
     Attributes:
@@ -542,17 +525,9 @@ class StageResult:
             raise ValueError(f"{self.stage}/result.json has {len(data)} bytes; the limit is {RESULT_LIMIT_BYTES}")
         return data
 
-    @classmethod
-    def from_json(cls, data: bytes) -> StageResult:
-        """
-        Raises:
-            BadData: no record of a result.
-        """
-        return read_record(cls, data)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageFailure:
+class StageFailure(Record):
     """`STAGE/failure.json`: why an attempt failed, for the report, the notification and the person at the terminal."""
 
     stage: str
@@ -570,11 +545,3 @@ class StageFailure:
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> StageFailure:
-        """
-        Raises:
-            BadData: no record of a failure.
-        """
-        return read_record(cls, data)

@@ -23,7 +23,7 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.contract import STAGES, Queue, Shape, Stage, read_record
+from pipeline.contract import STAGES, Queue, Record, Shape, Stage
 from pipeline.errors import BadData
 
 CURRENCY = "USD"
@@ -138,7 +138,7 @@ HourlyPrices = Mapping[Queue, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAttempt:
+class NodeAttempt(Record):
     """`STAGE/attempts/JOB/attempt-A-node-N.json`: one attempt on one node. Written when it begins, twice in
     NOTE_SECONDS, and at its end.
 
@@ -170,7 +170,7 @@ class NodeAttempt:
         Raises:
             BadData: no record of an attempt, or a time in it is none or says nothing of its zone.
         """
-        record = read_record(cls, data)
+        record = super(NodeAttempt, cls).from_json(data)
         try:
             whole = None not in (record.begin.tzinfo, record.last_seen.tzinfo)
         except ValueError:

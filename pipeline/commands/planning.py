@@ -285,7 +285,7 @@ def report(
     """
     if (parent is None) == (run is None):
         raise BadConfig(
-            "name one model",
+            "the options do not say which model to plan for",
             value=f"--parent {parent}, --run {run}",
             rule="either --parent or --run",
             remedy="give --parent FOLDER_OR_URI, or --run s3://BUCKET/runs/RUN_ID",

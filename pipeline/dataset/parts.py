@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.contract import read_record
+from pipeline.contract import Record
 from pipeline.dataset.ids import IdDigest
 from pipeline.errors import BadData
 
@@ -28,7 +28,7 @@ Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartRecord:
+class PartRecord(Record):
     """What a finished part holds and what it took.
 
     Attributes:
@@ -75,7 +75,7 @@ class PartRecord:
             BadData: not a record of a part.
         """
         try:
-            return read_record(cls, data)
+            return super(PartRecord, cls).from_json(data)
         except BadData as error:
             raise BadData(
                 "the record of a part cannot be read", value=error.value, rule=error.rule, remedy="delete it and run embed again"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.contract import read_record
+from pipeline.contract import Record
 from pipeline.errors import BadData
 
 NAME = "endpoint.json"
@@ -23,7 +23,7 @@ NO_USER_FILES = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointRecord:
+class EndpointRecord(Record):
     """A running local endpoint.
 
     Attributes:
@@ -71,7 +71,7 @@ def read_endpoint(state: Path) -> EndpointRecord | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return read_record(EndpointRecord, data)
+        return EndpointRecord.from_json(data)
     except BadData as error:
         error.value = f"{state / NAME}: {error.value}"
         error.remedy = "delete it; a running `trnpipe local` writes it when it starts"
