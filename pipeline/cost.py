@@ -57,12 +57,12 @@ class Hardware:
 
     @property
     def job_vcpus(self) -> int:
-        """More than half: chips are no Batch resource, and two jobs on one host would fight over them."""
+        """More than half of the vCPUs: chips are not a Batch resource, and two jobs on one host would compete for them."""
         return self.vcpus * 3 // 4
 
     @property
     def job_memory_mib(self) -> int:
-        """What is left after the operating system and the ECS agent; a request above it never leaves RUNNABLE."""
+        """Memory besides the operating system's and the ECS agent's; a request above it never leaves RUNNABLE."""
         return self.memory_mib * 15 // 16 - 1024
 
 
@@ -97,44 +97,31 @@ INSTANCE_HOUR: Mapping[str, float] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FargateHour:
-    """An hour of one Fargate task, in its parts.
-
-    Attributes:
-        vcpu, gib, disk_gib: USD for one of each.
-        free_disk_gib: ephemeral storage that every task has without paying for it.
-    """
-
-    vcpu: float
-    gib: float
-    disk_gib: float
-    free_disk_gib: int
-
-    def of(self, *, vcpus: float, memory_gib: float, disk_gib: float) -> float:
-        return vcpus * self.vcpu + memory_gib * self.gib + max(0.0, disk_gib - self.free_disk_gib) * self.disk_gib
-
-
-FARGATE_HOUR = FargateHour(vcpu=0.04048, gib=0.004445, disk_gib=0.000111, free_disk_gib=20)
+FARGATE_VCPU_HOUR, FARGATE_GIB_HOUR, FARGATE_DISK_GIB_HOUR = 0.04048, 0.004445, 0.000111
+FARGATE_FREE_DISK_GIB = 20
+"""Ephemeral storage that every Fargate task has for free."""
 
 
 def instance_hour(region: str, instance_type: str) -> float | None:
-    """USD for an hour of an instance; None where it is not known."""
+    """Return the USD for an hour of an instance; None if unknown."""
     return INSTANCE_HOUR.get(instance_type) if region in REGIONS else None
 
 
 def fargate_hour(region: str, *, vcpus: float, memory_gib: float, disk_gib: float) -> float | None:
-    """USD for an hour of a Fargate task of this size; None where it is not known."""
-    return FARGATE_HOUR.of(vcpus=vcpus, memory_gib=memory_gib, disk_gib=disk_gib) if region in REGIONS else None
+    """Return the USD for an hour of a Fargate task of this size; None if unknown."""
+    if region not in REGIONS:
+        return None
+    disk = max(0.0, disk_gib - FARGATE_FREE_DISK_GIB)
+    return vcpus * FARGATE_VCPU_HOUR + memory_gib * FARGATE_GIB_HOUR + disk * FARGATE_DISK_GIB_HOUR
 
 
 # ---- what a run has used and costs ----
 
 NOTE_SECONDS = 60.0
-"""At least this often a node's record gets a new sign of life: what is not known of one that is killed."""
+"""Longest time between two signs of life in a node's record, and so the uncertainty about a killed node."""
 
 HourlyPrices = Mapping[Queue, float]
-"""USD for an hour of one node, by queue; one whose price is unknown is left out."""
+"""USD for an hour of one node, by queue; queues with an unknown price are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +132,7 @@ class NodeAttempt(Record):
     Attributes:
         node: index within the gang, or of the array child.
         started, seen: ISO 8601 in UTC: its supervisor's start, and its last sign of life.
-        exit_code: None as long as it runs, and for ever if it was killed.
+        exit_code: None while it runs, and if it was killed.
     """
 
     node: int
@@ -168,7 +155,7 @@ class NodeAttempt(Record):
     def from_json(cls, data: bytes) -> NodeAttempt:
         """
         Raises:
-            BadData: no record of an attempt, or a time in it is none or says nothing of its zone.
+            BadData: not an attempt's record, or a time in it is invalid or without a time zone.
         """
         record = super(NodeAttempt, cls).from_json(data)
         try:
@@ -187,12 +174,12 @@ class NodeAttempt(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageUse:
-    """What a stage has used, over all its attempts.
+    """The node-hours of a stage, over all its attempts.
 
     Attributes:
         nodes: different nodes of its gang, or children of its array.
         attempts: of the node that had most of them, in all executions of the run.
-        at_most: an attempt left no last word, and is counted up to the latest moment at which it can have ended.
+        at_most: an attempt's end is unknown, and it counts up to the latest possible one.
     """
 
     stage: Stage
@@ -203,7 +190,7 @@ class StageUse:
 
 
 def stage_use(stage: Stage, records: Sequence[NodeAttempt], moment: datetime) -> StageUse | None:
-    """Add up a stage's attempts. A host on which two of them overlap is paid once.
+    """Add up a stage's attempts. Two that overlap on a host count once.
 
     Args:
         moment: now, for attempts that are still running.
@@ -228,7 +215,7 @@ def stage_use(stage: Stage, records: Sequence[NodeAttempt], moment: datetime) ->
 
 
 def _end(record: NodeAttempt, records: Iterable[NodeAttempt], moment: datetime) -> tuple[datetime, bool]:
-    """When an attempt ended, and whether that is known or only the latest moment possible."""
+    """Return when an attempt ended, and whether that is known or only the latest possible moment."""
     if record.exit_code is not None:
         return record.last_seen, True
     after = [other.begin for other in records if other.node == record.node and other.begin > record.begin]
@@ -240,7 +227,7 @@ def _end(record: NodeAttempt, records: Iterable[NodeAttempt], moment: datetime) 
 
 
 def _covered(spans: list[tuple[datetime, datetime]]) -> timedelta:
-    """The length of the intervals' union."""
+    """Return the length of the intervals' union."""
     total = timedelta()
     reached: datetime | None = None
     for start, stop in sorted(spans):
@@ -252,7 +239,7 @@ def _covered(spans: list[tuple[datetime, datetime]]) -> timedelta:
 
 
 def cost_of(node_hours: Mapping[Stage, float], prices: HourlyPrices) -> float | None:
-    """USD for these node-hours; None where one of the prices is not known."""
+    """Return the USD for these node-hours; None if a price is unknown."""
     queues = {stage: STAGES[stage].queue for stage in node_hours}
     if any(queue not in prices for queue in queues.values()):
         return None
@@ -261,7 +248,7 @@ def cost_of(node_hours: Mapping[Stage, float], prices: HourlyPrices) -> float | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """What a run has used, stage by stage, and what that costs at some prices."""
+    """The node-hours of a run, stage by stage, and their cost at some prices."""
 
     uses: tuple[StageUse, ...]
     prices: HourlyPrices
@@ -272,7 +259,7 @@ class Bill:
 
     @property
     def usd(self) -> float | None:
-        """None where a price is not known."""
+        """The cost of the run; None if a price is unknown."""
         return cost_of({use.stage: use.node_hours for use in self.uses}, self.prices)
 
     @property
@@ -286,7 +273,7 @@ class Bill:
         return cost_of({use.stage: use.node_hours}, self.prices)
 
     def metrics(self) -> dict[str, Any]:
-        """For the result of the stage that counted."""
+        """Return the bill as metrics of a stage's result."""
         return {
             "currency": CURRENCY,
             "usd": _rounded(self.usd, 2),
@@ -309,7 +296,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 
 def nodes_of(stage: Stage, *, nodes: int, children: int) -> int:
-    """How many nodes a stage has at once.
+    """Return how many nodes a stage has at once.
 
     Args:
         nodes: of the run's gangs.
@@ -319,8 +306,8 @@ def nodes_of(stage: Stage, *, nodes: int, children: int) -> int:
 
 
 def most(prices: HourlyPrices, *, nodes: int, children: int, time_budget: timedelta) -> float | None:
-    """USD that a run costs at most if it keeps its time budget: one stage follows the other, so at most the most expensive
-    stage's nodes for all that time, however often something is tried again. None where a price is not known."""
+    """Return the most USD that a run costs if it keeps its time budget: one stage follows the other, so it is the most expensive
+    stage's nodes for all that time, whatever Batch retries. None if a price is unknown."""
     hourly = [cost_of({stage: float(nodes_of(stage, nodes=nodes, children=children))}, prices) for stage in STAGES]
     known = [usd for usd in hourly if usd is not None]
     return max(known) * time_budget.total_seconds() / 3600 if len(known) == len(hourly) else None

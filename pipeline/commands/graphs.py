@@ -18,7 +18,7 @@ from rich.console import Console
 
 from pipeline.commands.graphs_lowered import Lowered, lower_plan
 from pipeline.commands.graphs_proof import Proof, prove_graphs
-from pipeline.commands.graphs_recorded import CompiledSet, StageGraphs, read_sets, read_stages
+from pipeline.commands.graphs_recorded import STAGES_THAT_MEET, CompiledSet, StageGraphs, read_sets, read_stage
 from pipeline.commands.terminal import counted, say
 from pipeline.errors import BadConfig, ExitCode
 from pipeline.plan import RunPlan
@@ -101,7 +101,7 @@ def find(
     paths, root = find_run(run, bucket, state)
     plan = read_plan(paths)
     sets, known = read_sets(paths, plan.graphs) if plan.graphs else ([], None)
-    stages = read_stages(paths, known) if plan.graphs else []
+    met = [read_stage(paths, stage, known) for stage in STAGES_THAT_MEET] if plan.graphs else []
     lowered = proof = None
     with _progress(console) as on_progress:
         if lower:
@@ -118,7 +118,7 @@ def find(
         precision=world.precision,
         ranks=world.ranks,
         sets=tuple(sets),
-        stages=tuple(stages),
+        stages=tuple(stage for stage in met if stage is not None),
         lowered=lowered,
         proof=proof,
     )

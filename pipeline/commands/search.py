@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline import store
-from pipeline.allowed_uris import Places
+from pipeline.allowed_uris import AllowedUris
 from pipeline.contract import RunPaths, check_registry, registry_uri
 from pipeline.errors import BadConfig, BadData, MissingInput, StorageRefused
 from pipeline.plan import RunPlan
@@ -79,7 +79,7 @@ def search(
         )
     # Files of a local run name the bucket that stood for its state folder.
     mirror = None if bucket else bucket_root
-    places = Places(own=bucket_root)
+    places = AllowedUris(own=bucket_root)
     published, embeddings = mirrored(pointer.model, mirror), mirrored(pointer.embeddings, mirror)
     places.check((("the registry's model", published), ("the registry's embeddings", embeddings)), BadData)
     parts = read_parts(embeddings, mirror)

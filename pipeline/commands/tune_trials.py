@@ -174,7 +174,7 @@ def open_bench(
                 rule="two at a time would measure each other",
                 remedy="wait until it has ended",
             ) from error
-        rows = _fetched(base.rows, folder / "rows")
+        rows = store.local_folder(base.rows, folder / "rows").absolute()
         for name, file in plan.row_files.items():
             if not (rows / name).is_file() or (rows / name).stat().st_size != file.size:
                 raise MissingInput(
@@ -188,22 +188,11 @@ def open_bench(
             table=table,
             folder=folder,
             rows=rows,
-            parent=_fetched(mirrored(plan.parent.folder, root), folder / "parent"),
+            parent=store.local_folder(mirrored(plan.parent.folder, root), folder / "parent").absolute(),
             lengths=token_lengths(read_table(rows / "train.arrow")["document_tokens"]),
             lock=lock.fileno(),
             timeout_seconds=timeout_seconds,
         )
-
-
-def _fetched(uri: str, folder: Path) -> Path:
-    """Return the local folder with the objects under `uri`, downloaded whole or not at all, and only once."""
-    if not store.is_s3(uri):
-        return store.local_folder(uri, folder).absolute()
-    if not folder.is_dir():
-        partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        store.download_folder(uri, partial).rename(folder)
-    return folder
 
 
 def measure(paths: RunPaths, plan: RunPlan, lengths: NDArray[np.int32], *, memory_bytes: int, settings: Settings) -> Row:

@@ -1,7 +1,7 @@
-"""The configuration of a run: one frozen `RunConfig`, a section per stage, unknown keys refused with the nearest valid name.
+"""The configuration of a run: one frozen `RunConfig` with a section per stage, which refuses unknown keys.
 
-Precedence, lowest first: defaults here < the deployment's config < the execution's input < `--set a.b=value`. `prepare`
-merges and validates once and writes the result into `plan.json`; every later stage trusts it.
+Precedence, lowest first: the defaults < the deployment's config < the execution's input < `--set a.b=value`. `prepare` merges
+and validates once and writes the result into `plan.json`; every later stage trusts it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import difflib
 import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -77,10 +78,10 @@ LONGEST_KEY = 100
 """Characters of an unknown key that are compared with the known ones: every key of the schema is shorter."""
 
 DEEPEST_KEY = 10
-"""Parts of a setting's key: more than any has."""
+"""Most parts of a setting's key, more than any has."""
 
 _VALUES = reprlib.Repr()
-"""Values as messages name them: YAML can say in a line what fills the memory when it is written out."""
+"""Shortens values in messages: a line of YAML can stand for a value that fills the memory."""
 _VALUES.maxlevel, _VALUES.maxdict, _VALUES.maxlist = 3, 10, 20
 _VALUES.maxstring = _VALUES.maxlong = _VALUES.maxother = 200
 
@@ -93,7 +94,7 @@ class RunConfig(Section):
     """The whole configuration of one run."""
 
     run: Annotated[RunId | None, KeyRole.BOOKKEEPING, KeyRole.EXECUTION] = Field(
-        None, description="An earlier run's id, to take it up where it stopped. None: a new run."
+        None, description="Id of an earlier run to resume. None: a new run."
     )
     share: Annotated[Share, KeyRole.BOOKKEEPING, KeyRole.EXECUTION] = Field(
         "manual", description="Fair-share identifier under which all jobs are submitted."
@@ -102,7 +103,7 @@ class RunConfig(Section):
         "current", description="Name under which the run publishes; null: nowhere."
     )
     time_budget: Annotated[timedelta, KeyRole.BOOKKEEPING, KeyRole.EXECUTION] = Field(
-        timedelta(hours=12), description="After this the run counts as overdue (an alarm, not a stop)."
+        timedelta(hours=12), description="Time after which the run is overdue (an alarm, not a stop)."
     )
     nodes: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(
         1, description="Nodes of the gang that checks, compiles and trains."
@@ -124,13 +125,13 @@ class RunConfig(Section):
     lock: Annotated[LockConfig, KeyRole.BOOKKEEPING, KeyRole.EXECUTION] = LockConfig()
 
     def uris(self) -> Iterator[tuple[str, str]]:
-        """Every URI that the configuration names, after the key that names it."""
+        """Yield every key that names a URI, and the URI."""
         for key in keys_of(KeyRole.URI, RunConfig):
             value = attrgetter(key)(self)
             yield from ((key, uri) for uri in ([value] if isinstance(value, str) else value or ()))
 
     def micro_batch_on(self, kind: str) -> int:
-        """Pairs of a micro-batch on this kind of device: a divisor of `train.batch_size`, see `train.micro_batch`."""
+        """Return the pairs of a micro-batch on this device type: a divisor of `train.batch_size`, see `train.micro_batch`."""
         train = self.train
         if train.micro_batch is not None:
             return train.micro_batch
@@ -140,15 +141,15 @@ class RunConfig(Section):
 
     @property
     def most_compiled_pairs(self) -> int:
-        """Pairs that an automatic micro-batch has at most where graphs are compiled."""
+        """The most pairs of an automatic micro-batch on devices that compile graphs."""
         return max(1, MICRO_BATCH_TOKENS // (self.train.query_length + max(self.train.buckets)))
 
     def cuts_batches(self, kind: str) -> bool:
-        """Whether batches have several micro-batches there, and so every step two forward passes."""
+        """Return whether batches have several micro-batches there, and so every step two forward passes."""
         return self.micro_batch_on(kind) < self.train.batch_size
 
     def adds_up(self, kind: str) -> bool:
-        """Whether several backward passes of a step add up their gradients there."""
+        """Return whether several backward passes of a step add up their gradients there."""
         return self.train.accumulation > 1 or self.cuts_batches(kind)
 
     @field_validator("time_budget")
@@ -248,7 +249,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Prices(Section):
-    """USD for an hour of one node, by queue: of what the deployment pays for. None: not known, or not paid by the hour."""
+    """USD for an hour of one node, by queue, as the deployment pays it. None: unknown, or not paid by the hour."""
 
     train: float | None = Field(None, ge=0, allow_inf_nan=False)
     embed: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -256,23 +257,23 @@ class Prices(Section):
     currency: Literal["USD"] = "USD"
 
     def by_queue(self) -> dict[Queue, float]:
-        """The known ones."""
+        """Return the known prices."""
         found = {queue: getattr(self, queue.value) for queue in Queue}
         return {queue: price for queue, price in found.items() if price is not None}
 
 
 class Deployment(Section):
-    """What the state machine adds to an execution's input: the deployment's own config and limits.
+    """The deployment's own config and limits, which the state machine adds to an execution's input.
 
     Attributes:
-        config: partial RunConfig that stands under the execution's input.
+        config: partial RunConfig below the execution's input.
         allowed_nodes: node counts that have job definitions.
-        read: s3:// folders and files that runs may read beside the bucket of the run folder.
+        read: s3:// folders and files that runs may read, in addition to the bucket of the run folder.
         local_paths: whether runs may name local paths: all stages share one machine.
-        prices: what its hosts cost.
-        hosts: queue -> what its nodes are, e.g. trn1.32xlarge.
-        embed_hosts: how many hosts the array has at once, at most; None: as many as it has children.
-        timeouts: stage -> minutes after which Batch ends an attempt; one that is not named has its default.
+        prices: of its hosts.
+        hosts: queue -> instance type of its nodes, e.g. trn1.32xlarge.
+        embed_hosts: the most hosts that the array has at once; None: as many as it has children.
+        timeouts: stage -> minutes after which Batch ends an attempt; other stages have their defaults.
     """
 
     config: dict[str, Any] = Field(default_factory=dict)
@@ -322,7 +323,7 @@ def build_config(*layers: Mapping[str, Any]) -> RunConfig:
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `under`, section by section; lists and scalars are replaced whole."""
+    """Return `over` merged into `under`, section by section; lists and scalars are replaced whole."""
     merged = dict(under)
     for key, value in over.items():
         below = merged.get(key)
@@ -358,7 +359,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     """Turn `--set train.steps=500` items into a partial configuration. Values are YAML (`null`, `true`, `[1, 2]`).
 
     Raises:
-        BadConfig: an item without `=`, with an empty key, or with one that is deeper than any.
+        BadConfig: an item without `=`, or with a key that is empty or too deep.
     """
     merged: dict[str, Any] = {}
     for setting in settings:
@@ -371,36 +372,30 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         except ValueError as error:
             raise BadConfig("the setting's value is not valid YAML", value=setting) from error
         if isinstance(value, str):
-            value = _number(value)
+            # YAML 1.1 reads `1e-5` as a string because it lacks a dot, and it is a common way to write a number.
+            with suppress(ValueError):
+                value = float(value)
         merged = merge(merged, nested({key.strip(): value}))
     return merged
 
 
 def read_yaml(text: str) -> Any:
-    """The value that YAML text stands for: data only, no tag makes an object.
+    """Return the value of a YAML text: data only, no tag makes an object.
 
     Raises:
-        ValueError: no YAML, or a value that its tag does not fit.
+        ValueError: not YAML, or a value that does not fit its tag.
     """
     try:
         return yaml.safe_load(text)
-    # Values of the wrong form come out of PyYAML's constructors as whatever happened there.
+    # PyYAML's constructors raise any of these for values of the wrong form.
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(str(error) or type(error).__name__) from error
-
-
-def _number(text: str) -> Any:
-    # YAML 1.1 reads `1e-5` as a string because it lacks a dot; people write it all the time.
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _nearest(path: Sequence[str | int]) -> str:
     """Name an unknown key, with the most similar one of its section, else of the whole configuration."""
     here = ".".join(map(str, path))
-    like, known = here[:LONGEST_KEY], _all_keys(RunConfig)
+    like, known = here[:LONGEST_KEY], list(_all_keys(RunConfig))
     siblings = [key for key in known if key.rpartition(".")[0] == here.rpartition(".")[0]]
     near = difflib.get_close_matches(like, siblings, n=1) or difflib.get_close_matches(like, known, n=1)
     return here + (f" (did you mean {near[0]}?)" if near else "")
@@ -413,14 +408,11 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _all_keys(section: type[BaseModel], path: tuple[str, ...] = ()) -> list[str]:
-    keys = []
+def _all_keys(section: type[BaseModel], path: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
-        keys.append(".".join((*path, name)))
-        inner = _section_of(field.annotation)
-        if inner is not None:
-            keys += _all_keys(inner, (*path, name))
-    return keys
+        yield f"{path}{name}"
+        if inner := _section_of(field.annotation):
+            yield from _all_keys(inner, f"{path}{name}.")
 
 
 def _problem(item: ErrorDetails) -> str:

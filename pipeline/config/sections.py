@@ -56,7 +56,7 @@ on a NeuronCore with 2,048 at a time (aws-neuron-samples, run_dp_bert_large_hf_p
 
 
 class KeyRole(Enum):
-    """What a key of the configuration is to a run. The roles of a section are those of all its keys.
+    """How a run uses a key of the configuration. The roles of a section are those of all its keys.
 
     Every key has one of the first two, and any of the others.
     """
@@ -66,13 +66,13 @@ class KeyRole(Enum):
     BOOKKEEPING = "bookkeeping"
     """Decides neither, or is compared by its content: parity compares runs that differ in it, too."""
     GRAPH = "graph"
-    """A shape or a constant of graphs: part of the names of compiled sets."""
+    """A shape or a constant of graphs: part of the fingerprint of compiled sets."""
     RESUMABLE = "resumable"
     """May differ between a run and the one whose training it resumes: its effect is compared, or changes no result."""
     EXECUTION = "execution"
-    """How an execution is carried out, not what it computes: may differ when an execution resumes a run."""
+    """Controls how an execution runs, not what it computes: may differ when an execution resumes a run."""
     TUNABLE = "tunable"
-    """How the run's rows are trained on, not which rows or what is learned from them: tune may vary it."""
+    """Controls how the run trains on its rows, not which rows or what it learns from them: tune may vary it."""
     URI = "uri"
     """One URI or several, which the deployment must allow."""
 
@@ -84,7 +84,7 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    """What is read. Folders are listed recursively; `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` count as shards."""
+    """Input files. Folders are listed recursively; `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` count as shards."""
 
     train: Annotated[tuple[Uri, ...], KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
         (), description="URIs of training shards or folders of them: rows {id, query, document}."
@@ -102,7 +102,7 @@ class DataConfig(Section):
         0.1, description="Rows of earlier shards to train on again, as a share of the number of new rows."
     )
     max_bad_fraction: Annotated[Fraction, KeyRole.BOOKKEEPING] = Field(
-        0.001, description="Rows that may be refused (and quarantined) before the run ends with 65."
+        0.001, description="Share of rows that prepare may refuse (and quarantine) before the run ends with 65."
     )
     require_new: Annotated[bool, KeyRole.BOOKKEEPING] = Field(
         True, description="End with 66 when no shard is new since the parent; false: replay only."
@@ -125,14 +125,14 @@ class ModelConfig(Section):
     )
     parent: Annotated[Uri | None, KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
         None,
-        description="URI of the model that one execution continues from on purpose, in the forms of `initial`. None: what the "
+        description="URI of the model that one execution continues from, in the forms of `initial`. None: the model that the "
         "registry names, else `initial`. A deployment's own configuration must not set it.",
     )
     base: Annotated[Uri | None, KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
         None, description="Folder with config.json and tokenizer for a parent that is a bare weight file."
     )
     weights_key: Annotated[str | None, KeyRole.BOOKKEEPING] = Field(
-        None, description="Key under which a training checkpoint holds the weights; None: found."
+        None, description="Key of the weights in a training checkpoint; None: find it."
     )
     pooling: Annotated[Literal["mean", "cls"], KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         "mean", description="How token vectors become one vector: their mean, or the first token's vector."
@@ -144,7 +144,7 @@ class ModelConfig(Section):
 
 
 class LoaderConfig(Section):
-    """How batches reach a device that compiles (kinds `xla` and `neuron`): torch-xla's MpDeviceLoader."""
+    """Batches on their way to a device that compiles (`xla` and `neuron`): torch-xla's MpDeviceLoader."""
 
     batches_per_execution: Annotated[PositiveInt, KeyRole.GRAPH] = Field(
         1, description="Steps joined into one graph: fewer launches, a larger graph. More than 1 needs device.sync_points = 1."
@@ -155,21 +155,21 @@ class LoaderConfig(Section):
 
 
 class DeviceConfig(Section):
-    """The kind of device and its numbers per node."""
+    """The device type and the ranks of a node."""
 
     kind: Literal["auto", "cpu", "cuda", "xla", "neuron"] = Field(
         "auto", description="Device type. auto: neuron where there is one, else cuda, else cpu."
     )
     precision: Literal["auto", "compiler", "bf16", "fp32"] = Field(
         "auto",
-        description="What training's matrix products are computed in; weights and optimizer stay fp32. bf16: torch autocast. "
+        description="Precision of training's matrix products; weights and optimizer stay fp32. bf16: torch autocast. "
         "compiler: neuronx-cc casts as compile.auto_cast says, also in the optimizer (neuron only). auto: bf16 where the device "
-        "computes in it, else fp32.",
+        "supports it, else fp32.",
     )
     ranks_per_node: PositiveInt | None = Field(None, description="None: 32 on neuron, all GPUs on cuda, else 1.")
     threads_per_rank: PositiveInt | None = Field(None, description="Host threads of a rank; None: cores / ranks on the host.")
     memory_gib: float | None = Field(
-        None, gt=0, description="Memory of a rank's device. None: 16 on neuron, what the GPU says on cuda where prepare sees one."
+        None, gt=0, description="Memory of a rank's device. None: 16 on neuron; on cuda the GPU's, if prepare has one."
     )
     host_memory_gib: float | None = Field(
         None,
@@ -178,7 +178,7 @@ class DeviceConfig(Section):
     )
     sync_points: Annotated[Literal[1, 2], KeyRole.GRAPH] = Field(
         2,
-        description="Where a step's graph is cut: after forward+backward and after the optimizer (2), or only after it (1). "
+        description="Cuts of a step's graph: after forward+backward and after the optimizer (2), or only after it (1). "
         "Micro-batches are always cut.",
     )
     loader: LoaderConfig = LoaderConfig()
@@ -199,7 +199,7 @@ class HealthCheckConfig(Section):
     matmul_size: PositiveInt = Field(256, description="Rows and columns of the matrices of the known-answer operations.")
     relative_tolerance_fp32: float = Field(1e-4, gt=0, description="Largest relative error of a known-answer operation in fp32.")
     relative_tolerance_bf16: float = Field(2e-2, gt=0, description="Largest relative error of a known-answer operation in bf16.")
-    memory_mib: PositiveInt = Field(256, description="Device memory that is written and read back.")
+    memory_mib: PositiveInt = Field(256, description="Device memory that the check writes and reads back.")
     min_memory_gbps: float = Field(0.0, ge=0, description="Floor of the memory bandwidth probe, GB/s.")
     collective_bytes: tuple[PositiveInt, ...] = Field((4096, 1 << 20, 16 << 20), description="Message sizes of each collective.")
     min_collective_gbps: float = Field(0.0, ge=0, description="Floor of the largest message's bus bandwidth, GB/s.")
@@ -210,26 +210,26 @@ class HealthCheckConfig(Section):
     device_memory_gib: PositiveInt = Field(32, description="Memory of a device, GiB.")
     efa_devices: Annotated[int, Field(ge=0)] = Field(8, description="EFA devices of a host in a gang of several, on neuron.")
     driver_versions: tuple[Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+$")], ...] = Field(
-        ("2.27",), description="Neuron driver releases (MAJOR.MINOR) that were tried with the container's runtime."
+        ("2.27",), description="Neuron driver releases (MAJOR.MINOR) that were tested with the container's runtime."
     )
     nccom_bytes: PositiveInt = Field(32 << 20, description="Message size of nccom-test's collectives inside a host.")
     min_nccom_gibps: float = Field(0.0, ge=0, description="Floor of nccom-test's bus bandwidth inside a host, GiB/s.")
-    tool_timeout_seconds: PositiveInt = Field(60, description="For neuron-ls and the like to answer.")
-    nccom_timeout_seconds: PositiveInt = Field(300, description="For one collective of nccom-test, its compilation included.")
+    tool_timeout_seconds: PositiveInt = Field(60, description="Time limit of neuron-ls and similar tools.")
+    nccom_timeout_seconds: PositiveInt = Field(300, description="Time limit of a collective of nccom-test, compilation included.")
 
 
 class CompileConfig(Section):
-    """Ahead-of-time compilation, and neuronx-cc's flags, which exist in no other form (NEURON_CC_FLAGS is built from these)."""
+    """Ahead-of-time compilation, and neuronx-cc's flags (trnpipe builds NEURON_CC_FLAGS from these alone)."""
 
     enabled: bool = Field(True, description="false: never compile ahead; a run without a complete compiled set ends with 64.")
     trial_steps: Annotated[int, Field(ge=2, le=50)] = Field(
-        4, description="Training steps per bucket of the trial that meets every graph once."
+        4, description="Training steps per bucket of the trial, which meets every graph once."
     )
     new_graphs: Literal["report", "stop"] = Field(
         "report", description="A graph that training meets and compile did not: log and count it, or end the run with 69."
     )
     target: Literal["trn1", "trn1n"] = Field(
-        "trn1", description="Target of the hosts that train. trn2 has other cores, ranks and memory than are planned for here."
+        "trn1", description="Target of the hosts that train. trn2 is not supported: its cores, ranks and memory differ."
     )
     infer_target: Literal["trn1", "trn1n", "inf2"] = Field("trn1", description="Target of the hosts that evaluate and embed.")
     model_type: Literal["transformer", "generic", "unet-inference"] = Field(
@@ -237,33 +237,35 @@ class CompileConfig(Section):
     )
     optlevel: Literal[1, 2, 3] = Field(1, description="1 compiles fastest; 2 and 3 gain some throughput.")
     auto_cast: Literal["none", "matmult", "all"] | None = Field(
-        None, description="What the compiler casts in training. None: all where device.precision is `compiler`, else none."
+        None,
+        description="Operations that the compiler casts in training. None: all if device.precision is `compiler`, else none.",
     )
     auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] = Field(
-        "bf16", description="To which type the compiler casts in training: bf16 or tf32."
+        "bf16", description="Type to which the compiler casts in training: bf16 or tf32."
     )
     infer_auto_cast: Literal["none", "matmult", "all"] | None = Field(
         None,
-        description="What the compiler casts for evaluate and embed. None: matmult, but none if device.precision is fp32.",
+        description="Operations that the compiler casts for evaluate and embed. None: matmult, but none if device.precision is "
+        "fp32.",
     )
     infer_auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] = Field(
-        "bf16", description="To which type the compiler casts for evaluate and embed."
+        "bf16", description="Type to which the compiler casts for evaluate and embed."
     )
     retry_failed: bool = Field(
-        True, description="Compile again what failed in an earlier run, instead of failing from the cache."
+        True, description="Compile graphs again that failed in an earlier run, instead of failing from the cache."
     )
-    parallel: PositiveInt = Field(8, description="Compilers that run at the same time.")
+    parallel: PositiveInt = Field(8, description="Parallel compilers.")
     cache: Annotated[Uri | None, KeyRole.URI] = Field(
         None,
-        description="s3:// URI under which the compiler's persistent caches are; None: graphs/neuron-cache in the run's bucket.",
+        description="s3:// URI of the folder of the compiler's persistent caches; None: graphs/neuron-cache in the run's bucket.",
     )
 
     def training_cast(self, precision: str) -> str:
-        """What the compiler casts in training, `none` unless the resolved precision leaves it to the compiler."""
+        """Return the operations that the compiler casts in training, `none` unless the resolved precision is `compiler`."""
         return (self.auto_cast or "all") if precision == "compiler" else "none"
 
     def inference_cast(self, precision: str) -> str:
-        """What the compiler casts for evaluate and embed, given training's resolved precision."""
+        """Return the operations that the compiler casts for evaluate and embed, given training's resolved precision."""
         return self.infer_auto_cast or ("none" if precision == "fp32" else "matmult")
 
     @field_validator("auto_cast_type")
@@ -285,7 +287,7 @@ class CompileConfig(Section):
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of a positive number up to `limit`, and in any case up to MICRO_BATCH_TOKENS; at least 1."""
+    """Return the largest divisor of a positive number up to `limit` and MICRO_BATCH_TOKENS; at least 1."""
     candidates = range(min(number, limit, MICRO_BATCH_TOKENS), 0, -1)
     return next((size for size in candidates if number % size == 0), 1)
 
@@ -347,11 +349,11 @@ class TrainConfig(Section):
         0.05, gt=0, description="Divisor of the similarities in the contrastive loss."
     )
     dropout: Annotated[Annotated[float, Field(ge=0.0, lt=1.0)] | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        None, description="Of hidden states while training; None: the model's own. Attention probabilities are never dropped."
+        None, description="Dropout of hidden states in training; None: the model's own. Attention probabilities have none."
     )
     resume: Annotated[RunId | None, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
         None,
-        description="Id of a run whose training to go on with, on other nodes or ranks. None: begin with the parent.",
+        description="Id of a run whose training this run resumes, on other nodes or ranks. None: begin with the parent.",
     )
     log_every: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE] = Field(
         10, description="Steps between two lines of training metrics."
@@ -366,13 +368,13 @@ class TrainConfig(Section):
         200, description="Steps between two checkpoints."
     )
     keep_checkpoints: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        3, description="Newest checkpoints that are left; older ones are removed, but for:"
+        3, description="Newest checkpoints to keep; training removes older ones, except those of keep_every and keep_best."
     )
     keep_every: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        None, description="Checkpoints of steps that are multiples of this; None: no others."
+        None, description="Also keep the checkpoints of steps that are multiples of this; None: no others."
     )
     keep_best: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        True, description="The checkpoint with the best validation of gate.metric."
+        True, description="Also keep the checkpoint with the best validation of gate.metric."
     )
 
     @model_validator(mode="after")
@@ -389,7 +391,7 @@ class EvaluateConfig(Section):
     """Retrieval metrics on the hold-out."""
 
     candidates: Annotated[PositiveInt, KeyRole.LEARNED] = Field(
-        10_000, description="Documents beside the hold-out's own that a query is ranked against, at most."
+        10_000, description="The most documents, besides the hold-out's own, that a query is ranked against."
     )
     bootstrap_samples: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(
         1000, description="Bootstrap samples behind each confidence interval."
@@ -411,14 +413,14 @@ class EmbedConfig(Section):
     """Offline embedding of the whole corpus."""
 
     children: Annotated[int, Field(ge=1, le=ARRAY_LIMIT), KeyRole.BOOKKEEPING] = Field(
-        4, description="Array size: independent jobs that share the parts."
+        4, description="Array size: independent jobs that divide the parts among themselves."
     )
     ranks_per_child: Annotated[PositiveInt | None, KeyRole.LEARNED] = Field(
-        None, description="Ranks of a child's host, which may be another than training's. None: device.ranks_per_node."
+        None, description="Ranks of a child's host, which may differ from training's. None: device.ranks_per_node."
     )
     rows_per_part: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(100_000, description="Documents of an output file.")
     max_bad_fraction: Annotated[Fraction, KeyRole.LEARNED] = Field(
-        0.001, description="Documents that may be left out (and quarantined) before the run ends with 65."
+        0.001, description="Share of documents that embed may leave out (and quarantine) before the run ends with 65."
     )
     dtype: Annotated[Literal["float32", "float16"], KeyRole.BOOKKEEPING] = Field(
         "float32", description="Type of the stored embeddings."
@@ -426,7 +428,7 @@ class EmbedConfig(Section):
     buckets: Annotated[Buckets, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         (64, 128, 256),
         description="Lengths of rows in tokens, ascending; texts are cut at the longest. On devices that compile each is a "
-        "graph, on neuron with weights of its own, and texts share rows; other devices make rows as long as their texts.",
+        "graph, on neuron with weights of its own, and texts share rows; on other devices rows are as long as their texts.",
     )
     tokens_per_batch: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH] = Field(
         16_384, description="Tokens of a batch; a bucket's batch size is this / its length."

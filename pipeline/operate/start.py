@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from pipeline.allowed_uris import Places
+from pipeline.allowed_uris import AllowedUris
 from pipeline.config import build_config, load_config_file, merge, parse_settings
 from pipeline.contract import check_run_id
 from pipeline.errors import BadConfig, MissingInput
@@ -81,7 +81,7 @@ def start(site: Site, given: Mapping[str, Any], name: str | None = None) -> Exec
                 remedy="choose one of them, or add it to allowed_nodes and deploy",
             )
         own = f"s3://{site.machine.bucket}"
-        Places(own=own, read=deployment.read, local_paths=deployment.local_paths).check(config.uris())
+        AllowedUris(own=own, read=deployment.read, local_paths=deployment.local_paths).check(config.uris())
     elif site.files(config.run).read(IN_FOLDER.input) is None:
         raise MissingInput(
             "there is no such run to resume",

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 from pipeline import store
-from pipeline.allowed_uris import Places
+from pipeline.allowed_uris import AllowedUris
 from pipeline.config import Deployment, KeyRole, RunConfig, RunInput, build_config, keys_of
 from pipeline.contract import Artifact, Metric, Queue, RunPaths, Stage, StageResult, now, registry_uri
 from pipeline.cost import cost_of, most
@@ -321,10 +321,10 @@ def check_nodes(nodes: int, allowed: Sequence[int]) -> None:
         )
 
 
-def places_of(paths: RunPaths, request: RunInput) -> Places:
+def places_of(paths: RunPaths, request: RunInput) -> AllowedUris:
     """Where the URIs of this run may lead."""
     deployment = request.deployment
-    return Places(own=paths.bucket_root, read=deployment.read, local_paths=deployment.local_paths)
+    return AllowedUris(own=paths.bucket_root, read=deployment.read, local_paths=deployment.local_paths)
 
 
 def check_compiled(paths: RunPaths, graphs: GraphsPlan | None, config: RunConfig) -> None:

@@ -367,9 +367,9 @@ def test_default_space_by_kind() -> None:
     ("item", "words"),
     [
         ("train.batch_sice=3", "did you mean train.batch_size?"),
-        ("train.learning_rate=0.1", "not a setting that tune varies"),
-        ("data.holdout_fraction=0.1", "not a setting that tune varies"),
-        ("device.loader={host_prefetch: 2}", "not a setting that tune varies"),
+        ("train.learning_rate=0.1", "tune does not vary this setting"),
+        ("data.holdout_fraction=0.1", "tune does not vary this setting"),
+        ("device.loader={host_prefetch: 2}", "tune does not vary this setting"),
         ("train.batch_size=", "cannot read what to vary"),
         ("train.batch_size", "cannot read what to vary"),
         ("train.batch_size=[1", "cannot be read"),
