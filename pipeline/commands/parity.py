@@ -1,8 +1,8 @@
 """`trnpipe parity`: compare the evaluations of two runs step by step, query by query: are they the same training?
 
-The runs may differ in kind of device, precision and ranks: that is what is compared, e.g. a run on Trainium with the GPU run of
-the same week. Everything that decides what is learned must be equal: parent, rows, hold-out, global batch, settings. Reads run
-folders only: `plan.json`, `train/validation/`, `train/metrics.jsonl`, and `evaluate/queries.parquet` where both have it.
+The runs may differ in device type, precision and ranks, e.g. a run on Trainium and the GPU run of the same week. Everything that
+decides what is learned must be equal: parent, rows, hold-out, global batch, settings. Reads run folders only: `plan.json`,
+`train/validation/`, `train/metrics.jsonl`, and `evaluate/queries.parquet` where both have it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_QUERIES = 2000
 """Fewer cannot show a difference of 0.1 %: the default of gate.min_queries."""
 BOOTSTRAP_SAMPLES = 1000
 ROUNDING = 1e-12
-"""Slack of the comparison with the tolerance: means differ by about 1e-16 for no reason."""
+"""Slack of the comparison with the tolerance: means differ by about 1e-16 through rounding."""
 HOLDOUT = "whole hold-out"
 """Name of the evaluate stage's evaluation, which has no step."""
 
@@ -42,7 +42,7 @@ FREE_SETTINGS = keys_of(KeyRole.BOOKKEEPING, RunConfig)
 
 
 class ParityVerdict(str, Enum):
-    """`within`: no difference above the tolerance. `within noise`: some are, and none of them is more than chance (95 %)."""
+    """`within`: no difference above the tolerance. `within noise`: some differences, but none is more than chance (95 %)."""
 
     WITHIN = "within"
     NOISE = "within noise"
@@ -72,7 +72,7 @@ class Evaluation:
     """One evaluation of both runs.
 
     Attributes:
-        step: optimizer steps done; None: the evaluate stage's, with the finished models on the whole hold-out.
+        step: optimizer steps done; None: the evaluate stage, with the finished models on the whole hold-out.
     """
 
     step: int | None
@@ -155,8 +155,8 @@ def compare_runs(
 
     Args:
         a, b: run ids, or URIs of run folders (with a slash).
-        metric: that the verdict is about.
-        tolerance: largest absolute difference that counts as none.
+        metric: the one that decides.
+        tolerance: largest absolute difference to tolerate.
         bucket: `s3://BUCKET` where run ids are looked up; None: the local run's bucket, as files in `state`.
         state: folder of the local run.
 
@@ -182,7 +182,7 @@ def compare_runs(
     if last < steps:
         notes.append(f"neither run has an evaluation after step {last} of {steps}: they have not ended")
     if plans[0].config.train.dropout != 0.0:
-        notes.append("dropout is on (train.dropout is not 0): every kind of device and every rank draws its own")
+        notes.append("dropout is on (train.dropout is not 0): every device type and every rank draws its own")
     facts = [
         {
             "run": plan.run,
@@ -276,7 +276,7 @@ def _require_same_training(a: RunPlan, b: RunPlan) -> None:
         raise BadConfig(
             "the runs are not the same training",
             value=[f"{name}: {first.get(name)} | {second.get(name)}" for name in names],
-            rule="one parent, the same rows, global batch and settings; kind of device, precision and ranks may differ",
+            rule="one parent, the same rows, global batch and settings; device type, precision and ranks may differ",
             remedy="repeat one of the runs with the other's settings",
         )
 

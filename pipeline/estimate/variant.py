@@ -1,4 +1,4 @@
-"""A planned run on this host in another form: the plan of a short run with other settings, over the same rows and parent."""
+"""Variants of a planned run on this host: plans of short runs with other settings, over the same rows and parent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan_world(config: RunConfig) -> PlannedWorld:
     """Decide which ranks compute a run.
 
     Raises:
-        BadConfig: a kind of device that is not available, a precision or a number of ranks that it does not have.
+        BadConfig: an unavailable device type, or a precision or number of ranks that it does not have.
     """
     kind = resolve_kind(config.device.kind)
     require_available(kind)
