@@ -16,8 +16,7 @@ from constructs import Construct
 
 from infra.settings import COST_TAG, Settings
 from pipeline.contract import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS, STAGES, Queue
-from pipeline.cost import cost_of, most, nodes_of
-from pipeline.prices import CURRENCY, fargate_hour, instance_hour
+from pipeline.cost import CURRENCY, cost_of, fargate_hour, instance_hour, most, nodes_of
 
 RUNS_A_MONTH = 52 / 12
 
@@ -123,7 +122,7 @@ def expectation(settings: Settings) -> Iterator[str]:
         return
     gang, children = config.nodes, min(config.embed.children, most_embed_hosts(settings))
     budget_hours = config.time_budget.total_seconds() / 3600
-    yield f"What a run costs in {settings.region}, at most; prices are those of pipeline/prices.py and of the setting `prices`."
+    yield f"What a run costs in {settings.region}, at most; prices are those of pipeline/cost.py and of the setting `prices`."
     yield f"  {'stage':<14}{'nodes':>6}  {'each':<16}{'USD/h':>9}{'hours':>7}{'USD':>11}"
     for stage, spec in STAGES.items():
         nodes = nodes_of(stage, nodes=gang, children=children)

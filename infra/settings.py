@@ -20,7 +20,7 @@ from infra.setting_sections import (
 from pipeline.allowed_uris import is_s3, objection
 from pipeline.config import RunConfig, build_config, merge
 from pipeline.contract import ATTEMPT_VARIABLE, FARGATE_VCPUS, STAGES, Queue, Stage
-from pipeline.prices import HARDWARE, Hardware
+from pipeline.cost import HARDWARE, Hardware
 
 SHARE = re.compile(r"[A-Za-z0-9]{1,254}\*?")
 """A share identifier; with `*` at its end, all identifiers with that prefix (AWS Batch, ShareAttributes)."""
@@ -174,7 +174,7 @@ class Settings(SettingsSection):
     notify: tuple[Annotated[str, Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = Field((), description="E-mail addresses.")
     prices: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
-        description="USD for an hour of one host, where that is not the on-demand price of pipeline/prices.py (Savings Plans, "
+        description="USD for an hour of one host, where that is not the on-demand price of pipeline/cost.py (Savings Plans, "
         "Capacity Blocks, another region): by instance type, or by queue (train, embed, cpu), which takes precedence and so can "
         "price the Spot hosts of one queue. cpu: one Fargate task.",
     )

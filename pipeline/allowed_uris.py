@@ -1,5 +1,5 @@
-"""Where names and URIs may lead. Every URI that a run reads or writes comes from outside: a configuration, a registry's pointer,
-a manifest; every file name in a folder comes from its writer. None of them leads out of what the deployment allows.
+"""The URIs and file names that a run may use. Every URI comes from outside: from a configuration, a registry's pointer, a
+manifest; every file name in a folder comes from its writer. None of them may lead out of what the deployment allows.
 
 Standard library only.
 """
@@ -21,7 +21,7 @@ def is_s3(uri: str) -> bool:
 
 
 def is_inside(name: object) -> bool:
-    """Whether a file name that stands in a manifest, or in an object's key, stays in the folder that it is relative to."""
+    """Return whether a file name from a manifest or an object's key stays in the folder that it is relative to."""
     return isinstance(name, str) and not _strange(name) and "\\" not in name and not {"", ".", ".."} & set(name.split("/"))
 
 
@@ -36,13 +36,13 @@ def check_name(name: str) -> str:
             "a file's name leads out of its folder",
             value=repr(name),
             rule="a name is relative, and none of its parts is empty, `.` or `..`",
-            remedy="nobody who writes such folders properly names a file like that: look at who wrote it",
+            remedy="no stage writes such a name: find out who wrote the folder",
         )
     return name
 
 
 def objection(uri: str) -> str | None:
-    """What is wrong with a URI's form, None where nothing is. Says nothing about what it names."""
+    """Return what is wrong with a URI's form, None if nothing is. It may still name something that does not exist."""
     if not uri or _strange(uri):
         return "is empty or has control characters in it"
     if is_s3(uri):
@@ -58,8 +58,8 @@ def objection(uri: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """What a run may read.
+class AllowedUris:
+    """The URIs that a run may read.
 
     Attributes:
         own: the folder that holds `runs/` and `registry/`: the deployment's bucket, or a local folder.
@@ -75,28 +75,30 @@ class Places:
         """Refuse URIs that lead elsewhere.
 
         Args:
-            uris: (what names it, URI).
-            error: BadConfig, or BadData where a file names them.
+            uris: pairs of the URI's source and the URI.
+            error: BadConfig, or BadData for URIs from a file.
 
         Raises:
-            BadConfig, BadData: all of them, each with its reason.
+            BadConfig, BadData: names all of them, each with its reason.
         """
         refused = [f"{name}: {uri!r} {reason}" for name, uri in uris if (reason := self.refusal(uri))]
         if refused:
             raise error(
-                "a URI leads to where this deployment may not read",
+                "a URI that this deployment may not read",
                 value=refused,
                 rule=f"below {', '.join([self.own, *self.read])}" + (", or any local path" if self.local_paths else ""),
                 remedy="put the data there, or add its folder to `read` in the deployment's settings and deploy",
             )
 
     def refusal(self, uri: str) -> str | None:
-        """Why a URI may not be read, None where it may."""
+        """Return why a run may not read a URI, None if it may."""
         if wrong := objection(uri):
             return wrong
         if is_s3(uri):
             return None if any(_is_below(uri, folder) for folder in (self.own, *self.read)) else "is outside of these folders"
-        if self.local_paths or _is_local_below(uri, self.own):
+        # Links are followed: what counts is where a path leads.
+        path, own = (os.path.realpath(name.removeprefix(FILE)) for name in (uri, self.own))
+        if self.local_paths or (not is_s3(self.own) and _is_below(path, own)):
             return None
         return "is a local path, which only local runs may name"
 
@@ -107,11 +109,3 @@ def _strange(text: str) -> bool:
 
 def _is_below(uri: str, folder: str) -> bool:
     return uri.rstrip("/") == folder.rstrip("/") or uri.startswith(folder.rstrip("/") + "/")
-
-
-def _is_local_below(uri: str, folder: str) -> bool:
-    if is_s3(folder):
-        return False
-    # Links are followed: what counts is where a path leads.
-    path, root = (os.path.realpath(name.removeprefix(FILE)) for name in (uri, folder))
-    return _is_below(path, root)

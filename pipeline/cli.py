@@ -1,7 +1,7 @@
-"""The `trnpipe` command: what people and containers type. Parses, calls, prints, maps errors to exit codes; nothing else.
+"""The `trnpipe` command: parses options, calls, prints, maps errors to exit codes; nothing else.
 
-Every command imports what it needs when it runs, so that help and mistakes are answered at once. This is the one module
-of `pipeline` that knows `infra`: the local run drives the deployment's own state machine, and doctor judges by its templates.
+Every command imports its modules when it runs, so that help and errors in options appear at once. Only this module of `pipeline`
+imports `infra`: the local run drives the deployment's own state machine, and doctor compares with its templates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ app.add_typer(config_app, name="config")
 StackOption = Annotated[str, typer.Option("--stack", help="The deployment: name of its pipeline stack, `name` in cdk.json.")]
 LocalOption = Annotated[
     Path | None,
-    typer.Option("--state", metavar="DIR", help="Not a deployment: the local run that goes on in this state folder."),
+    typer.Option("--state", metavar="DIR", help="Instead of a deployment: the local run in progress in this state folder."),
 ]
 LinesOption = Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")]
 StateOption = Annotated[Path, typer.Option("--state", help="Folder of the local run: its bucket as plain files, logs, registry.")]
@@ -53,10 +53,10 @@ def local(
         typer.Option("--corpus", metavar="FILE", help="Corpus shard or folder to embed; without it the documents of the input."),
     ] = None,
     initial: Annotated[
-        str | None, typer.Option("--initial", help="Model of the first run; later ones continue from what was last published.")
+        str | None, typer.Option("--initial", help="Model of the first run; later runs continue from the published model.")
     ] = None,
     parent: Annotated[
-        str | None, typer.Option("--parent", help="Model that this run continues from, whatever was last published.")
+        str | None, typer.Option("--parent", help="Model that this run continues from, instead of the published one.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting, e.g. train.steps=200; repeat for more.")
@@ -67,9 +67,9 @@ def local(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="Kind of device: auto, cpu, cuda, xla (torch-xla on this CPU) or neuron (auto)."),
+        typer.Option("--device", help="Device type: auto, cpu, cuda, xla (torch-xla on this CPU) or neuron (auto)."),
     ] = None,
-    run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to take up where it stopped.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to resume.")] = None,
     state: StateOption = DEFAULT_STATE,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")] = False,
 ) -> None:
@@ -101,19 +101,19 @@ def start(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting, e.g. train.epochs=2; repeat for more.")
     ] = None,
-    run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to take up where it stopped.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to resume.")] = None,
     share: Annotated[str | None, typer.Option("--share", help="Fair-share identifier of its jobs, e.g. experiments.")] = None,
     wait_lock: Annotated[
         int | None,
         typer.Option("--wait-lock", metavar="MINUTES", min=0, help="How long to wait for a run that holds the registry name."),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the execution, and so the new run's id.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it until it ends, and end with its exit code.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends, and end with its exit code.")] = False,
     lines: LinesOption = False,
     stack: StackOption = DEFAULT_STACK,
     state: LocalOption = None,
 ) -> None:
-    """Start a run of a deployment. Its configuration is checked before anything is started."""
+    """Start a run of a deployment, after a check of its configuration."""
     from pipeline.operate.start import execution_input
 
     given = execution_input(file, settings or (), run=run, share=share, wait_lock=wait_lock, name=name)
@@ -137,7 +137,7 @@ def start(
 @app.command()
 def watch(
     wanted: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="A run or an execution; without it the newest that runs.")
+        str | None, typer.Argument(metavar="[ID]", help="A run or an execution; by default the newest in progress.")
     ] = None,
     lines: LinesOption = False,
     stack: StackOption = DEFAULT_STACK,
@@ -145,7 +145,7 @@ def watch(
 ) -> None:
     """Show a run until it ends.
 
-    Ends with the run's exit code: 0, 67 (the gate refused), the failed stage's, or 130 (stopped). Ctrl-C ends only the watching.
+    Ends with the run's exit code: 0, 67 (the gate refused), the failed stage's, or 130 (stopped). Ctrl-C does not stop the run.
     """
     from rich.console import Console
 
@@ -160,11 +160,13 @@ def watch(
 @app.command()
 def stop(
     wanted: Annotated[str, typer.Argument(metavar="ID", help="A run or an execution.")],
-    reason: Annotated[str, typer.Option("--reason", help="Why; its record and its jobs say so.")] = "stopped by an operator",
+    reason: Annotated[
+        str, typer.Option("--reason", help="Reason to record with the execution and its jobs.")
+    ] = "stopped by an operator",
     stack: StackOption = DEFAULT_STACK,
     state: LocalOption = None,
 ) -> None:
-    """Stop a run: its execution and every Batch job of it; waits until nothing of it runs."""
+    """Stop a run: its execution and all its Batch jobs; waits until none of them runs."""
     from rich.console import Console
 
     from pipeline.operate.deployment import open_site
@@ -182,10 +184,10 @@ def runs(
     stack: StackOption = DEFAULT_STACK,
     state: Annotated[
         Path | None,
-        typer.Option("--state", metavar="DIR", help="Not a deployment's: a state folder's runs, whether one goes on or not."),
+        typer.Option("--state", metavar="DIR", help="Instead of a deployment's runs: those of a state folder, ended ones too."),
     ] = None,
 ) -> None:
-    """List the newest runs: when, how long, what came of them, quality of baseline and new model, what was replaced."""
+    """List the newest runs: start, duration, outcome, quality of baseline and new model, the replaced model."""
     from pipeline.operate import runs as listing
 
     found = listing.runs(stack, state, limit)
@@ -203,7 +205,7 @@ def stage(
     name: Annotated[Stage, typer.Argument(help="Which stage.")],
     run: Annotated[str, typer.Option("--run", help="URI of the run folder, s3://BUCKET/runs/RUN_ID.")],
 ) -> None:
-    """Run one stage on this node: the command of every container. Starts and supervises the node's ranks."""
+    """Run one stage on this node, as every container does: start and supervise the node's ranks."""
     from pipeline.host.supervisor import run as supervise
 
     raise typer.Exit(supervise(name, run))
@@ -211,14 +213,14 @@ def stage(
 
 @app.command()
 def search(
-    query: Annotated[str, typer.Argument(help="What to look for.")],
+    query: Annotated[str, typer.Argument(help="Text to search for.")],
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many documents.")] = 5,
     registry: Annotated[str, typer.Option("--registry", help="Name under which the embeddings were published.")] = "current",
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
     state: StateOption = DEFAULT_STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per hit.")] = False,
 ) -> None:
-    """Search the published embeddings: the result of the run, usable at once."""
+    """Search the published embeddings."""
     from pipeline.commands.search import search as find
 
     hits = find(query, bucket=bucket, state=state, registry=registry, count=count)
@@ -237,21 +239,23 @@ def search(
 
 @app.command()
 def tune(
-    run: Annotated[str, typer.Argument(help="A run that has been planned: its id, or the URI of its folder.")],
+    run: Annotated[str, typer.Argument(help="A planned run: its id, or the URI of its folder.")],
     steps: Annotated[int, typer.Option("--steps", min=4, help="Optimizer steps of each variant.")] = 20,
     vary: Annotated[
         list[str] | None,
         typer.Option("--vary", metavar="KEY=V1,V2,...", help="Values to try instead of the usual ones; repeat for more keys."),
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=0, help="Variants to try besides the run as it is.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=0, help="Most variants to try, the run's own settings aside.")
+    ] = None,
     objective: Annotated[
         str, typer.Option("--objective", help="samples_per_second, compile_seconds or host_memory_bytes.")
     ] = "samples_per_second",
     tolerance: Annotated[
         float, typer.Option("--tolerance", min=0, help="How much higher the loss on the same batches may be, as a share.")
     ] = 0.02,
-    gain: Annotated[float, typer.Option("--gain", min=0, help="By which share a value must be better to be taken.")] = 0.02,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.01, help="Minutes that a stage of a variant may take.")] = 120.0,
+    gain: Annotated[float, typer.Option("--gain", min=0, help="Share by which a value must be better to win.")] = 0.02,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.01, help="Time limit of a variant's stage, in minutes.")] = 120.0,
     out: Annotated[Path | None, typer.Option("--out", help="YAML file for the best settings, as --config takes it.")] = None,
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
     state: StateOption = DEFAULT_STATE,
@@ -259,7 +263,7 @@ def tune(
 ) -> None:
     """Find the fastest settings of device, compiler and batch by short runs of the real stages on this machine.
 
-    Every variant trains a few steps on the run's own rows. The table is kept with the run: the same command goes on with what is
+    Every variant trains a few steps on the run's own rows. The run keeps the table: the same command runs the variants that are
     missing in it.
     """
     from rich.console import Console
@@ -287,11 +291,11 @@ def tune(
 
 @app.command()
 def parity(
-    a: Annotated[str, typer.Argument(help="Run id, or URI of a run folder: the run that is the measure.", metavar="A")],
-    b: Annotated[str, typer.Argument(help="The run that is compared with it.", metavar="B")],
+    a: Annotated[str, typer.Argument(help="Run id, or URI of a run folder: the reference.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="The run to compare with it.", metavar="B")],
     metric: Annotated[str, typer.Option("--metric", help="Metric of the verdict; all are shown.")] = "ndcg@10",
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.0, help="Largest absolute difference that counts as none; 0.001 = 0.1 %.")
+        float, typer.Option("--tolerance", min=0.0, help="Largest absolute difference to tolerate; 0.001 = 0.1 %.")
     ] = 0.001,
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
     state: StateOption = DEFAULT_STATE,
@@ -299,7 +303,7 @@ def parity(
 ) -> None:
     """Compare two runs' evaluations step by step, e.g. one on Trainium with one on GPUs: is the quality the same?
 
-    Both must be the same training: parent, rows, hold-out, global batch, settings. Ends with 0 (within, or within noise) or 67.
+    Both runs need the same parent, rows, hold-out, global batch and settings. Ends with 0 (within, or within noise) or 67.
     """
     from rich.console import Console
 
@@ -315,33 +319,40 @@ def parity(
 
 @app.command()
 def graphs(
-    run: Annotated[str, typer.Argument(help="A run that has been planned: its id, or the URI of its folder.")],
+    run: Annotated[str, typer.Argument(help="A planned run: its id, or the URI of its folder.")],
     lower: Annotated[
-        bool, typer.Option("--lower/--no-lower", help="Write down a training step's graphs at the plan's real number of ranks.")
+        bool, typer.Option("--lower/--no-lower", help="Lower a training step's graphs at the plan's real number of ranks.")
     ] = True,
     prove: Annotated[
         bool, typer.Option("--prove", help="Run the real stages on torch-xla for a few steps; also for a plan that never ran.")
     ] = False,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Steps that --prove trains; without it as few as meet everything.")
+        int | None, typer.Option("--steps", min=1, help="Steps that --prove trains; by default as few as meet everything.")
     ] = None,
-    keep: Annotated[Path | None, typer.Option("--keep", help="Empty folder in which the run of --prove stays.")] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Empty folder that keeps the run of --prove.")] = None,
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
     state: StateOption = DEFAULT_STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tell whether everything was compiled ahead of time, and whether all ranks compile the same graphs.
+    """Check whether compile met every graph ahead of time, and whether all ranks compile the same graphs.
 
-    Ends with 69 if a stage met a graph that compile did not, or if the last rank's graphs are not the first one's.
+    Ends with 69 if a stage met a graph that compile did not, or if the last rank's graphs differ from the first one's.
     """
     from pipeline.run.find_run import find_run
 
     find_run(run, bucket, state)
-    # Looked for before large libraries are loaded, so that a mistake is answered at once.
-    from pipeline.commands.graphs import run_graphs
+    # Errors in options appear at once: large libraries are loaded only here.
+    from rich.console import Console
 
-    code = run_graphs(run, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep, as_json=as_json)
-    raise typer.Exit(code)
+    from pipeline.commands import graphs as compiled
+    from pipeline.commands.graphs_display import show
+    from pipeline.host.child import terminable
+
+    console = Console(stderr=as_json)
+    with terminable():
+        found = compiled.find(run, console, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep)
+    show(found, console, as_json=as_json)
+    raise typer.Exit(int(found.exit_code))
 
 
 @app.command()
@@ -349,9 +360,7 @@ def plan(
     parent: Annotated[
         str | None, typer.Option("--parent", help="Model to continue from: folder or URI; only its configuration is read.")
     ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", help="URI of the folder of a run that has been planned, instead of --parent.")
-    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="URI of a planned run's folder, instead of --parent.")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="YAML or JSON file with part of the configuration.")] = None,
     settings: Annotated[
         list[str] | None,
@@ -359,9 +368,9 @@ def plan(
     ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of the gang.")] = None,
     train_rows: Annotated[
-        int | None, typer.Option("--train-rows", min=1, help="Pairs to train on: tells hosts, hours and dollars, too.")
+        int | None, typer.Option("--train-rows", min=1, help="Pairs to train on; adds hosts, hours and dollars.")
     ] = None,
-    corpus_rows: Annotated[int | None, typer.Option("--corpus-rows", min=1, help="Documents to embed, likewise.")] = None,
+    corpus_rows: Annotated[int | None, typer.Option("--corpus-rows", min=1, help="Documents to embed; adds the same.")] = None,
     query_tokens: Annotated[float | None, typer.Option("--query-tokens", min=1, help="Mean length of a query.")] = None,
     document_tokens: Annotated[float | None, typer.Option("--document-tokens", min=1, help="Mean length of a document.")] = None,
     shard_rows: Annotated[int | None, typer.Option("--shard-rows", min=1, help="Rows of an input file.")] = None,
@@ -370,11 +379,11 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tell how much memory a run needs, on each device and each host, before anything is started for it.
+    """Estimate the memory that a run needs on each device and each host, without starting anything.
 
-    With rows or a deadline also how long train and embed take on how many trn1 and inf2 hosts, what that costs, which choice is
-    the cheapest, and what would break first at that size. Ends with 64 and a change that helps where the plan cannot fit;
-    prepare refuses the same.
+    With rows or a deadline also the hours of train and embed on various numbers of trn1 and inf2 hosts, their cost, the cheapest
+    choice, and what would break first at that size. Ends with 64 and a change that helps if the plan cannot fit; prepare refuses
+    the same plans.
     """
     from pipeline.config import load_config_file, parse_settings
     from pipeline.contract import check_run_folder
@@ -382,7 +391,7 @@ def plan(
     layers = [load_config_file(config) if config else {}, parse_settings(settings or []), {"nodes": nodes} if nodes else {}]
     if run:
         check_run_folder(run)
-    # Read before large libraries are loaded, so that mistakes are answered at once.
+    # Errors in options appear at once: large libraries are loaded only here.
     from rich.console import Console
 
     from pipeline.commands.planning import parse_hours, report
@@ -416,13 +425,13 @@ def doctor(
         typer.Option("--context", "-c", metavar="KEY=VALUE", help="As after `cdk deploy -c`; repeat for more."),
     ] = None,
     env: Annotated[str | None, typer.Option("--env", help="Settings of an environment, as `cdk deploy -c env=NAME`.")] = None,
-    after: Annotated[bool, typer.Option("--after", help="Look at what was deployed, too.")] = False,
-    policy: Annotated[bool, typer.Option("--policy", help="Print the IAM policy that doctor takes.")] = False,
+    after: Annotated[bool, typer.Option("--after", help="Check the deployed resources, too.")] = False,
+    policy: Annotated[bool, typer.Option("--policy", help="Print the IAM policy that doctor needs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check an AWS account against the deployment's settings, with what to do about each finding. Only reads.
+    """Check an AWS account against the deployment's settings, with a remedy for each problem. Only reads.
 
-    Ends with 0 without a problem, with 64 if a setting or the account is wrong, with 75 if AWS could not be asked.
+    Ends with 0 without a problem, with 64 if a setting or the account is wrong, with 75 if AWS did not answer.
     """
     from infra.doctor.command import print_policy, run_doctor
 
@@ -452,14 +461,14 @@ def config_check(
 ) -> None:
     """Check a configuration file; prints the whole resolved configuration.
 
-    With --bucket also whether a run of that deployment may read every URI; without it they are listed with what they need.
+    With --bucket it also checks that a run of that deployment may read every URI; without it, it lists what each URI needs.
     """
-    from pipeline.allowed_uris import Places, is_s3
+    from pipeline.allowed_uris import AllowedUris, is_s3
     from pipeline.config import build_config, load_config_file, parse_settings
 
     config = build_config(load_config_file(file), parse_settings(settings or []))
     if bucket:
-        Places(own=bucket.rstrip("/"), read=tuple(read or ())).check(config.uris())
+        AllowedUris(own=bucket.rstrip("/"), read=tuple(read or ())).check(config.uris())
     typer.echo(config.model_dump_json(indent=2))
     for key, uri in () if bucket else config.uris():
         needs = "the deployment's bucket, or its setting `read`" if is_s3(uri) else "a local run"
@@ -468,7 +477,7 @@ def config_check(
 
 def main() -> NoReturn:
     """Entry point: expected failures become four plain lines and their exit code."""
-    # At its end Python looks twice through everything that large libraries have made, for garbage in what ends anyway.
+    # At exit Python collects garbage twice among the many objects of large libraries, which end anyway.
     atexit.register(gc.freeze)
     try:
         app()
@@ -479,7 +488,7 @@ def main() -> NoReturn:
     except BrokenPipeError:
         sys.exit(int(ExitCode.DONE))
     except SystemExit as end:
-        # Click's own code for a command line that it cannot read is 2; here a wrong command line is a bad configuration.
+        # Click ends with 2 after a wrong command line; here that is a bad configuration.
         sys.exit(int(ExitCode.BAD_CONFIG) if end.code == CLICK_USAGE_ERROR else end.code)
     sys.exit(int(ExitCode.DONE))
 

@@ -1,7 +1,7 @@
-"""What the stages, the infrastructure and the operator commands agree on: stages, run folder, result files.
+"""The contract of the stages, the infrastructure and the operator commands: stages, run folder, result files.
 
-Everything that crosses a process boundary is named here and nowhere else. Standard library only, so that `cdk synth` and
-the local Batch runner can import it without loading a framework.
+It names everything that crosses a process boundary. Importing it loads the standard library only, so that `cdk synth` and the
+local Batch runner load no framework.
 
 Words: node (one instance, one Batch node), gang (all nodes of a multi-node job), rank (one process = one accelerator
 core), step (one optimizer update), graph (one compiled program), bucket (one static sequence length with its batch
@@ -15,10 +15,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, ClassVar, TypeVar, cast
 
 from pipeline.errors import BadConfig, BadData
 
@@ -33,7 +34,8 @@ SHARE_PATTERN = re.compile(r"[A-Za-z0-9]{1,255}")
 """AWS Batch share identifiers are alphanumeric only."""
 
 RETENTION_TAG, RESUME = "trnpipe:retention", "resume"
-"""Object tag, and its value, of what only serves to resume a run; a lifecycle rule expires it (infra/constructs/storage.py)."""
+"""Object tag, and its value, of objects that only serve to resume a run; a lifecycle rule expires them
+(infra/constructs/storage.py)."""
 
 CHECKPOINT_KEY = re.compile(r"runs/[^/]+/train/checkpoints/.+")
 
@@ -43,10 +45,10 @@ ARRAY_LIMIT = 10_000
 FARGATE_VCPUS = 4
 FARGATE_MEMORY_MIB = 30 * 1024
 FARGATE_DISK_GIB = 200
-"""What every job on Fargate has: prepare and publish hold their rows' hashes and files in it."""
+"""Size of every job on Fargate: prepare and publish hold their rows' hashes and files in it."""
 
 ROOT_VOLUME_GIB = 500
-"""Of an accelerator's host: the Neuron image, the row files, a checkpoint being written, and an array child's parts at once."""
+"""Disk of an accelerator's host: the Neuron image, the row files, a new checkpoint, and an array child's parts at once."""
 
 LONGEST_KEY = 1024
 """Bytes of an S3 key, and less than any file system allows for a path."""
@@ -56,14 +58,14 @@ def check_run_id(run: object) -> str:
     """Return a run id unchanged.
 
     Raises:
-        BadConfig: none that a run can have.
+        BadConfig: it is invalid.
     """
     if not isinstance(run, str) or not RUN_ID_PATTERN.fullmatch(run):
         raise BadConfig(
-            "this is no run id",
+            "invalid run id",
             value=repr(run),
             rule=f"a run id matches {RUN_ID_PATTERN.pattern}",
-            remedy="name the run as its execution, or its folder, is named",
+            remedy="use the name of the run's execution or folder",
         )
     return run
 
@@ -72,11 +74,11 @@ def check_registry(name: str) -> str:
     """Return a registry name unchanged.
 
     Raises:
-        BadConfig: none that something can be published under.
+        BadConfig: it is invalid.
     """
     if not REGISTRY_NAME_PATTERN.fullmatch(name):
         raise BadConfig(
-            "this is no registry name", value=repr(name), rule=f"a registry name matches {REGISTRY_NAME_PATTERN.pattern}"
+            "invalid registry name", value=repr(name), rule=f"a registry name matches {REGISTRY_NAME_PATTERN.pattern}"
         )
     return name
 
@@ -85,17 +87,17 @@ def check_run_folder(uri: str) -> str:
     """Return a run folder's URI, from the command line or a job's parameters, without trailing slashes.
 
     Raises:
-        BadConfig: its last part is no run id, or a part of an s3:// URI leads elsewhere.
+        BadConfig: its last part is not a run id, or an s3:// URI has a part that is empty, `.` or `..`.
     """
     folder = uri.rstrip("/")
     parts = folder.split("/")
     stays = not folder.startswith("s3://") or not {"", ".", ".."} & set(parts[2:])
     if not stays or not RUN_ID_PATTERN.fullmatch(parts[-1]) or not folder.isprintable() or len(folder.encode()) > LONGEST_KEY:
         raise BadConfig(
-            "this is no run folder",
+            "invalid run folder",
             value=repr(uri),
             rule=f"s3://BUCKET/runs/RUN_ID or a local folder; RUN_ID matches {RUN_ID_PATTERN.pattern}",
-            remedy="name the run as its execution, or its folder, is named",
+            remedy="use the name of the run's execution or folder",
         )
     return folder
 
@@ -134,17 +136,17 @@ class Queue(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """What the infrastructure needs to know of a stage; job definitions are derived from it.
+    """The infrastructure's facts about a stage; job definitions are derived from them.
 
     Attributes:
         queue: the job queue.
         shape: how Batch runs it.
         timeout_minutes: Batch attempt timeout; a state's timeout also covers the wait for hosts.
         attempts: Batch attempts, the first included.
-        resumes: keeps what it has done in parts that a further attempt builds on. Its supervisor ends it shortly before the
+        resumes: saves its work in parts, from which the next attempt continues. Its supervisor ends it shortly before the
             timeout, because Batch does not retry an attempt that it ended itself.
-        always_runs: does not skip itself when its result is already there: hosts change, compiled sets may be gone, the input of
-            an execution that takes a run up may contradict its plan, the report shows the newest.
+        always_runs: runs although its result exists: hosts change, compiled sets may be gone, the input of an execution that
+            resumes a run may contradict its plan, the report shows the newest state.
     """
 
     queue: Queue
@@ -168,7 +170,7 @@ STAGES: dict[Stage, StageSpec] = {
 
 
 class Metric(str, Enum):
-    """What the containers tell CloudWatch, as `METRICS` describes it."""
+    """Metrics that the containers send to CloudWatch, described in `METRICS`."""
 
     LOSS = "Loss"
     PAIRS_PER_SECOND = "PairsPerSecond"
@@ -198,9 +200,9 @@ class MetricSpec:
     """One metric.
 
     Attributes:
-        unit: as CloudWatch's PutMetricData takes it.
-        statistic: what its values within a period come to: `Average`, `Maximum`, or `Sum` where each counts something new.
-        stages: those that have it.
+        unit: a unit of CloudWatch's PutMetricData.
+        statistic: of the values within a period: `Average`, `Maximum`, or `Sum` where each counts something new.
+        stages: those that send it.
     """
 
     unit: str
@@ -209,8 +211,8 @@ class MetricSpec:
 
     @property
     def dimensions(self) -> tuple[tuple[str, ...], ...]:
-        """The sets of dimensions it is kept under. Each set is a metric of its own that is paid for by the month: so a stage only
-        tells those apart that have more than one, and a run never does."""
+        """The sets of dimensions under which CloudWatch keeps it. Each set is a separate metric with a monthly price: so only
+        metrics of several stages have the stage as a dimension, and none has the run."""
         every = (DEPLOYMENT_DIMENSION,)
         return (every,) if len(self.stages) == 1 else (every, (DEPLOYMENT_DIMENSION, STAGE_DIMENSION))
 
@@ -219,7 +221,7 @@ METRICS_NAMESPACE = "trnpipe"
 DEPLOYMENT_DIMENSION = "Deployment"
 STAGE_DIMENSION = "Stage"
 DEPLOYMENT_VARIABLE = "TRNPIPE_DEPLOYMENT"
-"""Environment variable of every job: the deployment's name, which its metrics carry."""
+"""Environment variable of every job: the deployment's name, a dimension of its metrics."""
 
 ATTEMPT_VARIABLE = "TRNPIPE_ATTEMPT_SECONDS"
 """Environment variable of every job: after how many seconds Batch ends an attempt."""
@@ -259,10 +261,10 @@ METRICS: dict[Metric, MetricSpec] = {
 }
 
 EAGER_KINDS = ("cpu", "cuda")
-"""Kinds of device that run every operation at once, in any shape. All others compile graphs, one per shape."""
+"""Device types that run every operation at once, in any shape. All others compile graphs, one per shape."""
 
 RUN_PARAMETER = "run"
-"""Batch job parameter that carries the run folder's URI; it stands as `Ref::run` in every command."""
+"""Batch job parameter with the run folder's URI: `Ref::run` in every command."""
 
 RUN_TAG = "trnpipe:run"
 EXECUTION_TAG = "trnpipe:execution"
@@ -270,12 +272,12 @@ EXECUTION_TAG = "trnpipe:execution"
 
 
 def attempt_seconds(stage: Stage, environment: Mapping[str, str] = os.environ) -> float:
-    """Seconds after which Batch ends an attempt of a stage."""
+    """Return the seconds after which Batch ends an attempt of a stage."""
     return float(environment.get(ATTEMPT_VARIABLE) or 60 * STAGES[stage].timeout_minutes)
 
 
 def stage_command(stage: Stage) -> list[str]:
-    """The container command of a stage, as it stands in its Batch job definition."""
+    """Return the container command of a stage, for its Batch job definition."""
     return ["trnpipe", "stage", stage.value, "--run", f"Ref::{RUN_PARAMETER}"]
 
 
@@ -303,7 +305,7 @@ class RunPaths:
 
     @property
     def input(self) -> str:
-        """What the state machine was started with: `{deployment, execution, execution_arn}`; written by its first states."""
+        """The state machine's input, `{deployment, execution, execution_arn}`, written by its first states."""
         return f"{self.root}/input.json"
 
     @property
@@ -325,7 +327,7 @@ class RunPaths:
         return f"{self.root}/{stage.value}/progress-{node:05d}.json"
 
     def graphs(self, stage: Stage, number: int = 0) -> str:
-        """Which graphs a stage met: `{compiled, keys, new, fallbacks}`; `number` is the node's, or the array child's."""
+        """The graphs that a stage met: `{compiled, keys, new, fallbacks}`; `number` is the node's, or the array child's."""
         return f"{self.root}/{stage.value}/graphs-{number:05d}.json"
 
     def node_exit(self, stage: Stage, attempt: int, node: int) -> str:
@@ -333,7 +335,7 @@ class RunPaths:
         return f"{self.root}/{stage.value}/exits/attempt-{attempt}/node-{node:05d}.json"
 
     def node_attempt(self, stage: Stage, job: str, attempt: int, node: int) -> str:
-        """When one node began and ended one attempt, and on which host: pipeline/cost.py adds these up."""
+        """When and on which host one node began and ended one attempt; pipeline/cost.py adds these up."""
         return f"{self.attempts(stage)}/{job or 'no-job'}/attempt-{attempt}-node-{node:05d}.json"
 
     def attempts(self, stage: Stage) -> str:
@@ -343,7 +345,7 @@ class RunPaths:
         return f"{self.root}/health_check/node-{node:05d}.json"
 
     def compiled_node(self, node: int) -> str:
-        """What one node's compiler did."""
+        """Report of one node's compiler."""
         return f"{self.root}/compile/node-{node:05d}.json"
 
     @property
@@ -368,7 +370,7 @@ class RunPaths:
         return f"{self.root}/train/metrics.jsonl"
 
     def host_monitor(self, node: int) -> str:
-        """What the host of one node did while training, a JSON line per minute (pipeline/sdk/monitor.py)."""
+        """Load and memory of one node's host while training, a JSON line per minute (pipeline/sdk/monitor.py)."""
         return f"{self.root}/train/monitor/node-{node:05d}.jsonl"
 
     @property
@@ -402,7 +404,7 @@ class RunPaths:
         return f"{self.root}/embed/part-{index:05d}-of-{count:05d}.parquet"
 
     def part_manifest(self, index: int, count: int) -> str:
-        """What a finished part holds, written after it: `{sha256, rows, ids, quarantined, dimension, dtype, seconds}`."""
+        """The record of a finished part, written after it: `{sha256, rows, ids, quarantined, dimension, dtype, seconds}`."""
         return f"{self.root}/embed/part-{index:05d}-of-{count:05d}.json"
 
     def part_quarantine(self, index: int, count: int) -> str:
@@ -419,86 +421,68 @@ class RunPaths:
 
 
 def retention_tags(key: str) -> dict[str, str]:
-    """The tags under which an object of the deployment's bucket is written: how long it is kept.
+    """Return the tags for a new object of the deployment's bucket, which decide how long S3 keeps it.
 
-    A checkpoint serves resuming alone: the finished model stands under `runs/RUN_ID/model`.
+    A checkpoint serves only to resume: the finished model is in `runs/RUN_ID/model`.
     """
     return {RETENTION_TAG: RESUME} if CHECKPOINT_KEY.fullmatch(key) else {}
 
 
 def registry_uri(bucket_root: str, name: str) -> str:
-    """The pointer to what was last published under `name`: `{model, embeddings, run}` together."""
+    """Return the URI of the pointer to the last publication under `name`: `{model, embeddings, run}` together."""
     return f"{bucket_root.rstrip('/')}/registry/{name}.json"
 
 
 def graphs_uri(bucket_root: str) -> str:
-    """The folder of compiled sets (pipeline/graphs/compiled), shared by all runs of a bucket."""
+    """Return the folder of compiled sets (pipeline/graphs/compiled), which all runs of a bucket share."""
     return f"{bucket_root.rstrip('/')}/graphs"
 
 
 def now() -> str:
-    """The present time as ISO 8601 in UTC, seconds resolution in microseconds."""
+    """Return the present time as ISO 8601 in UTC, with microseconds."""
     return datetime.now(timezone.utc).isoformat()
 
 
-Record = TypeVar("Record")
+R = TypeVar("R", bound="Record")
 
 
-def read_record(kind: type[Record], data: bytes | str) -> Record:
-    """A dataclass from the JSON object that it was written as, every value of the type that its field has.
+class Record:
+    """Base of the dataclasses that are written as JSON objects."""
 
-    Raises:
-        BadData: no JSON, no object, a field too many or too few, or a value of another type.
-    """
-    try:
-        record: Record = _typed(kind, json.loads(data), kind.__name__)
-    except (ValueError, RecursionError) as error:
-        raise BadData(
-            "a record cannot be read",
-            value=error,
-            rule=f"a JSON object with the fields of {kind.__name__}",
-            remedy="restore an earlier version of it, or delete it and run its stage again",
-        ) from error
-    return record
+    __slots__ = ()
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
+    @classmethod
+    def from_json(cls: type[R], data: bytes) -> R:
+        """Return the record from the JSON object that it was written as, every value of the type that its field has.
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """The value, if it is one of this type; objects of dataclasses are made on the way.
+        Raises:
+            BadData: no JSON, no object, a field too many or too few, or a value of another type.
+        """
+        from pydantic import ValidationError  # here: synth and the local endpoint import this module, but read no records
 
-    Raises:
-        ValueError: it is none; `where` names it.
-    """
-    if kind is Any:
-        return value
-    if is_dataclass(kind):
-        return _filled(kind, value, where)
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is dict and isinstance(value, dict):
-        return {key: _typed(inner[1], item, f"{where}.{key}") for key, item in value.items()}
-    if origin is list and isinstance(value, list):
-        return [_typed(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if origin is None:
-        wanted = (int, float) if kind is float else (kind,)
-        if isinstance(value, wanted) and (kind is bool or not isinstance(value, bool)):
-            return value
-    elif type(None) in inner:
-        return None if value is None else _typed(inner[0], value, where)
-    raise ValueError(f"{where}: {getattr(kind, '__name__', kind)} was expected, found {type(value).__name__}")
+        try:
+            record: R = _reader(cast(Any, cls)).validate_json(data, strict=True)
+        except ValidationError as error:
+            raise BadData(
+                "a record cannot be read",
+                value=[f"{'.'.join(map(str, item['loc'])) or cls.__name__}: {item['msg']}" for item in error.errors()],
+                rule=f"a JSON object with the fields of {cls.__name__}",
+                remedy="restore an earlier version of it, or delete it and run its stage again",
+            ) from error
+        return record
 
 
-def _filled(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: an object was expected, found {type(value).__name__}")
-    types = get_type_hints(kind)
-    needed = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
-    if wrong := sorted((value.keys() - types.keys()) | (needed - value.keys())):
-        raise ValueError(f"{where}: fields that are unknown or missing: {', '.join(wrong[:10])}")
-    return kind(**{name: _typed(types[name], item, f"{where}.{name}") for name, item in value.items()})
+@cache
+def _reader(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Artifact:
-    """One input or output: where it is and what it was when we saw it (sha256 in hex; size in bytes)."""
+class Artifact(Record):
+    """One input or output: its URI, and its content when the stage read or wrote it (sha256 in hex; size in bytes)."""
 
     uri: str
     sha256: str
@@ -506,7 +490,7 @@ class Artifact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageResult:
+class StageResult(Record):
     """`STAGE/result.json`: written once, last, when the stage has succeeded.
 
     Attributes:
@@ -516,7 +500,7 @@ class StageResult:
         started, finished: ISO 8601 in UTC.
         fingerprint: the plan's; a result with another fingerprint does not count.
         inputs, outputs: name -> Artifact.
-        metrics: small JSON values that Choice states, report and people read.
+        metrics: small JSON values for Choice states, the report and people.
         versions: package -> version.
     """
 
@@ -542,17 +526,9 @@ class StageResult:
             raise ValueError(f"{self.stage}/result.json has {len(data)} bytes; the limit is {RESULT_LIMIT_BYTES}")
         return data
 
-    @classmethod
-    def from_json(cls, data: bytes) -> StageResult:
-        """
-        Raises:
-            BadData: no record of a result.
-        """
-        return read_record(cls, data)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageFailure:
+class StageFailure(Record):
     """`STAGE/failure.json`: why an attempt failed, for the report, the notification and the person at the terminal."""
 
     stage: str
@@ -570,11 +546,3 @@ class StageFailure:
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> StageFailure:
-        """
-        Raises:
-            BadData: no record of a failure.
-        """
-        return read_record(cls, data)

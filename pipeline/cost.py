@@ -1,4 +1,14 @@
-"""What a run costs: the node-hours that its stages use, times what an hour of a host costs. Standard library only.
+"""Instance types, their prices, and what a run costs: the node-hours of its stages times the price of an hour.
+
+Standard library only. Prices are those that AWS publishes: USD an hour, Linux, shared tenancy, on demand. Only regions and types
+that could be confirmed are listed: an unknown one has no price, never a guessed one. A deployment says what it really pays
+(Savings Plans, Capacity Blocks, Spot) in its setting `prices`, which also stands in for what is missing here. Sources, read in
+November 2026:
+
+- EC2: the AWS Price List as SkyPilot's catalog holds it (skypilot-org/skypilot-catalog, catalogs/v8/aws/vms.csv at 00148f2): the
+  same figures in the three regions. trn1 is offered on demand in no other.
+- Fargate: the AWS Price List's `Fargate-vCPU-Hours:perCPU`, `Fargate-GB-Hours` and `Fargate-EphemeralStorage-GB-Hours`
+  (aws.amazon.com/fargate/pricing): Linux on x86.
 
 Every node's supervisor leaves a record of each attempt (`STAGE/attempts/`): when it began, on which host, its last sign of life,
 how it ended. The report adds them up, failed attempts included. A node is paid for as long as its supervisor lives; not counted
@@ -10,28 +20,119 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Any
 
-from pipeline.contract import STAGES, Queue, Shape, Stage, read_record
+from pipeline.contract import STAGES, Queue, Record, Shape, Stage
 from pipeline.errors import BadData
-from pipeline.prices import CURRENCY
 
-NOTE_SECONDS = 60.0
-"""At least this often a node's record gets a new sign of life: what is not known of one that is killed."""
+CURRENCY = "USD"
 
-HourlyPrices = Mapping[Queue, float]
-"""USD for an hour of one node, by queue; one whose price is unknown is left out."""
+REGIONS = ("us-east-1", "us-east-2", "us-west-2")
+"""Where the prices below hold: they do not differ between these."""
+
+CORES_PER_DEVICE = 2
+"""NeuronCores of a Trainium chip, and of an Inferentia2 chip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAttempt:
+class Hardware:
+    """One instance type as Batch and the kernel show it.
+
+    Attributes:
+        vcpus, memory_mib: of the whole host.
+        neuron_devices: chips, /dev/neuron0 and so on; 0: the host computes on its processor.
+        efa_interfaces: network cards with EFA, 0 where the type has none. Neuron hosts without EFA cannot form a gang.
+    """
+
+    vcpus: int
+    memory_mib: int
+    neuron_devices: int = 0
+    efa_interfaces: int = 0
+
+    @property
+    def cores(self) -> int:
+        """NeuronCores, one rank each."""
+        return self.neuron_devices * CORES_PER_DEVICE
+
+    @property
+    def job_vcpus(self) -> int:
+        """More than half of the vCPUs: chips are not a Batch resource, and two jobs on one host would compete for them."""
+        return self.vcpus * 3 // 4
+
+    @property
+    def job_memory_mib(self) -> int:
+        """Memory besides the operating system's and the ECS agent's; a request above it never leaves RUNNABLE."""
+        return self.memory_mib * 15 // 16 - 1024
+
+
+HARDWARE: Mapping[str, Hardware] = MappingProxyType(
+    {
+        "trn1.2xlarge": Hardware(vcpus=8, memory_mib=32 * 1024, neuron_devices=1),
+        "trn1.32xlarge": Hardware(vcpus=128, memory_mib=512 * 1024, neuron_devices=16, efa_interfaces=8),
+        "trn1n.32xlarge": Hardware(vcpus=128, memory_mib=512 * 1024, neuron_devices=16, efa_interfaces=16),
+        "inf2.xlarge": Hardware(vcpus=4, memory_mib=16 * 1024, neuron_devices=1),
+        "inf2.8xlarge": Hardware(vcpus=32, memory_mib=128 * 1024, neuron_devices=1),
+        "inf2.24xlarge": Hardware(vcpus=96, memory_mib=384 * 1024, neuron_devices=6),
+        "inf2.48xlarge": Hardware(vcpus=192, memory_mib=768 * 1024, neuron_devices=12),
+        "c7i.2xlarge": Hardware(vcpus=8, memory_mib=16 * 1024),
+        "c7i.4xlarge": Hardware(vcpus=16, memory_mib=32 * 1024),
+    }
+)
+"""The one table of instance types: a deployment names its hosts from it, and `trnpipe plan` compares them. Sources: trn1-arch.rst
+and inf2-arch.rst of the Neuron SDK's documentation; EC2's page on C7i."""
+
+INSTANCE_HOUR: Mapping[str, float] = MappingProxyType(
+    {
+        "trn1.2xlarge": 1.34375,
+        "trn1.32xlarge": 21.50,
+        "trn1n.32xlarge": 24.78,
+        "inf2.xlarge": 0.7582,
+        "inf2.8xlarge": 1.96786,
+        "inf2.24xlarge": 6.49063,
+        "inf2.48xlarge": 12.98127,
+        "c7i.2xlarge": 0.357,
+        "c7i.4xlarge": 0.714,
+    }
+)
+
+
+FARGATE_VCPU_HOUR, FARGATE_GIB_HOUR, FARGATE_DISK_GIB_HOUR = 0.04048, 0.004445, 0.000111
+FARGATE_FREE_DISK_GIB = 20
+"""Ephemeral storage that every Fargate task has for free."""
+
+
+def instance_hour(region: str, instance_type: str) -> float | None:
+    """Return the USD for an hour of an instance; None if unknown."""
+    return INSTANCE_HOUR.get(instance_type) if region in REGIONS else None
+
+
+def fargate_hour(region: str, *, vcpus: float, memory_gib: float, disk_gib: float) -> float | None:
+    """Return the USD for an hour of a Fargate task of this size; None if unknown."""
+    if region not in REGIONS:
+        return None
+    disk = max(0.0, disk_gib - FARGATE_FREE_DISK_GIB)
+    return vcpus * FARGATE_VCPU_HOUR + memory_gib * FARGATE_GIB_HOUR + disk * FARGATE_DISK_GIB_HOUR
+
+
+# ---- what a run has used and costs ----
+
+NOTE_SECONDS = 60.0
+"""Longest time between two signs of life in a node's record, and so the uncertainty about a killed node."""
+
+HourlyPrices = Mapping[Queue, float]
+"""USD for an hour of one node, by queue; queues with an unknown price are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAttempt(Record):
     """`STAGE/attempts/JOB/attempt-A-node-N.json`: one attempt on one node. Written when it begins, twice in
     NOTE_SECONDS, and at its end.
 
     Attributes:
         node: index within the gang, or of the array child.
         started, seen: ISO 8601 in UTC: its supervisor's start, and its last sign of life.
-        exit_code: None as long as it runs, and for ever if it was killed.
+        exit_code: None while it runs, and if it was killed.
     """
 
     node: int
@@ -54,9 +155,9 @@ class NodeAttempt:
     def from_json(cls, data: bytes) -> NodeAttempt:
         """
         Raises:
-            BadData: no record of an attempt, or a time in it is none or says nothing of its zone.
+            BadData: not an attempt's record, or a time in it is invalid or without a time zone.
         """
-        record = read_record(cls, data)
+        record = super(NodeAttempt, cls).from_json(data)
         try:
             whole = None not in (record.begin.tzinfo, record.last_seen.tzinfo)
         except ValueError:
@@ -73,12 +174,12 @@ class NodeAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageUse:
-    """What a stage has used, over all its attempts.
+    """The node-hours of a stage, over all its attempts.
 
     Attributes:
         nodes: different nodes of its gang, or children of its array.
         attempts: of the node that had most of them, in all executions of the run.
-        at_most: an attempt left no last word, and is counted up to the latest moment at which it can have ended.
+        at_most: an attempt's end is unknown, and it counts up to the latest possible one.
     """
 
     stage: Stage
@@ -89,7 +190,7 @@ class StageUse:
 
 
 def stage_use(stage: Stage, records: Sequence[NodeAttempt], moment: datetime) -> StageUse | None:
-    """Add up a stage's attempts. A host on which two of them overlap is paid once.
+    """Add up a stage's attempts. Two that overlap on a host count once.
 
     Args:
         moment: now, for attempts that are still running.
@@ -114,7 +215,7 @@ def stage_use(stage: Stage, records: Sequence[NodeAttempt], moment: datetime) ->
 
 
 def _end(record: NodeAttempt, records: Iterable[NodeAttempt], moment: datetime) -> tuple[datetime, bool]:
-    """When an attempt ended, and whether that is known or only the latest moment possible."""
+    """Return when an attempt ended, and whether that is known or only the latest possible moment."""
     if record.exit_code is not None:
         return record.last_seen, True
     after = [other.begin for other in records if other.node == record.node and other.begin > record.begin]
@@ -126,7 +227,7 @@ def _end(record: NodeAttempt, records: Iterable[NodeAttempt], moment: datetime) 
 
 
 def _covered(spans: list[tuple[datetime, datetime]]) -> timedelta:
-    """The length of the intervals' union."""
+    """Return the length of the intervals' union."""
     total = timedelta()
     reached: datetime | None = None
     for start, stop in sorted(spans):
@@ -138,7 +239,7 @@ def _covered(spans: list[tuple[datetime, datetime]]) -> timedelta:
 
 
 def cost_of(node_hours: Mapping[Stage, float], prices: HourlyPrices) -> float | None:
-    """USD for these node-hours; None where one of the prices is not known."""
+    """Return the USD for these node-hours; None if a price is unknown."""
     queues = {stage: STAGES[stage].queue for stage in node_hours}
     if any(queue not in prices for queue in queues.values()):
         return None
@@ -147,7 +248,7 @@ def cost_of(node_hours: Mapping[Stage, float], prices: HourlyPrices) -> float | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """What a run has used, stage by stage, and what that costs at some prices."""
+    """The node-hours of a run, stage by stage, and their cost at some prices."""
 
     uses: tuple[StageUse, ...]
     prices: HourlyPrices
@@ -158,7 +259,7 @@ class Bill:
 
     @property
     def usd(self) -> float | None:
-        """None where a price is not known."""
+        """The cost of the run; None if a price is unknown."""
         return cost_of({use.stage: use.node_hours for use in self.uses}, self.prices)
 
     @property
@@ -172,7 +273,7 @@ class Bill:
         return cost_of({use.stage: use.node_hours}, self.prices)
 
     def metrics(self) -> dict[str, Any]:
-        """For the result of the stage that counted."""
+        """Return the bill as metrics of a stage's result."""
         return {
             "currency": CURRENCY,
             "usd": _rounded(self.usd, 2),
@@ -195,7 +296,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 
 def nodes_of(stage: Stage, *, nodes: int, children: int) -> int:
-    """How many nodes a stage has at once.
+    """Return how many nodes a stage has at once.
 
     Args:
         nodes: of the run's gangs.
@@ -205,8 +306,8 @@ def nodes_of(stage: Stage, *, nodes: int, children: int) -> int:
 
 
 def most(prices: HourlyPrices, *, nodes: int, children: int, time_budget: timedelta) -> float | None:
-    """USD that a run costs at most if it keeps its time budget: one stage follows the other, so at most the most expensive
-    stage's nodes for all that time, however often something is tried again. None where a price is not known."""
+    """Return the most USD that a run costs if it keeps its time budget: one stage follows the other, so it is the most expensive
+    stage's nodes for all that time, whatever Batch retries. None if a price is unknown."""
     hourly = [cost_of({stage: float(nodes_of(stage, nodes=nodes, children=children))}, prices) for stage in STAGES]
     known = [usd for usd in hourly if usd is not None]
     return max(known) * time_budget.total_seconds() / 3600 if len(known) == len(hourly) else None

@@ -1,8 +1,8 @@
-"""Every way a stage can end badly, one exception per cause, each with the exit code that tells AWS Batch what to do next.
+"""All expected failures: one exception per cause, each with the exit code that tells AWS Batch what to do next.
 
 A message has four parts: what was wrong, the value found, the rule it broke, and the remedy. They are the last lines of a
-failing log and the content of `STAGE/failure.json`. What they show passes through `shown`: values come from data and from what
-people type, and end in terminals. Standard library only.
+failing log and the content of `STAGE/failure.json`. All text passes through `shown`, because values come from data and from
+command lines, and end in terminals. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ LONGEST_SHOWN = 1500
 """Characters of one text in a message. Step Functions reads a failure into its state, which holds 256 KiB."""
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal obeys, what turns the direction of writing, and halves of surrogate pairs; line feeds and tabs are none."""
+"""Control characters without line feeds and tabs, characters that change the writing direction, and lone surrogates."""
 
 URI_REST = re.compile(r"(?P<web>\bhttps?)?://[^\s'\"]*")
-"""A URI from the end of its scheme on. Every start matches, so that no text takes longer than its length."""
+"""A URI from the end of its scheme on. Every start matches, so that the time is linear in the text's length."""
 
 AUTHORITY_END = re.compile("[/?#]")
 
 
 def plain(text: str) -> str:
-    """Text that is safe to print: control characters as escapes, no password or signature in a URI."""
+    """Return a text that is safe to print: control characters as escapes, no password or signature in a URI."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), URI_REST.sub(_without_secrets, text))
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: `plain`, and cut to a readable length."""
+    """Return a value for messages: `plain`, and cut to a readable length."""
     text = str(value)
     left_out = len(text) - LONGEST_SHOWN
     return plain(text if left_out <= 0 else f"{text[:LONGEST_SHOWN]} ... and {left_out} more characters")
@@ -93,7 +93,7 @@ class TrnpipeError(Exception):
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The message as `error:`, `value:`, `rule:`, `remedy:` lines, parts that are empty left out."""
+        """Return the message as `error:`, `value:`, `rule:`, `remedy:` lines, without empty parts."""
         lines = [_line("error: ", self.what)]
         if self.value is not None:
             values = self.value if isinstance(self.value, (list, tuple)) else [self.value]
@@ -124,7 +124,7 @@ def one_line(error: BaseException) -> str:
 
 
 class BadConfig(TrnpipeError):
-    """A setting, or a checkpoint's shape, that cannot work: exit 64, no retry."""
+    """An impossible setting, or a checkpoint of another shape: exit 64, no retry."""
 
     exit_code = ExitCode.BAD_CONFIG
 
@@ -142,16 +142,16 @@ class MissingInput(TrnpipeError):
 
 
 class StorageRefused(TrnpipeError):
-    """Storage answered, and its answer is no: exit 66, no retry.
+    """Storage refused a request: exit 66, no retry.
 
-    Not a MissingInput: what may be absent at times must not be taken for absent when access to it is denied.
+    Not a MissingInput: denied access must not pass for the absence of an optional object.
     """
 
     exit_code = ExitCode.MISSING_INPUT
 
 
 class ServiceRefused(TrnpipeError):
-    """An AWS service answered an operator's command, and its answer is no: exit 66."""
+    """An AWS service refused an operator's request: exit 66."""
 
     exit_code = ExitCode.MISSING_INPUT
 
@@ -175,7 +175,7 @@ class Defect(TrnpipeError):
 
 
 class Transient(TrnpipeError):
-    """Storage, network or peer trouble that a new attempt may not meet: exit 75, retried."""
+    """A failure of storage, network or a peer that may pass: exit 75, retried."""
 
     exit_code = ExitCode.TRANSIENT
 

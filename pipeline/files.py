@@ -1,4 +1,4 @@
-"""Local files that are there whole or not at all. Standard library only."""
+"""Write local files whole or not at all. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import BinaryIO, cast
 
 @contextmanager
 def replacing(path: Path, *, if_absent: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of `path` when the block ends well; otherwise no trace of it is left.
+    """Yield a new file that replaces `path` when the block ends without an exception, and else disappears.
 
     Only its owner may read it.
 
     Args:
-        if_absent: keep a file that is in the place.
+        if_absent: keep an existing file.
 
     Raises:
-        FileExistsError: a file is in the place, and `if_absent` is set.
+        FileExistsError: the file exists, and `if_absent` is set.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False) as stream:

@@ -1,4 +1,4 @@
-"""`plan.json`: everything prepare fixed for a run. Written once; every later stage reads it and decides nothing again."""
+"""`plan.json`: all of prepare's decisions about a run. Written once; the later stages read it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class PlanSection(BaseModel):
 
 
 class Shard(PlanSection):
-    """One input file as prepare saw it.
+    """One input file, as prepare found it.
 
     Attributes:
-        uri, sha256, size: where, what, how large (bytes).
+        uri, sha256, size: location, content, size in bytes.
         rows: good rows.
         bad_rows: refused rows, which every reader skips by the same rules.
         holdout_rows: good rows on the hold-out side.
@@ -37,13 +37,13 @@ class Shard(PlanSection):
 
 
 class Parent(PlanSection):
-    """The model the run continues from, resolved into the run folder's own terms.
+    """The model that the run continues from.
 
     Attributes:
         uri: as configured, or the registry's model.
-        folder: a model folder that every stage can load (the uri itself, or a conversion under `prepare/parent`).
+        folder: a model folder that every stage can load (the URI itself, or a conversion under `prepare/parent`).
         sha256: of its weight file.
-        run: the run that made it, if one of this bucket did.
+        run: the run of this bucket that made it, if any.
     """
 
     uri: str
@@ -72,8 +72,8 @@ class Published(PlanSection):
     same_graphs: bool = True
 
 
-class World(PlanSection):
-    """Who computes: nodes x ranks per node, on which kind of device, in which precision."""
+class PlannedWorld(PlanSection):
+    """The ranks of a run: nodes x ranks per node, their device type and precision."""
 
     kind: str
     precision: str
@@ -86,7 +86,7 @@ class World(PlanSection):
 
 
 class MemoryPlan(PlanSection):
-    """What the run was expected to need when it was planned (pipeline/estimate/memory), in bytes at the worst moment.
+    """Estimated peak memory in bytes (pipeline/estimate/memory).
 
     Attributes:
         device: of a rank's device.
@@ -98,15 +98,15 @@ class MemoryPlan(PlanSection):
 
 
 class GraphsPlan(PlanSection):
-    """The compiled sets that the run needs, by name, and how the compiler is called.
+    """The compiled sets that the run needs, and the compiler's flags.
 
     Attributes:
         train: fingerprint of the set that training uses; the number of ranks is in its graphs.
         infer: fingerprint of the set that evaluate and embed use; the same for any number of ranks.
-        compiler_flags: NEURON_CC_FLAGS of training, empty on other kinds.
+        compiler_flags: NEURON_CC_FLAGS of training, empty on other device types.
         infer_compiler_flags: neuronx-cc's flags of evaluate's and embed's graphs.
-        cache: URI of the compiler's persistent cache, empty on other kinds.
-        environment: variables of the process that change training's graphs, none on other kinds.
+        cache: URI of the compiler's persistent cache, empty on other device types.
+        environment: variables of the process that change training's graphs, none on other device types.
     """
 
     train: str
@@ -118,14 +118,14 @@ class GraphsPlan(PlanSection):
 
 
 class ResumedRun(PlanSection):
-    """The run whose checkpoints training goes on from while it has none of its own, and the fingerprint of that run's plan."""
+    """The run from whose checkpoints training resumes while it has none of its own, and the fingerprint of that run's plan."""
 
     run: str
     fingerprint: str
 
 
 class TrainPlan(PlanSection):
-    """Numbers every rank needs so that no rank runs out of batches before another.
+    """The training rows, and the numbers that give every rank the same number of batches.
 
     Attributes:
         new: shards trained on for the first time.
@@ -136,7 +136,7 @@ class TrainPlan(PlanSection):
         not_positive: good rows of all training shards with a label of 0 or less, which are no pairs to train on.
         bucket_rows: document bucket -> rows, after moving remainders (see pipeline/dataset/sampler).
         steps_per_epoch, steps, warmup_steps: optimizer steps.
-        resumed: another run whose training this is; None: training begins with the parent.
+        resumed: the run whose training this run resumes; None: training begins with the parent.
     """
 
     new: tuple[Shard, ...]
@@ -191,7 +191,7 @@ class EmbedPlan(PlanSection):
 
 
 def own_parts(parts: int, ranks: int, rank: int) -> range:
-    """The parts of one of embed's ranks: consecutive ones, as many as the other ranks have or one more.
+    """Return the parts of one of embed's ranks: consecutive ones, as many as the other ranks have or one more.
 
     Args:
         ranks: of all children together.
@@ -201,7 +201,7 @@ def own_parts(parts: int, ranks: int, rank: int) -> range:
 
 
 def part_count(rows: int, rows_per_part: int, least: int) -> int:
-    """Parts of a corpus.
+    """Return the number of parts of a corpus.
 
     Args:
         rows_per_part: at most this many in a part.
@@ -230,13 +230,13 @@ class RowFile(PlanSection):
 
 
 class ExpectedCost(PlanSection):
-    """What the run was expected to cost when it was planned, in USD; None where a price is not known.
+    """Estimated cost in USD; None if a price is unknown.
 
     Attributes:
-        run: the run that was published last under this registry's name, and whose use of hosts is known.
-        node_hours: what that run has used, all its stages together.
-        as_before: what that costs at this deployment's prices.
-        at_most: what the run costs if it keeps its time budget, whatever is tried again (pipeline/cost.most).
+        run: the last run that was published under this registry name and whose node-hours are known.
+        node_hours: that run's, over all stages.
+        as_before: cost of these node-hours at this deployment's prices.
+        at_most: cost of the run if it keeps its time budget, whatever Batch retries (pipeline/cost.most).
     """
 
     run: str | None = None
@@ -249,11 +249,11 @@ NOT_FINGERPRINTED: dict[str, Any] = {
     **dict.fromkeys(("created", "expected_cost", "fingerprint"), True),
     "config": {"model": {"initial": True}},
 }
-"""What a run does not depend on. The initial model matters as the parent that it became, or not at all."""
+"""Fields that the run does not depend on. The initial model counts as the parent that it became, or not at all."""
 
 
 class RunPlan(PlanSection):
-    """The whole plan. `fingerprint` covers everything that the run depends on, so a stage's result names exactly what it ran."""
+    """The whole plan. `fingerprint` covers everything that the run depends on; every stage's result has it."""
 
     run: str
     created: str
@@ -261,23 +261,23 @@ class RunPlan(PlanSection):
     parent: Parent
     published: Published | None = None
     """None: the registry named no model yet, or the run publishes nowhere."""
-    world: World
+    world: PlannedWorld
     train: TrainPlan
     holdout: HoldoutPlan
     embed: EmbedPlan
     graphs: GraphsPlan | None = None
     """None for kinds of device that compile nothing."""
     memory: MemoryPlan | None = None
-    """None in plans that were made before it was estimated."""
+    """None in plans of versions that did not estimate it."""
     expected_cost: ExpectedCost = ExpectedCost()
     row_files: dict[str, RowFile] = {}
-    """`train.arrow`, `holdout.arrow` and `candidates.arrow` as they were written, and those in `published/`."""
+    """`train.arrow`, `holdout.arrow` and `candidates.arrow`, and those in `published/`."""
     seen: tuple[str, ...]
     """sha256 of every training shard this model and its ancestors have been trained on, this run's included."""
     fingerprint: str = ""
 
     def sealed(self) -> RunPlan:
-        """The plan with its fingerprint filled in."""
+        """Return the plan with its fingerprint."""
         record = self.model_dump(mode="json", exclude=NOT_FINGERPRINTED)
         canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
         return self.model_copy(update={"fingerprint": hashlib.sha256(canonical).hexdigest()})
@@ -289,7 +289,7 @@ class RunPlan(PlanSection):
     def from_json(cls, data: bytes) -> RunPlan:
         """
         Raises:
-            BadData: no plan, or one of another version of trnpipe.
+            BadData: not a plan, or one of another version of trnpipe.
         """
         try:
             return cls.model_validate_json(data)
@@ -303,7 +303,7 @@ class RunPlan(PlanSection):
             ) from error
 
     def summary(self) -> dict[str, Any]:
-        """The few numbers that the state machine and people need (prepare's metrics)."""
+        """Return the numbers for the state machine and for people (prepare's metrics)."""
         return {
             "nodes": self.world.nodes,
             "device": self.world.kind,

@@ -20,7 +20,7 @@ from constructs import Construct
 from infra.setting_sections import CapacityReservation
 from infra.settings import AMI_PARAMETER, COST_TAG, Settings
 from pipeline.contract import ROOT_VOLUME_GIB, Queue
-from pipeline.prices import HARDWARE
+from pipeline.cost import HARDWARE
 
 STUCK_REASONS = (
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY",

@@ -30,7 +30,7 @@ from pipeline.contract import (
     StageSpec,
     stage_command,
 )
-from pipeline.prices import Hardware
+from pipeline.cost import Hardware
 
 EVALUATE_ON_EXIT: tuple[tuple[str, str, str], ...] = (
     ("on_reason", "OutOfMemory*", "EXIT"),

@@ -21,7 +21,7 @@ from infra.settings import COST_TAG, Settings
 from infra.workflow.machine import definition
 from infra.workflow.states import Targets
 from pipeline.contract import STAGES, Queue, Stage
-from pipeline.prices import CURRENCY
+from pipeline.cost import CURRENCY
 
 
 class Workflow(Construct):

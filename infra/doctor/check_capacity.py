@@ -12,7 +12,7 @@ from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, 
 from infra.doctor.blueprint import Fleet
 from infra.setting_sections import CapacityReservation
 from infra.settings import Settings
-from pipeline.prices import HARDWARE
+from pipeline.cost import HARDWARE
 
 QUOTAS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("EC2", "Trn"): ("ec2", "L-2C3B7624", "Running On-Demand Trn instances"),

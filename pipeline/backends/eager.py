@@ -78,7 +78,7 @@ class EagerDevice:
     def gather(self, rows: Tensor) -> Tensor:
         if self.world.size == 1:
             return rows
-        gathered: Tensor = _Gather.apply(rows, self.world)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _EagerGather.apply(rows, self.world)  # type: ignore[no-untyped-call]
         return gathered
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -158,7 +158,7 @@ class EagerDevice:
             dist.destroy_process_group()
 
 
-class _Gather(torch.autograd.Function):
+class _EagerGather(torch.autograd.Function):
     """All-gather of rows whose backward adds up what every rank's loss says about this rank's rows."""
 
     @staticmethod

@@ -1,14 +1,12 @@
-"""`trnpipe graphs`: was everything compiled ahead of time, and is what ranks compile the same on all of them?
+"""`trnpipe graphs`: did compile meet every graph ahead of time, and do all ranks compile the same ones?
 
-Three answers, from what there is: the compiled sets of a run and what its stages met beyond them; the graphs of a training step
-at the plan's real number of ranks, lowered to HLO without a gang (collectives with the number of ranks in them); and with
-`--prove`, for a plan that never ran, a short run of the real stages on torch-xla.
+It looks at the compiled sets of a run and the graphs that its stages met beyond them; at the graphs of a training step at the
+plan's real number of ranks, lowered to HLO without a gang (their collectives contain the number of ranks); and with `--prove`,
+for a plan that never ran, at a short run of the real stages on torch-xla.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,22 +18,21 @@ from rich.console import Console
 
 from pipeline.commands.graphs_lowered import Lowered, lower_plan
 from pipeline.commands.graphs_proof import Proof, prove_graphs
-from pipeline.commands.graphs_recorded import CompiledSet, StageGraphs, read_sets, read_stages
+from pipeline.commands.graphs_recorded import STAGES_THAT_MEET, CompiledSet, StageGraphs, read_sets, read_stage
 from pipeline.commands.terminal import counted, say
 from pipeline.errors import BadConfig, ExitCode
-from pipeline.host.child import terminable
 from pipeline.plan import RunPlan
 from pipeline.run.find_run import find_run, read_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The answers.
+    """What the command found.
 
     Attributes:
-        sets: both compiled sets; none on kinds that run operations one by one.
-        stages: those that have told which graphs they met.
-        lowered, proof: None where they were not asked for.
+        sets: both compiled sets; none on device types that run operations one by one.
+        stages: those that have reported which graphs they met.
+        lowered, proof: None if not requested.
     """
 
     run: str
@@ -50,11 +47,11 @@ class Findings:
 
     @property
     def problems(self) -> list[str]:
-        """Why this ends with 69; empty: it does not."""
+        """The reasons to end with 69; empty: end with 0."""
         found = [
             f"{stage.name} met {counted(len(stage.new), 'graph')} that compile did not" for stage in self.stages if stage.new
         ]
-        if self.lowered and not self.lowered.ranks_agree:
+        if self.lowered and any(bucket.difference for bucket in self.lowered.buckets):
             found.append(f"rank {self.lowered.ranks - 1} would compile other graphs than rank 0")
         if self.proof:
             for stage in self.proof.stages:
@@ -70,46 +67,6 @@ class Findings:
         return {**asdict(self), "problems": self.problems}
 
 
-def run_graphs(
-    run: str,
-    *,
-    bucket: str | None = None,
-    state: Path,
-    lower: bool = True,
-    prove: bool = False,
-    steps: int | None = None,
-    keep: Path | None = None,
-    as_json: bool = False,
-) -> int:
-    """Answer and print.
-
-    Args:
-        run, bucket, state, lower, prove, steps, keep: as of `find`.
-        as_json: print one JSON object, and nothing else, to standard output.
-
-    Returns:
-        0; 69 if a graph is new, or ranks would compile different ones.
-
-    Raises:
-        BadConfig: options that do not fit each other or this machine.
-        MissingInput: there is no such run, or its parent or rows are gone.
-        BadData: a file of it cannot be read.
-        TrnpipeError: a stage of the proof fails, with its exit code.
-    """
-    if not prove and (steps is not None or keep is not None):
-        raise BadConfig("--steps and --keep belong to the proof", rule="they say how --prove runs", remedy="add --prove")
-    console = Console(stderr=as_json)
-    with terminable():
-        findings = find(run, console, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep)
-    if as_json:
-        sys.stdout.write(json.dumps(findings.record(), indent=1) + "\n")
-    else:
-        from pipeline.commands.graphs_display import show
-
-        show(findings, console)
-    return int(findings.exit_code)
-
-
 def find(
     run: str,
     console: Console,
@@ -121,22 +78,30 @@ def find(
     steps: int | None = None,
     keep: Path | None = None,
 ) -> Findings:
-    """Find all answers that were asked for.
+    """Find everything that was requested.
 
     Args:
         run: id of a run, or URI of its folder.
         console: shows the progress.
         bucket: `s3://BUCKET` of a deployment that has the run; None: the local run's bucket, as files in `state`.
         state: folder of the local run.
-        lower: write down the graphs of a training step at the plan's number of ranks.
+        lower: lower the graphs of a training step at the plan's number of ranks.
         prove: run the real stages on torch-xla.
         steps: to train for the proof; None: as few as meet everything.
         keep: folder in which the proof's run stays; None: it is removed.
+
+    Raises:
+        BadConfig: options that do not fit each other or this machine.
+        MissingInput: there is no such run, or its parent or rows are gone.
+        BadData: a file of it cannot be read.
+        TrnpipeError: a stage of the proof fails, with its exit code.
     """
+    if not prove and (steps is not None or keep is not None):
+        raise BadConfig("--steps and --keep belong to the proof", rule="they say how --prove runs", remedy="add --prove")
     paths, root = find_run(run, bucket, state)
     plan = read_plan(paths)
     sets, known = read_sets(paths, plan.graphs) if plan.graphs else ([], None)
-    stages = read_stages(paths, known) if plan.graphs else []
+    met = [read_stage(paths, stage, known) for stage in STAGES_THAT_MEET] if plan.graphs else []
     lowered = proof = None
     with _progress(console) as on_progress:
         if lower:
@@ -153,7 +118,7 @@ def find(
         precision=world.precision,
         ranks=world.ranks,
         sets=tuple(sets),
-        stages=tuple(stages),
+        stages=tuple(stage for stage in met if stage is not None),
         lowered=lowered,
         proof=proof,
     )
@@ -161,10 +126,10 @@ def find(
 
 @contextmanager
 def _folder(keep: Path | None, plan: RunPlan) -> Iterator[Path]:
-    """Where the proof runs.
+    """Yield the folder of the proof.
 
     Raises:
-        BadConfig: the folder that was named is not empty.
+        BadConfig: the named folder is not empty.
     """
     if keep is None:
         with tempfile.TemporaryDirectory(prefix=f"trnpipe-proof-{plan.run}-") as name:
@@ -178,7 +143,7 @@ def _folder(keep: Path | None, plan: RunPlan) -> Iterator[Path]:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Says what is being done: one line that changes on a terminal; elsewhere a line whenever another part begins."""
+    """Show the progress: one line that changes on a terminal; elsewhere a line whenever another part begins."""
     if console.is_terminal:
         with console.status("") as status:
             yield lambda words: status.update(words)

@@ -1,16 +1,17 @@
-"""What people see of `trnpipe graphs`."""
+"""The output of `trnpipe graphs`."""
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pipeline.commands.graphs_lowered import Lowered
 from pipeline.commands.graphs_proof import Proof
-from pipeline.commands.graphs_recorded import CompiledSet, StageGraphs
+from pipeline.commands.graphs_recorded import StageGraphs
 from pipeline.commands.terminal import counted, left, right, say, simple_table
 from pipeline.contract import EAGER_KINDS
 
@@ -21,15 +22,27 @@ FINGERPRINT_SHOWN = 12
 CAUSES_SHOWN = 20
 
 
-def show(findings: Findings, console: Console) -> None:
-    """Everything that was found; the verdict last."""
+def show(findings: Findings, console: Console, *, as_json: bool = False) -> None:
+    """Print everything that was found, the verdict last.
+
+    Args:
+        as_json: print one JSON object, and nothing else, to standard output.
+    """
+    if as_json:
+        sys.stdout.write(json.dumps(findings.record(), indent=1) + "\n")
+        return
     say(console, f"{findings.run}: {findings.kind}, {findings.precision}, {counted(findings.ranks, 'rank')}", style="bold")
     if findings.kind in EAGER_KINDS:
-        say(console, f"The kind `{findings.kind}` runs operations one by one: it has no graphs, and nothing is compiled for it.")
+        say(console, f"The device type `{findings.kind}` runs operations one by one: it has no graphs, and compiles nothing.")
     elif not findings.sets:
         say(console, "The plan names no compiled sets: it was made by an earlier version.", style="yellow")
     else:
-        console.print(_sets(findings.sets))
+        table = simple_table(left("compiled set"), left("fingerprint"), left("state"), right("graphs"))
+        for one in findings.sets:
+            missing = one.graphs is None
+            state = Text("missing", "yellow") if missing else Text("complete", "green")
+            table.add_row(one.name, one.fingerprint, state, "" if missing else str(one.graphs))
+        console.print(table)
         _stages(findings.stages, console)
     if findings.lowered:
         _lowered(findings.lowered, console, other_kind=findings.lowered.kind != findings.kind)
@@ -53,18 +66,9 @@ def _verdict(findings: Findings) -> str:
     return "; ".join(parts) or "nothing was compared"
 
 
-def _sets(sets: tuple[CompiledSet, ...]) -> Table:
-    table = simple_table(left("compiled set"), left("fingerprint"), left("state"), right("graphs"))
-    for one in sets:
-        missing = one.graphs is None
-        state = Text("missing", "yellow") if missing else Text("complete", "green")
-        table.add_row(one.name, one.fingerprint, state, "" if missing else str(one.graphs))
-    return table
-
-
 def _stages(stages: tuple[StageGraphs, ...], console: Console) -> None:
     if not stages:
-        say(console, "No stage has told yet which graphs it met.")
+        say(console, "No stage has reported yet which graphs it met.")
         return
     table = simple_table(left("stage"), right("processes"), right("met"), right("last at step"), right("new"))
     for stage in stages:
@@ -83,17 +87,9 @@ def _stages(stages: tuple[StageGraphs, ...], console: Console) -> None:
 def _lowered(lowered: Lowered, console: Console, *, other_kind: bool) -> None:
     as_kind = f" as kind {lowered.kind} would compile them" if other_kind else ""
     say(console, f"Graphs of a training step{as_kind}, {lowered.precision}, {counted(lowered.ranks, 'rank')}:")
-    last = f"rank {lowered.ranks - 1} = 0" if lowered.ranks > 1 else ""
-    table = simple_table(
-        right("tokens"),
-        right("graph"),
-        left("fingerprint"),
-        right("operations"),
-        right("inputs"),
-        left("collectives"),
-    )
-    if last:
-        table.add_column(last, no_wrap=True)
+    last = [left(f"rank {lowered.ranks - 1} = 0")] if lowered.ranks > 1 else []
+    counts = map(right, ("operations", "inputs"))
+    table = simple_table(right("tokens"), right("graph"), left("fingerprint"), *counts, left("collectives"), *last)
     for bucket in lowered.buckets:
         for number, graph in enumerate(bucket.graphs, start=1):
             first = number == 1
@@ -105,7 +101,7 @@ def _lowered(lowered: Lowered, console: Console, *, other_kind: bool) -> None:
                 f"{number}{f' ({graph.times} times)' if graph.times > 1 else ''}",
                 graph.fingerprint[:FINGERPRINT_SHOWN],
                 str(graph.description.size),
-                str(graph.inputs),
+                str(sum(graph.description.inputs.values())),
                 collectives,
             ]
             agrees = Text("no", "bold red") if bucket.difference else Text("yes", "green")

@@ -1,7 +1,7 @@
-"""The graphs of a training step as the first and the last rank of a plan would compile them, written down by a child process.
+"""Lower the graphs of a training step as the first and the last rank of a plan would compile them, in a child process.
 
-torch-xla takes over the process that loads it, and what is wrong in XLA ends a process without an exception: hence a child, on
-the host's processor whatever devices there are. It prints one JSON line per rank and bucket.
+torch-xla takes over the process that loads it, and an error inside XLA ends a process without an exception: hence a child, on the
+host's processor whatever devices there are. It prints one JSON line per rank and bucket.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,12 @@ class Graph:
     """One graph of a step.
 
     Attributes:
-        times: how often it comes in a row (with train.accumulation it does).
+        times: how often it runs in a row (more than once with train.accumulation).
     """
 
     fingerprint: str
     description: GraphDescription
     times: int
-
-    @property
-    def inputs(self) -> int:
-        return sum(self.description.inputs.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +52,7 @@ class BucketGraphs:
     Attributes:
         bucket: static document length in tokens.
         graphs: rank 0's, in the order in which they run.
-        difference: in what the last rank's differ, in words; empty: they are the same, byte for byte.
+        difference: how the last rank's differ, in words; empty: they are the same, byte for byte.
     """
 
     bucket: int
@@ -69,8 +65,8 @@ class Lowered:
     """All buckets of a plan.
 
     Attributes:
-        kind: whose graphs these are; `neuron` where the plan's own kind has none.
-        ranks: the plan's number of ranks, which stands in the graphs.
+        kind: device type of the graphs; `neuron` where the plan's own has none.
+        ranks: the plan's number of ranks, which the graphs contain.
     """
 
     kind: str
@@ -78,13 +74,9 @@ class Lowered:
     ranks: int
     buckets: tuple[BucketGraphs, ...]
 
-    @property
-    def ranks_agree(self) -> bool:
-        return not any(bucket.difference for bucket in self.buckets)
-
 
 def lower_plan(plan: RunPlan, root: str | None, on_progress: Callable[[str], None]) -> Lowered:
-    """Write down a step of every bucket for rank 0 and for the last rank, and compare them.
+    """Lower a step of every bucket for rank 0 and for the last rank, and compare them.
 
     Args:
         root: local bucket that stands for the one the plan names, see `find_run`.
@@ -110,14 +102,16 @@ def lower_plan(plan: RunPlan, root: str | None, on_progress: Callable[[str], Non
             "ranks": ranks,
             "chosen": chosen,
         }
-        lines: list[dict[str, Any]] = []
+        found: dict[tuple[int, int], list[Graph]] = {}
         variables = plan.graphs.environment if plan.graphs else {}
         for line in _answers(request, Path(scratch) / "log", variables):
-            lines.append(line)
             on_progress(f"rank {line['rank']} of {ranks}: step of {line['bucket']} tokens")
-    found = {(line["rank"], line["bucket"]): [_graph(record) for record in line["graphs"]] for line in lines}
+            found[line["rank"], line["bucket"]] = [
+                Graph(fingerprint=graph["fingerprint"], description=GraphDescription(**graph["description"]), times=1)
+                for graph in line["graphs"]
+            ]
     if missing := [(rank, bucket) for rank in chosen for bucket in buckets if not found.get((rank, bucket))]:
-        raise Defect("graphs were not written down", value=[f"rank {rank}, bucket {bucket}" for rank, bucket in missing])
+        raise Defect("the child did not lower all graphs", value=[f"rank {rank}, bucket {bucket}" for rank, bucket in missing])
     return Lowered(
         kind=kind,
         precision=precision,
@@ -134,30 +128,26 @@ def lower_plan(plan: RunPlan, root: str | None, on_progress: Callable[[str], Non
 
 
 def rank_difference(first: list[Graph], last: list[Graph]) -> str:
-    """In what the last rank's graphs of a step differ from the first's, empty where they do not."""
+    """Return how the last rank's graphs of a step differ from the first's, empty where they do not."""
     if len(first) != len(last):
         return f"{len(last)} graphs instead of {len(first)}"
     differing = [(one, other) for one, other in zip(first, last, strict=True) if one.fingerprint != other.fingerprint]
     return "; ".join(difference(other.description, [one.description]) for one, other in differing)
 
 
-def _graph(record: dict[str, Any]) -> Graph:
-    return Graph(fingerprint=record["fingerprint"], description=GraphDescription(**record["description"]), times=1)
-
-
 def _merged(graphs: list[Graph]) -> list[Graph]:
     runs = (list(group) for _, group in groupby(graphs, key=lambda graph: graph.fingerprint))
-    return [Graph(fingerprint=run[0].fingerprint, description=run[0].description, times=len(run)) for run in runs]
+    return [replace(run[0], times=len(run)) for run in runs]
 
 
 def _answers(request: dict[str, Any], log: Path, variables: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Ask a child; what it prints, line by line.
+    """Run the child; yield its lines.
 
     Args:
         variables: the plan's graph variables.
 
     Raises:
-        Defect: it ends badly.
+        Defect: the child fails.
     """
     with (
         open(log, "w+", encoding="utf-8", errors="replace") as errors,
@@ -167,7 +157,7 @@ def _answers(request: dict[str, Any], log: Path, variables: Mapping[str, str]) -
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            # Also where an accelerator is at hand: nothing runs, and a core that is in use would not be given.
+            # Also where there is an accelerator: nothing runs on it, and its cores may be in use.
             env={**os.environ, **variables, "PJRT_DEVICE": "CPU"},
         ) as child,
     ):
@@ -183,7 +173,7 @@ def _answers(request: dict[str, Any], log: Path, variables: Mapping[str, str]) -
             errors.seek(0)
             words = [line for line in errors.read().splitlines() if line.strip()]
             raise Defect(
-                "the graphs could not be written down",
+                "the graphs could not be lowered",
                 value=[f"exit code {code}", *words[-SHOWN_LINES:]],
                 rule="a training step is recorded on the host for the first and the last rank, and never run",
                 remedy="-9 is the host's memory: three copies of the weights are needed; otherwise report it",
@@ -191,7 +181,7 @@ def _answers(request: dict[str, Any], log: Path, variables: Mapping[str, str]) -
 
 
 def _lower_here(request: dict[str, Any]) -> None:
-    """What the child does."""
+    """Print the graphs; runs in the child."""
     # Imported here: these take over the process.
     from pipeline.model.encoder import new_encoder
     from pipeline.run.world import World

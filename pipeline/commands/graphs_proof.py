@@ -1,9 +1,9 @@
 """The proof for any plan: compile's trial, then the real stages on a few of the run's own rows, on torch-xla with one rank.
 
-The plan is copied into a run folder of its own, as kind `xla`: the same model, settings and program, and graphs that are really
-compiled, on this host's processor. What cannot be had on one host is left to the lowered graphs: collectives, and the compiler's
+A copy of the plan gets a run folder of its own, with device type `xla`: the same model, settings and program, and graphs that XLA
+really compiles, on this host's processor. The lowered graphs cover what one host does not have: collectives, and the compiler's
 own cast, which is fp32 here. The rows are few, and chosen so that a short run meets what a long one meets: every bucket, the last
-partial batch, the rise and the fall of the learning rate, validation, a checkpoint, and a process that goes on from it.
+partial batch, the rise and the fall of the learning rate, validation, a checkpoint, and a process that resumes from it.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ DOCUMENTS = 256
 """Of the corpus, for embed."""
 
 STAGE_MINUTES = 120.0
-"""For one stage; compiling a large model takes minutes on a processor."""
+"""Limit of one stage; compiling a large model takes minutes on a processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What a short real run met.
+    """The graphs of a short real run.
 
     Attributes:
         run: its folder.
-        recorded: graphs that its trial met.
-        steps: that it trained.
+        recorded: number of graphs that its trial met.
+        steps: optimizer steps that it trained.
         buckets: document lengths that its rows have.
         without_rows: lengths of the plan that none of the run's rows has.
         partial_rows: rows of the last, partial batch; 0: every batch has one row.
-        checkpoint: step from which a second process went on.
+        checkpoint: step from which a second process resumed.
         stages: in their order; train comes twice.
     """
 
@@ -67,24 +67,20 @@ class Proof:
     checkpoint: int
     stages: tuple[StageGraphs, ...]
 
-    @property
-    def new(self) -> int:
-        return sum(len(stage.new) for stage in self.stages)
-
 
 def prove_graphs(
     base: RunPaths, plan: RunPlan, root: str | None, folder: Path, steps: int | None, on_progress: Callable[[str], None]
 ) -> Proof:
-    """Run everything in `folder` and compare what compile recorded with what was met.
+    """Run everything in `folder` and compare the graphs that compile recorded with those that the stages met.
 
     Args:
-        base: the run whose plan is copied; nothing of it is changed.
+        base: the run whose plan is copied; it stays unchanged.
         root: local bucket that stands for the one the plan names, see `find_run`.
         folder: gets a bucket with the run, and logs.
         steps: to train; None: as few as meet everything.
 
     Raises:
-        BadConfig: torch-xla is not here, too few steps, or the model needs more memory than there is.
+        BadConfig: torch-xla is not installed, too few steps, or the model needs more memory than there is.
         MissingInput: rows or parent are gone.
         TrnpipeError: a stage fails, with its exit code.
     """
@@ -120,13 +116,13 @@ def prove_graphs(
     meet(Stage.TRAIN, name)
     resumed = StageResult.from_json(store.read_bytes(paths.result(Stage.TRAIN))).metrics["resumed_from"]
     if resumed != checkpoint:
-        raise Defect("training did not go on from its checkpoint", value=f"step {resumed}", rule=f"step {checkpoint}")
+        raise Defect("training did not resume from its checkpoint", value=f"step {resumed}", rule=f"step {checkpoint}")
     meet(Stage.EVALUATE, "evaluate")
     if proof.embed.parts:
         meet(Stage.EMBED, "embed")
     expected = 4 if proof.embed.parts else 3
     if len(stages) != expected:
-        raise Defect("a stage has not told which graphs it met", value=", ".join(stage.name for stage in stages))
+        raise Defect("a stage has not reported which graphs it met", value=", ".join(stage.name for stage in stages))
     used = np.unique(np.searchsorted(np.asarray(config.train.buckets), lengths))
     buckets = tuple(config.train.buckets[index] for index in used)
     return Proof(
@@ -148,9 +144,12 @@ def step_rows(config: RunConfig) -> int:
 
 
 def choose_rows(lengths: NDArray[np.int32], config: RunConfig) -> NDArray[np.int64]:
-    """Indices of rows of which a rank makes whole batches of every bucket that has rows, and one partial batch.
+    """Choose rows of which a rank makes whole batches of every bucket that has rows, and one partial batch.
 
-    A row may come several times where a bucket has few.
+    A row may repeat where a bucket has few.
+
+    Returns:
+        Indices of the rows.
     """
     batch = step_rows(config)
     bucket_of = np.searchsorted(np.asarray(config.train.buckets), lengths)
@@ -161,7 +160,7 @@ def choose_rows(lengths: NDArray[np.int32], config: RunConfig) -> NDArray[np.int
 
 
 def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -> RunConfig:
-    """The plan's configuration as one rank of kind xla, short, with one checkpoint and one validation in the middle.
+    """Return the plan's configuration for a short run of one xla rank, with one checkpoint and one validation in the middle.
 
     Args:
         lengths: (chosen rows,) document lengths in tokens.
@@ -177,7 +176,7 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
         raise BadConfig(
             "too few steps to meet every graph of a run",
             value=f"--steps {steps}",
-            rule=f"{least} steps meet every bucket, a checkpoint and what comes after it",
+            rule=f"{least} steps meet every bucket, a checkpoint and the steps after it",
             remedy=f"--steps {least}, or leave it out",
         )
     total = steps or least
@@ -235,8 +234,8 @@ def _copy(
 
 
 def choose_holdout(rows: Path, config: RunConfig) -> tuple[pa.Table, pa.Table]:
-    """Some of the held-out queries, and candidates: their documents, and of every bucket of embed as many as fill a batch of its
-    rows, if there are so many: only then is a shorter one's opened.
+    """Choose some held-out queries and their candidates: their documents, and enough of every bucket of embed to fill a batch,
+    because only then does embed open a batch of a shorter bucket.
 
     Raises:
         BadData: no query has a relevant document.
@@ -258,7 +257,7 @@ def choose_holdout(rows: Path, config: RunConfig) -> tuple[pa.Table, pa.Table]:
 
 
 def one_part(plan: EmbedPlan, root: str | None) -> EmbedPlan:
-    """The first documents of the corpus as the only part; none where the plan has none."""
+    """Return a plan with the first documents of the corpus as its only part, or without parts."""
     shards = tuple(shard.model_copy(update={"uri": mirrored(shard.uri, root)}) for shard in plan.shards)
     parts: tuple[PartPlan, ...] = ()
     if plan.parts:
@@ -269,7 +268,7 @@ def one_part(plan: EmbedPlan, root: str | None) -> EmbedPlan:
 
 
 def _forget_after(paths: RunPaths, step: int) -> None:
-    """Leave the run as a process leaves it that is lost after this step's checkpoint: without all that came later."""
+    """Remove everything after this step's checkpoint, as if the process had died there."""
     store.delete(paths.result(Stage.TRAIN))
     store.delete(paths.graphs(Stage.TRAIN))
     store.delete_folder(paths.model)
@@ -280,7 +279,7 @@ def _forget_after(paths: RunPaths, step: int) -> None:
 
 
 def _run(stage: Stage, paths: RunPaths, log: Path, on_progress: Callable[[str], None]) -> None:
-    """One stage, as its container would run it.
+    """Run one stage as its container would.
 
     Raises:
         TrnpipeError: it failed.

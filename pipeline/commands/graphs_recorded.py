@@ -1,4 +1,4 @@
-"""What compile recorded, and what the stages met afterwards: read from `graphs/` and from `STAGE/graphs-NNNNN.json`."""
+"""Read the graphs that compile recorded (`graphs/`) and those that the stages met (`STAGE/graphs-NNNNN.json`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.plan import GraphsPlan
 STAGES_THAT_MEET = (Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)
 
 NOT_REPORTED = "met, not recorded, and not reported by the stage"
-"""Cause of a graph whose key is among those met and not among the recorded ones, although its stage does not call it new."""
+"""Cause of a graph that is not recorded, although the stage that met it does not report it as new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class CompiledSet:
 
     Attributes:
         name: `train` or `infer`.
-        graphs: how many are in it, None: it is not complete, which is the same as not there.
+        graphs: their number; None: the set is incomplete or missing.
     """
 
     name: str
@@ -33,13 +33,13 @@ class CompiledSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewGraph:
+class ReportedGraph:
     """A graph that a stage met and compile did not.
 
     Attributes:
-        number: of the node, or of the array's child.
-        step: steps done when it was noticed.
-        cause: what distinguishes it from the most similar graph.
+        number: the node's, or the array child's.
+        step: steps done when the stage noticed it.
+        cause: its difference from the most similar graph.
     """
 
     key: str
@@ -50,13 +50,13 @@ class NewGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageGraphs:
-    """What the processes of one stage met.
+    """The graphs that the processes of one stage met.
 
     Attributes:
-        name: of the stage.
-        processes: how many told.
+        name: the stage's.
+        processes: number of processes that reported.
         compiled: graphs that a process met for the first time, of the process that met most.
-        last_compiled_step: steps done when a graph was last met for the first time, at the latest.
+        last_compiled_step: steps done when a graph was last met for the first time, of the latest process.
         fallbacks: operation that ran on the host -> how often.
     """
 
@@ -65,11 +65,11 @@ class StageGraphs:
     compiled: int
     last_compiled_step: int
     fallbacks: dict[str, int]
-    new: tuple[NewGraph, ...]
+    new: tuple[ReportedGraph, ...]
 
 
 def read_sets(paths: RunPaths, plan: GraphsPlan) -> tuple[list[CompiledSet], KnownGraphs | None]:
-    """Both sets, and all graphs in them; None where one of them is missing.
+    """Return both sets, and all graphs in them, None if one of them is missing.
 
     Raises:
         BadData: one cannot be read.
@@ -84,22 +84,12 @@ def read_sets(paths: RunPaths, plan: GraphsPlan) -> tuple[list[CompiledSet], Kno
     return found, known if all(one.graphs is not None for one in found) else None
 
 
-def read_stages(paths: RunPaths, known: KnownGraphs | None) -> list[StageGraphs]:
-    """What each stage met, of those that have ended.
-
-    Raises:
-        BadData: a stage's report cannot be read.
-    """
-    stages = (read_stage(paths, stage, known) for stage in STAGES_THAT_MEET)
-    return [found for found in stages if found is not None]
-
-
 def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name: str = "") -> StageGraphs | None:
-    """What the processes of a stage met, None if none has told.
+    """Return the graphs that the processes of a stage met, None if none has reported.
 
     Args:
-        known: all recorded graphs; None: met keys are not compared, the reports are believed.
-        name: for the stage, where it is not its own.
+        known: all recorded graphs; None: do not compare them with the reports.
+        name: shown instead of the stage's own.
 
     Raises:
         BadData: a report cannot be read.
@@ -110,12 +100,12 @@ def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name
         return None
     compiled = last = 0
     fallbacks: dict[str, int] = {}
-    new: list[NewGraph] = []
+    new: list[ReportedGraph] = []
     for uri in uris:
         try:
             record = store.read_json(uri)
             number = int(uri.removeprefix(prefix).removesuffix(suffix))
-            reported = [NewGraph(number=number, **graph) for graph in record["new"]]
+            reported = [ReportedGraph(number=number, **graph) for graph in record["new"]]
             silent = set(record["keys"]) - known.keys() - {graph.key for graph in reported} if known is not None else set()
             compiled, last = max(compiled, int(record["compiled"])), max(last, int(record["last_compiled_step"]))
             fallbacks = {
@@ -125,7 +115,7 @@ def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadData("a stage's report of its graphs cannot be read", value=f"{uri}: {error!r}") from error
         new += reported
-        new += [NewGraph(key=key, number=number, step=last, cause=NOT_REPORTED) for key in sorted(silent)]
+        new += [ReportedGraph(key=key, number=number, step=last, cause=NOT_REPORTED) for key in sorted(silent)]
     return StageGraphs(
         name=name or stage.value,
         processes=len(uris),

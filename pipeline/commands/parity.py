@@ -1,18 +1,18 @@
-"""Are two runs the same training? Compares their evaluations step by step, query by query.
+"""`trnpipe parity`: compare the evaluations of two runs step by step, query by query: are they the same training?
 
-The runs may differ in kind of device, precision and ranks: that is what is compared, e.g. a run on Trainium with the GPU run of
-the same week. Everything that decides what is learned must be equal: parent, rows, hold-out, global batch, settings. Reads run
-folders only: `plan.json`, `train/validation/`, `train/metrics.jsonl`, and `evaluate/queries.parquet` where both have it.
+The runs may differ in device type, precision and ranks, e.g. a run on Trainium and the GPU run of the same week. Everything that
+decides what is learned must be equal: parent, rows, hold-out, global batch, settings. Reads run folders only: `plan.json`,
+`train/validation/`, `train/metrics.jsonl`, and `evaluate/queries.parquet` where both have it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,28 @@ from rich.console import Console
 
 from pipeline import store
 from pipeline.commands.terminal import left, right, say, simple_table
-from pipeline.config import Role, RunConfig, keys_of
+from pipeline.config import KeyRole, RunConfig, flattened, is_below, keys_of
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.statistics import bootstrap
-from pipeline.plan import RunPlan, Shard
+from pipeline.plan import RunPlan
 from pipeline.run.find_run import find_run, read_plan
 
 MIN_QUERIES = 2000
 """Fewer cannot show a difference of 0.1 %: the default of gate.min_queries."""
 BOOTSTRAP_SAMPLES = 1000
 ROUNDING = 1e-12
-"""Slack of the comparison with the tolerance: means differ by about 1e-16 for no reason."""
+"""Slack of the comparison with the tolerance: means differ by about 1e-16 through rounding."""
 HOLDOUT = "whole hold-out"
 """Name of the evaluate stage's evaluation, which has no step."""
 
-FREE_SETTINGS = keys_of(Role.BOOKKEEPING, RunConfig)
+FREE_SETTINGS = keys_of(KeyRole.BOOKKEEPING, RunConfig)
 """Settings, or sections of them, in which runs may differ. All others must be equal."""
 
 
-class Verdict(str, Enum):
-    """`within`: no difference above the tolerance. `within noise`: some are, and none of them is more than chance (95 %)."""
+class ParityVerdict(str, Enum):
+    """`within`: no difference above the tolerance. `within noise`: some differences, but none is more than chance (95 %)."""
 
     WITHIN = "within"
     NOISE = "within noise"
@@ -72,7 +72,7 @@ class Evaluation:
     """One evaluation of both runs.
 
     Attributes:
-        step: optimizer steps done; None: the evaluate stage's, with the finished models on the whole hold-out.
+        step: optimizer steps done; None: the evaluate stage, with the finished models on the whole hold-out.
     """
 
     step: int | None
@@ -86,29 +86,29 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """What came of it.
+    """The result of a comparison.
 
     Attributes:
         runs: A and B, each `{run, uri, device, precision, ranks}`.
-        metric, tolerance: what the verdict is about; the tolerance is absolute, 0.001 = 0.1 %.
+        metric, tolerance: the verdict's; the tolerance is absolute, 0.001 = 0.1 %.
         reason: the verdict in one line.
-        notes: what a reader must know beside it.
+        notes: limits of the comparison.
     """
 
     runs: tuple[dict[str, Any], dict[str, Any]]
     metric: str
     tolerance: float
-    verdict: Verdict
+    verdict: ParityVerdict
     reason: str
     notes: tuple[str, ...]
     evaluations: tuple[Evaluation, ...]
 
     @property
     def exit_code(self) -> ExitCode:
-        return ExitCode.GATE_REFUSED if self.verdict is Verdict.DIFFERS else ExitCode.DONE
+        return ExitCode.GATE_REFUSED if self.verdict is ParityVerdict.DIFFERS else ExitCode.DONE
 
     def largest(self) -> dict[str, tuple[str, float]]:
-        """Metric -> where its largest absolute difference is, and how large."""
+        """Return metric -> where its largest absolute difference is, and how large."""
         return {
             metric: max(
                 ((evaluation.name, abs(evaluation.metrics[metric].difference)) for evaluation in self.evaluations),
@@ -142,22 +142,6 @@ class Parity:
         say(console, f"{self.verdict.value}: {self.reason}", style="bold")
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    paths: RunPaths
-    plan: RunPlan
-
-    def facts(self) -> dict[str, Any]:
-        world = self.plan.world
-        return {
-            "run": self.plan.run,
-            "uri": self.paths.root,
-            "device": world.kind,
-            "precision": world.precision,
-            "ranks": world.ranks,
-        }
-
-
 def compare_runs(
     a: str,
     b: str,
@@ -171,8 +155,8 @@ def compare_runs(
 
     Args:
         a, b: run ids, or URIs of run folders (with a slash).
-        metric: that the verdict is about.
-        tolerance: largest absolute difference that counts as none.
+        metric: the one that decides.
+        tolerance: largest absolute difference to tolerate.
         bucket: `s3://BUCKET` where run ids are looked up; None: the local run's bucket, as files in `state`.
         state: folder of the local run.
 
@@ -181,24 +165,36 @@ def compare_runs(
         BadConfig: the runs are not the same training, or there is no such metric.
         BadData: a file of a run cannot be read.
     """
-    first, second = (_open_run(name, bucket, state) for name in (a, b))
-    _require_same_training(first.plan, second.plan)
-    data, data_note = _compare_data(first, second)
-    evaluations = tuple(_evaluations(first, second))
+    paths = [find_run(name, bucket, state)[0] for name in (a, b)]
+    plans = [read_plan(found) for found in paths]
+    _require_same_training(*plans)
+    data, data_note = _compare_data(*paths)
+    evaluations = tuple(_evaluations(*paths))
     known = evaluations[0].metrics
     if metric not in known:
         raise BadConfig("there is no such metric", value=metric, rule=f"one of {', '.join(known)}")
     verdict, reason = judge(evaluations, metric, tolerance)
     if data:
-        verdict, reason = Verdict.DIFFERS, data
+        verdict, reason = ParityVerdict.DIFFERS, data
     notes = [data_note] if data_note else []
     last = max(evaluation.step or 0 for evaluation in evaluations)
-    if last < first.plan.train.steps:
-        notes.append(f"neither run has an evaluation after step {last} of {first.plan.train.steps}: they have not ended")
-    if first.plan.config.train.dropout != 0.0:
-        notes.append("dropout is on (train.dropout is not 0): every kind of device and every rank draws its own")
+    steps = plans[0].train.steps
+    if last < steps:
+        notes.append(f"neither run has an evaluation after step {last} of {steps}: they have not ended")
+    if plans[0].config.train.dropout != 0.0:
+        notes.append("dropout is on (train.dropout is not 0): every device type and every rank draws its own")
+    facts = [
+        {
+            "run": plan.run,
+            "uri": found.root,
+            "device": plan.world.kind,
+            "precision": plan.world.precision,
+            "ranks": plan.world.ranks,
+        }
+        for found, plan in zip(paths, plans, strict=True)
+    ]
     return Parity(
-        runs=(first.facts(), second.facts()),
+        runs=(facts[0], facts[1]),
         metric=metric,
         tolerance=tolerance,
         verdict=verdict,
@@ -208,24 +204,24 @@ def compare_runs(
     )
 
 
-def judge(evaluations: Sequence[Evaluation], metric: str, tolerance: float) -> tuple[Verdict, str]:
-    """The verdict on one metric over all evaluations, and why."""
+def judge(evaluations: Sequence[Evaluation], metric: str, tolerance: float) -> tuple[ParityVerdict, str]:
+    """Return the verdict on one metric over all evaluations, and the reason."""
     found = [(evaluation.name, evaluation.metrics[metric]) for evaluation in evaluations]
     beyond = [(name, item) for name, item in found if item.exceeds(tolerance)]
     proven = [(name, item) for name, item in beyond if not item.is_chance]
     name, largest = max(proven or beyond or found, key=lambda item: abs(item[1].difference))
     at = f"{metric} differs by {abs(largest.difference):.5f} at {name}"
     if proven:
-        verdict = Verdict.DIFFERS
+        verdict = ParityVerdict.DIFFERS
         reason = (
             f"{at}, 95 % interval {largest.low:+.5f} to {largest.high:+.5f}, tolerance {tolerance:g}; "
             f"{len(beyond)} of {len(found)} evaluations exceed it, {len(proven)} by more than chance"
         )
     elif beyond:
-        verdict = Verdict.NOISE
+        verdict = ParityVerdict.NOISE
         reason = f"{at}, tolerance {tolerance:g}; {len(beyond)} of {len(found)} evaluations exceed it, none by more than chance"
     else:
-        verdict = Verdict.WITHIN
+        verdict = ParityVerdict.WITHIN
         most = f"{metric} differs by at most {abs(largest.difference):.5f} ({name})"
         reason = f"{most}, tolerance {tolerance:g}, {len(found)} evaluations"
     queries = min(evaluation.queries for evaluation in evaluations)
@@ -235,7 +231,7 @@ def judge(evaluations: Sequence[Evaluation], metric: str, tolerance: float) -> t
 
 
 def compare_values(a: QueryValues, b: QueryValues, step: int | None) -> Evaluation:
-    """Compare what the same queries got in both runs.
+    """Compare the metrics of the same queries in both runs.
 
     Raises:
         BadConfig: other queries, or other metrics.
@@ -272,11 +268,6 @@ def compare_values(a: QueryValues, b: QueryValues, step: int | None) -> Evaluati
     )
 
 
-def _open_run(name: str, bucket: str | None, state: Path) -> _Run:
-    paths, _ = find_run(name, bucket, state)
-    return _Run(paths, read_plan(paths))
-
-
 def _require_same_training(a: RunPlan, b: RunPlan) -> None:
     first, second = (_training_facts(plan) for plan in (a, b))
     absent = object()
@@ -285,55 +276,41 @@ def _require_same_training(a: RunPlan, b: RunPlan) -> None:
         raise BadConfig(
             "the runs are not the same training",
             value=[f"{name}: {first.get(name)} | {second.get(name)}" for name in names],
-            rule="one parent, the same rows, global batch and settings; kind of device, precision and ranks may differ",
+            rule="one parent, the same rows, global batch and settings; device type, precision and ranks may differ",
             remedy="repeat one of the runs with the other's settings",
         )
 
 
 def _training_facts(plan: RunPlan) -> dict[str, Any]:
-    """Name -> value of everything that decides what is learned and how it is measured."""
+    """Return name -> value of everything that decides what is learned and how it is measured."""
     shards = {"new shards": plan.train.new, "replayed shards": plan.train.replay}
+    digests = {name: sha256("".join(shard.sha256 for shard in found).encode()).hexdigest() for name, found in shards.items()}
+    settings = flattened(plan.config.model_dump(mode="json"))
     return {
         "parent": plan.parent.sha256,
         # Documents compete within one batch of all ranks, so accumulation makes no larger batch of this kind.
         "train.batch_size x ranks": plan.config.train.batch_size * plan.world.ranks,
-        **{name: _content(found) for name, found in shards.items()},
+        **{name: f"{len(found)}, with the content {digests[name][:16]}" for name, found in shards.items()},
         **{f"plan.train.{name}": value for name, value in plan.train.model_dump(exclude={"new", "replay"}).items()},
         **{f"plan.holdout.{name}": value for name, value in plan.holdout.model_dump().items()},
-        **dict(_settings(plan.config.model_dump(mode="json"))),
+        **{key: value for key, value in settings.items() if not is_below(key, FREE_SETTINGS)},
     }
 
 
-def _content(shards: Sequence[Shard]) -> str:
-    digest = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
-    return f"{len(shards)}, with the content {digest[:16]}"
-
-
-def _settings(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        name = f"{path}{key}"
-        if name in FREE_SETTINGS:
-            continue
-        if isinstance(value, Mapping):
-            yield from _settings(value, f"{name}.")
-        else:
-            yield name, value
-
-
-def _evaluations(a: _Run, b: _Run) -> Iterator[Evaluation]:
-    """All evaluations in their order, the evaluate stage's last."""
+def _evaluations(a: RunPaths, b: RunPaths) -> Iterator[Evaluation]:
+    """Yield all evaluations in their order, the evaluate stage's last."""
     steps_a, steps_b = (_validation_steps(run) for run in (a, b))
     if steps_a != steps_b:
         raise MissingInput(
             "the runs were not evaluated at the same steps",
             value=[f"only in A: {sorted(steps_a - steps_b)}", f"only in B: {sorted(steps_b - steps_a)}"],
             rule="train/validation has a file for every evaluation of a finished training",
-            remedy="wait until both have ended, or take the interrupted one up again",
+            remedy="wait until both have ended, or resume the interrupted one",
         )
     if not steps_a:
         raise MissingInput(
             "the runs have no evaluations to compare",
-            value=[a.paths.validations, b.paths.validations],
+            value=[a.validations, b.validations],
             rule="training leaves a file per evaluation in train/validation",
             remedy="repeat the runs with this version",
         )
@@ -346,21 +323,21 @@ def _evaluations(a: _Run, b: _Run) -> Iterator[Evaluation]:
             return compare_values(first, second, step)
 
         for step in sorted(steps_a):
-            yield compare(a.paths.validation(step), b.paths.validation(step), step)
-        if all(store.exists(run.paths.query_values) for run in (a, b)):
-            yield compare(a.paths.query_values, b.paths.query_values, None)
+            yield compare(a.validation(step), b.validation(step), step)
+        if all(store.exists(run.query_values) for run in (a, b)):
+            yield compare(a.query_values, b.query_values, None)
 
 
-def _validation_steps(run: _Run) -> set[int]:
-    names = {info.uri.rsplit("/", 1)[-1] for info in store.list_objects(run.paths.validations)}
+def _validation_steps(run: RunPaths) -> set[int]:
+    names = {info.uri.rsplit("/", 1)[-1] for info in store.list_objects(run.validations)}
     try:
         return {int(name.removeprefix("step-").removesuffix(".parquet")) for name in names}
     except ValueError as error:
-        raise BadData("an unknown file among the evaluations", value=f"{run.paths.validations}: {error}") from error
+        raise BadData("an unknown file among the evaluations", value=f"{run.validations}: {error}") from error
 
 
-def _compare_data(a: _Run, b: _Run) -> tuple[str, str]:
-    """(how the batches differ, empty where they do not; note on how far they are equal)."""
+def _compare_data(a: RunPaths, b: RunPaths) -> tuple[str, str]:
+    """Return how the batches differ, empty where they do not, and a note on how far they are equal."""
     first, second = (_data_digests(run) for run in (a, b))
     common = sorted(first.keys() & second.keys())
     if not common:
@@ -374,10 +351,10 @@ def _compare_data(a: _Run, b: _Run) -> tuple[str, str]:
     return "", f"batches are equal bit for bit up to step {before}"
 
 
-def _data_digests(run: _Run) -> dict[int, str]:
-    """Step -> digest of all batches so far, from the lines of metrics."""
+def _data_digests(run: RunPaths) -> dict[int, str]:
+    """Return step -> digest of all batches so far, from the lines of metrics."""
     try:
-        lines = [json.loads(line) for line in store.read_bytes(run.paths.metrics).splitlines()]
+        lines = [json.loads(line) for line in store.read_bytes(run.metrics).splitlines()]
         return {int(line["step"]): str(line["data_digest"]) for line in lines if "data_digest" in line}
     except (ValueError, TypeError, KeyError) as error:
-        raise BadData("the run's metrics cannot be read", value=f"{run.paths.metrics}: {error!r}") from error
+        raise BadData("the run's metrics cannot be read", value=f"{run.metrics}: {error!r}") from error

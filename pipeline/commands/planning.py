@@ -1,7 +1,7 @@
 """`trnpipe plan`: the memory that a run requires, and the hosts, hours and dollars of a workload.
 
-Asked before anything is started: reads a parent's configuration, or a run's plan and what it measured; no weights, no rows.
-prepare refuses by the same figures.
+Starts nothing: it reads a parent's configuration, or a run's plan and measurements, but no weights and no rows. prepare refuses
+plans by the same figures.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pipeline import store
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import RunPaths, check_run_folder
+from pipeline.cost import CURRENCY, HARDWARE, INSTANCE_HOUR, REGIONS
 from pipeline.errors import BadConfig
 from pipeline.estimate.memory import (
     HOST_KINDS,
@@ -38,17 +39,16 @@ from pipeline.estimate.throughput import EMBED_HOSTS, EMBED_MFU, READ_ROWS, TRAI
 from pipeline.estimate.variant import plan_world
 from pipeline.estimate.workload import MeasuredRun, Workload, workload
 from pipeline.model.shape import ModelShape, fetch_shape
-from pipeline.plan import World, part_count
-from pipeline.prices import CURRENCY, HARDWARE, INSTANCE_HOUR, REGIONS
+from pipeline.plan import PlannedWorld, part_count
 
 PLACES = {"device": "a rank's device", "host": "a node's host"}
 CAPACITY_SETTINGS = {"device": "device.memory_gib", "host": "device.host_memory_gib"}
 
 LEAST_SHARE = 0.005
-"""Items that are a smaller share of the whole are left out of the table (not of the JSON)."""
+"""Share of the whole below which the table leaves an item out (the JSON has it)."""
 
 NODE_COUNTS, CHILD_COUNTS = (1, 2, 4, 8, 16), (1, 4, 16, 64)
-"""Of the gangs and arrays that are compared, unless a run's deployment says which gangs it has."""
+"""Sizes of the gangs and arrays to compare; a run's deployment names the gangs that it has."""
 
 NARROWEST = min(EMBED_MFU["trn1"])
 """The narrowest model whose rates are published."""
@@ -58,10 +58,10 @@ HOURS = {"m": 1 / 60, "h": 1.0, "d": 24.0}
 
 
 def parse_hours(text: str) -> float:
-    """Hours of `90m`, `12h` or `2d`.
+    """Return the hours of `90m`, `12h` or `2d`.
 
     Raises:
-        BadConfig: none of these forms, or no time at all.
+        BadConfig: another form, or no time at all.
     """
     found = DURATION.fullmatch(text.strip())
     hours = float(found["number"]) * HOURS[found["unit"]] if found else 0.0
@@ -79,7 +79,7 @@ class Estimate:
         best: training and embedding that cost least within the deadline.
         requirements: of the best options, else of the configured ones.
         assumptions: a sentence each.
-        unit_costs: what is counted -> USD for a million rows, and for a billion of their tokens.
+        unit_costs: kind of row -> USD for a million rows, and for a billion of their tokens.
     """
 
     work: Workload
@@ -92,7 +92,7 @@ class Estimate:
     unit_costs: dict[str, dict[str, float]]
 
     def record(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the values for programs."""
         return {
             "workload": asdict(self.work),
             "deadline_hours": self.deadline_hours,
@@ -111,50 +111,43 @@ class Estimate:
         return {**asdict(option), "stage": option.stage.value, **more}
 
     def shown(self) -> RenderableType:
-        """For people."""
-        found = [
-            Text(
-                f"{'Breaks' if one.breaks else 'Slow'}: {one.what}: {one.shown(one.amount)} of {one.shown(one.limit)}."
-                f" Remedy: {one.remedy}."
-            )
-            for one in over(self.requirements)
-        ]
-        return Group(
-            Text(f"{self.work.train_rows:,} pairs to train on, {self.work.corpus_rows:,} documents to embed", style="italic"),
-            self._options(),
-            self._units(),
-            self._verdict(),
-            self._requirements(),
-            *(found or [Text("Nothing that is known of breaks at this size.")]),
-            Text("Assumed:"),
-            *(Text(f"- {line}") for line in self.assumptions),
-        )
-
-    def _options(self) -> Table:
-        table = _table("stage", "hosts", right=("hours", CURRENCY))
-        table.add_column("")
-        for options in (self.trains, self.embeds):
-            for option in options:
+        """Return the tables and sentences for people."""
+        options = _table("stage", "hosts", right=("hours", CURRENCY))
+        options.add_column("")
+        for stage in (self.trains, self.embeds):
+            for option in stage:
                 chosen = self.best is not None and option in self.best
-                remark = (
-                    "cheapest" if chosen else "" if option.within_limit else f"over the {option.limit_hours:g} h of an attempt"
-                )
-                table.add_row(
+                late = "" if option.within_limit else f"over the {option.limit_hours:g} h of an attempt"
+                options.add_row(
                     option.stage.value,
                     f"{option.count:,} x {option.host}",
                     _hours(option.hours),
                     "?" if option.usd is None else f"{option.usd:,.2f}",
-                    remark,
+                    "cheapest" if chosen else late,
                     style="bold" if chosen else "" if option.within_limit else "dim",
                 )
-            table.add_section()
-        return table
-
-    def _units(self) -> Table:
-        table = _table(f"{CURRENCY} for", right=("a million", "a billion tokens"))
+            options.add_section()
+        units = _table(f"{CURRENCY} for", right=("a million", "a billion tokens"))
         for name, costs in self.unit_costs.items():
-            table.add_row(name, f"{costs['million_rows']:,.3f}", f"{costs['billion_tokens']:,.3f}")
-        return table
+            units.add_row(name, f"{costs['million_rows']:,.3f}", f"{costs['billion_tokens']:,.3f}")
+        needs = _table("grows with the data", right=("requires", "of"))
+        for one in self.requirements:
+            style = "" if not one.over else "bold red" if one.breaks else "yellow"
+            needs.add_row(one.what, one.shown(one.amount), one.shown(one.limit), style=style)
+        problems = [
+            f"{'Breaks' if one.breaks else 'Slow'}: {one.what}: {one.shown(one.amount)} of {one.shown(one.limit)}."
+            f" Remedy: {one.remedy}."
+            for one in over(self.requirements)
+        ]
+        lines = [*(problems or ["Nothing that is known of breaks at this size."]), "Assumed:"]
+        return Group(
+            Text(f"{self.work.train_rows:,} pairs to train on, {self.work.corpus_rows:,} documents to embed", style="italic"),
+            options,
+            units,
+            self._verdict(),
+            needs,
+            *map(Text, [*lines, *(f"- {assumption}" for assumption in self.assumptions)]),
+        )
 
     def _verdict(self) -> Text:
         within = "" if self.deadline_hours is None else f" within {self.deadline_hours:g} h"
@@ -165,21 +158,11 @@ class Estimate:
         usd = (train.usd or 0.0) + (embed.usd or 0.0)
         return Text(f"Cheapest{within}: {hosts}: {_hours(train.hours + embed.hours)} h, {usd:,.2f} {CURRENCY}.", style="bold")
 
-    def _requirements(self) -> Table:
-        table = _table("grows with the data", right=("requires", "of"))
-        for one in self.requirements:
-            style = "" if not one.over else "bold red" if one.breaks else "yellow"
-            table.add_row(one.what, one.shown(one.amount), one.shown(one.limit), style=style)
-        return table
-
 
 def _table(*names: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for name in names:
-        table.add_column(name, no_wrap=name == "hosts")
-    for name in right:
-        table.add_column(name, no_wrap=True, justify="right")
-    return table
+    columns = [Column(name, no_wrap=name == "hosts") for name in names]
+    columns += [Column(name, no_wrap=True, justify="right") for name in right]
+    return Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
 
 
 def _hours(hours: float) -> str:
@@ -197,7 +180,7 @@ class PlanReport:
 
     shape: ModelShape
     config: RunConfig
-    world: World
+    world: PlannedWorld
     capacity: MemoryCapacity
     budgets: list[Budget]
     estimate: Estimate | None = None
@@ -213,7 +196,7 @@ class PlanReport:
         return self.global_batch * (self.config.train.query_length + max(self.config.train.buckets))
 
     def require(self) -> None:
-        """Refuse what cannot fit.
+        """Refuse a plan that cannot fit.
 
         Raises:
             BadConfig: names the largest items, or the data that is too much, and changes that help.
@@ -223,7 +206,7 @@ class PlanReport:
             refuse(self.estimate.requirements)
 
     def verdict(self) -> str:
-        """One line on a plan that was not refused."""
+        """Return a sentence on a plan that was not refused."""
         unknown = sorted({budget.place for budget in self.shown if budget.limit is None})
         if not unknown:
             return "It fits."
@@ -232,11 +215,11 @@ class PlanReport:
 
     @property
     def shown(self) -> list[Budget]:
-        """All budgets but those of devices that are the host."""
+        """The budgets, without those of devices whose memory is the host's."""
         return [budget for budget in self.budgets if budget.place == "host" or self.world.kind not in HOST_KINDS]
 
     def record(self) -> dict[str, Any]:
-        """For programs; sizes are bytes."""
+        """Return the values for programs; sizes in bytes."""
         fits = all(budget.fits for budget in self.budgets)
         return {
             "model": asdict(self.shape),
@@ -250,7 +233,7 @@ class PlanReport:
         }
 
     def table(self) -> Table:
-        """For people."""
+        """Return the table for people."""
         world = self.world
         title = (
             f"{self.shape.parameters / 1e6:.1f}M parameters on {world.kind} ({world.precision}), {world.nodes} x "
@@ -286,11 +269,11 @@ def report(
     shard_rows: int | None = None,
     deadline_hours: float | None = None,
 ) -> PlanReport:
-    """What a run requires.
+    """Return what a run requires.
 
     Args:
         parent: folder or URI of the model, of which only the configuration is read.
-        run: URI of a run folder with a plan, instead; `layers` are laid over its configuration.
+        run: URI of a run folder with a plan, instead; `layers` go over its configuration.
         layers: partial configurations, later ones over earlier ones.
         train_rows, corpus_rows, query_tokens, document_tokens, shard_rows: a workload, see `Workload`.
         deadline_hours: for training and embedding together. With it or a workload, hours and costs are estimated as well.
@@ -298,11 +281,11 @@ def report(
     Raises:
         BadConfig: neither or both of `parent` and `run`, invalid settings, or a workload without rows.
         MissingInput: no such model or run.
-        BadData: what the run left behind cannot be read.
+        BadData: a file of the run cannot be read.
     """
     if (parent is None) == (run is None):
         raise BadConfig(
-            "it is not clear which model is meant",
+            "the options do not say which model to plan for",
             value=f"--parent {parent}, --run {run}",
             rule="either --parent or --run",
             remedy="give --parent FOLDER_OR_URI, or --run s3://BUCKET/runs/RUN_ID",
@@ -311,14 +294,14 @@ def report(
     if run is not None:
         measured = MeasuredRun.read(RunPaths(check_run_folder(run)))
         planned = measured.plan
-        # What prepare resolved on its host counts, not what this one would make of `auto`.
+        # prepare's host decided what `auto` means, not this one.
         device = {name: getattr(planned.world, name) for name in ("kind", "precision", "ranks_per_node")}
         layers = [planned.config.model_dump(mode="json"), {"device": device}, *layers]
         parent = planned.parent.folder
     assert parent is not None
     config = build_config(*layers)
     world = plan_world(config)
-    # A question about a model on processors means this machine; a run in a bucket may be on any.
+    # Without a run, processors are this machine's; a run in a bucket may be on any machine.
     here = world.kind in HOST_KINDS if run is None else not store.is_s3(run)
     capacity = known_capacity(config, world.kind, here=here)
     with tempfile.TemporaryDirectory(prefix="trnpipe-") as scratch:
@@ -347,11 +330,11 @@ def estimate(
     assumptions: Sequence[str],
     deadline_hours: float | None,
 ) -> Estimate:
-    """Hours, costs and limits of a workload on Trainium and Inferentia2, whatever this machine is.
+    """Estimate hours, costs and limits of a workload on Trainium and Inferentia2.
 
     Args:
         run: a run whose rates, prices and attempt limits are used.
-        assumptions: that `work` rests on.
+        assumptions: those behind `work`.
         deadline_hours: for training and embedding together.
     """
     deployment = run.deployment if run else None
@@ -367,12 +350,12 @@ def estimate(
     options = [
         estimator.embed(work, host, count) for host in EMBED_HOSTS for count in sorted({*CHILD_COUNTS, config.embed.children})
     ]
-    # More children than parts are as many as there are parts.
+    # Only as many children as there are parts have work.
     embeds = list({(option.host, option.count): option for option in options}.values())
     best = cheapest(trains, embeds, deadline_hours)
     host, children = (best[1].host, best[1].count) if best else (TRAIN_HOST, config.embed.children)
     ranks = children * HARDWARE[host].cores
-    world = World(
+    world = PlannedWorld(
         kind="neuron",
         precision="bf16" if config.device.precision == "auto" else config.device.precision,
         nodes=best[0].count if best else config.nodes,
@@ -408,16 +391,16 @@ def estimate(
 
 
 def _assumptions(config: RunConfig, run: MeasuredRun | None, rates: Rates, hidden: int) -> Iterator[str]:
-    """Sentences on rates, prices and limits."""
+    """Yield sentences on rates, prices and limits."""
     if run and run.plan.world.kind != "neuron":
-        yield f"the run was on {run.plan.world.kind}: its speed says nothing of neuron's, so it is not used"
+        yield f"the run was on {run.plan.world.kind}: its speed says nothing about neuron's, so it is not used"
     yield f"training: {rates.train:.1%} of {TRAIN_HOST}'s peak ({rates.train_source})"
     for family, share in rates.embed.items():
         yield f"embedding on {family}: {share:.1%} of the peak ({rates.embed_source[family]})"
     if hidden < NARROWEST and "measured" not in rates.train_source:
-        yield (f"nothing is published of a model as narrow as {hidden}: the MFU of {NARROWEST} is taken, and is likely too high")
-    yield "nodes lose nothing but the all-reduce of gradients at EFA's documented bandwidth; published is 94 % at 16 nodes"
-    stall = "no time is lost to checkpoints, as nothing is known of it" if rates.stall is None else ""
+        yield f"no MFU is published for a model as narrow as {hidden}: that of {NARROWEST} is used, and is likely too high"
+    yield "nodes lose only the all-reduce of gradients at EFA's documented bandwidth; published are 94 % at 16 nodes"
+    stall = "checkpoints take no time, as their stall is unknown" if rates.stall is None else ""
     yield stall or f"a checkpoint stops training for {rates.stall:.2f} s, as in the run"
     if rates.with_input < set(rates.embed):
         yield (
@@ -432,13 +415,13 @@ def _assumptions(config: RunConfig, run: MeasuredRun | None, rates: Rates, hidde
         yield "an attempt ends at the limit that the run's deployment has (`timeouts`)"
     else:
         yield "an attempt ends at the default limit of its stage: the deployment's `timeouts` are known with --run alone"
-    yield f"prices on demand in {', '.join(REGIONS)} (pipeline/prices.py), or those of the run's deployment"
+    yield f"prices on demand in {', '.join(REGIONS)} (pipeline/cost.py), or those of the run's deployment"
     if config.device.precision == "fp32":
         yield "all figures are for bf16: fp32 is slower (published training: 56 % of the speed)"
 
 
 def _unit_costs(estimator: Estimator, work: Workload) -> dict[str, dict[str, float]]:
-    """USD of a million rows and of a billion tokens, padding not counted, on one host."""
+    """Return the USD for a million rows and for a billion tokens, padding not counted, on one host."""
     costs = {}
     if estimator.config.train.steps is None:
         rows, tokens = work.train_rows * estimator.config.train.epochs, work.query_tokens + work.document_tokens

@@ -1,8 +1,8 @@
-"""Search in what a run has published: the query is embedded with the published model and compared with every embedding.
+"""`trnpipe search`: embed a query with the published model and compare it with every published embedding.
 
-Exact and simple, for people who want to see what a run is worth; a service would load the parts into an index. Reads the
-registry's pointer, the manifest, the parts one after another, and the texts of the best documents from the corpus shards. Loads
-torch and pyarrow when it knows that there is something to search in.
+Exact and simple, to judge a run by hand; a service would load the parts into an index. Reads the registry's pointer, the
+manifest, the parts one after another, and the texts of the best documents from the corpus shards. Loads torch and pyarrow only
+once it has found something to search in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline import store
-from pipeline.allowed_uris import Places
+from pipeline.allowed_uris import AllowedUris
 from pipeline.contract import RunPaths, check_registry, registry_uri
 from pipeline.errors import BadConfig, BadData, MissingInput, StorageRefused
 from pipeline.plan import RunPlan
@@ -42,7 +42,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an embedding stands: part and row in it, which the plan maps to a corpus shard's row."""
+    """Location of an embedding: part and row in it, which the plan maps to a corpus shard's row."""
 
     score: float
     part: int
@@ -53,17 +53,17 @@ class Place:
 def search(
     query: str, *, bucket: str | None = None, state: Path = Path(".trnpipe"), registry: str = "current", count: int = 5
 ) -> list[Hit]:
-    """The best documents for a query, best first.
+    """Return the best documents for a query, best first.
 
     Args:
         query: any text.
         bucket: `s3://BUCKET` of a deployment; None: the local run's bucket, as files in `state`.
         state: folder of the local run.
-        registry: name under which the embeddings were published.
-        count: how many documents at most.
+        registry: name under which the run published the embeddings.
+        count: the most documents to return.
 
     Raises:
-        BadConfig: an empty query, or no registry name.
+        BadConfig: an empty query, or an invalid registry name.
         MissingInput: nothing is published under this name.
     """
     if not query.strip():
@@ -74,16 +74,16 @@ def search(
         raise MissingInput(
             "nothing is published under this name",
             value=registry_uri(bucket_root, registry),
-            rule="search reads what the last accepted run published",
+            rule="search reads the embeddings of the last published run",
             remedy="run `make local` first, or name the right --state, --bucket or --registry",
         )
-    # Files of a local run name the bucket that stood for its state folder.
+    # Files of a local run name the bucket that its state folder mirrors.
     mirror = None if bucket else bucket_root
-    places = Places(own=bucket_root)
+    allowed = AllowedUris(own=bucket_root)
     published, embeddings = mirrored(pointer.model, mirror), mirrored(pointer.embeddings, mirror)
-    places.check((("the registry's model", published), ("the registry's embeddings", embeddings)), BadData)
+    allowed.check((("the registry's model", published), ("the registry's embeddings", embeddings)), BadData)
     parts = read_parts(embeddings, mirror)
-    places.check((("a part", part.uri) for part in parts), BadData)
+    allowed.check((("a part", part.uri) for part in parts), BadData)
     plan = RunPlan.from_json(store.read_bytes(RunPaths(store.join(bucket_root, "runs", pointer.run)).plan))
     with tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
         model = store.local_folder(published, Path(scratch) / "model")
@@ -94,11 +94,11 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part as the manifest of the embeddings names it.
+    """A part in the manifest of the embeddings.
 
     Attributes:
-        uri: where it can be read from here.
-        quarantined: documents that are not in it because they could not be embedded.
+        uri: readable from here.
+        quarantined: number of its documents without an embedding, which it leaves out.
     """
 
     uri: str
@@ -106,13 +106,13 @@ class Part:
 
 
 def read_parts(uri: str, mirror: str | None) -> list[Part]:
-    """The parts that a manifest of embeddings joins.
+    """Return the parts in a manifest of embeddings.
 
     Args:
         mirror: see `mirrored`.
 
     Raises:
-        BadData: it is no manifest.
+        BadData: not a manifest.
     """
     try:
         parts = json.loads(store.read_bytes(uri))["parts"]
@@ -122,7 +122,7 @@ def read_parts(uri: str, mirror: str | None) -> list[Part]:
 
 
 def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float32]:
-    """The query's embedding, (D,), on the host's processor, cut to the length that the model was trained with."""
+    """Return the query's embedding, (D,), computed on the host's processor; the query is cut to the length of training."""
     from pipeline.backends.device import open_device
     from pipeline.dataset.tokens import TextTokenizer
     from pipeline.model.folder import load_encoder
@@ -137,7 +137,7 @@ def embed_query(query: str, model: Path, plan: RunPlan) -> npt.NDArray[np.float3
 
 
 def best_places(vector: npt.NDArray[np.float32], parts: Sequence[Part], scratch: Path, count: int) -> list[Place]:
-    """The embeddings with the largest inner product, best first. Parts are fetched and forgotten one by one.
+    """Return the embeddings with the largest inner product, best first. Downloads one part at a time.
 
     Args:
         vector: (D,).
@@ -160,10 +160,10 @@ def best_places(vector: npt.NDArray[np.float32], parts: Sequence[Part], scratch:
 
 
 def read_text(place: Place, plan: RunPlan, mirror: str | None, skipped: int = 0) -> str:
-    """A document's text from the shard it came from, empty if that is no longer there as it was.
+    """Return a document's text from its shard, empty if the shard is gone or has changed.
 
     Args:
-        skipped: documents of the part that have no embedding: so many rows further down the text may stand.
+        skipped: documents of the part without an embedding: the text may be this many rows further down.
     """
     from pipeline.dataset.rows import read_documents
 
@@ -184,5 +184,5 @@ def read_text(place: Place, plan: RunPlan, mirror: str | None, skipped: int = 0)
         first, last = first - rows, last - rows
         if last < 0:
             break
-    log.warning("the text of %s is not where it was", place.id)
+    log.warning("the shard no longer has the text of %s", place.id)
     return ""

@@ -1,4 +1,4 @@
-"""How the commands print: whole lines, tables, times and counts, all in one form."""
+"""Printing for all commands: whole lines, tables, times and counts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pipeline.errors import plain
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print a text without markup, in full whatever the terminal's width."""
+    """Print a text without markup, uncut at any width of the terminal."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def note(console: Console, text: str) -> None:
-    """Print a line about the command itself, safe whatever is in it: see `plain`."""
+    """Print a line about the command itself, made safe by `plain`."""
     say(console, plain(text), style="dim")
 
 

@@ -1,14 +1,14 @@
-"""`trnpipe tune`: which settings of device, compiler and batch train fastest, found by short runs of the real stages here.
+"""`trnpipe tune`: find the settings of device, compiler and batch that train fastest, by short runs of the real stages here.
 
-A run that has been planned is the basis: its plan, its tokenized rows, its parent. Every variant is a run of its own with another
-plan, whose compile and train stages are started as a container would start them. One setting is varied at a time, from the base
-on; the best value stays before the next setting is varied.
+The base is a planned run: its plan, its tokenized rows, its parent. Every variant is a run of its own with another plan; tune
+starts its compile and train stages as a container would. It varies one setting at a time, beginning with the base, and keeps the
+best value before it varies the next.
 
     STATE/tune/RUN-FINGERPRINT/      rows and parent, once; runs/RUN-tune-003/ has plan, results, metrics and logs of a variant
-    RUN FOLDER/tune/steps-0020-DIGEST.json    the table, one per number of steps and machine; its rows are not run again
+    RUN FOLDER/tune/steps-0020-DIGEST.json    the table, one per number of steps and machine; tune does not repeat its rows
 
-Faster is not enough: a variant counts only if its loss on the very batches of the base is not worse. Where the batches differ
-(batch size), losses cannot be compared, because a contrastive loss depends on how many documents compete; the table says so.
+A faster variant counts only if its loss on the base's batches is not worse. Where the batches differ (batch size), losses are not
+comparable, because a contrastive loss depends on how many documents compete; the table says so.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.live import Live
 
 from pipeline.commands.terminal import say
-from pipeline.commands.tune_space import Factor, common_window, default_space, nested, parse_vary
+from pipeline.commands.tune_space import Factor, common_window, default_space, parse_vary
 from pipeline.commands.tune_table import Row, Table, describe_basis, describe_best, describe_settings, grid
 from pipeline.commands.tune_trials import Bench, base_config, open_bench
+from pipeline.config import nested
 from pipeline.errors import BadConfig, ExitCode, TrnpipeError
 from pipeline.estimate.variant import plan_world
 from pipeline.run.find_run import find_run, read_plan
@@ -37,7 +38,7 @@ OBJECTIVES = {"samples_per_second": 1, "compile_seconds": -1, "host_memory_bytes
 """What can be tuned for -> its sign: higher or lower is better."""
 
 LEAST_WINDOWS = 4
-"""Lines of metrics of a variant: a quarter of its steps is warm-up, and a median of less than three says little."""
+"""Lines of metrics of a variant: a quarter of its steps is warm-up, and a median needs three values."""
 
 
 def search(
@@ -54,18 +55,18 @@ def search(
     gain: float,
     timeout_minutes: float,
 ) -> tuple[Table, Row]:
-    """Run the base and the variants that are not in the table yet.
+    """Run the base and the variants that the table does not have yet.
 
     Args:
         run: id of a run, or URI of its folder.
         bucket: `s3://BUCKET` of a deployment that has the run; None: the local run's bucket, as files in `state`.
         state: folder of the local run; variants run below it in any case.
-        steps: optimizer steps of each variant, at least; more where lines of metrics have to be filled.
-        vary: `KEY=V1,V2,...` items, in the place of the default space.
+        steps: fewest optimizer steps of each variant; rounded up to whole lines of metrics.
+        vary: `KEY=V1,V2,...` items, which replace the default space.
         limit: variants to run besides the base; None: all.
         objective: one of OBJECTIVES.
         tolerance: how much worse a loss may be, as a share of the base's.
-        gain: by which share a value must be better than the best so far to replace it: smaller differences are noise.
+        gain: the share by which a value must beat the best so far: smaller differences are noise.
         timeout_minutes: for each stage of a variant.
 
     Returns:
@@ -74,7 +75,7 @@ def search(
     Raises:
         BadConfig: options that cannot work, before anything runs.
         MissingInput: there is no such run, or its rows or parent are gone.
-        TrnpipeError: the base itself fails, with the exit code of its stage.
+        TrnpipeError: the base fails, with the exit code of its stage.
     """
     if objective not in OBJECTIVES:
         raise BadConfig("there is no such objective", value=objective, rule=f"one of {', '.join(OBJECTIVES)}")
@@ -98,7 +99,7 @@ def search(
         try:
             return table, climb(factors, bench, better, limit, on_progress)
         except KeyboardInterrupt:
-            console.print("interrupted; the same command goes on with what is missing")
+            console.print("interrupted; the same command runs the missing variants")
             raise
 
 
@@ -112,11 +113,18 @@ def climb(
     """Vary one factor at a time, from the base on; the best value of each stays.
 
     Raises:
-        TrnpipeError: the base fails.
+        TrnpipeError: the base fails, with the exit code of its stage.
     """
     best = bench.row_of({}, on_progress)
     if best.status != "done":
-        raise base_failed(best, bench)
+        error = TrnpipeError(
+            "the run's own settings do not train here",
+            value=f"exit code {best.exit_code}: {best.what}",
+            rule="variants are compared with the run's own settings",
+            remedy=f"see the logs in {bench.folder / 'runs' / best.name}",
+        )
+        error.exit_code = ExitCode.TRANSIENT if best.status == "slow" else ExitCode.of(best.exit_code)
+        raise error
     left = math.inf if limit is None else limit
     for factor in factors:
         found = best
@@ -131,18 +139,6 @@ def climb(
             found = row if better(row, found) else found
         best = found
     return best
-
-
-def base_failed(row: Row, bench: Bench) -> TrnpipeError:
-    """Return the error of a search that has nothing to compare with; it ends with the stage's own exit code."""
-    error = TrnpipeError(
-        "the run's own settings do not train here",
-        value=f"exit code {row.exit_code}: {row.what}",
-        rule="variants are compared with the run's own settings",
-        remedy=f"see the logs in {bench.folder / 'runs' / row.name}",
-    )
-    error.exit_code = ExitCode.TRANSIENT if row.status == "slow" else ExitCode.of(row.exit_code)
-    return error
 
 
 def show(table: Table, best: Row, console: Console, *, objective: str, tolerance: float, out: Path | None, as_json: bool) -> None:
@@ -173,7 +169,7 @@ def _display(console: Console, table: Table, tolerance: float) -> Iterator[Calla
     """Show the table while it grows, redrawn on a terminal, one line per variant elsewhere; yields a function to call often."""
     shown = len(table.rows)
     if shown:
-        console.print(f"{shown} variants are in the table already: {table.uri}", soft_wrap=True)
+        console.print(f"the table has {shown} variants already: {table.uri}", soft_wrap=True)
     if console.is_terminal:
         with Live(console=console, transient=True, auto_refresh=False) as live:
 
@@ -189,8 +185,7 @@ def _display(console: Console, table: Table, tolerance: float) -> Iterator[Calla
         nonlocal shown
         for row in table.rows[shown:]:
             rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.1f} samples/s, "
-            words = f"{row.name}: {describe_settings(row.settings)} {rate}{table.verdict(row, tolerance)}"
-            say(console, words)
+            say(console, f"{row.name}: {describe_settings(row.settings)} {rate}{table.verdict(row, tolerance)}")
         shown = len(table.rows)
 
     try:

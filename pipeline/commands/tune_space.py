@@ -1,30 +1,30 @@
-"""What a search varies: the default space of a kind of device, and what people ask for."""
+"""The settings that a search varies: a device type's default space, or the ones named with --vary."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.commands.tune_table import Settings
-from pipeline.config import Role, RunConfig, build_config, keys_of, merge, read_yaml
+from pipeline.config import KeyRole, RunConfig, build_config, flattened, is_below, keys_of, nested, read_yaml
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig
 from pipeline.host.host import available_cores
-from pipeline.plan import World
+from pipeline.plan import PlannedWorld
 
-TUNABLE = keys_of(Role.TUNABLE, RunConfig)
-"""Sections and keys that say how the run's rows are trained on. Others say which rows, or what is learnt from them."""
+TUNABLE = keys_of(KeyRole.TUNABLE, RunConfig)
+"""Sections and keys that say how the run trains on its rows. Others say which rows, or what it learns from them."""
 
 LAZY_WINDOW = 4
-"""Steps between two readings on kinds that compile: reading after each would stop the device that works ahead of the host."""
+"""Steps between two readings on devices that compile, which work ahead of the host: a reading after each step would stop them."""
 
 Factor = list[Settings]
 """The values to try for one key, each with what else it needs."""
 
 
-def default_space(config: RunConfig, world: World) -> list[Factor]:
-    """What is worth trying on this kind of device, most effective first. Values that the base has already are passed over."""
+def default_space(config: RunConfig, world: PlannedWorld) -> list[Factor]:
+    """Return the factors worth trying on this device type, most effective first. The search skips values that the base has."""
     batch = config.train.batch_size
     factors = [_factor("train.batch_size", [2 * batch, 4 * batch, *([batch // 2] if batch > 1 else [])])]
     factors.append(_factor("device.precision", [precision for precision in ("bf16", "fp32") if precision != world.precision]))
@@ -47,7 +47,7 @@ def default_space(config: RunConfig, world: World) -> list[Factor]:
 
 
 def parse_vary(items: Sequence[str], config: RunConfig) -> list[Factor]:
-    """`KEY=V1,V2,...` items as factors; values are YAML.
+    """Return `KEY=V1,V2,...` items as factors; values are YAML.
 
     Raises:
         BadConfig: an unknown key (with the nearest name), one that tune does not vary, or one without values.
@@ -66,18 +66,18 @@ def parse_vary(items: Sequence[str], config: RunConfig) -> list[Factor]:
             raise BadConfig("a key is varied twice", value=key, rule="one --vary per key, with all of its values")
         if key not in flattened(known):
             build_config(known, nested({key: values[0]}))  # refuses an unknown key with the nearest name
-        if not any(key == name or key.startswith(f"{name}.") for name in TUNABLE) or key not in flattened(known):
+        if not is_below(key, TUNABLE) or key not in flattened(known):
             raise BadConfig(
-                "this is not a setting that tune varies",
+                "tune does not vary this setting",
                 value=key,
-                rule=f"one setting of {', '.join(TUNABLE)}: how the run's rows are trained on, not which rows or what is learnt",
+                rule=f"one setting of {', '.join(TUNABLE)}: how the run trains on its rows, not which rows or what it learns",
             )
         factors[key] = _factor(key, values)
     return list(factors.values())
 
 
 def _factor(key: str, values: Sequence[Any]) -> Factor:
-    """Settings for each value, with what it cannot be without."""
+    """Return the settings for each value, with those that it depends on."""
     factor = []
     for value in values:
         settings: Settings = {key: value}
@@ -89,10 +89,10 @@ def _factor(key: str, values: Sequence[Any]) -> Factor:
     return factor
 
 
-def common_window(config: RunConfig, factors: Sequence[Factor], world: World) -> int:
-    """Steps between two lines of metrics, the same for all variants: losses are compared over the same steps.
+def common_window(config: RunConfig, factors: Sequence[Factor], world: PlannedWorld) -> int:
+    """Return the steps between two lines of metrics, the same for all variants: losses are compared over the same steps.
 
-    A multiple of every number of joined steps, which must not be cut.
+    A multiple of every number of joined steps, whose graph a reading must not cut.
     """
     key = "device.loader.batches_per_execution"
     changes = [change for factor in factors for change in factor]
@@ -100,25 +100,3 @@ def common_window(config: RunConfig, factors: Sequence[Factor], world: World) ->
     window = math.lcm(config.device.loader.batches_per_execution, *joined)
     kinds = {world.kind, *(change.get("device.kind", world.kind) for change in changes)}
     return window if kinds <= set(EAGER_KINDS) else math.lcm(window, LAZY_WINDOW)
-
-
-def nested(settings: Settings) -> dict[str, Any]:
-    """Settings as a partial configuration."""
-    merged: dict[str, Any] = {}
-    for key, value in settings.items():
-        section: Any = value
-        for name in reversed(key.split(".")):
-            section = {name: section}
-        merged = merge(merged, section)
-    return merged
-
-
-def flattened(record: Mapping[str, Any], prefix: str = "") -> Settings:
-    """A configuration's values by key."""
-    found: Settings = {}
-    for name, value in record.items():
-        if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

@@ -1,4 +1,4 @@
-"""The table of a search: every variant and its figures, kept with the run, and what the rows say of each other."""
+"""The table of a search, kept with the run: every variant, its figures, and the comparison with the base."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipeline import store
 from pipeline.contract import RunPaths
 from pipeline.errors import BadData
 from pipeline.host.host import available_cores, processor, versions
-from pipeline.plan import RunPlan, World
+from pipeline.plan import PlannedWorld, RunPlan
 
 FORMAT = 1
 MIB = 1 << 20
 
 Settings = dict[str, Any]
-"""Key -> value, e.g. {"train.batch_size": 128}: what a variant changes of the base."""
+"""Key -> value, e.g. {"train.batch_size": 128}: the settings in which a variant differs from the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,15 @@ class Row:
 
     Attributes:
         name: id of its run.
-        settings: what it changes of the base.
+        settings: those in which it differs from the base.
         status: done; failed (a stage did); slow (a stage took too long); refused (the configuration contradicts itself).
-        batches: what its batches follow from: losses of rows that have the same can be compared.
-        samples_per_second: pairs that all ranks train on per second, see `bench.rate`.
+        batches: settings that decide its batches: rows with the same ones have comparable losses.
+        samples_per_second: pairs that all ranks train on per second, see `tune_trials.rate`.
         step_seconds: median over steps after the warm-up.
         compile_seconds, graphs: of the compile stage (graphs that an earlier variant compiled are there already), None on kinds
             that compile nothing.
-        host_memory_bytes: most that the processes of a stage had.
-        device_memory_bytes: most that all devices of the node had, None where they were not watched.
+        host_memory_bytes: peak of a stage's processes.
+        device_memory_bytes: peak of all devices of the node, None if unknown.
         loss: mean of the last quarter of the steps.
         exit_code, what: of the stage that failed; of a refusal.
         timeout_seconds: that a slow stage had.
@@ -62,7 +62,7 @@ class Row:
     timeout_seconds: float = 0.0
 
     def may_change(self, timeout_seconds: float) -> bool:
-        """Whether a new attempt may end otherwise: after a failure that Batch would retry too, or with more time."""
+        """Return whether a new attempt may end differently: after a failure that Batch would retry, or with more time."""
         if self.status == "slow":
             return timeout_seconds > self.timeout_seconds
         return self.status == "failed" and (self.exit_code < 0 or str(self.exit_code).startswith("7"))
@@ -74,7 +74,7 @@ class Table:
 
     Attributes:
         uri: of the file.
-        basis: what the rows have in common, see `describe_basis`.
+        basis: facts that all rows share, see `describe_basis`.
     """
 
     uri: str
@@ -111,8 +111,8 @@ class Table:
 
     def find(self, settings: Settings, timeout_seconds: float) -> Row | None:
         """Return the settings' row, unless a new attempt, with that much time, may change it."""
-        rows = self.rows[self.number(settings) :][:1]
-        return None if not rows or rows[0].may_change(timeout_seconds) else rows[0]
+        row = next((row for row in self.rows if row.settings == settings), None)
+        return None if row is None or row.may_change(timeout_seconds) else row
 
     def put(self, row: Row) -> None:
         """Add a row, or replace the one of the same settings, and write the file."""
@@ -133,7 +133,7 @@ class Table:
         return (row.loss - first.loss) / max(abs(first.loss), 1e-12)
 
     def verdict(self, row: Row, tolerance: float) -> str:
-        """Say in words what the loss means."""
+        """Return the comparison of the losses in words."""
         if row.status != "done":
             return f"{row.status}, {row.exit_code}: {row.what}"
         worse = self.worse_by(row)
@@ -142,7 +142,7 @@ class Table:
         return f"loss {worse:+.1%}" + (" WORSE" if worse > tolerance else "")
 
     def counts(self, row: Row, tolerance: float) -> bool:
-        """Whether a row may win."""
+        """Return whether a row may win."""
         return row.status == "done" and (self.worse_by(row) or 0.0) <= tolerance
 
     @property
@@ -151,8 +151,8 @@ class Table:
         return f"{machine['kind']}, {machine['cores']} cores of {machine['processor']}"
 
 
-def describe_basis(plan: RunPlan, world: World, *, steps: int, window: int) -> dict[str, Any]:
-    """Return what the rows of one table have in common: figures of another plan or machine cannot be compared with them.
+def describe_basis(plan: RunPlan, world: PlannedWorld, *, steps: int, window: int) -> dict[str, Any]:
+    """Return the facts that the rows of one table share: figures of another plan or machine are not comparable.
 
     Args:
         steps: of each variant.
@@ -201,11 +201,11 @@ def grid(table: Table, tolerance: float, best: Row | None) -> Grid:
 
 
 def describe_settings(settings: Settings) -> str:
-    return ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items()) or "as the run is"
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in settings.items()) or "the run's own settings"
 
 
 def describe_best(table: Table, best: Row, objective: str, tolerance: float) -> str:
-    """Return comment lines that stand above the best settings."""
+    """Return the comment lines above the best settings."""
     base = table.rows[0]
     gained = f"{best.samples_per_second:.1f} samples/s, the base {base.samples_per_second:.1f}"
     lines = [
@@ -213,7 +213,7 @@ def describe_best(table: Table, best: Row, objective: str, tolerance: float) -> 
         f"{gained}; {table.verdict(best, tolerance)}.",
     ]
     if best.batches != base.batches:
-        lines.append("Other batches than the base's: whether they teach as much shows in a whole run only.")
+        lines.append("Other batches than the base's: only a whole run shows whether the model learns as much from them.")
     for row in table.rows:
         if row.status == "done" and not table.counts(row, tolerance):
             lines.append(f"Not chosen, loss worse: {describe_settings(row.settings)} ({row.samples_per_second:.1f} samples/s)")

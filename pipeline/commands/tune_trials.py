@@ -19,22 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import store
-from pipeline.commands.tune_space import flattened, nested
 from pipeline.commands.tune_table import Row, Settings, Table
-from pipeline.config import RunConfig, build_config
+from pipeline.config import RunConfig, build_config, flattened, nested
 from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageResult
 from pipeline.dataset.arrow import read_table, token_lengths
 from pipeline.dataset.steps import plan_schedule
 from pipeline.errors import BadConfig, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_variant
 from pipeline.graphs.compiled import read_set, set_uri
-from pipeline.host.child import Ended, progress_note, read_failure, run_stage, sentence
+from pipeline.host.child import progress_note, read_failure, run_stage, sentence
 from pipeline.plan import RunPlan
 from pipeline.run.find_run import mirrored
 
 
 def base_config(config: RunConfig) -> RunConfig:
-    """Return the run's configuration as one node of it: the number of nodes is the deployment's matter."""
+    """Return the run's configuration for a single node."""
     return build_config(config.model_dump(mode="json"), {"nodes": 1, "registry": None})
 
 
@@ -43,13 +42,11 @@ class Bench:
     """Runs variants one after another and enters them in the table.
 
     Attributes:
-        plan: of the run that is the basis.
+        plan: the base run's.
         table: gets the rows.
-        folder: local folder for runs, with the rows and parent of the basis in `rows` and `parent`.
+        folder: local folder for runs, with the base run's rows and parent in `rows` and `parent`.
         lengths: (rows,) document lengths in tokens.
-        lock: descriptor of a lock that this process, and every supervisor that it starts, holds until it ends.
-        steps: of each variant.
-        window: steps between two lines of metrics.
+        lock: descriptor of a lock that this process and every supervisor that it starts hold until they end.
         timeout_seconds: for each stage.
     """
 
@@ -60,12 +57,10 @@ class Bench:
     parent: Path
     lengths: NDArray[np.int32]
     lock: int
-    steps: int
-    window: int
     timeout_seconds: float
 
     def variant(self, settings: Settings) -> Settings:
-        """Return the settings without those that the base has anyway, so that a variant has one name."""
+        """Return the settings without those that the base has already, so that a variant has one name."""
         known = flattened(base_config(self.plan.config).model_dump(mode="json"))
         return {key: value for key, value in settings.items() if known.get(key, ...) != value}
 
@@ -91,12 +86,13 @@ class Bench:
         Raises:
             BadConfig: the settings contradict each other or the rows, or need more memory than there is.
         """
+        steps = self.table.basis["steps"]
         short = {
-            "steps": self.steps,
-            "log_every": self.window,
-            # Once at the end, which training does in any case.
-            "validate_every": self.steps,
-            "checkpoint_every": self.steps,
+            "steps": steps,
+            "log_every": self.table.basis["window"],
+            # Only at the end, as training does in any case.
+            "validate_every": steps,
+            "checkpoint_every": steps,
             "keep_checkpoints": 1,
             "validation_queries": 1,
         }
@@ -115,7 +111,7 @@ class Bench:
     def _run(self, settings: Settings, plan: RunPlan, on_progress: Callable[[str], None]) -> Row:
         folder = self.folder / "runs" / plan.run
         paths = RunPaths(str(folder))
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted attempt
         (folder / "prepare").mkdir(parents=True)
         (folder / "prepare" / "rows").symlink_to(self.rows, target_is_directory=True)
         store.write_bytes(paths.plan, plan.to_json())
@@ -129,42 +125,41 @@ class Bench:
             ended = run_stage(stage, paths.root, log=log, timeout_seconds=self.timeout_seconds, on_poll=report, keep_open=keep)
             memory = max(memory, ended.memory_bytes)
             if ended.code:
+                failed = read_failure(paths, stage)
+                if ended.timed_out:
+                    why = f"{stage} took longer than {self.timeout_seconds / 60:g} minutes"
+                elif failed is None:
+                    why = f"{stage} ended without an explanation: see {log}"
+                else:
+                    why = f"{stage}: {sentence(failed.what, failed.value)}"
                 return Row(
                     name=plan.run,
                     settings=settings,
                     status="slow" if ended.timed_out else "failed",
                     host_memory_bytes=memory,
                     exit_code=ended.code,
-                    what=self._explain(stage, paths, ended),
+                    what=why,
                     timeout_seconds=self.timeout_seconds if ended.timed_out else 0.0,
                 )
         row = measure(paths, plan, self.lengths, memory_bytes=memory, settings=settings)
-        # The largest files by far, and of no use: the folder stays small, with plan, results, metrics and logs.
+        # The largest files by far, and unused: plan, results, metrics and logs stay.
         shutil.rmtree(paths.model, ignore_errors=True)
         shutil.rmtree(paths.checkpoints, ignore_errors=True)
         return row
-
-    def _explain(self, stage: Stage, paths: RunPaths, ended: Ended) -> str:
-        if ended.timed_out:
-            return f"{stage} took longer than {self.timeout_seconds / 60:g} minutes"
-        failed = read_failure(paths, stage)
-        if failed is None:
-            return f"{stage} ended without an explanation: see {paths.root}/{stage}.log"
-        return f"{stage}: {sentence(failed.what, failed.value)}"
 
 
 @contextmanager
 def open_bench(
     state: Path, base: RunPaths, plan: RunPlan, root: str | None, table: Table, *, timeout_seconds: float
 ) -> Iterator[Bench]:
-    """Lock the folder of the searches of this run, and fetch the run's rows and parent if they are not there yet.
+    """Lock the folder of this run's searches, and fetch the run's rows and parent if they are missing.
 
     Args:
         state: folder of the local run.
-        base, root: of the run, see `find_run`.
+        base, root: as from `find_run`.
 
     Raises:
-        BadConfig: another search of this run is at work.
+        BadConfig: another search of this run is in progress.
         MissingInput: rows or parent are gone.
     """
     folder = (state / "tune" / f"{base.run_id}-{plan.fingerprint[:8]}").absolute()
@@ -174,18 +169,18 @@ def open_bench(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BadConfig(
-                "another search of this run is at work here, or a stage that it started",
+                "another search of this run, or a stage that it started, is in progress here",
                 value=folder,
                 rule="two at a time would measure each other",
                 remedy="wait until it has ended",
             ) from error
-        rows = _fetched(base.rows, folder / "rows")
+        rows = store.local_folder(base.rows, folder / "rows").absolute()
         for name, file in plan.row_files.items():
             if not (rows / name).is_file() or (rows / name).stat().st_size != file.size:
                 raise MissingInput(
                     "row files of the run are gone or have changed",
                     value=rows / name,
-                    rule="they stay as prepare wrote them",
+                    rule="they never change after prepare",
                     remedy="start a new run",
                 )
         yield Bench(
@@ -193,28 +188,15 @@ def open_bench(
             table=table,
             folder=folder,
             rows=rows,
-            parent=_fetched(mirrored(plan.parent.folder, root), folder / "parent"),
+            parent=store.local_folder(mirrored(plan.parent.folder, root), folder / "parent").absolute(),
             lengths=token_lengths(read_table(rows / "train.arrow")["document_tokens"]),
             lock=lock.fileno(),
-            steps=table.basis["steps"],
-            window=table.basis["window"],
             timeout_seconds=timeout_seconds,
         )
 
 
-def _fetched(uri: str, folder: Path) -> Path:
-    """Return the local folder with the objects under `uri`, downloaded whole or not at all, and only once."""
-    if not store.is_s3(uri):
-        return store.local_folder(uri, folder).absolute()
-    if not folder.is_dir():
-        partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        store.download_folder(uri, partial).rename(folder)
-    return folder
-
-
 def measure(paths: RunPaths, plan: RunPlan, lengths: NDArray[np.int32], *, memory_bytes: int, settings: Settings) -> Row:
-    """Return the row of a variant whose stages are done, from the files that they left."""
+    """Return the row of a variant whose stages have ended, from the files that they wrote."""
     train, steps = plan.config.train, plan.train.steps
     lines = [line for line in map(json.loads, store.read_bytes(paths.metrics).splitlines()) if "loss" in line]
     warmup = math.ceil(steps / 4)

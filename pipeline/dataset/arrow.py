@@ -1,8 +1,9 @@
-"""The tokenized rows of a run as Arrow files: written once by prepare as a stream, memory-mapped by training and evaluation.
+"""The tokenized rows of a run as Arrow files: prepare writes them once as a stream, training and evaluation map them into memory.
 
-Three files under `prepare/rows`: `train.arrow` (pairs to train on), `holdout.arrow` (queries to evaluate and what is relevant to
-them), `candidates.arrow` (the distinct documents they are ranked against). Uncompressed, so that every rank of a node shares one
-copy in the page cache. Where the published model has another tokenizer, `published/` has the last two in its tokens, row by row.
+Three files under `prepare/rows`: `train.arrow` (pairs to train on), `holdout.arrow` (queries to evaluate, with their relevant
+documents), `candidates.arrow` (the distinct documents that queries are ranked against). Uncompressed, so that every rank of a
+node shares one copy in the page cache. Where the published model has another tokenizer, `published/` has the last two in its
+tokens, row by row.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ PUBLISHED = "published"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Where token lists are cut off."""
+    """Maximum numbers of tokens."""
 
     query: int
     document: int
@@ -72,7 +73,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenRows:
-    """What was written.
+    """The content of the written files.
 
     Attributes:
         rows: file name, relative to the folder -> rows.
@@ -86,13 +87,13 @@ class WrittenRows:
 
 
 def read_table(path: Path) -> pa.Table:
-    """A row file as a table over the mapped file: columns take memory only where they are touched."""
+    """Return a row file as a table over the mapped file: only the accessed parts of columns take memory."""
     with pa.memory_map(str(path)) as source:
         return pa.ipc.open_file(source).read_all()
 
 
 def token_lengths(column: pa.ChunkedArray) -> NDArray[np.int32]:
-    """Tokens of each row of a `..._tokens` column, from the offsets alone."""
+    """Return the number of tokens of each row of a `..._tokens` column, from the offsets alone."""
     chunks = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
     return np.concatenate(chunks) if chunks else np.empty(0, np.int32)
 
@@ -110,10 +111,10 @@ def write_rows(
     """Read the selected rows once more, tokenize them, and write the three files into `folder`.
 
     Args:
-        published: how the hold-out is tokenized for the published model; None: its tokens are the same.
+        published: tokenizer and lengths of the published model; None: its tokens are the same.
         shard_numbers: URI of a shard that is trained on -> its number in `shard`.
         columns: our column name -> the files'.
-        beat: is told the rows done so far.
+        beat: called with the number of rows written so far.
 
     Raises:
         BadData: a shard changed since it was scanned.
@@ -154,7 +155,7 @@ class RowWriter:
 
     Args:
         folder: gets the files, which replace older ones.
-        names: the files; rows of others are not to be added.
+        names: the files; callers add no rows of others.
     """
 
     def __init__(self, folder: Path, tokenizer: TextTokenizer, lengths: Lengths, names: Sequence[str] = tuple(SCHEMAS)) -> None:
@@ -188,13 +189,13 @@ class RowWriter:
                     self._write_candidates(batch)
 
     def add_train(self, row: TrainingRow, document: int, shard: int) -> None:
-        """A pair to train on; `document` is the document's normalized hash."""
+        """Add a pair to train on; `document` is the document's normalized hash."""
         self._train.append((row, document, shard))
         if len(self._train) == BATCH_ROWS:
             self._flush_train()
 
     def add_holdout(self, row: TrainingRow, document: int) -> None:
-        """A pair to evaluate with; its document becomes a candidate."""
+        """Add a pair to evaluate with; its document becomes a candidate."""
         self._holdout.append((row, document))
         if document not in self._known:
             self._known.add(document)
@@ -205,7 +206,7 @@ class RowWriter:
             self._write_candidates(self._candidates(self._documents))
 
     def add_distractor(self, row: TrainingRow, document: int) -> None:
-        """A candidate from the training side."""
+        """Add a candidate from the training side."""
         if document in self._known:
             return
         self._known.add(document)
@@ -214,7 +215,7 @@ class RowWriter:
             self._waiting.append(self._candidates(self._distractors))
 
     def written(self) -> WrittenRows:
-        """What the files hold, once they are closed."""
+        """Return the content of the files, once they are closed."""
         lengths = np.frombuffer(self._document_lengths, np.int32)
         return WrittenRows(rows=self._rows, document_lengths=lengths, queries=len(self._queries))
 
@@ -275,10 +276,10 @@ def _record_batch(name: str, *columns: Sequence[Any]) -> pa.RecordBatch:
 
 
 def _rows(scan: ShardScan, columns: Mapping[str, str], wanted: NDArray[np.bool_]) -> Iterator[TrainingRow]:
-    """The wanted ones of a shard's good rows.
+    """Yield the wanted ones of a shard's good rows.
 
     Raises:
-        BadData: it has other good rows than when it was scanned.
+        BadData: the number of good rows differs from the scan's.
     """
     count = 0
     for row in read_training_rows(scan.file.uri, columns):
@@ -291,6 +292,6 @@ def _rows(scan: ShardScan, columns: Mapping[str, str], wanted: NDArray[np.bool_]
         raise BadData(
             "a shard changed while it was read",
             value=f"{scan.file.uri}: {scan.rows} good rows at first, {count} now",
-            rule="shards are never changed; new data is a new file",
+            rule="shards never change; new data is a new file",
             remedy="start the run again when the upload is complete",
         )

@@ -1,4 +1,4 @@
-"""Proof that a set of ids is complete without keeping the ids: a digest that parts can add up. And a search for repeated ids."""
+"""A digest that proves a set of ids complete without the ids, and that parts can add up; and a search for repeated ids."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class IdDigest:
     total: int = 0
 
     def add(self, identifier: str) -> int:
-        """Take one id in; returns the lower 64 bits of its hash."""
+        """Add one id; return the lower 64 bits of its hash."""
         value = int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=16).digest(), "big")
         self.count += 1
         self.total = (self.total + value) % MODULUS
         return value & LOW_64
 
     def merge(self, other: IdDigest) -> None:
-        """Take in all ids of another digest."""
+        """Add all ids of another digest."""
         self.count += other.count
         self.total = (self.total + other.total) % MODULUS
 
@@ -40,7 +40,7 @@ class IdDigest:
 
     @classmethod
     def parse(cls, text: str) -> IdDigest:
-        """The digest that `str` wrote.
+        """Return the digest that `str` wrote.
 
         Raises:
             ValueError: the text is not one.
@@ -50,10 +50,10 @@ class IdDigest:
 
 
 def repeated(hashes: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
-    """Values that occur more than once in the arrays taken together, ascending and each once.
+    """Return the values that occur more than once in all arrays together, ascending and each once.
 
     Needs 16 bytes a value: the arrays and one sorted copy. Two different ids share a 64-bit hash about once in 2^65 / n^2
-    corpora of n ids, so what is found here is confirmed on the ids themselves.
+    corpora of n ids, so callers confirm the result on the ids themselves.
     """
     if not hashes:
         return np.empty(0, np.uint64)

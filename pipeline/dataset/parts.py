@@ -1,7 +1,7 @@
-"""Parts of the embeddings: Parquet files of `id` and `embedding`, and the record beside each that says it is whole.
+"""Parts of the embeddings: Parquet files of `id` and `embedding`, each with a record that declares it complete.
 
-A part is written as a stream of row groups in the order of its rows, so neither writing nor reading ever holds a whole part. The
-record (`embed/part-....json`) is written after the part itself: where there is one, and it fits the file, the part is complete.
+A part is a stream of row groups in the order of its rows, so neither writing nor reading holds a whole part in memory. embed
+writes the record (`embed/part-....json`) after the part: a record that fits its file proves the part complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.contract import read_record
+from pipeline.contract import Record
 from pipeline.dataset.ids import IdDigest
 from pipeline.errors import BadData
 
@@ -28,20 +28,20 @@ Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartRecord:
-    """What a finished part holds and what it took.
+class PartRecord(Record):
+    """The content of a finished part, and the time that it took.
 
     Attributes:
         sha256, size: of the Parquet file (size in bytes).
         rows: documents in it.
         ids: order-independent digest of their ids (pipeline/dataset/ids).
-        quarantined: documents of the part that have no embedding, and stand in a list beside it.
+        quarantined: documents of the part that have no embedding; a separate file lists them.
         quarantined_ids: digest of their ids.
         quarantine_sha256: of that list; empty where there is none.
         dimension, dtype: of an embedding; dtype is `float32` or `float16`.
         model: sha256 of the weights that made it.
-        fingerprint: of the plan it was made under.
-        tokens, padded_tokens: that were computed (once for equal documents), without padding and with it.
+        fingerprint: of its plan.
+        tokens, padded_tokens: computed tokens (once for equal documents), without padding and with it.
         started, finished: ISO 8601 in UTC.
         seconds, documents_per_second: wall time from the first row read to the uploaded file.
     """
@@ -75,7 +75,7 @@ class PartRecord:
             BadData: not a record of a part.
         """
         try:
-            return read_record(cls, data)
+            return super(PartRecord, cls).from_json(data)
         except BadData as error:
             raise BadData(
                 "the record of a part cannot be read", value=error.value, rule=error.rule, remedy="delete it and run embed again"
@@ -83,7 +83,7 @@ class PartRecord:
 
 
 class QuarantinedDocument(NamedTuple):
-    """A document without an embedding: its place among the part's documents, its id, and why."""
+    """A document without an embedding: its index among the part's documents, its id, and the reason."""
 
     row: int
     id: str
@@ -91,7 +91,7 @@ class QuarantinedDocument(NamedTuple):
 
 
 def quarantine_to_json(documents: Sequence[QuarantinedDocument]) -> bytes:
-    """A part's list: one JSON line per document."""
+    """Return a part's list: one JSON line per document."""
     return "".join(json.dumps(document._asdict()) + "\n" for document in documents).encode()
 
 
@@ -112,7 +112,7 @@ def quarantine_from_json(data: bytes) -> list[QuarantinedDocument]:
 
 
 def part_schema(dimension: int, dtype: str) -> pa.Schema:
-    """`id` string, `embedding` fixed-size list of `dimension` values; neither is ever null."""
+    """Return the schema: `id` string, `embedding` fixed-size list of `dimension` values; neither is ever null."""
     values = pa.list_(pa.from_numpy_dtype(np.dtype(dtype)), dimension)
     return pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("embedding", values, nullable=False)])
 
@@ -152,7 +152,7 @@ class PartWriter:
 
 
 def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings]]:
-    """Ids and embeddings, shape (rows, dimension), a batch of rows at a time and in order.
+    """Yield ids and embeddings, shape (rows, dimension), a batch of rows at a time and in order.
 
     Raises:
         BadData: not a part.
@@ -164,7 +164,7 @@ def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings]]:
 
 
 def read_ids(path: Path) -> Iterator[list[str]]:
-    """The ids only, a batch of rows at a time and in order.
+    """Yield the ids only, a batch of rows at a time and in order.
 
     Raises:
         BadData: not a part.

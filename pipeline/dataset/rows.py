@@ -1,4 +1,4 @@
-"""Reading rows out of shards: JSON Lines (plain, gzip, zstd) and Parquet as one stream of good rows and refused rows.
+"""Read rows from shards: JSON Lines (plain, gzip, zstd) and Parquet as one stream of good rows and refused rows.
 
 The only reader of input data. prepare, and embed through `DocumentReader`, decide by the same code which rows are good, so that
 "good row number n of this shard" means the same row everywhere. A shard is never held in memory as a whole.
@@ -32,7 +32,7 @@ CORPUS_COLUMNS = ("id", "text", "locale")
 OPTIONAL_COLUMNS = frozenset({"locale", "task", "label"})
 
 MAX_ROW_BYTES = 16 << 20
-"""A longer line, or a Parquet row whose texts are longer, is refused, not read: one row must not fill the memory."""
+"""Longer lines, and Parquet rows with longer texts, are refused unread: one row must not fill the memory."""
 
 LARGE_LINE_BYTES = 1 << 20
 MAX_ELEMENTS = 1 << 16
@@ -46,11 +46,11 @@ CONTROL_CHARACTER = re.compile(f"[{re.escape(CONTROL)}]")
 EXCERPT_CHARACTERS = 200
 READ_BYTES = 1 << 20
 COMPRESSED_READ_BYTES = 64 << 10
-"""Compressed input is taken in small pieces because one may expand a thousandfold."""
+"""Size of a piece of compressed input, which may expand a thousandfold."""
 
 PARQUET_BATCH_ROWS = 1024
 PARQUET_BATCH_BYTES = 64 << 20
-"""Text of a batch that comes from a dictionary, of which one large value may stand in every row."""
+"""Text of a batch from a dictionary, one large value of which may be in every row."""
 
 MAX_CHUNK_BYTES = 1 << 30
 MAX_EXPANSION = 20
@@ -82,7 +82,7 @@ class CorpusRow(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A refused row: where (`file:line`), why, and how it begins."""
+    """A refused row: its location (`file:line`), the reason, and its beginning."""
 
     at: str
     reason: str
@@ -94,11 +94,11 @@ Record = dict[str, Any]
 
 
 class _Refused(Exception):
-    """Why a record is no row."""
+    """The reason why a record is not a row."""
 
 
 def is_shard(uri: str) -> bool:
-    """Whether the name's ending is one that is read."""
+    """Return whether the name has the suffix of a shard."""
     return uri.endswith(SUFFIXES)
 
 
@@ -115,32 +115,32 @@ def check_columns(columns: Mapping[str, str]) -> None:
 
 
 def read_training_rows(uri: str, columns: Mapping[str, str]) -> Iterator[TrainingRow | BadRow]:
-    """Every row of a training shard, in the file's order.
+    """Yield every row of a training shard, in the file's order.
 
     Args:
-        columns: our column name -> the file's; names that are not in it stand for themselves.
+        columns: our column name -> the file's; other columns have our names.
 
     Raises:
         BadData: the file is cut off, damaged, or a Parquet file without a column.
-        BadConfig: its name does not say what it is.
+        BadConfig: its name has no known suffix.
         MissingInput, Transient: it cannot be read.
     """
     return _rows(uri, _file_columns(TRAINING_COLUMNS, columns), _training_row)
 
 
 def read_corpus_rows(uri: str, columns: Mapping[str, str]) -> Iterator[CorpusRow | BadRow]:
-    """Every row of a corpus shard; otherwise as `read_training_rows`."""
+    """Yield every row of a corpus shard; otherwise as `read_training_rows`."""
     return _rows(uri, _file_columns(CORPUS_COLUMNS, columns), _corpus_row)
 
 
 def read_documents(shard: Shard, source: str, columns: Mapping[str, str], start: int, stop: int) -> Iterator[tuple[str, str]]:
-    """As `DocumentReader.read`, for one range."""
+    """Yield one range of documents, see `DocumentReader.read`."""
     return DocumentReader(source, columns).read(shard, start, stop)
 
 
 class DocumentReader:
-    """Ids and texts of ranges of shards' good rows. A shard is a stream, so a range that begins where the one before it ended, or
-    further down the same shard, is read on from there: ranges in their order cost one pass over the rows.
+    """Reads ids and texts of ranges of shards' good rows. A shard is a stream, so a range that begins at the end of the previous
+    one or later in the same shard continues from there: ranges in their order cost one pass over the rows.
 
     Args:
         source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
@@ -155,17 +155,17 @@ class DocumentReader:
         self._good: Iterator[TrainingRow | CorpusRow] = iter(())
 
     def read(self, shard: Shard, start: int, stop: int) -> Iterator[tuple[str, str]]:
-        """Ids and texts of the good rows [start, stop) of a shard, as the plan counted them. One range at a time.
+        """Yield ids and texts of the good rows [start, stop) of a shard, as the plan counted them. One range at a time.
 
         Raises:
-            BadData: the shard is not the one that was planned with.
+            BadData: the shard differs from the planned one.
         """
         info = store.stat(shard.uri)
         if info is not None and info.size != shard.size:
             raise _changed(shard, f"{info.size} bytes, {shard.size} when the run was planned")
         if shard.uri != self._uri or start < self._row:
             self._open(shard)
-        # Invariant: self._row is the number of the good row that comes next, wherever the caller stops.
+        # Invariant: self._row is the number of the next good row, wherever the caller stops.
         while self._row < stop:
             row = next(self._good, None)
             if row is None:
@@ -179,7 +179,7 @@ class DocumentReader:
             self.close()
 
     def close(self) -> None:
-        """Let go of the open shard; what is read next begins anew."""
+        """Close the open shard; the next read opens it again."""
         self._uri, self._row, self._good = "", 0, iter(())
 
     def _open(self, shard: Shard) -> None:
@@ -191,7 +191,7 @@ class DocumentReader:
 
 
 def normalized_hash(text: str) -> int:
-    """First 8 bytes of the SHA-256 of the text after NFKC, case folding and collapsing white space, as an unsigned integer."""
+    """Return the first 8 bytes of the SHA-256 of the text after NFKC, case folding and collapsing white space, as an integer."""
     if not text.isascii():  # NFKC leaves ASCII unchanged
         text = unicodedata.normalize("NFKC", text)
     normalized = " ".join(text.casefold().split())
@@ -312,7 +312,7 @@ def _has_many_elements(line: bytes) -> bool:
 
 
 def _lines(uri: str) -> Iterator[bytes | None]:
-    """Lines without their ends; None stands for a line that is too long."""
+    """Yield lines without their ends; None for a line that is too long."""
     with store.open_read(uri) as stream:
         tail: bytes | None = b""
         for piece in _pieces(uri, stream):
@@ -330,7 +330,7 @@ def _lines(uri: str) -> Iterator[bytes | None]:
 
 
 def _pieces(uri: str, stream: BinaryIO) -> Iterator[bytes]:
-    """The stream's content, decompressed.
+    """Yield the stream's content, decompressed.
 
     Raises:
         BadData: it ends before it is complete, or is damaged.
@@ -345,7 +345,7 @@ def _pieces(uri: str, stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _gunzipped(uri: str, stream: BinaryIO) -> Iterator[bytes]:
-    # Written out because the library's own reader does not say how much a piece may expand to.
+    # Hand-written because the library's own reader does not limit how far a piece may expand.
     member = None
     finished = False
     while chunk := stream.read(COMPRESSED_READ_BYTES):
@@ -363,7 +363,7 @@ def _gunzipped(uri: str, stream: BinaryIO) -> Iterator[bytes]:
                 raise _damaged(uri, str(error)) from error
             if piece:
                 yield piece
-            # What did not fit into a piece waits in the decompressor, also when it has taken all of the input.
+            # The rest waits in the decompressor, even if that has consumed all input.
             chunk, more = member.unconsumed_tail, len(piece) == READ_BYTES
             if member.eof:
                 chunk, member, finished = member.unused_data, None, True
@@ -421,7 +421,7 @@ def _parquet_records(uri: str, names: Mapping[str, str]) -> Iterator[tuple[int, 
 
 
 def _batches(file: pq.ParquetFile, dictionaries: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The file's rows. Where a dictionary has large values, each of which may stand in every row, a batch has fewer rows.
+    """Yield the file's rows. If a dictionary has large values, each of which may be in every row, batches have fewer rows.
 
     Args:
         dictionaries: the same file, opened to read these columns as dictionaries.
@@ -435,7 +435,7 @@ def _batches(file: pq.ParquetFile, dictionaries: pq.ParquetFile, columns: Sequen
 
 
 def _check_chunks(uri: str, metadata: pq.FileMetaData, columns: Sequence[str]) -> None:
-    """Refuse what would fill the memory before Arrow reads it.
+    """Refuse a column that would fill the memory, before Arrow reads it.
 
     Raises:
         BadData: a column of a row group is too large.
@@ -462,7 +462,7 @@ def _is_dictionary(column: pa.Array) -> bool:
 
 
 def _text_lengths(column: pa.Array) -> NDArray[np.int64]:
-    """Bytes of each row's text (rows,), 0 where the column has none."""
+    """Return the bytes of each row's text (rows,), 0 where the column has none."""
     values = column.dictionary if _is_dictionary(column) else column
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     if not any(is_kind(values.type) for is_kind in kinds):
@@ -475,20 +475,20 @@ def _text_lengths(column: pa.Array) -> NDArray[np.int64]:
 
 @contextmanager
 def _arrow_errors(uri: str) -> Iterator[None]:
-    """Within it, what Arrow finds wrong in a file is bad data."""
+    """Turn Arrow's errors about a file into bad data."""
     try:
         yield
     except (pa.ArrowException, EOFError, UnicodeDecodeError) as error:
         raise _damaged(uri, first_line(error)) from error
     except OSError as error:
-        # Storage trouble has causes of its own (translated by the store); what Arrow finds wrong in a file has none.
+        # Storage errors have a cause (the store translates them); Arrow's errors about a file have none.
         if error.__cause__ or error.errno:
             raise
         raise _damaged(uri, first_line(error)) from error
 
 
 def _column_values(column: pa.Array) -> list[Any]:
-    """Python values. Text that is not UTF-8 stands as the error that reading it raised, what Python cannot hold as its type."""
+    """Return Python values: for text that is not UTF-8 the exception, for values that Python cannot hold their type."""
     if _is_dictionary(column):
         column = column.dictionary_decode()
     if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
@@ -515,7 +515,7 @@ def _file_columns(ours: tuple[str, ...], columns: Mapping[str, str]) -> dict[str
 def _written(record: Record) -> str:
     try:
         return json.dumps(record, ensure_ascii=False, default=str)
-    except (ValueError, RecursionError):  # nested deeper than can be written, or a number longer
+    except (ValueError, RecursionError):  # too deeply nested, or too long a number
         return ""
 
 
@@ -538,6 +538,6 @@ def _changed(shard: Shard, detail: str) -> BadData:
     return BadData(
         "a shard has changed since the run was planned",
         value=f"{shard.uri}: {detail}",
-        rule="shards are never changed; new data is a new file",
+        rule="shards never change; new data is a new file",
         remedy="put the old file back, or start a new run",
     )

@@ -1,8 +1,8 @@
-"""The global order of training batches: every rank computes the same one, and takes its own rows out of each batch.
+"""The global order of training batches: every rank computes the same one, and takes its own rows from each batch.
 
 In an epoch the rows are grouped by the bucket of their document, shuffled, and cut into global batches (ranks x batch size
-rows, all of one bucket). What a bucket has left over moves to the next longer one; what is left in the longest bucket in use is
-filled up with masked rows. The batches of all buckets are then shuffled. So every row comes exactly once per epoch for any
+rows, all of one bucket). The rest of a bucket moves to the next longer one; masked rows fill up the rest of the longest bucket in
+use. The batches of all buckets are then shuffled. So every row comes exactly once per epoch for any
 number of ranks, all ranks do the same number of steps, and the order depends on the global batch alone, not on the number of
 ranks that share it.
 """
@@ -79,9 +79,9 @@ class Schedule:
         self.steps_per_epoch = sum(-(-rows // self._global_batch) for rows in self._rows_per_bucket)
 
     def batches(self, rank: int, start_step: int = 0, stop_step: int | None = None) -> Iterator[ScheduledBatch]:
-        """A rank's batches from `start_step` on: without end, or up to (not including) `stop_step`.
+        """Yield a rank's batches from `start_step` on: without end, or up to (not including) `stop_step`.
 
-        Starting late costs no more than starting at 0: nothing but the epoch of `start_step` is laid out.
+        A late start costs no more than a start at 0: the schedule lays out only the epoch of `start_step`.
         """
         if not 0 <= rank < self._ranks:
             raise ValueError(f"rank {rank} is not among {self._ranks} ranks")
@@ -96,7 +96,7 @@ class Schedule:
                 step += 1
 
     def _move_remainders(self, counts: list[int]) -> list[int]:
-        """Rows of each bucket once remainders have moved up; only the last may not fill its batches."""
+        """Return the rows of each bucket after moving remainders up; only the last may not fill its batches."""
         moved, carried = [], 0
         for count in counts[:-1]:
             available = count + carried

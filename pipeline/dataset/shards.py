@@ -1,4 +1,4 @@
-"""Input files: finding them under the configured URIs, hashing them, and one pass over their rows that checks and counts all."""
+"""Find the input files under the configured URIs, hash them, and check and count all rows in one pass."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ READ_BYTES = 4 << 20
 
 Refuse = Callable[[BadRow], None]
 Beat = Callable[[int], None]
-"""Called now and then with how much has been done (bytes or rows)."""
+"""Called regularly with the bytes or rows done so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """A shard before its rows are read: where it is, its SHA-256, its size in bytes."""
+    """A shard before its rows are read: URI, SHA-256, size in bytes."""
 
     uri: str
     sha256: str
@@ -47,14 +47,14 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardScan:
-    """What one pass over a training shard found; the arrays have one element per good row, in the file's order.
+    """The result of one pass over a training shard; the arrays have one element per good row, in the file's order.
 
     Attributes:
         file: the shard.
         bad_rows: refused rows.
         ids: lower 64 bits of the ids' hashes.
         documents: normalized hashes of the documents.
-        positive: whether the label is above 0: a pair to train on.
+        positive: the label is above 0: a pair to train on.
     """
 
     file: InputFile
@@ -70,7 +70,7 @@ class ShardScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusScan:
-    """What one pass over a corpus shard found."""
+    """The result of one pass over a corpus shard."""
 
     file: InputFile
     bad_rows: int
@@ -82,28 +82,28 @@ class CorpusScan:
 
 
 def find_shards(uris: Sequence[str], setting: str) -> list[store.ObjectInfo]:
-    """The shards that URIs of files and folders name, each once, sorted by URI.
+    """Return the shards that URIs of files and folders name, each once, sorted by URI.
 
-    In folders, other kinds of files are passed over (and logged), and so is what begins with `_` or `.` as work in progress does.
+    In folders it skips (and logs) other kinds of files, and names that begin with `_` or `.`, as those of work in progress do.
 
     Args:
         setting: the configuration key the URIs come from, for messages.
 
     Raises:
         MissingInput: a URI names nothing, or a folder without a shard.
-        BadConfig: a URI names a file that is no shard.
+        BadConfig: a URI names a file that is not a shard.
     """
     found: dict[str, store.ObjectInfo] = {}
     for uri in uris:
         info = None if uri.endswith("/") else store.stat(uri)
         if info is not None and not is_shard(uri):
             raise BadConfig(
-                "this kind of file is not read", value=f"{setting}: {uri}", rule=f"a shard's name ends in one of {SUFFIXES}"
+                "unknown kind of input file", value=f"{setting}: {uri}", rule=f"a shard's name ends in one of {SUFFIXES}"
             )
         shards = [info] if info is not None else _shards_of_folder(uri)
         if not shards:
             raise MissingInput(
-                "no shard was found",
+                "no shard found",
                 value=f"{setting}: {uri}",
                 rule=f"a file, or a folder of files, whose names end in one of {', '.join(SUFFIXES)}",
                 remedy="check the URI and that the data was uploaded",
@@ -113,7 +113,7 @@ def find_shards(uris: Sequence[str], setting: str) -> list[store.ObjectInfo]:
 
 
 def hash_shards(shards: Iterable[store.ObjectInfo], beat: Beat) -> list[InputFile]:
-    """The shards with their SHA-256. `beat` is told the bytes read so far."""
+    """Return the shards with their SHA-256. Calls `beat` with the bytes read so far."""
     files, done = [], 0
     for shard in shards:
         digest, size = hashlib.sha256(), 0
@@ -133,9 +133,9 @@ def scan_training(
     """Check every row of training shards.
 
     Args:
-        digest: takes in the ids of the good rows.
-        refuse: is given every bad row.
-        beat: is told the rows read so far.
+        digest: gets the ids of the good rows.
+        refuse: called with every bad row.
+        beat: called with the number of rows read so far.
     """
     scans, done = [], 0
     for file in files:
@@ -186,12 +186,12 @@ def scan_corpus(
 def locate_repeats(
     files: Iterable[InputFile], source: str, columns: Mapping[str, str], hashes: NDArray[np.uint64], beat: Beat
 ) -> dict[str, list[str]]:
-    """Ids that really occur more than once, each with the `file:line` of its occurrences.
+    """Return the ids that really occur more than once, each with the `file:line` of its occurrences.
 
     Args:
         source: `corpus` or `documents`: which kind of rows the files hold.
         hashes: lower 64 bits of the hashes of ids that may be repeated.
-        beat: is told the rows read so far.
+        beat: called with the number of rows read so far.
     """
     suspects = set(hashes.tolist())
     found: defaultdict[str, list[str]] = defaultdict(list)
@@ -221,5 +221,5 @@ def _shards_of_folder(uri: str) -> list[store.ObjectInfo]:
             continue
         (shards if is_shard(info.uri) else others).append(info)
     if others:
-        log.warning("passed over %d files under %s that are no shards, e.g. %s", len(others), uri, others[0].uri)
+        log.warning("skipped %d files under %s that are not shards, e.g. %s", len(others), uri, others[0].uri)
     return shards

@@ -1,7 +1,7 @@
-"""What a run trains on: the shards that are new since its parent, and a share of the earlier rows again, less the hold-out.
+"""Choose the rows that a run trains on: new shards since its parent, and a share of the earlier rows again, less the hold-out.
 
-Which side a row is on depends on its document's text alone, so it is the same in every week. Which earlier rows are replayed
-depends on the seed and on the new shards: the same run chooses the same rows again, another week chooses others.
+A row's side depends on its document's text alone, so it is the same in every week. The replayed rows depend on the seed and on
+the new shards: the same run chooses the same rows again, another week chooses others.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which good rows of each training shard go where; all lists are parallel to `scans`.
+    """The use of each training shard's good rows; all lists are parallel to `scans`.
 
     Attributes:
         scans: new shards, then earlier ones.
         new: whether the shard is new.
         holdout: rows on the hold-out side.
         train: rows trained on.
-        distractors: rows on the training side whose document is one that queries are also ranked against.
+        distractors: rows on the training side whose document is an additional candidate of the evaluation.
     """
 
     scans: list[ShardScan]
@@ -38,12 +38,12 @@ class Selection:
     distractors: list[Mask]
 
     def train_rows(self, *, new: bool) -> int:
-        """Rows trained on, of new or of earlier shards."""
+        """Return the number of rows to train on, of new or of earlier shards."""
         return sum(int(mask.sum()) for mask, is_new in zip(self.train, self.new, strict=True) if is_new == new)
 
 
 def split_new(files: Iterable[InputFile], seen: Iterable[str]) -> tuple[list[InputFile], list[InputFile]]:
-    """Shards that the parent has not been trained on, and the others; a shard is known by its content, not its name."""
+    """Return the shards that the parent was not trained on, and the others; a shard's identity is its content, not its name."""
     known = set(seen)
     new: list[InputFile] = []
     earlier: list[InputFile] = []
@@ -53,7 +53,7 @@ def split_new(files: Iterable[InputFile], seen: Iterable[str]) -> tuple[list[Inp
 
 
 def holdout_limit(fraction: float) -> int:
-    """Documents whose normalized hash is below this are held out."""
+    """Return the limit below which a document's normalized hash means that it is held out."""
     return int(fraction * 2**64)
 
 
@@ -68,8 +68,8 @@ def select(
 ) -> Selection:
     """Decide for every good row whether it is trained on, held out, or a distractor of the evaluation.
 
-    Replayed are `replay_fraction` x as many earlier rows as there are new ones; without any new shard, `replay_fraction` of
-    the earlier rows. Rows with a label of 0 or less are no pairs to train on.
+    The run replays `replay_fraction` x as many earlier rows as there are new ones; without any new shard, `replay_fraction` of
+    the earlier rows. Rows with a label of 0 or less are not pairs to train on.
 
     Args:
         distractors: distinct documents of the training side to choose, those with the smallest hashes: the same ones
@@ -94,7 +94,7 @@ def select(
 
 
 def _replayed(scans: Sequence[ShardScan], eligible: Sequence[Mask], count: int, salt: np.uint64) -> list[Mask]:
-    """Exactly `count` of the eligible rows: those with the smallest salted hashes."""
+    """Return exactly `count` of the eligible rows: those with the smallest salted hashes."""
     if count == 0:
         return [np.zeros(scan.rows, np.bool_) for scan in scans]
     keys = np.concatenate([_mixed(scan.ids[mask] ^ salt) for scan, mask in zip(scans, eligible, strict=True)])

@@ -1,4 +1,4 @@
-"""How many steps a run trains and how its rows spread over the buckets, from document lengths and a configuration."""
+"""Count the steps of a run and its rows by bucket, from document lengths and a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.dataset.sampler import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """The counted part of a `TrainPlan`, see there."""
+    """The counts of a `TrainPlan`."""
 
     bucket_rows: dict[str, int]
     steps_per_epoch: int
@@ -21,7 +21,7 @@ class StepCounts:
 
 
 def plan_schedule(lengths: ArrayLike, config: RunConfig, ranks: int) -> Schedule:
-    """The order of a run's steps: each takes one global batch, of all ranks and all batches that it accumulates.
+    """Return the order of a run's steps: each takes one global batch, of all ranks and all batches that it accumulates.
 
     Args:
         lengths: (rows,) document lengths in tokens, none above the longest bucket.
@@ -31,7 +31,7 @@ def plan_schedule(lengths: ArrayLike, config: RunConfig, ranks: int) -> Schedule
 
 
 def count_steps(lengths: ArrayLike, config: RunConfig, ranks: int) -> StepCounts:
-    """Optimizer steps of a run, and its rows by bucket; arguments as above."""
+    """Return the optimizer steps of a run, and its rows by bucket; arguments as in `plan_schedule`."""
     schedule = plan_schedule(lengths, config, ranks)
     steps = config.train.steps or config.train.epochs * schedule.steps_per_epoch
     return StepCounts(

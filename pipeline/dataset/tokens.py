@@ -1,4 +1,4 @@
-"""Text to token ids by the tokenizer that comes with a model folder, many texts at a time."""
+"""Turn texts into token ids with a model folder's tokenizer, many texts at a time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Tokens = npt.NDArray[np.int32]
 """A text's token ids: 4 bytes each, where a list of Python's integers takes ten times as much."""
 
 TEXTS_AT_ONCE = 1024
-"""Given to the tokenizers library, which holds over 100 bytes a token, cut off or not, until all of them are done; enough for its
-threads."""
+"""Texts per call of the tokenizers library, enough for its threads. It holds over 100 bytes a token, truncated ones too, until it
+returns."""
 
 
 def refuse_code(path: Path) -> None:
-    """Refuse a configuration file that names Python code to be loaded with the model, which never happens here.
+    """Refuse a configuration file that names Python code to load with the model.
 
     Raises:
-        BadConfig: it does.
+        BadConfig: it names code.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ def refuse_code(path: Path) -> None:
         return  # not there, or not readable: its reader says so
     if isinstance(record, dict) and record.get("auto_map"):
         raise BadConfig(
-            "the model folder was refused: it wants to run code of its own",
+            "the model folder asks to run its own code",
             value=f"{path}: auto_map = {record['auto_map']}",
             rule="models and tokenizers are data; only the library's own classes are loaded",
             remedy="remove auto_map, if the library's class of this model_type gives the same embeddings",
@@ -45,7 +45,7 @@ class TextTokenizer:
     """The fast tokenizer of a model folder.
 
     Args:
-        folder: where tokenizer files and config.json are.
+        folder: with tokenizer files and config.json.
 
     Attributes:
         vocabulary: every token id is below this.
@@ -53,7 +53,7 @@ class TextTokenizer:
 
     Raises:
         MissingInput: the folder has no tokenizer, or one that cannot be loaded.
-        BadConfig: it has only a slow one, or one with code of its own.
+        BadConfig: it has only a slow one, or one with its own code.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class TextTokenizer:
             raise BadConfig(
                 "the model has no fast tokenizer",
                 value=type(tokenizer).__name__,
-                rule="texts are tokenized by the tokenizers library",
+                rule="the tokenizers library tokenizes texts",
                 remedy="convert it once, so that the folder has a tokenizer.json",
             )
         self._backend: Any = tokenizer.backend_tokenizer
@@ -83,7 +83,7 @@ class TextTokenizer:
         self.digest = hashlib.sha256(f"{self._direction} {self._backend.to_str()}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[Tokens]:
-        """Token ids of each text, special tokens included, at most `max_length` of them."""
+        """Return the token ids of each text, special tokens included, at most `max_length` of them."""
         self._backend.enable_truncation(max_length, direction=self._direction)
         found: list[Tokens] = []
         for start in range(0, len(texts), TEXTS_AT_ONCE):
@@ -92,10 +92,10 @@ class TextTokenizer:
         return found
 
     def encode_each(self, texts: Sequence[str], max_length: int) -> list[Tokens | str]:
-        """As `encode`, but a text that the tokenizer cannot take, or makes nothing of, leaves the others alone.
+        """Encode texts like `encode`, but a failing or empty text does not affect the others.
 
         Returns:
-            For each text its token ids, or why there are none.
+            For each text its token ids, or the reason why there are none.
         """
         encoded: list[Tokens | str]
         try:
@@ -104,7 +104,7 @@ class TextTokenizer:
             if not _is_about_a_text(error):
                 raise
             encoded = [self._encode_one(text, max_length) for text in texts]
-        return [tokens if len(tokens) else "the tokenizer makes no token of it" for tokens in encoded]
+        return [tokens if len(tokens) else "the tokenizer returns no token" for tokens in encoded]
 
     def _encode_one(self, text: str, max_length: int) -> Tokens | str:
         try:
@@ -117,5 +117,5 @@ class TextTokenizer:
 
 
 def _is_about_a_text(error: BaseException) -> bool:
-    """Whether an exception may be one text's fault. A panic inside the tokenizers library is no Exception."""
+    """Return whether one text may have caused an exception. A panic inside the tokenizers library is not an Exception."""
     return (isinstance(error, Exception) and not isinstance(error, MemoryError)) or type(error).__name__ == "PanicException"

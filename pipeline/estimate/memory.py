@@ -9,7 +9,7 @@ both with what torch allocates. Not counted, because only the hardware can tell:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 from pipeline.backends.eager import PREFETCH_BATCHES
 from pipeline.config import RunConfig, largest_divisor
 from pipeline.contract import EAGER_KINDS
+from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig
 from pipeline.model.shape import ModelShape
-from pipeline.plan import World
-from pipeline.prices import HARDWARE
+from pipeline.plan import PlannedWorld
 
 HOST_KINDS = ("cpu", "xla")
 """Device types that compute in the host's memory."""
@@ -87,7 +87,7 @@ class MemoryCapacity:
 
 
 def known_capacity(config: RunConfig, kind: str, *, here: bool) -> MemoryCapacity:
-    """The memory that there is: as configured, else the device type's, else unknown.
+    """Return the memory that there is: as configured, else the device type's, else unknown.
 
     Args:
         here: the ranks run on this host, whose memory is the capacity.
@@ -103,7 +103,7 @@ def known_capacity(config: RunConfig, kind: str, *, here: bool) -> MemoryCapacit
 
 
 def this_host_bytes() -> int:
-    """Memory of this machine, or less where its container is allowed less."""
+    """Return the memory of this machine, or of its container if that has less."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if path.is_file() and (text := path.read_text().strip()).isdigit():
@@ -114,8 +114,8 @@ def this_host_bytes() -> int:
 # ---- requirements ----------------------------------------------------------------------------------------------------
 
 
-def estimate_memory(shape: ModelShape, config: RunConfig, world: World, capacity: MemoryCapacity) -> list[Budget]:
-    """What training and embedding require of each device and each node, whose memory is the devices' on `cpu` and `xla`."""
+def estimate_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, capacity: MemoryCapacity) -> list[Budget]:
+    """Return the budgets of each device and each node; on `cpu` and `xla` the devices' memory is the node's."""
     budgets = []
     for stage in ("train", "embed"):
         ranks = (config.embed.ranks_per_child if stage == "embed" else None) or world.ranks_per_node
@@ -143,7 +143,7 @@ def _worst(stage: str, place: str, moments: Mapping[str, Items], limit: int | No
 
 
 def totals(budgets: Sequence[Budget]) -> dict[str, int]:
-    """The most that any stage requires of a rank's `device` and of a node's `host`, in bytes."""
+    """Return the most that any stage requires of a rank's `device` and of a node's `host`, in bytes."""
     return {place: max(budget.total for budget in budgets if budget.place == place) for place in ("device", "host")}
 
 
@@ -153,10 +153,10 @@ class Footprint:
 
     shape: ModelShape
     config: RunConfig
-    world: World
+    world: PlannedWorld
 
     def training(self) -> Items:
-        """A training step."""
+        """Return the requirement of a training step."""
         train, weights = self.config.train, FP32 * self.shape.parameters
         width = self.training_width()
         longest = max(train.buckets)
@@ -179,7 +179,7 @@ class Footprint:
         }
 
     def activations(self, length: int) -> int:
-        """What the forward pass of one tower over a micro-batch keeps for the backward pass."""
+        """Return what the forward pass of one tower over a micro-batch keeps for the backward pass."""
         texts = self.config.micro_batch_on(self.world.kind) * length
         # The embeddings' sum and its dropout; with checkpointing, the input of every layer.
         ends = 2 * texts * self.shape.hidden * FP32
@@ -187,10 +187,10 @@ class Footprint:
         return ends + self.shape.layers * kept
 
     def layer(self, length: int) -> int:
-        """What one layer keeps of a micro-batch.
+        """Return what one layer keeps of a micro-batch.
 
-        Of the hidden width: inputs of both normalizations (fp32), then in the products' width the layer's input, query, key,
-        value, context and the inner product's input; autocast casts the layer's input for query, key and value anew. Of the
+        In the hidden width: inputs of both normalizations (fp32), then in the products' width the layer's input, query, key,
+        value, context and the inner product's input; autocast casts the layer's input for query, key and value anew. In the
         inner width: the activation function's input and output (gelu, silu; functions that are written as several operations,
         such as gelu_new, keep up to five). Unless attention is fused: the probabilities, which autocast keeps in fp32 and casts.
         """
@@ -201,19 +201,19 @@ class Footprint:
         return self.config.micro_batch_on(self.world.kind) * length * per_token
 
     def scores(self) -> int:
-        """Embeddings of all ranks' texts, this rank's scores with all documents, the gradients of both, and the scores' masks."""
+        """Return the embeddings of all ranks' texts, this rank's scores with all documents, both gradients, the scores' masks."""
         pairs = self.config.train.batch_size
         everyone = pairs * self.world.ranks
         return FP32 * (2 * (pairs + everyone) * self.shape.hidden + 4 * pairs * everyone) + 2 * pairs * everyone
 
     def batches(self, count: int) -> int:
-        """Tokens and masks of both towers in int64, and an int32 for every query and document of the batch."""
+        """Return the tokens and masks of both towers in int64, and an int32 for every query and document of the batch."""
         train = self.config.train
         tokens = 2 * 8 * (train.query_length + max(train.buckets))
         return count * train.batch_size * (tokens + 4 * train.batch_size * self.world.ranks)
 
     def embedding(self) -> Items:
-        """A batch of embed, at the widest moment of a layer that keeps nothing."""
+        """Return the requirement of a batch of embed, at the widest moment of a layer that keeps nothing."""
         shape, width, longest = self.shape, self.inference_width(), max(self.config.embed.buckets)
         # On Neuron every traced shape has weights of its own on the core.
         forms = len(self.config.embed.buckets) if self.world.kind == "neuron" else 1
@@ -227,7 +227,7 @@ class Footprint:
         }
 
     def train_host(self, ranks: int) -> Items:
-        """Of a node's ranks, devices aside. A checkpoint may be on its way at any moment."""
+        """Return the requirement of a node's ranks, devices aside. A checkpoint may be in progress at any moment."""
         ahead = self.config.device.loader.host_prefetch if self.lazy else PREFETCH_BATCHES + 1
         return {
             "batches ahead": ranks * self.batches(ahead),
@@ -235,7 +235,7 @@ class Footprint:
         }
 
     def loading(self, ranks: int) -> Items:
-        """Every rank loads the model by itself, all at once; the file's pages they share."""
+        """Return the requirement of loading: every rank loads the model, at the same time; they share the file's pages."""
         shape = self.shape
         copies = FP32 if shape.stored_bytes == FP32 else FP32 + shape.stored_bytes
         return {
@@ -277,15 +277,15 @@ class Footprint:
 
 
 def _cast_width(cast: str, cast_type: str) -> int:
-    """Bytes of a number that neuronx-cc casts; of fp8 as many as of bf16, to be on the safe side."""
+    """Return the bytes of a number that neuronx-cc casts; fp8 counts like bf16, to be on the safe side."""
     return FP32 if cast == "none" or cast_type == "tf32" else BF16
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def require_memory(shape: ModelShape, config: RunConfig, world: World, capacity: MemoryCapacity) -> list[Budget]:
-    """The budgets of a plan that fits.
+def require_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, capacity: MemoryCapacity) -> list[Budget]:
+    """Return the budgets of a plan that fits.
 
     Raises:
         BadConfig: the plan cannot fit; names the largest items and changes with which it does.
@@ -294,17 +294,29 @@ def require_memory(shape: ModelShape, config: RunConfig, world: World, capacity:
     refused = [budget for budget in budgets if not budget.fits]
     if not refused:
         return budgets
+    lines, rules = [], []
+    for budget in refused:
+        if budget.place == "device":
+            place = "rank's device"
+            rules.append(f"at most {gib(budget.limit)} per {place} (device.memory_gib, or what {world.kind} has)")
+        else:
+            place = "node's host"
+            source = f"a job gets of a {NEURON_HOST}" if world.kind == "neuron" else "this host has"
+            rules.append(f"at most {gib(budget.limit)} per {place} (device.host_memory_gib, or what {source})")
+        lines.append(f"{budget.stage}, per {place} {budget.moment}: {gib(budget.total)}")
+        largest = sorted(budget.items.items(), key=lambda item: -item[1])[:4]
+        lines += (f"  {name}: {gib(size)}" for name, size in largest)
     raise BadConfig(
         "the plan needs more memory than there is",
-        value=[line for budget in refused for line in _breakdown(budget)],
-        rule="; ".join(dict.fromkeys(_rule(budget, world.kind) for budget in refused)),
+        value=lines,
+        rule="; ".join(dict.fromkeys(rules)),
         remedy="; or ".join(remedies(shape, config, world, capacity))
         or "none of the settings makes it fit: use a smaller model, or hosts with more memory",
     )
 
 
-def remedies(shape: ModelShape, config: RunConfig, world: World, capacity: MemoryCapacity) -> list[str]:
-    """Changes of settings with which the plan fits, the least harmful ones first; each of them is enough."""
+def remedies(shape: ModelShape, config: RunConfig, world: PlannedWorld, capacity: MemoryCapacity) -> list[str]:
+    """Return changes of settings with which the plan fits, the least harmful ones first; each of them is enough."""
 
     def fits(train: Mapping[str, Any] | None = None, embed: Mapping[str, Any] | None = None, ranks: int | None = None) -> bool:
         sections = {"train": config.train.model_copy(update=train or {}), "embed": config.embed.model_copy(update=embed or {})}
@@ -341,12 +353,12 @@ def remedies(shape: ModelShape, config: RunConfig, world: World, capacity: Memor
 
 
 def _thinned(lengths: Sequence[int], count: int) -> tuple[int, ...]:
-    """So many of the lengths, evenly spread, the longest among them."""
+    """Return `count` of the lengths, evenly spread, the longest among them."""
     return tuple(lengths[-1 - index * len(lengths) // count] for index in reversed(range(count)))
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:
-    """The largest number under `below` that fits, a multiple of 8 from 16 on; 0 if none does. Requirements grow with it."""
+    """Return the largest number under `below` that fits, a multiple of 8 from 16 on, or 0. Requirements grow with it."""
     low, high = 0, below
     while high - low > 1:
         middle = (low + high) // 2
@@ -354,20 +366,6 @@ def _largest(below: int, fits: Callable[[int], bool]) -> int:
     return low if low < 16 else low // 8 * 8
 
 
-def _breakdown(budget: Budget) -> Iterator[str]:
-    unit = "rank's device" if budget.place == "device" else "node's host"
-    yield f"{budget.stage}, per {unit} {budget.moment}: {gib(budget.total)}"
-    largest = sorted(budget.items.items(), key=lambda item: -item[1])[:4]
-    yield from (f"  {name}: {gib(size)}" for name, size in largest)
-
-
-def _rule(budget: Budget, kind: str) -> str:
-    if budget.place == "device":
-        return f"at most {gib(budget.limit)} per rank's device (device.memory_gib, or what {kind} has)"
-    source = f"a job gets of a {NEURON_HOST}" if kind == "neuron" else "this host has"
-    return f"at most {gib(budget.limit)} per node's host (device.host_memory_gib, or what {source})"
-
-
 def gib(size: int | None) -> str:
-    """For people: `12.3 GiB`, `?` if unknown."""
+    """Return `12.30 GiB`, `?` if unknown."""
     return "?" if size is None else f"{size / GIB:.2f} GiB"

@@ -1,4 +1,4 @@
-"""What a workload requires of a deployment's hosts besides device memory, against their capacity. prepare refuses by the same.
+"""Requirements of a workload on a deployment's hosts besides device memory, and the hosts' capacity. prepare refuses by the same.
 
 Bytes per row and per text are allowances above what the stages allocate (tests/pipeline/estimate/test_requirements.py); rates
 were measured on one core of an AMD EPYC, and only warn.
@@ -12,30 +12,30 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.contract import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS, ROOT_VOLUME_GIB, STAGES, Stage
+from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig
 from pipeline.estimate.memory import FP32, GIB, LIBRARY_BYTES, MIB, PROCESS_BYTES, MemoryCapacity, estimate_memory
 from pipeline.estimate.workload import Workload
 from pipeline.model.shape import ModelShape
-from pipeline.plan import World
-from pipeline.prices import HARDWARE
+from pipeline.plan import PlannedWorld
 
 PREPARE_ROW_BYTES, CORPUS_ROW_BYTES = 96, 20
-"""In prepare: of a training row's hashes, masks and lists; of a row of a corpus of its own."""
+"""In prepare: a training row's hashes, masks and lists; a row of a separate corpus."""
 
 TRAIN_ROW_BYTES = 72
-"""Of a training row's hashes, lengths and order, in each rank."""
+"""In each rank of train: a training row's hashes, lengths and order."""
 
 CANDIDATE_BYTES, QUERY_BYTES, TOKEN_BYTES = 256, 3072, 48
-"""In evaluate: of a candidate; of a query with the candidates ranked best; of each of their tokens in a Python list."""
+"""In evaluate: a candidate; a query with its best candidates; each of their tokens in a Python list."""
 
 ROW_FILE_BYTES, ID_BYTES = 64, 24
-"""Of a row in prepare's Arrow files besides its tokens; of an id in the embeddings."""
+"""A row in prepare's Arrow files without its tokens; an id in the embeddings."""
 
 PARTS_AT_ONCE = 4
-"""Parts on publish's disk: each of its readers has one."""
+"""Parts on publish's disk, one for each of its readers."""
 
 MANY_READS = 10
-"""Times that embed reads the corpus, above which its shards are too large for its parts."""
+"""Reads of the corpus by embed, above which the shards are too large for the parts."""
 
 TOKENIZED_TOKENS = 590_000
 """Tokens per second and thread of pipeline/dataset/tokens.TextTokenizer: 10,000 English texts of 86 tokens with the tokenizer of
@@ -48,13 +48,13 @@ RANKED_SCORES = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """Something that grows with the data.
+    """A requirement that grows with the data.
 
     Attributes:
         what: e.g. `prepare, memory`.
         amount, limit: in `unit`; a limit of None is unknown, and not judged.
-        remedy: what helps.
-        unit: `bytes`, or what is counted.
+        remedy: changes that help.
+        unit: `bytes`, or the name of the counted thing.
         breaks: above the limit the run fails, and prepare refuses it; else it is only slow or expensive.
     """
 
@@ -73,7 +73,7 @@ class Requirement:
         return {**asdict(self), "over": self.over}
 
     def shown(self, amount: float | None) -> str:
-        """For people."""
+        """Return an amount with its unit."""
         if amount is None:
             return "-"
         if self.unit != "bytes":
@@ -82,7 +82,7 @@ class Requirement:
 
 
 def attempt_minutes(timeouts: Mapping[Stage, int]) -> dict[Stage, int]:
-    """Minutes after which Batch ends an attempt of each stage: a deployment's `timeouts` over the defaults."""
+    """Return the minutes after which Batch ends an attempt of each stage: a deployment's `timeouts` over the defaults."""
     return {stage: timeouts.get(stage, spec.timeout_minutes) for stage, spec in STAGES.items()}
 
 
@@ -90,7 +90,7 @@ def requirements(
     work: Workload,
     shape: ModelShape,
     config: RunConfig,
-    world: World,
+    world: PlannedWorld,
     *,
     parts: int,
     ranks: int,
@@ -99,14 +99,14 @@ def requirements(
     minutes: Mapping[Stage, int],
     models: int = 2,
 ) -> Iterator[Requirement]:
-    """Everything that grows with the data.
+    """Yield every requirement that grows with the data.
 
     Args:
         parts, ranks: of embed, over all children.
         node_memory: bytes of a node that trains; None: unknown.
         embed_host: instance type of the hosts that evaluate and embed; None or another type: unknown.
         minutes: of an attempt, see `attempt_minutes`.
-        models: how many evaluate measures: the new one, the published one, and the parent where it is a third.
+        models: number that evaluate measures: the new one, the published one, and the parent if it is a third.
     """
     tokens, candidates = work.query_tokens + work.document_tokens, work.candidates + config.evaluate.candidates
     process = PROCESS_BYTES + LIBRARY_BYTES
@@ -133,7 +133,7 @@ def requirements(
 
     host = HARDWARE.get(embed_host or "")
     enough = min(config.data.holdout_fraction, 10 * config.gate.min_queries / max(work.scanned_rows, 1))
-    remedy = f"data.holdout_fraction={enough:.2g} holds out ten times what gate.min_queries asks for"
+    remedy = f"data.holdout_fraction={enough:.2g} holds out ten times gate.min_queries"
     # For a moment there are two copies of the embeddings.
     amount = process + candidates * (CANDIDATE_BYTES + TOKEN_BYTES * work.document_tokens + 2 * FP32 * shape.hidden)
     amount += work.queries * (QUERY_BYTES + TOKEN_BYTES * work.query_tokens + 2 * FP32 * shape.hidden)
@@ -143,7 +143,7 @@ def requirements(
     remedy = f"evaluate's attempt ends at its limit, and all queries are ranked against all candidates: {remedy}"
     yield Requirement(what, amount, minutes[Stage.EVALUATE] if host else None, remedy, "minutes", breaks=False)
 
-    remedy = "every rank reads the shard that its first part begins in from its beginning: cut the corpus into more shards"
+    remedy = "every rank reads the shard of its first part from the shard's beginning: cut the corpus into more shards"
     amount = work.times_read(min(ranks, parts))
     yield Requirement("embed, how often the corpus is read", amount, MANY_READS, remedy, "times", breaks=False)
     amount = work.corpus_rows / parts * ((4 if config.embed.dtype == "float32" else 2) * shape.hidden + ID_BYTES)
@@ -152,7 +152,7 @@ def requirements(
 
 
 def over(found: Sequence[Requirement]) -> list[Requirement]:
-    """The requirements above their limit, those that break a run first."""
+    """Return the requirements above their limit, beginning with those that break a run."""
     return sorted((one for one in found if one.over), key=lambda one: (not one.breaks, -one.amount / (one.limit or 1)))
 
 
@@ -160,7 +160,7 @@ def refuse(found: Sequence[Requirement]) -> None:
     """Refuse more data than a stage can hold.
 
     Raises:
-        BadConfig: names everything that is too much and what helps.
+        BadConfig: names everything that is too much and changes that help.
     """
     refused = [one for one in over(found) if one.breaks]
     if refused:

@@ -15,12 +15,12 @@ from itertools import product
 
 from pipeline.config import RunConfig
 from pipeline.contract import Stage
+from pipeline.cost import HARDWARE
 from pipeline.estimate.memory import FP32
 from pipeline.estimate.requirements import TOKENIZED_TOKENS
 from pipeline.estimate.workload import Lengths, MeasuredRun, Workload
 from pipeline.model.shape import ModelShape
 from pipeline.plan import part_count
-from pipeline.prices import HARDWARE
 
 TRAIN_HOST = "trn1.32xlarge"
 EMBED_HOSTS = (TRAIN_HOST, "inf2.xlarge", "inf2.8xlarge", "inf2.24xlarge", "inf2.48xlarge")
@@ -45,28 +45,23 @@ READ_ROWS = 200_000
 
 
 def embed_mfu(family: str, hidden: int) -> float:
-    """The published MFU of the next narrower width; of the narrowest where none is."""
+    """Return the published MFU of the next narrower width, else of the narrowest."""
     published = EMBED_MFU[family]
     return published[max((width for width in published if width <= hidden), default=min(published))]
 
 
-def train_mfu(hidden: int) -> float:
-    """Training is published at one width; in a narrower model it is lower by as much as inference."""
-    return TRAIN_MFU * embed_mfu("trn1", hidden) / EMBED_MFU["trn1"][1024]
-
-
 def all_reduce_seconds(parameters: int, nodes: int) -> float:
-    """Seconds in which a ring of nodes reduces fp32 gradients: each sends and receives 2 (n - 1) / n of the bytes."""
+    """Return the seconds in which a ring of nodes reduces fp32 gradients: each sends and receives 2 (n - 1) / n of the bytes."""
     return 2 * (nodes - 1) / nodes * FP32 * parameters / EFA_BYTES
 
 
 def text_flops(shape: ModelShape, lengths: Lengths) -> float:
-    """Forward operations of the mean text."""
+    """Return the forward operations of the mean text."""
     return sum(rows * shape.flops(length) for length, rows in lengths.items())
 
 
 def pair_flops(shape: ModelShape, config: RunConfig, documents: Lengths, ranks: int) -> float:
-    """Operations of training with one pair: both texts, and the query's scores with the documents of all ranks."""
+    """Return the operations of training with one pair: both texts, and the query's scores with the documents of all ranks."""
     scores = 2.0 * config.train.batch_size * ranks * shape.hidden
     forward = shape.flops(config.train.query_length) + text_flops(shape, documents) + scores
     return forward * (3 + config.train.activation_checkpointing + config.cuts_batches("neuron"))
@@ -74,11 +69,11 @@ def pair_flops(shape: ModelShape, config: RunConfig, documents: Lengths, ranks: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What hosts make of their peak.
+    """The share of their peak that hosts reach.
 
     Attributes:
         train, embed: utilization in training, and in embedding by family; MFU where no pass is computed again.
-        train_source, embed_source: where they are from.
+        train_source, embed_source: their origin.
         with_input: families whose rate includes reading and tokenizing.
         stall: seconds that training waits for a checkpoint; None: unknown, and not counted.
     """
@@ -93,7 +88,8 @@ class Rates:
     @classmethod
     def published(cls, hidden: int) -> Rates:
         return cls(
-            train=train_mfu(hidden),
+            # Training is published at one width; in a narrower model it is lower by as much as inference.
+            train=TRAIN_MFU * embed_mfu("trn1", hidden) / EMBED_MFU["trn1"][1024],
             train_source="published: BERT-Large, 128 tokens, 3,827 sequences/s on one trn1.32xlarge; less for a narrower model",
             embed={family: embed_mfu(family, hidden) for family in EMBED_MFU},
             embed_source=dict.fromkeys(EMBED_MFU, "published: bert-base and bert-large, 128 tokens, on one chip"),
@@ -101,7 +97,7 @@ class Rates:
 
     @classmethod
     def measured(cls, shape: ModelShape, run: MeasuredRun) -> Rates:
-        """Those of a run on Neuron, as far as its results say them; else the published ones."""
+        """Return the rates of a run on Neuron, as far as its results have them; else the published ones."""
         rates, plan, config, ranks = cls.published(shape.hidden), run.plan, run.plan.config, run.plan.world.ranks
         if speed := run.train.get("pairs_per_second"):
             per_step = config.train.batch_size * config.train.accumulation * ranks
@@ -133,9 +129,9 @@ class Option:
         host: instance type.
         count: nodes of the gang, or children of the array.
         hours: from the stage's first row to its last.
-        limit_hours: after which Batch ends an attempt.
+        limit_hours: limit of a Batch attempt.
         usd: for all hosts; None: the price is unknown.
-        items: what the hours consist of.
+        items: parts of the hours.
     """
 
     stage: Stage
@@ -162,7 +158,7 @@ class Estimator:
 
     Attributes:
         prices: USD for an hour of an instance type, where known.
-        minutes: stage -> after which Batch ends an attempt.
+        minutes: stage -> limit of a Batch attempt.
     """
 
     shape: ModelShape
@@ -172,7 +168,7 @@ class Estimator:
     minutes: Mapping[Stage, int]
 
     def train(self, work: Workload, nodes: int) -> Option:
-        """Training on so many trn1.32xlarge."""
+        """Return training on this many trn1.32xlarge."""
         settings, ranks = self.config.train, HARDWARE[TRAIN_HOST].cores * nodes
         per_step = settings.batch_size * settings.accumulation * ranks
         steps = settings.steps or settings.epochs * math.ceil(work.train_rows / per_step)
@@ -185,7 +181,7 @@ class Estimator:
         return self._option(Stage.TRAIN, TRAIN_HOST, nodes, seconds)
 
     def embed(self, work: Workload, host: str, children: int) -> Option:
-        """Embedding on so many hosts. Parts are assigned whole, so the rank with the most of them decides."""
+        """Return embedding on this many hosts. Ranks get whole parts, so the rank with the most of them decides."""
         cores = HARDWARE[host].cores
         parts = part_count(work.corpus_rows, self.config.embed.rows_per_part, children * cores)
         children = min(children, parts)
@@ -214,7 +210,7 @@ class Estimator:
 
 
 def cheapest(trains: Iterable[Option], embeds: Iterable[Option], deadline_hours: float | None) -> tuple[Option, Option] | None:
-    """Training and embedding that cost least among those that meet the deadline and their attempts' limits; of equal ones the
+    """Return the training and embedding that cost least and meet the deadline and their attempts' limits; of equal ones the
     fastest. None: none does, or no price is known.
 
     Args:

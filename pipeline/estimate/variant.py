@@ -1,4 +1,4 @@
-"""A planned run on this host in another form: the plan of a short run with other settings, over the same rows and parent."""
+"""Variants of a planned run on this host: plans of short runs with other settings, over the same rows and parent."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pipeline.estimate.memory import known_capacity, require_memory, totals
 from pipeline.graphs.compiled import plan_graphs
 from pipeline.model.folder import inspect_folder
 from pipeline.model.shape import read_shape
-from pipeline.plan import MemoryPlan, RunPlan, World
+from pipeline.plan import MemoryPlan, PlannedWorld, RunPlan
 
 
-def plan_world(config: RunConfig) -> World:
+def plan_world(config: RunConfig) -> PlannedWorld:
     """Decide which ranks compute a run.
 
     Raises:
-        BadConfig: a kind of device that is not available, a precision or a number of ranks that it does not have.
+        BadConfig: an unavailable device type, or a precision or number of ranks that it does not have.
     """
     kind = resolve_kind(config.device.kind)
     require_available(kind)
     ranks_per_node = config.device.ranks_per_node or default_ranks_per_node(kind)
     require_world(kind, config.nodes * ranks_per_node)
     precision = resolve_precision(kind, config.device.precision)
-    return World(kind=kind, precision=precision, nodes=config.nodes, ranks_per_node=ranks_per_node)
+    return PlannedWorld(kind=kind, precision=precision, nodes=config.nodes, ranks_per_node=ranks_per_node)
 
 
 def plan_variant(

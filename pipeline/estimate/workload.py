@@ -1,4 +1,4 @@
-"""How much there is to do: as the options of `trnpipe plan` say, as a run had it, or assumed."""
+"""The workload: from the options of `trnpipe plan`, from a run, or assumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Workload:
         train_rows: pairs trained on in an epoch.
         scanned_rows: good rows of all training shards, new and earlier.
         corpus_rows: documents embedded.
-        own_corpus: they are not the documents of the training rows.
+        own_corpus: `corpus_rows` are not the documents of the training rows.
         queries, candidates: of the hold-out.
         shard_rows: rows of an input file.
         query_tokens, document_tokens: means, special tokens included, without padding.
@@ -52,17 +52,17 @@ class Workload:
     embed_lengths: Lengths = field(default_factory=dict)
 
     def times_read(self, ranks: int) -> float:
-        """How often so many ranks of embed read the corpus together: each begins somewhere in a shard, on average in its middle,
-        and reads the shard from its beginning."""
+        """Return how often this many ranks of embed read the corpus together: each begins within a shard, on average in its
+        middle, and reads the shard from its beginning."""
         return 1 + (ranks - 1) * min(self.shard_rows, self.corpus_rows) / (2 * self.corpus_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """What a run left behind that speeds and lengths can be read from.
+    """The files of a run that tell speeds and lengths.
 
     Attributes:
-        deployment: what the state machine added; None: the run's input is gone.
+        deployment: added by the state machine; None: the run's input is gone.
         train, embed: metrics of the results; empty where there is none.
     """
 
@@ -108,12 +108,12 @@ class MeasuredRun:
 
 
 def bucket_of(tokens: float, buckets: Sequence[int]) -> int:
-    """The static length at which a text is computed; longer texts are cut."""
+    """Return the static length for a text; longer texts are cut."""
     return next((bucket for bucket in buckets if tokens <= bucket), buckets[-1])
 
 
 def packed(tokens: float, buckets: Sequence[int], padding: float) -> Lengths:
-    """The packed rows that the mean text takes, of the shortest length that holds it.
+    """Return the packed rows that the mean text takes, of the shortest length that holds it.
 
     Args:
         padding: share of the rows.
@@ -132,10 +132,10 @@ def workload(
     document_tokens: float | None,
     shard_rows: int | None,
 ) -> tuple[Workload, list[str]]:
-    """The workload, and a sentence on each assumption.
+    """Return the workload, and a sentence on each assumption.
 
     Args:
-        run: what the other arguments do not say is taken from it.
+        run: source of what the other arguments do not say.
         train_rows, corpus_rows, query_tokens, document_tokens, shard_rows: as in `Workload`.
 
     Raises:
@@ -146,7 +146,7 @@ def workload(
     documents = corpus_rows or (plan.embed.rows if plan and train_rows is None else 0) or pairs
     if not pairs:
         raise BadConfig(
-            "it is not known how much there is to do",
+            "the options name no rows",
             value=f"--train-rows {train_rows}, --corpus-rows {corpus_rows}",
             rule="a workload has rows",
             remedy="name --train-rows, --corpus-rows or both",

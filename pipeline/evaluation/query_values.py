@@ -1,4 +1,4 @@
-"""What every query of an evaluation got: a small Parquet file, so that two models or two runs can be compared query by query.
+"""The metrics of every query of an evaluation: a small Parquet file, to compare two models or two runs query by query.
 
 Columns: `query_hash` (pipeline/dataset/rows.normalized_hash), `locale` (null where rows have none), then one float64 column per
 metric. A query is a text and a locale, each once.
@@ -38,7 +38,7 @@ class QueryValues:
         return {metric: float(values.mean()) for metric, values in self.values.items()}
 
     def write(self, path: Path) -> None:
-        """Write them to a local file, whose folder is made if need be."""
+        """Write them to a local file; create its folder if it is missing."""
         columns = [
             pa.array([query for query, _ in self.queries], pa.uint64()),
             pa.array([locale for _, locale in self.queries], pa.string()),

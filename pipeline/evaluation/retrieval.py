@@ -1,6 +1,6 @@
 """Retrieval metrics: how well queries find their relevant documents among all candidates, per query, in the terms of trec_eval.
 
-Exact search: every query is scored against every candidate, in chunks, so that no score matrix of the whole set is ever held.
+Exact search: every query is scored against every candidate, in chunks, so that the whole score matrix is never in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def retrieve(
         queries: (Q, D) fp32.
         candidates: (C, D) fp32, on the same device.
         relevant: per query, index of a candidate -> gain; gains above 0 count as relevant and weigh linearly in nDCG.
-        k: ranks that are looked at, at least 100 for all metrics.
+        k: depth of the rankings, at least 100 for all metrics.
 
     Returns:
         For each of METRICS an array (Q,): nDCG@10, the reciprocal rank of the first relevant document within 10 (else 0), and the
@@ -59,7 +59,7 @@ def retrieve(
 
 
 def rank(queries: Tensor, candidates: Tensor, k: int) -> npt.NDArray[np.int64]:
-    """Indices of the best min(k, C) candidates of every query, best first; equal scores in the order of the candidates."""
+    """Return the indices of the best min(k, C) candidates of every query, best first; equal scores in the candidates' order."""
     if not (bool(torch.isfinite(queries).all()) and bool(torch.isfinite(candidates).all())):
         raise BadData(
             "embeddings that are not finite", rule="every value of an embedding is a number", remedy="look at the model"
@@ -71,7 +71,7 @@ def rank(queries: Tensor, candidates: Tensor, k: int) -> npt.NDArray[np.int64]:
 
 
 def _sortable(scores: Tensor) -> Tensor:
-    """Distinct int64 keys in the order of (score, earlier candidate first); `topk` promises nothing about equal scores."""
+    """Return distinct int64 keys in the order of (score, earlier candidate first); `topk` promises nothing about equal scores."""
     # Bits of floats order like integers once the magnitude of negative ones is flipped; adding 0 makes -0.0 into 0.0.
     bits = (scores.float() + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)

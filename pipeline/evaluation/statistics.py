@@ -1,4 +1,4 @@
-"""Is a difference between two models more than chance? Paired comparison of per-query values; numpy only."""
+"""Paired comparison of two models' per-query values: is their difference more than chance? numpy only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Values = npt.NDArray[np.float64]
 
 
 def bootstrap(differences: Values, *, samples: int, seed: int) -> tuple[Values, Values]:
-    """Bounds of the interval that holds the mean difference with 95 %, by resampling queries with replacement.
+    """Return the 95 % confidence interval of the mean difference, by resampling queries with replacement.
 
     Args:
         differences: new - parent, shape (queries, metrics). Paired: both models saw the same query, so the spread among queries,

@@ -1,8 +1,8 @@
-"""The evaluation inside training: some of the hold-out's queries against the documents of just those, on all ranks together.
+"""The evaluation inside training: some of the hold-out's queries against these queries' documents, on all ranks together.
 
-It shows a curve while a run goes on, query by query for comparing runs (`trnpipe parity`); the number that decides is the
-evaluate stage's, on the whole hold-out. On devices that compile graphs every shape is fixed by the configuration, so that next
-week's hold-out meets the graphs of this week's: batches as in encoding, and ranks share embeddings in blocks of GATHER_ROWS.
+It shows a curve during a run, query by query for `trnpipe parity`; the evaluate stage's number, on the whole hold-out, decides.
+On devices that compile graphs the configuration fixes every shape, so that next week's hold-out meets the graphs of this week's:
+batches as in encoding, and ranks share embeddings in blocks of GATHER_ROWS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.model.inference import encode, for_encoding
 TokenLists = Sequence[Sequence[int]]
 
 GATHER_ROWS = 64
-"""Embeddings that a rank gives to one gather: 64 ranks x 64 rows of 768 fp32 values are 12 MiB, and the usual 512 queries of
+"""Embeddings of a rank in one gather: 64 ranks x 64 rows of 768 fp32 values are 12 MiB, and the usual 512 queries of
 one node are one block. A larger hold-out takes more blocks, never another shape."""
 
 
@@ -36,7 +36,7 @@ class ValidationSet:
     """Queries, candidates, and per query the index of each relevant candidate with its gain.
 
     Attributes:
-        keys: what each query is known by in other runs.
+        keys: identity of each query, the same in all runs.
     """
 
     keys: tuple[QueryKey, ...]
@@ -46,7 +46,7 @@ class ValidationSet:
 
 
 def read_validation_set(folder: Path, queries: int) -> ValidationSet:
-    """The first `queries` distinct hold-out queries in the order of their hashes, which is random but the same in every week.
+    """Return the first `queries` distinct hold-out queries in the order of their hashes, which is random but the same every week.
 
     Args:
         folder: with `holdout.arrow` and `candidates.arrow`.
@@ -94,7 +94,7 @@ def read_validation_set(folder: Path, queries: int) -> ValidationSet:
 def validate(
     encoder: Encoder, device: Device, data: ValidationSet, config: EmbedConfig, on_progress: Callable[[int], None]
 ) -> QueryValues | None:
-    """Each retrieval metric of each query; the leader's answer, None on the other ranks. Called by all ranks.
+    """Return each retrieval metric of each query on the leader, None on the other ranks. All ranks call it.
 
     Args:
         config: buckets and batch size, the same as for embedding.
@@ -110,7 +110,7 @@ def validate(
 def _encode_shared(
     encoder: Encoder, device: Device, token_lists: TokenLists, config: EmbedConfig, on_progress: Callable[[int], None]
 ) -> Tensor:
-    """Embeddings of all token lists, on every rank's host; each rank computes every world-size-th."""
+    """Return the embeddings of all token lists, on every rank's host; each rank computes every world-size-th."""
     rank, size = device.world.rank, device.world.size
     mine = token_lists[rank::size]
     encode_with = for_encoding(encoder, compiles=device.compiles)

@@ -28,13 +28,13 @@ from transformers import PreTrainedConfig
 from pipeline import store
 from pipeline.backends.device import Device, EncodeFunction
 from pipeline.backends.hlo import GraphDescription
-from pipeline.config import CompileConfig, Role, RunConfig, keys_of
+from pipeline.config import CompileConfig, KeyRole, RunConfig, keys_of
 from pipeline.contract import EAGER_KINDS, graphs_uri, now
 from pipeline.errors import BadData, Defect, MissingInput
 from pipeline.graphs.sources import ENCODING, TRAINING, sources_digest
 from pipeline.model.encoder import Encoder
 from pipeline.model.inference import encode_shapes, inference_form, probe_rows
-from pipeline.plan import GraphsPlan, World
+from pipeline.plan import GraphsPlan, PlannedWorld
 from pipeline.run.context import StageContext
 from pipeline.sdk.graph_variables import REDUCE_BUCKET, graph_environment
 
@@ -99,7 +99,7 @@ class GraphSet:
         )
 
 
-def plan_graphs(config: RunConfig, world: World, backbone: PreTrainedConfig, bucket_root: str) -> GraphsPlan | None:
+def plan_graphs(config: RunConfig, world: PlannedWorld, backbone: PreTrainedConfig, bucket_root: str) -> GraphsPlan | None:
     """Names of the sets that a run needs, None for kinds that compile nothing.
 
     Args:
@@ -147,7 +147,7 @@ def plan_graphs(config: RunConfig, world: World, backbone: PreTrainedConfig, buc
 def graph_settings(config: RunConfig, *sections: str) -> dict[str, Any]:
     """Return the settings of some sections that are shapes or constants of graphs, by key. The learning rate is data."""
     values = config.model_dump(mode="json")
-    keys = (key for key in keys_of(Role.GRAPH, RunConfig) if key.startswith(tuple(f"{name}." for name in sections)))
+    keys = (key for key in keys_of(KeyRole.GRAPH, RunConfig) if key.startswith(tuple(f"{name}." for name in sections)))
     return {key: reduce(getitem, key.split("."), values) for key in keys}
 
 

@@ -32,7 +32,7 @@ DRIVER = "driver_version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class HostFinding:
     """What a test found, before it is recorded. Meaning as in `TestRecord`."""
 
     passed: bool
@@ -110,12 +110,12 @@ def wrong_driver(record: TestRecord) -> BadConfig:
     )
 
 
-def _record(name: str, rank: int, test: Callable[[], Finding]) -> TestRecord:
+def _record(name: str, rank: int, test: Callable[[], HostFinding]) -> TestRecord:
     began = time.monotonic()
     try:
         found = test()
     except ToolError as error:
-        found = Finding(passed=False, value=0.0, detail=str(error))
+        found = HostFinding(passed=False, value=0.0, detail=str(error))
     return TestRecord(
         name=name,
         rank=rank,
@@ -129,11 +129,11 @@ def _record(name: str, rank: int, test: Callable[[], Finding]) -> TestRecord:
     )
 
 
-def _driver(config: HealthCheckConfig, root: Path) -> Finding:
+def _driver(config: HealthCheckConfig, root: Path) -> HostFinding:
     driver, runtime = driver_version(root), runtime_version(root, seconds=config.tool_timeout_seconds)
     numbers = parse_version(driver)
     objection = driver_objection(numbers, parse_version(runtime), config.driver_versions)
-    return Finding(
+    return HostFinding(
         passed=objection is None,
         value=numbers[0] + numbers[1] / 100,
         unit="release",
@@ -141,9 +141,9 @@ def _driver(config: HealthCheckConfig, root: Path) -> Finding:
     )
 
 
-def _files(name: str, count: int, root: Path) -> Finding:
+def _files(name: str, count: int, root: Path) -> HostFinding:
     missing = missing_files(root, [f"{name}{index}" for index in range(count)])
-    return Finding(
+    return HostFinding(
         passed=not missing,
         value=count - len(missing),
         floor=count,
@@ -152,7 +152,7 @@ def _files(name: str, count: int, root: Path) -> Finding:
     )
 
 
-def _cores(config: HealthCheckConfig, root: Path, *, idle: bool) -> Finding:
+def _cores(config: HealthCheckConfig, root: Path, *, idle: bool) -> HostFinding:
     devices = neuron_ls(root, seconds=config.tool_timeout_seconds)
     wrong = []
     indices = {device.index for device in devices}
@@ -165,7 +165,7 @@ def _cores(config: HealthCheckConfig, root: Path, *, idle: bool) -> Finding:
             wrong.append(f"device {device.index} has {device.memory / (1 << 30):.1f} GiB")
         if idle and device.processes:
             wrong.append(f"device {device.index} is held by {', '.join(device.processes)}")
-    return Finding(
+    return HostFinding(
         passed=not wrong,
         value=len({core for device in devices for core in device.cores}),
         floor=config.neuron_devices * config.cores_per_device,
@@ -174,9 +174,9 @@ def _cores(config: HealthCheckConfig, root: Path, *, idle: bool) -> Finding:
     )
 
 
-def _errors(config: HealthCheckConfig, root: Path) -> Finding:
+def _errors(config: HealthCheckConfig, root: Path) -> HostFinding:
     counts = {name: count for name, count in uncorrected_errors(config.neuron_devices, root).items() if count}
-    return Finding(
+    return HostFinding(
         passed=not counts,
         value=sum(counts.values()),
         ceiling=0.0,
@@ -185,9 +185,9 @@ def _errors(config: HealthCheckConfig, root: Path) -> Finding:
     )
 
 
-def _collective(operation: str, ranks: int, config: HealthCheckConfig, root: Path) -> Finding:
+def _collective(operation: str, ranks: int, config: HealthCheckConfig, root: Path) -> HostFinding:
     rate = nccom_test(operation, ranks, config.nccom_bytes, seconds=config.nccom_timeout_seconds, root=root)
-    return Finding(
+    return HostFinding(
         passed=rate >= config.min_nccom_gibps,
         value=rate,
         floor=config.min_nccom_gibps,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline import store
-from pipeline.contract import RunPaths, Stage, StageFailure, now, read_record
+from pipeline.contract import Record, RunPaths, Stage, StageFailure, now
 from pipeline.errors import MissingInput, Transient, TrnpipeError
 from pipeline.run.world import NodeWorld
 
@@ -24,7 +24,7 @@ def same_attempt(record: dict[str, Any], node: NodeWorld) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeExit:
+class NodeExit(Record):
     """`exits/attempt-A/node-N.json`: how a node ended, `failure` None where all went well."""
 
     exit_code: int
@@ -158,7 +158,7 @@ class Peers:
         for peer in self.running():
             uri = self._paths.node_exit(self._stage, self._node.attempt, peer)
             if uri.rsplit("/", 1)[-1] in written:
-                record = read_record(NodeExit, store.read_bytes(uri))
+                record = NodeExit.from_json(store.read_bytes(uri))
                 if same_attempt(asdict(record), self._node):
                     self._exits[peer] = record.failure
 

@@ -14,7 +14,7 @@ from typing import IO
 
 from pipeline.run.cloudwatch import is_record
 from pipeline.sdk import known_errors
-from pipeline.sdk.known_errors import Finding
+from pipeline.sdk.known_errors import KnownErrorLine
 
 CHUNK_BYTES = 1 << 16
 KEPT_LINES = 20
@@ -70,7 +70,7 @@ class Output:
         self._find = find
         self._nodes = nodes
         self._streams: dict[int, list[_Stream]] = {rank: [] for rank in ranks}
-        self._findings: dict[int, Finding | None] = dict.fromkeys(ranks)
+        self._findings: dict[int, KnownErrorLine | None] = dict.fromkeys(ranks)
         self._last: dict[int, deque[str]] = {rank: deque(maxlen=KEPT_LINES) for rank in ranks}
 
     def pump(self, *, end: bool = False) -> None:
@@ -93,7 +93,7 @@ class Output:
                     self._last[rank].append(line[: known_errors.LINE_CHARACTERS])
                     self._findings[rank] = known_errors.better(self._findings[rank], known_errors.match(line, nodes=self._nodes))
 
-    def finding(self, rank: int) -> tuple[int, Finding] | None:
+    def finding(self, rank: int) -> tuple[int, KnownErrorLine] | None:
         """What explains a failure of this rank, and whose line it is: its own one if that is a cause, else the node's best."""
         own = self._findings.get(rank)
         if own is not None and own.is_cause:

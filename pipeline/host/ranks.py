@@ -29,7 +29,7 @@ from pipeline.host.output import Output
 from pipeline.run import failure, processes, tether
 from pipeline.run.world import LOOPBACK, ROOT_COMM_PORT, NodeWorld
 from pipeline.sdk import neuron_launch
-from pipeline.sdk.known_errors import Action, Finding
+from pipeline.sdk.known_errors import Action, KnownErrorLine
 
 log = logging.getLogger("trnpipe")
 
@@ -235,13 +235,13 @@ class Ranks(ABC):
         finding = self._output.finding(rank) if self._output else None
         return finding[1].line if finding and not finding[1].is_cause else ""
 
-    def cause(self, rank: int) -> Finding | None:
+    def cause(self, rank: int) -> KnownErrorLine | None:
         """What in the node's output would explain that this rank stalls."""
         finding = self._output.finding(rank) if self._output else None
         return finding[1] if finding and finding[1].is_cause else None
 
     @staticmethod
-    def _may_follow(line: Finding) -> bool:
+    def _may_follow(line: KnownErrorLine) -> bool:
         return line.row.action is Action.FOLLOW
 
     def _unexplained(self, rank: int, code: int) -> StageFailure:

@@ -36,6 +36,7 @@ from pipeline.contract import (
     RUN_PARAMETER,
     STAGES,
     Metric,
+    Record,
     RunPaths,
     Shape,
     Stage,
@@ -43,7 +44,6 @@ from pipeline.contract import (
     StageResult,
     check_run_folder,
     now,
-    read_record,
 )
 from pipeline.cost import NOTE_SECONDS, NodeAttempt
 from pipeline.errors import BadConfig, BadData, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError, one_line
@@ -518,7 +518,7 @@ class Supervisor:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanNumbers:
+class PlanNumbers(Record):
     """What the supervisor needs of the plan. Read without pipeline.plan, whose validation was done when the plan was written."""
 
     fingerprint: str = ""
@@ -553,7 +553,7 @@ class PlanNumbers:
                 "ranks_per_child": plan["config"]["embed"].get("ranks_per_child"),
                 **{name: graphs[name] for name in ("compiler_flags", "cache", "environment")},
             }
-            return read_record(cls, json.dumps(numbers))
+            return cls.from_json(json.dumps(numbers).encode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if stage in STAGES_WITHOUT_PLAN:
                 return cls()  # prepare refuses it in its own words, the report shows that

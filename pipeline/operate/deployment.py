@@ -1,7 +1,7 @@
-"""Where the operator commands look: a deployment in an AWS account, or the local run of a state folder.
+"""The target of the operator commands: a deployment in an AWS account, or the local run of a state folder.
 
-Both are the same state machine, and everything else that a command needs to know stands in its definition: the bucket, the
-queues, the deployment's own configuration and limits. What AWS answers instead of an answer becomes one of our errors.
+Both run the same state machine, whose definition holds everything else that a command needs: the bucket, the queues, the
+deployment's own configuration and limits. AWS errors become our own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.store.faults import ABSENT
 
 CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 8}, connect_timeout=10, read_timeout=30)
 LOCAL_CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
-"""The local endpoint does not throttle; one that does not answer is gone."""
+"""The local endpoint does not throttle; if it does not answer, it has ended."""
 
 STATE_MACHINE_OUTPUT = "StateMachineArn"
 LOG_GROUP_OUTPUT = "JobLogGroup"
@@ -37,12 +37,12 @@ LOG_GROUP_OUTPUT = "JobLogGroup"
 
 
 class EndpointGone(Transient):
-    """The local run ended during a request to it: nothing of it runs any more."""
+    """The local run ended during a request to it, and all its jobs with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the state machine's definition says.
+    """The parts of the state machine's definition that the commands need.
 
     Attributes:
         bucket: name of the bucket of runs.
@@ -56,10 +56,10 @@ class Machine:
 
     @classmethod
     def parse(cls, definition: str) -> Machine:
-        """Read a definition that infra/workflow/machine.py has made.
+        """Read a definition that infra/workflow/machine.py made.
 
         Raises:
-            BadData: it is another state machine's.
+            BadData: the definition of another state machine.
         """
         try:
             states = json.loads(definition)["States"].values()
@@ -67,15 +67,14 @@ class Machine:
             [written] = [
                 state["Parameters"] for state in states if "deployment" in str(state.get("Parameters", {}).get("Body", ""))
             ]
-            deployment = Deployment.model_validate(written["Body"]["deployment"])
             return cls(
                 bucket=str(written["Bucket"]),
                 queues=tuple(dict.fromkeys(str(submit["JobQueue"]) for submit in submits)),
-                deployment=deployment,
+                deployment=Deployment.model_validate(written["Body"]["deployment"]),
             )
         except (ValidationError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadData(
-                "the state machine is none that this version of trnpipe has deployed",
+                "this version of trnpipe did not deploy the state machine",
                 value=f"{type(error).__name__}: {error}".splitlines()[0],
                 rule="a state writes input.json with the deployment's configuration, others submit jobs to its queues",
                 remedy="name the right --stack, or deploy it with this version",
@@ -101,7 +100,7 @@ class Site:
 
     @property
     def option(self) -> str:
-        """How a command line names it."""
+        """The command-line option that names it."""
         return f"--state {self.state}" if self.state else f"--stack {self.stack}"
 
     @cached_property
@@ -128,13 +127,13 @@ class Site:
         return self.machine_arn.replace(":stateMachine:", ":execution:", 1) + f":{name}"
 
     def console_link(self, execution_arn: str) -> str | None:
-        """Where the execution can be looked at in a browser; None of a local run."""
+        """Return the URL that shows the execution in a browser; None for a local run."""
         if self.state is not None:
             return None
         return aws_console.execution(execution_arn.split(":")[3], execution_arn)
 
     def log_of(self, stream: str) -> str:
-        """Where a job's output is, as people find it."""
+        """Return where to read a job's output."""
         return str(self.state / "logs" / stream) if self.state else f"{self.log_group or 'log group unknown'}, stream {stream}"
 
     @contextmanager
@@ -142,12 +141,12 @@ class Site:
         """Turn what the AWS library raises into our errors.
 
         Args:
-            what: is asked for.
+            what: the request's subject.
 
         Raises:
             BadConfig: no region, no credentials or none that work.
             ServiceRefused: access denied, or a request that is refused otherwise.
-            Transient: throttled or unreachable for longer than the library tries again.
+            Transient: still throttled or unreachable after the library's retries.
             EndpointGone: the local run has ended.
         """
         try:
@@ -161,7 +160,7 @@ class Site:
         match classify_aws_error(error):
             case AwsError.NO_CREDENTIALS | AwsError.SETUP:
                 return BadConfig(
-                    "AWS cannot be asked without a region and credentials",
+                    "no AWS region or credentials",
                     value=error,
                     rule="as for the AWS CLI: environment, `aws configure`, AWS_PROFILE, or a role",
                     remedy="set AWS_REGION and credentials (`aws sso login`, `aws configure`), or name a local run with --state",
@@ -170,7 +169,7 @@ class Site:
                 return BadConfig(
                     "AWS does not accept the credentials",
                     value=value,
-                    rule="credentials that are valid now, of the deployment's account",
+                    rule="valid credentials of the deployment's account",
                     remedy="renew them (`aws sso login`, `aws configure`), or set AWS_PROFILE",
                 )
             case AwsError.DENIED:
@@ -178,7 +177,7 @@ class Site:
                     "access is denied",
                     value=value,
                     rule="your role may call this operation on the deployment's resources",
-                    remedy=f"grant it {operation}, or set AWS_PROFILE to a role that may",
+                    remedy=f"grant it {operation}, or set AWS_PROFILE to a role that has it",
                 )
             case AwsError.BUSY:
                 return Transient("AWS answered with an error", value=value, remedy="a new attempt may succeed")
@@ -188,8 +187,8 @@ class Site:
                 return EndpointGone(
                     "the local run does not answer",
                     value=f"{self.state / NAME}: {error}",
-                    rule="a local run is there for as long as `trnpipe local` goes on",
-                    remedy=f"see `trnpipe runs --state {self.state}` for what came of it; `trnpipe local --run ID` takes it up",
+                    rule="a local run lasts as long as its `trnpipe local`",
+                    remedy=f"`trnpipe runs --state {self.state}` shows its outcome; `trnpipe local --run ID` resumes it",
                 )
             case AwsError.UNREACHABLE:
                 return Transient("AWS could not be reached", value=f"{what}: {error}", remedy="a new attempt may succeed")
@@ -232,8 +231,7 @@ class S3Files:
     def has(self, prefix: str) -> bool:
         start = self._key_of(prefix)
         with self._site.asking(f"s3://{self._bucket}/{start}"):
-            answer = self._site.client("s3").list_objects_v2(Bucket=self._bucket, Prefix=start, MaxKeys=1)
-        return bool(answer.get("Contents"))
+            return bool(self._site.client("s3").list_objects_v2(Bucket=self._bucket, Prefix=start, MaxKeys=1).get("Contents"))
 
     def _key_of(self, name: str) -> str:
         return f"{self._key}/{name.lstrip('/')}"
@@ -241,20 +239,20 @@ class S3Files:
 
 @contextmanager
 def open_site(stack: str, state: Path | None) -> Iterator[Site]:
-    """The deployment of a stack, or the local run of a state folder. Inside, a local run's key is what this process signs with.
+    """Yield the deployment of a stack, or the local run of a state folder, whose key then signs this process's requests.
 
     Raises:
-        MissingInput: no such stack, or no local run goes on in the folder.
+        MissingInput: no such stack, or no local run in progress in the folder.
         BadConfig: a stack of something else; see also `Site.asking`.
     """
     if state is not None:
         record = read_endpoint(state)
         if record is None:
             raise MissingInput(
-                "no local run is going on in this state folder",
+                "no local run is in progress in this state folder",
                 value=state,
                 rule=f"`trnpipe local` writes {NAME} there while it runs",
-                remedy=f"start one with `trnpipe local`, or see `trnpipe runs --state {state}` for what there was",
+                remedy=f"start one with `trnpipe local`, or see earlier ones with `trnpipe runs --state {state}`",
             )
         with only_environment(record.environment):
             yield Site(record.state_machine, state=state)
@@ -262,7 +260,7 @@ def open_site(stack: str, state: Path | None) -> Iterator[Site]:
     outputs = _outputs(stack)
     if STATE_MACHINE_OUTPUT not in outputs:
         raise BadConfig(
-            "the stack is no pipeline",
+            "the stack is not a pipeline",
             value=f"{stack}: outputs {', '.join(sorted(outputs)) or 'none'}",
             rule=f"the pipeline's stack has the output {STATE_MACHINE_OUTPUT}",
             remedy="name the stack that is called as `name` in cdk.json, without -data",
@@ -277,7 +275,7 @@ def _outputs(stack: str) -> dict[str, str]:
         try:
             [described] = client.describe_stacks(StackName=stack)["Stacks"]
         except ClientError as error:
-            # CloudFormation has no code of its own for it.
+            # CloudFormation has no error code for it.
             if error.response["Error"]["Code"] != "ValidationError" or "does not exist" not in str(error):
                 raise
             raise MissingInput(

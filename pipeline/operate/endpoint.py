@@ -1,7 +1,7 @@
-"""`endpoint.json` in a local run's state folder: what the operator commands need to talk to that run while it goes on.
+"""`endpoint.json` in a local run's state folder: how the operator commands reach that run while it lasts.
 
-The endpoint answers only who knows the key that was made for it (infra/local/server.py). The file hands it to the user's own
-commands: only its owner can read it, and it is gone when the endpoint is. Standard library only.
+The endpoint answers only requests with the key that was made for it (infra/local/server.py). The file gives the key to the user's
+own commands: only its owner can read it, and it disappears with the endpoint. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.contract import read_record
+from pipeline.contract import Record
 from pipeline.errors import BadData
 
 NAME = "endpoint.json"
@@ -23,12 +23,12 @@ NO_USER_FILES = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointRecord:
-    """A local endpoint that is up.
+class EndpointRecord(Record):
+    """A running local endpoint.
 
     Attributes:
         state_machine: ARN of its only state machine.
-        environment: variables under which any AWS SDK talks to it and to nothing else, its key among them.
+        environment: variables with which every AWS SDK talks to this endpoint alone, its key among them.
         process: id of the process that serves it.
     """
 
@@ -38,14 +38,14 @@ class EndpointRecord:
 
 
 def make_private(state: Path) -> None:
-    """The state folder, which only its owner may read: it holds people's data. An existing one keeps its mode."""
+    """Create the state folder, readable by its owner alone: it holds people's data. An existing one keeps its mode."""
     state.parent.mkdir(parents=True, exist_ok=True)
     state.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager
 def announced(state: Path, record: EndpointRecord) -> Iterator[None]:
-    """Within it the file is there, for its owner alone."""
+    """Keep the file in the state folder for the duration of the block, readable by its owner alone."""
     path, temporary = state / NAME, state / f"{NAME}.tmp"
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -59,19 +59,19 @@ def announced(state: Path, record: EndpointRecord) -> Iterator[None]:
 
 
 def read_endpoint(state: Path) -> EndpointRecord | None:
-    """The endpoint of the local run in a state folder, None when none has announced itself.
+    """Return the endpoint of the local run in a state folder, None without one.
 
-    A killed run leaves its file behind: whether an endpoint answers is another question.
+    A killed run leaves its file behind: the endpoint may not answer.
 
     Raises:
-        BadData: the file is none that an endpoint has written.
+        BadData: the file is not an endpoint's.
     """
     try:
         data = (state / NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return read_record(EndpointRecord, data)
+        return EndpointRecord.from_json(data)
     except BadData as error:
         error.value = f"{state / NAME}: {error.value}"
         error.remedy = "delete it; a running `trnpipe local` writes it when it starts"
@@ -80,7 +80,7 @@ def read_endpoint(state: Path) -> EndpointRecord | None:
 
 @contextmanager
 def only_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment with the variables and without any AWS setting of its user; restored afterwards."""
+    """Set the variables in this process's environment, without its user's AWS settings; restore it afterwards."""
     before = dict(os.environ)
     for key in before:
         if key.startswith("AWS_"):

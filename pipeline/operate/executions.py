@@ -1,9 +1,9 @@
-"""Executions of a site's state machine: found by what people call them, listed, their history followed, started and stopped."""
+"""Find, list, follow, start and stop the executions of a site's state machine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -18,12 +18,12 @@ from pipeline.operate.run_files import IN_FOLDER, json_object
 RUNNING = ("RUNNING", "PENDING_REDRIVE")
 FIRST_PAGE = 1000
 NEXT_PAGE = 100
-"""Events of a history asked for at once: all there is at first, then what is new."""
+"""Events of a history per request: all of them at first, then the new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """One execution as DescribeExecution tells it.
+    """One execution as DescribeExecution describes it.
 
     Attributes:
         name: unique within its state machine.
@@ -65,10 +65,6 @@ class Execution:
             given=json_object(answer.get("input")),
         )
 
-    def outcome(self) -> dict[str, str]:
-        """Status, error and cause, as `outcome.exit_code` takes them."""
-        return {"status": self.status, "error": self.error, "cause": self.cause}
-
 
 def describe(site: Site, arn: str) -> Execution:
     """
@@ -89,7 +85,7 @@ def find(site: Site, wanted: str | None) -> Execution:
             None: the one that was started last among those that run.
 
     Raises:
-        BadConfig: no such name can be; or two executions of this run go on, and the name says not which.
+        BadConfig: an invalid name; or two executions of this run are in progress, and the name does not say which.
         MissingInput: there is none.
     """
     if wanted is None:
@@ -105,10 +101,10 @@ def find(site: Site, wanted: str | None) -> Execution:
     if wanted.startswith("arn:"):
         if not wanted.startswith(site.execution_arn("")):
             raise BadConfig(
-                "this is no execution of this state machine",
+                "the execution belongs to another state machine",
                 value=wanted,
                 rule=f"it begins with {site.execution_arn('')}",
-                remedy="name the --stack that it belongs to",
+                remedy="set --stack to the one that it belongs to",
             )
         return describe(site, wanted)
     by_name = _described(site, site.execution_arn(check_run_id(wanted)))
@@ -119,10 +115,10 @@ def find(site: Site, wanted: str | None) -> Execution:
         by_run = _described(site, newest_arn)
     if by_name and by_run and by_name.running and by_run.running:
         raise BadConfig(
-            "two executions of this run go on",
+            "two executions of this run are in progress",
             value=[by_name.arn, by_run.arn],
             rule="one name, one execution",
-            remedy="give the whole ARN of the one that you mean",
+            remedy="give the full ARN of one of them",
         )
     found = [one for one in (by_run, by_name) if one is not None]
     if not found:
@@ -131,10 +127,10 @@ def find(site: Site, wanted: str | None) -> Execution:
 
 
 def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
-    """The executions that were started last, newest first.
+    """Return the executions that were started last, newest first.
 
     Args:
-        limit: so many at most.
+        limit: the most to return.
         running: only those that run.
     """
     asked = {"stateMachineArn": site.machine_arn, **({"statusFilter": "RUNNING"} if running else {})}
@@ -147,13 +143,13 @@ def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
 
 
 def stop(site: Site, execution: Execution, reason: str) -> None:
-    """StopExecution; one that is over is left unchanged."""
+    """Stop an execution; one that has ended stays unchanged."""
     with site.asking(execution.name):
         site.client("stepfunctions").stop_execution(executionArn=execution.arn, error="Stopped", cause=reason)
 
 
 def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Execution:
-    """StartExecution.
+    """Start an execution.
 
     Raises:
         BadConfig: there is an execution of this name.
@@ -169,7 +165,7 @@ def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Executio
                 "there is an execution of this name already",
                 value=name,
                 rule="names are unique for 90 days",
-                remedy=f"choose another --name, or take that run up again with --run {name}",
+                remedy=f"choose another --name, or resume that run with --run {name}",
             ) from error
     return describe(site, answer["executionArn"])
 
@@ -187,20 +183,17 @@ class History:
         self._arn = arn
 
     def update(self) -> None:
-        """Fetch what has been added. Newest first, so that a long history is read once and not at every look."""
+        """Fetch the new events, newest first, so that a long history is read once and not at every look."""
         last = self.events[-1]["id"] if self.events else 0
         new: dict[int, Mapping[str, Any]] = {}
         with self._site.asking("the execution's history"):
-            for page in self._pages(reverse=last > 0):
+            pages = self._site.client("stepfunctions").get_paginator("get_execution_history")
+            size = {"PageSize": NEXT_PAGE if last else FIRST_PAGE}
+            for page in pages.paginate(executionArn=self._arn, reverseOrder=last > 0, PaginationConfig=size):
                 new.update({event["id"]: event for event in page["events"] if event["id"] > last})
                 if last and any(event["id"] <= last for event in page["events"]):
                     break
         self.events += [new[number] for number in sorted(new)]
-
-    def _pages(self, *, reverse: bool) -> Iterator[Mapping[str, Any]]:
-        paginator = self._site.client("stepfunctions").get_paginator("get_execution_history")
-        size = {"PageSize": NEXT_PAGE if reverse else FIRST_PAGE}
-        yield from paginator.paginate(executionArn=self._arn, reverseOrder=reverse, PaginationConfig=size)
 
 
 def _described(site: Site, arn: str) -> Execution | None:

@@ -1,5 +1,5 @@
-"""What a person reads when an execution has ended, and the exit code that says it: the new model against the baseline, speeds,
-places, or why it failed. Serves `trnpipe local` and `trnpipe watch` alike.
+"""Print the outcome of an execution, and find its exit code: the new model against the baseline, speeds, locations, or why it
+failed. For `trnpipe local` and `trnpipe watch` alike.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from pipeline.commands.terminal import clock, say
+from pipeline.commands.terminal import clock, right, say
 from pipeline.contract import RunPaths, Stage, StageFailure
 from pipeline.errors import ExitCode, TrnpipeError, plain, shown
 from pipeline.operate import run_files
@@ -27,27 +27,27 @@ ERROR_CODES = {
     "NoSuchGang": ExitCode.BAD_CONFIG,
     "LockHeld": ExitCode.TRANSIENT,
 }
-"""Errors of the state machine's own and the exit codes they stand for."""
+"""The state machine's own errors -> exit codes."""
 
 OUT_OF_TIME = ("States.Timeout", "GangOverdue", "GangLost")
-"""Ends of errors under which a job was given up."""
+"""How the names of errors end with which the state machine gave up a job."""
 
 ABORTED_EXIT = 130
 
 
 Logs = Callable[[StageLine, StageFailure | None], Iterable[str]]
-"""Where the output of a failed stage's job is, given the stage and its own record of the failure."""
+"""Yields where the output of a failed stage's job is, given the stage and its own record of the failure."""
 
 
 def conclude(
     console: Console, execution: Mapping[str, Any], tracker: Tracker, started: datetime, logs: Logs = lambda *_: ()
 ) -> int:
-    """Print what came of an execution; returns the exit code.
+    """Print the outcome of an execution; return the exit code.
 
     Args:
         execution: DescribeExecution's answer.
-        tracker: what was seen of it.
-        started: when it started; an older failure file is about something else.
+        tracker: its stages.
+        started: when it started; older failure files belong to earlier executions.
     """
     code = exit_code(execution, tracker, started)
     if code == 0 or (tracker.failed is None and tracker.lines[Stage.EVALUATE].state == "done"):
@@ -58,7 +58,7 @@ def conclude(
 
 
 def exit_code(execution: Mapping[str, Any], tracker: Tracker, started: datetime) -> int:
-    """The code that `trnpipe local`, `trnpipe watch` and `trnpipe start --watch` end with; arguments as of `conclude`."""
+    """Return the exit code of `trnpipe local`, `trnpipe watch` and `trnpipe start --watch`; arguments as in `conclude`."""
     if execution["status"] == "SUCCEEDED":
         return int(ExitCode.DONE)
     if execution["status"] == "ABORTED":
@@ -73,7 +73,7 @@ def exit_code(execution: Mapping[str, Any], tracker: Tracker, started: datetime)
 
 
 def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
-    """The code of a job that left no word: its container's own; 75 where it never got to one, for lack of hosts or time."""
+    """Return the exit code of a job without a failure file: its container's; 75 if none ran, for lack of hosts or time."""
     if str(execution.get("error", "")).endswith(OUT_OF_TIME):
         return ExitCode.TRANSIENT
     try:
@@ -87,7 +87,7 @@ def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
 
 
 def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailure | None:
-    """The stage's failure file, if this execution wrote it."""
+    """Return the stage's failure file, if this execution wrote it."""
     failure = run_files.read_failure(files, stage)
     if failure is None or (failure.time and datetime.fromisoformat(failure.time) < started):
         return None
@@ -95,11 +95,11 @@ def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How an execution ended, as its run folder tells it.
+class RunEnding:
+    """How an execution ended, according to its run folder.
 
     Attributes:
-        status, error, cause: as DescribeExecution would have them.
+        status, error, cause: as in DescribeExecution.
         stage: the stage that failed.
     """
 
@@ -109,39 +109,37 @@ class Ended:
     stage: Stage | None = None
 
 
-def judge(files: RunFiles, started: datetime) -> Ended:
-    """How an execution ended that no service knows any more: a local run that is over."""
+def judge(files: RunFiles, started: datetime) -> RunEnding:
+    """Return how an execution ended that no service knows any more: a local run that is over."""
     if run_files.read_result(files, Stage.PUBLISH) is not None:
-        return Ended(status="SUCCEEDED")
+        return RunEnding(status="SUCCEEDED")
     for stage in reversed([stage for stage in Stage if stage is not Stage.REPORT]):
         if failure := read_failure(files, stage, started):
-            return Ended(status="FAILED", error=stage.value, cause=failure.what, stage=stage)
+            return RunEnding(status="FAILED", error=stage.value, cause=failure.what, stage=stage)
     gate = read_metrics(files, Stage.EVALUATE).get("gate")
     if isinstance(gate, dict) and gate.get("verdict") == "refused":
-        return Ended(status="FAILED", error=GATE_REFUSED, cause=str(gate.get("reason", "")))
-    return Ended(status="ABORTED", cause="it ended before its time")
+        return RunEnding(status="FAILED", error=GATE_REFUSED, cause=str(gate.get("reason", "")))
+    return RunEnding(status="ABORTED", cause="it ended before its time")
 
 
 def print_outcome(console: Console, execution: Mapping[str, Any], tracker: Tracker) -> None:
-    """Tables of a run that came to a verdict: quality, speeds, and where everything is."""
+    """Print the quality, the speeds and the locations of a run that the gate has judged."""
     metrics = {stage: read_metrics(tracker.files, stage) for stage in Stage}
     if scores := metrics[Stage.EVALUATE]:
         console.print(_quality(scores))
-    refused = execution.get("error") == GATE_REFUSED
     gate = scores.get("gate", {}) if scores else {}
     if gate:
         say(console, plain(f"gate: {gate.get('verdict')}: {gate.get('reason')}"))
     published = execution["status"] == "SUCCEEDED" and bool(metrics[Stage.PUBLISH].get("published"))
-    places = _places(tracker.files, published=published)
     # Lines, not a table: a table cuts paths to the width of the terminal, and they are for copying.
-    for name, value in [*_numbers(metrics, tracker), *places]:
+    for name, value in [*_numbers(metrics, tracker), *_locations(tracker.files, published=published)]:
         say(console, f"{name:<10}  {value}")
-    if refused:
-        console.print("refused: nothing was published, what is served stays as it was", style="bold yellow")
+    if execution.get("error") == GATE_REFUSED:
+        console.print("refused: nothing was published, the published model stays", style="bold yellow")
 
 
 def print_failure(console: Console, execution: Mapping[str, Any], tracker: Tracker, started: datetime, logs: Logs) -> None:
-    """The failure's own words, and the logs to look at."""
+    """Print the failure, and which logs to read."""
     line = tracker.failed
     failure = read_failure(tracker.files, line.stage, started) if line else None
     aborted = execution["status"] == "ABORTED"
@@ -156,10 +154,8 @@ def print_failure(console: Console, execution: Mapping[str, Any], tracker: Track
 
 
 def _quality(scores: Mapping[str, Any]) -> Table:
-    table = Table(title="hold-out", title_justify="left", box=None, pad_edge=False)
-    table.add_column("metric")
-    for name in ("baseline", "new", "difference"):
-        table.add_column(name, justify="right")
+    columns = Column("metric"), *map(right, ("baseline", "new", "difference"))
+    table = Table(*columns, title="hold-out", title_justify="left", box=None, pad_edge=False)
     for metric, baseline in scores.get("baseline", {}).items():
         new = scores.get("new", {}).get(metric)
         if isinstance(baseline, (int, float)) and isinstance(new, (int, float)):
@@ -180,11 +176,11 @@ def _numbers(metrics: Mapping[Stage, Mapping[str, Any]], tracker: Tracker) -> It
         yield "time", clock(last - first)
 
 
-def _places(files: RunFiles, *, published: bool) -> Iterator[tuple[str, str]]:
+def _locations(files: RunFiles, *, published: bool) -> Iterator[tuple[str, str]]:
     root = RunPaths(files.root)
-    for name, place in (("model", IN_FOLDER.model), ("embeddings", IN_FOLDER.stage(Stage.EMBED)), ("report", IN_FOLDER.report)):
-        if files.has(place):
-            yield name, root.root + place
+    for name, path in (("model", IN_FOLDER.model), ("embeddings", IN_FOLDER.stage(Stage.EMBED)), ("report", IN_FOLDER.report)):
+        if files.has(path):
+            yield name, root.root + path
     yield "run", root.root
     if published:
         yield "registry", f"{root.bucket_root}/registry"

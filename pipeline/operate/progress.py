@@ -1,8 +1,8 @@
-"""What an execution is doing, from its history, its Batch jobs and its progress files, as a live table or as plain lines.
+"""The progress of an execution, from its history, its Batch jobs and its progress files, as a live table or as plain lines.
 
-`Tracker` turns the history of the state machine into one line per stage; `LiveDisplay` draws them on a terminal,
-`PlainDisplay` prints what changes, and every now and then how far the running stage is. Serves `trnpipe local` and
-`trnpipe watch` alike, so it loads no AWS library: its callers hand over the services' answers.
+`Tracker` turns the history of the state machine into one line per stage; `LiveDisplay` draws them on a terminal, `PlainDisplay`
+prints what changes and, from time to time, the running stage's progress. For `trnpipe local` and `trnpipe watch` alike, so it
+loads no AWS library: its callers pass the services' answers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -44,9 +44,9 @@ class StageLine:
 
     Attributes:
         state: pending, running, done, failed or skipped.
-        doing: what it does now, a few words and numbers; why it was skipped.
-        numbers: what it has found so far: the loss, the metric of the hold-out.
-        queued: for how long its job waited for hosts, all attempts together.
+        doing: current activity, a few words and numbers; why it was skipped.
+        numbers: results so far: the loss, the metric of the hold-out.
+        queued: how long its job waited for hosts, all attempts together.
         jobs: ids of the Batch jobs that this execution submitted for it, oldest first.
     """
 
@@ -67,15 +67,6 @@ class StageLine:
 
 
 @dataclass(slots=True)
-class _Pace:
-    """Progress of one stage as first seen, to tell the remaining time from: rates count something else than `done` does."""
-
-    moment: float
-    done: float
-    total: float
-
-
-@dataclass(slots=True)
 class Tracker:
     """The state of every stage.
 
@@ -84,7 +75,7 @@ class Tracker:
 
     Attributes:
         waiting: what the execution waits for outside any stage.
-        trouble: why nothing newer is known, empty when all is well.
+        trouble: why the state may be out of date, empty otherwise.
     """
 
     files: RunFiles
@@ -93,7 +84,8 @@ class Tracker:
     trouble: str = ""
     _seen: int = 0
     _task_failed: bool = False
-    _paces: dict[Stage, _Pace] = field(default_factory=dict)
+    _paces: dict[Stage, tuple[float, float, float]] = field(default_factory=dict)
+    """Moment, `done` and `total` as first seen, to tell the remaining time from: rates count something else than `done` does."""
     _records: dict[str, tuple[Listed, dict[str, Any]]] = field(default_factory=dict)
     _metrics_seen: Listed | None = None
 
@@ -103,7 +95,7 @@ class Tracker:
 
     @property
     def failed(self) -> StageLine | None:
-        """The stage that ended the run; report, which never does, not counted."""
+        """The failed stage, report aside, whose failure does not end the run."""
         return next((line for line in self.lines.values() if line.state == "failed" and line.stage is not Stage.REPORT), None)
 
     def update(self, history: Sequence[Mapping[str, Any]]) -> None:
@@ -120,7 +112,7 @@ class Tracker:
             self._take_metrics(line)
 
     def take_job(self, job: Mapping[str, Any], moment: datetime) -> None:
-        """Take in what Batch says of the running stage's job, after `update`.
+        """Take in the state of the running stage's Batch job, after `update`.
 
         Args:
             job: from DescribeJobs.
@@ -130,10 +122,13 @@ class Tracker:
         if line is None:
             return
         line.queued = queued(job, moment)
+        ended = _ended_attempts(job)
         if held := _held_back(job):
-            since = f" for {clock(_waiting(job, moment))}" if job["status"] in WAITING_FOR_HOSTS else ""
-            line.doing = plain(f"{held}{since}" + (f": {job['statusReason']}" if job.get("statusReason") else ""))
-        attempt = len(_ended_attempts(job)) + (job["status"] not in JOB_ENDED)
+            since = max([job["createdAt"], *(attempt["stoppedAt"] for attempt in ended)])
+            waiting = timedelta(milliseconds=max(0, round(moment.timestamp() * 1000) - since))
+            how_long = f" for {clock(waiting)}" if job["status"] in WAITING_FOR_HOSTS else ""
+            line.doing = plain(f"{held}{how_long}" + (f": {job['statusReason']}" if job.get("statusReason") else ""))
+        attempt = len(ended) + (job["status"] not in JOB_ENDED)
         if attempt > 1:
             line.doing = f"attempt {attempt}: {line.doing}"
 
@@ -164,7 +159,9 @@ class Tracker:
 
     def _enter(self, state: str, moment: datetime) -> None:
         self.waiting = "waiting for the lock" if state in WAITING_STATES else ""
-        stage = _stage_of(state)
+        # States of a stage are called `train`, `train (wait)`, `embed (single)`, `train failed`.
+        name = state.partition(" ")[0]
+        stage = Stage(name) if name in set(Stage) else None
         line = self.running
         if line is not None and line.stage is not stage:
             self._end(line, moment, failed=self._task_failed)
@@ -185,11 +182,12 @@ class Tracker:
         self._take_metrics(line)
 
     def _doing(self, line: StageLine) -> str:
-        """The running stage's progress: the main node's, or the sum of an array's children."""
+        """Return the running stage's progress: the main node's, or the sum of an array's children."""
         assert line.started is not None
         since = line.started.timestamp()
         # Files of an earlier execution of this run say nothing about this one.
-        fresh = [file for file in self.files.listed(_progress_files(line.stage)) if file.modified >= since]
+        prefix = IN_FOLDER.progress(line.stage, 0).removesuffix("00000.json")
+        fresh = [file for file in self.files.listed(prefix) if file.modified >= since]
         if STAGES[line.stage].shape is not Shape.ARRAY:
             fresh = fresh[:1]
         records = [record for file in fresh if (record := self._progress(file))]
@@ -203,14 +201,14 @@ class Tracker:
         return plain(", ".join(word for word in words if word))
 
     def _progress(self, file: Listed) -> dict[str, Any]:
-        """A progress file's record, read when it has changed: children of an array that are done no longer do."""
+        """Return a progress file's record, read again only after a change: finished children of an array write no more."""
         before = self._records.get(file.name)
         if before is None or before[0] != file:
             self._records[file.name] = before = file, json_object(self.files.read(file.name))
         return before[1]
 
     def _take_metrics(self, line: StageLine) -> None:
-        """Loss and hold-out metric as training's last checkpoint had them; baseline and new model once they are judged."""
+        """Read loss and hold-out metric of training's last checkpoint; of baseline and new model once evaluate is done."""
         if line.stage is Stage.EVALUATE and line.state == "done":
             line.numbers = quality(read_metrics(self.files, Stage.EVALUATE))
         if line.stage is not Stage.TRAIN:
@@ -218,36 +216,25 @@ class Tracker:
         written = self.files.listed(IN_FOLDER.metrics)
         if written and written[0] != self._metrics_seen:
             self._metrics_seen = written[0]
-            line.numbers = _training_numbers(self.files.read(IN_FOLDER.metrics, last=METRICS_TAIL_BYTES) or b"")
+            tail = self.files.read(IN_FOLDER.metrics, last=METRICS_TAIL_BYTES) or b""
+            line.numbers = _training_numbers(tail)
 
     def _remaining(self, stage: Stage, done: float, total: float) -> str:
-        first = self._paces.get(stage)
         moment = time.monotonic()
-        if first is None or done < first.done or total != first.total:
-            self._paces[stage] = _Pace(moment, done, total)
+        began, before, expected = self._paces.get(stage, (moment, done, -1.0))
+        if done < before or total != expected:
+            self._paces[stage] = (moment, done, total)
             return ""
-        if not total or done <= first.done or done >= total:
+        if not total or done <= before or done >= total:
             return ""
-        return f"{clock(timedelta(seconds=(total - done) * (moment - first.moment) / (done - first.done)))} left"
-
-
-class Display(Protocol):
-    """Shows a tracker's lines; a context manager."""
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def show(self, tracker: Tracker) -> None: ...
+        return f"{clock(timedelta(seconds=(total - done) * (moment - began) / (done - before)))} left"
 
 
 class PlainDisplay:
-    """Lines for logs and pipes: when a stage starts or ends, and now and then how far it is.
+    """Lines for logs and pipes: when a stage starts or ends, and its progress from time to time.
 
     Args:
-        every: time between two lines on how far a stage is.
+        every: time between two lines of progress.
     """
 
     def __init__(self, console: Console, every: timedelta = PLAIN_PROGRESS) -> None:
@@ -262,7 +249,7 @@ class PlainDisplay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Nothing to take down."""
+        """Do nothing."""
 
     def show(self, tracker: Tracker) -> None:
         for before, now in zip(self._notes, notes := (tracker.waiting, tracker.trouble), strict=True):
@@ -291,20 +278,13 @@ class PlainDisplay:
         say(self._console, f"{elapsed:>8}  {text}")
 
 
-class LiveDisplay:
+class LiveDisplay(Live):
     """A table on the terminal, one line per stage, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
         self._tracker: Tracker | None = None
         self._spinner = Spinner("dots", style="cyan")
-        self._live = Live(console=console, refresh_per_second=LIVE_REFRESH_PER_SECOND, get_renderable=self._render)
-
-    def __enter__(self) -> LiveDisplay:
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._live.__exit__(kind, error, traceback)
+        super().__init__(console=console, refresh_per_second=LIVE_REFRESH_PER_SECOND, get_renderable=self._render)
 
     def show(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -331,11 +311,13 @@ class LiveDisplay:
         return table
 
 
+Display = LiveDisplay | PlainDisplay
+
 WAITING_FOR_HOSTS = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING")
 
 
 def queued(job: Mapping[str, Any], moment: datetime) -> timedelta:
-    """For how long a job has waited for its hosts, every attempt's wait counted; 0 of an array: its children wait one by one.
+    """Return how long a job has waited for its hosts, in all attempts; 0 for an array, whose children wait one by one.
 
     Args:
         job: from DescribeJobs; its times are milliseconds since 1970.
@@ -343,7 +325,7 @@ def queued(job: Mapping[str, Any], moment: datetime) -> timedelta:
     """
     if job.get("arrayProperties", {}).get("statusSummary"):
         return timedelta(0)
-    # An attempt's end is the beginning of the wait for the next one.
+    # The wait for the next attempt begins at an attempt's end.
     waits, since = 0, job["createdAt"]
     for attempt in _ended_attempts(job):
         waits += max(0, (attempt.get("startedAt") or attempt["stoppedAt"]) - since)
@@ -359,14 +341,8 @@ def _ended_attempts(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [attempt for attempt in job.get("attempts", ()) if attempt.get("stoppedAt")]
 
 
-def _waiting(job: Mapping[str, Any], moment: datetime) -> timedelta:
-    """For how long the attempt that has not started yet has been waiting."""
-    stops = [attempt["stoppedAt"] for attempt in _ended_attempts(job)]
-    return timedelta(milliseconds=max(0, round(moment.timestamp() * 1000) - max([job["createdAt"], *stops])))
-
-
 def _held_back(job: Mapping[str, Any]) -> str:
-    """Why nothing of a job works yet; empty once something does."""
+    """Return why no part of a job runs yet; empty once one does."""
     children: Mapping[str, int] = job.get("arrayProperties", {}).get("statusSummary") or {}
     if any(children.get(state) for state in ("RUNNING", "SUCCEEDED", "FAILED")):
         return ""
@@ -377,7 +353,7 @@ def _held_back(job: Mapping[str, Any]) -> str:
 
 
 def submitted_job(event: Mapping[str, Any]) -> str | None:
-    """The id of the Batch job that an event of the history says was submitted, in either form of the submit."""
+    """Return the id of the Batch job that an event of the history reports as submitted, in either form of the submit."""
     details = event.get("taskSubmittedEventDetails") or event.get("taskSucceededEventDetails") or {}
     wanted = event["type"] == "TaskSubmitted" or details.get("resource") == BATCH_SUBMITS[0]
     if not wanted or details.get("resource") not in BATCH_SUBMITS:
@@ -387,13 +363,13 @@ def submitted_job(event: Mapping[str, Any]) -> str | None:
 
 
 def quality(metrics: Mapping[str, Any], metric: str = SHOWN_METRIC) -> str:
-    """`ndcg@10 0.6673 → 0.7468`, the baseline's and the new model's, from evaluate's metrics; empty without them."""
+    """Return `ndcg@10 0.6673 → 0.7468`, the baseline's and the new model's, from evaluate's metrics; empty without them."""
     old, new = (metrics.get(name, {}).get(metric) for name in ("baseline", "new"))
     return f"{metric} {old:.4f} → {new:.4f}" if isinstance(old, (int, float)) and isinstance(new, (int, float)) else ""
 
 
 def _training_numbers(tail: bytes) -> str:
-    """The newest loss and the newest evaluation in the last lines of `metrics.jsonl`."""
+    """Return the newest loss and the newest evaluation in the last lines of `metrics.jsonl`."""
     found: dict[str, float] = {}
     for line in tail.splitlines():
         record = json_object(line)  # the first one may have lost its beginning
@@ -409,16 +385,6 @@ def _found(line: StageLine) -> list[str]:
     return [*([line.numbers] if line.numbers else []), *waited]
 
 
-def _progress_files(stage: Stage) -> str:
-    return IN_FOLDER.progress(stage, 0).rpartition("-")[0] + "-"
-
-
 def _number(record: Mapping[str, Any], key: str) -> float:
     value = record.get(key)
     return value if isinstance(value, (int, float)) else 0
-
-
-def _stage_of(state: str) -> Stage | None:
-    """The stage that a state belongs to: `train`, `train (wait)`, `embed (single)`, `train failed`."""
-    name = state.partition(" ")[0]
-    return Stage(name) if name in {stage.value for stage in Stage} else None

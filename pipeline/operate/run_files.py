@@ -1,6 +1,6 @@
-"""A run folder as the operator commands read it: from S3 or, of a local run, as the plain files that mirror its bucket.
+"""How the operator commands read a run folder: from S3 or, for a local run, from the plain files that mirror its bucket.
 
-Standard library only: the local run, which loads nothing of the pipeline's runtime, shows its progress from the same files.
+Standard library only: the local run shows its progress from the same files without loading the pipeline's runtime.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
 from pipeline.errors import BadData
 
 IN_FOLDER = RunPaths("")
-"""The contract's names inside any run folder, each after a slash: `read` and `listed` take them so, too."""
+"""The contract's names inside any run folder, each after a slash, which `read` and `listed` accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Listed:
 
     Attributes:
         name: relative to the folder.
-        modified: when it was written last, seconds since 1970.
+        modified: time of the last write, seconds since 1970.
         version: changes with the content where times are coarse (S3: ETag).
     """
 
@@ -37,16 +37,16 @@ class RunFiles(Protocol):
 
     @property
     def root(self) -> str:
-        """The folder as people may use it, a path or an s3:// URI."""
+        """The folder's path or s3:// URI."""
 
     def read(self, name: str, last: int | None = None) -> bytes | None:
-        """A file's content, or only its last bytes; None when there is no such file."""
+        """Return a file's content, or only its last bytes; None if there is no such file."""
 
     def listed(self, prefix: str) -> list[Listed]:
-        """The files whose names begin so, in the order of their names."""
+        """Return the files whose names have the prefix, sorted by name."""
 
     def has(self, prefix: str) -> bool:
-        """Whether there is any file whose name begins so."""
+        """Return whether any file's name has the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class LocalFiles:
             try:
                 found.append(Listed(path.relative_to(self.folder).as_posix(), path.stat().st_mtime))
             except FileNotFoundError:
-                # Replaced or removed between the two looks.
+                # Removed since the folder was listed.
                 continue
         return found
 
@@ -88,7 +88,7 @@ class LocalFiles:
 
 
 def json_object(data: bytes | str | None) -> dict[str, Any]:
-    """Return a JSON object, empty when there is none that can be read: what people watch must not stop them watching."""
+    """Return a JSON object, empty if none can be read: a broken file must not end `trnpipe watch`."""
     try:
         found = json.loads(data or b"{}")
     except (ValueError, RecursionError):
@@ -97,7 +97,7 @@ def json_object(data: bytes | str | None) -> dict[str, Any]:
 
 
 def read_result(files: RunFiles, stage: Stage) -> StageResult | None:
-    """A stage's result, None when there is none that can be read."""
+    """Return a stage's result, None if none can be read."""
     data = files.read(IN_FOLDER.result(stage))
     try:
         return StageResult.from_json(data) if data is not None else None
@@ -106,13 +106,13 @@ def read_result(files: RunFiles, stage: Stage) -> StageResult | None:
 
 
 def read_metrics(files: RunFiles, stage: Stage) -> dict[str, Any]:
-    """The metrics of a stage's result, empty without one."""
+    """Return the metrics of a stage's result, empty without one."""
     result = read_result(files, stage)
     return result.metrics if result is not None else {}
 
 
 def read_failure(files: RunFiles, stage: Stage) -> StageFailure | None:
-    """Why a stage's newest attempt failed, None when nothing says so."""
+    """Return why a stage's newest attempt failed, None if no record says so."""
     data = files.read(IN_FOLDER.failure(stage))
     try:
         return StageFailure.from_json(data) if data is not None else None

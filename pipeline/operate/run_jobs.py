@@ -1,4 +1,4 @@
-"""The Batch jobs of an execution: which ones there are, told by their tag, how they are, and where their output is."""
+"""The Batch jobs of an execution, found by their tag: their states, and where their output is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pipeline.operate.progress import JOB_ENDED
 
 DESCRIBED_AT_ONCE = 100
 CLOCKS_DIFFER = timedelta(minutes=1)
-"""By which a job may seem older than the execution that submitted it."""
+"""How much older than its execution a job may seem."""
 
 Job = Mapping[str, Any]
 
 
 def describe(site: Site, ids: Sequence[str]) -> list[Job]:
-    """DescribeJobs; jobs that Batch has forgotten (a week after their end) are left out."""
+    """Return the jobs as DescribeJobs describes them, without those that Batch has forgotten (a week after their end)."""
     found: list[Job] = []
     with site.asking("jobs"):
         for first in range(0, len(ids), DESCRIBED_AT_ONCE):
@@ -28,10 +28,10 @@ def describe(site: Site, ids: Sequence[str]) -> list[Job]:
 
 
 def alive(site: Site, execution: Execution) -> list[Job]:
-    """The jobs of an execution that have not ended.
+    """Return the jobs of an execution that have not ended.
 
-    ListJobs knows no tags, and of statuses one at a time: so all jobs of the machine's queues since the execution started are
-    listed, and those that have not ended are described. Children of arrays and nodes of gangs go with their job.
+    ListJobs filters by one status at a time and not by tag. So this lists all jobs of the machine's queues since the execution
+    started, and describes those that have not ended. Children of arrays and nodes of gangs belong to their job.
     """
     milliseconds = round((execution.started - CLOCKS_DIFFER).timestamp() * 1000)
     since = {"name": "AFTER_CREATED_AT", "values": [str(milliseconds)]}
@@ -49,16 +49,16 @@ def alive(site: Site, execution: Execution) -> list[Job]:
 
 
 def terminate(site: Site, job: Job, reason: str) -> None:
-    """TerminateJob; a job that has ended meanwhile is left unchanged."""
+    """Terminate a job; one that has ended meanwhile stays unchanged."""
     with site.asking(job["jobName"]):
         site.client("batch").terminate_job(jobId=job["jobId"], reason=reason)
 
 
 def failed_logs(site: Site, job_id: str, failure: StageFailure | None) -> Iterator[str]:
-    """Where the output of a failed job is: of the node or child that failed first, as far as known.
+    """Yield where the output of a failed job is: that of the node or child that failed first, as far as known.
 
     Args:
-        failure: the stage's own record of it, which names the node or the child.
+        failure: the stage's own record of the failure, which names the node or the child.
     """
     job = _one(site, job_id)
     if job and job.get("arrayProperties", {}).get("size"):
@@ -80,6 +80,6 @@ def _failed_child(site: Site, job_id: str) -> str | None:
 
 
 def _log_stream(job: Job) -> str | None:
-    """Of a job's last attempt; the only one that a gang's job itself names is its main node's."""
+    """Return the log stream of a job's last attempt; a gang's job names its main node's alone."""
     ended = [attempt.get("container", {}).get("logStreamName") for attempt in job.get("attempts", ())]
     return next((stream for stream in (job.get("container", {}).get("logStreamName"), *reversed(ended)) if stream), None)

@@ -10,10 +10,10 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from pipeline.commands.terminal import clock
+from pipeline.commands.terminal import clock, left, right
 from pipeline.contract import RUN_ID_PATTERN, Stage
 from pipeline.errors import plain
 from pipeline.operate import executions
@@ -27,27 +27,27 @@ from pipeline.operate.run_files import IN_FOLDER, LocalFiles, RunFiles, json_obj
 ASKED_AT_ONCE = 8
 LONGEST_REASON = 60
 PIPED_WIDTH = 300
-"""Columns of a table that goes into a file or a pipe: whole lines for whatever reads them."""
+"""Columns of a table that goes into a file or a pipe, so that no line is cut."""
 STYLES = {"succeeded": "green", "refused": "yellow", "failed": "red", "running": "cyan", "aborted": "dim"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RunRow:
     """One execution.
 
     Attributes:
         run: id of the run.
-        execution: the execution's name; another than the run's where it took that up again.
+        execution: the execution's name; differs from the run's if it resumed the run.
         started: ISO 8601 in UTC.
-        seconds: it took, or has taken so far; None: not known.
+        seconds: duration, up to now while it runs; None: unknown.
         result: succeeded, refused, failed, running or aborted.
-        stage: where it is or failed; empty where that says nothing.
+        stage: the running or failed stage; empty otherwise.
         reason: why it did not succeed.
-        metric: of baseline and new.
-        published: whether the new model is what is served since; None: it came to no verdict.
+        metric: name of the metric that `baseline` and `new` give.
+        published: whether the run published its model; None: the gate has not decided.
         replaced: the run whose model was published until then; None: none was, or the new model was not published.
-        usd: what its hosts have cost, as the report counted it; None: not counted, or not paid by the hour.
-        at_most: so much at most: an attempt was killed, and when is not known to the second.
+        usd: cost of its hosts, as the report counted it; None: not counted, or not paid by the hour.
+        at_most: `usd` is an upper bound, because an attempt was killed at an unknown moment.
     """
 
     run: str
@@ -67,8 +67,8 @@ class Row:
     at_most: bool = False
 
 
-def runs(stack: str, state: Path | None, limit: int) -> list[Row]:
-    """The newest executions, newest first. Of a state folder also those before the local run that goes on, if one does.
+def runs(stack: str, state: Path | None, limit: int) -> list[RunRow]:
+    """Return the newest executions, newest first; of a state folder, those of earlier local runs too.
 
     Raises:
         MissingInput: no such stack; see also `open_site`.
@@ -76,31 +76,32 @@ def runs(stack: str, state: Path | None, limit: int) -> list[Row]:
     if state is None:
         with open_site(stack, None) as site:
             return _executions(site, limit)
-    live: list[Row] = []
+    live: list[RunRow] = []
     if read_endpoint(state) is not None:
         try:
             with open_site(stack, state) as site:
                 live = _executions(site, limit)
         except EndpointGone:
-            # Killed: its file is all that is left of it.
+            # The local run was killed and left its file behind.
             live = []
     seen = {row.execution for row in live}
     stored = [row for row in _stored(state) if row.execution not in seen]
     return sorted([*live, *stored], key=lambda row: row.started, reverse=True)[:limit]
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[RunRow]) -> Table:
     """The rows for people."""
-    made = Table(box=None, pad_edge=False, header_style="dim")
-    made.add_column("run", no_wrap=True, overflow="fold")
-    made.add_column("share", no_wrap=True)
-    made.add_column("started", no_wrap=True)
-    made.add_column("took", justify="right", no_wrap=True)
-    made.add_column("result", overflow="fold", min_width=16)
-    made.add_column(SHOWN_METRIC, no_wrap=True)
     costs = any(row.usd is not None for row in rows)
-    if costs:
-        made.add_column("USD", justify="right", no_wrap=True)
+    columns = [
+        Column("run", no_wrap=True, overflow="fold"),
+        left("share"),
+        left("started"),
+        right("took"),
+        Column("result", overflow="fold", min_width=16),
+        left(SHOWN_METRIC),
+        *([right("USD")] if costs else []),
+    ]
+    made = Table(*columns, box=None, pad_edge=False, header_style="dim")
     for row in rows:
         words = [
             Text(plain(row.run if row.run == row.execution else f"{row.run} ({row.execution})"), style="bold"),
@@ -110,15 +111,16 @@ def table(rows: list[Row]) -> Table:
             Text(_result(row), style=STYLES.get(row.result, "")),
             Text(f"{row.baseline:.4f} → {row.new:.4f}" if row.baseline is not None and row.new is not None else ""),
         ]
-        made.add_row(*words, *([Text(_cost(row))] if costs else []))
+        usd = "" if row.usd is None else f"{'≤ ' if row.at_most else ''}{row.usd:,.2f}"
+        made.add_row(*words, *([Text(usd)] if costs else []))
     return made
 
 
-def as_json(rows: list[Row]) -> str:
+def as_json(rows: list[RunRow]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False)
 
 
-def _result(row: Row) -> str:
+def _result(row: RunRow) -> str:
     at = f" at {row.stage}" if row.result == "running" and row.stage else f" in {row.stage}" if row.stage else ""
     replacing = f", replacing {row.replaced}" if row.replaced else ""
     words = {True: f", published{replacing}", False: ", not published", None: ""}
@@ -127,30 +129,35 @@ def _result(row: Row) -> str:
     return plain(f"{row.result}{at}{served}" + (f": {' '.join(reason.split())}" if reason else ""))
 
 
-def _cost(row: Row) -> str:
-    return "" if row.usd is None else f"{'≤ ' if row.at_most else ''}{row.usd:,.2f}"
-
-
-def _executions(site: Site, limit: int) -> list[Row]:
+def _executions(site: Site, limit: int) -> list[RunRow]:
     found = executions.newest(site, limit)
-    _ = site.machine  # read once, before several threads want it
+    _ = site.machine  # read once, before several threads need it
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         return list(pool.map(lambda execution: _row(site, execution), found))
 
 
-def _row(site: Site, execution: Execution) -> Row:
+def _row(site: Site, execution: Execution) -> RunRow:
     files = site.files(execution.run)
-    result, stage, reason = _ended(execution) if not execution.running else ("running", _stage_now(site, execution), "")
+    if execution.running:
+        history, tracker = History(site, execution.arn), Tracker(files)
+        history.update()
+        tracker.update(history.events)
+        now = tracker.running.stage.value if tracker.running else tracker.waiting and "lock"
+        result, stage, reason = "running", now, ""
+    else:
+        result, stage, reason = _ended(execution)
     if result == "failed" and stage in set(Stage):
         failure = read_failure(files, Stage(stage))
         if failure is not None and _within(failure.time, execution.started, execution.stopped):
             reason = failure.what
     share = execution.given.get("share")
+    if share is None:
+        share = site.machine.deployment.config.get("share", "manual")
     stopped = execution.stopped or datetime.now(timezone.utc)
-    return Row(
+    return RunRow(
         run=execution.run,
         execution=execution.name,
-        share=str(share if share is not None else _default_share(site)),
+        share=str(share),
         started=execution.started.astimezone(timezone.utc).isoformat(),
         seconds=(stopped - execution.started).total_seconds(),
         result=result,
@@ -160,12 +167,8 @@ def _row(site: Site, execution: Execution) -> Row:
     )
 
 
-def _default_share(site: Site) -> Any:
-    return site.machine.deployment.config.get("share", "manual")
-
-
 def _ended(execution: Execution) -> tuple[str, str, str]:
-    """Result, stage and reason, as far as the execution itself tells them."""
+    """Return result, stage and reason, from the execution alone."""
     if execution.status == "SUCCEEDED":
         return "succeeded", "", ""
     if execution.status == "ABORTED":
@@ -180,20 +183,12 @@ def _ended(execution: Execution) -> tuple[str, str, str]:
     return "failed", "", f"{execution.error}: {execution.cause}" if execution.error else execution.status
 
 
-def _stage_now(site: Site, execution: Execution) -> str:
-    history = History(site, execution.arn)
-    history.update()
-    tracker = Tracker(site.files(execution.run))
-    tracker.update(history.events)
-    return tracker.running.stage.value if tracker.running else tracker.waiting and "lock"
-
-
 def _numbers(files: RunFiles, until: datetime | None, *, over: bool) -> dict[str, Any]:
-    """What evaluate, publish and report found by the end of an execution; a later one that took the run up may have found more.
+    """Return what evaluate, publish and report found by the end of an execution, later ones of the same run left out.
 
     Args:
-        until: the execution's end; None: no later one has to be told from it.
-        over: whether what is not published will not be by this execution.
+        until: the execution's end; None: there is no later one.
+        over: the execution has ended, so it publishes nothing more.
     """
     metrics: dict[Stage, dict[str, Any]] = {}
     for stage in (Stage.EVALUATE, Stage.PUBLISH, Stage.REPORT):
@@ -203,10 +198,9 @@ def _numbers(files: RunFiles, until: datetime | None, *, over: bool) -> dict[str
     scores = metrics.get(Stage.EVALUATE, {})
     found: dict[str, Any] = {}
     for name in ("baseline", "new"):
-        value = scores.get(name)
-        value = value.get(SHOWN_METRIC) if isinstance(value, Mapping) else None
-        if isinstance(value, (int, float)):
-            found[name] = float(value)
+        values = scores.get(name)
+        if isinstance(values, Mapping) and isinstance(values.get(SHOWN_METRIC), (int, float)):
+            found[name] = float(values[SHOWN_METRIC])
     if Stage.PUBLISH in metrics:
         found["published"] = bool(metrics[Stage.PUBLISH].get("published"))
         replaced = metrics[Stage.PUBLISH].get("replaced")
@@ -227,8 +221,8 @@ def _within(moment: str, first: datetime | None, last: datetime | None) -> bool:
         return False
 
 
-def _stored(state: Path) -> Iterator[Row]:
-    """Runs of a state folder as their files tell them: each run's newest execution."""
+def _stored(state: Path) -> Iterator[RunRow]:
+    """Yield each run's newest execution from the files of a state folder."""
     for path in (state / "bucket/runs").glob("*/input.json"):
         if not RUN_ID_PATTERN.fullmatch(path.parent.name):
             continue
@@ -239,7 +233,7 @@ def _stored(state: Path) -> Iterator[Row]:
         ended = judge(files, started)
         words = {"SUCCEEDED": "succeeded", "ABORTED": "aborted"}
         result = words.get(ended.status) or ("refused" if ended.error == GATE_REFUSED else "failed")
-        yield Row(
+        yield RunRow(
             run=path.parent.name,
             execution=execution,
             share=str((given.get("execution") or {}).get("share") or "manual"),
@@ -253,7 +247,7 @@ def _stored(state: Path) -> Iterator[Row]:
 
 
 def _last_written(files: RunFiles, started: datetime) -> float | None:
-    """Seconds until a stage left its last word; None where none did."""
+    """Return the seconds until the last result or failure of a stage; None without any."""
     words = [name for stage in Stage for name in (IN_FOLDER.result(stage), IN_FOLDER.failure(stage))]
     moments = [found.modified for name in words for found in files.listed(name)]
     return max((moment - started.timestamp() for moment in moments if moment >= started.timestamp()), default=None)

@@ -1,7 +1,6 @@
-"""`trnpipe start`: one execution of the state machine, whose input is checked here as prepare would check it there.
+"""`trnpipe start`: start an execution of the state machine, after the same checks of its input as prepare's.
 
-The deployment's own configuration and its limits stand in the state machine's definition, so a mistake is answered before
-anything is started.
+The state machine's definition holds the deployment's own configuration and limits, so mistakes are reported before the start.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from pipeline.allowed_uris import Places
-from pipeline.config import RunConfig, build_config, load_config_file, merge, parse_settings
+from pipeline.allowed_uris import AllowedUris
+from pipeline.config import build_config, load_config_file, merge, parse_settings
 from pipeline.contract import check_run_id
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.operate import executions
@@ -31,7 +30,7 @@ def execution_input(
     wait_lock: int | None,
     name: str | None,
 ) -> dict[str, Any]:
-    """Return the partial run configuration that the execution is started with: the settings' over the flags' over the file's.
+    """Return the execution's input, a partial run configuration: settings over flags over the file.
 
     Args:
         config_file: partial configuration, YAML or JSON.
@@ -42,7 +41,7 @@ def execution_input(
         name: of the execution, and so of a new run; None: share and time.
 
     Raises:
-        BadConfig: no deployment could run this.
+        BadConfig: no deployment could run it.
         MissingInput: no such file.
     """
     flags: dict[str, Any] = {}
@@ -53,7 +52,7 @@ def execution_input(
     if wait_lock is not None:
         flags["lock"] = {"wait_minutes": wait_lock}
     given = merge(merge(load_config_file(config_file) if config_file else {}, flags), parse_settings(settings))
-    # Alone first: mistakes are answered without asking AWS anything.
+    # Checked alone first: mistakes are reported without a request to AWS.
     build_config(given)
     if name is not None:
         check_run_id(name)
@@ -67,34 +66,28 @@ def start(site: Site, given: Mapping[str, Any], name: str | None = None) -> Exec
         given: from `execution_input`.
 
     Raises:
-        BadConfig: the deployment could not run this; or there is an execution of this name.
-        MissingInput: there is no run to take up.
+        BadConfig: the deployment could not run it; or an execution has this name already.
+        MissingInput: there is no such run to resume.
     """
-    config = _checked(site, given)
-    if config.run is not None and site.files(config.run).read(IN_FOLDER.input) is None:
+    deployment = site.machine.deployment
+    config = build_config(deployment.config, given)
+    # A resumed run keeps its plan, node count and URIs included, whatever is configured today.
+    if config.run is None:
+        if config.nodes not in deployment.allowed_nodes:
+            raise BadConfig(
+                "the deployment has no job definitions for this number of nodes",
+                value=f"nodes = {config.nodes}",
+                rule=f"nodes is one of {', '.join(map(str, sorted(deployment.allowed_nodes)))}",
+                remedy="choose one of them, or add it to allowed_nodes and deploy",
+            )
+        own = f"s3://{site.machine.bucket}"
+        AllowedUris(own=own, read=deployment.read, local_paths=deployment.local_paths).check(config.uris())
+    elif site.files(config.run).read(IN_FOLDER.input) is None:
         raise MissingInput(
-            "there is no such run to take up",
+            "there is no such run to resume",
             value=f"{config.run} ({site.option})",
             rule="a run that was started before has a run folder",
             remedy="`trnpipe runs` lists the newest ones; a new run is named with --name",
         )
     moment = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     return executions.start(site, name or f"{config.share[:40]}-{moment}-{secrets.token_hex(2)}", given)
-
-
-def _checked(site: Site, given: Mapping[str, Any]) -> RunConfig:
-    deployment = site.machine.deployment
-    config = build_config(deployment.config, given)
-    # A run that is taken up keeps its plan, node count and places included, whatever is configured today.
-    if config.run is not None:
-        return config
-    if config.nodes not in deployment.allowed_nodes:
-        raise BadConfig(
-            "the deployment has no job definitions for this number of nodes",
-            value=f"nodes = {config.nodes}",
-            rule=f"nodes is one of {', '.join(map(str, sorted(deployment.allowed_nodes)))}",
-            remedy="choose one of them, or add it to allowed_nodes and deploy",
-        )
-    own = f"s3://{site.machine.bucket}"
-    Places(own=own, read=deployment.read, local_paths=deployment.local_paths).check(config.uris())
-    return config

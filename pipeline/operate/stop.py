@@ -19,16 +19,16 @@ from pipeline.operate.deployment import EndpointGone, Site
 from pipeline.operate.executions import Execution
 
 PATIENCE = timedelta(minutes=15)
-"""A terminated gang finishes its step and writes a checkpoint first."""
+"""How long jobs may take to end: a terminated gang finishes its step and writes a checkpoint first."""
 
 LOOK_SECONDS = 5.0
 LOCAL_LOOK_SECONDS = 0.5
 QUIET_LOOKS = 2
-"""So many looks one after another must find nothing alive: a submit may have been on its way when the execution was stopped."""
+"""Consecutive looks that must find no live job: Step Functions may have been submitting one when the execution was stopped."""
 
 
 def stop(site: Site, execution: Execution, reason: str, console: Console) -> None:
-    """Stop an execution; one that is over already is cleaned up after.
+    """Stop an execution and its jobs; of one that has ended already, only its jobs.
 
     Raises:
         Transient: jobs still run after PATIENCE.
@@ -36,11 +36,11 @@ def stop(site: Site, execution: Execution, reason: str, console: Console) -> Non
     try:
         _stop(site, execution, reason, console)
     except EndpointGone:
-        note(console, "the local run has ended, and everything of it with it")
+        note(console, "the local run has ended, and all its jobs with it")
         return
     note(console, f"nothing of execution {execution.name} runs any more")
     command = "local" if site.state else "start"
-    note(console, f"take the run up again with: trnpipe {command} --run {execution.run} {site.option}")
+    note(console, f"resume the run with: trnpipe {command} --run {execution.run} {site.option}")
 
 
 def _stop(site: Site, execution: Execution, reason: str, console: Console) -> None:
@@ -61,10 +61,10 @@ def _stop(site: Site, execution: Execution, reason: str, console: Console) -> No
                 note(console, f"job {job['jobName']} ({job['jobId']}) terminated, was {job['status']}")
         if time.monotonic() > deadline:
             raise Transient(
-                "jobs have been told to end and still run",
+                "terminated jobs still run",
                 value=[f"{job['jobName']} ({job['jobId']}) is {job['status']}" for job in alive],
                 rule=f"they end within {PATIENCE.total_seconds() / 60:.0f} minutes",
-                remedy="see their logs; the same command goes on waiting",
+                remedy="see their logs; run the same command again to keep waiting",
             )
         if quiet < QUIET_LOOKS:
             time.sleep(LOCAL_LOOK_SECONDS if site.state else LOOK_SECONDS)

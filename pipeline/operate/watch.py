@@ -1,4 +1,4 @@
-"""`trnpipe watch`: an execution as it goes on, until it ends; then what came of it, and its exit code."""
+"""`trnpipe watch`: show an execution until it ends, then its outcome; end with its exit code."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pipeline.operate.progress import Display, LiveDisplay, PlainDisplay, StageL
 
 POLL_SECONDS = 5.0
 LOCAL_POLL_SECONDS = 1.0
-"""How often is looked: four calls that cost nothing, a listing and a few small objects of S3."""
+"""Seconds between two looks, each of which is four calls that cost nothing, a listing and a few small objects of S3."""
 
 PLAIN_PROGRESS = timedelta(minutes=1)
 LAST_EVENT_LOOKS = 5
-"""The history is allowed to be late: so often is it asked for the end that DescribeExecution has told."""
+"""The history lags behind DescribeExecution: how often to ask it for the final event."""
 
 STOPPED_WATCHING_EXIT = 128 + signal.SIGINT
 
@@ -38,8 +38,8 @@ def watch(site: Site, execution: Execution, console: Console, *, lines: bool = F
         lines: plain lines even on a terminal.
 
     Returns:
-        0; 67 when the gate refused; the failed stage's exit code; 130 when it was stopped, or after Ctrl-C, which only ends the
-        watching.
+        0; 67 if the gate refused; the failed stage's exit code; 130 if the execution was stopped, or after Ctrl-C, which
+        ends only the watching.
     """
     note(console, f"run {execution.run}" + (f", execution {execution.name}" if execution.name != execution.run else ""))
     if link := site.console_link(execution.arn):
@@ -52,40 +52,41 @@ def watch(site: Site, execution: Execution, console: Console, *, lines: bool = F
         with display:
             ended = _follow(site, execution, tracker, display)
     except KeyboardInterrupt:
-        note(console, f"stopped watching; run {execution.run} goes on")
-        note(console, f"look again: trnpipe watch {execution.name} {site.option}")
-        note(console, f"stop it:    trnpipe stop {execution.name} {site.option}")
+        note(console, f"stopped watching; run {execution.run} continues")
+        note(console, f"watch it again: trnpipe watch {execution.name} {site.option}")
+        note(console, f"stop it:        trnpipe stop {execution.name} {site.option}")
         return STOPPED_WATCHING_EXIT
     return conclude(console, ended, tracker, execution.started, partial(_logs, site))
 
 
 def _follow(site: Site, execution: Execution, tracker: Tracker, display: Display) -> dict[str, Any]:
-    """Until the end; status, error and cause."""
+    """Show the execution until it ends; return its status, error and cause."""
     history = History(site, execution.arn)
     while True:
         try:
             execution = executions.describe(site, execution.arn)
-            _look(site, tracker, history)
+            history.update()
+            tracker.update(history.events)
+            if (line := tracker.running) and line.jobs:
+                for job in run_jobs.describe(site, line.jobs[-1:]):
+                    tracker.take_job(job, datetime.now(timezone.utc))
             if not execution.running:
                 _read_to_the_end(tracker, history)
             tracker.trouble = ""
         except EndpointGone:
-            return _judged(execution, tracker, display)
+            # A local run that ended between two looks took its endpoint with it; its files say how it ended.
+            ended = judge(tracker.files, execution.started)
+            tracker.conclude(ended.stage, datetime.now(timezone.utc))
+            tracker.trouble = ""
+            display.show(tracker)
+            return {"status": ended.status, "error": ended.error, "cause": ended.cause}
         except Transient as error:
-            # The operator's network, perhaps for a night: the execution does not depend on it.
+            # The operator's network may be away, even for a night: the execution does not depend on it.
             tracker.trouble = plain(f"{error.what}: trying again")
         display.show(tracker)
         if not execution.running and not tracker.trouble:
-            return execution.outcome()
+            return {"status": execution.status, "error": execution.error, "cause": execution.cause}
         time.sleep(LOCAL_POLL_SECONDS if site.state else POLL_SECONDS)
-
-
-def _look(site: Site, tracker: Tracker, history: History) -> None:
-    history.update()
-    tracker.update(history.events)
-    if (line := tracker.running) and line.jobs:
-        for job in run_jobs.describe(site, line.jobs[-1:]):
-            tracker.take_job(job, datetime.now(timezone.utc))
 
 
 def _read_to_the_end(tracker: Tracker, history: History) -> None:
@@ -95,15 +96,6 @@ def _read_to_the_end(tracker: Tracker, history: History) -> None:
         time.sleep(LOCAL_POLL_SECONDS)
         history.update()
     tracker.update(history.events)
-
-
-def _judged(execution: Execution, tracker: Tracker, display: Display) -> dict[str, Any]:
-    """A local run that ended between two looks has taken its endpoint with it; its files say how it ended."""
-    ended = judge(tracker.files, execution.started)
-    tracker.conclude(ended.stage, datetime.now(timezone.utc))
-    tracker.trouble = ""
-    display.show(tracker)
-    return {"status": ended.status, "error": ended.error, "cause": ended.cause}
 
 
 def _logs(site: Site, line: StageLine, failure: StageFailure | None) -> Iterator[str]:

@@ -79,7 +79,7 @@ _ANY = re.compile("|".join(f"(?:{row.pattern.pattern})" for row in TABLE))
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class KnownErrorLine:
     """A line of the log that explains something, and its row of the table."""
 
     row: KnownError
@@ -101,25 +101,25 @@ class Finding:
         )
 
 
-def match(line: str, *, nodes: int = 1) -> Finding | None:
+def match(line: str, *, nodes: int = 1) -> KnownErrorLine | None:
     """Return the first row of the table that matches a line of a gang of `nodes` nodes, or None."""
     line = line[:SEARCHED_CHARACTERS]
     if not _ANY.search(line) or BENIGN.search(line):
         return None
     for row in TABLE:
         if row.pattern.search(line) and not (row.gang_only if nodes == 1 else row.alone_only):
-            return Finding(row, line.strip()[:LINE_CHARACTERS])
+            return KnownErrorLine(row, line.strip()[:LINE_CHARACTERS])
     return None
 
 
-def better(first: Finding | None, second: Finding | None) -> Finding | None:
+def better(first: KnownErrorLine | None, second: KnownErrorLine | None) -> KnownErrorLine | None:
     """Return the finding that explains the other; the first one of two equals."""
     if first is None or second is None:
         return first or second
     return second if second.row.place < first.row.place else first
 
 
-def classify(lines: Iterable[str], *, nodes: int = 1) -> Finding | None:
+def classify(lines: Iterable[str], *, nodes: int = 1) -> KnownErrorLine | None:
     """Return the line that explains the others, or None where no line is known."""
     found = None
     for line in lines:

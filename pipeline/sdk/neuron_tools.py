@@ -50,7 +50,7 @@ class ToolError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NeuronDevice:
+class NeuronLsEntry:
     """One entry of `neuron-ls -j`.
 
     Attributes:
@@ -220,7 +220,7 @@ def uncorrected_errors(devices: int, root: Path = HOST) -> dict[str, int]:
     return counts
 
 
-def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronDevice]:
+def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronLsEntry]:
     """The host's Neuron devices, as `neuron-ls -j` lists them. Needs no core, so it works while training holds them all.
 
     Raises:
@@ -233,11 +233,11 @@ def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronDevice]:
         raise ToolError(f"neuron-ls printed an unknown format ({type(error).__name__}: {error}): {stdout[:200]!r}") from error
 
 
-def _neuron_device(entry: dict[str, Any]) -> NeuronDevice:
+def _neuron_device(entry: dict[str, Any]) -> NeuronLsEntry:
     cores = [_whole(core) for core in _list(entry["neuroncore_ids"])]
     if len(cores) != _whole(entry["nc_count"]):
         raise ValueError(f"nc_count {entry['nc_count']} with cores {cores}")
-    return NeuronDevice(
+    return NeuronLsEntry(
         index=_whole(entry["neuron_device"]),
         cores=tuple(cores),
         memory=_whole(entry["memory_size"]),

@@ -28,7 +28,7 @@ from pipeline.errors import Transient
 from pipeline.health.answers import largest_error, on_device, sequence
 from pipeline.health.neuron_host import DRIVER, compiler_environment, host_tests, wait_seconds, wrong_driver
 from pipeline.health.records import NodeReport, TestRecord
-from pipeline.plan import World as PlannedWorld
+from pipeline.plan import PlannedWorld
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.sdk.neuron_tools import HOST
 

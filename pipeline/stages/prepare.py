@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 from pipeline import store
-from pipeline.allowed_uris import Places
-from pipeline.config import Deployment, Role, RunConfig, RunInput, build_config, keys_of
+from pipeline.allowed_uris import AllowedUris
+from pipeline.config import Deployment, KeyRole, RunConfig, RunInput, build_config, keys_of
 from pipeline.contract import Artifact, Metric, Queue, RunPaths, Stage, StageResult, now, registry_uri
 from pipeline.cost import cost_of, most
 from pipeline.dataset.arrow import PUBLISHED, Lengths, WrittenRows, write_rows
@@ -60,13 +60,13 @@ from pipeline.plan import (
     MemoryPlan,
     Parent,
     PartPlan,
+    PlannedWorld,
     Published,
     RowFile,
     RunPlan,
     Shard,
     Span,
     TrainPlan,
-    World,
     part_count,
 )
 from pipeline.run.context import StageContext, StageOutput
@@ -75,7 +75,7 @@ from pipeline.training.resumption import resumed_run
 
 log = logging.getLogger("trnpipe")
 
-NOT_PLANNED = frozenset(keys_of(Role.EXECUTION, RunConfig))
+NOT_PLANNED = frozenset(keys_of(KeyRole.EXECUTION, RunConfig))
 """Settings of how an execution is carried out, not of what it computes: they may differ when a run resumes."""
 
 LISTED_PROBLEMS = 20
@@ -321,10 +321,10 @@ def check_nodes(nodes: int, allowed: Sequence[int]) -> None:
         )
 
 
-def places_of(paths: RunPaths, request: RunInput) -> Places:
+def places_of(paths: RunPaths, request: RunInput) -> AllowedUris:
     """Where the URIs of this run may lead."""
     deployment = request.deployment
-    return Places(own=paths.bucket_root, read=deployment.read, local_paths=deployment.local_paths)
+    return AllowedUris(own=paths.bucket_root, read=deployment.read, local_paths=deployment.local_paths)
 
 
 def check_compiled(paths: RunPaths, graphs: GraphsPlan | None, config: RunConfig) -> None:
@@ -483,7 +483,7 @@ def _positions(backbone: PreTrainedConfig) -> int:
 def plan_published(
     context: StageContext,
     config: RunConfig,
-    world: World,
+    world: PlannedWorld,
     pointer: Pointer,
     tokenizer: TextTokenizer,
     graphs: GraphsPlan | None,
@@ -542,7 +542,7 @@ def warn_small_micro_batch(config: RunConfig, kind: str) -> None:
         )
 
 
-def check_memory(folder: Path, config: RunConfig, world: World, paths: RunPaths) -> MemoryPlan:
+def check_memory(folder: Path, config: RunConfig, world: PlannedWorld, paths: RunPaths) -> MemoryPlan:
     """What the run will need of device and host.
 
     Raises:
@@ -702,7 +702,7 @@ class DataLimits:
     shape: ModelShape
     deployment: Deployment
     config: RunConfig
-    world: World
+    world: PlannedWorld
     models: int
 
     def check(self, selection: Selection, embed: EmbedPlan, written: WrittenRows | None = None) -> None:
@@ -806,7 +806,7 @@ def _lengths(config: RunConfig) -> Lengths:
 
 
 def plan_training(
-    config: RunConfig, world: World, selection: Selection, shards: Mapping[str, Shard], written: WrittenRows
+    config: RunConfig, world: PlannedWorld, selection: Selection, shards: Mapping[str, Shard], written: WrittenRows
 ) -> TrainPlan:
     """Steps and shards of training."""
     return TrainPlan(
@@ -821,7 +821,7 @@ def plan_training(
     )
 
 
-def plan_embedding(config: RunConfig, scans: Scans, shards: Mapping[str, Shard], world: World) -> EmbedPlan:
+def plan_embedding(config: RunConfig, scans: Scans, shards: Mapping[str, Shard], world: PlannedWorld) -> EmbedPlan:
     """The corpus and its parts: enough of them for every rank of every child."""
     embedded = scans.embedded
     rows = [scan.rows for scan in embedded]

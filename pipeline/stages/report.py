@@ -78,7 +78,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class TimelineStage:
     """One stage on the timeline."""
 
     stage: Stage
@@ -253,7 +253,7 @@ def judge(record: RunRecord) -> Verdict:
     )
 
 
-def states(record: RunRecord) -> list[State]:
+def states(record: RunRecord) -> list[TimelineStage]:
     """The stages in their order, placed on one time axis."""
     ended = record.verdict.stage
     found = []
@@ -270,7 +270,7 @@ def states(record: RunRecord) -> list[State]:
             status, started, finished = "skipped", None, None
         else:
             status, started, finished = "not finished" if stage is ended else "not reached", None, None
-        found.append(State(stage=stage, status=status, started=started, finished=finished))
+        found.append(TimelineStage(stage=stage, status=status, started=started, finished=finished))
     moments = [moment.timestamp() for state in found for moment in (state.started, state.finished) if moment]
     if not moments:
         return found
@@ -278,12 +278,12 @@ def states(record: RunRecord) -> list[State]:
     return [_placed(state, low, high) for state in found]
 
 
-def _placed(state: State, low: float, high: float) -> State:
+def _placed(state: TimelineStage, low: float, high: float) -> TimelineStage:
     stop = state.finished or state.started
     if stop is None:
         return state
     start = state.started or stop
-    return State(
+    return TimelineStage(
         stage=state.stage,
         status=state.status,
         started=state.started,

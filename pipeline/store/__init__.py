@@ -1,8 +1,8 @@
-"""Files by URI: `s3://bucket/key` and local paths behind one set of functions. The only place that imports boto3.
+"""Files by URI: `s3://bucket/key` and local paths behind one set of functions.
 
-Guarantees: a reader never sees half an object (S3 by nature, local files by rename) or two versions of one mixed, conditional
-writes fail with `Conflict` instead of overwriting, and trouble that passes is waited out (faults.py says how long). Failures come
-out as our errors: absent is `MissingInput`, denied `StorageRefused`, what did not pass `Transient`.
+Guarantees: a reader never sees half an object (S3 by nature, local files by rename) or a mix of two versions, conditional writes
+fail with `Conflict` instead of overwriting, and calls wait for temporary failures to pass (faults.py says how long). Errors are
+ours: `MissingInput` for absent objects, `StorageRefused` for denied ones, `Transient` for failures that did not pass.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ __all__ = [
 
 CHUNK_BYTES = 1 << 20
 UPLOADS_AT_ONCE = 4
-"""Files of a folder that are uploaded at once; large ones take s3.PARTS_AT_ONCE connections each, of s3.CONNECTIONS."""
+"""Files of a folder in parallel uploads; large ones take s3.PARTS_AT_ONCE connections each, of s3.CONNECTIONS."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One stored object: URI, size in bytes, version tag (S3: ETag; local: content hash, empty in listings), and in listings when
-    it was written last (seconds since 1970, by the storage's clock)."""
+    """One stored object: URI, size in bytes, version tag (S3: ETag; local: content hash, empty in listings), and in listings the
+    time of the last write (seconds since 1970, by the storage's clock)."""
 
     uri: str
     size: int
@@ -75,21 +75,21 @@ class ObjectInfo:
 
 
 def join(root: str, *names: str) -> str:
-    """The URI of something below a folder.
+    """Return a URI below a folder.
 
     Raises:
-        BadData: a name that would lead out of it; many stand in files that others wrote.
+        BadData: a name that would lead out of the folder; many names come from files.
     """
     return "/".join([root.rstrip("/"), *map(check_name, names)])
 
 
 @contextmanager
 def open_read(uri: str) -> Iterator[BinaryIO]:
-    """Stream an object's raw bytes; nothing is decompressed. On S3 a connection that breaks off is taken up where it stood.
+    """Stream an object's raw bytes, without decompressing them. On S3 a broken connection continues where it stopped.
 
     Raises:
         MissingInput, StorageRefused.
-        Transient: also when the object is replaced meanwhile.
+        Transient: also if another process replaces the object meanwhile.
     """
     if is_s3(uri):
         with _one_version(uri), io.BufferedReader(ObjectStream(uri), CHUNK_BYTES) as stream:
@@ -104,7 +104,7 @@ def read_bytes(uri: str) -> bytes:
 
 
 def read_versioned(uri: str) -> tuple[bytes, str]:
-    """An object's bytes together with the version tag that `write_bytes(if_match=...)` takes."""
+    """Return an object's bytes and the version tag that `write_bytes(if_match=...)` takes."""
     if is_s3(uri):
         bucket, key = split(uri)
 
@@ -123,14 +123,14 @@ def read_json(uri: str) -> Any:
 
 
 def write_bytes(uri: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
-    """Write a small object whole; returns its version tag.
+    """Write a small object whole; return its version tag.
 
     Args:
         if_absent: only if nothing is there.
         if_match: only over exactly this version.
 
     Raises:
-        Conflict: the condition did not hold. Also where it did, but the answer was lost and the write made again.
+        Conflict: the condition did not hold. Also if it held, but the answer was lost and the write repeated.
     """
     if is_s3(uri):
         bucket, key = split(uri)
@@ -164,10 +164,10 @@ def write_json(uri: str, record: Any, **condition: Any) -> str:
 
 
 def stat(uri: str) -> ObjectInfo | None:
-    """Size and version of an object, None if it is not there.
+    """Return size and version of an object, None if there is none.
 
     Raises:
-        StorageRefused: storage does not say whether it is.
+        StorageRefused: access is denied.
     """
     if is_s3(uri):
         bucket, key = split(uri)
@@ -186,7 +186,7 @@ def exists(uri: str) -> bool:
 
 
 def list_objects(uri: str) -> list[ObjectInfo]:
-    """Every object under a folder, recursively, sorted by URI; empty when there is none."""
+    """Return every object under a folder, recursively, sorted by URI; empty if there is none."""
     if is_s3(uri):
         bucket, prefix = split(uri)
         prefix = prefix.rstrip("/") + "/" if prefix else ""
@@ -209,7 +209,7 @@ def list_objects(uri: str) -> list[ObjectInfo]:
 
 
 def delete(uri: str) -> None:
-    """Remove one object; absent is fine."""
+    """Remove one object, if it exists."""
     if is_s3(uri):
         bucket, key = split(uri)
         persistently(uri, lambda: s3_client().delete_object(Bucket=bucket, Key=key))
@@ -225,11 +225,11 @@ def delete_folder(uri: str) -> None:
 
 
 def upload(path: Path, uri: str) -> Artifact:
-    """Copy a local file to `uri` (on S3 in parallel parts) and say what was written. It is hashed while it is sent."""
+    """Copy a local file to `uri` (on S3 in parallel parts), hashing it meanwhile; return the object."""
     size = path.stat().st_size
     if is_s3(uri):
-        with ThreadPoolExecutor(1, "hash") as beside:
-            digest = beside.submit(sha256_file, path)
+        with ThreadPoolExecutor(1, "hash") as hashing:
+            digest = hashing.submit(sha256_file, path)
             s3.send_file(path, uri, content_type(uri))
             return Artifact(uri, digest.result(), size)
     with translated(uri), replacing(_local(uri)) as stream, open(path, "rb") as source:
@@ -237,14 +237,14 @@ def upload(path: Path, uri: str) -> Artifact:
 
 
 def download(uri: str, path: Path, *, sha256: str | None = None, size: int | None = None) -> Path:
-    """Copy an object to a local file; the file appears whole or not at all. It is hashed while it is fetched.
+    """Copy an object to a local file, hashing it meanwhile; the file appears whole or not at all.
 
     Args:
-        sha256, size: what the content must be.
+        sha256, size: the expected content.
 
     Raises:
-        BadData: it is something else.
-        Transient: also when the object is replaced meanwhile.
+        BadData: other content.
+        Transient: also if another process replaces the object meanwhile.
     """
     with replacing(path) as stream:
         if is_s3(uri):
@@ -260,19 +260,19 @@ def download(uri: str, path: Path, *, sha256: str | None = None, size: int | Non
         wrong = [f"{name} {found}, expected {named}" for name, (found, named) in expected.items() if named not in (None, found)]
         if wrong:
             raise BadData(
-                "the object is not what it should be",
+                "the object has other content than expected",
                 value=[f"{uri}: {fact}" for fact in wrong],
-                rule="what is named together with its hash does not change",
-                remedy="restore the version that was named, or name the new one",
+                rule="an object that is named with its hash never changes",
+                remedy="restore the named version, or name the new one",
             )
     return path
 
 
 def upload_folder(folder: Path, uri: str) -> dict[str, Artifact]:
-    """Copy a local folder's files under `uri`; relative name -> what was written.
+    """Copy a local folder's files under `uri`; return relative name -> object.
 
-    Several files are on their way at once and arrive in no order: what says that a folder is whole, a manifest, is written by
-    the caller afterwards. When a file fails, those that have not begun do not begin.
+    Uploads run in parallel and end in any order: the caller writes the manifest that completes the folder afterwards. After a
+    failure no further upload begins.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload") as pool:
@@ -304,14 +304,14 @@ def download_folder(uri: str, folder: Path) -> Path:
 
 
 def local_folder(uri: str, cache: Path) -> Path:
-    """A folder of local files with what stands under `uri`: the folder itself when it is local, else a download into `cache`.
+    """Return a local folder with the objects under `uri`: the folder itself if it is local, else a download into `cache`.
 
-    All processes of a host that ask for the same are served by one download; what is there under `uri` must not change meanwhile.
+    All processes of a host share one download; the objects under `uri` must not change meanwhile.
     """
     if is_s3(uri):
         cache.parent.mkdir(parents=True, exist_ok=True)
         complete = cache.with_name(f"{cache.name}.complete")
-        # The system gives the lock back when a process ends, however it ends.
+        # The kernel releases the lock when the process ends, in any way.
         with open(cache.with_name(f"{cache.name}.lock"), "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not complete.is_file() or complete.read_text(encoding="utf-8") != uri:
@@ -326,7 +326,7 @@ def local_folder(uri: str, cache: Path) -> Path:
 
 
 def local_file(uri: str, cache: Path) -> Path:
-    """A local file with the content of `uri`: the file itself when it is local, else a download into the folder `cache`."""
+    """Return a local file with the content of `uri`: the file itself if it is local, else a download into the folder `cache`."""
     if is_s3(uri):
         return download(uri, cache / check_name(uri.rsplit("/", 1)[-1]))
     if not _local(uri).is_file():
@@ -335,7 +335,7 @@ def local_file(uri: str, cache: Path) -> Path:
 
 
 def sha256(uri: str) -> str:
-    """Hex digest of an object, streamed."""
+    """Return the SHA-256 of an object in hex, streamed."""
     with open_read(uri) as stream:
         return _digest(stream)
 
@@ -346,14 +346,14 @@ def sha256_file(path: Path) -> str:
 
 
 def content_type(uri: str) -> str:
-    """Media type by name, so that a browser shows a report instead of saving it."""
+    """Return the media type by the name, so that a browser shows a report instead of saving it."""
     return mimetypes.guess_type(uri)[0] or "application/octet-stream"
 
 
 def _local(uri: str) -> Path:
     path = uri.removeprefix(FILE)
     if "://" in path or "\0" in path:
-        raise BadConfig("unknown kind of URI", value=uri, rule="s3://BUCKET/KEY or a local path")
+        raise BadConfig("unknown form of URI", value=uri, rule="s3://BUCKET/KEY or a local path")
     return Path(path)
 
 
@@ -373,7 +373,7 @@ def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def _copy(chunks: Iterator[bytes], target: BinaryIO) -> str:
-    """Write the chunks; returns their hash."""
+    """Write the chunks; return their hash."""
     digest = hashlib.sha256()
     for chunk in chunks:
         target.write(chunk)

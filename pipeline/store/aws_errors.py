@@ -1,4 +1,4 @@
-"""Classes of AWS errors: what a failed call to AWS means, by the service's code and status, or by botocore's exception."""
+"""Classes of AWS errors, by the service's code and status, or by botocore's exception."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ BUSY = {
     "TooManyRequests",
     "TooManyRequestsException",
 }
-"""Besides whatever throttling is called: every service has a name of its own for it."""
+"""Without the codes for throttling, for which every service has its own."""
 
 SERVER_ERROR = 500
 
 NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, ProfileNotFound, SSOError, TokenRetrievalError)
 SETUP = (InvalidRegionError, NoRegionError, ParamValidationError)
-"""botocore's exceptions that no new attempt helps against."""
+"""botocore's exceptions that a new attempt cannot avoid."""
 
 
 class AwsError(Enum):
@@ -78,10 +78,10 @@ class AwsError(Enum):
 
 
 def classify_aws_error(error: Exception) -> AwsError:
-    """The class of an exception that a call to AWS raised.
+    """Return the class of an exception that a call to AWS raised.
 
-    Whether something is absent depends on the call: its code is `REFUSED` here. Everything that is no answer of a service and
-    no mistake in the setup counts as `UNREACHABLE`: botocore has an exception for each way in which a connection fails.
+    Codes for absent objects depend on the call and are `REFUSED` here. Everything that is neither a service's answer nor a setup
+    error is `UNREACHABLE`: botocore has an exception for each way in which a connection fails.
     """
     if not isinstance(error, ClientError):
         if isinstance(error, NO_CREDENTIALS):
@@ -98,15 +98,15 @@ def classify_aws_error(error: Exception) -> AwsError:
 
 
 def error_code(error: Exception) -> str:
-    """The code that a service answered with; the exception's own name where none did."""
+    """Return the service's error code, or the exception's name without one."""
     return str(error.response["Error"].get("Code", "")) if isinstance(error, ClientError) else type(error).__name__
 
 
 def error_message(error: Exception) -> str:
-    """The message that a service answered with; the exception's own words where none did."""
+    """Return the service's message, or the exception's text without one."""
     return str(error.response["Error"].get("Message", "")) if isinstance(error, ClientError) else str(error)
 
 
 def error_text(error: Exception) -> str:
-    """Code and message of a service's answer; the exception's own words where there was none."""
+    """Return the service's code and message, or the exception's text without them."""
     return f"{error_code(error)}: {error_message(error)}" if isinstance(error, ClientError) else str(error)

@@ -1,8 +1,8 @@
-"""What goes wrong with storage, in our own terms, and for how long a call puts up with it.
+"""Storage failures as our own errors, and how long a call retries.
 
-Absent is `MissingInput`; denied or refused otherwise is `StorageRefused`, which handlers of absence do not catch;
-credentials that do not work are `BadConfig`; throttling, server errors and connections that break are `Transient`, once the
-call's patience is over. The exceptions are botocore's, s3transfer's, urllib3's and the file system's.
+Absent objects are `MissingInput`; refusals are `StorageRefused`, which handlers of absence do not catch; invalid credentials are
+`BadConfig`; throttling, server errors and broken connections are `Transient`, once the call's patience is over. The exceptions
+are botocore's, s3transfer's, urllib3's and the file system's.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, 
 log = logging.getLogger("trnpipe")
 
 PATIENCE_SECONDS = 180.0
-"""From a call's first failure until it gives up, plus one last request (REQUEST_SECONDS of s3.py at the most).
+"""Time from a call's first failure until it gives up, plus one last request (at most REQUEST_SECONDS of s3.py).
 
-Longer than S3's own slow-downs, in which it divides a prefix that is suddenly busy; together with the last request a third of the
-time without a heartbeat after which a rank counts as standing still (progress_seconds of the supervisor), so that trouble with
-storage ends as what it is. TRNPIPE_STORAGE_SECONDS sets it otherwise."""
+Longer than the slow-downs in which S3 divides a suddenly busy prefix. Together with the last request it is a third of the time
+without a heartbeat after which a rank counts as stalled (progress_seconds of the supervisor), so that a storage failure is
+reported as one. TRNPIPE_STORAGE_SECONDS overrides it."""
 
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 10.0
@@ -46,9 +46,9 @@ class Conflict(Exception):
 
 
 def persistently(uri: str, call: Callable[[], Answer]) -> Answer:
-    """Call until there is an answer, with growing pauses of random length, so that many hosts do not come back at once.
+    """Retry a call until it succeeds, with growing pauses of random length, so that many hosts do not return at once.
 
-    A write that took effect although its answer was lost is made again: one with a condition then ends with `Conflict`.
+    A write whose answer was lost is repeated although it took effect: with a condition it then ends with `Conflict`.
 
     Raises:
         Transient: the patience is over.
@@ -67,7 +67,7 @@ def persistently(uri: str, call: Callable[[], Answer]) -> Answer:
                 raise
             log.warning("%s: %s; trying again in %.1f seconds", error.what, error.value, pause)
             time.sleep(pause)
-    raise AssertionError("counting ends never")
+    raise AssertionError("unreachable")
 
 
 def patience_seconds() -> float:
@@ -90,7 +90,7 @@ def translated(uri: str) -> Iterator[None]:
 
 
 def _answer_in(error: BaseException | None) -> ClientError | None:
-    """The service's answer that an exception was made of: s3transfer's say it only in their context."""
+    """Return the service's answer behind an exception: s3transfer's have it only in their context."""
     while error is not None and not isinstance(error, ClientError):
         error = error.__cause__ or error.__context__
     return error
@@ -105,7 +105,7 @@ def _explained(uri: str, error: Exception) -> Exception:
     match classify_aws_error(error):
         case AwsError.NO_CREDENTIALS | AwsError.SETUP:
             return BadConfig(
-                "storage cannot be asked like this",
+                "invalid setup for storage requests",
                 value=value,
                 rule="a valid bucket name; region and credentials of a role, or from `aws configure`",
                 remedy="run `aws configure` or use a role, and check the URI",
@@ -114,14 +114,14 @@ def _explained(uri: str, error: Exception) -> Exception:
             return BadConfig(
                 "storage does not accept the credentials",
                 value=value,
-                rule="credentials are valid for as long as the stage runs: those of a role renew themselves",
+                rule="credentials stay valid while the stage runs: those of a role renew themselves",
                 remedy="renew them (`aws sso login`, `aws configure`), or use a role",
             )
         case AwsError.DENIED:
             return StorageRefused(
                 "access to the object is denied",
                 value=value,
-                rule="the stage's role may read and write what the run names, for as long as the run lasts",
+                rule="the stage's role may read and write the run's URIs while the run lasts",
                 remedy="grant this stage's role access to it: see the bucket's policy, its key's, and the role's; then run again",
             )
         case AwsError.BUSY:
@@ -132,6 +132,6 @@ def _explained(uri: str, error: Exception) -> Exception:
             return StorageRefused(
                 "storage refused the request",
                 value=value,
-                # Answers to HEAD have no body that would say more.
-                remedy="check the URI; a bare 400 may mean credentials that have expired",
+                # Answers to HEAD have no body with a reason.
+                remedy="check the URI; a bare 400 may mean expired credentials",
             )

@@ -1,7 +1,7 @@
-"""Objects on S3: the client, one version of an object as a stream that outlives its connections, and large transfers in pieces.
+"""Objects on S3: the client, a stream of one version of an object that outlives its connections, and large transfers in pieces.
 
-botocore repeats requests by itself, a few times; what it leaves to its callers is a body that breaks off while it is read, and
-trouble that lasts longer: `persistently` has both.
+botocore retries requests a few times. It does not retry a body that breaks off during a read, nor longer failures:
+`persistently` handles both.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ SILENCE_SECONDS = 30
 completion of a multipart upload alive with white space."""
 REQUEST_ATTEMPTS = 4
 REQUEST_SECONDS = REQUEST_ATTEMPTS * (CONNECT_SECONDS + SILENCE_SECONDS) + 7
-"""The longest that botocore may take with one request: every attempt stalls, with pauses up to 1, 2 and 4 seconds between."""
+"""The longest time of one request in botocore: every attempt stalls, with pauses of up to 1, 2 and 4 seconds between them."""
 
 READ_BYTES = 256 << 10
-"""Taken from a connection at once: what one that breaks off may lose."""
+"""Bytes of one read from a connection: the most that a broken one loses."""
 
 PIECE_BYTES = 8 << 20
 PIECES_AT_ONCE = 4
 PIECES_AHEAD = 2 * PIECES_AT_ONCE
-"""Pieces of a download that are fetched or wait to be written: 64 MiB of memory at the most."""
+"""Pieces of a download in memory, fetched or waiting for the disk: at most 64 MiB."""
 
 PART_BYTES = 32 << 20
 MULTIPART_BYTES = 64 << 20
-"""Files from this size on are uploaded in parts, PARTS_AT_ONCE of them side by side."""
+"""Files from this size on are uploaded in parts, PARTS_AT_ONCE of them in parallel."""
 PARTS_AT_ONCE = 4
 CONNECTIONS = 32
 
@@ -66,7 +66,7 @@ def s3_client() -> Any:
 
 
 def split(uri: str) -> tuple[str, str]:
-    """Bucket and key of an s3:// URI.
+    """Return bucket and key of an s3:// URI.
 
     Raises:
         BadConfig: no bucket name in it.
@@ -78,23 +78,23 @@ def split(uri: str) -> tuple[str, str]:
 
 
 def tagging(key: str) -> dict[str, str]:
-    """The argument of a write that tags the object, where it is one that expires."""
+    """Return the argument of a write that tags an object that expires, else nothing."""
     tags = retention_tags(key)
     return {"Tagging": urlencode(tags)} if tags else {}
 
 
 class ObjectStream(io.RawIOBase):
-    """A span of one version of an object as a seekable stream; where its connection breaks off, another one goes on from there.
+    """A span of one version of an object as a seekable stream, which continues on a new connection after one breaks.
 
-    smart_open reads, and reconnects a few times; trouble that lasts longer is ours.
+    smart_open reads, and reconnects a few times; this class handles longer failures.
 
     Args:
         start, stop: bytes; None: to the end.
-        etag: of the version; empty: the one that is there now.
+        etag: of the version; empty: the current one.
 
     Raises:
         MissingInput, StorageRefused, Transient: also from reading.
-        Conflict: from reading, when the object has been replaced meanwhile.
+        Conflict: from reading, if another process has replaced the object.
     """
 
     def __init__(self, uri: str, start: int = 0, stop: int | None = None, etag: str = "") -> None:
@@ -146,7 +146,7 @@ class ObjectStream(io.RawIOBase):
             data: bytes = self._body.read(wanted)
         except OSError as error:
             self._drop()
-            # smart_open's own: around what S3 answered, or that it has given up reconnecting.
+            # smart_open's own: it holds S3's answer, or says that smart_open gave up reconnecting.
             answer = getattr(error, "backend_error", None)
             if answer is None and error.errno is None:
                 answer = ReadTimeoutError(endpoint_url=self._uri, error=error)
@@ -160,7 +160,7 @@ class ObjectStream(io.RawIOBase):
         return data
 
     def _open(self) -> Any:
-        import smart_open.s3  # here, because it loads for a third of a second and a supervisor starts without it
+        import smart_open.s3  # here: it takes a third of a second to load, and a supervisor starts without it
 
         body = smart_open.s3.open(
             self._bucket,
@@ -181,7 +181,7 @@ class ObjectStream(io.RawIOBase):
 
 
 def pieces(uri: str, size: int, etag: str) -> Iterator[bytes]:
-    """An object's bytes in their order, several pieces being fetched at once.
+    """Yield an object's bytes in order, fetching several pieces in parallel.
 
     Raises:
         MissingInput, StorageRefused, Transient, Conflict: as ObjectStream.
@@ -206,9 +206,9 @@ def pieces(uri: str, size: int, etag: str) -> Iterator[bytes]:
 
 
 def send_file(path: Path, uri: str, content_type: str) -> None:
-    """Upload a local file, a large one in parts side by side. An upload that fails leaves no parts behind, as far as it may.
+    """Upload a local file, a large one in parallel parts. A failed upload removes its parts, best effort.
 
-    (Where the very request that removes them fails, the bucket's lifecycle rule does it days later: infra/constructs/storage.py.)
+    If that request fails too, the bucket's lifecycle rule removes them days later (infra/constructs/storage.py).
     """
     from boto3.s3.transfer import TransferConfig
 

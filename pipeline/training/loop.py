@@ -28,7 +28,7 @@ from pipeline.training.digest import chain
 from pipeline.training.host_state import checkpoint_files
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.micro_batches import cut
-from pipeline.training.state import Progress, Window
+from pipeline.training.state import MetricsWindow, Progress
 from pipeline.training.step import RecentLosses, require_equal_weights, step_seed, train_step
 
 log = logging.getLogger("trnpipe")
@@ -197,7 +197,7 @@ def _spend(run: Training, progress: Progress, since: float) -> float:
 
 
 def _log(run: Training, progress: Progress) -> None:
-    window, progress.window = progress.window, Window()
+    window, progress.window = progress.window, MetricsWindow()
     progress.loss = sum(window.losses) / len(window.losses)
     if run.metrics is None:
         return

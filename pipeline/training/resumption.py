@@ -10,14 +10,14 @@ import logging
 from collections.abc import Iterator
 
 from pipeline import store
-from pipeline.config import ModelConfig, Role, TrainConfig, keys_of
+from pipeline.config import KeyRole, ModelConfig, TrainConfig, keys_of
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig
 from pipeline.plan import ResumedRun, RunPlan
 
 log = logging.getLogger("trnpipe")
 
-FREE = frozenset(keys_of(Role.RESUMABLE, TrainConfig))
+FREE = frozenset(keys_of(KeyRole.RESUMABLE, TrainConfig))
 """Settings of `train` that may differ: what they decide is compared by itself, or changes nothing of what is computed."""
 
 
@@ -50,7 +50,7 @@ def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
 def _differences(earlier: RunPlan, plan: RunPlan) -> Iterator[str]:
     for name in sorted(type(plan.config.train).model_fields.keys() - FREE):
         yield from _difference(f"train.{name}", getattr(earlier.config.train, name), getattr(plan.config.train, name))
-    for name in keys_of(Role.LEARNED, ModelConfig):
+    for name in keys_of(KeyRole.LEARNED, ModelConfig):
         yield from _difference(f"model.{name}", getattr(earlier.config.model, name), getattr(plan.config.model, name))
     yield from _difference("seed", earlier.config.seed, plan.config.seed)
     yield from _difference("parent's weights (sha256)", earlier.parent.sha256, plan.parent.sha256)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from pipeline.contract import read_record
+from pipeline.contract import Record
 
 
 @dataclass(kw_only=True)
-class Window:
+class MetricsWindow(Record):
     """Sums since the last line of metrics.
 
     Attributes:
@@ -29,7 +29,7 @@ class Window:
 
 
 @dataclass(kw_only=True)
-class Progress:
+class Progress(Record):
     """Where a run stands. Data position and dropout follow from `step` alone.
 
     Attributes:
@@ -56,15 +56,7 @@ class Progress:
     last_validation: dict[str, float] = field(default_factory=dict)
     loss: float | None = None
     data_digest: str = ""
-    window: Window = field(default_factory=Window)
+    window: MetricsWindow = field(default_factory=MetricsWindow)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, data: bytes | str) -> Progress:
-        """
-        Raises:
-            BadData: no record of a run's progress.
-        """
-        return read_record(cls, data)

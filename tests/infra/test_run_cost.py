@@ -12,7 +12,7 @@ from infra.context import read_context, read_settings
 from infra.run_cost import expectation, hourly_prices, most_embed_hosts
 from infra.settings import COST_TAG, Settings
 from pipeline.contract import STAGES, Queue
-from pipeline.prices import HARDWARE, INSTANCE_HOUR
+from pipeline.cost import HARDWARE, INSTANCE_HOUR
 
 UNPRICED: set[str] = set()
 """Instance types that can be deployed and whose price could not be confirmed."""

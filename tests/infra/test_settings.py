@@ -12,8 +12,8 @@ import yaml
 from infra.context import CDK_JSON, ENVIRONMENTS, read_context, read_settings
 from infra.settings import Settings
 from pipeline.contract import STAGES
+from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig, ExitCode
-from pipeline.prices import HARDWARE
 
 BASE: dict[str, Any] = {"ami": "ami-0123456789abcdef0"}
 

@@ -22,8 +22,7 @@ from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.model.folder import WEIGHTS
-from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, Published, RunPlan, Shard, Span, TrainPlan
-from pipeline.plan import World as PlannedWorld
+from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, PlannedWorld, Published, RunPlan, Shard, Span, TrainPlan
 from pipeline.run.cloudwatch import EXECUTION_VARIABLE, is_record
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.allowed_uris import Places, check_name, is_inside, objection
+from pipeline.allowed_uris import AllowedUris, check_name, is_inside, objection
 from pipeline.config import build_config
 from pipeline.errors import BadConfig, BadData
 
 OWN = "s3://bucket"
-AWS = Places(own=OWN, read=("s3://lake/clicks", "s3://models/base.safetensors"))
+AWS = AllowedUris(own=OWN, read=("s3://lake/clicks", "s3://models/base.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_what_a_file_names_is_bad_data() -> None:
 
 
 def test_local_paths_where_the_deployment_allows_them() -> None:
-    Places(own=OWN, local_paths=True).check([("data.train", "/data/../data/x"), ("model.parent", "file:///model")])
+    AllowedUris(own=OWN, local_paths=True).check([("data.train", "/data/../data/x"), ("model.parent", "file:///model")])
 
 
 def test_a_local_bucket_is_a_place_of_its_own_and_links_lead_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "link").symlink_to(tmp_path)
-    places = Places(own=str(tmp_path / "bucket"))
+    places = AllowedUris(own=str(tmp_path / "bucket"))
     places.check([("a part", str(tmp_path / "bucket" / "runs" / "x"))])
     for outside in ("bucket-2/x", "bucket/../x", "bucket/link/x"):
         assert places.refusal(str(tmp_path / outside))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from pipeline.config import (
+    KeyRole,
     ModelConfig,
-    Role,
     RunConfig,
     Section,
     TrainConfig,
@@ -139,11 +139,11 @@ def test_merge_keeps_what_is_not_overridden(under: dict[str, object], over: dict
 # ---- roles -----------------------------------------------------------------------------------------------------------
 
 
-def roles_of(section: type[BaseModel], inherited: frozenset[Role] = frozenset()) -> dict[str, frozenset[Role]]:
+def roles_of(section: type[BaseModel], inherited: frozenset[KeyRole] = frozenset()) -> dict[str, frozenset[KeyRole]]:
     """Every key below a section, with its own roles and those of the sections that it is in."""
     found = {}
     for name, field in section.model_fields.items():
-        roles = inherited | {role for role in field.metadata if isinstance(role, Role)}
+        roles = inherited | {role for role in field.metadata if isinstance(role, KeyRole)}
         kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
         inner = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
         found |= {f"{name}.{key}": own for key, own in roles_of(inner, roles).items()} if inner else {name: roles}
@@ -152,7 +152,7 @@ def roles_of(section: type[BaseModel], inherited: frozenset[Role] = frozenset())
 
 def unclassified(section: type[BaseModel]) -> list[str]:
     """Keys that are not either learned or bookkeeping."""
-    return [key for key, roles in roles_of(section).items() if len(roles & {Role.LEARNED, Role.BOOKKEEPING}) != 1]
+    return [key for key, roles in roles_of(section).items() if len(roles & {KeyRole.LEARNED, KeyRole.BOOKKEEPING}) != 1]
 
 
 def test_every_key_has_a_role() -> None:
@@ -161,27 +161,27 @@ def test_every_key_has_a_role() -> None:
 
 def test_a_key_without_a_role_is_noticed() -> None:
     class Inner(Section):
-        named: Annotated[int, Role.BOOKKEEPING] = 1
+        named: Annotated[int, KeyRole.BOOKKEEPING] = 1
         forgotten: int = 1
 
     class Outer(Section):
         inner: Inner = Inner()
-        whole: Annotated[Inner | None, Role.LEARNED, Role.GRAPH] = None
-        both: Annotated[int, Role.LEARNED, Role.BOOKKEEPING] = 1
+        whole: Annotated[Inner | None, KeyRole.LEARNED, KeyRole.GRAPH] = None
+        both: Annotated[int, KeyRole.LEARNED, KeyRole.BOOKKEEPING] = 1
 
     assert unclassified(Outer) == ["inner.forgotten", "whole.named", "both"]
-    assert keys_of(Role.GRAPH, Outer) == ("whole",)
-    assert keys_of(Role.BOOKKEEPING, Outer) == ("inner.named", "whole.named", "both")
+    assert keys_of(KeyRole.GRAPH, Outer) == ("whole",)
+    assert keys_of(KeyRole.BOOKKEEPING, Outer) == ("inner.named", "whole.named", "both")
 
 
 def test_lists_of_keys_follow_from_roles() -> None:
-    assert {"batch_size", "log_every", "temperature"} < set(keys_of(Role.GRAPH, TrainConfig))
-    assert not {"learning_rate", "steps", "keep_best"} & set(keys_of(Role.GRAPH, TrainConfig))
+    assert {"batch_size", "log_every", "temperature"} < set(keys_of(KeyRole.GRAPH, TrainConfig))
+    assert not {"learning_rate", "steps", "keep_best"} & set(keys_of(KeyRole.GRAPH, TrainConfig))
     # Named by their section, and by themselves.
-    assert {"device", "lock", "data.train", "train.batch_size"} < set(keys_of(Role.BOOKKEEPING, RunConfig))
-    assert not {"seed", "train", "train.accumulation", "embed.buckets"} & set(keys_of(Role.BOOKKEEPING, RunConfig))
-    assert {"micro_batch", "resume"} < set(keys_of(Role.RESUMABLE, TrainConfig))
-    assert keys_of(Role.LEARNED, ModelConfig) == ("pooling", "normalize", "head")
-    assert keys_of(Role.EXECUTION, RunConfig) == ("run", "share", "time_budget", "lock")
-    assert "train.buckets" in keys_of(Role.TUNABLE, RunConfig)
-    assert "model.parent" in keys_of(Role.URI, RunConfig)
+    assert {"device", "lock", "data.train", "train.batch_size"} < set(keys_of(KeyRole.BOOKKEEPING, RunConfig))
+    assert not {"seed", "train", "train.accumulation", "embed.buckets"} & set(keys_of(KeyRole.BOOKKEEPING, RunConfig))
+    assert {"micro_batch", "resume"} < set(keys_of(KeyRole.RESUMABLE, TrainConfig))
+    assert keys_of(KeyRole.LEARNED, ModelConfig) == ("pooling", "normalize", "head")
+    assert keys_of(KeyRole.EXECUTION, RunConfig) == ("run", "share", "time_budget", "lock")
+    assert "train.buckets" in keys_of(KeyRole.TUNABLE, RunConfig)
+    assert "model.parent" in keys_of(KeyRole.URI, RunConfig)

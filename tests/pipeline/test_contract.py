@@ -96,7 +96,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
             check(name)
     with pytest.raises(BadConfig, match="RUN_ID"):
         check_run_folder(f"s3://bucket/{name}/x/{name}")
-    with pytest.raises(BadConfig, match="no run id"):
+    with pytest.raises(BadConfig, match="invalid run id"):
         check_run_id(5)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.prices import INSTANCE_HOUR, REGIONS, fargate_hour, instance_hour
+from pipeline.cost import INSTANCE_HOUR, REGIONS, fargate_hour, instance_hour
 
 
 @pytest.mark.parametrize("region", REGIONS)

@@ -113,7 +113,7 @@ def test_start_checks_first_then_watches_to_the_end_and_runs_lists_it(machine: S
     with open_site("", local.state) as site:
         with pytest.raises(BadConfig, match="--run good"):
             start(site, {}, "good")
-        with pytest.raises(MissingInput, match="no such run to take up"):
+        with pytest.raises(MissingInput, match="no such run to resume"):
             start(site, {"run": "never"})
         with pytest.raises(BadConfig, match="outside of these folders"):
             start(site, {"data": {"train": ["s3://elsewhere/rows"]}})
@@ -202,7 +202,7 @@ def test_ctrl_c_ends_only_the_watching_and_a_run_that_takes_its_endpoint_along_i
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "run on goes on" in rest
+    assert "run on continues" in rest
     assert f"trnpipe stop on --state {local.state}" in rest
     assert local.client.describe_execution(executionArn=arn)["status"] == "RUNNING"
     [row] = listed(local.state)
@@ -228,11 +228,11 @@ def test_the_key_of_a_local_run_is_its_owner_s_and_goes_with_it(machine: Start) 
         for absent in ("absent", site.execution_arn("absent")):
             with pytest.raises(MissingInput, match="there is no such run"):
                 find(site, absent)
-        with pytest.raises(BadConfig, match="no execution of this state machine"):
+        with pytest.raises(BadConfig, match="belongs to another state machine"):
             find(site, "arn:aws:states:us-east-1:123456789012:execution:another:absent")
     local.endpoint.__exit__(None, None, None)
     assert not path.exists()
-    with pytest.raises(MissingInput, match="no local run is going on"), open_site("", local.state):
+    with pytest.raises(MissingInput, match="no local run is in progress"), open_site("", local.state):
         pass
     # A killed run leaves its file.
     path.write_bytes(kept)

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from pipeline import store
 from pipeline.backends.hlo import GraphDescription
-from pipeline.commands.graphs import Findings, find, run_graphs
+from pipeline.commands.graphs import Findings, find
 from pipeline.commands.graphs_display import show
 from pipeline.commands.graphs_lowered import BucketGraphs, Graph, Lowered, rank_difference
 from pipeline.commands.graphs_proof import choose_rows, proof_config
@@ -123,7 +123,10 @@ def test_a_planted_new_graph_ends_with_69(proved: tuple[RunPaths, dict[str, Any]
     paths, _ = proved
 
     def reported(*, as_json: bool = True) -> int:
-        return run_graphs(paths.root, state=Path(paths.bucket_root), lower=False, as_json=as_json)
+        console = Console(stderr=as_json)
+        found = find(paths.root, console, state=Path(paths.bucket_root), lower=False)
+        show(found, console, as_json=as_json)
+        return found.exit_code
 
     assert reported() == 0
     found = json.loads(capsys.readouterr().out)
@@ -167,7 +170,7 @@ def test_the_graphs_of_64_ranks_are_shown_without_any(tmp_path: Path) -> None:
 
 def test_what_cannot_be_asked(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="no such run"):
-        run_graphs("week-99", state=tmp_path)
+        find("week-99", Console(quiet=True), state=tmp_path)
     paths = plan_for_neuron(tmp_path)
     asked: list[tuple[dict[str, Any], str]] = [
         ({"steps": 9}, "belong to the proof"),
@@ -177,10 +180,10 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
     ]
     for options, words in asked:
         with pytest.raises(BadConfig, match=words):
-            run_graphs(paths.root, state=tmp_path, lower=False, **options)
+            find(paths.root, Console(quiet=True), state=tmp_path, lower=False, **options)
     store.write_bytes(paths.plan, b"{}")
     with pytest.raises(BadData, match="plan cannot be read"):
-        run_graphs(paths.root, state=tmp_path, lower=False)
+        find(paths.root, Console(quiet=True), state=tmp_path, lower=False)
 
 
 def test_a_run_that_never_ran_has_nothing_new(tmp_path: Path) -> None:
@@ -191,7 +194,7 @@ def test_a_run_that_never_ran_has_nothing_new(tmp_path: Path) -> None:
     show(found, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "missing" in text
-    assert "No stage has told yet" in text
+    assert "No stage has reported yet" in text
 
 
 @pytest.mark.slow

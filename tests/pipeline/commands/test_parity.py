@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from pipeline import store
-from pipeline.commands.parity import FREE_SETTINGS, Comparison, Evaluation, Verdict, compare_runs, judge
+from pipeline.commands.parity import FREE_SETTINGS, Comparison, Evaluation, ParityVerdict, compare_runs, judge
 from pipeline.config import RunConfig
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig, BadData, MissingInput
@@ -95,7 +95,7 @@ def trained(finished: Trained, tmp_path: Path) -> Trained:
 
 def test_same_training_is_within_also_after_an_interruption(finished: Trained) -> None:
     found = compare_runs("base", "same", state=finished.state)
-    assert (found.verdict, found.exit_code) == (Verdict.WITHIN, 0)
+    assert (found.verdict, found.exit_code) == (ParityVerdict.WITHIN, 0)
     assert [evaluation.step for evaluation in found.evaluations] == EVALUATED
     assert {value for _, value in found.largest().values()} == {0.0}
     assert "20 queries cannot show 0.1 %" in found.reason
@@ -118,7 +118,7 @@ def test_other_precision_is_judged(finished: Trained) -> None:
     assert losses(finished.paths("base")) != losses(finished.paths("cast"))
     assert (found.runs[0]["precision"], found.runs[1]["precision"]) == ("fp32", "bf16")
     # A rounding of the third digit moves at most a few of twenty queries by a rank.
-    assert found.verdict in (Verdict.WITHIN, Verdict.NOISE)
+    assert found.verdict in (ParityVerdict.WITHIN, ParityVerdict.NOISE)
     assert max(value for _, value in found.largest().values()) < 0.1
 
 
@@ -126,7 +126,7 @@ def test_other_curves_are_seen(trained: Trained) -> None:
     """Half the learning rate behind a plan that denies it: what a device that computes something else would look like."""
     trained.replan("rate", config=trained.plan("base").config)
     found = compare_runs("base", "rate", state=trained.state)
-    assert found.verdict in (Verdict.NOISE, Verdict.DIFFERS)
+    assert found.verdict in (ParityVerdict.NOISE, ParityVerdict.DIFFERS)
     first, last = found.evaluations[0].metrics["ndcg@10"], found.evaluations[-1].metrics["ndcg@10"]
     assert first.difference == 0.0
     assert abs(last.difference) > 0.001
@@ -154,7 +154,7 @@ def test_ranks_and_device_may_differ_as_long_as_the_global_batch_is_equal(traine
     train = plan.config.train.model_copy(update={"batch_size": 2, "log_every": 3})
     device = plan.config.device.model_copy(update={"kind": "neuron"})
     trained.replan("same", world=world, config=plan.config.model_copy(update={"train": train, "device": device}))
-    assert compare_runs("base", "same", state=trained.state).verdict is Verdict.WITHIN
+    assert compare_runs("base", "same", state=trained.state).verdict is ParityVerdict.WITHIN
 
     trained.replan("same", world=world.model_copy(update={"ranks_per_node": 8}))
     with pytest.raises(BadConfig) as refusal:
@@ -186,11 +186,11 @@ def change(path: str, edit: Callable[[np.ndarray], np.ndarray], metric: str = "n
 def test_worse_run_differs_and_the_reason_says_where(trained: Trained) -> None:
     change(trained.paths("same").validation(8), lambda values: values - 0.01)
     found = compare_runs("base", "same", state=trained.state)
-    assert (found.verdict, found.exit_code) == (Verdict.DIFFERS, 67)
+    assert (found.verdict, found.exit_code) == (ParityVerdict.DIFFERS, 67)
     assert "ndcg@10 differs by 0.01000 at step 8" in found.reason
     assert "1 of 4 evaluations" in found.reason
-    assert compare_runs("base", "same", state=trained.state, metric="mrr@10").verdict is Verdict.WITHIN
-    assert compare_runs("base", "same", state=trained.state, tolerance=0.0101).verdict is Verdict.WITHIN
+    assert compare_runs("base", "same", state=trained.state, metric="mrr@10").verdict is ParityVerdict.WITHIN
+    assert compare_runs("base", "same", state=trained.state, tolerance=0.0101).verdict is ParityVerdict.WITHIN
 
 
 def test_few_queries_that_moved_are_noise(trained: Trained) -> None:
@@ -200,7 +200,7 @@ def test_few_queries_that_moved_are_noise(trained: Trained) -> None:
 
     change(trained.paths("same").validation(12), move_one)
     found = compare_runs("base", "same", state=trained.state)
-    assert (found.verdict, found.exit_code) == (Verdict.NOISE, 0)
+    assert (found.verdict, found.exit_code) == (ParityVerdict.NOISE, 0)
     item = found.evaluations[-1].metrics["ndcg@10"]
     assert item.difference == pytest.approx(-0.02)
     assert item.low < -0.02 < item.high == 0.0
@@ -213,10 +213,10 @@ def test_whole_holdout_counts_where_both_runs_have_it(trained: Trained) -> None:
     assert compare_runs("base", "same", state=trained.state).evaluations[-1].name == "whole hold-out"
     change(trained.paths("same").query_values, lambda values: values + 0.5)
     found = compare_runs("base", "same", state=trained.state)
-    assert found.verdict is Verdict.DIFFERS
+    assert found.verdict is ParityVerdict.DIFFERS
     assert "at whole hold-out" in found.reason
     Path(trained.paths("base").query_values).unlink()
-    assert compare_runs("base", "same", state=trained.state).verdict is Verdict.WITHIN
+    assert compare_runs("base", "same", state=trained.state).verdict is ParityVerdict.WITHIN
 
 
 def with_digests(paths: RunPaths, digests: dict[int, str]) -> None:
@@ -232,14 +232,14 @@ def test_other_data_differs_whatever_the_curves_say(trained: Trained) -> None:
     with_digests(trained.paths("base"), {4: "a", 8: "b", 12: "c"})
     with_digests(trained.paths("same"), {4: "a", 8: "b", 12: "c"})
     found = compare_runs("base", "same", state=trained.state)
-    assert found.verdict is Verdict.WITHIN
+    assert found.verdict is ParityVerdict.WITHIN
     assert "batches are equal bit for bit up to step 12" in found.notes
     with_digests(trained.paths("same"), {4: "a", 8: "x", 12: "y"})
     found = compare_runs("base", "same", state=trained.state)
-    assert (found.verdict, found.reason) == (Verdict.DIFFERS, "other data between step 5 and step 8")
+    assert (found.verdict, found.reason) == (ParityVerdict.DIFFERS, "other data between step 5 and step 8")
     with_digests(trained.paths("same"), {})
     found = compare_runs("base", "same", state=trained.state)
-    assert found.verdict is Verdict.WITHIN
+    assert found.verdict is ParityVerdict.WITHIN
     assert "batches were not compared" in found.notes[0]
 
 
@@ -299,15 +299,15 @@ def evaluations(*found: tuple[float, float, float], queries: int = 2000) -> list
 @pytest.mark.parametrize(
     ("found", "verdict", "at"),
     [
-        ([(0.0, 0.0, 0.0)], Verdict.WITHIN, "step 0"),
-        ([(0.0005, 0.0004, 0.0006), (-0.001, -0.0011, -0.0009)], Verdict.WITHIN, "step 1"),  # proven, but small
-        ([(0.3 - 0.299, 0.0009, 0.0011)], Verdict.WITHIN, "step 0"),  # a little above 0.001 in binary
-        ([(0.0011, -0.0001, 0.002), (0.0, 0.0, 0.0)], Verdict.NOISE, "step 0"),
-        ([(0.0011, 0.0, 0.002)], Verdict.NOISE, "step 0"),
-        ([(0.005, -0.001, 0.01), (-0.002, -0.003, -0.001)], Verdict.DIFFERS, "step 1"),  # the larger one may be chance
+        ([(0.0, 0.0, 0.0)], ParityVerdict.WITHIN, "step 0"),
+        ([(0.0005, 0.0004, 0.0006), (-0.001, -0.0011, -0.0009)], ParityVerdict.WITHIN, "step 1"),  # proven, but small
+        ([(0.3 - 0.299, 0.0009, 0.0011)], ParityVerdict.WITHIN, "step 0"),  # a little above 0.001 in binary
+        ([(0.0011, -0.0001, 0.002), (0.0, 0.0, 0.0)], ParityVerdict.NOISE, "step 0"),
+        ([(0.0011, 0.0, 0.002)], ParityVerdict.NOISE, "step 0"),
+        ([(0.005, -0.001, 0.01), (-0.002, -0.003, -0.001)], ParityVerdict.DIFFERS, "step 1"),  # the larger one may be chance
     ],
 )
-def test_verdicts(found: list[tuple[float, float, float]], verdict: Verdict, at: str) -> None:
+def test_verdicts(found: list[tuple[float, float, float]], verdict: ParityVerdict, at: str) -> None:
     judged, reason = judge(evaluations(*found), "m", 0.001)
     assert judged is verdict
     assert at in reason
@@ -324,7 +324,7 @@ def test_table_names_runs_evaluations_and_verdict(finished: Trained) -> None:
     for step in EVALUATED:
         assert f"step {step} " in text
     assert text.count("recall@100") == len(EVALUATED) + 1
-    assert text.splitlines()[-1].split(":")[0] in {verdict.value for verdict in Verdict}
+    assert text.splitlines()[-1].split(":")[0] in {verdict.value for verdict in ParityVerdict}
 
 
 def trnpipe(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

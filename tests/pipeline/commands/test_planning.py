@@ -164,7 +164,7 @@ def test_a_deadline_that_no_option_meets_is_said(model: Path) -> None:
 
 
 def test_no_rows_are_no_workload(model: Path) -> None:
-    with pytest.raises(BadConfig, match="how much there is to do"):
+    with pytest.raises(BadConfig, match="the options name no rows"):
         report(parent=str(model), run=None, layers=[{"device": {"kind": "cpu"}}], deadline_hours=1.0)
 
 

@@ -29,7 +29,7 @@ from pipeline.dataset.arrow import read_table, token_lengths
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_world
 from pipeline.graphs.compiled import training_flags
-from pipeline.plan import RowFile, RunPlan, World
+from pipeline.plan import PlannedWorld, RowFile, RunPlan
 from pipeline.run import find_run
 from pipeline.run.processes import tree_memory
 from tests.pipeline.training.conftest import TrainingRun, training_run
@@ -152,7 +152,7 @@ def test_tries_keeps_resumes(training_run: PlanTraining, tmp_path: Path, s3_root
     more = ["--vary", "device.sync_points=1", *vary[:2], "--gain", "1e9", "--tolerance", "0.001"]
     second = trnpipe_tune(state, "week-01", "--bucket", s3_root, "--steps", "8", *more)
     assert second.returncode == 0, second.stderr
-    assert "4 variants are in the table already" in second.stdout
+    assert "the table has 4 variants already" in second.stdout
     rows = store.read_json(found["table"])["rows"]
     assert rows[:4] == found["rows"]
     assert (rows[4]["settings"], rows[4]["status"], len(rows)) == ({"device.sync_points": 1}, "done", 5)
@@ -177,7 +177,7 @@ def test_interrupted_leaves_no_process_and_goes_on(training_run: PlanTraining, t
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130
-    assert "goes on" in output
+    assert "runs the missing variants" in output
     assert not Path(f"/proc/{rank}").exists()
     assert not list((state / "bucket/runs/week-01").glob("tune/*"))
     # Its lock went with it: a search with so little time that the base cannot end says just that.
@@ -332,7 +332,7 @@ def test_default_space_by_kind() -> None:
     config = build_config({"train": {"batch_size": 8}})
 
     def of(kind: str, precision: str) -> list[Any]:
-        return tune_space.default_space(config, World(kind=kind, precision=precision, nodes=1, ranks_per_node=1))
+        return tune_space.default_space(config, PlannedWorld(kind=kind, precision=precision, nodes=1, ranks_per_node=1))
 
     assert keys(of("cpu", "fp32")) == ["train.batch_size", "device.precision", "device.threads_per_rank"]
     assert keys(of("cuda", "bf16")) == ["train.batch_size", "device.precision"]
@@ -347,9 +347,10 @@ def test_default_space_by_kind() -> None:
     assert {"device.loader.batches_per_execution": 4, "device.sync_points": 1} in xla
     assert not any(key.startswith("compile") or value == "compiler" for each in xla for key, value in each.items())
     assert (
-        tune_space.common_window(config, of("xla", "fp32"), World(kind="xla", precision="fp32", nodes=1, ranks_per_node=1)) == 4
+        tune_space.common_window(config, of("xla", "fp32"), PlannedWorld(kind="xla", precision="fp32", nodes=1, ranks_per_node=1))
+        == 4
     )
-    cpu = World(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1)
+    cpu = PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1)
     assert tune_space.common_window(config, of("cpu", "fp32"), cpu) == 1
     assert tune_space.common_window(config, tune_space.parse_vary(["device.kind=xla"], config), cpu) == 4
     assert tune_space.common_window(config, tune_space.parse_vary(["device.loader.batches_per_execution=2,3"], config), cpu) == 6
@@ -366,9 +367,9 @@ def test_default_space_by_kind() -> None:
     ("item", "words"),
     [
         ("train.batch_sice=3", "did you mean train.batch_size?"),
-        ("train.learning_rate=0.1", "not a setting that tune varies"),
-        ("data.holdout_fraction=0.1", "not a setting that tune varies"),
-        ("device.loader={host_prefetch: 2}", "not a setting that tune varies"),
+        ("train.learning_rate=0.1", "tune does not vary this setting"),
+        ("data.holdout_fraction=0.1", "tune does not vary this setting"),
+        ("device.loader={host_prefetch: 2}", "tune does not vary this setting"),
         ("train.batch_size=", "cannot read what to vary"),
         ("train.batch_size", "cannot read what to vary"),
         ("train.batch_size=[1", "cannot be read"),

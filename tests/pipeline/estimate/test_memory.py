@@ -22,8 +22,8 @@ from pipeline.estimate.memory import FP32, GIB, Budget, Footprint, MemoryCapacit
 from pipeline.model.encoder import Encoder, checkpoint_activations, new_encoder, prepare_for_training
 from pipeline.model.folder import load_encoder
 from pipeline.model.shape import ModelShape, read_shape, shape_of
-from pipeline.plan import World
-from pipeline.run.world import World as RankWorld
+from pipeline.plan import PlannedWorld
+from pipeline.run.world import World
 from pipeline.training.micro_batches import cut
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
 from tests.tiny import make_model
@@ -49,8 +49,8 @@ def settings(
     )
 
 
-def planned(kind: str = "cpu", precision: str = "fp32", ranks: int = 1, nodes: int = 1) -> World:
-    return World(kind=kind, precision=precision, nodes=nodes, ranks_per_node=ranks)
+def planned(kind: str = "cpu", precision: str = "fp32", ranks: int = 1, nodes: int = 1) -> PlannedWorld:
+    return PlannedWorld(kind=kind, precision=precision, nodes=nodes, ranks_per_node=ranks)
 
 
 def budget(budgets: list[Budget], stage: str, place: str) -> Budget:
@@ -113,7 +113,7 @@ def test_parameters_and_optimizer_state_are_exact(tmp_path: Path, head: dict[str
     shape = read_shape(tmp_path / "model", model)
     assert shape == shape_of(encoder)
     assert shape.parameters == sum(parameter.numel() for parameter in encoder.parameters())
-    device = open_device("cpu", "fp32", RankWorld(), threads=1)
+    device = open_device("cpu", "fp32", World(), threads=1)
     optimizer = build_optimizer(encoder.train(), config.train, device, adds_up=config.adds_up("cpu"))
     one_step(encoder, optimizer, device, config)
     state = [value for values in optimizer.state.values() for name, value in values.items() if name != "step"]
@@ -172,7 +172,7 @@ def test_the_peak_of_a_step(sizes: dict[str, int], changes: dict[str, Any]) -> N
     config, world = settings(**changes), planned()
     encoder = new_encoder(backbone(**sizes), ModelConfig()).train()
     prepare_for_training(encoder, fused_attention=False)
-    device = open_device("cpu", "fp32", RankWorld(), threads=1)
+    device = open_device("cpu", "fp32", World(), threads=1)
     if config.train.activation_checkpointing:
         checkpoint_activations(encoder, device.checkpointed())
     optimizer = build_optimizer(encoder, config.train, device, adds_up=config.adds_up("cpu"))
@@ -223,7 +223,7 @@ def large(kind: type[PreTrainedConfig] = XLMRobertaConfig, **changes: Any) -> Mo
         return shape_of(new_encoder(config, ModelConfig()))
 
 
-def on_trainium(**train: Any) -> tuple[RunConfig, World, MemoryCapacity]:
+def on_trainium(**train: Any) -> tuple[RunConfig, PlannedWorld, MemoryCapacity]:
     config = settings("neuron", embed={"tokens_per_batch": 4096, "buckets": [32, 64, 128, 256]}, **train)
     return config, planned("neuron", "bf16", ranks=32, nodes=2), memory.known_capacity(config, "neuron", here=False)
 

@@ -27,8 +27,8 @@ from pipeline.estimate.requirements import Requirement, attempt_minutes, over, r
 from pipeline.estimate.workload import Workload
 from pipeline.model.encoder import new_encoder
 from pipeline.model.shape import shape_of
-from pipeline.plan import World
-from pipeline.run.world import World as Ranks
+from pipeline.plan import PlannedWorld
+from pipeline.run.world import World
 from pipeline.stages import publish
 from pipeline.stages.evaluate import join_holdout
 from pipeline.training.batches import TrainingBatches
@@ -87,7 +87,7 @@ def test_a_rank_holds_less_of_a_training_row_than_its_allowance(tmp_path: Path) 
 
     def first_batch() -> Any:
         arguments: Any = {"batch_size": 32, "query_length": 8, "buckets": (8,), "seed": 0, "learning_rate": lambda _: 1e-3}
-        batches = TrainingBatches(path, Ranks(), **arguments)
+        batches = TrainingBatches(path, World(), **arguments)
         return batches, next(batches.iterate(0, 4))
 
     before = pa.total_allocated_bytes()
@@ -126,7 +126,7 @@ with torch.device("meta"):
             BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536), ModelConfig()
         )
     )
-WORLD = World(kind="neuron", precision="bf16", nodes=4, ranks_per_node=32)
+WORLD = PlannedWorld(kind="neuron", precision="bf16", nodes=4, ranks_per_node=32)
 WORK = Workload(
     train_rows=MILLION,
     scanned_rows=MILLION,

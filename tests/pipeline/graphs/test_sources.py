@@ -47,7 +47,7 @@ def test_the_closure_is_the_code_that_shapes_graphs() -> None:
     ("module", "old", "new"),
     [
         ("host/supervisor.py", "import", "import antigravity\nimport"),
-        ("config.py", "class RunConfig(Section):", "class RunConfig(Section):\n    another: int = 1\n"),
+        ("config/__init__.py", "class RunConfig(Section):", "class RunConfig(Section):\n    another: int = 1\n"),
         ("errors.py", "class BadData", "ANOTHER = 1\n\n\nclass BadData"),
         # A comment, a docstring, positions.
         ("training/step.py", "def train_step(", "\n# A comment.\n\n\ndef train_step("),

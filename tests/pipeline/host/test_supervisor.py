@@ -24,7 +24,7 @@ from pipeline.cost import NodeAttempt
 from pipeline.errors import ExitCode
 from pipeline.host import gang
 from pipeline.host.supervisor import Deadlines, Supervisor
-from pipeline.plan import World as PlannedWorld
+from pipeline.plan import PlannedWorld
 from pipeline.run.world import NodeWorld
 from tests.pipeline.training.conftest import training_run
 

@@ -71,7 +71,7 @@ def test_two_executions_of_one_run_that_both_go_on_are_told_apart_by_their_arns(
     input_of("old", execution_arn=later["executionArn"])
     for one in (old, later, later):
         answers.add("stepfunctions", "describe_execution", one, {"executionArn": one["executionArn"]})
-    with pytest.raises(BadConfig, match="give the whole ARN"):
+    with pytest.raises(BadConfig, match="give the full ARN"):
         find(answers.site, "old")
     assert find(answers.site, later["executionArn"]).name == "later"
 

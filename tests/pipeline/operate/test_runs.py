@@ -17,7 +17,7 @@ from pipeline.cost import Bill, StageUse
 from pipeline.operate import runs
 from pipeline.operate.executions import Execution
 from pipeline.operate.run_files import LocalFiles
-from pipeline.operate.runs import Row, as_json, table
+from pipeline.operate.runs import RunRow, as_json, table
 
 Make = Callable[..., dict[str, Any]]
 START = datetime(2026, 1, 4, 3, 0, tzinfo=timezone.utc)
@@ -25,13 +25,13 @@ END = START + timedelta(hours=2)
 
 
 @pytest.fixture
-def row_of(answers: Any, make_execution: Make, tmp_path: Path) -> Callable[..., Row]:
+def row_of(answers: Any, make_execution: Make, tmp_path: Path) -> Callable[..., RunRow]:
     """The row of an execution of run `a`, whose folder is `tmp_path/a`."""
     answers.site.files = lambda run: LocalFiles(tmp_path / run)
     answers.add_machine()
     _ = answers.site.machine
 
-    def make(status: str, **more: Any) -> Row:
+    def make(status: str, **more: Any) -> RunRow:
         stopped = {} if status == "RUNNING" else {"stopDate": END}
         return runs._row(answers.site, Execution.parse(make_execution("a", status, **stopped, **more)))
 
@@ -46,7 +46,7 @@ def write(folder: Path, stage: Stage, finished: datetime = END - timedelta(minut
     (folder / stage.value / "result.json").write_bytes(result.to_json())
 
 
-def test_a_published_run_has_quality_and_cost(row_of: Callable[..., Row], tmp_path: Path) -> None:
+def test_a_published_run_has_quality_and_cost(row_of: Callable[..., RunRow], tmp_path: Path) -> None:
     write(tmp_path / "a", Stage.EVALUATE, baseline={"ndcg@10": 0.5}, new={"ndcg@10": 0.55})
     write(tmp_path / "a", Stage.PUBLISH, published=True, replaced="week-01")
     killed = StageUse(stage=Stage.TRAIN, nodes=2, attempts=2, node_hours=62.5, at_most=True)
@@ -80,7 +80,7 @@ def test_a_published_run_has_quality_and_cost(row_of: Callable[..., Row], tmp_pa
     ids=lambda value: str(value)[:50],
 )
 def test_what_did_not_succeed_says_why(
-    row_of: Callable[..., Row], tmp_path: Path, ended: dict[str, str], result: str, stage: str, reason: str
+    row_of: Callable[..., RunRow], tmp_path: Path, ended: dict[str, str], result: str, stage: str, reason: str
 ) -> None:
     failure = StageFailure(stage="train", run="a", exit_code=66, what="no shard", time=(END - timedelta(hours=1)).isoformat())
     (tmp_path / "a/train").mkdir(parents=True)
@@ -92,7 +92,9 @@ def test_what_did_not_succeed_says_why(
     assert (row.new, row.published) == (None, None)
 
 
-def test_a_running_one_says_where_it_is(answers: Any, row_of: Callable[..., Row], tmp_path: Path, make_execution: Make) -> None:
+def test_a_running_one_says_where_it_is(
+    answers: Any, row_of: Callable[..., RunRow], tmp_path: Path, make_execution: Make
+) -> None:
     (tmp_path / "a").mkdir()
     entered = {"timestamp": START, "type": "TaskStateEntered", "id": 1, "stateEnteredEventDetails": {"name": "train (wait)"}}
     asked = {"executionArn": make_execution()["executionArn"], "reverseOrder": False, "maxResults": 1000}
@@ -102,7 +104,7 @@ def test_a_running_one_says_where_it_is(answers: Any, row_of: Callable[..., Row]
     assert "running at train" in rendered([row])
 
 
-def rendered(rows: list[Row], width: int = 100) -> str:
+def rendered(rows: list[RunRow], width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(table(rows))
     return str(console.file.getvalue())  # type: ignore[attr-defined]
@@ -110,7 +112,7 @@ def rendered(rows: list[Row], width: int = 100) -> str:
 
 def test_the_table_keeps_ids_whole_and_shows_nothing_raw() -> None:
     name = "weekly-20260104-030000-abcd"
-    row = Row(
+    row = RunRow(
         run=name,
         execution="again",
         share="weekly",

@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.contract import Stage
 from pipeline.graphs.compiled import GraphSet, set_uri, write_set
-from pipeline.plan import GraphsPlan
-from pipeline.plan import World as PlannedWorld
+from pipeline.plan import GraphsPlan, PlannedWorld
 from pipeline.run.world import World
 from pipeline.stages import compile as stage
 

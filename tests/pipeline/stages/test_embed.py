@@ -19,8 +19,7 @@ from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_from_json, read_part
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData, ExitCode, MissingInput, Transient
-from pipeline.plan import World as PlannedWorld
-from pipeline.plan import own_parts
+from pipeline.plan import PlannedWorld, own_parts
 from pipeline.stages import embed, evaluate, publish
 from tests.pipeline.conftest import make_texts
 from tests.tiny import WORDS

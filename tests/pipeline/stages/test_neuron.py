@@ -35,7 +35,7 @@ from pipeline.host.ranks import free_port
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder
 from pipeline.model.inference import encode, encode_shapes
-from pipeline.plan import EmbedPlan, GraphsPlan, PartPlan, RunPlan, Shard, Span, World
+from pipeline.plan import EmbedPlan, GraphsPlan, PartPlan, PlannedWorld, RunPlan, Shard, Span
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World as RankWorld
@@ -644,7 +644,7 @@ def planned_graphs(bench: Bench, run: str, **changes: Any) -> GraphsPlan:
 def test_prepare_plans_for_neuron_where_there_is_none(bench: Bench, tmp_path: Path) -> None:
     bench.shard("week-1.jsonl", rows(0, 60))
     plan = planned_graphs(bench, "week-1")
-    assert bench.plan("week-1").world == World(kind="neuron", precision="bf16", nodes=1, ranks_per_node=2)
+    assert bench.plan("week-1").world == PlannedWorld(kind="neuron", precision="bf16", nodes=1, ranks_per_node=2)
     assert re.fullmatch(rf"{bench.root}/graphs/neuron-cache/[0-9a-f]{{32}}", plan.cache)
     common = "--target=trn1 --model-type=transformer --optlevel=1"
     assert plan.compiler_flags == f"{common} --auto-cast=none --retry_failed_compilation"

@@ -14,8 +14,7 @@ import pytest
 from pipeline import store
 from pipeline.contract import Stage, StageFailure, now
 from pipeline.cost import NodeAttempt
-from pipeline.plan import ExpectedCost, GraphsPlan, Published, Shard
-from pipeline.plan import World as PlannedWorld
+from pipeline.plan import ExpectedCost, GraphsPlan, PlannedWorld, Published, Shard
 from pipeline.run.context import StageOutput
 from pipeline.stages import embed, evaluate, publish, report
 

@@ -19,7 +19,7 @@ from pipeline.dataset.steps import count_steps
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.graphs.compiled import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
-from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, RowFile, RunPlan, TrainPlan, World
+from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PlannedWorld, RowFile, RunPlan, TrainPlan
 from tests.tiny import WORDS, make_model
 
 SETTINGS = {
@@ -117,7 +117,7 @@ def plan_training(
     uri = store.join(paths.bucket_root, "parent")
     store.upload_folder(local / "parent", uri)
     counts = count_steps(lengths, config, ranks)
-    world = World(kind=kind, precision=config.device.precision, nodes=nodes, ranks_per_node=ranks // nodes)
+    world = PlannedWorld(kind=kind, precision=config.device.precision, nodes=nodes, ranks_per_node=ranks // nodes)
     plan = RunPlan(
         run=paths.run_id,
         created=now(),

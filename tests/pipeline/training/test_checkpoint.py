@@ -26,7 +26,7 @@ from pipeline.run.world import World
 from pipeline.training.checkpoint import CheckpointWriter, Retention, find_checkpoint
 from pipeline.training.host_state import RANDOM_FILE, checkpoint_files, load_optimizer, restore_random_states
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.state import Progress, Window
+from pipeline.training.state import MetricsWindow, Progress
 from pipeline.training.step import build_optimizer
 from tests.tiny import make_model
 
@@ -67,7 +67,7 @@ def write(tmp_path: Path) -> Callable[..., tuple[Encoder, torch.optim.Optimizer]
                 metrics.training(step, {"loss": 1 / step})
                 metrics.snapshot(writer.folder(step))
                 files = checkpoint_files(encoder, optimizer, DEVICE, attempt / "parent")
-                writer.save(Progress(step=step, window=Window(losses=[0.1 + step])), files, score=scores.get(step))
+                writer.save(Progress(step=step, window=MetricsWindow(losses=[0.1 + step])), files, score=scores.get(step))
         return encoder, optimizer
 
     return write
@@ -86,7 +86,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, s3_root: str, write: 
     encoder, optimizer = write(paths, 7)
     found = find_checkpoint(paths, PLAN, tmp_path / "resumed")
     assert found is not None
-    assert found.progress == Progress(step=7, window=Window(losses=[7.1]))
+    assert found.progress == Progress(step=7, window=MetricsWindow(losses=[7.1]))
     config = ModelConfig(head={"hidden": 16})
     resolved = resolve_parent(paths.checkpoint(7), config, tmp_path / "parent-of-another-run")
     assert not resolved.converted

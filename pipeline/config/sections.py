@@ -1,0 +1,453 @@
+"""The sections of the run configuration, one per stage or subject. Every key has a description and its roles."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from pipeline.allowed_uris import objection
+from pipeline.contract import ARRAY_LIMIT, RUN_ID_PATTERN
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+def _well_formed(uri: str) -> str:
+    if wrong := objection(uri):
+        raise ValueError(wrong)
+    return uri
+
+
+def _ascending(buckets: tuple[int, ...]) -> tuple[int, ...]:
+    if not buckets or list(buckets) != sorted(set(buckets)):
+        raise ValueError(f"buckets must ascend without repeats, found {list(buckets)}")
+    return buckets
+
+
+def matching(pattern: re.Pattern[str], rule: str = "") -> AfterValidator:
+    """Return the validator of a text that the whole pattern must match.
+
+    Args:
+        rule: what the message begins with.
+    """
+
+    def check(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError(f"{rule}must match {pattern.pattern}")
+        return text
+
+    return AfterValidator(check)
+
+
+Uri = Annotated[str, AfterValidator(_well_formed)]
+"""s3://BUCKET/KEY or a local path; which of them a deployment may read is checked later (pipeline/allowed_uris)."""
+
+RunId = Annotated[str, matching(RUN_ID_PATTERN)]
+Buckets = Annotated[tuple[Annotated[int, Field(ge=4)], ...], AfterValidator(_ascending)]
+"""Static lengths in tokens, ascending."""
+
+MICRO_BATCH_TOKENS = 4096
+"""Tokens of a micro-batch, padding included, at most, where graphs are compiled and nothing else is set. A graph grows with its
+tokens, and neuronx-cc refuses one of more than 5,000,000 instructions (aws-neuron-sdk issue 819); AWS's scripts train BERT-Large
+on a NeuronCore with 2,048 at a time (aws-neuron-samples, run_dp_bert_large_hf_pretrain_bf16_s128.sh)."""
+
+
+class KeyRole(Enum):
+    """How a run uses a key of the configuration. The roles of a section are those of all its keys.
+
+    Every key has one of the first two, and any of the others.
+    """
+
+    LEARNED = "learned"
+    """Decides what is learned or how it is measured: parity compares only runs that agree in it."""
+    BOOKKEEPING = "bookkeeping"
+    """Decides neither, or is compared by its content: parity compares runs that differ in it, too."""
+    GRAPH = "graph"
+    """A shape or a constant of graphs: part of the fingerprint of compiled sets."""
+    RESUMABLE = "resumable"
+    """May differ between a run and the one whose training it resumes: its effect is compared, or changes no result."""
+    EXECUTION = "execution"
+    """Controls how an execution runs, not what it computes: may differ when an execution resumes a run."""
+    TUNABLE = "tunable"
+    """Controls how the run trains on its rows, not which rows or what it learns from them: tune may vary it."""
+    URI = "uri"
+    """One URI or several, which the deployment must allow."""
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no silent coercion of numbers to strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataConfig(Section):
+    """Input files. Folders are listed recursively; `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` count as shards."""
+
+    train: Annotated[tuple[Uri, ...], KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
+        (), description="URIs of training shards or folders of them: rows {id, query, document}."
+    )
+    corpus: Annotated[tuple[Uri, ...], KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
+        (), description="URIs of corpus shards or folders: rows {id, text}. Empty: the documents of all training rows."
+    )
+    columns: Annotated[dict[str, str], KeyRole.LEARNED] = Field(
+        default_factory=dict, description="Our column name -> the file's, e.g. {query: title, document: body}."
+    )
+    holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0), KeyRole.LEARNED] = Field(
+        0.02, description="Share of rows kept from training, chosen by hash of the normalized document text."
+    )
+    replay_fraction: Annotated[float, Field(ge=0.0, le=100.0), KeyRole.LEARNED] = Field(
+        0.1, description="Rows of earlier shards to train on again, as a share of the number of new rows."
+    )
+    max_bad_fraction: Annotated[Fraction, KeyRole.BOOKKEEPING] = Field(
+        0.001, description="Share of rows that prepare may refuse (and quarantine) before the run ends with 65."
+    )
+    require_new: Annotated[bool, KeyRole.BOOKKEEPING] = Field(
+        True, description="End with 66 when no shard is new since the parent; false: replay only."
+    )
+
+
+class HeadConfig(Section):
+    """Residual MLP head after pooling: x + W2 relu(W1 x + b1) + b2, W2 and b2 zero at first."""
+
+    hidden: PositiveInt = Field(1024, description="Width of the hidden layer.")
+
+
+class ModelConfig(Section):
+    """The encoder and where it starts."""
+
+    initial: Annotated[Uri | None, KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
+        None,
+        description="URI of the model of the very first run, while the registry names none: a Hugging Face or "
+        "sentence-transformers folder, .safetensors, .pt/.bin/.pth state_dict, training checkpoint.",
+    )
+    parent: Annotated[Uri | None, KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
+        None,
+        description="URI of the model that one execution continues from, in the forms of `initial`. None: the model that the "
+        "registry names, else `initial`. A deployment's own configuration must not set it.",
+    )
+    base: Annotated[Uri | None, KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
+        None, description="Folder with config.json and tokenizer for a parent that is a bare weight file."
+    )
+    weights_key: Annotated[str | None, KeyRole.BOOKKEEPING] = Field(
+        None, description="Key of the weights in a training checkpoint; None: find it."
+    )
+    pooling: Annotated[Literal["mean", "cls"], KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        "mean", description="How token vectors become one vector: their mean, or the first token's vector."
+    )
+    normalize: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(True, description="Whether embeddings have length 1.")
+    head: Annotated[HeadConfig | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        None, description="Residual head after pooling; None: no head."
+    )
+
+
+class LoaderConfig(Section):
+    """Batches on their way to a device that compiles (`xla` and `neuron`): torch-xla's MpDeviceLoader."""
+
+    batches_per_execution: Annotated[PositiveInt, KeyRole.GRAPH] = Field(
+        1, description="Steps joined into one graph: fewer launches, a larger graph. More than 1 needs device.sync_points = 1."
+    )
+    host_prefetch: PositiveInt = Field(16, description="Batches prepared ahead in host memory.")
+    device_prefetch: PositiveInt = Field(8, description="Batches put on the device ahead.")
+    transfer_threads: PositiveInt = Field(1, description="Host threads that put batches on the device.")
+
+
+class DeviceConfig(Section):
+    """The device type and the ranks of a node."""
+
+    kind: Literal["auto", "cpu", "cuda", "xla", "neuron"] = Field(
+        "auto", description="Device type. auto: neuron where there is one, else cuda, else cpu."
+    )
+    precision: Literal["auto", "compiler", "bf16", "fp32"] = Field(
+        "auto",
+        description="Precision of training's matrix products; weights and optimizer stay fp32. bf16: torch autocast. "
+        "compiler: neuronx-cc casts as compile.auto_cast says, also in the optimizer (neuron only). auto: bf16 where the device "
+        "supports it, else fp32.",
+    )
+    ranks_per_node: PositiveInt | None = Field(None, description="None: 32 on neuron, all GPUs on cuda, else 1.")
+    threads_per_rank: PositiveInt | None = Field(None, description="Host threads of a rank; None: cores / ranks on the host.")
+    memory_gib: float | None = Field(
+        None, gt=0, description="Memory of a rank's device. None: 16 on neuron; on cuda the GPU's, if prepare has one."
+    )
+    host_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for a node's ranks together. None: on neuron a job's share of a trn1.32xlarge, else unknown.",
+    )
+    sync_points: Annotated[Literal[1, 2], KeyRole.GRAPH] = Field(
+        2,
+        description="Cuts of a step's graph: after forward+backward and after the optimizer (2), or only after it (1). "
+        "Micro-batches are always cut.",
+    )
+    loader: LoaderConfig = LoaderConfig()
+
+    @model_validator(mode="after")
+    def _joined_steps_have_one_sync(self) -> DeviceConfig:
+        if self.loader.batches_per_execution > 1 and self.sync_points != 1:
+            raise ValueError(
+                f"loader.batches_per_execution = {self.loader.batches_per_execution} joins steps into one graph, which "
+                "sync_points = 2 cuts: set sync_points = 1, or batches_per_execution = 1"
+            )
+        return self
+
+
+class HealthCheckConfig(Section):
+    """Thresholds under which a host counts as unhealthy. A floor of 0 measures without judging."""
+
+    matmul_size: PositiveInt = Field(256, description="Rows and columns of the matrices of the known-answer operations.")
+    relative_tolerance_fp32: float = Field(1e-4, gt=0, description="Largest relative error of a known-answer operation in fp32.")
+    relative_tolerance_bf16: float = Field(2e-2, gt=0, description="Largest relative error of a known-answer operation in bf16.")
+    memory_mib: PositiveInt = Field(256, description="Device memory that the check writes and reads back.")
+    min_memory_gbps: float = Field(0.0, ge=0, description="Floor of the memory bandwidth probe, GB/s.")
+    collective_bytes: tuple[PositiveInt, ...] = Field((4096, 1 << 20, 16 << 20), description="Message sizes of each collective.")
+    min_collective_gbps: float = Field(0.0, ge=0, description="Floor of the largest message's bus bandwidth, GB/s.")
+    collective_timeout_seconds: PositiveInt = Field(300, description="Time limit of the collectives between ranks.")
+    storage_mib: PositiveInt = Field(4, description="Size of the object written to and read from the run folder.")
+    neuron_devices: PositiveInt = Field(16, description="Neuron devices of a host, on neuron; 16 on a trn1.32xlarge.")
+    cores_per_device: PositiveInt = Field(2, description="NeuronCores of a device.")
+    device_memory_gib: PositiveInt = Field(32, description="Memory of a device, GiB.")
+    efa_devices: Annotated[int, Field(ge=0)] = Field(8, description="EFA devices of a host in a gang of several, on neuron.")
+    driver_versions: tuple[Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+$")], ...] = Field(
+        ("2.27",), description="Neuron driver releases (MAJOR.MINOR) that were tested with the container's runtime."
+    )
+    nccom_bytes: PositiveInt = Field(32 << 20, description="Message size of nccom-test's collectives inside a host.")
+    min_nccom_gibps: float = Field(0.0, ge=0, description="Floor of nccom-test's bus bandwidth inside a host, GiB/s.")
+    tool_timeout_seconds: PositiveInt = Field(60, description="Time limit of neuron-ls and similar tools.")
+    nccom_timeout_seconds: PositiveInt = Field(300, description="Time limit of a collective of nccom-test, compilation included.")
+
+
+class CompileConfig(Section):
+    """Ahead-of-time compilation, and neuronx-cc's flags (trnpipe builds NEURON_CC_FLAGS from these alone)."""
+
+    enabled: bool = Field(True, description="false: never compile ahead; a run without a complete compiled set ends with 64.")
+    trial_steps: Annotated[int, Field(ge=2, le=50)] = Field(
+        4, description="Training steps per bucket of the trial, which meets every graph once."
+    )
+    new_graphs: Literal["report", "stop"] = Field(
+        "report", description="A graph that training meets and compile did not: log and count it, or end the run with 69."
+    )
+    target: Literal["trn1", "trn1n"] = Field(
+        "trn1", description="Target of the hosts that train. trn2 is not supported: its cores, ranks and memory differ."
+    )
+    infer_target: Literal["trn1", "trn1n", "inf2"] = Field("trn1", description="Target of the hosts that evaluate and embed.")
+    model_type: Literal["transformer", "generic", "unet-inference"] = Field(
+        "transformer", description="neuronx-cc's --model-type."
+    )
+    optlevel: Literal[1, 2, 3] = Field(1, description="1 compiles fastest; 2 and 3 gain some throughput.")
+    auto_cast: Literal["none", "matmult", "all"] | None = Field(
+        None,
+        description="Operations that the compiler casts in training. None: all if device.precision is `compiler`, else none.",
+    )
+    auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] = Field(
+        "bf16", description="Type to which the compiler casts in training: bf16 or tf32."
+    )
+    infer_auto_cast: Literal["none", "matmult", "all"] | None = Field(
+        None,
+        description="Operations that the compiler casts for evaluate and embed. None: matmult, but none if device.precision is "
+        "fp32.",
+    )
+    infer_auto_cast_type: Literal["bf16", "fp16", "tf32", "fp8_e4m3"] = Field(
+        "bf16", description="Type to which the compiler casts for evaluate and embed."
+    )
+    retry_failed: bool = Field(
+        True, description="Compile graphs again that failed in an earlier run, instead of failing from the cache."
+    )
+    parallel: PositiveInt = Field(8, description="Parallel compilers.")
+    cache: Annotated[Uri | None, KeyRole.URI] = Field(
+        None,
+        description="s3:// URI of the folder of the compiler's persistent caches; None: graphs/neuron-cache in the run's bucket.",
+    )
+
+    def training_cast(self, precision: str) -> str:
+        """Return the operations that the compiler casts in training, `none` unless the resolved precision is `compiler`."""
+        return (self.auto_cast or "all") if precision == "compiler" else "none"
+
+    def inference_cast(self, precision: str) -> str:
+        """Return the operations that the compiler casts for evaluate and embed, given training's resolved precision."""
+        return self.infer_auto_cast or ("none" if precision == "fp32" else "matmult")
+
+    @field_validator("auto_cast_type")
+    @classmethod
+    def _trainable(cls, cast: str) -> str:
+        if cast in ("fp16", "fp8_e4m3"):
+            raise ValueError(
+                f"{cast} has too small a range for gradients and optimizer state, which are cast too: set bf16 or tf32, or "
+                f"compile.infer_auto_cast_type = {cast} for evaluate and embed alone"
+            )
+        return cast
+
+    @field_validator("cache")
+    @classmethod
+    def _on_s3(cls, cache: str | None) -> str | None:
+        if cache is not None and (not cache.startswith("s3://") or any(character.isspace() for character in cache)):
+            raise ValueError("must be an s3:// URI without spaces: every host of every run reads it")
+        return cache
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a positive number up to `limit` and MICRO_BATCH_TOKENS; at least 1."""
+    candidates = range(min(number, limit, MICRO_BATCH_TOKENS), 0, -1)
+    return next((size for size in candidates if number % size == 0), 1)
+
+
+class TrainConfig(Section):
+    """Contrastive training of the bi-encoder."""
+
+    steps: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        None, description="Optimizer steps; None: `epochs` over the run's rows."
+    )
+    epochs: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        1, description="Passes over the run's training rows, unless `steps` is set."
+    )
+    batch_size: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        64, description="Pairs per rank whose documents compete; times `accumulation` per step."
+    )
+    accumulation: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        1, description="Batches whose gradients are added up before an optimizer step: a larger batch in the same memory."
+    )
+    micro_batch: Annotated[PositiveInt | None, KeyRole.LEARNED, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        None,
+        description="Pairs that pass through the encoder at a time: a memory setting, which changes neither loss nor negatives. "
+        "Divides batch_size; where it is smaller, the forward pass runs twice. None: the largest divisor with at most "
+        f"{MICRO_BATCH_TOKENS} tokens where graphs are compiled (xla, neuron), elsewhere the whole batch.",
+    )
+    activation_checkpointing: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        False, description="Compute each layer's activations again in the backward pass instead of keeping them."
+    )
+    query_length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        32, description="Static length of queries in tokens."
+    )
+    buckets: Annotated[Buckets, KeyRole.LEARNED, KeyRole.GRAPH, KeyRole.TUNABLE] = Field(
+        (64, 128, 256), description="Static lengths of documents, ascending."
+    )
+    learning_rate: Annotated[float, KeyRole.LEARNED] = Field(2e-5, gt=0, description="Peak learning rate of AdamW.")
+    schedule: Annotated[Literal["cosine", "linear", "constant"], KeyRole.LEARNED] = Field(
+        "cosine", description="Learning rate after the warmup."
+    )
+    warmup_fraction: Annotated[Fraction, KeyRole.LEARNED] = Field(
+        0.1, description="Share of the steps in which the learning rate rises linearly to its peak."
+    )
+    final_lr_fraction: Annotated[Fraction, KeyRole.LEARNED] = Field(
+        0.0, description="Learning rate of the last step, as a share of the peak."
+    )
+    weight_decay: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        0.01, ge=0, description="AdamW's decoupled weight decay."
+    )
+    beta1: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        0.9, ge=0, lt=1, description="AdamW's decay rate of the first moment."
+    )
+    beta2: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        0.999, ge=0, lt=1, description="AdamW's decay rate of the second moment."
+    )
+    epsilon: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    clip_norm: Annotated[float | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        1.0, gt=0, description="Largest norm of the gradient of a step; None: no clipping."
+    )
+    temperature: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        0.05, gt=0, description="Divisor of the similarities in the contrastive loss."
+    )
+    dropout: Annotated[Annotated[float, Field(ge=0.0, lt=1.0)] | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        None, description="Dropout of hidden states in training; None: the model's own. Attention probabilities have none."
+    )
+    resume: Annotated[RunId | None, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
+        None,
+        description="Id of a run whose training this run resumes, on other nodes or ranks. None: begin with the parent.",
+    )
+    log_every: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE] = Field(
+        10, description="Steps between two lines of training metrics."
+    )
+    validate_every: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
+        100, description="Steps between two evaluations on hold-out queries."
+    )
+    validation_queries: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
+        512, description="Hold-out queries of the evaluation inside training."
+    )
+    checkpoint_every: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        200, description="Steps between two checkpoints."
+    )
+    keep_checkpoints: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        3, description="Newest checkpoints to keep; training removes older ones, except those of keep_every and keep_best."
+    )
+    keep_every: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        None, description="Also keep the checkpoints of steps that are multiples of this; None: no others."
+    )
+    keep_best: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        True, description="Also keep the checkpoint with the best validation of gate.metric."
+    )
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> TrainConfig:
+        if self.micro_batch is not None and self.batch_size % self.micro_batch:
+            raise ValueError(
+                f"micro_batch = {self.micro_batch} does not divide batch_size = {self.batch_size}, but all micro-batches "
+                f"have the same size: set micro_batch = {largest_divisor(self.batch_size, self.micro_batch)}, or leave it out"
+            )
+        return self
+
+
+class EvaluateConfig(Section):
+    """Retrieval metrics on the hold-out."""
+
+    candidates: Annotated[PositiveInt, KeyRole.LEARNED] = Field(
+        10_000, description="The most documents, besides the hold-out's own, that a query is ranked against."
+    )
+    bootstrap_samples: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(
+        1000, description="Bootstrap samples behind each confidence interval."
+    )
+
+
+class GateConfig(Section):
+    """When a model may be published: new >= baseline - max_drop on `metric`. Baseline: the published model, else the parent."""
+
+    metric: Literal["ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100"] = Field(
+        "ndcg@10", description="Metric that decides."
+    )
+    max_drop: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.001, description="Absolute, 0.001 = 0.1 %.")
+    min_queries: PositiveInt = Field(2000, description="A hold-out smaller than this cannot show 0.1 %.")
+    allow_small: bool = Field(False, description="Judge even on a hold-out smaller than min_queries.")
+
+
+class EmbedConfig(Section):
+    """Offline embedding of the whole corpus."""
+
+    children: Annotated[int, Field(ge=1, le=ARRAY_LIMIT), KeyRole.BOOKKEEPING] = Field(
+        4, description="Array size: independent jobs that divide the parts among themselves."
+    )
+    ranks_per_child: Annotated[PositiveInt | None, KeyRole.LEARNED] = Field(
+        None, description="Ranks of a child's host, which may differ from training's. None: device.ranks_per_node."
+    )
+    rows_per_part: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(100_000, description="Documents of an output file.")
+    max_bad_fraction: Annotated[Fraction, KeyRole.LEARNED] = Field(
+        0.001, description="Share of documents that embed may leave out (and quarantine) before the run ends with 65."
+    )
+    dtype: Annotated[Literal["float32", "float16"], KeyRole.BOOKKEEPING] = Field(
+        "float32", description="Type of the stored embeddings."
+    )
+    buckets: Annotated[Buckets, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        (64, 128, 256),
+        description="Lengths of rows in tokens, ascending; texts are cut at the longest. On devices that compile each is a "
+        "graph, on neuron with weights of its own, and texts share rows; on other devices rows are as long as their texts.",
+    )
+    tokens_per_batch: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH] = Field(
+        16_384, description="Tokens of a batch; a bucket's batch size is this / its length."
+    )
+
+
+class PublishConfig(Section):
+    """Publishing. `registry: null` at the top level publishes nowhere."""
+
+
+class ReportConfig(Section):
+    """The HTML page of the run."""
+
+    title: str | None = Field(None, description="Title of the page; None: `Run RUN_ID`.")
+
+
+class LockConfig(Section):
+    """One run per registry name at a time."""
+
+    wait_minutes: Annotated[int, Field(ge=0, le=7 * 24 * 60)] = Field(
+        0, description="How long to wait for a running owner; 0: refuse."
+    )
