@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from pipeline.errors import BadConfig, BadData
+from pipeline.errors import BadConfig, BadData, FailureKind
 
 RESULT_LIMIT_BYTES = 32 * 1024
 """Step Functions reads a result file into its state, and a state is limited to 256 KiB: keep each file far below."""
@@ -472,6 +472,8 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return value
     if is_dataclass(kind):
         return _filled(kind, value, where)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
     origin, inner = get_origin(kind), get_args(kind)
     if origin is dict and isinstance(value, dict):
         return {key: _typed(inner[1], item, f"{where}.{key}") for key, item in value.items()}
@@ -553,12 +555,18 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFailure:
-    """`STAGE/failure.json`: why an attempt failed, for the report, the notification and the person at the terminal."""
+    """`STAGE/failure.json`: why an attempt failed, for the report, the notification and the person at the terminal.
+
+    Attributes:
+        kind: decides which of several failures is the cause; records of earlier versions have none.
+        what, value, rule, remedy: the four parts of the message, for people only.
+    """
 
     stage: str
     run: str
     exit_code: int
     what: str
+    kind: FailureKind = FailureKind.OWN
     value: list[str] = field(default_factory=list)
     rule: str = ""
     remedy: str = ""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from pipeline.contract import Stage, StageFailure
-from pipeline.errors import Defect, ExitCode, Transient, TrnpipeError
+from pipeline.errors import Defect, ExitCode, FailureKind, Transient, TrnpipeError
 from pipeline.host.exhaustion import MEMORY_REMEDY, kernel_kills
 from pipeline.host.output import Output
 from pipeline.run import failure, processes, tether
@@ -209,21 +209,15 @@ class Ranks(ABC):
             log.warning("ranks %s did not end %g seconds after SIGTERM: killing them", self.running(), grace_seconds)
             self.kill()
 
-    def explained(self, found: StageFailure, *, known: bool) -> StageFailure:
-        """The failure as the output explains it, where it does and `found` does not already.
-
-        Args:
-            found: how a rank failed, or stood still.
-            known: `found` says what is wrong in our own words, of which only a lost peer and an unexpected exception may have a
-                better cause.
-        """
-        if self._output is None or (known and not failure.is_lost_peer(found) and not failure.is_unexpected(found)):
+    def explained(self, found: StageFailure) -> StageFailure:
+        """Return a rank's failure as the output explains it, where it does and the failure itself does not."""
+        if self._output is None or found.kind not in (FailureKind.LOST_PEER, FailureKind.UNEXPECTED):
             return found
         finding = self._output.finding(found.rank)
         if finding is None:
             return found
         rank, line = finding
-        if not line.is_cause and (failure.is_lost_peer(found) or not self._may_follow(line)):
+        if not line.is_cause and (found.kind is FailureKind.LOST_PEER or line.row.action is not Action.FOLLOW):
             return found
         log.error("rank %d ended with: %s", found.rank, found.what)
         record = self._describe(line.error(self._launch.node), rank)
@@ -240,14 +234,10 @@ class Ranks(ABC):
         finding = self._output.finding(rank) if self._output else None
         return finding[1] if finding and finding[1].is_cause else None
 
-    @staticmethod
-    def _may_follow(line: Finding) -> bool:
-        return line.row.action is Action.FOLLOW
-
     def _unexplained(self, rank: int, code: int) -> StageFailure:
         """The failure of a rank that ended with this status and left none."""
         killed = kernel_kills() > self._kills_before
-        return self.explained(self._describe(unexplained_end(rank, code, out_of_memory=killed), rank), known=False)
+        return self.explained(self._describe(unexplained_end(rank, code, out_of_memory=killed), rank))
 
     def _describe(self, error: TrnpipeError, rank: int) -> StageFailure:
         launch = self._launch
@@ -374,7 +364,7 @@ class ProcessRanks(Ranks):
         if rank.stopped:
             return left
         if left is not None:
-            return self.explained(left, known=True)
+            return self.explained(left)
         return self._unexplained(rank.rank, code)
 
 
@@ -519,7 +509,7 @@ class TorchrunRanks(Ranks):
         for rank in ranks:
             left = None if rank in self._found else failure.read_failure(self._launch.folder, rank)
             if left is not None:
-                self._found[rank] = left if self._stopped else self.explained(left, known=True)
+                self._found[rank] = left if self._stopped else self.explained(left)
         return [self._found[rank] for rank in ranks if rank in self._found]
 
     def _judge(self, code: int) -> list[StageFailure]:
@@ -534,32 +524,36 @@ class TorchrunRanks(Ranks):
             return [self._unexplained(self._launch.rank(first[0]), first[1])]
         # Killed itself, its ranks died with it; or the other nodes never came.
         error = torchrun_end(code, self._own.last_lines(-1), started=bool(self._pids))
-        return [self.explained(self._describe(error, self.numbers[0]), known=False)]
+        return [self.explained(self._describe(error, self.numbers[0]))]
 
 
 def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> TrnpipeError:
-    """What to say of a torchrun that ended by itself without naming a rank.
+    """Return the failure of a torchrun that ended by itself without naming a rank.
 
     Args:
         started: it had started ranks.
     """
+    error: TrnpipeError
     if code < 0:
-        return Transient(
+        error = Transient(
             f"torchrun was killed by {signal.Signals(-code).name}",
             value=f"signal {-code}",
             rule="a killed process may do better in a new attempt",
             remedy="SIGKILL usually comes from the host's out-of-memory killer; see the log above",
         )
-    if code != 1 or started:
+    elif code != 1 or started:
         # It refused its command line, or says nothing that we understand.
         value = [f"exit status {code}", *last_lines[-5:]]
-        return Defect("torchrun ended without naming a failed rank", value=value, remedy="report it with the log above")
-    return Transient(
-        "torchrun ended before its ranks had started",
-        value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
-        rule="the torchruns of all nodes meet at the main node's address",
-        remedy="see the logs of the other nodes; the run is retried",
-    )
+        error = Defect("torchrun ended without naming a failed rank", value=value, remedy="report it with the log above")
+    else:
+        error = Transient(
+            "torchrun ended before its ranks had started",
+            value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
+            rule="the torchruns of all nodes meet at the main node's address",
+            remedy="see the logs of the other nodes; the run is retried",
+        )
+    error.kind = FailureKind.UNEXPECTED
+    return error
 
 
 def _place(rank: int, first: Sequence[int]) -> tuple[int, int]:
@@ -568,21 +562,22 @@ def _place(rank: int, first: Sequence[int]) -> tuple[int, int]:
 
 
 def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> TrnpipeError:
-    """What to say of a rank that ended with this status and left no explanation.
+    """Return the failure of a rank that ended with this status and left no explanation.
 
     Args:
         out_of_memory: the kernel has killed processes out of memory while the ranks ran.
     """
+    error: TrnpipeError
     if code == -signal.SIGKILL and out_of_memory:
-        return Transient(
+        error = Transient(
             f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
             value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
             rule="all ranks of a node and what they prefetch fit the memory of the job",
             remedy=f"{MEMORY_REMEDY}; the run is retried from its last checkpoint or part",
         )
-    if code < 0:
+    elif code < 0:
         name = signal.Signals(-code).name
-        return Transient(
+        error = Transient(
             f"rank {rank} was killed by {name}",
             value=f"signal {-code}",
             rule="a killed process may do better in a new attempt",
@@ -590,10 +585,12 @@ def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> Trn
             if name == "SIGKILL"
             else "see the log above",
         )
-    error = Defect(
-        f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
-    )
-    error.exit_code = ExitCode.of(code)
+    else:
+        error = Defect(
+            f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
+        )
+        error.exit_code = ExitCode.of(code)
+    error.kind = FailureKind.UNEXPECTED
     return error
 
 

@@ -46,7 +46,19 @@ from pipeline.contract import (
     read_record,
 )
 from pipeline.cost import NOTE_SECONDS, NodeAttempt
-from pipeline.errors import BadConfig, BadData, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError, one_line
+from pipeline.errors import (
+    BadConfig,
+    BadData,
+    Defect,
+    ExitCode,
+    FailureKind,
+    MissingInput,
+    NoProgress,
+    Terminated,
+    Transient,
+    TrnpipeError,
+    one_line,
+)
 from pipeline.host import gang
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.ranks import Launch, Ranks, start
@@ -165,7 +177,7 @@ def conclude(ended: StageFailure | None) -> int:
     """Write the last lines of the log and return the exit code."""
     if ended is None:
         return ExitCode.DONE
-    for line in failure.lines(ended):
+    for line in failure.error_of(ended).lines():
         log.error(line)
     return ended.exit_code
 
@@ -217,7 +229,7 @@ class Supervisor:
         except OSError as error:
             # The node's own: its disk is full, most likely.
             log.exception("the supervisor cannot go on")
-            ended = self._describe(exhaustion(error) or Defect(f"{type(error).__name__}: {error}", rule=failure.UNEXPECTED_RULE))
+            ended = self._describe(exhaustion(error) or failure.unexpected(error))
         reached = True
         if self._in_gang:
             reached = self._best_effort(lambda: gang.write_exit(self._paths, self._stage, self._node, ended))
@@ -356,7 +368,7 @@ class Supervisor:
                 ranks.abort_with_stacks([stall.rank for stall in stalls])
                 return self._stalled(ranks, stalls)
             if trouble := reporter.trouble:
-                if failure.is_interruption(trouble):
+                if trouble.kind is FailureKind.TERMINATED:
                     ranks.stop(self._deadlines.stop_seconds)
                 else:
                     self._end_ranks(ranks)
@@ -438,7 +450,7 @@ class Supervisor:
             elif lost := peers.lost():
                 return self._describe(lost)
             if time.monotonic() > deadline:
-                return ended if ended and not failure.is_lost_peer(ended) else self._unsettled(peers, ended)
+                return ended if ended and ended.kind is not FailureKind.LOST_PEER else self._unsettled(peers, ended)
             time.sleep(min(1.0, self._deadlines.publish_seconds))
 
     def _unsettled(self, peers: gang.Peers, ended: StageFailure | None) -> StageFailure:
@@ -505,11 +517,11 @@ class Supervisor:
     def _interrupted(self) -> StageFailure:
         assert self._signal is not None
         return self._describe(
-            Transient(
-                f"{failure.TOLD_TO_END} by {self._signal.name}",
+            Terminated(
+                f"the node was terminated by {self._signal.name}",
                 value=f"{self._stage} on node {self._node.index}",
-                rule="an interrupted stage is taken up again by the next attempt",
-                remedy="none is needed, unless this was not meant: a job timeout, a terminated job, a host taken away",
+                rule="the next attempt resumes an interrupted stage",
+                remedy="none is needed, unless this was unintended: a job timeout, a terminated job, a reclaimed host",
             )
         )
 

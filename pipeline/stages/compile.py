@@ -32,7 +32,7 @@ from pipeline.backends.hlo import GraphDescription, describe
 from pipeline.backends.traced import TracedEncoder, trace_encoder
 from pipeline.config import ModelConfig
 from pipeline.contract import attempt_seconds
-from pipeline.errors import BadConfig, Defect, ExitCode, TrnpipeError
+from pipeline.errors import BadConfig, Defect, ExitCode, FailureKind, TrnpipeError
 from pipeline.graphs.compiled import GraphSet, missing_sets, read_set, require_faithful, set_uri, traces_uri, write_set
 from pipeline.host import gang
 from pipeline.model.encoder import new_encoder
@@ -259,7 +259,7 @@ def trial_folder(context: StageContext, name: str) -> Iterator[Path]:
     except TrnpipeError as error:
         cause = failure.cause(found for found in map(partial(failure.read_failure, ranks), _own_ranks(context)) if found)
         # An unexpected exception: the log may have a better explanation, and the error is that then.
-        if cause is None or (failure.is_unexpected(cause) and not isinstance(error, Defect)):
+        if cause is None or (cause.kind is FailureKind.UNEXPECTED and not isinstance(error, Defect)):
             raise
         raise failure.error_of(cause) from error
 

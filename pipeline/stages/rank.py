@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline import store
 from pipeline.contract import RunPaths, Stage, StageResult, now
-from pipeline.errors import BadConfig, Defect, ExitCode, MissingInput, TrnpipeError, first_line
+from pipeline.errors import BadConfig, ExitCode, MissingInput, TrnpipeError, first_line
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.host import versions
 from pipeline.run import failure, tether
@@ -96,7 +96,7 @@ def fail(stage: Stage, paths: RunPaths, world: World, error: BaseException) -> i
     if expected is not error or expected.exit_code == ExitCode.DEFECT:
         log.error("".join(traceback.format_exception(error)).rstrip())
     record = failure.describe(expected, stage=stage, run=paths.run_id, node=world.node, rank=world.rank)
-    for line in failure.lines(record):
+    for line in failure.error_of(record).lines():
         log.error(line)
     folder = node_folder()
     if folder:
@@ -118,7 +118,7 @@ def as_expected(error: BaseException, world: World) -> TrnpipeError:
         return exhausted
     if type(error).__name__ == "OutOfMemoryError":  # torch's; the framework need not be loaded for a stage to fail
         return BadConfig("out of device memory", value=first_line(error), remedy="use a smaller batch, or a device with more")
-    return Defect(f"{type(error).__name__}: {error}", rule=failure.UNEXPECTED_RULE, remedy="report it with the log above")
+    return failure.unexpected(error)
 
 
 def is_peer_trouble(error: BaseException) -> bool:

@@ -95,12 +95,12 @@ class Fixed(Ranks):
 @pytest.mark.parametrize(
     ("error", "line", "exit_code"),
     [
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), FILES, 64),
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), DMA, 76),
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), CLOSED, 75),
+        (failure.unexpected(RuntimeError("x")), FILES, 64),
+        (failure.unexpected(RuntimeError("x")), DMA, 76),
+        (failure.unexpected(RuntimeError("x")), CLOSED, 75),
         # A rank that waited for another one has not lost it yet.
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), RX, 69),
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), "nothing known", 69),
+        (failure.unexpected(RuntimeError("x")), RX, 69),
+        (failure.unexpected(RuntimeError("x")), "nothing known", 69),
         # What we say ourselves we know better than the log.
         (Defect("the graphs differ", remedy="report it"), DMA, 69),
         (BadData("rows are broken"), FILES, 65),
@@ -117,7 +117,7 @@ def test_what_explains_what(tmp_path: Path, error: TrnpipeError, line: str, exit
     output = Output([0], lambda _: (tmp_path / "out", tmp_path / "err"), nodes=2)
     output.pump(end=True)
     found = failure.describe(error, stage=Stage.TRAIN, run="r", node=NodeWorld(), rank=0)
-    explained = Fixed(launch, output).explained(found, known=not error.what.startswith("rank 0"))
+    explained = Fixed(launch, output).explained(found)
     assert explained.exit_code == exit_code
     assert explained.time == found.time
     if exit_code == error.exit_code and not error.what.startswith("rank 0"):
