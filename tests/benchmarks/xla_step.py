@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.contract import Stage
-from pipeline.host.ranks import Launch
+from pipeline.host.launch import Launch
 from pipeline.run.world import NodeWorld
 
 CHUNK = 4

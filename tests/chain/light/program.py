@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.cli import main
-from pipeline.host.ranks import Launch
+from pipeline.host.launch import Launch
 
 real_program = Launch.program
 

@@ -20,7 +20,8 @@ from pipeline.contract import Stage
 from pipeline.errors import BadData
 from pipeline.host import exhaustion as exhausted
 from pipeline.host.exhaustion import exhaustion, kernel_kills
-from pipeline.host.ranks import Launch, ProcessRanks, unexplained_end
+from pipeline.host.launch import Launch
+from pipeline.host.ranks import ProcessRanks, unexplained_end
 from pipeline.run.world import NodeWorld, World
 from pipeline.stages.rank import as_expected
 

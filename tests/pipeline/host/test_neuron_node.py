@@ -18,9 +18,11 @@ from pipeline import store
 from pipeline.contract import Stage, StageFailure
 from pipeline.errors import BadData, Defect, ExitCode, NoProgress, TrnpipeError
 from pipeline.host import gang
+from pipeline.host.deadlines import Deadlines
+from pipeline.host.launch import Launch
 from pipeline.host.output import Output
-from pipeline.host.ranks import Launch, Ranks, start, unexplained_end
-from pipeline.host.supervisor import Deadlines, PlanNumbers, Supervisor
+from pipeline.host.ranks import Ranks, start, unexplained_end
+from pipeline.host.supervisor import PlanNumbers, Supervisor
 from pipeline.plan import GraphsPlan
 from pipeline.plan import World as PlannedWorld
 from pipeline.run import failure

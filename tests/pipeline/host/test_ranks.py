@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.contract import Stage
-from pipeline.host.ranks import Launch
+from pipeline.host.launch import Launch
 from pipeline.run.world import NodeWorld, World
 
 BATCH = {

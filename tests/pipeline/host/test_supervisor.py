@@ -23,7 +23,8 @@ from pipeline.contract import RunPaths, Stage, StageFailure, StageResult, now
 from pipeline.cost import NodeAttempt
 from pipeline.errors import ExitCode
 from pipeline.host import gang
-from pipeline.host.supervisor import Deadlines, Supervisor
+from pipeline.host.deadlines import Deadlines
+from pipeline.host.supervisor import Supervisor
 from pipeline.plan import World as PlannedWorld
 from pipeline.run.world import NodeWorld
 from tests.pipeline.training.conftest import training_run

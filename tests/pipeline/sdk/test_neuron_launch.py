@@ -19,7 +19,7 @@ from torch.distributed.run import config_from_args, parse_args
 
 from pipeline.contract import STAGES, Stage
 from pipeline.errors import BadConfig
-from pipeline.host.ranks import Launch
+from pipeline.host.launch import Launch
 from pipeline.run.world import LEADER_PORT, ROOT_COMM_PORT, NodeWorld
 from pipeline.sdk import graph_variables, neuron_launch
 from pipeline.sdk.neuron_launch import PROCESSES, TORCHRUN
