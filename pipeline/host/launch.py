@@ -55,6 +55,11 @@ class Launch:
     def rank(self, local_rank: int) -> int:
         return (self.node.node if self.nodes > 1 else 0) * self.ranks_per_node + local_rank
 
+    @property
+    def ranks(self) -> list[int]:
+        """The node's ranks, its first one first."""
+        return [self.rank(local_rank) for local_rank in range(self.ranks_per_node)]
+
     def program(self) -> list[str]:
         """Return the module that a rank runs, and its arguments."""
         return ["pipeline.stages.rank", self.stage.value, self.run]

@@ -1,9 +1,9 @@
-"""The rank processes of one node, as their supervisor handles them: started, polled, made to show their stacks, stopped.
+"""The rank processes of one node: the supervisor starts and polls them, makes them show their stacks, and stops them.
 
 Two forms: the supervisor starts every rank itself (`ProcessRanks`), or torchrun does (`TorchrunRanks`, gangs on Neuron). A rank
-that ends badly of itself becomes a `StageFailure`: the one it left in the node folder, else one made of its exit status; on
-Neuron both give way to a line of output that explains them (pipeline/sdk/known_errors.py). Ranks that were stopped from
-here are no failures.
+that fails on its own becomes a `StageFailure`: the one that it left in the node folder, else one made from its exit status; on
+Neuron a line of output that explains it replaces both (pipeline/sdk/known_errors.py). Ranks that the supervisor stopped are not
+failures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -50,7 +50,7 @@ class Ranks(ABC):
     """
 
     def __init__(self, launch: Launch, output: Output | None) -> None:
-        self.numbers = [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)]
+        self.numbers = launch.ranks
         self._launch = launch
         self._output = output
         self._kills_before = kernel_kills()
@@ -58,7 +58,7 @@ class Ranks(ABC):
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether nothing of this node's ranks is left, their launcher included."""
+        """Whether all of this node's ranks have ended, and their launcher too."""
 
     @property
     @abstractmethod
@@ -67,15 +67,15 @@ class Ranks(ABC):
 
     @abstractmethod
     def running(self) -> list[int]:
-        """The ranks whose processes have not ended, and which therefore owe heartbeats."""
+        """Return the ranks whose processes have not ended and must therefore write heartbeats."""
 
     @abstractmethod
     def failures(self) -> list[StageFailure]:
-        """How ranks failed that ended of themselves."""
+        """Return the failures of ranks that ended on their own."""
 
     @abstractmethod
     def kill(self) -> None:
-        """SIGKILL to all that is left."""
+        """Send SIGKILL to all processes that are left."""
 
     @abstractmethod
     def abort_with_stacks(self, first: Sequence[int]) -> None:
@@ -87,14 +87,14 @@ class Ranks(ABC):
 
     @abstractmethod
     def interrupt(self) -> None:
-        """SIGTERM to the ranks alone: each ends as it sees fit, in its own time."""
+        """Send SIGTERM to the ranks alone, which end in their own time."""
 
     def _terminate(self) -> None:
-        """SIGTERM to all that is left."""
+        """Send SIGTERM to all processes that are left."""
         self.interrupt()
 
     def wait(self, seconds: float) -> bool:
-        """Give the ranks time to end; whether all have."""
+        """Give the ranks time to end; return whether all have."""
         deadline = time.monotonic() + seconds
         while not self.ended:
             if time.monotonic() > deadline:
@@ -103,7 +103,7 @@ class Ranks(ABC):
         return True
 
     def stop(self, grace_seconds: float) -> None:
-        """SIGTERM to all that run, SIGKILL to those that are still there after the grace."""
+        """Send SIGTERM to all running ranks, and SIGKILL to those that still run after the grace period."""
         self._terminate()
         if not self.wait(grace_seconds):
             log.warning("ranks %s did not end %g seconds after SIGTERM: killing them", self.running(), grace_seconds)
@@ -124,18 +124,13 @@ class Ranks(ABC):
         # The moment is the failure's: lines that other ranks print later explain it, but came from it.
         return replace(record, time=found.time)
 
-    def hint(self, rank: int) -> str:
-        """What a stalled rank waits for, by its output; empty if unknown."""
+    def finding(self, rank: int) -> Finding | None:
+        """Return the line of the node's output that explains why this rank stalls, or says what it waits for."""
         finding = self._output.finding(rank) if self._output else None
-        return finding[1].line if finding and not finding[1].is_cause else ""
-
-    def cause(self, rank: int) -> Finding | None:
-        """What in the node's output would explain that this rank stalls."""
-        finding = self._output.finding(rank) if self._output else None
-        return finding[1] if finding and finding[1].is_cause else None
+        return finding[1] if finding else None
 
     def _unexplained(self, rank: int, code: int) -> StageFailure:
-        """The failure of a rank that ended with this status and left none."""
+        """Return the failure of a rank that ended with this status and left none."""
         killed = kernel_kills() > self._kills_before
         return self.explained(self._describe(unexplained_end(rank, code, out_of_memory=killed), rank))
 
@@ -149,19 +144,19 @@ class Ranks(ABC):
 
 
 def start(launch: Launch) -> Ranks:
-    """Start this node's ranks as the launch says."""
+    """Start this node's ranks with the planned launcher."""
     return TorchrunRanks(launch) if launch.launcher == neuron_launch.TORCHRUN else ProcessRanks(launch)
 
 
+@dataclass(slots=True)
 class _Process:
-    """One rank's process and what is known of its end."""
+    """One rank's process and how it ended."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self.rank = rank
-        self.process = process
-        self.ended = False
-        self.stopped = False
-        self.failure: StageFailure | None = None
+    rank: int
+    process: subprocess.Popen[bytes]
+    ended: bool = False
+    stopped: bool = False
+    failure: StageFailure | None = None
 
 
 class ProcessRanks(Ranks):
@@ -172,11 +167,9 @@ class ProcessRanks(Ranks):
         output = None
         if self._logs:
             self._logs.mkdir()
-            output = Output(
-                [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)], self._paths, nodes=launch.nodes
-            )
+            output = Output(launch.ranks, self._paths, nodes=launch.nodes)
         super().__init__(launch, output)
-        # Outside a gang no other host has to know the port, and other runs on this host must not meet it.
+        # Outside a gang no other host needs to know the port, and other runs on this host must not use it.
         port = launch.node.port if launch.nodes > 1 else free_port()
         if launch.kind == "neuron":
             neuron_launch.check_port(port)
@@ -269,7 +262,7 @@ class ProcessRanks(Ranks):
 
 
 class TorchrunRanks(Ranks):
-    """Ranks that are children of torchrun: found, signalled and judged over its head (Linux).
+    """Ranks that are children of torchrun; the supervisor finds, signals and judges them itself (Linux).
 
     torchrun itself ends all ranks as soon as one has failed, waits half a minute for them, and ends with 1 whatever happened.
     """
@@ -277,7 +270,7 @@ class TorchrunRanks(Ranks):
     def __init__(self, launch: Launch) -> None:
         self._logs = launch.folder / "torchrun"
         self._logs.mkdir()
-        # As for single processes: a gang agrees on the port, a node alone must not meet other runs on its host.
+        # As for single processes: a gang agrees on the port, a single node must not meet other runs on its host.
         port = launch.node.port if launch.nodes > 1 else free_port()
         command = neuron_launch.torchrun_command(
             launch.program(),
@@ -290,16 +283,16 @@ class TorchrunRanks(Ranks):
             log_dir=self._logs,
         )
         first = launch.rank(0)
-        ranks = [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)]
         super().__init__(
-            launch, Output(ranks, lambda rank: neuron_launch.rank_output(self._logs, rank - first), nodes=launch.nodes)
+            launch, Output(launch.ranks, lambda rank: neuron_launch.rank_output(self._logs, rank - first), nodes=launch.nodes)
         )
         environment = {"OMP_NUM_THREADS": "1", **launch.common_environment(os.environ)}
         for name in list(environment):
             if name in neuron_launch.LAUNCHER_NAMES or name.startswith(neuron_launch.REMOVED_PREFIXES):
                 del environment[name]
-        self._own = Output([-1], lambda _: (self._logs.parent / "torchrun.out", self._logs.parent / "torchrun.err"), nodes=1)
-        with open(launch.folder / "torchrun.out", "wb") as out, open(launch.folder / "torchrun.err", "wb") as err:
+        own = launch.folder / "torchrun.out", launch.folder / "torchrun.err"
+        self._own = Output([-1], lambda _: own, nodes=1)
+        with open(own[0], "wb") as out, open(own[1], "wb") as err:
             self._process = subprocess.Popen(tether.tied(command), env=environment, stdout=out, stderr=err)
         log.info("torchrun is process %d", self._process.pid)
         self._pids: dict[int, int] = {}
@@ -317,14 +310,14 @@ class TorchrunRanks(Ranks):
         return self._process.poll() == 0
 
     def running(self) -> list[int]:
-        """Ranks that torchrun has not started yet count: their heartbeat is owed all the same."""
+        """Include ranks that torchrun has not started yet: they must write heartbeats, too."""
         self._poll()
         if self._failures is not None:
             return []
         return [rank for rank in self.numbers if rank not in self._pids or processes.lives(self._pids[rank])]
 
     def failures(self) -> list[StageFailure]:
-        """As soon as a rank has left one and is gone: torchrun may wait long for the others."""
+        """Return a rank's failure as soon as the rank is gone: torchrun may wait long for the others."""
         self._poll()
         if self._failures is not None:
             return self._failures
@@ -334,11 +327,11 @@ class TorchrunRanks(Ranks):
     def kill(self) -> None:
         self._stopped = True
         self._find()
-        # torchrun first: it must start nothing more and explain nothing away.
+        # torchrun first: it must start no more ranks.
         self._process.kill()
         for pid in self._pids.values():
             if processes.lives(pid):
-                # Its session, because a compiler or a loader of its own would outlive it.
+                # Its session, because a compiler or a loader that it started would outlive it.
                 processes.signal_group(pid, signal.SIGKILL)
         self._process.wait()
         deadline = time.monotonic() + KILL_SECONDS
@@ -353,7 +346,7 @@ class TorchrunRanks(Ranks):
     def abort_with_stacks(self, first: Sequence[int]) -> None:
         self._stopped = True
         self._find()
-        # torchrun would end the other ranks when the first one is gone, before they have shown their stacks.
+        # torchrun would end the other ranks once the first one is gone, before they have shown their stacks.
         self._process.send_signal(signal.SIGSTOP)
         for rank in sorted(self._pids, key=lambda rank: _place(rank, first)):
             if not processes.lives(self._pids[rank]):
@@ -381,7 +374,7 @@ class TorchrunRanks(Ranks):
     def _terminate(self) -> None:
         self._stopped = True
         if self._process.poll() is None:
-            # It hands the signal on to its ranks.
+            # It forwards the signal to its ranks.
             self._process.send_signal(signal.SIGTERM)
 
     def _poll(self) -> None:
@@ -395,7 +388,7 @@ class TorchrunRanks(Ranks):
             self._failures = self._judge(code)
 
     def _find(self) -> None:
-        """The pids of ranks that torchrun has started since the last call."""
+        """Find the processes of ranks that torchrun has started since the last call."""
         if len(self._pids) == len(self.numbers):
             return
         for pid in processes.children(self._process.pid):
@@ -405,7 +398,7 @@ class TorchrunRanks(Ranks):
                 log.info("rank %s is process %d", rank, pid)
 
     def _left(self, ranks: Sequence[int]) -> list[StageFailure]:
-        """What these ranks have left, each looked at once."""
+        """Return the failures that these ranks left; each file is read once."""
         for rank in ranks:
             left = None if rank in self._found else failure.read_failure(self._launch.folder, rank)
             if left is not None:
@@ -413,16 +406,16 @@ class TorchrunRanks(Ranks):
         return [self._found[rank] for rank in ranks if rank in self._found]
 
     def _judge(self, code: int) -> list[StageFailure]:
-        """What torchrun's end says about its ranks."""
+        """Return the failures that torchrun's end implies."""
         if code == 0:
             return []
         left = self._left(self.numbers)
         if left or self._stopped:
             return left
-        first = neuron_launch.first_failed_rank((self._logs.parent / "torchrun.err").read_text("utf-8", "replace"))
+        first = neuron_launch.first_failed_rank((self._launch.folder / "torchrun.err").read_text("utf-8", "replace"))
         if first is not None:
             return [self._unexplained(self._launch.rank(first[0]), first[1])]
-        # Killed itself, its ranks died with it; or the other nodes never came.
+        # torchrun was killed and its ranks died with it; or the other nodes never came.
         error = torchrun_end(code, self._own.last_lines(-1), started=bool(self._pids))
         return [self.explained(self._describe(error, self.numbers[0]))]
 
@@ -442,7 +435,7 @@ def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> Trnp
             remedy="SIGKILL usually comes from the host's out-of-memory killer; see the log above",
         )
     elif code != 1 or started:
-        # It refused its command line, or says nothing that we understand.
+        # It refused its command line, or ended in an unknown way.
         value = [f"exit status {code}", *last_lines[-5:]]
         error = Defect("torchrun ended without naming a failed rank", value=value, remedy="report it with the log above")
     else:
@@ -457,7 +450,7 @@ def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> Trnp
 
 
 def _place(rank: int, first: Sequence[int]) -> tuple[int, int]:
-    """Where a rank stands when some come first, in their order."""
+    """Return the sort key of a rank when some come first, in their order."""
     return (first.index(rank) if rank in first else len(first), rank)
 
 
