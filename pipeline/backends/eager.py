@@ -1,4 +1,4 @@
-"""What `cpu` and `cuda` share: eager torch with torch.distributed. Gradients are reduced explicitly, without the DDP wrapper."""
+"""The device of `cpu` and `cuda`: eager torch with torch.distributed. Gradients are reduced explicitly, without DDP."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class EagerDevice:
             yield {name: self._put(value) for name, value in batch.items()}
 
     def _prepare(self, value: Tensor) -> Tensor:
-        """What can be done to a tensor in the background."""
+        """Prepare a tensor in the background."""
         return value
 
     def _put(self, value: Tensor) -> Tensor:
-        """The tensor on the device, in the order of the consumer's operations."""
+        """Put the tensor on the device, in the order of the consumer's operations."""
         return value
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -78,7 +78,7 @@ class EagerDevice:
     def gather(self, rows: Tensor) -> Tensor:
         if self.world.size == 1:
             return rows
-        gathered: Tensor = _Gather.apply(rows, self.world)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _EagerGather.apply(rows, self.world)  # type: ignore[no-untyped-call]
         return gathered
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -158,7 +158,7 @@ class EagerDevice:
             dist.destroy_process_group()
 
 
-class _Gather(torch.autograd.Function):
+class _EagerGather(torch.autograd.Function):
     """All-gather of rows whose backward adds up what every rank's loss says about this rank's rows."""
 
     @staticmethod

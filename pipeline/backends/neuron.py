@@ -23,7 +23,7 @@ from pipeline.backends.traced import TracedEncoder
 from pipeline.config import LoaderConfig
 from pipeline.errors import BadConfig, Defect, MissingInput
 from pipeline.run.world import World
-from pipeline.sdk.compile_cache import HLO_FILE, State, extraction_mode, modules
+from pipeline.sdk.compile_cache import HLO_FILE, GraphState, extraction_mode, modules
 from pipeline.store import join, read_bytes
 
 CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
@@ -38,7 +38,7 @@ class NeuronDevice(LazyDevice):
 
     def graphs(self) -> set[str]:
         cache = os.environ.get(CACHE_VARIABLE)
-        return {key for key, state in modules(cache).items() if state is State.DONE} if cache else set()
+        return {key for key, state in modules(cache).items() if state is GraphState.DONE} if cache else set()
 
     def graph_module(self, key: str) -> bytes | None:
         try:

@@ -29,7 +29,7 @@ from pipeline.run.context import NODE_FOLDER
 from pipeline.run.world import World
 
 _executables: Path | None = None
-"""Where XLA leaves one file per graph: one folder for the whole process, because it can be chosen only once."""
+"""Folder in which XLA leaves one file per graph; a process can choose it only once."""
 
 
 class XlaDevice(LazyDevice):
@@ -66,7 +66,7 @@ def open_device(
     if threads is not None:
         torch.set_num_threads(threads)
     if _executables is None:
-        # In the node folder the supervisor removes it; a rank ends without saying goodbye.
+        # In the node folder the supervisor removes it; a rank ends without cleaning up.
         _executables = Path(tempfile.mkdtemp(prefix="trnpipe-graphs-", dir=os.environ.get(NODE_FOLDER)))
         atexit.register(shutil.rmtree, _executables, ignore_errors=True)
         xr.initialize_cache(str(_executables))

@@ -28,7 +28,7 @@ from pipeline.dataset.steps import plan_schedule
 from pipeline.errors import BadConfig, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_variant
 from pipeline.graphs.compiled import read_set, set_uri
-from pipeline.host.child import Ended, progress_note, read_failure, run_stage, sentence
+from pipeline.host.child import StageEnd, progress_note, read_failure, run_stage, sentence
 from pipeline.plan import RunPlan
 from pipeline.run.find_run import mirrored
 
@@ -144,7 +144,7 @@ class Bench:
         shutil.rmtree(paths.checkpoints, ignore_errors=True)
         return row
 
-    def _explain(self, stage: Stage, paths: RunPaths, ended: Ended) -> str:
+    def _explain(self, stage: Stage, paths: RunPaths, ended: StageEnd) -> str:
         if ended.timed_out:
             return f"{stage} took longer than {self.timeout_seconds / 60:g} minutes"
         failed = read_failure(paths, stage)

@@ -1,4 +1,4 @@
-"""How long the supervisor waits for what."""
+"""The waits of the supervisor."""
 
 from __future__ import annotations
 

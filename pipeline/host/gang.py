@@ -1,8 +1,8 @@
-"""How the nodes of a gang know of each other: through small records in the run folder, written by every node's supervisor.
+"""The records through which the nodes of a gang know of each other: every node's supervisor writes them to the run folder.
 
 Batch looks at the main node's exit alone, and tells no node of another's end. So every node writes that it is alive
 (`progress-NODE.json`, rewritten often) and how it ended (`exits/attempt-A/node-N.json`), and the main node reads them.
-Records carry job and attempt: those of an earlier attempt, or of an earlier execution of the run, say nothing about this one.
+Records carry job and attempt: those of an earlier attempt, or of an earlier execution of the run, do not count.
 Silence is measured with the reader's own clock, from change to change.
 """
 

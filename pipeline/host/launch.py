@@ -1,4 +1,4 @@
-"""How the ranks of one node are started: their program, numbers and environment, which leaves the frameworks nothing to guess."""
+"""The launch of one node's ranks: their program, numbers and environment, which leaves the frameworks nothing to guess."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipeline.sdk import neuron_launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """How the ranks of this node are started.
+class RankLaunch:
+    """The launch of this node's ranks.
 
     Attributes:
         ranks_per_node: processes to start; a gang's nodes all start as many.

@@ -25,12 +25,12 @@ from typing import IO
 from pipeline.contract import StageFailure
 from pipeline.errors import Defect, ExitCode, FailureKind, Transient, TrnpipeError
 from pipeline.host.exhaustion import MEMORY_REMEDY, kernel_kills
-from pipeline.host.launch import Launch
+from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
 from pipeline.run import failure, processes, tether
 from pipeline.run.world import ROOT_COMM_PORT
 from pipeline.sdk import neuron_launch
-from pipeline.sdk.known_errors import Action, Finding
+from pipeline.sdk.known_errors import Action, LogFinding
 
 log = logging.getLogger("trnpipe")
 
@@ -49,7 +49,7 @@ class Ranks(ABC):
         numbers: their ranks, the node's first one first.
     """
 
-    def __init__(self, launch: Launch, output: Output | None) -> None:
+    def __init__(self, launch: RankLaunch, output: Output | None) -> None:
         self.numbers = launch.ranks
         self._launch = launch
         self._output = output
@@ -124,7 +124,7 @@ class Ranks(ABC):
         # The moment is the failure's: lines that other ranks print later explain it, but came from it.
         return replace(record, time=found.time)
 
-    def finding(self, rank: int) -> Finding | None:
+    def finding(self, rank: int) -> LogFinding | None:
         """Return the line of the node's output that explains why this rank stalls, or says what it waits for."""
         finding = self._output.finding(rank) if self._output else None
         return finding[1] if finding else None
@@ -143,7 +143,7 @@ class Ranks(ABC):
             self._output.pump(end=end)
 
 
-def start(launch: Launch) -> Ranks:
+def start(launch: RankLaunch) -> Ranks:
     """Start this node's ranks with the planned launcher."""
     return TorchrunRanks(launch) if launch.launcher == neuron_launch.TORCHRUN else ProcessRanks(launch)
 
@@ -162,7 +162,7 @@ class _Process:
 class ProcessRanks(Ranks):
     """Ranks that are children of the supervisor."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: RankLaunch) -> None:
         self._logs = launch.folder / "output" if launch.kind == "neuron" else None
         output = None
         if self._logs:
@@ -267,7 +267,7 @@ class TorchrunRanks(Ranks):
     torchrun itself ends all ranks as soon as one has failed, waits half a minute for them, and ends with 1 whatever happened.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: RankLaunch) -> None:
         self._logs = launch.folder / "torchrun"
         self._logs.mkdir()
         # As for single processes: a gang agrees on the port, a single node must not meet other runs on its host.

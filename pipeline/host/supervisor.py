@@ -61,7 +61,7 @@ from pipeline.errors import (
 from pipeline.host import gang
 from pipeline.host.deadlines import Deadlines
 from pipeline.host.exhaustion import exhaustion
-from pipeline.host.launch import Launch
+from pipeline.host.launch import RankLaunch
 from pipeline.host.ranks import Ranks, start
 from pipeline.run import failure
 from pipeline.run.cloudwatch import EmbeddedMetrics
@@ -195,7 +195,7 @@ class Supervisor:
             log.info("%s is already done: %s", self._stage, self._paths.result(self._stage))
         return done
 
-    def _launch(self, numbers: PlanNumbers, folder: Path) -> Launch:
+    def _launch(self, numbers: PlanNumbers, folder: Path) -> RankLaunch:
         """Decide how the ranks are started.
 
         Raises:
@@ -227,7 +227,7 @@ class Supervisor:
             if nodes > 1 and node.is_main and node.leader.startswith("127."):
                 # The Neuron root communicator listens on the leader's address, and all ranks must name it alike.
                 node = replace(node, leader=neuron_launch.own_address())
-        return Launch(
+        return RankLaunch(
             stage=self._stage,
             run=self._paths.root,
             node=node,

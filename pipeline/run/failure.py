@@ -1,4 +1,4 @@
-"""How a failure travels: from an exception in a rank, over `failure-RANK.json` in the node folder, to the run folder.
+"""The way of a failure: from an exception in a rank, over `failure-RANK.json` in the node folder, to the run folder.
 
 Also decides which of several failures is the cause: the first one, except that losing a peer is a consequence as long as another
 failure explains more. The record's kind alone decides; no code compares messages.

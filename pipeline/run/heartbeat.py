@@ -1,4 +1,4 @@
-"""How a rank shows its supervisor that it makes progress: by `heartbeat-RANK.json` in the node folder."""
+"""The heartbeat by which a rank shows its supervisor progress: `heartbeat-RANK.json` in the node folder."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def check_holdout(queries: int, config: RunConfig) -> None:
             "the hold-out is too small to judge a model",
             value=f"{queries} distinct queries",
             rule=f"gate.min_queries = {config.gate.min_queries}",
-            remedy="raise data.holdout_fraction, add data, or set gate.allow_small=true to judge all the same",
+            remedy="raise data.holdout_fraction, add data, or set gate.allow_small=true to judge anyway",
         )
 
 

@@ -1,4 +1,4 @@
-"""train: continue the parent on the run's rows, with checkpoints that later attempts go on from; write the finished model."""
+"""train: continue the parent on the run's rows, with checkpoints that later attempts resume from; write the finished model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pipeline.health.quick import quick_check
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import WEIGHTS, save_folder
 from pipeline.run.context import StageContext, StageOutput
-from pipeline.run.shutdown import noticed
+from pipeline.run.shutdown import graceful_shutdown
 from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import Padding, TrainingBatches
-from pipeline.training.checkpoint import CheckpointWriter, Retention
+from pipeline.training.checkpoint import CheckpointRetention, CheckpointWriter
 from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
@@ -58,13 +58,13 @@ def run(context: StageContext) -> StageOutput | None:
         progress = begin.progress
         resumed_from = progress.step if begin.checkpoint else None
         # Before the checkpoints, so that an upload on its way is not cut off by what ends the training.
-        interruption = stack.enter_context(noticed())
+        shutdown = stack.enter_context(graceful_shutdown())
         metrics = checkpoints = None
         if context.world.is_leader:
             local = context.scratch / "train"
             resumed = begin.checkpoint.metrics if begin.checkpoint else None
             metrics = stack.enter_context(MetricsLog(local / "logs", resumed, progress.step, context.cloudwatch))
-            retention = Retention(
+            retention = CheckpointRetention(
                 newest=config.train.keep_checkpoints, every=config.train.keep_every, best=config.train.keep_best
             )
             checkpoints = stack.enter_context(
@@ -102,7 +102,7 @@ def run(context: StageContext) -> StageOutput | None:
                 heartbeat=context.heartbeat,
                 watch=watch,
                 monitor=monitor,
-                interruption=interruption,
+                shutdown=shutdown,
                 metrics=metrics,
                 checkpoints=checkpoints,
             ),
@@ -118,14 +118,14 @@ def run(context: StageContext) -> StageOutput | None:
 
 
 def padding(device: Device, encoder: Encoder) -> Padding:
-    """How much of a batch has to be padding."""
+    """Return how much of a batch has to be padding."""
     if device.kind not in EAGER_KINDS:
         return Padding.STATIC
     return Padding.NONE if encoder.unpads else Padding.LONGEST
 
 
 def finish(context: StageContext, device: Device, encoder: Encoder, source: Path, progress: Progress) -> StageOutput:
-    """Write the finished model, and say what was done."""
+    """Write the finished model and return the stage's output."""
     context.heartbeat.beat(progress.step, progress.step, unit="pairs", note="writing the model")
     folder = context.scratch / "train" / "model"
     save_folder(encoder, folder, source, device.to_host(encoder.state_dict()))

@@ -30,7 +30,7 @@ log = logging.getLogger("trnpipe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where training starts on this rank.
+    """The start of training on this rank.
 
     Attributes:
         source: local model folder that the weights come from: the checkpoint's, or the parent.
@@ -77,7 +77,7 @@ def start(context: StageContext, device: Device) -> Start:
         if context.world.is_leader:
             # They are the leader's: every other rank has its own, which no step depends on.
             restore_random_states(device, checkpoint.folder / RANDOM_FILE)
-        log.info("going on from the checkpoint of step %d", checkpoint.progress.step)
+        log.info("resuming from the checkpoint of step %d", checkpoint.progress.step)
     return Start(encoder=encoder, optimizer=optimizer, source=source, checkpoint=checkpoint)
 
 
@@ -94,7 +94,7 @@ def joined(context: StageContext, plan: RunPlan) -> Iterator[Device]:
 
 
 def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | None:
-    """The checkpoint that all ranks go on from: the leader chooses, one rank of each node fetches it."""
+    """Return the checkpoint that all ranks resume from: the leader chooses, one rank of each node fetches it."""
     scratch, sources = context.scratch / "resumed", checkpoint_sources(context)
     context.heartbeat.beat(note="looking for a checkpoint")
     place, found = 0, None
@@ -116,7 +116,7 @@ def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | Non
 
 
 def checkpoint_sources(context: StageContext) -> list[tuple[RunPaths, str]]:
-    """Where to look for checkpoints, and of which plan (its fingerprint): this run's, then those of the one it goes on with."""
+    """Return the folders of checkpoints with their plans' fingerprints: this run's, then those of the run that it resumes."""
     sources = [(context.paths, context.plan.fingerprint)]
     if resumed := context.plan.train.resumed:
         sources.append((RunPaths(f"{context.paths.bucket_root}/runs/{resumed.run}"), resumed.fingerprint))

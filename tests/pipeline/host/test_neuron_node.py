@@ -19,7 +19,7 @@ from pipeline.contract import Stage, StageFailure
 from pipeline.errors import BadData, Defect, ExitCode, NoProgress, TrnpipeError
 from pipeline.host import gang
 from pipeline.host.deadlines import Deadlines
-from pipeline.host.launch import Launch
+from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
 from pipeline.host.ranks import Ranks, start, unexplained_end
 from pipeline.host.supervisor import PlanNumbers, Supervisor
@@ -48,7 +48,7 @@ def ranks(tmp_path: Path, planned_ranks: Any, scripted_stage: dict[str, str], mo
         run = planned_ranks().root
         node = NodeWorld(host="host-7")
         started.append(
-            start(Launch(stage=Stage.EMBED, run=run, node=node, nodes=1, ranks_per_node=2, kind="neuron", folder=folder))
+            start(RankLaunch(stage=Stage.EMBED, run=run, node=node, nodes=1, ranks_per_node=2, kind="neuron", folder=folder))
         )
         return started[0]
 
@@ -113,7 +113,7 @@ class Fixed(Ranks):
     ],
 )
 def test_what_explains_what(tmp_path: Path, error: TrnpipeError, line: str, exit_code: int) -> None:
-    launch = Launch(stage=Stage.TRAIN, run="r", node=NodeWorld(), nodes=2, ranks_per_node=1, kind="neuron", folder=tmp_path)
+    launch = RankLaunch(stage=Stage.TRAIN, run="r", node=NodeWorld(), nodes=2, ranks_per_node=1, kind="neuron", folder=tmp_path)
     (tmp_path / "out").write_text("")
     (tmp_path / "err").write_text(f"before\n{line}\nafter\n")
     output = Output([0], lambda _: (tmp_path / "out", tmp_path / "err"), nodes=2)

@@ -310,7 +310,7 @@ def test_training_ends_before_its_limit_and_the_next_attempt_resumes(training_ru
         assert written or seconds < 1000, node.log
     assert failure_of(paths, Stage.TRAIN).what == "the attempt's time is over before train is done"
     again = supervise(Stage.TRAIN, paths.root, AWS_BATCH_JOB_ATTEMPT="2")
-    again.wait_until(lambda: f"going on from the checkpoint of step {written[1]}" in again.log, seconds)
+    again.wait_until(lambda: f"resuming from the checkpoint of step {written[1]}" in again.log, seconds)
 
 
 def test_a_stage_that_keeps_nothing_is_left_to_batch_s_own_limit(

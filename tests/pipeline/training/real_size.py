@@ -31,7 +31,7 @@ from pipeline.model.folder import load_encoder
 from pipeline.model.shape import shape_of
 from pipeline.plan import RunPlan
 from pipeline.run.context import Heartbeat, StageContext
-from pipeline.run.shutdown import Interruption
+from pipeline.run.shutdown import ShutdownRequest
 from pipeline.run.world import World
 from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import TrainingBatches
@@ -158,7 +158,7 @@ def training(
         heartbeat=context.heartbeat,
         watch=GraphWatch(device=device),
         monitor=HostMonitor(context, ""),
-        interruption=Interruption(),
+        shutdown=ShutdownRequest(),
         metrics=None,
         checkpoints=None,
     )
