@@ -21,6 +21,7 @@ from pipeline.backends.counts import GraphCounts, Waits
 from pipeline.config import LoaderConfig
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig
+from pipeline.host.host import available_cores
 from pipeline.run.world import World
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -151,7 +152,7 @@ def open_device(
     Args:
         kind: a resolved kind, not `auto`.
         precision: resolved, see `resolve_precision`.
-        threads: host threads of this rank; None: as the environment says.
+        threads: host threads of this rank; None: OMP_NUM_THREADS, else on `cpu` the host's cores shared among its ranks.
         timeout_seconds: how long a collective may wait for another rank.
         loader: how batches are put on a device that compiles.
         inference: only for encoding.
@@ -161,7 +162,11 @@ def open_device(
     """
     require_available(kind)
     module = import_module(f"pipeline.backends.{kind}")
-    options: dict[str, Any] = {"threads": threads, "timeout_seconds": timeout_seconds}
+    if threads is None and kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, available_cores() // world.local_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options: dict[str, Any] = {"timeout_seconds": timeout_seconds}
     if inference and kind == "neuron":
         return cast(Device, module.open_inference_device(precision, world, **options))
     if kind not in EAGER_KINDS:

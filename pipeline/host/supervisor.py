@@ -192,7 +192,7 @@ class Supervisor:
             return False
         done = result.fingerprint == numbers.fingerprint
         if done:
-            log.info("%s is already done: %s", self._stage, self._paths.result(self._stage))
+            log.info("%s is done already: %s", self._stage, self._paths.result(self._stage))
         return done
 
     def _launch(self, numbers: PlanNumbers, folder: Path) -> RankLaunch:
