@@ -306,18 +306,15 @@ class HostMonitor:
     # In the uploading thread; at the end, in the caller's.
 
     def _publish_regularly(self) -> None:
-        self._fetch_earlier()
-        while not self._stopping.wait(self._interval_seconds):
-            self._publish()
-
-    def _fetch_earlier(self) -> None:
-        """Keep the lines of earlier attempts."""
+        """Upload a line per interval, after the lines of earlier attempts."""
         try:
             self._lines = store.read_bytes(self._uri).decode().splitlines()
         except MissingInput:
             pass
         except (TrnpipeError, OSError, ValueError) as error:
             self._say_once(f"the monitor lines of earlier attempts are lost: {one_line(error)}")
+        while not self._stopping.wait(self._interval_seconds):
+            self._publish()
 
     def _publish(self) -> None:
         with self._lock:

@@ -325,26 +325,17 @@ def move_pointer(context: StageContext, model: Artifact) -> str:
     try:
         store.write_json(uri, pointer, **condition)
     except store.Conflict as conflict:
-        check_ours(context, uri, conflict)
+        try:
+            owner = store.read_json(uri)
+        except MissingInput:
+            owner = {}
+        # This run may have changed it, in an attempt whose response was lost.
+        if (owner.get("run"), owner.get("fingerprint")) != (plan.run, plan.fingerprint):
+            raise Superseded(
+                f"run {owner['run']} published first" if owner.get("run") else "the registry's pointer has been removed",
+                value=f"{uri}: {json.dumps(owner)}",
+                rule="a run replaces only the model that it was planned with",
+                remedy="start a new run: it continues from the published model",
+            ) from conflict
     log.info("publish: %s now points at %s", uri, plan.run)
     return uri
-
-
-def check_ours(context: StageContext, uri: str, conflict: store.Conflict) -> None:
-    """Accept a changed pointer if this run changed it, in an attempt whose response was lost.
-
-    Raises:
-        Superseded: another run did.
-    """
-    try:
-        owner = store.read_json(uri)
-    except MissingInput:
-        owner = {}
-    if (owner.get("run"), owner.get("fingerprint")) == (context.plan.run, context.plan.fingerprint):
-        return
-    raise Superseded(
-        f"run {owner['run']} published first" if owner.get("run") else "the registry's pointer was removed during the run",
-        value=f"{uri}: {json.dumps(owner)}",
-        rule="a run replaces only the model that it was planned with",
-        remedy="start a new run: it continues from the published model",
-    ) from conflict
