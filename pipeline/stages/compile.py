@@ -39,7 +39,7 @@ from pipeline.model.inference import encode_shapes, inference_form
 from pipeline.run import failure
 from pipeline.run.context import NODE_FOLDER, StageContext, StageOutput
 from pipeline.sdk import compile_cache, known_errors, neuron_launch
-from pipeline.training.setup import joined
+from pipeline.training.setup import gang_device
 from pipeline.training.trial import run_trial
 
 log = logging.getLogger("trnpipe")
@@ -75,7 +75,7 @@ def run(context: StageContext) -> StageOutput | None:
     if compile_cache.extraction_mode() or LOADING in os.environ:
         # One rank of a trial: below neuron_parallel_compile, which compiles what the ranks wrote down when they have ended, or
         # after it, with the compiled graphs.
-        with joined(context, plan) as device:
+        with gang_device(context, plan) as device:
             run_trial(context, device, loading=device.computes)
         return None
     return compile_on_neuron(context)
@@ -93,7 +93,7 @@ def compile_here(context: StageContext) -> StageOutput | None:
     graphs = context.plan.graphs
     assert graphs is not None
     began = time.monotonic()
-    with joined(context, context.plan) as device:
+    with gang_device(context, context.plan) as device:
         trial = run_trial(context, device)
         modules = {key: device.graph_module(key) for key in sorted(trial.all)}
     described = {key: describe(module) if module else None for key, module in modules.items()}

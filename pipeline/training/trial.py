@@ -33,7 +33,7 @@ from pipeline.training.host_state import host_state
 from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.setup import start
+from pipeline.training.setup import load_state
 from pipeline.training.state import Progress
 
 log = logging.getLogger("trnpipe")
@@ -108,14 +108,14 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
     """
     config = context.plan.config
     writes = device.computes and not loading
-    begin = start(context, device)
+    state = load_state(context, device)
     log.info("trial: made-up batches, whose losses and metrics mean nothing")
     context.heartbeat.beat(note="trial: encoding every shape")
-    encode_all_shapes(begin.encoder, device, config)
+    encode_all_shapes(state.encoder, device, config)
     infer = device.graphs()
     meet_graphs(device)
     each = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
-    batches = TrialBatches(config, context.world, begin.encoder.config.vocab_size, each)
+    batches = TrialBatches(config, context.world, state.encoder.config.vocab_size, each)
     local = context.scratch / "trial"
     # A checkpoint needs somewhere to go; this one is not read.
     paths = RunPaths(str(local / "run"))
@@ -128,9 +128,9 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
             config=trial_config(config, batches.steps),
             steps=batches.steps,
             device=device,
-            encoder=begin.encoder,
-            optimizer=begin.optimizer,
-            source=begin.source,
+            encoder=state.encoder,
+            optimizer=state.optimizer,
+            source=state.source,
             batches=batches,
             validation=trial_validation(config, context.world),
             heartbeat=context.heartbeat,
@@ -148,7 +148,7 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
         if memory := monitor.latest().get("device_memory_gib"):
             log.info("with every graph loaded, %.2f GiB of this node's device memory are in use", memory)
     if not device.computes:
-        host_state(begin.encoder, begin.optimizer, device)
+        host_state(state.encoder, state.optimizer, device)
     return Trial(infer, device.graphs(), progress.step)
 
 
