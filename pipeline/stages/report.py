@@ -180,7 +180,26 @@ class RunRecord:
 
     @property
     def verdict(self) -> RunVerdict:
-        return judge(self)
+        """How the run ended, by the records of its stages. A published model counts, whatever failed on the way."""
+        gate = _gate(self)
+        if Stage.PUBLISH in self.results:
+            if self.results[Stage.PUBLISH].metrics.get("published"):
+                return RunVerdict(kind="published", headline="Published", reason=str(gate.get("reason", "")).strip())
+            return RunVerdict(kind="finished", headline="Finished", reason="The run publishes nowhere (registry: null).")
+        if self.failures:
+            stage, failure = list(self.failures.items())[-1]
+            headline = "Superseded" if failure.exit_code == ExitCode.SUPERSEDED else f"Failed in {stage}"
+            return RunVerdict(kind="failed", headline=headline, reason=failure.what, stage=stage)
+        if gate.get("verdict") == "refused":
+            return RunVerdict(kind="refused", headline="Refused", reason=str(gate.get("reason", "")), stage=Stage.EVALUATE)
+        left_out = {Stage.REPORT, *([Stage.COMPILE] if self.nothing_to_compile else [])}
+        missing = [stage for stage in Stage if stage not in self.results and stage not in left_out]
+        return RunVerdict(
+            kind="unfinished",
+            headline="Not finished",
+            reason=f"{missing[0]} left neither a result nor a failure.",
+            stage=missing[0],
+        )
 
     @property
     def nothing_to_compile(self) -> bool:
@@ -231,26 +250,6 @@ def read_run(paths: RunPaths) -> RunRecord:
             if use := stage_use(stage, attempts, datetime.now(timezone.utc)):
                 record.uses.append(use)
     return record
-
-
-def judge(record: RunRecord) -> RunVerdict:
-    """Judge how the run ended, from the records of its stages. A published model counts, whatever failed on the way."""
-    gate = _gate(record)
-    if Stage.PUBLISH in record.results:
-        if record.results[Stage.PUBLISH].metrics.get("published"):
-            return RunVerdict(kind="published", headline="Published", reason=str(gate.get("reason", "")).strip())
-        return RunVerdict(kind="finished", headline="Finished", reason="The run publishes nowhere (registry: null).")
-    if record.failures:
-        stage, failure = list(record.failures.items())[-1]
-        headline = "Superseded" if failure.exit_code == ExitCode.SUPERSEDED else f"Failed in {stage}"
-        return RunVerdict(kind="failed", headline=headline, reason=failure.what, stage=stage)
-    if gate.get("verdict") == "refused":
-        return RunVerdict(kind="refused", headline="Refused", reason=str(gate.get("reason", "")), stage=Stage.EVALUATE)
-    left_out = {Stage.REPORT, *([Stage.COMPILE] if record.nothing_to_compile else [])}
-    missing = [stage for stage in Stage if stage not in record.results and stage not in left_out]
-    return RunVerdict(
-        kind="unfinished", headline="Not finished", reason=f"{missing[0]} left neither a result nor a failure.", stage=missing[0]
-    )
 
 
 def states(record: RunRecord) -> list[StageState]:
