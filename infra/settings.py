@@ -132,7 +132,7 @@ class Settings(SettingsSection):
     environment: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(
         default_factory=dict,
         description="Environment variables of all jobs, over the deployment's own: FI_*, NEURON_RT_*, and the deadlines of "
-        "pipeline/host/supervisor.py such as TRNPIPE_PEER_START_SECONDS.",
+        "pipeline/host/deadlines.py such as TRNPIPE_PEER_START_SECONDS.",
     )
     ami: str | None = Field(
         None,

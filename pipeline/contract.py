@@ -21,7 +21,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
 
-from pipeline.errors import BadConfig, BadData
+from pipeline.errors import BadConfig, BadData, FailureKind
 
 RESULT_LIMIT_BYTES = 32 * 1024
 """Step Functions reads a result file into its state, and a state is limited to 256 KiB: keep each file far below."""
@@ -529,12 +529,18 @@ class StageResult(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFailure(Record):
-    """`STAGE/failure.json`: why an attempt failed, for the report, the notification and the person at the terminal."""
+    """`STAGE/failure.json`: why an attempt failed, for the report, the notification and the person at the terminal.
+
+    Attributes:
+        kind: decides which of several failures is the cause; records of earlier versions have none.
+        what, value, rule, remedy: the four parts of the message, for people only.
+    """
 
     stage: str
     run: str
     exit_code: int
     what: str
+    kind: FailureKind = FailureKind.OWN
     value: list[str] = field(default_factory=list)
     rule: str = ""
     remedy: str = ""

@@ -8,7 +8,7 @@ command lines, and end in terminals. Standard library only.
 from __future__ import annotations
 
 import re
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any
 
 LONGEST_SHOWN = 1500
@@ -70,6 +70,20 @@ class ExitCode(IntEnum):
         return 70 <= self < 80
 
 
+class FailureKind(str, Enum):
+    """Whose failure it is: this alone decides which of several failures explains the others, never the words of a message.
+
+    OWN: the process that failed knows why. LOST_PEER: it knows only that another rank is gone, which has its own failure.
+    TERMINATED: Batch, an operator or a reclaimed host ended the node. UNEXPECTED: an exception that trnpipe does not know, or an
+    end without a word; a line of the log may explain it.
+    """
+
+    OWN = "own"
+    LOST_PEER = "lost_peer"
+    TERMINATED = "terminated"
+    UNEXPECTED = "unexpected"
+
+
 class TrnpipeError(Exception):
     """Base of all expected failures.
 
@@ -81,6 +95,7 @@ class TrnpipeError(Exception):
     """
 
     exit_code: ExitCode = ExitCode.DEFECT
+    kind: FailureKind = FailureKind.OWN
 
     def __init__(self, what: str, *, value: Any = None, rule: str = "", remedy: str = "") -> None:
         super().__init__(what)
@@ -178,6 +193,18 @@ class Transient(TrnpipeError):
     """A failure of storage, network or a peer that may pass: exit 75, retried."""
 
     exit_code = ExitCode.TRANSIENT
+
+
+class LostPeer(Transient):
+    """Another rank went away during a collective: exit 75, retried."""
+
+    kind = FailureKind.LOST_PEER
+
+
+class Terminated(Transient):
+    """The node received SIGTERM: exit 75, retried."""
+
+    kind = FailureKind.TERMINATED
 
 
 class UnhealthyHost(TrnpipeError):

@@ -1,4 +1,4 @@
-"""What a device counts: graphs that it compiled, and the time its consumers waited for data."""
+"""The counters of a device: graphs that it compiled, and the time its consumers waited for data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GraphCounts:
-    """What this process has compiled so far; nothing on eager kinds.
+    """The graphs that this process has compiled so far; none on eager kinds.
 
     Attributes:
         compiled: graphs that this process met for the first time (UncachedCompile), also where a stored form was loaded.
@@ -26,12 +26,12 @@ class GraphCounts:
 
 @dataclass(slots=True)
 class Waits:
-    """How long consumers have waited for the next item of what `on` gave them, in seconds."""
+    """The seconds that consumers have waited for the next item of `on`."""
 
     seconds: float = 0.0
 
     def on(self, items: Iterable[Batch]) -> Iterator[Batch]:
-        """The same items."""
+        """Yield the items and count the wait for each."""
         iterator = iter(items)
         while True:
             begun = time.monotonic()

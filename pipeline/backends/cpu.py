@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from pipeline.backends.device import EncodeFunction, resolve_precision
 from pipeline.backends.eager import EagerDevice
 from pipeline.backends.packed_linear import can_pack, pack_linears
-from pipeline.host.host import available_cores
 from pipeline.run.world import World
 
 
@@ -30,12 +28,8 @@ class CpuDevice(EagerDevice):
         return encoder
 
 
-def open_device(precision: str, world: World, *, threads: int | None, timeout_seconds: int) -> CpuDevice:
-    """Join the gang with gloo. Threads: as given, else OMP_NUM_THREADS, else the host's cores shared among its ranks."""
-    if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, available_cores() // world.local_size)
-    if threads is not None:
-        torch.set_num_threads(threads)
+def open_device(precision: str, world: World, *, timeout_seconds: int) -> CpuDevice:
+    """Join the gang with gloo."""
     # Denormals cost far more than they are worth here, and only some processors treat them alike.
     torch.set_flush_denormal(True)
     return CpuDevice(

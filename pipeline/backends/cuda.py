@@ -27,7 +27,7 @@ class CudaDevice(EagerDevice):
         torch.cuda.set_rng_state(state, self.torch_device)
 
 
-def open_device(precision: str, world: World, *, threads: int | None, timeout_seconds: int) -> CudaDevice:
+def open_device(precision: str, world: World, *, timeout_seconds: int) -> CudaDevice:
     """Join the gang with NCCL on GPU number local rank.
 
     Raises:
@@ -40,8 +40,6 @@ def open_device(precision: str, world: World, *, threads: int | None, timeout_se
             rule="one GPU per rank",
             remedy="set device.ranks_per_node to the number of GPUs",
         )
-    if threads is not None:
-        torch.set_num_threads(threads)
     device = torch.device("cuda", world.local_rank)
     torch.cuda.set_device(device)
     return CudaDevice(device, resolve_precision("cuda", precision), world, backend="nccl", timeout_seconds=timeout_seconds)

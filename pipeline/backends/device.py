@@ -1,7 +1,7 @@
 """The device protocol: all that training, evaluation and embedding may ask of an accelerator, the same for every kind.
 
 Kinds: `neuron` (torch-xla + torch-neuronx on trn1), `xla` (torch-xla on CPU, one rank), `cuda` (NCCL), `cpu` (gloo). Each lives
-in a module of its own beside this one, loaded on demand. Loops are written against this protocol once.
+in a module of its own, loaded on demand. Loops are written against this protocol once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pipeline.backends.counts import GraphCounts, Waits
 from pipeline.config import LoaderConfig
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig
+from pipeline.host.host import available_cores
 from pipeline.run.world import World
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -45,7 +46,7 @@ class Device(Protocol):
         world: this rank among all ranks.
         torch_device: where tensors live.
         precision: `bf16` or `fp32`: what matrix products are computed in; weights stay fp32. `compiler`: as neuronx-cc was told.
-        waits: what those who iterate over `batches` have waited for data.
+        waits: how long consumers of `batches` have waited for data.
         computes: False where graphs are written down and not run: no value that is read means anything.
     """
 
@@ -90,10 +91,10 @@ class Device(Protocol):
         """Seed the random numbers that modules draw on the device (dropout)."""
 
     def random_state(self) -> Tensor:
-        """Where the device's random numbers stand, on the host."""
+        """Return the state of the device's random numbers, on the host."""
 
     def restore_random_state(self, state: Tensor) -> None:
-        """Put back what `random_state` gave."""
+        """Restore a state that `random_state` returned."""
 
     def sync(self, *kept: Tensor) -> None:
         """Mark the end of a piece of work: cuts the graph on lazy devices, nothing elsewhere.
@@ -112,7 +113,7 @@ class Device(Protocol):
         """Copies of whole tensors in host memory, which later steps do not change; cuts the graph on lazy devices."""
 
     def graph_counts(self) -> GraphCounts:
-        """How much has been compiled so far. Cheap enough to ask after every step."""
+        """Return how much has been compiled so far. Cheap enough to call after every step."""
 
     def graphs(self) -> set[str]:
         """Keys of the compiled graphs there are: this process's own (`xla`), or all in the compiler's shared cache (`neuron`)."""
@@ -151,17 +152,21 @@ def open_device(
     Args:
         kind: a resolved kind, not `auto`.
         precision: resolved, see `resolve_precision`.
-        threads: host threads of this rank; None: as the environment says.
+        threads: host threads of this rank; None: OMP_NUM_THREADS, else on `cpu` the host's cores shared among its ranks.
         timeout_seconds: how long a collective may wait for another rank.
         loader: how batches are put on a device that compiles.
-        inference: nothing but encoding will be done.
+        inference: only for encoding.
 
     Raises:
-        BadConfig: no such kind here, or the kind cannot do what is asked.
+        BadConfig: an unknown or unavailable kind, or one that cannot do what is asked.
     """
     require_available(kind)
     module = import_module(f"pipeline.backends.{kind}")
-    options: dict[str, Any] = {"threads": threads, "timeout_seconds": timeout_seconds}
+    if threads is None and kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, available_cores() // world.local_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options: dict[str, Any] = {"timeout_seconds": timeout_seconds}
     if inference and kind == "neuron":
         return cast(Device, module.open_inference_device(precision, world, **options))
     if kind not in EAGER_KINDS:
@@ -179,7 +184,7 @@ def require_available(kind: str) -> None:
     """
     if kind not in KINDS:
         raise BadConfig(
-            "there is no such kind of device",
+            "unknown kind of device",
             value=f"device.kind = {kind}",
             rule=f"one of {', '.join(KINDS)}",
             remedy="set device.kind to one of these",
@@ -203,7 +208,7 @@ def require_world(kind: str, ranks: int) -> None:
         raise BadConfig(
             "more than one rank on xla",
             value=f"{ranks} ranks",
-            rule="torch-xla's processes on a CPU know nothing of each other: one node, one rank",
+            rule="torch-xla's processes on a CPU cannot communicate: one node, one rank",
             remedy="set nodes = 1 and device.ranks_per_node = 1, or device.kind = cpu",
         )
 

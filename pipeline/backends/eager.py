@@ -1,4 +1,4 @@
-"""What `cpu` and `cuda` share: eager torch with torch.distributed. Gradients are reduced explicitly, without the DDP wrapper."""
+"""The device of `cpu` and `cuda`: eager torch with torch.distributed. Gradients are reduced explicitly, without DDP."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class EagerDevice:
             yield {name: self._put(value) for name, value in batch.items()}
 
     def _prepare(self, value: Tensor) -> Tensor:
-        """What can be done to a tensor in the background."""
+        """Prepare a tensor in the background."""
         return value
 
     def _put(self, value: Tensor) -> Tensor:
-        """The tensor on the device, in the order of the consumer's operations."""
+        """Put the tensor on the device, in the order of the consumer's operations."""
         return value
 
     def autocast(self) -> AbstractContextManager[None]:

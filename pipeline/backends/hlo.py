@@ -1,4 +1,4 @@
-"""Reading XLA's programs (HLO modules): what goes in, what is constant, which operations; and what differs between two of them.
+"""Reads XLA's programs (HLO modules): their inputs, constants and operations; and what differs between two of them.
 
 Only the few fields that are needed of OpenXLA's xla/service/hlo.proto and xla/xla_data.proto are declared; protobuf skips the
 rest. Their numbers have not changed for years, because stored programs depend on them.
@@ -92,11 +92,11 @@ def _messages() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GraphDescription:
-    """What tells one graph from another, small enough to be listed.
+    """The counts that tell one graph from another, few enough to list.
 
     Attributes:
         inputs: type and shape (`f32[64,384]`) -> how many inputs have it.
-        outputs: the same of the outputs.
+        outputs: the same for outputs.
         constants: type and value of a scalar constant (`f32 0.05`), type, shape and digest of a larger one, or where a slice is
             (`slice [3:4, 0:32]`) -> how many.
         operations: opcode -> how many.
@@ -118,14 +118,14 @@ class GraphDescription:
 
 
 def describe(module: bytes) -> GraphDescription:
-    """A module in a few counts.
+    """Return a module as a few counts.
 
     Raises:
         BadData: not an HLO module.
     """
     parsed = _parse("Module", module)
     if not parsed.computations:
-        raise BadData("this is not an HLO module", value=f"{len(module)} bytes without a computation")
+        raise BadData("not an HLO module", value=f"{len(module)} bytes without a computation")
     entry = next((item for item in parsed.computations if item.id == parsed.entry_computation_id), parsed.computations[-1])
     inputs = Counter(_shape(item.shape) for item in entry.instructions if item.opcode == "parameter")
     root = entry.instructions[-1].shape
@@ -141,14 +141,17 @@ def describe(module: bytes) -> GraphDescription:
             if item.opcode == "constant":
                 constants[_constant(item.literal)] += 1
             elif item.slice_dimensions:
-                constants[_slice(item.slice_dimensions)] += 1
+                steps = (
+                    f"{one.start}:{one.limit}" + (f":{one.stride}" if one.stride > 1 else "") for one in item.slice_dimensions
+                )
+                constants[f"slice [{', '.join(steps)}]"] += 1
             elif item.replica_groups:
                 collectives[f"{item.opcode} x{len(item.replica_groups[0].replica_ids)}"] += 1
     return GraphDescription(*(dict(sorted(counter.items())) for counter in (inputs, outputs, constants, operations, collectives)))
 
 
 def module_of_executable(data: bytes) -> bytes | None:
-    """The module inside an executable that XLA's CPU client stored, None if it is stored in another form."""
+    """Return the module inside an executable that XLA's CPU client stored, None if it has another form."""
     try:
         module = _parse("Executable", data).result.module.module
     except BadData:
@@ -157,39 +160,32 @@ def module_of_executable(data: bytes) -> bytes | None:
 
 
 def difference(new: GraphDescription, known: list[GraphDescription]) -> str:
-    """What distinguishes a graph from the most similar known one, in words: shapes, types, constants, operations.
+    """Say what distinguishes a graph from the most similar known one: shapes, types, constants, operations.
 
     Inputs are compared before constants and those before operations, because the former change the latter.
     """
     if not known:
-        return "nothing is known to compare it with"
-    nearest = min(known, key=lambda other: _distance(new, other))
+        return "no known graph to compare it with"
+    fields = ("inputs", "outputs", "constants", "operations")
+
+    def distance(other: GraphDescription) -> int:
+        pairs = [(Counter(getattr(new, name)), Counter(getattr(other, name))) for name in fields]
+        return sum(((here - there) + (there - here)).total() for here, there in pairs)
+
+    nearest = min(known, key=distance)
     for name, what in (
         ("inputs", "inputs of other shapes or types"),
         ("constants", "other constants"),
         ("outputs", "other outputs"),
         ("operations", "other operations"),
     ):
-        here, there = getattr(new, name), getattr(nearest, name)
+        here, there = Counter(getattr(new, name)), Counter(getattr(nearest, name))
         if here != there:
-            added = _listed(_minus(here, there))
-            removed = _listed(_minus(there, here))
+            added, removed = _listed(here - there), _listed(there - here)
             return f"{what}: " + "; ".join(
                 part for part in (f"new {added}" if added else "", f"instead of {removed}" if removed else "") if part
             )
     return "the same inputs, constants and operations in another arrangement"
-
-
-def _distance(one: GraphDescription, other: GraphDescription) -> int:
-    return sum(
-        sum(_minus(getattr(one, name), getattr(other, name)).values())
-        + sum(_minus(getattr(other, name), getattr(one, name)).values())
-        for name in ("inputs", "outputs", "constants", "operations")
-    )
-
-
-def _minus(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {key: count - other.get(key, 0) for key, count in one.items() if count > other.get(key, 0)}
 
 
 def _listed(counts: dict[str, int], limit: int = 6) -> str:
@@ -202,22 +198,20 @@ def _parse(name: str, data: bytes) -> Any:
     try:
         message.ParseFromString(data)
     except Exception as error:
-        raise BadData("this is not an HLO module", value=f"{len(data)} bytes: {error}") from error
+        raise BadData("not an HLO module", value=f"{len(data)} bytes: {error}") from error
     return message
 
 
 def _shape(shape: Any) -> str:
-    kind = ELEMENT_TYPES.get(shape.element_type, str(shape.element_type))
-    return f"{kind}[{','.join(map(str, shape.dimensions))}]"
+    return f"{_element_type(shape)}[{','.join(map(str, shape.dimensions))}]"
 
 
-def _slice(dimensions: Any) -> str:
-    steps = (f"{one.start}:{one.limit}" + (f":{one.stride}" if one.stride > 1 else "") for one in dimensions)
-    return f"slice [{', '.join(steps)}]"
+def _element_type(shape: Any) -> str:
+    return ELEMENT_TYPES.get(shape.element_type, str(shape.element_type))
 
 
 def _constant(literal: Any) -> str:
-    kind = ELEMENT_TYPES.get(literal.shape.element_type, str(literal.shape.element_type))
+    kind = _element_type(literal.shape)
     for name in ("preds", "s32s", "s64s", "u32s", "u64s", "f32s", "f64s"):
         values = getattr(literal, name)
         if len(values) == 1:

@@ -1,4 +1,4 @@
-"""What `xla` and `neuron` share: torch-xla's lazy tensors. Operations are recorded; a `sync` compiles and runs them.
+"""The device of `xla` and `neuron`: torch-xla's lazy tensors. Operations are recorded; a `sync` compiles and runs them.
 
 So the same program must record the same operations again and again: shapes are static, values that change are tensors, and
 nothing is read in between. API of torch-xla 2.9 (https://docs.pytorch.org/xla/release/r2.9/learn/xla-overview.html). Importing
@@ -79,7 +79,7 @@ class LazyDevice:
                 yield batch
             self.sync()
         finally:
-            # Its threads stop only when they are told to, also where an exception leaves the loop early.
+            # Its threads must be stopped, also where an exception leaves the loop early.
             items._loader.close()
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -179,7 +179,7 @@ class LazyDevice:
 
 
 def _numbered(batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:
-    """Batches with their place. The loader's thread would swallow an exception and end the iteration: hand it on instead."""
+    """Yield batches with their number. The loader's thread would swallow an exception and end the iteration: pass it on."""
     number = 0
     try:
         for batch in batches:

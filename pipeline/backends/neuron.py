@@ -23,7 +23,7 @@ from pipeline.backends.traced import TracedEncoder
 from pipeline.config import LoaderConfig
 from pipeline.errors import BadConfig, Defect, MissingInput
 from pipeline.run.world import World
-from pipeline.sdk.compile_cache import HLO_FILE, State, extraction_mode, modules
+from pipeline.sdk.compile_cache import HLO_FILE, GraphState, extraction_mode, modules
 from pipeline.store import join, read_bytes
 
 CACHE_VARIABLE = "NEURON_COMPILE_CACHE_URL"
@@ -38,7 +38,7 @@ class NeuronDevice(LazyDevice):
 
     def graphs(self) -> set[str]:
         cache = os.environ.get(CACHE_VARIABLE)
-        return {key for key, state in modules(cache).items() if state is State.DONE} if cache else set()
+        return {key for key, state in modules(cache).items() if state is GraphState.DONE} if cache else set()
 
     def graph_module(self, key: str) -> bytes | None:
         try:
@@ -74,8 +74,7 @@ def open_device(
     precision: str,
     world: World,
     *,
-    threads: int | None,
-    timeout_seconds: int,  # noqa: ARG001 - the runtime waits for ever; the supervisor does not
+    timeout_seconds: int,  # noqa: ARG001 - the runtime has no timeout; the supervisor has
     loader: LoaderConfig,
 ) -> NeuronDevice:
     """Join the gang: torchrun's environment says which core is this rank's and where the others are.
@@ -85,8 +84,6 @@ def open_device(
         Defect: the runtime sees another number of ranks.
     """
     require_neuron()
-    if threads is not None:
-        torch.set_num_threads(threads)
     if world.size > 1:
         # Registers the backend `xla` and its rendezvous, which takes the address from torchrun's MASTER_ADDR and MASTER_PORT, as
         # `env://` does, and alone tells torch-xla which devices are the world's (torch-xla 2.9, _internal/rendezvous.py).
@@ -98,21 +95,20 @@ def open_device(
     return NeuronDevice(resolve_precision("neuron", precision), world, loader)
 
 
-def open_inference_device(precision: str, world: World, *, threads: int | None, timeout_seconds: int) -> NeuronInference:
-    """One core for traced encoders.
+def open_inference_device(precision: str, world: World, *, timeout_seconds: int) -> NeuronInference:
+    """Open one core for traced encoders.
 
     Raises:
         BadConfig: torch-neuronx is not installed.
     """
     require_neuron()
-    if threads is not None:
-        torch.set_num_threads(threads)
     precision = resolve_precision("neuron", precision)
     return NeuronInference(torch.device("cpu"), precision, world, backend="gloo", timeout_seconds=timeout_seconds)
 
 
 def require_neuron() -> None:
-    """
+    """Refuse the kind without torch-neuronx.
+
     Raises:
         BadConfig: torch-neuronx is not installed, or is the empty placeholder of that name.
     """

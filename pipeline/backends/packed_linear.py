@@ -13,7 +13,7 @@ from transformers.activations import GELUActivation
 
 
 class PackedLinear(nn.Module):
-    """What `linear` computes, in bf16 and for inference only.
+    """The result of `linear`, in bf16 and for inference only.
 
     Args:
         linear: is not needed any more.

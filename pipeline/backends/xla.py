@@ -17,7 +17,6 @@ os.environ["PJRT_DEVICE"] = "CPU"
 # Barriers stay until the last passes, see pipeline.backends.xla_layers. Flags given from outside come later, and win.
 os.environ["XLA_FLAGS"] = f"--xla_disable_hlo_passes=cse_barrier_expander {os.environ.get('XLA_FLAGS', '')}".strip()
 
-import torch
 import torch_xla.runtime as xr
 
 from pipeline.backends.device import ModuleT, require_world, resolve_precision
@@ -29,7 +28,7 @@ from pipeline.run.context import NODE_FOLDER
 from pipeline.run.world import World
 
 _executables: Path | None = None
-"""Where XLA leaves one file per graph: one folder for the whole process, because it can be chosen only once."""
+"""Folder in which XLA leaves one file per graph; a process can choose it only once."""
 
 
 class XlaDevice(LazyDevice):
@@ -52,21 +51,18 @@ def open_device(
     precision: str,
     world: World,
     *,
-    threads: int | None,
     timeout_seconds: int,  # noqa: ARG001 - one rank waits for no other
     loader: LoaderConfig,
 ) -> XlaDevice:
-    """Start XLA's CPU client. It uses all cores that the process may run on; `threads` are those of the host's own work.
+    """Start XLA's CPU client. It uses all cores that the process may run on; torch's threads only do the host's own work.
 
     Raises:
         BadConfig: more than one rank.
     """
     global _executables
     require_world("xla", world.size)
-    if threads is not None:
-        torch.set_num_threads(threads)
     if _executables is None:
-        # In the node folder the supervisor removes it; a rank ends without saying goodbye.
+        # In the node folder the supervisor removes it; a rank ends without cleaning up.
         _executables = Path(tempfile.mkdtemp(prefix="trnpipe-graphs-", dir=os.environ.get(NODE_FOLDER)))
         atexit.register(shutil.rmtree, _executables, ignore_errors=True)
         xr.initialize_cache(str(_executables))

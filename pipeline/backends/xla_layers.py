@@ -1,6 +1,6 @@
 """Layers, formulated for XLA's CPU compiler. What they compute is what torch's own compute.
 
-That compiler (torch-xla 2.9) leaves two things to be desired, which are most of a training step beside its matrix products:
+That compiler (torch-xla 2.9) has two weaknesses, which make up most of a training step besides its matrix products:
 
 - A sum over rows or columns is a slow loop, 8 to 25 times torch's; a product with ones is as fast as torch's sum.
 - It repeats cheap operations in every kernel that needs them, and so repeats all gradients of the residual stream from the last

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import reduce
 from importlib import metadata
 from operator import getitem
@@ -56,13 +56,13 @@ STRUCTURE = (
     "type_vocab_size",
     "vocab_size",
 )
-"""What of a backbone's configuration is in its graphs. The rest (names, versions, its origin) changes from week to week."""
+"""The keys of a backbone's configuration that shape its graphs. The rest (names, versions, its origin) changes every week."""
 
 PACKAGES = ("torch", "torch-xla", "transformers")
 
 LEAST_COSINE = 0.995
-"""Between a text's embedding from a traced form and from the encoder on the host. bf16 gives more than 0.999; another model, or
-one with a layer of another, gives less."""
+"""Smallest cosine of a text's embedding from a traced form and from the encoder on the host. bf16 gives more than 0.999; another
+model, or one with a layer of another, gives less."""
 
 PROBED_ROWS = 4
 """Rows per traced form that the host embeds, too."""
@@ -82,29 +82,13 @@ class GraphSet:
     run: str
     graphs: KnownGraphs
 
-    def to_record(self) -> dict[str, Any]:
-        return {
-            "fingerprint": self.fingerprint,
-            "run": self.run,
-            "time": now(),
-            "graphs": {key: graph.to_record() if graph else None for key, graph in self.graphs.items()},
-        }
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> GraphSet:
-        return cls(
-            fingerprint=record["fingerprint"],
-            run=record["run"],
-            graphs={key: GraphDescription(**graph) if graph else None for key, graph in record["graphs"].items()},
-        )
-
 
 def plan_graphs(config: RunConfig, world: PlannedWorld, backbone: PreTrainedConfig, bucket_root: str) -> GraphsPlan | None:
-    """Names of the sets that a run needs, None for kinds that compile nothing.
+    """Return the names of the sets that a run needs, None for kinds that compile nothing.
 
     Args:
-        backbone: the parent's.
-        bucket_root: of the run.
+        backbone: the parent's configuration.
+        bucket_root: the run's bucket.
     """
     if world.kind in EAGER_KINDS:
         return None
@@ -120,6 +104,9 @@ def plan_graphs(config: RunConfig, world: PlannedWorld, backbone: PreTrainedConf
         "versions": versions(neuron=neuron),
     }
     compiler = {"flags": flags, "environment": environment, "ranks": [world.nodes, world.ranks_per_node]}
+    # All sets whose graphs are compiled in the same way share the compiler's cache, which keys its results by graph and flags: a
+    # set with a new fingerprint finds there every graph that has not changed.
+    cache_name = _fingerprint({**compiler, "versions": neuron_pins()})
     train = {
         **compiler,
         "sources": sources_digest(TRAINING),
@@ -139,7 +126,7 @@ def plan_graphs(config: RunConfig, world: PlannedWorld, backbone: PreTrainedConf
         if neuron
         else "",
         infer_compiler_flags=" ".join(infer_flags),
-        cache=f"{config.compile.cache or f'{graphs_uri(bucket_root)}/neuron-cache'}/{cache_name(compiler)}" if neuron else "",
+        cache=f"{config.compile.cache or f'{graphs_uri(bucket_root)}/neuron-cache'}/{cache_name}" if neuron else "",
         environment=environment,
     )
 
@@ -151,48 +138,37 @@ def graph_settings(config: RunConfig, *sections: str) -> dict[str, Any]:
     return {key: reduce(getitem, key.split("."), values) for key in keys}
 
 
-def cache_name(compiler: Mapping[str, Any]) -> str:
-    """Return the name of the compiler's persistent cache, which all sets share whose graphs are compiled in the same way.
-
-    The compiler keys its results by graph and flags: a set with a new fingerprint finds there every graph that has not changed.
-
-    Args:
-        compiler: its flags, the variables that change graphs, and the number of ranks.
-    """
-    return _fingerprint({**compiler, "versions": neuron_pins()})
-
-
 def _fingerprint(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
 
 
 def training_flags(config: CompileConfig, precision: str) -> list[str]:
-    """neuronx-cc's flags for all graphs of training, the optimizer's among them: a cast applies to its arithmetic as well."""
+    """Return neuronx-cc's flags for training's graphs, including the optimizer's: a cast applies to its arithmetic as well."""
     return _flags(config, config.target, config.training_cast(precision), config.auto_cast_type)
 
 
 def inference_flags(config: CompileConfig, precision: str) -> list[str]:
-    """neuronx-cc's flags for the graphs of evaluate and embed."""
+    """Return neuronx-cc's flags for the graphs of evaluate and embed."""
     return _flags(config, config.infer_target, config.inference_cast(precision), config.infer_auto_cast_type)
 
 
 def _flags(config: CompileConfig, target: str, cast: str, cast_type: str) -> list[str]:
-    """Flags of SDK 2.29.1 (neuronx-cc CLI reference); nothing else builds them.
+    """Return flags of SDK 2.29.1 (neuronx-cc CLI reference); no other code builds them.
 
-    What is cast is always said: pages of the documentation disagree about the default.
+    They always name the cast: pages of the documentation disagree about the default.
     """
     flags = [f"--target={target}", f"--model-type={config.model_type}", f"--optlevel={config.optlevel}", f"--auto-cast={cast}"]
     return [*flags, f"--auto-cast-type={cast_type}"] if cast != "none" else flags
 
 
 def versions(*, neuron: bool) -> dict[str, str]:
-    """Versions that a graph depends on; of the Neuron packages the pinned ones: prepare runs where they are not installed."""
+    """Return the versions that a graph depends on; the pinned ones of Neuron packages, which prepare's host does not have."""
     found = {name: metadata.version(name) for name in PACKAGES}
     return {**found, **neuron_pins()} if neuron else found
 
 
 def neuron_pins() -> dict[str, str]:
-    """Package -> version, as the extra `neuron` of this package pins them."""
+    """Return package -> version, as the extra `neuron` of this package pins them."""
     pins = {}
     for requirement in metadata.requires("trnpipe") or []:
         if match := re.match(r"([\w-]+)==([\w.+]+)\s*;.*extra == ['\"]neuron['\"]", requirement):
@@ -201,22 +177,22 @@ def neuron_pins() -> dict[str, str]:
 
 
 def set_uri(bucket_root: str, kind: str, fingerprint: str) -> str:
-    """A set's file; `kind` is `train` or `infer`."""
+    """Return the URI of a set's file; `kind` is `train` or `infer`."""
     return f"{graphs_uri(bucket_root)}/{kind}/{fingerprint}.json"
 
 
 def traces_uri(bucket_root: str, fingerprint: str) -> str:
-    """Folder of an infer set's traced forms (neuron)."""
+    """Return the folder of an infer set's traced forms (neuron)."""
     return f"{graphs_uri(bucket_root)}/infer/{fingerprint}"
 
 
 def encode_function(context: StageContext, device: Device, encoder: Encoder) -> EncodeFunction:
-    """A model as evaluate and embed call it: compiled forms where the kind has them, otherwise the encoder on the device.
+    """Return a model as evaluate and embed call it: compiled forms where the kind has them, otherwise the encoder on the device.
 
-    Every process compares its own traced forms with the host's encoder: each has put the weights on its own core.
+    Every process compares its own traced forms with the host's encoder, because each has put the weights on its own core.
 
     Raises:
-        Defect: a traced form embeds other than the encoder does.
+        Defect: a traced form gives other embeddings than the encoder.
     """
     form = inference_form(encoder, compiles=device.compiles)
     if device.kind != "neuron" or not context.plan.graphs:
@@ -256,7 +232,7 @@ def require_faithful(
         least[f"{slots} x {length}"] = float(F.cosine_similarity(found, expected).min())
     if not all(cosine >= LEAST_COSINE for cosine in least.values()):
         raise Defect(
-            "traced encoders do not embed as the encoder on the host does",
+            "traced encoders give other embeddings than the encoder on the host",
             value=[f"{shape} tokens: least cosine {cosine:.5f}" for shape, cosine in least.items()],
             rule=f"every cosine is at least {LEAST_COSINE}; NaN: weights were not replaced in the traced form",
             remedy="NaN: use the torch-neuronx that pyproject.toml pins; a number: choose a more exact cast in "
@@ -266,7 +242,7 @@ def require_faithful(
 
 
 def missing_sets(bucket_root: str, plan: GraphsPlan | None) -> list[str]:
-    """URIs of the sets that the run needs and that are not there."""
+    """Return the URIs of the sets that the run needs and that are missing."""
     if plan is None:
         return []
     uris = [set_uri(bucket_root, "train", plan.train), set_uri(bucket_root, "infer", plan.infer)]
@@ -274,13 +250,16 @@ def missing_sets(bucket_root: str, plan: GraphsPlan | None) -> list[str]:
 
 
 def read_set(uri: str) -> GraphSet:
-    """
+    """Return a compiled set.
+
     Raises:
         MissingInput: there is none.
         BadData: it cannot be read.
     """
     try:
-        return GraphSet.from_record(json.loads(store.read_bytes(uri)))
+        record = json.loads(store.read_bytes(uri))
+        graphs = {key: GraphDescription(**graph) if graph else None for key, graph in record["graphs"].items()}
+        return GraphSet(fingerprint=record["fingerprint"], run=record["run"], graphs=graphs)
     except (ValueError, KeyError, TypeError) as error:
         raise BadData(
             "a compiled set cannot be read", value=f"{uri}: {error!r}", remedy="delete it: the next run compiles it again"
@@ -288,11 +267,12 @@ def read_set(uri: str) -> GraphSet:
 
 
 def write_set(uri: str, graphs: GraphSet) -> None:
-    store.write_json(uri, graphs.to_record())
+    """Write a compiled set: it exists from now on."""
+    store.write_json(uri, {**asdict(graphs), "time": now()})
 
 
 def known_graphs(context: StageContext) -> KnownGraphs | None:
-    """The graphs that were recorded for this run's training, with those for encoding; None for kinds that compile nothing.
+    """Return the graphs recorded for this run's training and for encoding; None for kinds that compile nothing.
 
     Raises:
         MissingInput: a set is gone.
@@ -308,7 +288,7 @@ def known_graphs(context: StageContext) -> KnownGraphs | None:
         raise MissingInput(
             "a compiled set of this run is gone",
             value=error.value,
-            rule="compile makes the sets that the plan names, and nothing removes them while a run needs them",
+            rule="compile makes the sets that the plan names, and they stay while a run needs them",
             remedy="start the execution again with this run's id: compile makes what is missing",
         ) from error
     return {key: graph for found in sets for key, graph in found.graphs.items()}

@@ -1,4 +1,4 @@
-"""Watches that a stage compiles nothing that was not compiled ahead of time; devices that do not compile have nothing to watch.
+"""Reports graphs that a stage compiles although they should have been compiled ahead of time.
 
 Two probes, because neither suffices alone: the process's own counter of graphs it met for the first time, which also counts
 those whose compiled form was waiting for it, and the keys of the graphs, which are compared with the recorded ones when it
@@ -25,12 +25,12 @@ log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True)
-class NewGraph:
+class UnrecordedGraph:
     """A graph that was not recorded.
 
     Attributes:
-        step: steps done when it was noticed.
-        cause: what distinguishes it from the most similar graph met before, recorded or new.
+        step: steps done when the watch found it.
+        cause: the difference from the most similar graph met before, recorded or new.
     """
 
     key: str
@@ -43,8 +43,7 @@ class GraphWatch:
     """One rank's watch.
 
     Attributes:
-        known: what was recorded when everything was compiled; None: nothing is compared (the trial itself, and ranks whose leader
-            does it for all of them).
+        known: graphs recorded by compile; None: no comparison (the trial itself, and ranks whose leader compares for all).
         stop: end the run at the first new graph.
         cloudwatch: counts new graphs; None: no CloudWatch.
         new: those that were met and not recorded.
@@ -55,7 +54,7 @@ class GraphWatch:
     known: KnownGraphs | None = None
     stop: bool = False
     cloudwatch: EmbeddedMetrics | None = None
-    new: list[NewGraph] = field(default_factory=list)
+    new: list[UnrecordedGraph] = field(default_factory=list)
     last_compiled_step: int = 0
     _counts: GraphCounts = field(default_factory=GraphCounts)
     _seen: set[str] = field(default_factory=set)
@@ -64,11 +63,11 @@ class GraphWatch:
 
     def __post_init__(self) -> None:
         if self.known is not None:
-            # A compiler's cache that other sets share holds their graphs, too; what is there already needs no compiling.
+            # A compiler's cache that other sets share holds their graphs, too, which need no compiling.
             self._others = self.device.graphs() - self.known.keys()
 
     def check(self, step: int) -> None:
-        """Look at the counters; cheap as long as nothing was compiled.
+        """Read the counters; cheap as long as nothing was compiled.
 
         Raises:
             Defect: a new graph, or an operation that the device does not have, if `stop` says so.
@@ -92,10 +91,10 @@ class GraphWatch:
             log.warning("step %d: not compiled ahead of time: %s", step, problem)
         if problems and self.stop:
             raise Defect(
-                "graphs that compile did not make",
+                "graphs that were not compiled ahead of time",
                 value=problems,
                 rule="compile.new_graphs = stop: everything is compiled ahead of time",
-                remedy="see the cause; compile.new_graphs = report goes on, and compiles meanwhile",
+                remedy="see the cause; with compile.new_graphs = report the run continues and compiles them",
             )
 
     def metrics(self) -> dict[str, float]:
@@ -107,7 +106,7 @@ class GraphWatch:
         }
 
     def report(self, context: StageContext) -> dict[str, Any]:
-        """Write which graphs this process met to the run folder; the counts, for the stage's metrics."""
+        """Write the graphs that this process met to the run folder; return the counts for the stage's metrics."""
         counts = {
             "compiled": self._counts.compiled,
             "new": len(self.new),
@@ -118,7 +117,7 @@ class GraphWatch:
         store.write_json(context.paths.graphs(context.stage, context.world.node.index), record)
         return counts
 
-    def _new_graphs(self, step: int) -> list[NewGraph]:
+    def _new_graphs(self, step: int) -> list[UnrecordedGraph]:
         if self.known is None:
             return []
         keys = self.device.graphs() - self._seen - self._others
@@ -127,12 +126,12 @@ class GraphWatch:
         for key in sorted(keys - self.known.keys()):
             module = self.device.graph_module(key)
             if module is None:
-                found.append(NewGraph(key, step, "its program is not kept"))
+                found.append(UnrecordedGraph(key, step, "its program is not kept"))
                 continue
             description = describe(module)
             # Also with new ones: what makes a graph per step shows between these.
             alike = [graph for graph in (*self.known.values(), *self._new_descriptions) if graph is not None]
-            found.append(NewGraph(key, step, difference(description, alike)))
+            found.append(UnrecordedGraph(key, step, difference(description, alike)))
             self._new_descriptions.append(description)
         self.new += found
         return found

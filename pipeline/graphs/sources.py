@@ -21,7 +21,7 @@ ENCODING = ("pipeline.model.inference", "pipeline.backends.lazy", "pipeline.back
 """Modules of the function that evaluate and embed encode with, and of what the devices that compile add to a graph."""
 
 TRAINING = (*ENCODING, "pipeline.training.step")
-"""With those of a training step, its loss and its optimizer; training encodes, too."""
+"""ENCODING with the modules of a training step, its loss and its optimizer; training encodes, too."""
 
 NO_GRAPHS = frozenset({"pipeline.errors"})
 """Modules that the closure may use without having them in it: where an error is raised, nothing is computed."""

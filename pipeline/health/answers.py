@@ -1,4 +1,4 @@
-"""Inputs that are the same everywhere, and how far what a device makes of them is from the known answer."""
+"""Inputs that are the same everywhere, and the error of a device's result against the known answer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pipeline.backends.device import Device
 
 
 def sequence(count: int, low: int, high: int, offset: int = 0) -> npt.NDArray[np.int64]:
-    """`count` integers in [low, high) that look irregular and are the same everywhere: a multiplicative hash of 0, 1, 2, ...
+    """Return `count` integers in [low, high) that look irregular and are the same everywhere: hashes of 0, 1, 2, ...
 
-    Knuth's multiplier 2654435761 modulo 2^32, of which the upper 16 bits are used; no random generator is involved.
+    A multiplicative hash, Knuth's multiplier 2654435761 modulo 2^32, of which the upper 16 bits are used; no random generator.
     """
     hashed = (np.arange(offset, offset + count, dtype=np.int64) * 2654435761) % (1 << 32)
     return low + (hashed >> 16) % (high - low)
 
 
 def on_device(device: Device, integers: npt.NDArray[np.int64], dtype: torch.dtype, shift: int = 0) -> Tensor:
-    """integers / 2^shift on the device; they go there as data, so that no graph depends on them."""
+    """Put integers / 2^shift on the device, as data, so that no graph depends on them."""
     return (torch.from_numpy(integers).to(torch.float32) / (1 << shift)).to(dtype).to(device.torch_device)
 
 
 def largest_error(device: Device, found: Tensor, expected: npt.NDArray[np.float64], *, relative_to: str = "largest") -> float:
-    """Largest error of what the device found, as a share of the largest expected entry, or of each; NaN if it found any.
+    """Return the largest error of the device's result, as a share of the largest expected entry, or of each; NaN if it has one.
 
     Args:
         relative_to: `largest` or `each`.

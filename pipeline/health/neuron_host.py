@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,28 +31,16 @@ from pipeline.sdk.neuron_tools import (
 DRIVER = "driver_version"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostFinding:
-    """What a test found, before it is recorded. Meaning as in `TestRecord`."""
-
-    passed: bool
-    value: float
-    floor: float | None = None
-    ceiling: float | None = None
-    unit: str = ""
-    detail: str = ""
-
-
 def wait_seconds(config: HealthCheckConfig) -> float:
-    """What `host_tests` may take at most."""
+    """Return the longest that `host_tests` may take."""
     return 3 * config.tool_timeout_seconds + len(NCCOM_OPERATIONS) * config.nccom_timeout_seconds
 
 
 def host_tests(config: HealthCheckConfig, rank: int, nodes: int, *, root: Path = HOST) -> Iterator[TestRecord]:
-    """Every test of a host whose cores are free: before any of its ranks opens a device.
+    """Run every test of a host whose cores are free, before any of its ranks opens a device.
 
-    The driver comes first: with a wrong one no other test means anything, so nothing follows. The collectives come last, and
-    only where all is well so far.
+    The driver comes first: with a wrong one no other test means anything, so the tests end there. The collectives come last, and
+    only where every test before has passed.
     """
     driver = _record(DRIVER, rank, partial(_driver, config, root))
     yield driver
@@ -62,18 +50,16 @@ def host_tests(config: HealthCheckConfig, rank: int, nodes: int, *, root: Path =
     for record in presence_tests(config, rank, nodes, idle=True, root=root):
         all_passed = all_passed and record.passed
         yield record
-    if not all_passed:
-        return
     ranks = config.neuron_devices * config.cores_per_device
-    for operation in NCCOM_OPERATIONS if ranks > 1 else ():
+    for operation in NCCOM_OPERATIONS if all_passed and ranks > 1 else ():
         yield _record(f"nccom_{operation}", rank, partial(_collective, operation, ranks, config, root))
 
 
 def presence_tests(config: HealthCheckConfig, rank: int, nodes: int, *, idle: bool, root: Path = HOST) -> Iterator[TestRecord]:
-    """Whether all devices are there and without memory errors. Takes no core.
+    """Test that all devices are present and without memory errors. Takes no core.
 
     Args:
-        nodes: of the gang; one alone needs no EFA.
+        nodes: the gang's nodes; one alone needs no EFA.
         idle: no process may hold a core yet.
     """
     yield _record("neuron_files", rank, partial(_files, "neuron", config.neuron_devices, root))
@@ -84,7 +70,7 @@ def presence_tests(config: HealthCheckConfig, rank: int, nodes: int, *, idle: bo
 
 
 def compiler_environment(flags: str, cache: Path) -> dict[str, str]:
-    """How the tests' own small graphs are compiled: every number in its own type, and apart from what training will load.
+    """Return the variables that compile the tests' own small graphs: without casts, and apart from what training will load.
 
     Args:
         flags: NEURON_CC_FLAGS of the plan.
@@ -94,15 +80,15 @@ def compiler_environment(flags: str, cache: Path) -> dict[str, str]:
 
 
 def without_casts(flags: str) -> str:
-    """NEURON_CC_FLAGS under which the compiler casts nothing: known answers are those of the numbers' own types."""
+    """Return NEURON_CC_FLAGS under which the compiler casts nothing: known answers hold for the numbers' own types."""
     kept = [flag for flag in flags.split() if not flag.startswith("--auto-cast")]
     return " ".join([*kept, "--auto-cast=none"])
 
 
 def wrong_driver(record: TestRecord) -> BadConfig:
-    """A driver that does not go with the runtime is every host's: another one would be no better."""
+    """Return the error for a driver that does not fit the runtime: every host has it, so another host would be no better."""
     return BadConfig(
-        "the host's Neuron driver does not go with this container's runtime",
+        "the host's Neuron driver does not fit this container's runtime",
         value=record.detail,
         rule="SDK 2.29.1's runtime 2.31.24 needs driver 2.27.x, never 2.29 or newer",
         remedy="set the accelerator AMI to one with driver 2.27 (aws-neuronx-dkms 2.27.*) and replace the hosts, or rebuild the "
@@ -110,30 +96,23 @@ def wrong_driver(record: TestRecord) -> BadConfig:
     )
 
 
-def _record(name: str, rank: int, test: Callable[[], HostFinding]) -> TestRecord:
+def _record(name: str, rank: int, test: Callable[[TestRecord], TestRecord]) -> TestRecord:
+    """Run a test, which fills in the record of a failed one; a tool that fails leaves its message in it."""
     began = time.monotonic()
+    record = TestRecord(name=name, rank=rank, passed=False, value=0.0)
     try:
-        found = test()
+        record = test(record)
     except ToolError as error:
-        found = HostFinding(passed=False, value=0.0, detail=str(error))
-    return TestRecord(
-        name=name,
-        rank=rank,
-        passed=found.passed,
-        value=found.value,
-        floor=found.floor,
-        ceiling=found.ceiling,
-        unit=found.unit,
-        seconds=time.monotonic() - began,
-        detail=found.detail,
-    )
+        record = replace(record, detail=str(error))
+    return replace(record, seconds=time.monotonic() - began)
 
 
-def _driver(config: HealthCheckConfig, root: Path) -> HostFinding:
+def _driver(config: HealthCheckConfig, root: Path, record: TestRecord) -> TestRecord:
     driver, runtime = driver_version(root), runtime_version(root, seconds=config.tool_timeout_seconds)
     numbers = parse_version(driver)
     objection = driver_objection(numbers, parse_version(runtime), config.driver_versions)
-    return HostFinding(
+    return replace(
+        record,
         passed=objection is None,
         value=numbers[0] + numbers[1] / 100,
         unit="release",
@@ -141,9 +120,10 @@ def _driver(config: HealthCheckConfig, root: Path) -> HostFinding:
     )
 
 
-def _files(name: str, count: int, root: Path) -> HostFinding:
+def _files(name: str, count: int, root: Path, record: TestRecord) -> TestRecord:
     missing = missing_files(root, [f"{name}{index}" for index in range(count)])
-    return HostFinding(
+    return replace(
+        record,
         passed=not missing,
         value=count - len(missing),
         floor=count,
@@ -152,7 +132,7 @@ def _files(name: str, count: int, root: Path) -> HostFinding:
     )
 
 
-def _cores(config: HealthCheckConfig, root: Path, *, idle: bool) -> HostFinding:
+def _cores(config: HealthCheckConfig, root: Path, record: TestRecord, *, idle: bool) -> TestRecord:
     devices = neuron_ls(root, seconds=config.tool_timeout_seconds)
     wrong = []
     indices = {device.index for device in devices}
@@ -165,7 +145,8 @@ def _cores(config: HealthCheckConfig, root: Path, *, idle: bool) -> HostFinding:
             wrong.append(f"device {device.index} has {device.memory / (1 << 30):.1f} GiB")
         if idle and device.processes:
             wrong.append(f"device {device.index} is held by {', '.join(device.processes)}")
-    return HostFinding(
+    return replace(
+        record,
         passed=not wrong,
         value=len({core for device in devices for core in device.cores}),
         floor=config.neuron_devices * config.cores_per_device,
@@ -174,9 +155,10 @@ def _cores(config: HealthCheckConfig, root: Path, *, idle: bool) -> HostFinding:
     )
 
 
-def _errors(config: HealthCheckConfig, root: Path) -> HostFinding:
+def _errors(config: HealthCheckConfig, root: Path, record: TestRecord) -> TestRecord:
     counts = {name: count for name, count in uncorrected_errors(config.neuron_devices, root).items() if count}
-    return HostFinding(
+    return replace(
+        record,
         passed=not counts,
         value=sum(counts.values()),
         ceiling=0.0,
@@ -185,9 +167,10 @@ def _errors(config: HealthCheckConfig, root: Path) -> HostFinding:
     )
 
 
-def _collective(operation: str, ranks: int, config: HealthCheckConfig, root: Path) -> HostFinding:
+def _collective(operation: str, ranks: int, config: HealthCheckConfig, root: Path, record: TestRecord) -> TestRecord:
     rate = nccom_test(operation, ranks, config.nccom_bytes, seconds=config.nccom_timeout_seconds, root=root)
-    return HostFinding(
+    return replace(
+        record,
         passed=rate >= config.min_nccom_gibps,
         value=rate,
         floor=config.min_nccom_gibps,

@@ -1,6 +1,6 @@
-"""The short form, at the start of training: whether the hosts that this job was really given are fit to begin.
+"""The short health check at the start of training: whether the hosts that Batch gave this job are fit to begin.
 
-Training starts on other hosts than health_check saw whenever Batch chooses so. Costs a fraction of a second on a CPU and two
+Batch may start training on other hosts than health_check tested. Costs a fraction of a second on a CPU and two
 tiny graphs on a device that compiles, whose shapes no later program uses.
 """
 
@@ -33,7 +33,7 @@ FLAGS_VARIABLE = "NEURON_CC_FLAGS"
 
 
 def quick_check(context: StageContext, device: Device, config: HealthCheckConfig, *, root: Path = HOST) -> None:
-    """Devices present and without memory errors (neuron), one known matrix product per rank, one known sum over all ranks.
+    """Test that devices are present and without memory errors (neuron), one matrix product per rank, one sum over all ranks.
 
     Every rank calls it, right after opening its device.
 
@@ -55,7 +55,7 @@ def quick_check(context: StageContext, device: Device, config: HealthCheckConfig
 
 
 def judged_product(device: Device) -> TestRecord:
-    """`known_product`, failed where the device gives no answer at all: no other rank takes part, so it is this host's fault.
+    """Return `known_product`, failed where the device gives no answer: no other rank takes part, so it is this host's fault.
 
     Raises:
         RuntimeError: a known error that is not a host's fault, such as a setting that the runtime refuses.
@@ -81,7 +81,7 @@ def judged_product(device: Device) -> TestRecord:
 
 
 def meet_graphs(device: Device) -> None:
-    """Let a trial that compiles ahead of training meet the graphs of `quick_check`; what they compute is not looked at."""
+    """Let a trial that compiles ahead of training meet the graphs of `quick_check`; their results are ignored."""
     with uncast():
         known_product(device)
         if device.world.size > 1:
@@ -90,7 +90,7 @@ def meet_graphs(device: Device) -> None:
 
 @contextmanager
 def uncast() -> Iterator[None]:
-    """Compile the graphs met inside without the compiler's casts, whatever training's are. Flags are part of a graph's key."""
+    """Compile the graphs met inside without the compiler's casts, whatever training uses. Flags are part of a graph's key."""
     flags = os.environ.get(FLAGS_VARIABLE)
     if flags is None:
         yield
@@ -103,7 +103,7 @@ def uncast() -> Iterator[None]:
 
 
 def known_product(device: Device) -> TestRecord:
-    """A (128, 128) product of zeros and ones."""
+    """Test a (128, 128) product of zeros and ones."""
     began = time.monotonic()
     left = sequence(SIZE * SIZE, 0, 2).reshape(SIZE, SIZE)
     right = sequence(SIZE * SIZE, 0, 2, offset=SIZE * SIZE).reshape(SIZE, SIZE)
@@ -113,7 +113,7 @@ def known_product(device: Device) -> TestRecord:
 
 
 def known_sum(device: Device) -> TestRecord:
-    """How many ranks there are for each remainder of their number by 128: every rank marks its own in a vector of zeros."""
+    """Test an all-reduce: it counts the ranks for each remainder by 128; every rank marks its own in a vector of zeros."""
     began = time.monotonic()
     mine = np.zeros(SIZE, dtype=np.int64)
     mine[device.world.rank % SIZE] = 1

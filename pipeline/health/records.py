@@ -1,6 +1,6 @@
-"""What a health check finds, and how the ranks of a node join their findings into one judgement of the host.
+"""The results of a health check, and how the ranks of a node join them into one judgement of the host.
 
-Used by the stage health_check and, in short form, by training; so it lives here, beside the devices.
+The stage health_check uses it and, in short form, training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class TestRecord:
     """One test on one rank.
 
     Attributes:
-        value: what was measured, in `unit`.
-        floor, ceiling: the bound that `value` was held against; None: measured without judging.
-        seconds: what the whole test took.
+        value: the measured value, in `unit`.
+        floor, ceiling: the bound for `value`; None: measured without judging.
+        seconds: duration of the whole test.
         detail: what was tried, and what was wrong.
     """
 
@@ -48,7 +48,7 @@ class TestRecord:
 
 
 class NodeReport:
-    """Collects the records of a node's ranks through the node's scratch folder, which works when collectives do not.
+    """Collects the records of a node's ranks through the node's scratch folder, which works where collectives fail.
 
     Args:
         uri: where the node's first rank publishes all records; None: nowhere.
@@ -60,7 +60,7 @@ class NodeReport:
         self._uri = uri
         self._wait_seconds = wait_seconds
         self._earlier: list[TestRecord] = []
-        # One rank asks, the others read it in the first rank's part of every round.
+        # One rank asks ECS; the others read the answer in the first rank's part of every round.
         self._instance = instance_id() if context.world.local_rank == 0 else ""
 
     def judge(self, round_name: str, records: list[TestRecord], *, wait_seconds: float = 0.0) -> None:
@@ -130,13 +130,14 @@ class NodeReport:
                     rule="the ranks of a node finish a round of tests together",
                     remedy="see that rank's log; the run is retried on another host",
                 )
-            # The rank that is waited for shows its progress by its own heartbeat.
+            # The other rank shows its progress by its own heartbeat.
             self._context.heartbeat.beat(note="waiting for the node's other ranks")
             time.sleep(POLL_SECONDS)
         return path.read_text()
 
 
 def describe(record: TestRecord) -> str:
+    """Return a record in one line."""
     bound = f", floor {record.floor:g}" if record.floor else "" if record.ceiling is None else f", at most {record.ceiling:g}"
     return f"rank {record.rank} {record.name}: {record.value:.4g} {record.unit}{bound}" + (
         f" ({record.detail})" if record.detail else ""

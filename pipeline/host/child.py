@@ -1,4 +1,4 @@
-"""A stage as a child process, started as its container would be: how it ended, how long it took, how much memory it had."""
+"""A stage as a child process, started as its container would be: its exit code, duration and peak memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a stage's process ended.
+class StageEnd:
+    """The end of a stage's process.
 
     Attributes:
         code: its exit code, negative for a signal as in `subprocess`.
         seconds: from its start to its end.
-        memory_bytes: most host memory that its processes had at one moment, each counted with its own peak of resident memory.
+        memory_bytes: largest host memory of its processes at one moment, each counted with its own peak of resident memory.
         timed_out: it was stopped because it took too long.
     """
 
@@ -46,14 +46,14 @@ class Ended:
 
 def run_stage(
     stage: Stage, run: str, *, log: Path, timeout_seconds: float, on_poll: Callable[[], None], keep_open: tuple[int, ...] = ()
-) -> Ended:
+) -> StageEnd:
     """Run `trnpipe stage STAGE --run RUN` as the only node of its job and wait for its end.
 
     Args:
         run: the run folder.
-        log: gets what the stage prints.
+        log: file for the stage's output.
         timeout_seconds: after this it is terminated.
-        on_poll: called several times a second while it runs; an exception of it ends the stage.
+        on_poll: called several times a second while it runs; its exception ends the stage.
         keep_open: file descriptors that the stage's supervisor inherits.
     """
     command = [sys.executable, "-m", "pipeline.cli", "stage", stage.value, "--run", RunPaths(run).root]
@@ -83,7 +83,7 @@ def run_stage(
     except BaseException:
         _stop(process)
         raise
-    return Ended(
+    return StageEnd(
         code=process.returncode,
         seconds=time.monotonic() - started,
         memory_bytes=max(memory, ended),
@@ -92,7 +92,7 @@ def run_stage(
 
 
 def progress_note(paths: RunPaths, stage: Stage) -> str:
-    """What a running stage says of its progress."""
+    """Return the progress of a running stage in words."""
     try:
         record = store.read_json(paths.progress(stage, 0))
     except (MissingInput, ValueError):
@@ -102,7 +102,7 @@ def progress_note(paths: RunPaths, stage: Stage) -> str:
 
 
 def read_failure(paths: RunPaths, stage: Stage) -> StageFailure | None:
-    """Why a stage failed, None if it has not said."""
+    """Return why a stage failed, None without a record."""
     try:
         return StageFailure.from_json(store.read_bytes(paths.failure(stage)))
     except MissingInput:
@@ -110,7 +110,7 @@ def read_failure(paths: RunPaths, stage: Stage) -> StageFailure | None:
 
 
 def sentence(what: str, value: Any) -> str:
-    """A failure in one line."""
+    """Return a failure in one line."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return f"{what}: {first}" if first else what
 
@@ -132,13 +132,13 @@ def terminable() -> Iterator[None]:
 
 
 def _alone(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what would make the child believe that it belongs to a Batch job or a torchrun gang."""
+    """Return the environment without the variables of a Batch job or a torchrun gang."""
     gang = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     return {name: value for name, value in environment.items() if name not in gang and not name.startswith("AWS_BATCH_")}
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int | None:
-    """Bytes of the largest process of the ended tree, None while it runs; wait4 because Popen does not tell."""
+    """Return the memory of the largest process of the ended tree, in bytes; None while it runs. Popen does not report it."""
     pid, status, usage = os.wait4(process.pid, os.WNOHANG)
     if not pid:
         return None

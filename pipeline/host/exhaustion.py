@@ -1,4 +1,4 @@
-"""A host whose disk or memory has run out, recognized by whatever shows it: errno, a library's text, the kernel's count.
+"""Resource exhaustion: a full disk or no memory left, recognized by errno, a library's text or the kernel's count.
 
 Libraries hide it well: safetensors and tokenizers put the system's text into errors of their own, torch's allocator raises a
 RuntimeError, and the kernel simply kills a process.
@@ -34,14 +34,14 @@ MEMORY_REMEDY = (
 
 
 def exhaustion(error: BaseException) -> TrnpipeError | None:
-    """The exception in our own terms if the disk or the host's memory is behind it, else None."""
+    """Return the exception as our own type if the disk or the host's memory is its cause, else None."""
     for cause in _causes(error):
         if _is_full_disk(cause):
             return Transient(
                 "the disk is full",
                 value=[first_line(cause), *_free_space(cause)],
                 rule="scratch space holds a model, its checkpoint on the way out, and the parts or rows a rank works on",
-                remedy="use a larger root volume, or remove what else fills it; the run is retried on whatever host is free",
+                remedy="use a larger root volume, or free space on it; the run is retried on any free host",
             )
         if isinstance(cause, MemoryError) or (isinstance(cause, (OSError, RuntimeError)) and NO_MEMORY_TEXT.search(str(cause))):
             return Defect("out of host memory", value=first_line(cause), remedy=MEMORY_REMEDY)
@@ -76,7 +76,7 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def _free_space(error: BaseException) -> Iterator[str]:
-    """How full the file systems are that it may be about."""
+    """Yield the free space of the file systems that the error may concern."""
     name = getattr(error, "filename", None)
     for folder in {Path(name).parent if isinstance(name, str) else None, Path(tempfile.gettempdir())} - {None}:
         try:

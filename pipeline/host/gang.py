@@ -1,8 +1,8 @@
-"""How the nodes of a gang know of each other: through small records in the run folder, written by every node's supervisor.
+"""The records through which the nodes of a gang know of each other: every node's supervisor writes them to the run folder.
 
 Batch looks at the main node's exit alone, and tells no node of another's end. So every node writes that it is alive
-(`progress-NODE.json`, rewritten all the time) and how it ended (`exits/attempt-A/node-N.json`), and the main node reads both.
-Records carry job and attempt: those of an earlier attempt, or of an earlier execution of the run, say nothing about this one.
+(`progress-NODE.json`, rewritten often) and how it ended (`exits/attempt-A/node-N.json`), and the main node reads them.
+Records carry job and attempt: those of an earlier attempt, or of an earlier execution of the run, do not count.
 Silence is measured with the reader's own clock, from change to change.
 """
 
@@ -25,7 +25,7 @@ def same_attempt(record: dict[str, Any], node: NodeWorld) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeExit(Record):
-    """`exits/attempt-A/node-N.json`: how a node ended, `failure` None where all went well."""
+    """`exits/attempt-A/node-N.json`: how a node ended; `failure` is None after success."""
 
     exit_code: int
     time: str
@@ -37,7 +37,7 @@ class NodeExit(Record):
 
 
 def write_progress(paths: RunPaths, stage: Stage, node: NodeWorld, heartbeat: dict[str, Any]) -> None:
-    """Say that this node lives, and how far it is.
+    """Record that this node is alive, and its progress.
 
     Args:
         heartbeat: `{done, total, unit, rate, note}` of the node's first rank, may be empty.
@@ -48,7 +48,7 @@ def write_progress(paths: RunPaths, stage: Stage, node: NodeWorld, heartbeat: di
 
 
 def write_exit(paths: RunPaths, stage: Stage, node: NodeWorld, failure: StageFailure | None) -> None:
-    """Say how this node ended."""
+    """Record how this node ended."""
     record = NodeExit(
         exit_code=failure.exit_code if failure else 0,
         time=failure.time if failure else now(),
@@ -62,20 +62,17 @@ def write_exit(paths: RunPaths, stage: Stage, node: NodeWorld, failure: StageFai
 
 
 ASK_SECONDS = 10.0
-"""Between two questions to Batch about nodes that have not shown themselves."""
-
-
-def _batch_is_not_asked(_job: str, _nodes: Sequence[int]) -> dict[int, str]:
-    return {}
+"""Interval between two questions to Batch about nodes that have not reported yet."""
 
 
 class Peers:
     """The other nodes, as the main node sees them.
 
     Args:
-        stale_seconds: a node that showed itself once and then nothing new for this long is lost.
-        start_seconds: a node that has not shown itself after this long never came.
-        ended: tells, of a job's nodes, those whose containers have ended: a node that dies before its first word is lost at once.
+        stale_seconds: a node that reported once and then nothing new for this long is lost.
+        start_seconds: a node that has not reported after this long never came.
+        ended: returns those of a job's nodes whose containers have ended, so that a node that dies before its first report is
+            lost at once; None: Batch is not asked.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class Peers:
         *,
         stale_seconds: float,
         start_seconds: float,
-        ended: Callable[[str, Sequence[int]], dict[int, str]] = _batch_is_not_asked,
+        ended: Callable[[str, Sequence[int]], dict[int, str]] | None = None,
     ) -> None:
         self._paths = paths
         self._stage = stage
@@ -96,7 +93,7 @@ class Peers:
         self._exits: dict[int, StageFailure | None] = {}
         moment = time.monotonic()
         self._seen: dict[int, tuple[float, float]] = {peer: (0.0, moment) for peer in range(node.nodes) if peer != node.node}
-        """node -> time of its newest sign of life, by its clock (0: none yet), and when that was first seen, by ours."""
+        """node -> time of its newest report, by its clock (0: none yet), and when this node first saw it, by its own clock."""
         self._polled = moment
         self._ended = ended
         self._asked = moment
@@ -107,7 +104,7 @@ class Peers:
 
         Raises:
             Transient: storage trouble; no node counts as silent while it lasts.
-            BadData: a node's last word cannot be read.
+            BadData: the record of a node's end cannot be read.
         """
         self._read_exits()
         for peer in self.running():
@@ -117,22 +114,22 @@ class Peers:
         self._polled = time.monotonic()
 
     def running(self) -> list[int]:
-        """Nodes that have not said how they ended."""
+        """Return the nodes that have not reported how they ended."""
         return [peer for peer in self._seen if peer not in self._exits]
 
     def failures(self) -> list[StageFailure]:
         return [failure for failure in self._exits.values() if failure is not None]
 
     def silent(self, seconds: float) -> list[int]:
-        """Running nodes that were there and have shown nothing new for this long."""
+        """Return the running nodes that reported once and nothing new for this long."""
         return [peer for peer in self.running() if self._seen[peer][0] and self._polled - self._seen[peer][1] > seconds]
 
     def absent(self) -> list[int]:
-        """Nodes that have not shown themselves in this attempt."""
+        """Return the nodes that have not reported in this attempt."""
         return [peer for peer in self.running() if not self._seen[peer][0]]
 
     def lost(self) -> TrnpipeError | None:
-        """Why to give up on a node that says nothing, if there is one."""
+        """Return the failure of a node that is lost, None if there is none."""
         if silent := self.silent(self._stale_seconds):
             return gone(silent, f"silent for {self._stale_seconds:g} seconds")
         absent = [peer for peer in self.absent() if self._polled - self._seen[peer][1] > self._start_seconds]
@@ -143,14 +140,14 @@ class Peers:
     def _ended_at_once(self) -> TrnpipeError | None:
         """Nodes whose containers have ended without a word: a host or an image that is no good."""
         absent = self.absent()
-        if not absent or time.monotonic() - self._asked < ASK_SECONDS:
+        if self._ended is None or not absent or time.monotonic() - self._asked < ASK_SECONDS:
             return None
         self._asked = time.monotonic()
         ended = self._ended(self._node.job, absent)
-        # Twice: what a node said just before its end may not have been read yet.
+        # Seen ended twice: a report just before its end may not have been read yet.
         again, self._ended_before = self._ended_before & ended.keys(), set(ended)
         lost = sorted(again)
-        return gone(lost, f"its container ended before it said a word: {ended[lost[0]]}") if lost else None
+        return gone(lost, f"its container ended before its first report: {ended[lost[0]]}") if lost else None
 
     def _read_exits(self) -> None:
         folder = self._paths.node_exit(self._stage, self._node.attempt, 0).rsplit("/", 1)[0]
@@ -163,12 +160,12 @@ class Peers:
                     self._exits[peer] = record.failure
 
     def _sign_of_life(self, peer: int) -> float | None:
-        """When a node said last in this attempt that it lives, by its own clock; None: not yet."""
+        """Return when a node last reported in this attempt, by its own clock; None: not yet."""
         try:
             record = store.read_json(self._paths.progress(self._stage, peer))
             return float(record["time"]) if same_attempt(record, self._node) else None
         except (MissingInput, ValueError, TypeError, KeyError, AttributeError):
-            return None  # one that cannot be read is as good as none: the next one comes within seconds
+            return None  # unreadable counts as absent: the next one comes within seconds
 
 
 def gone(nodes: Sequence[int], how: str) -> Transient:

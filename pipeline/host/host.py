@@ -1,4 +1,4 @@
-"""What this host is: its processor, its cores, the versions of what is installed."""
+"""Facts about this host: its processor, its cores, the versions of installed packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of a node's ranks: passed on to the node's log line by line, and read on the way for what explains a failure.
+"""The output of a node's ranks: forwarded to the node's log line by line, and searched for lines that explain a failure.
 
 Ranks write into files of the node folder, one per rank and stream: 32 processes on one pipe would cut each other's lines in
 two, and a file still holds what a killed launcher's ranks said last. A day's lines are megabytes.
@@ -14,11 +14,11 @@ from typing import IO
 
 from pipeline.run.cloudwatch import is_record
 from pipeline.sdk import known_errors
-from pipeline.sdk.known_errors import KnownErrorLine
+from pipeline.sdk.known_errors import LogFinding
 
 CHUNK_BYTES = 1 << 16
 KEPT_LINES = 20
-"""Last lines of a rank, for a failure that nothing explains."""
+"""Last lines of a rank, for an unexplained failure."""
 
 
 class _Stream:
@@ -30,11 +30,11 @@ class _Stream:
         self._rest = b""
 
     def read(self) -> list[bytes]:
-        """The lines completed since the last call; they are on the target already."""
+        """Return the lines completed since the last call, which are already written to the target."""
         lines = []
         while chunk := self._file.read(CHUNK_BYTES):
             *whole, self._rest = (self._rest + chunk).split(b"\n")
-            # Progress bars and binary rubbish may go on without an end of line.
+            # Progress bars and binary data may have no end of line.
             if len(self._rest) > CHUNK_BYTES:
                 whole.append(self._rest)
                 self._rest = b""
@@ -58,7 +58,7 @@ class _Stream:
 
 
 class Output:
-    """What the ranks of a node have written so far.
+    """The output of a node's ranks so far.
 
     Args:
         ranks: their numbers.
@@ -70,14 +70,14 @@ class Output:
         self._find = find
         self._nodes = nodes
         self._streams: dict[int, list[_Stream]] = {rank: [] for rank in ranks}
-        self._findings: dict[int, KnownErrorLine | None] = dict.fromkeys(ranks)
+        self._findings: dict[int, LogFinding | None] = dict.fromkeys(ranks)
         self._last: dict[int, deque[str]] = {rank: deque(maxlen=KEPT_LINES) for rank in ranks}
 
     def pump(self, *, end: bool = False) -> None:
-        """Pass on and read what is new.
+        """Forward and search the new lines.
 
         Args:
-            end: the ranks have ended: the last line counts without an end, too.
+            end: the ranks have ended: a last line without an end counts, too.
         """
         for rank, streams in self._streams.items():
             if not streams:
@@ -89,12 +89,12 @@ class Output:
                 for raw in stream.close() if end else stream.read():
                     line = raw.decode("utf-8", "replace")
                     if is_record(line):
-                        continue  # numbers, whose names are words of what may be wrong
+                        continue  # metrics, whose names resemble errors
                     self._last[rank].append(line[: known_errors.LINE_CHARACTERS])
                     self._findings[rank] = known_errors.better(self._findings[rank], known_errors.match(line, nodes=self._nodes))
 
-    def finding(self, rank: int) -> tuple[int, KnownErrorLine] | None:
-        """What explains a failure of this rank, and whose line it is: its own one if that is a cause, else the node's best."""
+    def finding(self, rank: int) -> tuple[int, LogFinding] | None:
+        """Return the line that explains this rank's failure, and its rank: its own if that is a cause, else the node's best."""
         own = self._findings.get(rank)
         if own is not None and own.is_cause:
             return rank, own

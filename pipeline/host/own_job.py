@@ -1,4 +1,4 @@
-"""What a job asks AWS about itself: its parameters in Batch, where `Ref::run` was left in the command, and its host in ECS.
+"""Questions of a job to AWS about itself: its parameters in Batch, where the command holds a literal `Ref::run`; its host in ECS.
 
 A host that fails its health check leaves its cluster (DRAINING), or the retry would land on it again. A container learns which
 host it runs on from ECS's task metadata (version 4) and DescribeTasks. EC2's own metadata is no way to it: the hosts keep their
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import boto3
@@ -28,11 +27,11 @@ ATTEMPTS = 8
 DESCRIBED_AT_ONCE = 100
 """Jobs in a DescribeJobs request (API reference)."""
 ECS_CLIENT = Config(connect_timeout=2, read_timeout=3, retries={"mode": "standard", "total_max_attempts": 2})
-"""The node is about to end and its gang waits for its last word: better to go without draining than to wait long."""
+"""The node is about to end and its gang waits for its record: better to skip draining than to wait long."""
 BATCH_CLIENT = Config(connect_timeout=2, read_timeout=5, retries={"mode": "standard", "total_max_attempts": 2})
-"""For questions about other nodes during the work: they are asked again."""
+"""For questions about other nodes during the work, which are repeated."""
 ECS_TROUBLE = (*ecs_metadata.TROUBLE, BotoCoreError, ClientError)
-"""No answer, or another than the documented one."""
+"""No answer, or not the documented one."""
 
 
 def run_uri_of_job(job_id: str) -> str:
@@ -52,7 +51,11 @@ def run_uri_of_job(job_id: str) -> str:
             rule=RULE,
             remedy="pass the run folder's URI: trnpipe stage NAME --run URI",
         )
-    jobs = _describe(job_id)
+    try:
+        client = boto3.session.Session().client("batch", config=Config(retries={"mode": "standard", "max_attempts": ATTEMPTS}))
+        jobs = client.describe_jobs(jobs=[job_id])["jobs"]
+    except (ClientError, BotoCoreError) as error:
+        raise _explained(error, job_id) from error
     if not jobs:
         raise BadConfig("AWS Batch does not know this job", value=job_id, rule=RULE)
     uri = jobs[0].get("parameters", {}).get(RUN_PARAMETER)
@@ -67,10 +70,10 @@ def run_uri_of_job(job_id: str) -> str:
 
 
 def ended_nodes(job_id: str, nodes: Sequence[int]) -> dict[int, str]:
-    """Nodes of a gang whose containers have ended, as Batch knows it, and what it says of them. Best effort; never raises.
+    """Return the nodes of a gang whose containers have ended, with Batch's reason. Best effort; never raises.
 
     Args:
-        job_id: of the gang, without a node's suffix.
+        job_id: the gang's, without a node's suffix.
     """
     try:
         client = boto3.session.Session().client("batch", config=BATCH_CLIENT)
@@ -81,19 +84,19 @@ def ended_nodes(job_id: str, nodes: Sequence[int]) -> dict[int, str]:
             if job["status"] in ("SUCCEEDED", "FAILED")
         }
     except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
-        log.info("Batch does not say how the other nodes are: %s", one_line(error))
+        log.info("the state of the other nodes is unknown: %s", one_line(error))
         return {}
 
 
 def queue_wait_seconds(job_id: str, *, now: float) -> float | None:
-    """How long this attempt of a job has waited: since its submission, or since the attempt before it ended. Best effort.
+    """Return how long this attempt of a job has waited: since its submission, or the end of the attempt before. Best effort.
 
     Args:
         job_id: without a node's suffix.
         now: seconds since the epoch, when its main container has begun.
 
     Returns:
-        None where Batch does not say.
+        None where Batch gives no answer.
     """
     try:
         client = boto3.session.Session().client("batch", config=BATCH_CLIENT)
@@ -101,18 +104,9 @@ def queue_wait_seconds(job_id: str, *, now: float) -> float | None:
         ended = [attempt["stoppedAt"] for attempt in job.get("attempts", ()) if "stoppedAt" in attempt]
         since = max([int(job["createdAt"]), *ended]) / 1000
     except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
-        log.info("Batch does not say how long this job has waited: %s", one_line(error))
+        log.info("this job's waiting time is unknown: %s", one_line(error))
         return None
     return max(0.0, now - float(since))
-
-
-def _describe(job_id: str) -> list[dict[str, Any]]:
-    try:
-        client = boto3.session.Session().client("batch", config=Config(retries={"mode": "standard", "max_attempts": ATTEMPTS}))
-        jobs: list[dict[str, Any]] = client.describe_jobs(jobs=[job_id])["jobs"]
-    except (ClientError, BotoCoreError) as error:
-        raise _explained(error, job_id) from error
-    return jobs
 
 
 def _explained(error: Exception, job_id: str) -> Exception:
@@ -132,21 +126,14 @@ def _explained(error: Exception, job_id: str) -> Exception:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerInstance:
-    """The EC2 instance under this container, as its ECS cluster knows it."""
-
-    cluster: str
-    arn: str
-
-
 def instance_id() -> str:
-    """EC2 id of the host that this container runs on; empty outside ECS, or where ECS cannot be asked."""
+    """Return the EC2 id of this container's host; empty outside ECS, or where ECS does not answer."""
     try:
         host = _container_instance()
         if host is None:
             return ""
-        described = _ecs().describe_container_instances(cluster=host.cluster, containerInstances=[host.arn])
+        cluster, instance = host
+        described = _ecs().describe_container_instances(cluster=cluster, containerInstances=[instance])
         return str(described["containerInstances"][0].get("ec2InstanceId", ""))
     except (*ECS_TROUBLE, IndexError) as error:
         log.info("the instance's id is not known: %s", one_line(error))
@@ -154,10 +141,10 @@ def instance_id() -> str:
 
 
 def leave_cluster() -> bool:
-    """Take this host out of its ECS cluster: what runs on it continues, nothing new is started there. Best effort; never raises.
+    """Take this host out of its ECS cluster: its containers continue, ECS starts no new ones there. Best effort; never raises.
 
-    It is drained, not terminated, because this process still has its failure to report. How Batch counts a host that is DRAINING
-    its guide does not say ("Managed compute environments"), so `max_vcpus` leaves room for one host more.
+    It is drained, not terminated, because this process must still report its failure. Batch's guide does not say how it counts a
+    host that is DRAINING ("Managed compute environments"), so `max_vcpus` leaves room for one more host.
 
     Returns:
         Whether ECS confirmed it. False outside ECS, and where there is no instance to take out (Fargate).
@@ -166,18 +153,19 @@ def leave_cluster() -> bool:
         host = _container_instance()
         if host is None:
             return False
-        answer = _ecs().update_container_instances_state(cluster=host.cluster, containerInstances=[host.arn], status="DRAINING")
+        cluster, instance = host
+        answer = _ecs().update_container_instances_state(cluster=cluster, containerInstances=[instance], status="DRAINING")
         if answer.get("failures"):
             raise ValueError(f"ECS answered {answer['failures']}")
     except ECS_TROUBLE as error:
         log.warning("this host could not be taken out of its cluster, a retry may land on it again: %s", one_line(error))
         return False
-    log.warning("this host takes no further jobs: container instance %s is DRAINING", host.arn)
+    log.warning("this host takes no further jobs: container instance %s is DRAINING", instance)
     return True
 
 
-def _container_instance() -> ContainerInstance | None:
-    """Where this container runs; None outside ECS and on Fargate."""
+def _container_instance() -> tuple[str, str] | None:
+    """Return the cluster and the ARN of this container's EC2 instance; None outside ECS and on Fargate."""
     task = ecs_metadata.read_metadata("/task")
     if task is None:
         return None
@@ -186,7 +174,7 @@ def _container_instance() -> ContainerInstance | None:
     if not answer["tasks"]:
         raise ValueError(f"ECS does not know this task: {answer.get('failures')}")
     instance = answer["tasks"][0].get("containerInstanceArn")
-    return ContainerInstance(cluster=cluster, arn=instance) if instance else None
+    return (cluster, str(instance)) if instance else None
 
 
 def _ecs() -> Any:

@@ -1,9 +1,9 @@
-"""The rank processes of one node, as their supervisor handles them: started, polled, made to show their stacks, stopped.
+"""The rank processes of one node: the supervisor starts and polls them, makes them show their stacks, and stops them.
 
 Two forms: the supervisor starts every rank itself (`ProcessRanks`), or torchrun does (`TorchrunRanks`, gangs on Neuron). A rank
-that ends badly of itself becomes a `StageFailure`: the one it left in the node folder, else one made of its exit status; on
-Neuron both give way to a line of output that explains them (pipeline/sdk/known_errors.py). Ranks that were stopped from
-here are no failures.
+that fails on its own becomes a `StageFailure`: the one that it left in the node folder, else one made from its exit status; on
+Neuron a line of output that explains it replaces both (pipeline/sdk/known_errors.py). Ranks that the supervisor stopped are not
+failures.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from pipeline.contract import Stage, StageFailure
-from pipeline.errors import Defect, ExitCode, Transient, TrnpipeError
+from pipeline.contract import StageFailure
+from pipeline.errors import Defect, ExitCode, FailureKind, Transient, TrnpipeError
 from pipeline.host.exhaustion import MEMORY_REMEDY, kernel_kills
+from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
 from pipeline.run import failure, processes, tether
-from pipeline.run.world import LOOPBACK, ROOT_COMM_PORT, NodeWorld
+from pipeline.run.world import ROOT_COMM_PORT
 from pipeline.sdk import neuron_launch
-from pipeline.sdk.known_errors import Action, KnownErrorLine
+from pipeline.sdk.known_errors import Action, LogFinding
 
 log = logging.getLogger("trnpipe")
 
@@ -41,107 +42,6 @@ KILL_SECONDS = 10.0
 """A process that SIGKILL has not ended in this time hangs in a driver; its node ends without it, and its container too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What the ranks of this node are started with.
-
-    Attributes:
-        ranks_per_node: processes to start; a gang's nodes all start as many.
-        nodes: nodes whose ranks form one world: the gang's, or 1.
-        kind: the device kind, empty where there is no plan yet, or no accelerator.
-        folder: the node folder.
-        launcher: neuron_launch.PROCESSES or neuron_launch.TORCHRUN.
-        compiler_flags: NEURON_CC_FLAGS (kind `neuron`).
-        cache: URI of the compiler's persistent cache (kind `neuron`).
-        graph_environment: the plan's graph variables, for gangs (kind `neuron`).
-        join_seconds: for the torchruns of a gang to find each other.
-    """
-
-    stage: Stage
-    run: str
-    node: NodeWorld
-    nodes: int
-    ranks_per_node: int
-    kind: str
-    folder: Path
-    launcher: str = neuron_launch.PROCESSES
-    compiler_flags: str = ""
-    cache: str = ""
-    graph_environment: Mapping[str, str] = field(default_factory=dict)
-    join_seconds: float = 900
-
-    @property
-    def leader(self) -> str:
-        return LOOPBACK if self.nodes == 1 else self.node.leader
-
-    @property
-    def listen(self) -> str:
-        """The address on which rank 0 accepts the other ranks."""
-        return LOOPBACK if self.nodes == 1 else self.node.listen
-
-    def rank(self, local_rank: int) -> int:
-        return (self.node.node if self.nodes > 1 else 0) * self.ranks_per_node + local_rank
-
-    def program(self) -> list[str]:
-        """The module that a rank runs, and its arguments."""
-        return ["pipeline.stages.rank", self.stage.value, self.run]
-
-    def common_environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """What all ranks of the node share: what keeps the frameworks from guessing, over `base`."""
-        if self.kind == "neuron":
-            base = neuron_launch.environment(
-                base,
-                nodes=self.nodes,
-                leader=self.leader,
-                flags=self.compiler_flags,
-                cache=self.cache,
-                graphs=self.graph_environment,
-                tag=f"{self.run.rstrip('/').rsplit('/', 1)[-1]}-{self.stage}",
-            )
-        environment = {
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            **base,
-            "TRNPIPE_NODE_DIR": str(self.folder),
-            tether.PARENT: str(os.getpid()),
-            # On SIGABRT and on crashes every thread's Python stack goes to the log.
-            "PYTHONFAULTHANDLER": "1",
-        }
-        if self.kind not in ("neuron", "xla"):
-            # With torch-xla installed, Hugging Face libraries choose the XLA device by themselves.
-            environment["USE_TORCH_XLA"] = "0"
-        if self.kind in ("cpu", "xla"):
-            # glibc gives every large block back to the kernel and faults its pages in again at the next step: keep them. What it
-            # saves is measured by tests/benchmarks/train_step.py and xla_step.py.
-            environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
-        if self.kind == "xla":
-            # XLA takes a graph's memory for every execution: from one arena, which keeps it for the next, and in huge pages.
-            environment["MALLOC_ARENA_MAX"] = "1"
-            environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-            # torch-xla executes on a thread of its own already; one more in XLA gained no time and took 1.2 GB more (MiniLM).
-            environment.setdefault("PJRT_CPU_ASYNC_CLIENT", "0")
-        if self.listen == LOOPBACK:
-            # gloo takes the interface that the host name resolves to, which on laptops and in bare containers may be none.
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        return environment
-
-    def environment(self, local_rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
-        """The environment of one rank that no torchrun starts: torchrun's names, over `base`."""
-        environment = self.common_environment(base) | {
-            "RANK": str(self.rank(local_rank)),
-            "WORLD_SIZE": str(self.nodes * self.ranks_per_node),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
-            "MASTER_ADDR": self.leader,
-            "MASTER_PORT": str(port),
-            "TRNPIPE_LISTEN": self.listen,
-        }
-        if self.kind == "neuron" and self.stage != Stage.COMPILE:
-            # A process takes all cores that it is not denied. (The compile stage's own process computes nothing.)
-            environment["NEURON_RT_VISIBLE_CORES"] = str(local_rank)
-        return environment
-
-
 class Ranks(ABC):
     """All rank processes of this node.
 
@@ -149,8 +49,8 @@ class Ranks(ABC):
         numbers: their ranks, the node's first one first.
     """
 
-    def __init__(self, launch: Launch, output: Output | None) -> None:
-        self.numbers = [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)]
+    def __init__(self, launch: RankLaunch, output: Output | None) -> None:
+        self.numbers = launch.ranks
         self._launch = launch
         self._output = output
         self._kills_before = kernel_kills()
@@ -158,7 +58,7 @@ class Ranks(ABC):
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether nothing of this node's ranks is left, their launcher included."""
+        """Whether all of this node's ranks have ended, and their launcher too."""
 
     @property
     @abstractmethod
@@ -167,15 +67,15 @@ class Ranks(ABC):
 
     @abstractmethod
     def running(self) -> list[int]:
-        """The ranks whose processes have not ended, and which therefore owe heartbeats."""
+        """Return the ranks whose processes have not ended and must therefore write heartbeats."""
 
     @abstractmethod
     def failures(self) -> list[StageFailure]:
-        """How ranks failed that ended of themselves."""
+        """Return the failures of ranks that ended on their own."""
 
     @abstractmethod
     def kill(self) -> None:
-        """SIGKILL to all that is left."""
+        """Send SIGKILL to all processes that are left."""
 
     @abstractmethod
     def abort_with_stacks(self, first: Sequence[int]) -> None:
@@ -187,14 +87,14 @@ class Ranks(ABC):
 
     @abstractmethod
     def interrupt(self) -> None:
-        """SIGTERM to the ranks alone: each ends as it sees fit, in its own time."""
+        """Send SIGTERM to the ranks alone, which end in their own time."""
 
     def _terminate(self) -> None:
-        """SIGTERM to all that is left."""
+        """Send SIGTERM to all processes that are left."""
         self.interrupt()
 
     def wait(self, seconds: float) -> bool:
-        """Give the ranks time to end; whether all have."""
+        """Give the ranks time to end; return whether all have."""
         deadline = time.monotonic() + seconds
         while not self.ended:
             if time.monotonic() > deadline:
@@ -203,51 +103,36 @@ class Ranks(ABC):
         return True
 
     def stop(self, grace_seconds: float) -> None:
-        """SIGTERM to all that run, SIGKILL to those that are still there after the grace."""
+        """Send SIGTERM to all running ranks, and SIGKILL to those that still run after the grace period."""
         self._terminate()
         if not self.wait(grace_seconds):
             log.warning("ranks %s did not end %g seconds after SIGTERM: killing them", self.running(), grace_seconds)
             self.kill()
 
-    def explained(self, found: StageFailure, *, known: bool) -> StageFailure:
-        """The failure as the output explains it, where it does and `found` does not already.
-
-        Args:
-            found: how a rank failed, or stood still.
-            known: `found` says what is wrong in our own words, of which only a lost peer and an unexpected exception may have a
-                better cause.
-        """
-        if self._output is None or (known and not failure.is_lost_peer(found) and not failure.is_unexpected(found)):
+    def explained(self, found: StageFailure) -> StageFailure:
+        """Return a rank's failure as the output explains it, where it does and the failure itself does not."""
+        if self._output is None or found.kind not in (FailureKind.LOST_PEER, FailureKind.UNEXPECTED):
             return found
         finding = self._output.finding(found.rank)
         if finding is None:
             return found
         rank, line = finding
-        if not line.is_cause and (failure.is_lost_peer(found) or not self._may_follow(line)):
+        if not line.is_cause and (found.kind is FailureKind.LOST_PEER or line.row.action is not Action.FOLLOW):
             return found
         log.error("rank %d ended with: %s", found.rank, found.what)
         record = self._describe(line.error(self._launch.node), rank)
         # The moment is the failure's: lines that other ranks print later explain it, but came from it.
         return replace(record, time=found.time)
 
-    def hint(self, rank: int) -> str:
-        """What a stalled rank waits for, by its output; empty if unknown."""
+    def finding(self, rank: int) -> LogFinding | None:
+        """Return the line of the node's output that explains why this rank stalls, or says what it waits for."""
         finding = self._output.finding(rank) if self._output else None
-        return finding[1].line if finding and not finding[1].is_cause else ""
-
-    def cause(self, rank: int) -> KnownErrorLine | None:
-        """What in the node's output would explain that this rank stalls."""
-        finding = self._output.finding(rank) if self._output else None
-        return finding[1] if finding and finding[1].is_cause else None
-
-    @staticmethod
-    def _may_follow(line: KnownErrorLine) -> bool:
-        return line.row.action is Action.FOLLOW
+        return finding[1] if finding else None
 
     def _unexplained(self, rank: int, code: int) -> StageFailure:
-        """The failure of a rank that ended with this status and left none."""
+        """Return the failure of a rank that ended with this status and left none."""
         killed = kernel_kills() > self._kills_before
-        return self.explained(self._describe(unexplained_end(rank, code, out_of_memory=killed), rank), known=False)
+        return self.explained(self._describe(unexplained_end(rank, code, out_of_memory=killed), rank))
 
     def _describe(self, error: TrnpipeError, rank: int) -> StageFailure:
         launch = self._launch
@@ -258,35 +143,33 @@ class Ranks(ABC):
             self._output.pump(end=end)
 
 
-def start(launch: Launch) -> Ranks:
-    """Start this node's ranks as the launch says."""
+def start(launch: RankLaunch) -> Ranks:
+    """Start this node's ranks with the planned launcher."""
     return TorchrunRanks(launch) if launch.launcher == neuron_launch.TORCHRUN else ProcessRanks(launch)
 
 
+@dataclass(slots=True)
 class _Process:
-    """One rank's process and what is known of its end."""
+    """One rank's process and how it ended."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self.rank = rank
-        self.process = process
-        self.ended = False
-        self.stopped = False
-        self.failure: StageFailure | None = None
+    rank: int
+    process: subprocess.Popen[bytes]
+    ended: bool = False
+    stopped: bool = False
+    failure: StageFailure | None = None
 
 
 class ProcessRanks(Ranks):
     """Ranks that are children of the supervisor."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: RankLaunch) -> None:
         self._logs = launch.folder / "output" if launch.kind == "neuron" else None
         output = None
         if self._logs:
             self._logs.mkdir()
-            output = Output(
-                [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)], self._paths, nodes=launch.nodes
-            )
+            output = Output(launch.ranks, self._paths, nodes=launch.nodes)
         super().__init__(launch, output)
-        # Outside a gang no other host has to know the port, and other runs on this host must not meet it.
+        # Outside a gang no other host needs to know the port, and other runs on this host must not use it.
         port = launch.node.port if launch.nodes > 1 else free_port()
         if launch.kind == "neuron":
             neuron_launch.check_port(port)
@@ -374,20 +257,20 @@ class ProcessRanks(Ranks):
         if rank.stopped:
             return left
         if left is not None:
-            return self.explained(left, known=True)
+            return self.explained(left)
         return self._unexplained(rank.rank, code)
 
 
 class TorchrunRanks(Ranks):
-    """Ranks that are children of torchrun: found, signalled and judged over its head (Linux).
+    """Ranks that are children of torchrun; the supervisor finds, signals and judges them itself (Linux).
 
     torchrun itself ends all ranks as soon as one has failed, waits half a minute for them, and ends with 1 whatever happened.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: RankLaunch) -> None:
         self._logs = launch.folder / "torchrun"
         self._logs.mkdir()
-        # As for single processes: a gang agrees on the port, a node alone must not meet other runs on its host.
+        # As for single processes: a gang agrees on the port, a single node must not meet other runs on its host.
         port = launch.node.port if launch.nodes > 1 else free_port()
         command = neuron_launch.torchrun_command(
             launch.program(),
@@ -400,16 +283,16 @@ class TorchrunRanks(Ranks):
             log_dir=self._logs,
         )
         first = launch.rank(0)
-        ranks = [launch.rank(local_rank) for local_rank in range(launch.ranks_per_node)]
         super().__init__(
-            launch, Output(ranks, lambda rank: neuron_launch.rank_output(self._logs, rank - first), nodes=launch.nodes)
+            launch, Output(launch.ranks, lambda rank: neuron_launch.rank_output(self._logs, rank - first), nodes=launch.nodes)
         )
         environment = {"OMP_NUM_THREADS": "1", **launch.common_environment(os.environ)}
         for name in list(environment):
             if name in neuron_launch.LAUNCHER_NAMES or name.startswith(neuron_launch.REMOVED_PREFIXES):
                 del environment[name]
-        self._own = Output([-1], lambda _: (self._logs.parent / "torchrun.out", self._logs.parent / "torchrun.err"), nodes=1)
-        with open(launch.folder / "torchrun.out", "wb") as out, open(launch.folder / "torchrun.err", "wb") as err:
+        own = launch.folder / "torchrun.out", launch.folder / "torchrun.err"
+        self._own = Output([-1], lambda _: own, nodes=1)
+        with open(own[0], "wb") as out, open(own[1], "wb") as err:
             self._process = subprocess.Popen(tether.tied(command), env=environment, stdout=out, stderr=err)
         log.info("torchrun is process %d", self._process.pid)
         self._pids: dict[int, int] = {}
@@ -427,14 +310,14 @@ class TorchrunRanks(Ranks):
         return self._process.poll() == 0
 
     def running(self) -> list[int]:
-        """Ranks that torchrun has not started yet count: their heartbeat is owed all the same."""
+        """Include ranks that torchrun has not started yet: they must write heartbeats, too."""
         self._poll()
         if self._failures is not None:
             return []
         return [rank for rank in self.numbers if rank not in self._pids or processes.lives(self._pids[rank])]
 
     def failures(self) -> list[StageFailure]:
-        """As soon as a rank has left one and is gone: torchrun may wait long for the others."""
+        """Return a rank's failure as soon as the rank is gone: torchrun may wait long for the others."""
         self._poll()
         if self._failures is not None:
             return self._failures
@@ -444,11 +327,11 @@ class TorchrunRanks(Ranks):
     def kill(self) -> None:
         self._stopped = True
         self._find()
-        # torchrun first: it must start nothing more and explain nothing away.
+        # torchrun first: it must start no more ranks.
         self._process.kill()
         for pid in self._pids.values():
             if processes.lives(pid):
-                # Its session, because a compiler or a loader of its own would outlive it.
+                # Its session, because a compiler or a loader that it started would outlive it.
                 processes.signal_group(pid, signal.SIGKILL)
         self._process.wait()
         deadline = time.monotonic() + KILL_SECONDS
@@ -463,7 +346,7 @@ class TorchrunRanks(Ranks):
     def abort_with_stacks(self, first: Sequence[int]) -> None:
         self._stopped = True
         self._find()
-        # torchrun would end the other ranks when the first one is gone, before they have shown their stacks.
+        # torchrun would end the other ranks once the first one is gone, before they have shown their stacks.
         self._process.send_signal(signal.SIGSTOP)
         for rank in sorted(self._pids, key=lambda rank: _place(rank, first)):
             if not processes.lives(self._pids[rank]):
@@ -491,7 +374,7 @@ class TorchrunRanks(Ranks):
     def _terminate(self) -> None:
         self._stopped = True
         if self._process.poll() is None:
-            # It hands the signal on to its ranks.
+            # It forwards the signal to its ranks.
             self._process.send_signal(signal.SIGTERM)
 
     def _poll(self) -> None:
@@ -505,7 +388,7 @@ class TorchrunRanks(Ranks):
             self._failures = self._judge(code)
 
     def _find(self) -> None:
-        """The pids of ranks that torchrun has started since the last call."""
+        """Find the processes of ranks that torchrun has started since the last call."""
         if len(self._pids) == len(self.numbers):
             return
         for pid in processes.children(self._process.pid):
@@ -515,74 +398,79 @@ class TorchrunRanks(Ranks):
                 log.info("rank %s is process %d", rank, pid)
 
     def _left(self, ranks: Sequence[int]) -> list[StageFailure]:
-        """What these ranks have left, each looked at once."""
+        """Return the failures that these ranks left; each file is read once."""
         for rank in ranks:
             left = None if rank in self._found else failure.read_failure(self._launch.folder, rank)
             if left is not None:
-                self._found[rank] = left if self._stopped else self.explained(left, known=True)
+                self._found[rank] = left if self._stopped else self.explained(left)
         return [self._found[rank] for rank in ranks if rank in self._found]
 
     def _judge(self, code: int) -> list[StageFailure]:
-        """What torchrun's end says about its ranks."""
+        """Return the failures that torchrun's end implies."""
         if code == 0:
             return []
         left = self._left(self.numbers)
         if left or self._stopped:
             return left
-        first = neuron_launch.first_failed_rank((self._logs.parent / "torchrun.err").read_text("utf-8", "replace"))
+        first = neuron_launch.first_failed_rank((self._launch.folder / "torchrun.err").read_text("utf-8", "replace"))
         if first is not None:
             return [self._unexplained(self._launch.rank(first[0]), first[1])]
-        # Killed itself, its ranks died with it; or the other nodes never came.
+        # torchrun was killed and its ranks died with it; or the other nodes never came.
         error = torchrun_end(code, self._own.last_lines(-1), started=bool(self._pids))
-        return [self.explained(self._describe(error, self.numbers[0]), known=False)]
+        return [self.explained(self._describe(error, self.numbers[0]))]
 
 
 def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> TrnpipeError:
-    """What to say of a torchrun that ended by itself without naming a rank.
+    """Return the failure of a torchrun that ended by itself without naming a rank.
 
     Args:
         started: it had started ranks.
     """
+    error: TrnpipeError
     if code < 0:
-        return Transient(
+        error = Transient(
             f"torchrun was killed by {signal.Signals(-code).name}",
             value=f"signal {-code}",
             rule="a killed process may do better in a new attempt",
             remedy="SIGKILL usually comes from the host's out-of-memory killer; see the log above",
         )
-    if code != 1 or started:
-        # It refused its command line, or says nothing that we understand.
+    elif code != 1 or started:
+        # It refused its command line, or ended in an unknown way.
         value = [f"exit status {code}", *last_lines[-5:]]
-        return Defect("torchrun ended without naming a failed rank", value=value, remedy="report it with the log above")
-    return Transient(
-        "torchrun ended before its ranks had started",
-        value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
-        rule="the torchruns of all nodes meet at the main node's address",
-        remedy="see the logs of the other nodes; the run is retried",
-    )
+        error = Defect("torchrun ended without naming a failed rank", value=value, remedy="report it with the log above")
+    else:
+        error = Transient(
+            "torchrun ended before its ranks had started",
+            value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
+            rule="the torchruns of all nodes meet at the main node's address",
+            remedy="see the logs of the other nodes; the run is retried",
+        )
+    error.kind = FailureKind.UNEXPECTED
+    return error
 
 
 def _place(rank: int, first: Sequence[int]) -> tuple[int, int]:
-    """Where a rank stands when some come first, in their order."""
+    """Return the sort key of a rank when some come first, in their order."""
     return (first.index(rank) if rank in first else len(first), rank)
 
 
 def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> TrnpipeError:
-    """What to say of a rank that ended with this status and left no explanation.
+    """Return the failure of a rank that ended with this status and left no explanation.
 
     Args:
         out_of_memory: the kernel has killed processes out of memory while the ranks ran.
     """
+    error: TrnpipeError
     if code == -signal.SIGKILL and out_of_memory:
-        return Transient(
+        error = Transient(
             f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
             value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
             rule="all ranks of a node and what they prefetch fit the memory of the job",
             remedy=f"{MEMORY_REMEDY}; the run is retried from its last checkpoint or part",
         )
-    if code < 0:
+    elif code < 0:
         name = signal.Signals(-code).name
-        return Transient(
+        error = Transient(
             f"rank {rank} was killed by {name}",
             value=f"signal {-code}",
             rule="a killed process may do better in a new attempt",
@@ -590,10 +478,12 @@ def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> Trn
             if name == "SIGKILL"
             else "see the log above",
         )
-    error = Defect(
-        f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
-    )
-    error.exit_code = ExitCode.of(code)
+    else:
+        error = Defect(
+            f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
+        )
+        error.exit_code = ExitCode.of(code)
+    error.kind = FailureKind.UNEXPECTED
     return error
 
 

@@ -1,16 +1,16 @@
-"""One supervisor per node, for every kind of device: `trnpipe stage NAME --run URI` in a container ends up here.
+"""The supervisor of a node, for every kind of device: `trnpipe stage NAME --run URI` in a container runs it.
 
-Starts the node's ranks, watches them, and turns what happened into one exit code, because Batch sees nothing else. It goes
+It starts the node's ranks, watches them, and reduces the outcome to one exit code, because Batch sees nothing else. It goes
 through these states and never back:
 
     checking   which run, is the stage done already, how many ranks
     watching   ranks run; ended by: all done, a rank failed, a rank stalls, SIGTERM, a node of the gang failed or vanished,
                the attempt's time is almost over
     stopping   the node's other ranks are ended; this node writes how it ended
-    settling   main node of a gang only: whose failure came first? wait for the nodes that are still at work
+    settling   main node of a gang only: whose failure came first? wait for the nodes that still run
     ended      `failure.json` written or removed, the four parts of the failure as the last log lines, exit
 
-Loads no framework: it starts at once and survives whatever happens to its ranks.
+It loads no framework, so that it starts at once and survives its ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import resource
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -46,13 +45,27 @@ from pipeline.contract import (
     now,
 )
 from pipeline.cost import NOTE_SECONDS, NodeAttempt
-from pipeline.errors import BadConfig, BadData, Defect, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError, one_line
+from pipeline.errors import (
+    BadConfig,
+    BadData,
+    Defect,
+    ExitCode,
+    FailureKind,
+    MissingInput,
+    NoProgress,
+    Terminated,
+    Transient,
+    TrnpipeError,
+    one_line,
+)
 from pipeline.host import gang
+from pipeline.host.deadlines import Deadlines
 from pipeline.host.exhaustion import exhaustion
-from pipeline.host.ranks import Launch, Ranks, start
+from pipeline.host.launch import RankLaunch
+from pipeline.host.ranks import Ranks, start
 from pipeline.run import failure
 from pipeline.run.cloudwatch import EmbeddedMetrics
-from pipeline.run.heartbeat import COMPILE_PATIENCE, Stall, Watchdog
+from pipeline.run.heartbeat import Stall, Watchdog
 from pipeline.run.logs import configure_logging
 from pipeline.run.world import NodeWorld
 from pipeline.sdk import neuron_launch
@@ -61,76 +74,7 @@ log = logging.getLogger("trnpipe")
 
 TICK_SECONDS = 0.1
 STAGES_WITHOUT_PLAN = (Stage.PREPARE, Stage.REPORT)
-"""prepare writes the plan; the report is also of runs that never got one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Every wait of the supervisor in seconds; each can be set by TRNPIPE_<NAME>, e.g. TRNPIPE_PROGRESS_SECONDS=1800.
-
-    Attributes:
-        startup_seconds: from a rank's start to its first heartbeat. Importing the frameworks from a cold image takes a minute.
-        progress_seconds: between two heartbeats. The slowest single things between two are the rendezvous of a gang whose
-            hosts are still being started and the upload of a large checkpoint. A rank that compiles asks for longer.
-        patience_seconds: the longest that a heartbeat may ask for; on Batch the whole attempt.
-        publish_seconds: between two looks into the run folder, and two signs of life left there.
-        peer_grace_seconds: from one rank's failure until the node's other ranks are ended: time to say what they saw.
-        upload_seconds: then until they are killed: time for a checkpoint on its way. Together with `stale_seconds` and the one
-            before it stays below the minute in which a gang ends that has lost a node.
-        stop_seconds: from SIGTERM to SIGKILL. Batch leaves a container 30 seconds between its own two.
-        stale_seconds: silence after which a node of the gang counts as gone: several publications long, and short enough for
-            the main node to end within a minute of the loss.
-        peer_start_seconds: for the other nodes of a gang to show themselves. Batch starts them after the main node, and each
-            pulls an image; less than progress_seconds, so that the missing node is named rather than the waiting rank.
-        settle_seconds: for the nodes of a gang to say how they ended, once one has failed.
-        outlive_seconds: for other nodes to finish what they still upload, when the main node is done.
-        attempt_seconds: after which Batch ends the attempt; infinite outside Batch.
-        wind_down_seconds: before that, for a stage that resumes: time to end a step and to upload a checkpoint. At most a quarter
-            of the attempt.
-    """
-
-    startup_seconds: float = 600
-    progress_seconds: float = 900
-    patience_seconds: float = COMPILE_PATIENCE
-    publish_seconds: float = 2
-    peer_grace_seconds: float = 5
-    upload_seconds: float = 15
-    stop_seconds: float = 20
-    stale_seconds: float = 30
-    peer_start_seconds: float = 720
-    settle_seconds: float = 15
-    outlive_seconds: float = 600
-    attempt_seconds: float = math.inf
-    wind_down_seconds: float = 600
-
-    @property
-    def lead_seconds(self) -> float:
-        """How long before the attempt's end a stage that resumes is interrupted."""
-        return min(self.wind_down_seconds, self.attempt_seconds / 4)
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Deadlines:
-        """
-        Raises:
-            BadConfig: a variable is no number of seconds.
-        """
-        found = {}
-        for name in (each.name for each in fields(cls)):
-            variable = f"TRNPIPE_{name.upper()}"
-            if text := environment.get(variable):
-                try:
-                    found[name] = float(text)
-                except ValueError:
-                    found[name] = math.nan
-                if not found[name] >= 0:
-                    raise BadConfig(
-                        "invalid deadline",
-                        value=f"{variable}={text}",
-                        rule="a number of seconds",
-                        remedy="correct it in the deployment's setting `environment`",
-                    )
-        # Something that takes as long as the whole attempt, a compilation, may take as long as the deployment's attempts do.
-        return cls(**{"patience_seconds": found.get("attempt_seconds", COMPILE_PATIENCE), **found})
+"""prepare writes the plan; a report is written even for a run without a plan."""
 
 
 def run(stage: Stage, run_uri: str) -> int:
@@ -151,7 +95,7 @@ def run(stage: Stage, run_uri: str) -> int:
 
 
 def resolve_run(run_uri: str, node: NodeWorld) -> str:
-    """The run folder, asked of Batch where the command's `Ref::run` arrived as it stands."""
+    """Return the run folder; Batch is asked for it where the command holds a literal `Ref::run`."""
     if run_uri != f"Ref::{RUN_PARAMETER}":
         return run_uri
     from pipeline.host.own_job import run_uri_of_job
@@ -165,7 +109,7 @@ def conclude(ended: StageFailure | None) -> int:
     """Write the last lines of the log and return the exit code."""
     if ended is None:
         return ExitCode.DONE
-    for line in failure.lines(ended):
+    for line in failure.error_of(ended).lines():
         log.error(line)
     return ended.exit_code
 
@@ -173,7 +117,7 @@ def conclude(ended: StageFailure | None) -> int:
 class Supervisor:
     """One attempt of one stage on one node.
 
-    Methods that end something return the failure that ended it; None means that all is well.
+    Methods that end something return the failure that ended it, None after success.
     """
 
     def __init__(self, stage: Stage, paths: RunPaths, node: NodeWorld, deadlines: Deadlines) -> None:
@@ -215,14 +159,17 @@ class Supervisor:
         except TrnpipeError as error:
             ended = self._describe(error)
         except OSError as error:
-            # The node's own: its disk is full, most likely.
-            log.exception("the supervisor cannot go on")
-            ended = self._describe(exhaustion(error) or Defect(f"{type(error).__name__}: {error}", rule=failure.UNEXPECTED_RULE))
+            # This node's own failure: its disk is full, most likely.
+            log.exception("the supervisor cannot continue")
+            ended = self._describe(exhaustion(error) or failure.unexpected(error))
         reached = True
         if self._in_gang:
             reached = self._best_effort(lambda: gang.write_exit(self._paths, self._stage, self._node, ended))
         if ended and ended.exit_code == ExitCode.UNHEALTHY_HOST and ended.node == self._node.index:
-            self._take_host_out()
+            from pipeline.host.own_job import leave_cluster  # no retry lands on this host
+
+            self._cloudwatch.write({Metric.UNHEALTHY_HOSTS: 1})
+            leave_cluster()
         if self._peers and not done:
             ended = self._settle(self._peers, ended)
         if self._node.is_main:
@@ -248,8 +195,8 @@ class Supervisor:
             log.info("%s is done already: %s", self._stage, self._paths.result(self._stage))
         return done
 
-    def _launch(self, numbers: PlanNumbers, folder: Path) -> Launch:
-        """How the ranks are started.
+    def _launch(self, numbers: PlanNumbers, folder: Path) -> RankLaunch:
+        """Decide how the ranks are started.
 
         Raises:
             BadConfig: the job, or the host, is not what the plan or the device kind needs.
@@ -280,7 +227,7 @@ class Supervisor:
             if nodes > 1 and node.is_main and node.leader.startswith("127."):
                 # The Neuron root communicator listens on the leader's address, and all ranks must name it alike.
                 node = replace(node, leader=neuron_launch.own_address())
-        return Launch(
+        return RankLaunch(
             stage=self._stage,
             run=self._paths.root,
             node=node,
@@ -318,7 +265,7 @@ class Supervisor:
                 return self._watch(ranks, watchdog, reporter)
             finally:
                 ranks.kill()
-                # The main node goes on to use what the reporter used; elsewhere slow storage must not block shutdown.
+                # The main node still needs what the reporter used; elsewhere slow storage must not block shutdown.
                 reporter.stop(wait=self._peers is not None and self._signal is None)
 
     def _tell_start(self) -> None:
@@ -327,7 +274,7 @@ class Supervisor:
         if self._node.attempt > 1:
             self._cloudwatch.write({Metric.RETRIES: 1})
         if self._cloudwatch.enabled and self._stage in METRICS[Metric.QUEUE_WAIT_SECONDS].stages:
-            # Beside the work: Batch may be slow to answer.
+            # In a thread: Batch may be slow to answer.
             threading.Thread(target=self._tell_queue_wait, name="queue-wait", daemon=True).start()
 
     def _tell_queue_wait(self) -> None:
@@ -356,7 +303,7 @@ class Supervisor:
                 ranks.abort_with_stacks([stall.rank for stall in stalls])
                 return self._stalled(ranks, stalls)
             if trouble := reporter.trouble:
-                if failure.is_interruption(trouble):
+                if trouble.kind is FailureKind.TERMINATED:
                     ranks.stop(self._deadlines.stop_seconds)
                 else:
                     self._end_ranks(ranks)
@@ -368,9 +315,9 @@ class Supervisor:
             time.sleep(TICK_SECONDS)
 
     def _wind_down(self, ranks: Ranks) -> StageFailure | None:
-        """Let the ranks write what they have done, which the next attempt continues from; None if they finish the stage."""
+        """Let the ranks save their progress, from which the next attempt continues; None if they finish the stage."""
         limit = f"{self._deadlines.attempt_seconds / 60:g} minutes"
-        log.info("%s is told to end: an attempt ends after %s", self._stage, limit)
+        log.info("%s is interrupted: an attempt ends after %s", self._stage, limit)
         ranks.interrupt()
         latest = self._attempt_ends - self._deadlines.lead_seconds / 4
         while not (self._signal or ranks.ended or ranks.failures()) and time.monotonic() < latest:
@@ -381,31 +328,41 @@ class Supervisor:
         worse = [found for found in ranks.failures() if not ExitCode(found.exit_code).retryable]
         return failure.cause(worse) or self._describe(
             Transient(
-                f"the time of an attempt is over before {self._stage} is done",
-                value=f"{limit}, of which the last {self._deadlines.lead_seconds / 60:g} are for writing what was done",
+                f"the attempt's time is over before {self._stage} is done",
+                value=f"{limit}, of which the last {self._deadlines.lead_seconds / 60:g} are for saving the progress",
                 rule="Batch retries no attempt that exceeds its limit, so the stage ends before",
-                remedy=f"none is needed for one more attempt, which resumes; if {self._stage} needs more than two, raise "
+                remedy=f"none for one more attempt, which resumes; if {self._stage} needs more than two, raise "
                 f"`timeouts.{self._stage}`",
             )
         )
 
     def _stalled(self, ranks: Ranks, stalls: list[Stall]) -> StageFailure:
-        """No progress, or what the ranks' output gives as its cause."""
-        cause = ranks.cause(stalls[0].rank)
-        error = no_progress(stalls, ranks.hint(stalls[0].rank))
-        if cause:
+        """Return the failure of ranks that made no progress, or the cause that their output names."""
+        longest = stalls[0]
+        value = [f"no heartbeat for {longest.seconds:.0f} seconds" + (f" after `{longest.last}`" if longest.last else "")]
+        finding = ranks.finding(longest.rank)
+        if finding and not finding.is_cause:
+            value.append(finding.line)  # what it waits for
+        error = NoProgress(
+            f"rank {longest.rank} made no progress",
+            value=value,
+            rule=f"a heartbeat at least every {longest.deadline:g} seconds",
+            remedy="see the stacks of all ranks above; the run is retried",
+        )
+        if finding and finding.is_cause:
             log.error(" | ".join(error.lines()))
-        return self._describe(cause.error(self._node) if cause else error)
+            return self._describe(finding.error(self._node))
+        return self._describe(error)
 
     def _end_ranks(self, ranks: Ranks) -> None:
-        """End the ranks that still run, which have lost a peer, after time to say what they saw of it and to finish an upload."""
+        """End the ranks that still run and have lost a peer, after time to report what they saw and to finish an upload."""
         if not ranks.wait(self._deadlines.peer_grace_seconds):
             ranks.stop(self._deadlines.upload_seconds)
 
     def _report(self, heartbeat: dict[str, object]) -> StageFailure | None:
-        """Leave a sign of life and, on the main node, look for trouble on the other nodes. Runs in the reporter's thread.
+        """Publish progress and, on the main node, look for failures of the other nodes. Runs in the reporter's thread.
 
-        Storage that cannot be reached just now is no trouble; storage that refuses is, and will refuse the result too.
+        Storage that is unreachable for a moment is not a failure; storage that refuses is one: it would refuse the result too.
         """
         try:
             gang.write_progress(self._paths, self._stage, self._node, heartbeat)
@@ -424,7 +381,7 @@ class Supervisor:
     # Settling.
 
     def _settle(self, peers: gang.Peers, own: StageFailure | None) -> StageFailure | None:
-        """How the gang ended: the failure that explains the others, once every node has said how it ended or had its time."""
+        """Return the failure that explains the others, once every node has reported how it ended or its time is over."""
         deadline = time.monotonic() + self._deadlines.outlive_seconds
         while True:
             self._best_effort(peers.poll)
@@ -438,17 +395,17 @@ class Supervisor:
             elif lost := peers.lost():
                 return self._describe(lost)
             if time.monotonic() > deadline:
-                return ended if ended and not failure.is_lost_peer(ended) else self._unsettled(peers, ended)
+                return ended if ended and ended.kind is not FailureKind.LOST_PEER else self._unsettled(peers, ended)
             time.sleep(min(1.0, self._deadlines.publish_seconds))
 
     def _unsettled(self, peers: gang.Peers, ended: StageFailure | None) -> StageFailure:
-        """What to say when nodes owe their last word: they are gone without it, or still at work long after the others."""
+        """Return the failure for nodes without a record of their end: they are gone, or still run long after the others."""
         suspects = peers.silent(3 * self._deadlines.publish_seconds) + peers.absent()
         if suspects:
             return self._describe(gang.gone(suspects, "left no record of how it ended"))
         return ended or self._describe(
             Transient(
-                "nodes of the gang are still at work long after the main node is done",
+                "nodes of the gang still run long after the main node is done",
                 value=[f"node {node}" for node in peers.running()],
                 rule=f"all end within {self._deadlines.outlive_seconds:g} seconds",
                 remedy="see their logs",
@@ -457,15 +414,8 @@ class Supervisor:
 
     # Ended.
 
-    def _take_host_out(self) -> None:
-        """Let no retry land on this host; best effort, once: a node ends once."""
-        from pipeline.host.own_job import leave_cluster
-
-        self._cloudwatch.write({Metric.UNHEALTHY_HOSTS: 1})
-        leave_cluster()
-
     def _publish_failure(self, ended: StageFailure | None, done: bool) -> None:
-        """Write `failure.json`, or remove an earlier attempt's; a child of an array leaves its sisters' failures alone."""
+        """Write `failure.json`, or remove an earlier attempt's; a child of an array leaves those of other children alone."""
         uri = self._paths.failure(self._stage)
         if ended is not None:
             store.write_bytes(uri, ended.to_json())
@@ -475,7 +425,7 @@ class Supervisor:
                 store.delete(uri)
 
     def _note(self, exit_code: int | None) -> None:
-        """Say how long this node has been used (pipeline/cost.py): now and then, and when it ends, which is the last word."""
+        """Record how long this node has been used (pipeline/cost.py): now and then, and finally when it ends."""
         node = self._node
         with self._noting:
             due = self._noted is None or time.monotonic() - self._noted > NOTE_SECONDS / 2
@@ -494,7 +444,7 @@ class Supervisor:
             self._noted = time.monotonic() if exit_code is None else math.inf
 
     def _best_effort(self, action: Callable[[], None]) -> bool:
-        """Do something in the run folder whose failure must not hide how the stage ended; returns whether it was done."""
+        """Do something in the run folder whose failure must not hide how the stage ended; return whether it succeeded."""
         try:
             action()
         except (TrnpipeError, OSError) as error:
@@ -505,11 +455,11 @@ class Supervisor:
     def _interrupted(self) -> StageFailure:
         assert self._signal is not None
         return self._describe(
-            Transient(
-                f"{failure.TOLD_TO_END} by {self._signal.name}",
+            Terminated(
+                f"the node was terminated by {self._signal.name}",
                 value=f"{self._stage} on node {self._node.index}",
-                rule="an interrupted stage is taken up again by the next attempt",
-                remedy="none is needed, unless this was not meant: a job timeout, a terminated job, a host taken away",
+                rule="the next attempt resumes an interrupted stage",
+                remedy="none is needed, unless this was unintended: a job timeout, a terminated job, a reclaimed host",
             )
         )
 
@@ -519,7 +469,7 @@ class Supervisor:
 
 @dataclass(frozen=True, slots=True)
 class PlanNumbers(Record):
-    """What the supervisor needs of the plan. Read without pipeline.plan, whose validation was done when the plan was written."""
+    """The plan's numbers that the supervisor needs. Read without pipeline.plan: the plan was validated when it was written."""
 
     fingerprint: str = ""
     kind: str = ""
@@ -532,11 +482,11 @@ class PlanNumbers(Record):
 
     @classmethod
     def read(cls, stage: Stage, paths: RunPaths) -> PlanNumbers:
-        """The run's numbers; defaults where a stage may be without a plan.
+        """Return the run's numbers; defaults where a stage may run without a plan.
 
         Raises:
             MissingInput: there is no plan.
-            BadData: it is none.
+            BadData: it cannot be read.
         """
         try:
             data = store.read_bytes(paths.plan)
@@ -556,7 +506,7 @@ class PlanNumbers(Record):
             return cls.from_json(json.dumps(numbers).encode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if stage in STAGES_WITHOUT_PLAN:
-                return cls()  # prepare refuses it in its own words, the report shows that
+                return cls()  # prepare refuses the plan with its own message, which the report shows
             raise BadData(
                 "the run's plan cannot be read",
                 value=f"{paths.plan}: {error!r}",
@@ -571,7 +521,7 @@ def _ended_nodes(job: str, nodes: Sequence[int]) -> dict[int, str]:
 
 
 class Reporter(threading.Thread):
-    """Calls `report` every few seconds beside the watching, because storage may be slow and watching may not.
+    """Calls `report` every few seconds in a thread of its own: storage may be slow, watching may not.
 
     Attributes:
         trouble: the first failure that `report` returned.
@@ -594,19 +544,3 @@ class Reporter(threading.Thread):
         self._stop_asked.set()
         if wait:
             self.join()
-
-
-def no_progress(stalls: list[Stall], hint: str = "") -> NoProgress:
-    """What to say of ranks that stand still.
-
-    Args:
-        hint: a line of the longest one's output that says what it waits for.
-    """
-    longest = stalls[0]
-    still = f"no heartbeat for {longest.seconds:.0f} seconds" + (f" after `{longest.last}`" if longest.last else "")
-    return NoProgress(
-        f"rank {longest.rank} made no progress",
-        value=[still, hint] if hint else still,
-        rule=f"a heartbeat at least every {longest.deadline:g} seconds",
-        remedy="see the stacks of all ranks above; the run is retried",
-    )

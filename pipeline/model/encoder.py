@@ -43,7 +43,7 @@ HEAD_SEED = 0x7E57
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What differs between families of backbones.
+    """The differences between families of backbones.
 
     Attributes:
         model: the library's class.

@@ -53,7 +53,7 @@ CONFIG_FILES = (
     "1_Pooling/config.json",
     *TOKENIZER_FILES,
 )
-"""What a model folder has beside its weights."""
+"""Files of a model folder besides its weights."""
 
 MODULE_TYPE = "sentence_transformers.models.{}"
 """These names are understood by every version of sentence-transformers."""
@@ -123,7 +123,7 @@ def own_form(folder: Path, config: ModelConfig) -> ModelConfig:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Where config.json and the weights are: the folder itself, or the one that modules.json names (`0_Transformer`)."""
+    """Return the folder of config.json and weights: the folder itself, or the one that modules.json names (`0_Transformer`)."""
     modules = _modules(folder)
     return folder / modules[0]["path"] if modules else folder
 

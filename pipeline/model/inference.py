@@ -128,7 +128,7 @@ def encode(
 def _distinct(
     token_lists: Sequence[TokenList],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where each different token list comes first; for each list its place among those; and how often each of them is there."""
+    """Return where each distinct token list comes first; for each list its index among those; and how often each occurs."""
     places: dict[bytes, int] = {}
     place = np.fromiter(
         (places.setdefault(np.asarray(tokens, dtype=np.int32).tobytes(), len(places)) for tokens in token_lists),

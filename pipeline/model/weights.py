@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 WEIGHT_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 NOT_WEIGHTS = ("optimizer", "scheduler", "rng_state", "training_args", "scaler", "head.safetensors")
-"""Beginnings of names of other files that trainers leave beside the weights."""
+"""Beginnings of names of other files that trainers leave next to the weights."""
 
 WRAPPER_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state", "net", "encoder", "weights")
 """Where training checkpoints keep the weights, in the order they are looked for."""
@@ -139,7 +139,7 @@ def fill(encoder: Encoder, weights: Mapping[str, Tensor], source: Path) -> None:
 
 
 def _prefix(weights: Mapping[str, Tensor], anchor: str, source: Path) -> tuple[str | None, list[str]]:
-    """What stands before an encoder's own names, and the prefixes of equal copies of it.
+    """Return the prefix of an encoder's own names, and the prefixes of equal copies of it.
 
     Raises:
         BadConfig: several encoders that differ.
@@ -221,7 +221,7 @@ def _read_pickle(path: Path) -> Any:
 
 
 def _numpy_globals() -> list[Any]:
-    """Plain numbers that training checkpoints carry beside the weights (best scores, random states)."""
+    """Plain numbers that training checkpoints hold besides the weights (best scores, random states)."""
     multiarray = np._core.multiarray  # type: ignore[attr-defined]
     dtypes = [type(np.dtype(name)) for name in ("float64", "float32", "int64", "uint32", "bool")]
     return [

@@ -1,7 +1,7 @@
-"""What a container tells CloudWatch: one line of standard output per record, in the embedded metric format.
+"""Metrics of a container for CloudWatch: one line of standard output per record, in the embedded metric format.
 
 Batch hands a container's output to CloudWatch Logs line by line, and CloudWatch takes the metrics out of every line that is such
-a document and nothing besides; no permission is needed for it. The catalogue of metrics is pipeline.contract.METRICS. Outside of
+a document; it needs no permission. The catalogue of metrics is pipeline.contract.METRICS. Outside of
 AWS nothing is printed: the same numbers stand in the run folder.
 
 Format: "Specification: Embedded metric format", Amazon CloudWatch User Guide.
@@ -53,7 +53,7 @@ class EmbeddedMetrics:
     def from_environment(
         cls, stage: Stage, run: str, node: NodeWorld, environment: Mapping[str, str] = os.environ
     ) -> EmbeddedMetrics:
-        """For this process: silent but in a container of a deployment."""
+        """Return the metrics of this process: silent outside a deployment's containers."""
         in_container = environment.get(EXECUTION_VARIABLE, "").startswith("AWS_ECS")
         deployment = environment.get(DEPLOYMENT_VARIABLE, "") if in_container else ""
         return cls(deployment=deployment, stage=stage, run=run, node=node)
@@ -66,7 +66,7 @@ class EmbeddedMetrics:
         """Print one record.
 
         Args:
-            values: those that are no finite number are left out.
+            values: those that are not finite are left out.
             properties: further members, for people who search the logs.
         """
         finite = {metric: value for metric, value in values.items() if math.isfinite(value)}

@@ -1,4 +1,4 @@
-"""What a stage function is given and what it gives back."""
+"""The arguments and the result of a stage function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NODE_FOLDER = "TRNPIPE_NODE_DIR"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """What a stage function returns on the rank that speaks for the stage; becomes `result.json`."""
+    """The result of a stage function on the rank that returns it for the stage; becomes `result.json`."""
 
     inputs: dict[str, Artifact] = field(default_factory=dict)
     outputs: dict[str, Artifact] = field(default_factory=dict)
@@ -45,17 +45,17 @@ class StageContext:
 
     @cached_property
     def plan(self) -> RunPlan:
-        """The run's plan; prepare has none yet and must not ask."""
+        """The run's plan; prepare has none yet."""
         return RunPlan.from_json(store.read_bytes(self.paths.plan))
 
     @cached_property
     def cloudwatch(self) -> EmbeddedMetrics:
-        """Where this process's metrics go."""
+        """The metrics of this process."""
         return EmbeddedMetrics.from_environment(self.stage, self.paths.run_id, self.world.node)
 
 
 def node_folder() -> Path | None:
-    """The folder that a node's ranks share with their supervisor (TRNPIPE_NODE_DIR), None when there is none.
+    """Return the folder that a node's ranks share with their supervisor (TRNPIPE_NODE_DIR), None without one.
 
     Ranks write `heartbeat-RANK.json` and `failure-RANK.json` there: the supervisor watches the first and publishes the second.
     """

@@ -11,7 +11,7 @@ from pipeline.plan import RunPlan
 
 
 def find_run(run: str, bucket: str | None, state: Path) -> tuple[RunPaths, str | None]:
-    """The run's folder; and the local bucket that stands for the one its plan names, None if that is on S3.
+    """Return the run's folder, and the local bucket that stands for the one its plan names, None if that is on S3.
 
     Args:
         run: id of the run, or URI of its folder (with a slash).
@@ -34,9 +34,10 @@ def find_run(run: str, bucket: str | None, state: Path) -> tuple[RunPaths, str |
 
 
 def read_plan(paths: RunPaths) -> RunPlan:
-    """
+    """Return the run's plan.
+
     Raises:
-        MissingInput: there is none.
+        MissingInput: there is no plan.
         BadData: it cannot be read.
     """
     try:
@@ -47,10 +48,10 @@ def read_plan(paths: RunPaths) -> RunPlan:
 
 
 def mirrored(uri: str, root: str | None) -> str:
-    """Where an object is to be read: plans of local runs name the bucket that stood for their state folder.
+    """Return the URI to read an object from: plans of local runs name the bucket that stood for their state folder.
 
     Args:
-        root: that folder; None: the bucket is what it says.
+        root: that folder; None: the bucket is a real one.
     """
     if root is None or not store.is_s3(uri):
         return uri

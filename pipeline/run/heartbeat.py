@@ -1,4 +1,4 @@
-"""How a rank shows its supervisor that it makes progress: by `heartbeat-RANK.json` in the node folder."""
+"""The heartbeat by which a rank shows its supervisor progress: `heartbeat-RANK.json` in the node folder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pipeline.files import write_atomically
 HEARTBEAT_SECONDS = 0.5
 
 COMPILE_PATIENCE = STAGES[Stage.COMPILE].timeout_minutes * 60
-"""Seconds that a whole compilation may take: a compiler says nothing for a long time and Batch ends the stage at this point."""
+"""Seconds that a whole compilation may take: a compiler prints nothing for a long time, and Batch ends the stage then."""
 
 FIRST_STEP_PATIENCE = 1800
-"""Seconds for the first step of a device that compiles: compiled graphs are loaded, and one that is not there is compiled."""
+"""Seconds for the first step of a device that compiles: it loads compiled graphs and compiles a missing one."""
 
 
 class Heartbeat:
@@ -37,13 +37,13 @@ class Heartbeat:
     def beat(
         self, done: float = 0, total: float = 0, *, unit: str = "", rate: float = 0.0, note: str = "", patience: float = 0.0
     ) -> None:
-        """Say that work goes on.
+        """Record progress.
 
         Args:
-            done, total: in `unit`s that remaining time is computed from (steps, documents); total 0: unknown.
+            done, total: in `unit`s, from which the remaining time is computed (steps, documents); total 0: unknown.
             unit: what `rate` counts per second, e.g. `pairs` or `documents`.
             rate: per second, as measured lately.
-            note: what is being done now, a few words.
+            note: the current work, a few words.
             patience: seconds until the next heartbeat at the latest, where that is longer than usual (a compilation); it holds
                 until the next heartbeat.
         """
@@ -65,7 +65,7 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A rank whose heartbeat stood still for `seconds`, longer than its deadline; `last` is what it said last, if anything."""
+    """A rank without a new heartbeat for `seconds`, longer than its deadline; `last` is the note of its last one, if any."""
 
     rank: int
     seconds: float
@@ -102,7 +102,7 @@ class Watchdog:
         """rank -> version of its heartbeat file (0: none yet) and when that version was first seen."""
 
     def stalls(self, running: Sequence[int]) -> list[Stall]:
-        """The running ranks that are past their deadline, the one that has been still for longest first."""
+        """Return the running ranks that are past their deadline, the longest stalled one first."""
         moment = time.monotonic()
         found = []
         for rank in running:
@@ -113,22 +113,20 @@ class Watchdog:
                 continue
             if moment - since <= (self._progress_seconds if version else self._startup_seconds):
                 continue
-            deadline = self._deadline(rank) if version else self._startup_seconds
+            last = self.read(rank)
+            asked = min(float(last.get("patience", 0.0)), self._patience_seconds)
+            deadline = max(self._progress_seconds, asked) if version else self._startup_seconds
             if moment - since > deadline:
-                found.append(Stall(rank, moment - since, deadline, str(self.read(rank).get("note", ""))))
+                found.append(Stall(rank, moment - since, deadline, str(last.get("note", ""))))
         return sorted(found, key=lambda stall: -stall.seconds)
 
     def read(self, rank: int) -> dict[str, Any]:
-        """A rank's newest heartbeat, empty before the first."""
+        """Return a rank's newest heartbeat, empty before the first."""
         try:
             record: dict[str, Any] = json.loads(heartbeat_path(self._folder, rank).read_text())
         except FileNotFoundError:
             return {}
         return record
-
-    def _deadline(self, rank: int) -> float:
-        asked = float(self.read(rank).get("patience", 0.0))
-        return max(self._progress_seconds, min(asked, self._patience_seconds))
 
     def _version(self, rank: int) -> int:
         try:

@@ -1,4 +1,4 @@
-"""How the processes in a container log: one line per record on stderr, with who wrote it; Batch keeps them per node."""
+"""The log of a container's processes: one line per record on stderr, with its writer; Batch keeps them per node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TELL_TOO_MUCH = ("boto3", "botocore", "s3transfer", "urllib3", "smart_open")
 
 
 class PlainFormatter(logging.Formatter):
-    """Records hold what data and tools say; the log is read in a terminal."""
+    """Makes records safe for a terminal: they quote data and tools."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
@@ -26,15 +26,15 @@ def configure_logging(where: str) -> None:
     """Log to stderr from TRNPIPE_LOG_LEVEL (default INFO) on.
 
     Args:
-        where: who writes, e.g. `week-1 node 0 rank 3`. All jobs of a deployment write to one log group: with the run's id in it,
-            a line can be told from those of other runs.
+        where: the writer, e.g. `week-1 node 0 rank 3`. All jobs of a deployment write to one log group, in which the run's id
+            identifies its lines.
 
     Raises:
-        BadConfig: there is no such level.
+        BadConfig: an unknown level.
     """
     level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
     if level not in LEVELS:
-        raise BadConfig("there is no such log level", value=f"{LEVEL_VARIABLE}={level}", rule=f"one of {', '.join(LEVELS)}")
+        raise BadConfig("unknown log level", value=f"{LEVEL_VARIABLE}={level}", rule=f"one of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)-7s [{where}] %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler], force=True)

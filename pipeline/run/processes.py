@@ -1,4 +1,4 @@
-"""Processes of this host that others have started: found in /proc (Linux), looked at, ended with all that they started."""
+"""Processes of this host that other programs started: found and read in /proc (Linux), ended with all that they started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("trnpipe")
 PROC = Path("/proc")
 POLL_SECONDS = 0.05
 KILL_SECONDS = 5.0
-"""For processes to be gone after SIGKILL; one that is not hangs in the kernel or in a driver."""
+"""Time for processes to end after SIGKILL; one that does not hangs in the kernel or in a driver."""
 
 
 def signal_group(group: int, number: int) -> bool:
@@ -60,7 +60,7 @@ def status(pid: int) -> dict[str, str]:
 
 
 def children(parent: int) -> list[int]:
-    """Return the processes whose parent this is."""
+    """Return the children of a process."""
     return [pid for pid, fields in all_processes().items() if fields["PPid"] == str(parent)]
 
 

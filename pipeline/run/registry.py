@@ -12,7 +12,7 @@ from pipeline.errors import BadData
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointer:
-    """What the registry names now.
+    """The content of the pointer.
 
     Attributes:
         model: URI of the model folder.

@@ -1,6 +1,7 @@
-"""SIGTERM as something that long work looks at between two steps: a host is taken away, a job times out, an execution is stopped.
+"""Graceful shutdown: SIGTERM sets a flag that long work reads between two steps, before it saves its progress and ends.
 
-Without it the process would be gone at once, and with it all that it has done since it last wrote something down.
+Batch sends SIGTERM when a job times out, an execution is stopped or a host is reclaimed. Without a handler the process would end
+at once, and lose everything since its last checkpoint.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from types import FrameType
 
 
 @dataclass(slots=True)
-class Interruption:
+class ShutdownRequest:
     """Whether this process received SIGTERM."""
 
-    asked: bool = False
+    received: bool = False
 
 
 @contextmanager
-def noticed() -> Iterator[Interruption]:
-    """Within this context SIGTERM is noted and nothing else; its sender kills the process if it takes too long to end.
+def graceful_shutdown() -> Iterator[ShutdownRequest]:
+    """Record SIGTERM within this context and do nothing else; its sender kills a process that takes too long to end.
 
-    Does nothing in other threads than the main one, where Python lets no handler be set.
+    In threads other than the main one it does nothing, because Python sets no signal handlers there.
     """
-    interruption = Interruption()
+    request = ShutdownRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield interruption
+        yield request
         return
 
-    def notice(_number: int, _frame: FrameType | None) -> None:
-        interruption.asked = True
+    def note(_number: int, _frame: FrameType | None) -> None:
+        request.received = True
 
-    before = signal.signal(signal.SIGTERM, notice)
+    before = signal.signal(signal.SIGTERM, note)
     try:
-        yield interruption
+        yield request
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Ties a process to the one that started it: when the parent is gone, however it went, Linux kills the child.
+"""Ties a process to the one that started it: when the parent ends in any way, Linux kills the child.
 
 An orphaned rank would compute in vain and hold its NeuronCore. A program of others (torchrun, neuron_parallel_compile) is tied by
 starting it as `python -m pipeline.run.tether PROGRAM ...`, which ties itself and then becomes the program. Each link of
@@ -19,14 +19,14 @@ PARENT = "TRNPIPE_PARENT_PID"
 """The process that this one must not outlive; absent where a person started it."""
 
 ANY_PARENT = "--any-parent"
-"""Of the command line: tie to the process that started this one, when a program of others stands between."""
+"""Option: tie to the process that started this one, which is another program."""
 
 PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h. What it sets outlives exec, and is not inherited by children."""
+"""From linux/prctl.h. The setting outlives exec; children do not inherit it."""
 
 
 def tied(command: Sequence[str], *, any_parent: bool = False) -> list[str]:
-    """The command line that runs `command` tied to the process that starts it, which passes its pid in TRNPIPE_PARENT_PID.
+    """Return the command line that runs `command` tied to the process that starts it, which passes its pid in TRNPIPE_PARENT_PID.
 
     Args:
         any_parent: the starting process is another program, whose pid is not passed.
@@ -35,11 +35,11 @@ def tied(command: Sequence[str], *, any_parent: bool = False) -> list[str]:
 
 
 def tie_to_parent() -> None:
-    """Die with the process named by TRNPIPE_PARENT_PID; ends this process at once if that is gone already."""
+    """Die with the process that TRNPIPE_PARENT_PID names; end at once if it is already gone."""
     parent = os.environ.get(PARENT)
     if parent is not None and sys.platform.startswith("linux"):
         _die_with_parent()
-        # The kernel tells only of deaths from now on.
+        # The kernel reports only deaths from now on.
         if os.getppid() != int(parent):
             os._exit(ExitCode.TRANSIENT)
 

@@ -57,7 +57,7 @@ DRAIN_SECONDS = 5.0
 READ_BYTES = 1 << 16
 KEPT_LINES = 2000
 WORDS_KEPT = 12
-"""Lines of the compiler that go into a failure, the last ones: it ends with what it has to say."""
+"""Last lines of the compiler that go into a failure: it ends with the reason."""
 
 MODULE = r"MODULE_[^/\"'.\s]+"
 CACHE_KEY = re.compile(rf"(neuronxcc-[^/]+/{MODULE})/([^/]+)$")
@@ -75,8 +75,8 @@ OF_THE_SUMMARY = (TOTAL, NOTHING_TO_DO, CACHED, EXTRACTED, REPORTED, STATUS, FAI
 LOG_LINE = re.compile(r"\|\|[A-Z_]+\|\|:")
 
 
-class State(Enum):
-    """What the cache knows of a graph.
+class GraphState(Enum):
+    """The state of a graph in the cache.
 
     DONE: compiled. FAILED: the compiler gave up, and the cache will say so instead of trying again (unless
     --retry_failed_compilation). LOCKED: a compiler runs, or died. COLLECTED: no result yet.
@@ -98,7 +98,7 @@ class FailedGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What one call of the tool did, on this node; other nodes compile into the same cache meanwhile.
+    """The result of one call of the tool, on this node; other nodes compile into the same cache at the same time.
 
     Attributes:
         graphs: graphs that had no result: compiled now, or failed.
@@ -145,13 +145,13 @@ def parallel_compile(
         parallel: compilers at a time.
         timeout: seconds for everything.
         on_line: called with every line of output, and about once a second with "" while there is none.
-        retries: further attempts of each graph whose compilation failed, e.g. because memory ran out beside others.
+        retries: further attempts of each graph whose compilation failed, e.g. because memory ran out while others compiled.
 
     Returns:
         The summary, also where graphs failed.
 
     Raises:
-        BadConfig: the tool is not there, the flags name a cache of their own, or the log says that the job cannot work.
+        BadConfig: the tool is missing, the flags name a cache of their own, or the log shows that the job cannot work.
         Defect: the trial failed, or the tool ended without a summary, or with one that contradicts itself.
         NoProgress: it took longer than `timeout`; what is compiled stays in the cache.
     """
@@ -186,13 +186,13 @@ def parallel_compile(
 def run_command(
     command: Sequence[str], *, timeout: float, on_line: Callable[[str], None], environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Run a trial with what is compiled.
+    """Run a trial with the compiled graphs.
 
     Args:
-        command, timeout, on_line: as of `parallel_compile`.
+        command, timeout, on_line: as for `parallel_compile`.
 
     Raises:
-        TrnpipeError: it failed, for what the log says if that is known.
+        TrnpipeError: it failed; the known error of its log, if there is one.
         NoProgress: it took longer than `timeout`.
     """
     code, lines = _run(tether.tied(command), {**environment, tether.PARENT: str(os.getpid())}, timeout, on_line)
@@ -208,7 +208,7 @@ def run_command(
 def _run(
     command: list[str], environment: dict[str, str], timeout: float, on_line: Callable[[str], None]
 ) -> tuple[int, list[str]]:
-    """Exit status and the lines that say something, of which there are never too many to keep."""
+    """Return the exit status and the lines worth keeping, at most KEPT_LINES."""
     kept: list[str] = []
 
     def take(line: str) -> None:
@@ -221,10 +221,10 @@ def _run(
         assert process.stdout is not None
         if not _read_lines(process, process.stdout, time.monotonic() + timeout, take):
             raise NoProgress(
-                "compilation, or a step with what was compiled, took too long",
+                "compilation, or a step with the compiled graphs, took too long",
                 value=f"{timeout:g} seconds; last line: {kept[-1] if kept else ''}",
                 rule="all graphs are compiled before the stage's time is over, and then run once in seconds",
-                remedy="the run is retried and goes on from what is compiled; raise compile.parallel",
+                remedy="the run is retried and continues from the compiled graphs; raise compile.parallel",
             )
         return process.wait(), kept
     finally:
@@ -263,7 +263,7 @@ def _read_lines(process: subprocess.Popen[bytes], stream: IO[bytes], deadline: f
 
 
 def _speaks(line: str, kept: list[str]) -> bool:
-    """Whether to keep a line: the last ones are wanted, and all that the summary is made of."""
+    """Whether to keep a line: the last ones are kept, and all lines of the summary."""
     if not line.strip(". "):
         return False  # the compiler's dots
     if len(kept) >= KEPT_LINES:
@@ -309,7 +309,7 @@ def _summary(code: int, lines: list[str], cache: str, seconds: float) -> Summary
 
 
 def _classified(lines: Sequence[str]) -> TrnpipeError | None:
-    """What a log says of why its program failed, None if nothing known."""
+    """Return the known error that explains why a log's program failed, None without one."""
     finding = known_errors.classify(lines)
     return finding.error(NodeWorld.from_environment()) if finding is not None and finding.is_cause else None
 
@@ -328,7 +328,7 @@ def _reported(lines: Sequence[str]) -> dict[str, bool]:
 
 
 def _failed_graphs(lines: Sequence[str], cache: str, count: int) -> tuple[FailedGraph, ...]:
-    """The failed graphs with the compiler's words; at least `count`, unnamed ones where the log does not name them."""
+    """Return the failed graphs with the compiler's words; at least `count`, unnamed ones where the log does not name them."""
     if not count:
         return ()
     words: dict[str, list[str]] = {module: [] for module, good in _reported(lines).items() if not good}
@@ -343,10 +343,10 @@ def _failed_graphs(lines: Sequence[str], cache: str, count: int) -> tuple[Failed
             current.append(line)
     states = modules(cache)
     if not words:
-        words = {key.rsplit("/", 1)[-1]: [] for key, state in states.items() if state is State.FAILED}
+        words = {key.rsplit("/", 1)[-1]: [] for key, state in states.items() if state is GraphState.FAILED}
     for key, state in states.items():
         module = key.rsplit("/", 1)[-1]
-        if module in words and state is State.FAILED:
+        if module in words and state is GraphState.FAILED:
             words[module] += compiler_log(cache, key)
     graphs = [
         FailedGraph(
@@ -362,8 +362,8 @@ def _failed_graphs(lines: Sequence[str], cache: str, count: int) -> tuple[Failed
 # The cache.
 
 
-def modules(cache: str) -> dict[str, State]:
-    """Every graph in the cache, of every compiler version: key (its folder below `cache`) -> state.
+def modules(cache: str) -> dict[str, GraphState]:
+    """Return every graph in the cache, of every compiler version: key (its folder below `cache`) -> state.
 
     Raises:
         MissingInput: the bucket is not there, or may not be listed.
@@ -375,17 +375,17 @@ def modules(cache: str) -> dict[str, State]:
     return {key: _state(names) for key, names in sorted(files.items())}
 
 
-def _state(names: set[str]) -> State:
+def _state(names: set[str]) -> GraphState:
     if {NEFF_FILE, DONE_FILE} <= names:
-        return State.DONE
+        return GraphState.DONE
     if any(name.endswith(LOCK_SUFFIX) for name in names):
-        return State.LOCKED
+        return GraphState.LOCKED
     # A neff without the mark of completion is half an upload, which the tool compiles again.
-    return State.FAILED if LOG_FILE in names and NEFF_FILE not in names else State.COLLECTED
+    return GraphState.FAILED if LOG_FILE in names and NEFF_FILE not in names else GraphState.COLLECTED
 
 
 def compiler_log(cache: str, key: str) -> list[str]:
-    """The last lines that the compiler wrote about a graph that failed, empty where it left none."""
+    """Return the compiler's last lines about a failed graph, empty where it left none."""
     try:
         text = store.read_bytes(store.join(cache, key, LOG_FILE)).decode("utf-8", "replace")
     except MissingInput:
@@ -421,28 +421,28 @@ def clear_stale_locks(cache: str, *, in_use: bool, older_seconds: float | None =
     return stale
 
 
-# Who uses the cache: one small object per run, beside it.
+# The runs that use the cache: one small object per run, in a folder next to it.
 
 
 def register(cache: str, run: str) -> None:
-    """Note that this run uses the cache, from now until `unregister`."""
+    """Record that this run uses the cache, from now until `unregister`."""
     store.write_json(_note(cache, run), {"run": run, "time": now()})
 
 
 def unregister(cache: str, run: str) -> None:
-    """Forget the note, best effort: one that stays counts as old when an attempt to compile would have ended."""
+    """Remove the record, best effort: one that stays counts as old when an attempt to compile would have ended."""
     try:
         store.delete(_note(cache, run))
     except (Transient, MissingInput, StorageRefused) as error:
-        log.warning("the note of use stays: %s", one_line(error))
+        log.warning("the record of use stays: %s", one_line(error))
 
 
 def others(cache: str, run: str, *, older_seconds: float | None = None) -> list[str]:
-    """Runs beside this one that use the cache. Of two that begin together each sees the other, if both register first.
+    """Return the other runs that use the cache. Of two that begin together each sees the other, if both register first.
 
     Args:
         older_seconds: age from which on a note is left over from a run that was killed; by default an attempt's length,
-            because no compiler outlives its stage.
+            because every compiler ends with its stage.
     """
     older_seconds = attempt_seconds(Stage.COMPILE) if older_seconds is None else older_seconds
     folder = _note(cache, run).rsplit("/", 1)[0]

@@ -16,23 +16,23 @@ from pipeline.run import failure
 from pipeline.run.world import NodeWorld
 
 LINE_CHARACTERS = 500
-"""Of a line as it stands in a failure; an input dump's line has thousands."""
+"""Characters of a line in a failure; an input dump's line has thousands."""
 
 SEARCHED_CHARACTERS = 4096
-"""Of a line: known errors stand near the beginning, and some patterns take the square of a line's length."""
+"""Characters searched: known errors stand near the beginning, and some patterns take the square of a line's length."""
 
 BENIGN = re.compile(
     r"DEREG_MR \(opcode 8\) comp_status 7"  # a process that ends deregisters what the driver has deregistered
     r"|OpKernel \('op: \"T[Pp][Uu]"
     r"|\(NON-FATAL, Ignoring\)"
 )
-"""Lines that look like trouble and are none (nrt-troubleshoot.rst, training-troubleshooting.rst)."""
+"""Lines that look like errors and are harmless (nrt-troubleshoot.rst, training-troubleshooting.rst)."""
 
 ERRORS = {error.exit_code: error for error in (BadConfig, BadData, Defect, Transient, UnhealthyHost)}
 
 
 class Action(Enum):
-    """What a line means for the attempt that printed it.
+    """The consequence of a line for the attempt that printed it.
 
     RETRY: again, on any host. REPLACE: again, without this host. STOP: not again without a change. FOLLOW:
     another rank is gone, which has its own line somewhere. WAIT: nothing by itself; the reason why a stalled rank waits.
@@ -75,11 +75,11 @@ TABLE = tuple(
     _known_error(place, row) for place, row in enumerate(yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")))
 )
 _ANY = re.compile("|".join(f"(?:{row.pattern.pattern})" for row in TABLE))
-"""One look at each line; nearly all have nothing."""
+"""One search per line; nearly all lines match nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class KnownErrorLine:
+class LogFinding:
     """A line of the log that explains something, and its row of the table."""
 
     row: KnownError
@@ -101,25 +101,25 @@ class KnownErrorLine:
         )
 
 
-def match(line: str, *, nodes: int = 1) -> KnownErrorLine | None:
+def match(line: str, *, nodes: int = 1) -> LogFinding | None:
     """Return the first row of the table that matches a line of a gang of `nodes` nodes, or None."""
     line = line[:SEARCHED_CHARACTERS]
     if not _ANY.search(line) or BENIGN.search(line):
         return None
     for row in TABLE:
         if row.pattern.search(line) and not (row.gang_only if nodes == 1 else row.alone_only):
-            return KnownErrorLine(row, line.strip()[:LINE_CHARACTERS])
+            return LogFinding(row, line.strip()[:LINE_CHARACTERS])
     return None
 
 
-def better(first: KnownErrorLine | None, second: KnownErrorLine | None) -> KnownErrorLine | None:
+def better(first: LogFinding | None, second: LogFinding | None) -> LogFinding | None:
     """Return the finding that explains the other; the first one of two equals."""
     if first is None or second is None:
         return first or second
     return second if second.row.place < first.row.place else first
 
 
-def classify(lines: Iterable[str], *, nodes: int = 1) -> KnownErrorLine | None:
+def classify(lines: Iterable[str], *, nodes: int = 1) -> LogFinding | None:
     """Return the line that explains the others, or None where no line is known."""
     found = None
     for line in lines:

@@ -1,9 +1,9 @@
-"""neuron-monitor beside training: what every core and the host did, and a word at once when hardware fails.
+"""neuron-monitor during training: the use of every core and of the host, and an immediate failure when hardware fails.
 
 Format: neuron-monitor user guide of SDK 2.29.1 (aws-neuron-sdk, tools/neuron-sys-tools/neuron-monitor-user-guide.rst at v2.29.1).
 Writes `train/monitor/node-N.jsonl`, one line per interval: `{time, attempt, host, utilization: {mean, min, max}, cores: {core:
-mean}, device_memory_bytes, host_memory_bytes, ecc: {counter: count}, errors: {kind: count}}`. Watching is a help and no duty:
-where the tool is absent or not understood, training goes on without.
+mean}, device_memory_bytes, host_memory_bytes, ecc: {counter: count}, errors: {kind: count}}`. The monitor is optional: where
+the tool is absent or prints an unknown format, training continues without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PERIOD_SECONDS = 5
 """neuron-monitor's own default."""
 INTERVAL_SECONDS = 60.0
 STOP_SECONDS = 20.0
-"""For an upload under way when training ends."""
+"""Time for an unfinished upload when training ends."""
 ECC_COUNTERS = ("mem_ecc_corrected", "mem_ecc_uncorrected", "sram_ecc_corrected", "sram_ecc_uncorrected")
 """Per device, since its driver was loaded."""
 FATAL_ECC = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
@@ -62,8 +62,8 @@ class Reading:
 
     Attributes:
         utilization: core -> percent, of cores that a process holds.
-        device_memory, host_memory: bytes in use; None: not said.
-        ecc: ECC_COUNTERS over all devices; empty: not said.
+        device_memory, host_memory: bytes in use; None: not reported.
+        ecc: ECC_COUNTERS over all devices; empty: not reported.
         errors: kind -> failed executions of the period.
         gaps: parts that neuron-monitor could not collect, in its words.
     """
@@ -135,26 +135,16 @@ def _whole(value: Any) -> int:
 
 @dataclass(kw_only=True)
 class _Interval:
-    """Readings of one interval: every core's shares in percent; failed executions and new memory errors, counted."""
+    """The readings since the last line, and the new memory errors among them, counted."""
 
-    cores: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    errors: Counter[str] = field(default_factory=Counter)
+    readings: list[Reading] = field(default_factory=list)
     ecc: Counter[str] = field(default_factory=Counter)
-
-    def add(self, reading: Reading, events: Mapping[str, int]) -> None:
-        for core, share in reading.utilization.items():
-            self.cores[core].append(share)
-        self.errors.update(reading.errors)
-        self.ecc.update(events)
-
-    def means(self) -> dict[int, float]:
-        return {core: fmean(shares) for core, shares in sorted(self.cores.items())}
 
 
 class HostMonitor:
-    """Watches this node's host while it is entered; on kinds other than neuron, and on all but a node's first rank, does nothing.
+    """Watches this node's host while it is entered; does nothing on kinds other than neuron and on all but a node's first rank.
 
-    `check` and `latest` are cheap: they look at what the reading thread left.
+    `check` and `latest` are cheap: they use what the reading thread stored.
 
     Args:
         kind: of the devices.
@@ -204,7 +194,7 @@ class HostMonitor:
                 start_new_session=True,
             )
         except (ToolError, OSError) as error:
-            self._say_once(f"training goes on without a look at the host: {error}")
+            self._say_once(f"training continues without a monitor: {error}")
             return self
         self._threads = [
             threading.Thread(target=self._read, args=(self._process,), name="neuron-monitor", daemon=True),
@@ -226,7 +216,7 @@ class HostMonitor:
         self._publish()
 
     def latest(self) -> dict[str, float]:
-        """The newest reading as flat metrics; empty where no monitor runs, or nothing was read yet."""
+        """Return the newest reading as flat metrics; empty where no monitor runs, or before the first reading."""
         if self._ended.is_set():
             return {}
         with self._lock:
@@ -274,12 +264,12 @@ class HostMonitor:
             try:
                 reading = parse_report(line)
             except ValueError as error:
-                self._say_once(f"neuron-monitor prints something unknown, which is passed over: {error}: {line[:200]!r}")
+                self._say_once(f"skipped a line of neuron-monitor that has an undocumented form: {error}: {line[:200]!r}")
                 continue
             self._take(reading)
         self._ended.set()
         if not self._stopping.is_set():
-            self._say_once(f"neuron-monitor ended with status {process.wait()}: training goes on without a look at the host")
+            self._say_once(f"neuron-monitor ended with status {process.wait()}: training continues without a monitor")
 
     def _take(self, reading: Reading) -> None:
         fatal = []
@@ -301,7 +291,8 @@ class HostMonitor:
             self._say_once(f"neuron-monitor could not collect everything: {gap}")
         with self._lock:
             self._latest = reading
-            self._interval.add(reading, events)
+            self._interval.readings.append(reading)
+            self._interval.ecc.update(events)
             self._ecc |= reading.ecc
             self._fatal += fatal
 
@@ -315,27 +306,37 @@ class HostMonitor:
     # In the uploading thread; at the end, in the caller's.
 
     def _publish_regularly(self) -> None:
-        self._fetch_earlier()
-        while not self._stopping.wait(self._interval_seconds):
-            self._publish()
-
-    def _fetch_earlier(self) -> None:
-        """An attempt goes on with the lines of those before it."""
+        """Upload a line per interval, after the lines of earlier attempts."""
         try:
             self._lines = store.read_bytes(self._uri).decode().splitlines()
         except MissingInput:
             pass
         except (TrnpipeError, OSError, ValueError) as error:
-            self._say_once(f"what earlier attempts saw of their hosts is lost: {one_line(error)}")
+            self._say_once(f"the monitor lines of earlier attempts are lost: {one_line(error)}")
+        while not self._stopping.wait(self._interval_seconds):
+            self._publish()
 
     def _publish(self) -> None:
         with self._lock:
             interval, self._interval = self._interval, _Interval()
             reading, ecc = self._latest, dict(self._ecc)
-        means = interval.means()
+        shares: defaultdict[int, list[float]] = defaultdict(list)
+        errors: Counter[str] = Counter()
+        for each in interval.readings:
+            errors.update(each.errors)
+            for core, share in each.utilization.items():
+                shares[core].append(share)
+        means = {core: fmean(values) for core, values in sorted(shares.items())}
         if not means and reading.host_memory is None:
             return
-        self._tell(interval, means)
+        uncorrected = sum(interval.ecc[name] for name in FATAL_ECC)
+        values: dict[Metric, float] = {
+            Metric.ECC_CORRECTED: interval.ecc.total() - uncorrected,
+            Metric.ECC_UNCORRECTED: uncorrected,
+        }
+        if means:
+            values[Metric.CORE_UTILIZATION] = fmean(means.values())
+        self._context.cloudwatch.write(values)
         node = self._context.world.node
         line: dict[str, Any] = {"time": time.time(), "attempt": node.attempt, "host": node.host}
         if means:
@@ -349,23 +350,13 @@ class HostMonitor:
             "device_memory_bytes": reading.device_memory,
             "host_memory_bytes": reading.host_memory,
             "ecc": ecc,
-            "errors": interval.errors,
+            "errors": errors,
         }
         self._lines.append(json.dumps(line))
         try:
             store.write_bytes(self._uri, "".join(f"{text}\n" for text in self._lines).encode())
         except (TrnpipeError, OSError) as error:
-            log.warning("what neuron-monitor saw could not be written: %s", one_line(error))
-
-    def _tell(self, interval: _Interval, means: Mapping[int, float]) -> None:
-        uncorrected = sum(interval.ecc.get(name, 0) for name in FATAL_ECC)
-        values: dict[Metric, float] = {
-            Metric.ECC_CORRECTED: sum(interval.ecc.values()) - uncorrected,
-            Metric.ECC_UNCORRECTED: uncorrected,
-        }
-        if means:
-            values[Metric.CORE_UTILIZATION] = fmean(means.values())
-        self._context.cloudwatch.write(values)
+            log.warning("the monitor's lines could not be written: %s", one_line(error))
 
     @property
     def _uri(self) -> str:

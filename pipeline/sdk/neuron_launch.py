@@ -1,4 +1,4 @@
-"""How processes are started on Neuron hosts: the variables they need, torchrun's command line, what the host must allow.
+"""The start of processes on Neuron hosts: their variables, torchrun's command line, the limits that the host must allow.
 
 Gang stages run under the real torchrun, whose names torch-xla reads; the supervisor starts everything else process by process.
 Who wins over a variable that is set already (in the job definition or the image):
@@ -42,7 +42,7 @@ OPEN_FILES = 65535
 """Each rank of a gang holds sockets to many others (training-troubleshooting.rst, "Too many open files")."""
 
 EXEC_TIMEOUT_SECONDS = 600
-"""Of one execution of one graph; the documents name 2, 30 and 600 as the default, and AWS's BERT sample sets 600."""
+"""Limit of one execution of one graph; the documents name 2, 30 and 600 as the default, and AWS's BERT sample sets 600."""
 
 INFLIGHT_REQUESTS = 3
 """Executions that a training process may have under way: about 12 % faster steps, and more than 3 may exhaust the device's memory
@@ -70,14 +70,14 @@ SIOCGIFADDR = 0x8915
 
 
 def launcher(kind: str, stage: Stage, spec: StageSpec, environment: Mapping[str, str] = os.environ) -> str:
-    """How the ranks of a stage are started: PROCESSES or TORCHRUN.
+    """Return how the ranks of a stage are started: PROCESSES or TORCHRUN.
 
     Args:
         kind: the device kind.
         environment: TRNPIPE_LAUNCHER there overrides the choice for gangs.
 
     Raises:
-        BadConfig: TRNPIPE_LAUNCHER names nothing known.
+        BadConfig: TRNPIPE_LAUNCHER names an unknown launcher.
     """
     chosen = environment.get("TRNPIPE_LAUNCHER")
     if chosen is not None and chosen not in LAUNCHERS:
@@ -89,7 +89,7 @@ def launcher(kind: str, stage: Stage, spec: StageSpec, environment: Mapping[str,
 
 
 def kind_of(planned: str, spec: StageSpec) -> str:
-    """The device kind that a stage's processes see: none for stages of a compiling run that have no accelerator."""
+    """Return the device kind that a stage's processes see: none for stages of a compiling run that have no accelerator."""
     return "" if planned in ("neuron", "xla") and spec.queue == Queue.CPU else planned
 
 
@@ -104,7 +104,7 @@ def environment(
     graphs: Mapping[str, str],
     release: str | None = None,
 ) -> dict[str, str]:
-    """The variables of all processes of a Neuron node, over `base` by the rules above.
+    """Return the variables of all processes of a Neuron node: `base`, changed by the rules above.
 
     Args:
         nodes: nodes whose ranks form one world. EFA carries what goes between nodes only, and asking for it where it is absent is
@@ -122,7 +122,7 @@ def environment(
         defaults["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] = str(INFLIGHT_REQUESTS)
         for name in (REDUCE_BUCKET, "NEURON_FUSE_SOFTMAX", *GRAPH_VARIABLES):
             if found.get(name) and found[name] != graphs.get(name):
-                log.warning("%s=%s gives way to the plan's %s", name, found[name], graphs.get(name) or "none")
+                log.warning("%s=%s is replaced by the plan's %s", name, found[name], graphs.get(name) or "none")
             found.pop(name, None)
     # Empty in a job definition means not set.
     found = {**defaults, **{name: value for name, value in found.items() if value or name not in defaults}}
@@ -158,7 +158,7 @@ def torchrun_command(
     join_seconds: float,
     log_dir: Path | None = None,
 ) -> list[str]:
-    """The command line of this node's torchrun around a Python module.
+    """Return the command line of this node's torchrun around a Python module.
 
     Static rendezvous without restarts: the gang is what Batch started, and Batch repeats it as a whole.
 
@@ -192,18 +192,18 @@ def torchrun_command(
 
 
 def rank_output(log_dir: Path, local_rank: int) -> tuple[Path, Path] | None:
-    """Where torchrun (torch 2.9, DefaultLogsSpecs) puts a rank's stdout and stderr; None before it has started any."""
+    """Return torchrun's files (torch 2.9, DefaultLogsSpecs) of a rank's stdout and stderr; None before it starts ranks."""
     for attempt in log_dir.glob("*/attempt_0"):
         return attempt / str(local_rank) / "stdout.log", attempt / str(local_rank) / "stderr.log"
     return None
 
 
 FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)")
-"""How torchrun (torch 2.9, elastic/multiprocessing/api.py) logs the first of its ranks that ended badly."""
+"""Line of torchrun (torch 2.9, elastic/multiprocessing/api.py) about the first of its ranks that failed."""
 
 
 def first_failed_rank(launcher_log: str) -> tuple[int, int] | None:
-    """(local rank, exit status or minus signal) of the rank that torchrun saw fail first, None if it names none."""
+    """Return (local rank, exit status or minus signal) of the rank that torchrun saw fail first, None if it names none."""
     found = FAILED_RANK.search(launcher_log)
     return (int(found.group(2)), int(found.group(1))) if found else None
 
@@ -257,9 +257,9 @@ def needs_fork_safe(release: str) -> bool:
 
 
 def own_address(environment: Mapping[str, str] = os.environ) -> str:
-    """This node's IPv4 address as the gang's other nodes reach it; Batch leaves it out on the main node.
+    """Return this node's IPv4 address as the gang's other nodes reach it; Batch leaves it out on the main node.
 
-    Of the container's own interface as ECS says (awsvpc), else of the default route, else of the host's name.
+    The address of the container's own interface by ECS (awsvpc), else of the default route, else of the host's name.
 
     Raises:
         BadConfig: there is only the loopback.
@@ -276,13 +276,13 @@ def own_address(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _ecs_address(environment: Mapping[str, str]) -> str | None:
-    """What ECS's task metadata (version 4) calls this container's address; with host networking it names none."""
+    """Return this container's address by ECS's task metadata (version 4), which has none with host networking."""
     try:
         container = ecs_metadata.read_metadata(environment=environment)
         networks = container["Networks"] if container is not None else ()
         return next((str(address) for network in networks for address in network.get("IPv4Addresses", ())), None)
     except ecs_metadata.TROUBLE as error:
-        log.warning("ECS does not say this container's address: %r", error)
+        log.warning("ECS does not report this container's address: %r", error)
         return None
 
 
@@ -303,7 +303,7 @@ def _name_address() -> str | None:
 
 
 def interface_to(address: str) -> str | None:
-    """The network interface whose address this host uses towards `address`, None if there is no way there."""
+    """Return the network interface whose address this host uses towards `address`, None without a route."""
     source = _source_address((address, ELSEWHERE[1]))
     if source is None or not sys.platform.startswith("linux"):
         return None

@@ -1,4 +1,4 @@
-"""The Neuron system tools and the driver's files, asked with a deadline and read strictly: what is unknown counts as a failure.
+"""The Neuron system tools and the driver's files, with a deadline and strict parsing: unknown output counts as a failure.
 
 Formats are those of SDK 2.29.1: neuron-ls, nccom-test and neuron-monitor user guides, sysfs user guide
 (aws-neuron-sdk, tools/neuron-sys-tools at v2.29.1). Loads no framework.
@@ -21,7 +21,7 @@ from typing import IO, Any
 from pipeline.run.processes import end_group
 
 HOST = Path("/")
-"""Where devices, sysfs and the tools are looked for."""
+"""Root folder of devices, sysfs and tools."""
 TOOLS_FOLDER = "opt/aws/neuron/bin"
 RUNTIME_LIBRARY = "opt/aws/neuron/lib/libnrt.so.1"
 """The runtime's library as programs load it: a link to libnrt.so.VERSION."""
@@ -35,10 +35,10 @@ UNCORRECTED = ("mem_ecc_uncorrected", "mem_ecc_repairable_uncorrected", "sram_ec
 
 NCCOM_OPERATIONS = {"all_reduce": "allr", "all_gather": "allg", "reduce_scatter": "redsct"}
 NCCOM_FAILURE = re.compile(r"failure running|test failed|\b[1-9]\d* errors? found|driver is not running", re.IGNORECASE)
-"""What nccom-test says when something is wrong, whatever its exit status, which no document describes."""
+"""Output of a failed nccom-test, whose exit status no document describes."""
 
 ALL_CORES = ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "NEURON_RT_ROOT_COMM_ID")
-"""What binds a process to some cores, or to a gang; a tool is to see the whole host."""
+"""Variables that bind a process to some cores, or to a gang; a tool must see the whole host."""
 OUTPUT_LIMIT_BYTES = 1 << 20
 LINES_SHOWN = 3
 
@@ -46,11 +46,11 @@ Version = tuple[int, int, int]
 
 
 class ToolError(Exception):
-    """A tool that is not there, ends badly, does not end, or prints something undocumented."""
+    """A tool is missing, fails, does not end, or prints something undocumented."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NeuronLsEntry:
+class NeuronLsDevice:
     """One entry of `neuron-ls -j`.
 
     Attributes:
@@ -69,10 +69,10 @@ class NeuronLsEntry:
 
 
 def find_tool(name: str, root: Path = HOST) -> str:
-    """The program's path, on PATH or where the Neuron packages put it.
+    """Return the program's path, on PATH or in the folder of the Neuron packages.
 
     Raises:
-        ToolError: it is nowhere.
+        ToolError: it is in neither.
     """
     found = shutil.which(name) or shutil.which(name, path=str(root / TOOLS_FOLDER))
     if found is None:
@@ -119,7 +119,7 @@ def run_tool(name: str, *arguments: str, seconds: float, root: Path = HOST, fold
 
 
 def tool_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what binds a rank to its own core."""
+    """Return the environment without the variables that bind a rank to its own core."""
     return {name: value for name, value in base.items() if name not in ALL_CORES}
 
 
@@ -164,7 +164,7 @@ def runtime_version(root: Path = HOST, *, seconds: float) -> str:
     """Version of the runtime library in this container: by the library's own file name, else by its package.
 
     Raises:
-        ToolError: neither says.
+        ToolError: neither names one.
     """
     named = re.fullmatch(r"libnrt\.so\.(\d+(?:\.\d+){2,3})", (root / RUNTIME_LIBRARY).resolve().name)
     if named:
@@ -177,9 +177,9 @@ def runtime_version(root: Path = HOST, *, seconds: float) -> str:
 
 
 def driver_objection(driver: Version, runtime: Version, accepted: Sequence[str]) -> str | None:
-    """The rule by which this driver and this runtime do not go together, None if they do.
+    """Return the rule by which this driver does not fit this runtime, None if it fits.
 
-    The hard limits are those of the Neuron runtime's release notes (SDK 2.30, 2.31); within them only what was tried is accepted.
+    The hard limits are those of the Neuron runtime's release notes (SDK 2.30, 2.31); within them, tested releases are accepted.
 
     Args:
         accepted: driver releases as `MAJOR.MINOR`.
@@ -197,15 +197,15 @@ def driver_objection(driver: Version, runtime: Version, accepted: Sequence[str])
 
 
 def missing_files(root: Path, names: Sequence[str]) -> list[str]:
-    """Those of the names under /dev that are not there."""
+    """Return the names that are missing under /dev."""
     return [f"/dev/{name}" for name in names if not (root / "dev" / name).exists()]
 
 
 def uncorrected_errors(devices: int, root: Path = HOST) -> dict[str, int]:
-    """Uncorrected memory errors of devices 0 to `devices` - 1: `neuron3 sram_ecc_uncorrected` -> count.
+    """Return the uncorrected memory errors of devices 0 to `devices` - 1: `neuron3 sram_ecc_uncorrected` -> count.
 
     Raises:
-        ToolError: a counter is not there or is no number.
+        ToolError: a counter is missing or not a number.
     """
     counts = {}
     for device in range(devices):
@@ -220,8 +220,8 @@ def uncorrected_errors(devices: int, root: Path = HOST) -> dict[str, int]:
     return counts
 
 
-def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronLsEntry]:
-    """The host's Neuron devices, as `neuron-ls -j` lists them. Needs no core, so it works while training holds them all.
+def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronLsDevice]:
+    """Return the host's Neuron devices, as `neuron-ls -j` lists them. Needs no core, so it works while training holds them all.
 
     Raises:
         ToolError: the tool fails, or prints something else.
@@ -233,11 +233,11 @@ def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronLsEntry]:
         raise ToolError(f"neuron-ls printed an unknown format ({type(error).__name__}: {error}): {stdout[:200]!r}") from error
 
 
-def _neuron_device(entry: dict[str, Any]) -> NeuronLsEntry:
+def _neuron_device(entry: dict[str, Any]) -> NeuronLsDevice:
     cores = [_whole(core) for core in _list(entry["neuroncore_ids"])]
     if len(cores) != _whole(entry["nc_count"]):
         raise ValueError(f"nc_count {entry['nc_count']} with cores {cores}")
-    return NeuronLsEntry(
+    return NeuronLsDevice(
         index=_whole(entry["neuron_device"]),
         cores=tuple(cores),
         memory=_whole(entry["memory_size"]),
@@ -296,5 +296,5 @@ def nccom_test(operation: str, ranks: int, size: int, *, seconds: float, root: P
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ToolError(f"nccom-test left no report of the known form ({type(error).__name__}: {error})") from error
     if len(rates) != 1 or len(results) != 1 or not math.isfinite(rates[0]) or rates[0] <= 0:
-        raise ToolError(f"nccom-test reported other results than the one asked for: {results}")
+        raise ToolError(f"nccom-test reported other results than requested: {results}")
     return rates[0]

@@ -15,7 +15,7 @@ MOST_POINTS = 500
 
 
 LARGEST = 1e200
-"""Beyond it, differences and sums overflow; nothing that was measured is."""
+"""Larger numbers overflow in differences and sums; no measured value is that large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> L
 
 
 def bar(start: float, stop: float, low: float, high: float) -> Bar:
-    """Where [start, stop] lies within [low, high]; never thinner than can be seen."""
+    """Place [start, stop] within [low, high]; the bar always stays visible."""
     extent = max(high - low, 1e-9)
     left = 100 * (start - low) / extent
     return Bar(left=round(min(left, 99.6), 3), width=round(max(100 * (stop - start) / extent, 0.4), 3))

@@ -1,10 +1,10 @@
 """compile: every graph of the run ahead of time, by a trial of the train command itself, on as many ranks as will train.
 
-`xla` runs the trial and records which graphs it met; XLA on a CPU compiles in every process again, but what training may meet is
+`xla` runs the trial and records which graphs it met; XLA on a CPU compiles in every process again, but training's graphs are then
 known. `neuron` runs `neuron_parallel_compile` around the trial, which fills the persistent cache; then a step of every graph on
 all ranks, which shows whether they load and fit; and traces the encoder for evaluate and embed. Either way the two compiled sets
-that the plan names are complete afterwards; where they are already, nothing is done, and the state machine does not even start
-this stage. `cpu` and `cuda` run operations one by one and have no graphs.
+that the plan names are complete afterwards; where they exist already, the state machine does not even start this stage. `cpu` and
+`cuda` run operations one by one and have no graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from pipeline import store
-from pipeline.backends.device import Device
 from pipeline.backends.hlo import GraphDescription, describe
 from pipeline.backends.traced import TracedEncoder, trace_encoder
 from pipeline.config import ModelConfig
 from pipeline.contract import attempt_seconds
-from pipeline.errors import BadConfig, Defect, ExitCode, TrnpipeError
+from pipeline.errors import BadConfig, Defect, ExitCode, FailureKind, TrnpipeError
 from pipeline.graphs.compiled import GraphSet, missing_sets, read_set, require_faithful, set_uri, traces_uri, write_set
 from pipeline.host import gang
 from pipeline.model.encoder import new_encoder
@@ -41,7 +39,7 @@ from pipeline.model.inference import encode_shapes, inference_form
 from pipeline.run import failure
 from pipeline.run.context import NODE_FOLDER, StageContext, StageOutput
 from pipeline.sdk import compile_cache, known_errors, neuron_launch
-from pipeline.training.setup import joined
+from pipeline.training.setup import gang_device
 from pipeline.training.trial import run_trial
 
 log = logging.getLogger("trnpipe")
@@ -50,7 +48,7 @@ JOIN_SECONDS = 900
 """For the torchruns of all nodes to find each other; hosts of a gang start minutes apart."""
 
 SHARE_OF_TIMEOUT = 0.95
-"""Of the stage's time, for compiling and loading: what is left is for saying what was wrong."""
+"""Share of the stage's time for compiling and loading; the rest is for reporting a failure."""
 
 POLL_SECONDS = 2.0
 
@@ -66,7 +64,7 @@ RANDOM_WEIGHTS_SCALE = 0.02
 
 
 def run(context: StageContext) -> StageOutput | None:
-    """Make what is missing of the plan's compiled sets; rank 0 speaks for the stage."""
+    """Make the missing ones of the plan's compiled sets; rank 0 returns the stage's output."""
     plan = context.plan
     if plan.graphs is None:
         return _nothing(context, f"the kind `{plan.world.kind}` runs operations one by one and has no graphs")
@@ -75,7 +73,10 @@ def run(context: StageContext) -> StageOutput | None:
     if plan.world.kind != "neuron":
         return compile_here(context)
     if compile_cache.extraction_mode() or LOADING in os.environ:
-        trial_rank(context)
+        # One rank of a trial: below neuron_parallel_compile, which compiles what the ranks wrote down when they have ended, or
+        # after it, with the compiled graphs.
+        with gang_device(context, plan) as device:
+            run_trial(context, device, loading=device.computes)
         return None
     return compile_on_neuron(context)
 
@@ -92,9 +93,10 @@ def compile_here(context: StageContext) -> StageOutput | None:
     graphs = context.plan.graphs
     assert graphs is not None
     began = time.monotonic()
-    with joined(context, context.plan) as device:
+    with gang_device(context, context.plan) as device:
         trial = run_trial(context, device)
-        described = {key: _describe(device, key) for key in sorted(trial.all)}
+        modules = {key: device.graph_module(key) for key in sorted(trial.all)}
+    described = {key: describe(module) if module else None for key, module in modules.items()}
     root, run_id = context.paths.bucket_root, context.paths.run_id
     infer = {key: described[key] for key in sorted(trial.infer)}
     write_set(set_uri(root, "infer", graphs.infer), GraphSet(fingerprint=graphs.infer, run=run_id, graphs=infer))
@@ -115,13 +117,6 @@ def compile_here(context: StageContext) -> StageOutput | None:
 
 
 # Neuron: one process per node runs this stage; the trial's ranks are its own, below neuron_parallel_compile.
-
-
-def trial_rank(context: StageContext) -> None:
-    """One rank of a trial: below neuron_parallel_compile, which compiles what the ranks wrote down when they have ended, or after
-    it, with what is compiled."""
-    with joined(context, context.plan) as device:
-        run_trial(context, device, loading=device.computes)
 
 
 def compile_on_neuron(context: StageContext) -> StageOutput | None:
@@ -203,14 +198,16 @@ def compile_training(context: StageContext) -> compile_cache.Summary:
 
 
 def compile_seconds(context: StageContext) -> float:
-    """For compiling: the attempt without what loading may take, but no less than half of it. Batch retries an attempt that ends
-    itself in time, and its compiled graphs are in the cache then; one that Batch ends is not retried."""
+    """Return the seconds for compiling: the attempt less the time for loading, but at least half of it.
+
+    Batch retries an attempt that ends itself in time, with its compiled graphs in the cache; one that Batch ends is not retried.
+    """
     seconds = attempt_seconds(context.stage) * SHARE_OF_TIMEOUT
     return max(seconds - LOADING_SECONDS, seconds / 2)
 
 
 def load_training(context: StageContext) -> float:
-    """Run a real step of every graph on all ranks, with what is compiled; nothing of it is kept. Returns the seconds it took.
+    """Run a real step of every compiled graph on all ranks and discard the results; return the seconds it took.
 
     Compiling needs no device. Whether programs load, and fit the device's memory together, would otherwise first show in train.
 
@@ -232,7 +229,7 @@ def load_training(context: StageContext) -> float:
 
 
 def trial_command(context: StageContext) -> list[str]:
-    """The command line of this node's share of a trial."""
+    """Return the command line of this node's share of a trial."""
     world, node = context.plan.world, context.world.node
     return neuron_launch.torchrun_command(
         ["pipeline.stages.rank", context.stage.value, context.paths.root],
@@ -247,25 +244,27 @@ def trial_command(context: StageContext) -> list[str]:
 
 @contextmanager
 def trial_folder(context: StageContext, name: str) -> Iterator[Path]:
-    """The folder in which a trial's ranks leave why they failed.
+    """Yield the folder in which a trial's ranks leave their failures.
 
     Raises:
-        TrnpipeError: what a rank left there, where the block ends with an error that knows less.
+        TrnpipeError: a rank's failure, where the block ends with an error that explains less.
     """
     ranks = context.scratch / f"trial-{name}"
     ranks.mkdir()
     try:
         yield ranks
     except TrnpipeError as error:
-        cause = failure.cause(found for found in map(partial(failure.read_failure, ranks), _own_ranks(context)) if found)
-        # An unexpected exception: the log may have a better explanation, and the error is that then.
-        if cause is None or (failure.is_unexpected(cause) and not isinstance(error, Defect)):
+        per_node = context.plan.world.ranks_per_node
+        own = range(context.world.rank * per_node, (context.world.rank + 1) * per_node)
+        cause = failure.cause(found for rank in own if (found := failure.read_failure(ranks, rank)))
+        # For an unexpected exception the log may have a better explanation, which the error is then.
+        if cause is None or (cause.kind is FailureKind.UNEXPECTED and not isinstance(error, Defect)):
             raise
         raise failure.error_of(cause) from error
 
 
 def _beat(context: StageContext, note: str) -> Callable[[str], None]:
-    """A function for every line of a trial's output: it goes to the log, and counts as progress."""
+    """Return a function that writes a line of a trial's output to the log and counts it as progress."""
     lines = 0
 
     def beat(line: str) -> None:
@@ -273,14 +272,14 @@ def _beat(context: StageContext, note: str) -> Callable[[str], None]:
         if line:
             lines += 1
             sys.stdout.write(f"{line}\n")
-        # A compiler says nothing for a long time; the trial's own time limit ends it.
+        # A compiler prints nothing for a long time; the trial's own time limit ends it.
         context.heartbeat.beat(note=f"{note}, {lines} lines so far", patience=attempt_seconds(context.stage))
 
     return beat
 
 
 def require_compiled(summary: compile_cache.Summary) -> None:
-    """Refuse to go on with graphs that have no compiled form.
+    """Refuse to continue with graphs that have no compiled form.
 
     Raises:
         BadConfig: one is too large for the device or the compiler, or what else settings can help.
@@ -306,17 +305,14 @@ def require_compiled(summary: compile_cache.Summary) -> None:
 
 
 def wait_for_nodes(context: StageContext) -> None:
-    """Until every node has said that it is done; a node that fails or vanishes ends the gang, whose supervisor watches."""
-    for node in range(context.world.node.nodes):
-        while not _has_compiled(context, node):
+    """Wait until every node has compiled. The main node's supervisor ends the gang when a node fails or vanishes."""
+    own = context.world.node
+    for node in range(own.nodes):
+        uri = context.paths.compiled_node(node)
+        # A record of an earlier attempt does not count.
+        while not (store.exists(uri) and gang.same_attempt(store.read_json(uri), own)):
             context.heartbeat.beat(note=f"waiting for node {node} to compile", patience=attempt_seconds(context.stage))
             time.sleep(POLL_SECONDS)
-
-
-def _has_compiled(context: StageContext, node: int) -> bool:
-    """Whether a node is done in this attempt; what it left in an earlier one says nothing."""
-    uri = context.paths.compiled_node(node)
-    return store.exists(uri) and gang.same_attempt(store.read_json(uri), context.world.node)
 
 
 def cached_graphs(cache: str, own: Collection[str]) -> dict[str, GraphDescription | None]:
@@ -336,7 +332,7 @@ def cached_graphs(cache: str, own: Collection[str]) -> dict[str, GraphDescriptio
             rule="every graph of training is there after neuron_parallel_compile",
             remedy="see the log above for which cache it used",
         )
-    if unfinished := [f"{key}: {state.value}" for key, state in states.items() if state != compile_cache.State.DONE]:
+    if unfinished := [f"{key}: {state.value}" for key, state in states.items() if state != compile_cache.GraphState.DONE]:
         raise Defect(
             "graphs are left without a compiled form",
             value=unfinished,
@@ -347,10 +343,10 @@ def cached_graphs(cache: str, own: Collection[str]) -> dict[str, GraphDescriptio
 
 
 def trace_encoders(context: StageContext) -> dict[str, GraphDescription | None]:
-    """Trace the encoder for every shape of evaluate and embed and store the forms; their names (their programs are not kept).
+    """Trace the encoder for every shape of evaluate and embed and store the forms; return their names (no programs are kept).
 
     Raises:
-        Defect: a form does not embed as the encoder on the host does; nothing is stored.
+        Defect: a form gives other embeddings than the encoder on the host; nothing is stored.
     """
     from pipeline.backends import neuron
 
@@ -385,7 +381,7 @@ def check_traces(
 
     One core of one node is enough: every core runs the same programs, and each process that embeds compares its own again.
     """
-    # Before anything loads the runtime, which takes all cores that it is not denied.
+    # Before the runtime loads, which takes all cores that it may see.
     os.environ["NEURON_RT_VISIBLE_CORES"] = "0"
     from pipeline.backends import neuron
 
@@ -395,20 +391,10 @@ def check_traces(
 
 
 def random_encoder(backbone: PreTrainedConfig, config: ModelConfig) -> nn.Module:
-    """An encoder as evaluate and embed call it on `neuron`, each weight with noise of its own (fresh biases would all be 0)."""
+    """Return an encoder as evaluate and embed call it on `neuron`, with noise on every weight (fresh biases would all be 0)."""
     torch.manual_seed(RANDOM_WEIGHTS_SEED)
     encoder = new_encoder(backbone, config)
     with torch.no_grad():
         for weight in encoder.parameters():
             weight.add_(RANDOM_WEIGHTS_SCALE * torch.randn_like(weight))
     return inference_form(encoder, compiles=True)
-
-
-def _own_ranks(context: StageContext) -> range:
-    per_node = context.plan.world.ranks_per_node
-    return range(context.world.rank * per_node, (context.world.rank + 1) * per_node)
-
-
-def _describe(device: Device, key: str) -> GraphDescription | None:
-    module = device.graph_module(key)
-    return describe(module) if module else None

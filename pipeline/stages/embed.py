@@ -2,7 +2,7 @@
 
 A child takes consecutive parts of the plan, and so does each of its ranks, so that a rank reads its rows of the corpus shards in
 one go. Of each part it writes `embed/part-....parquet`, then the part's record. Complete parts are left alone, so a child that is
-interrupted loses at most the part it was in. A document that cannot be embedded is left out and listed beside its part, up to a
+interrupted loses at most the part it was in. A document that cannot be embedded is left out and listed next to its part, up to a
 share of the corpus. The child that finds the parts of all children complete speaks for the stage.
 """
 
@@ -44,7 +44,7 @@ WINDOW_ROWS = 16_384
 a window takes 25 MB of embeddings, and with 128 tokens a row 8 MB of tokens."""
 
 MOST_WRITES = 4
-"""Of one part: another child that writes it too has one copy of it to write, and seldom comes between more than once."""
+"""Writes of one part: another child that writes it too has one copy to write, and seldom interferes more than once."""
 
 EXAMPLES = 20
 
@@ -81,7 +81,7 @@ def run(context: StageContext) -> StageOutput | None:
 
 
 def complete_part(context: StageContext, index: int, model: Artifact, *, deep: bool) -> PartRecord | None:
-    """The record of a part that is complete, None where there is work to do.
+    """Return the record of a complete part, None for an incomplete one.
 
     Args:
         model: the weights that must have made it.
@@ -100,13 +100,13 @@ def complete_part(context: StageContext, index: int, model: Artifact, *, deep: b
     expected = (plan.fingerprint, model.sha256, plan.embed.parts[index].rows, info.size)
     found = (record.fingerprint, record.model, record.rows + record.quarantined, record.size)
     if found != expected or (deep and not _is_its_records(context, index, record)):
-        log.warning("part %d is not what its record says; doing it again", index)
+        log.warning("part %d does not match its record; doing it again", index)
         return None
     return record
 
 
 def _is_its_records(context: StageContext, index: int, record: PartRecord) -> bool:
-    """Whether the content of a part, and of its list, is what the record says."""
+    """Whether the content of a part, and of its list, matches the record."""
     count = len(context.plan.embed.parts)
     if store.sha256(context.paths.part(index, count)) != record.sha256:
         return False
@@ -118,7 +118,7 @@ def _is_its_records(context: StageContext, index: int, record: PartRecord) -> bo
 
 @dataclass(kw_only=True)
 class Worker:
-    """This process's model on its device, and how far it is.
+    """This process's model on its device, and its progress.
 
     Attributes:
         done, total: documents embedded, and to embed, by this process.
@@ -138,7 +138,7 @@ class Worker:
     begun: float = 0.0
 
     def beat(self, done: int) -> None:
-        """Say how far the process is: `done` documents beyond those of complete windows."""
+        """Report progress: `done` documents beyond those of complete windows."""
         done += self.done
         rate = done / max(time.monotonic() - self.begun, 1e-9)
         self.context.heartbeat.beat(done, self.total, unit="documents", rate=rate, note="embedding")
@@ -211,7 +211,7 @@ def embed_part(worker: Worker, index: int) -> PartRecord:
 
 
 def make_part(worker: Worker, index: int) -> MadePart:
-    """Compute a part. A document that the tokenizer or the model cannot cope with is left out: no other one depends on it.
+    """Compute a part. A document that the tokenizer or the model cannot handle is left out; the others do not depend on it.
 
     Raises:
         BadData: more such documents than the whole corpus may have, or a shard that has changed.
@@ -231,7 +231,7 @@ def make_part(worker: Worker, index: int) -> MadePart:
     return made
 
 
-def embed_window(worker: Worker, window: Window, made: MadePart, writer: PartWriter) -> None:
+def embed_window(worker: Worker, window: DocumentWindow, made: MadePart, writer: PartWriter) -> None:
     """Embed a window's documents; those whose embeddings are not finite are left out."""
     config = worker.context.plan.config.embed
     found = encode(
@@ -274,15 +274,15 @@ def keep_part(worker: Worker, made: MadePart) -> PartRecord:
     if found := complete_part(context, index, worker.model, deep=True):
         return found
     raise Transient(
-        "somebody else keeps on writing the same part",
+        "another process keeps writing the same part",
         value=context.paths.part(index, count),
         rule="a part and its record are of one origin",
-        remedy="see whether the same child runs more than once; a new attempt takes up what is complete",
+        remedy="see whether the same child runs more than once; a new attempt keeps complete parts",
     )
 
 
 def record_of(worker: Worker, made: MadePart, artifact: Artifact, listed: bytes) -> PartRecord:
-    """What a part's record says."""
+    """Return the record of a part."""
     seconds = time.monotonic() - made.begun
     left_out = IdDigest()
     for document in made.bad:
@@ -318,7 +318,7 @@ def too_many(context: StageContext, bad: int) -> bool:
 
 
 def too_many_bad(context: StageContext, bad: int, examples: list[str]) -> BadData:
-    """What to say of them."""
+    """Return the error for too many documents without an embedding."""
     return BadData(
         f"too many documents cannot be embedded: {bad} of {context.plan.embed.rows}",
         value=examples[:EXAMPLES],
@@ -328,7 +328,7 @@ def too_many_bad(context: StageContext, bad: int, examples: list[str]) -> BadDat
     )
 
 
-class Window(NamedTuple):
+class DocumentWindow(NamedTuple):
     """Documents that are embedded together, in columns, because two windows are held at a time; their texts are not needed again.
 
     Attributes:
@@ -343,14 +343,14 @@ class Window(NamedTuple):
     bad: list[QuarantinedDocument]
 
 
-def windows(worker: Worker, part: PartPlan) -> Iterator[Window]:
+def windows(worker: Worker, part: PartPlan) -> Iterator[DocumentWindow]:
     """A part's documents in their order, WINDOW_ROWS at a time."""
     plan = worker.context.plan
     rows = enumerate(
         row for span in part.spans for row in worker.reader.read(plan.embed.shards[span.shard], span.start, span.stop)
     )
     while True:
-        window = Window(array("q"), [], [], [])
+        window = DocumentWindow(array("q"), [], [], [])
         for start in range(0, WINDOW_ROWS, TEXTS_AT_ONCE):
             taken = list(islice(rows, min(TEXTS_AT_ONCE, WINDOW_ROWS - start)))
             encoded = worker.tokenizer.encode_each([text for _, (_, text) in taken], max(plan.config.embed.buckets))
@@ -367,7 +367,7 @@ def windows(worker: Worker, part: PartPlan) -> Iterator[Window]:
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, the next one made in the background while this one is used: reading and tokenizing cost no device time."""
+    """Yield the items, and make the next one in the background meanwhile: reading and tokenizing cost no device time."""
     with ThreadPoolExecutor(1, "ahead") as background:
         coming = background.submit(next, items, None)
         while (item := coming.result()) is not None:
@@ -376,7 +376,7 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def stage_output(context: StageContext, model: Artifact) -> StageOutput | None:
-    """What the whole array did, or None while parts are missing.
+    """Return the output of the whole array, or None while parts are missing.
 
     Raises:
         BadData: the parts together have too many documents without an embedding.
@@ -388,7 +388,7 @@ def stage_output(context: StageContext, model: Artifact) -> StageOutput | None:
     found = [complete_part(context, index, model, deep=False) for index in indices] if names <= present else [None]
     records = [record for record in found if record is not None]
     if len(records) < len(plan.parts):
-        log.info("embed: other children are still at work; this one is done")
+        log.info("embed: this child is done; others still run")
         return None
     bad = sum(record.quarantined for record in records)
     if too_many(context, bad):

@@ -135,7 +135,7 @@ class Holdout:
 
 
 def read_holdout(context: StageContext, folder: str = "") -> Holdout:
-    """The hold-out that prepare fixed, joined to its candidates.
+    """Return the hold-out that prepare fixed, joined to its candidates.
 
     Args:
         folder: below `prepare/rows`, with a slash behind it; empty: the hold-out in the parent's tokens.
@@ -183,12 +183,12 @@ def check_size(queries: int, gate: GateConfig) -> None:
             "the hold-out is too small to judge the model",
             value=f"{queries} distinct queries",
             rule=f"gate.min_queries = {gate.min_queries}; fewer cannot show a difference of {gate.max_drop:.3%}",
-            remedy="raise data.holdout_fraction, add data, or set gate.allow_small=true to judge all the same",
+            remedy="raise data.holdout_fraction, add data, or set gate.allow_small=true to judge anyway",
         )
 
 
 def measure_published(context: StageContext, device: Device, holdout: Holdout, published: Published) -> PerQuery:
-    """Every metric of a published model that is not the parent, in whatever form it is.
+    """Measure a published model that is not the parent, in its own form.
 
     The run's graphs are those of the new model. One of another form runs on the host's processor, in fp32, as only a run
     that changes the form needs it.
@@ -206,7 +206,7 @@ def measure_published(context: StageContext, device: Device, holdout: Holdout, p
 def measure(
     context: StageContext, device: Device, holdout: Holdout, name: str, folder: str, form: ModelConfig | None = None
 ) -> PerQuery:
-    """Every metric of one model for every query.
+    """Return every metric of one model for every query.
 
     Args:
         form: of the model, where it is another one than the run's.
@@ -235,12 +235,12 @@ def measure(
 
 
 def means(values: PerQuery) -> dict[str, float]:
-    """Metric -> its mean over the queries."""
+    """Return each metric's mean over the queries."""
     return {metric: float(values[metric].mean()) for metric in METRICS}
 
 
 def compare(baseline: PerQuery, new: PerQuery, *, samples: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Means of both models and the difference new - baseline with its paired bootstrap interval.
+    """Return the means of both models and the difference new - baseline with its paired bootstrap interval.
 
     Returns:
         `{baseline: {metric: mean}, new: {metric: mean}, difference: {metric: {value, low, high}}}`.
@@ -258,10 +258,10 @@ def compare(baseline: PerQuery, new: PerQuery, *, samples: int, seed: int) -> di
 
 
 def judge(scores: Mapping[str, Mapping[str, Any]], gate: GateConfig, published: Published | None) -> dict[str, Any]:
-    """The verdict: `accepted` if the new model's metric is at most `gate.max_drop` below the baseline's, else `refused`.
+    """Return the verdict: `accepted` if the new model's metric is at most `gate.max_drop` below the baseline's, else `refused`.
 
     Args:
-        published: whose scores the baseline's are; None: the parent's.
+        published: the published model that is the baseline; None: the parent is.
     """
     baseline, new = scores["baseline"][gate.metric], scores["new"][gate.metric]
     difference = scores["difference"][gate.metric]["value"]
@@ -284,7 +284,7 @@ def judge(scores: Mapping[str, Mapping[str, Any]], gate: GateConfig, published: 
 def compare_locales(
     baseline: PerQuery, new: PerQuery, locales: Sequence[str | None], config: RunConfig
 ) -> dict[str, dict[str, Any]]:
-    """The same comparison for the queries of each locale; empty where rows have none."""
+    """Return the same comparison for the queries of each locale; empty where rows have none."""
     scores = {}
     for locale in sorted({locale for locale in locales if locale is not None}):
         chosen = np.array([item == locale for item in locales])

@@ -28,7 +28,6 @@ from pipeline.errors import Transient
 from pipeline.health.answers import largest_error, on_device, sequence
 from pipeline.health.neuron_host import DRIVER, compiler_environment, host_tests, wait_seconds, wrong_driver
 from pipeline.health.records import NodeReport, TestRecord
-from pipeline.plan import PlannedWorld
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.sdk.neuron_tools import HOST
 
@@ -46,7 +45,7 @@ def run(context: StageContext, *, root: Path = HOST) -> StageOutput | None:
         root: where the host's devices and tools are looked for.
 
     Raises:
-        BadConfig: the host's driver does not go with this container.
+        BadConfig: the host's driver does not fit this container's runtime.
         UnhealthyHost: this node failed a test.
         Transient: storage failed.
     """
@@ -63,7 +62,8 @@ def run(context: StageContext, *, root: Path = HOST) -> StageOutput | None:
         os.environ |= compiler_environment(os.environ.get("NEURON_CC_FLAGS", ""), context.scratch / "neuron-cache")
     device = open_device(
         plan.world.kind,
-        precision_of(plan.world),
+        # The compiler's cast is left out.
+        "fp32" if plan.world.precision == "compiler" else plan.world.precision,
         context.world,
         threads=plan.config.device.threads_per_rank,
         timeout_seconds=config.collective_timeout_seconds,
@@ -75,16 +75,11 @@ def run(context: StageContext, *, root: Path = HOST) -> StageOutput | None:
     return summary(context, time.monotonic() - started) if context.world.is_leader else None
 
 
-def precision_of(world: PlannedWorld) -> str:
-    """What the device is opened in; the compiler's cast is left out."""
-    return "fp32" if world.precision == "compiler" else world.precision
-
-
 def check_with_tools(context: StageContext, report: NodeReport, config: HealthCheckConfig, *, root: Path = HOST) -> None:
     """Test the host by its own tools, on the node's first rank, while the others wait with their cores still closed.
 
     Raises:
-        BadConfig: the host's driver does not go with this container.
+        BadConfig: the host's driver does not fit this container's runtime.
         UnhealthyHost: this node failed a test.
     """
     records = []
@@ -100,9 +95,9 @@ def check_with_tools(context: StageContext, report: NodeReport, config: HealthCh
 
 
 def check_ranks(context: StageContext, device: Device, report: NodeReport, config: HealthCheckConfig) -> None:
-    """All tests of the ranks, from each one alone to all together; the node is judged after each round.
+    """Run all tests of the ranks, from each one alone to all together, and judge the node after each round.
 
-    A rank that is wrong by itself would only confuse everybody else's collectives, hence the order.
+    The order matters: a rank that is wrong by itself would only disturb the other ranks' collectives.
     """
     context.heartbeat.beat(note="known answers and memory")
     records = [*known_answers(device, config), memory(device, config)]
@@ -120,7 +115,7 @@ def check_ranks(context: StageContext, device: Device, report: NodeReport, confi
 
 
 def summary(context: StageContext, seconds: float) -> StageOutput:
-    """The stage's output on rank 0, from the reports of all nodes (written before the last barrier)."""
+    """Return the stage's output on rank 0, from the reports of all nodes (written before the last barrier)."""
     nodes = [store.read_json(context.paths.node_health(node)) for node in range(context.world.node.nodes)]
     tests = [test for node in nodes for test in node["tests"]]
     slowest = max(tests, key=lambda test: float(test["seconds"]))
@@ -140,7 +135,7 @@ def summary(context: StageContext, seconds: float) -> StageOutput:
 
 
 def _lowest(tests: list[dict[str, Any]], prefix: str) -> float | None:
-    """A node's lowest bandwidth in its judged tests of one kind, None if it ran none."""
+    """Return a node's lowest bandwidth in its judged tests of one kind, None if it ran none."""
     values = [float(test["value"]) for test in tests if test["name"].startswith(prefix) and test["floor"] is not None]
     return round(min(values), 3) if values else None
 
@@ -149,7 +144,7 @@ def _lowest(tests: list[dict[str, Any]], prefix: str) -> float | None:
 
 
 def known_answers(device: Device, config: HealthCheckConfig) -> Iterator[TestRecord]:
-    """Matrix product, sum, exponential and gather in fp32 and bf16 against answers computed in fp64 on the host.
+    """Test matrix product, sum, exponential and gather in fp32 and bf16 against answers computed in fp64 on the host.
 
     Inputs are integers over a power of two that both types hold exactly: 13 bits in fp32, so that a device that quietly drops
     mantissa bits is seen, and 8 bits in bf16.
@@ -176,7 +171,7 @@ def known_answers(device: Device, config: HealthCheckConfig) -> Iterator[TestRec
 
 
 def matmul_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float:
-    """Largest error of a (size, size) product, as a share of the largest entry; the integer reference is exact in fp64."""
+    """Return the largest error of a (size, size) product, as a share of the largest entry; the reference is exact in fp64."""
     half = 1 << (bits - 1)
     left = sequence(size * size, -half, half).reshape(size, size)
     right = sequence(size * size, -half, half, offset=size * size).reshape(size, size)
@@ -186,7 +181,7 @@ def matmul_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> fl
 
 
 def sum_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float:
-    """Largest relative error of the sums of `size` rows; the reference is exact in int64."""
+    """Return the largest relative error of the sums of `size` rows; the reference is exact in int64."""
     values = sequence(size * size, 1, 1 << bits).reshape(size, size)
     return largest_error(
         device, on_device(device, values, dtype, bits).sum(dim=1), values.sum(axis=1) / (1 << bits), relative_to="each"
@@ -194,7 +189,7 @@ def sum_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float
 
 
 def exp_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float:
-    """Largest relative error of exp over [-4, 4); the reference is fp64."""
+    """Return the largest relative error of exp over [-4, 4); the reference is fp64."""
     half = 1 << (bits - 1)
     values = sequence(size * size, -half, half)
     shift = bits - 3
@@ -204,7 +199,7 @@ def exp_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float
 
 
 def gather_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float:
-    """Largest relative error of rows picked by index; copying is exact, so any error is too much."""
+    """Return the largest relative error of rows picked by index; copying is exact, so every error counts."""
     values = sequence(size * size, 1, 1 << bits).reshape(size, size)
     index = sequence(size, 0, size, offset=7)
     picked = on_device(device, values, dtype, bits).index_select(0, torch.from_numpy(index).to(device.torch_device))
@@ -244,12 +239,12 @@ def memory(device: Device, config: HealthCheckConfig) -> TestRecord:
 
 
 def _best_seconds(device: Device, operation: Callable[[], Tensor]) -> float:
-    """The shortest of a few runs, the device's queue included; the first one, which allocates and compiles, does not count."""
+    """Return the shortest of a few runs, including the device's queue; the first one, which compiles, does not count."""
     best = float("inf")
     for repeat in range(BANDWIDTH_REPEATS + 1):
         began = time.perf_counter()
         result = operation()
-        # The whole result, not only what is read of it: a lazy device would leave the rest out.
+        # The whole result, not only the part that is read: a lazy device would leave the rest out.
         device.sync()
         device.read(result.reshape(-1)[:1])
         if repeat:
@@ -264,7 +259,7 @@ def storage_round_trip(context: StageContext, config: HealthCheckConfig) -> Test
     """Write an object under the run folder, read it, compare, remove it.
 
     Raises:
-        Transient: what came back is not what was written.
+        Transient: the bytes read are not those written.
     """
     began = time.monotonic()
     size = config.storage_mib << 20
@@ -277,7 +272,7 @@ def storage_round_trip(context: StageContext, config: HealthCheckConfig) -> Test
     finally:
         store.delete(uri)
     if returned != payload:
-        raise Transient("storage gave back other bytes than were written", value=uri, remedy="a new attempt may succeed")
+        raise Transient("storage returned other bytes than were written", value=uri, remedy="a new attempt may succeed")
     seconds = time.monotonic() - began
     return TestRecord(
         name="storage",
@@ -295,7 +290,7 @@ def storage_round_trip(context: StageContext, config: HealthCheckConfig) -> Test
 
 
 def collectives(device: Device, config: HealthCheckConfig) -> Iterator[TestRecord]:
-    """All-reduce, all-gather and reduce-scatter at every configured size, by value and by bus bandwidth.
+    """Test all-reduce, all-gather and reduce-scatter at every configured size, by value and by bus bandwidth.
 
     Sizes are those of the whole message, and bus bandwidth is nccl-tests': the rate at which each link is used, comparable
     between any numbers of ranks. The floor holds for the largest size; smaller messages measure latency.
@@ -326,7 +321,7 @@ Measured = tuple[float, str, float, float]
 
 
 def all_reduce(device: Device, elements: int) -> Measured:
-    """The sum over all ranks of (base + rank) is size * base + size * (size - 1) / 2; small integers are exact in fp32."""
+    """Test all-reduce: the ranks' base + rank sum to size * base + size * (size - 1) / 2; small integers are exact in fp32."""
     size = device.world.size
     base = _base(elements * size)
     mine = _placed(device, base + device.world.rank)
@@ -336,7 +331,7 @@ def all_reduce(device: Device, elements: int) -> Measured:
 
 
 def all_gather(device: Device, elements: int) -> Measured:
-    """Rank r contributes base + r; where a segment is wrong, its rank is named."""
+    """Test all-gather: rank r contributes base + r; a wrong segment is reported with its rank."""
     size = device.world.size
     base = _base(elements)
     mine = _placed(device, base + device.world.rank)
@@ -344,13 +339,13 @@ def all_gather(device: Device, elements: int) -> Measured:
     errors = device.read((device.gather(mine).reshape(size, elements) - expected).abs().amax(dim=1))
     seconds = _best_seconds(device, lambda: device.gather(mine))
     wrong = [f"rank {rank}" for rank, error in enumerate(errors) if error != 0.0]
-    # max() would pass over a value that is not a number.
+    # max() would skip a value that is not a number.
     error = next(filter(math.isnan, errors), max(errors))
     return error, "what came from " + ", ".join(wrong) if wrong else f"{size} ranks", seconds, (size - 1) / size
 
 
 def reduce_scatter(device: Device, elements: int) -> Measured:
-    """As all_reduce, of which this rank keeps its share."""
+    """Test reduce-scatter: as all_reduce, of which this rank keeps its share."""
     size, rank = device.world.size, device.world.rank
     base = _base(elements * size)
     mine = _placed(device, base + rank)
@@ -369,7 +364,7 @@ def _sum_of_all(base: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]
 
 
 def _placed(device: Device, values: npt.NDArray[np.int64]) -> Tensor:
-    """On the device, as data: a rank's number within a graph would give every rank a graph of its own."""
+    """Put values on the device, as data: a rank's number within a graph would give every rank a graph of its own."""
     return on_device(device, values, torch.float32)
 
 

@@ -77,7 +77,7 @@ def run(context: StageContext) -> StageOutput:
 
 
 def check_verdict(context: StageContext, model: Artifact) -> None:
-    """Nothing is published that evaluate did not accept: these very weights, under this plan.
+    """Refuse to publish anything but the weights that evaluate accepted under this plan.
 
     Raises:
         GateRefused: refused, or not judged.
@@ -104,13 +104,13 @@ def check_verdict(context: StageContext, model: Artifact) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedPart:
-    """A part whose content is what its record says.
+    """A part whose content matches its record.
 
     Attributes:
-        uri: of the Parquet file.
-        digest: of the ids in it and of those that are quarantined.
+        uri: URI of the Parquet file.
+        digest: digest of the ids in it and of the quarantined ones.
         hashes: lower 64 bits of the hash of each id in it, (rows,).
-        quarantined: the same of each document without an embedding.
+        quarantined: the same for each document without an embedding.
     """
 
     index: int
@@ -142,11 +142,11 @@ def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
 
 
 def check_part(context: StageContext, model: Artifact, index: int) -> CheckedPart:
-    """One part against its record and the plan.
+    """Check one part against its record and the plan.
 
     Raises:
-        MissingInput: it or its record is absent.
-        BadData: they do not fit each other, the plan or the model.
+        MissingInput: the part or its record is absent.
+        BadData: they do not match each other, the plan or the model.
     """
     paths, plan = context.paths, context.plan
     count = len(plan.embed.parts)
@@ -166,18 +166,18 @@ def check_part(context: StageContext, model: Artifact, index: int) -> CheckedPar
             if str(digest) != record.ids:
                 wrong = [f"ids {digest}, expected {record.ids}"]
     if wrong:
-        raise BadData("a part is not what it should be", value=[f"{uri}: {fact}" for fact in wrong], remedy=AGAIN)
+        raise BadData("a part does not match its record", value=[f"{uri}: {fact}" for fact in wrong], remedy=AGAIN)
     left_out, quarantined = check_quarantine(context, index, record)
     digest.merge(left_out)
     return CheckedPart(index=index, uri=uri, record=record, digest=digest, hashes=hashes, quarantined=quarantined)
 
 
 def check_quarantine(context: StageContext, index: int, record: PartRecord) -> tuple[IdDigest, Hashes]:
-    """Digest and hashes of the ids that a part's list of documents without an embedding names.
+    """Return digest and hashes of the ids in a part's list of documents without an embedding.
 
     Raises:
         MissingInput: the list is absent.
-        BadData: it is not what the record says.
+        BadData: it does not match the record.
     """
     digest = IdDigest()
     if not record.quarantined:
@@ -189,7 +189,7 @@ def check_quarantine(context: StageContext, index: int, record: PartRecord) -> t
     hashes = np.fromiter((digest.add(document.id) for document in documents), np.uint64)
     if str(digest) != record.quarantined_ids:
         raise BadData(
-            "the list of quarantined documents is not what it should be",
+            "the list of quarantined documents does not match its record",
             value=[
                 f"{uri}: sha256 {found}, expected {record.quarantine_sha256}",
                 f"ids {digest}, expected {record.quarantined_ids}",
@@ -201,7 +201,7 @@ def check_quarantine(context: StageContext, index: int, record: PartRecord) -> t
 
 @contextmanager
 def local_part(context: StageContext, uri: str) -> Iterator[Path]:
-    """The part as a local file, for as long as it is read: the disk never holds more than READERS of them."""
+    """Yield the part as a local file, removed afterwards: the disk holds at most READERS of them."""
     path = store.local_file(uri, context.scratch / "parts")
     try:
         yield path
@@ -239,7 +239,7 @@ def check_ids(context: StageContext, parts: Sequence[CheckedPart]) -> None:
 
 
 def repeated_ids(context: StageContext, parts: Sequence[CheckedPart], suspects: Hashes) -> list[str]:
-    """Ids that really occur more than once among those whose hashes do (two ids may share one), the first few."""
+    """Return the first few ids that occur more than once, among those whose hashes do (two ids may share a hash)."""
     if not len(suspects):
         return []
     counts: Counter[str] = Counter()
@@ -253,7 +253,7 @@ def repeated_ids(context: StageContext, parts: Sequence[CheckedPart], suspects: 
 
 
 def missing_ids(context: StageContext, parts: Sequence[CheckedPart]) -> list[str]:
-    """Ids of the corpus that no part has, the first few."""
+    """Return the first few ids of the corpus that no part has."""
     plan = context.plan
     present = np.sort(np.concatenate([hashes for part in parts for hashes in (part.hashes, part.quarantined)]))
     missing: list[str] = []
@@ -272,7 +272,7 @@ def missing_ids(context: StageContext, parts: Sequence[CheckedPart]) -> list[str
 
 
 def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedPart]) -> dict[str, Any]:
-    """`embed/manifest.json`: the whole set of embeddings, with the model that understands them."""
+    """Return `embed/manifest.json`: the whole set of embeddings, and the model that made them."""
     plan, paths = context.plan, context.paths
     embedded = IdDigest()
     for part in parts:
@@ -300,7 +300,7 @@ def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedP
 
 
 def move_pointer(context: StageContext, model: Artifact) -> str:
-    """Point the registry at this run, if it still is what it was when the run was planned.
+    """Point the registry at this run, if the pointer is still the one that the run was planned with.
 
     Returns:
         The pointer's URI.
@@ -320,31 +320,22 @@ def move_pointer(context: StageContext, model: Artifact) -> str:
         "fingerprint": plan.fingerprint,
         "previous": plan.published.run if plan.published else None,
     }
-    # What the gate compared with is what is replaced, or nothing is.
+    # Replace exactly the model that the gate compared with.
     condition: dict[str, Any] = {"if_match": plan.published.registry_etag} if plan.published else {"if_absent": True}
     try:
         store.write_json(uri, pointer, **condition)
     except store.Conflict as conflict:
-        check_ours(context, uri, conflict)
+        try:
+            owner = store.read_json(uri)
+        except MissingInput:
+            owner = {}
+        # This run may have changed it, in an attempt whose response was lost.
+        if (owner.get("run"), owner.get("fingerprint")) != (plan.run, plan.fingerprint):
+            raise Superseded(
+                f"run {owner['run']} published first" if owner.get("run") else "the registry's pointer has been removed",
+                value=f"{uri}: {json.dumps(owner)}",
+                rule="a run replaces only the model that it was planned with",
+                remedy="start a new run: it continues from the published model",
+            ) from conflict
     log.info("publish: %s now points at %s", uri, plan.run)
     return uri
-
-
-def check_ours(context: StageContext, uri: str, conflict: store.Conflict) -> None:
-    """The pointer has changed: fine if this run changed it, in an attempt whose answer was lost.
-
-    Raises:
-        Superseded: another run did.
-    """
-    try:
-        owner = store.read_json(uri)
-    except MissingInput:
-        owner = {}
-    if (owner.get("run"), owner.get("fingerprint")) == (context.plan.run, context.plan.fingerprint):
-        return
-    raise Superseded(
-        f"run {owner['run']} published first" if owner.get("run") else "the registry's pointer was removed meanwhile",
-        value=f"{uri}: {json.dumps(owner)}",
-        rule="a run replaces only what it was planned upon",
-        remedy="start a new run: it continues from what is published now",
-    ) from conflict

@@ -1,7 +1,7 @@
-"""One rank of one stage: `python -m pipeline.stages.rank STAGE RUN_URI`, started by the node's supervisor, or by its torchrun.
+"""One rank of one stage: `python -m pipeline.stages.rank STAGE RUN_URI`, started by the node's supervisor or by torchrun.
 
 Reads who it is from the environment, calls the stage function, writes `STAGE/result.json` on the rank that returned an
-output, and turns whatever went wrong into `failure-RANK.json` in the node folder plus an exit code.
+output, and turns every exception into `failure-RANK.json` in the node folder plus an exit code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline import store
 from pipeline.contract import RunPaths, Stage, StageResult, now
-from pipeline.errors import BadConfig, Defect, ExitCode, MissingInput, TrnpipeError, first_line
+from pipeline.errors import BadConfig, ExitCode, MissingInput, TrnpipeError, first_line
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.host import versions
 from pipeline.run import failure, tether
@@ -29,7 +29,7 @@ from pipeline.stages import stage_function
 log = logging.getLogger("trnpipe")
 
 PEER_TROUBLE = ("gloo/transport", "connection closed by peer", "connection reset by peer", "timed out waiting", "nccl")
-"""Words of gloo's and NCCL's plain RuntimeErrors when another rank went away (torch 2.9: gloo/transport/tcp/*.cc)."""
+"""Parts of gloo's and NCCL's plain RuntimeErrors when another rank went away (torch 2.9: gloo/transport/tcp/*.cc)."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,7 +81,7 @@ def write_result(context: StageContext, started: str, output: StageOutput) -> No
 
 
 def fingerprint(context: StageContext) -> str:
-    """The plan's; empty for the report of a run that never got as far as a plan."""
+    """Return the plan's fingerprint; empty for the report of a run without a plan."""
     try:
         return context.plan.fingerprint
     except MissingInput:
@@ -96,20 +96,20 @@ def fail(stage: Stage, paths: RunPaths, world: World, error: BaseException) -> i
     if expected is not error or expected.exit_code == ExitCode.DEFECT:
         log.error("".join(traceback.format_exception(error)).rstrip())
     record = failure.describe(expected, stage=stage, run=paths.run_id, node=world.node, rank=world.rank)
-    for line in failure.lines(record):
+    for line in failure.error_of(record).lines():
         log.error(line)
     folder = node_folder()
     if folder:
         try:
             failure.write_failure(folder, record)
         except OSError as full:
-            # Perhaps the very cause. The exit code says as much as Batch needs to know.
+            # Perhaps the full disk is the cause. The exit code is all that Batch needs.
             log.error("the failure cannot be left for the supervisor: %s", full)
     return int(expected.exit_code)
 
 
 def as_expected(error: BaseException, world: World) -> TrnpipeError:
-    """The error in our own terms: ours unchanged, a lost peer as transient, exhausted memory and disks by name, else a defect."""
+    """Return the error as one of our own types: resource exhaustion and a lost peer by name, any other as unexpected."""
     if isinstance(error, TrnpipeError):
         return error
     if world.size > 1 and is_peer_trouble(error):
@@ -118,7 +118,7 @@ def as_expected(error: BaseException, world: World) -> TrnpipeError:
         return exhausted
     if type(error).__name__ == "OutOfMemoryError":  # torch's; the framework need not be loaded for a stage to fail
         return BadConfig("out of device memory", value=first_line(error), remedy="use a smaller batch, or a device with more")
-    return Defect(f"{type(error).__name__}: {error}", rule=failure.UNEXPECTED_RULE, remedy="report it with the log above")
+    return failure.unexpected(error)
 
 
 def is_peer_trouble(error: BaseException) -> bool:

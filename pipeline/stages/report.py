@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ Read = TypeVar("Read")
 
 
 def run(context: StageContext) -> StageOutput | None:
-    """Write the page; nothing that is missing or unreadable stops it."""
+    """Write the page, whatever is missing or unreadable."""
     context.heartbeat.beat(note="reading the run folder")
     record = read_run(context.paths)
     page = render(record).encode(errors="replace")  # JSON may hold halves of surrogate pairs
@@ -61,7 +61,7 @@ def run(context: StageContext) -> StageOutput | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RunVerdict:
     """How the run ended.
 
     Attributes:
@@ -78,7 +78,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineStage:
+class StageState:
     """One stage on the timeline."""
 
     stage: Stage
@@ -94,7 +94,7 @@ class TimelineStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUse:
-    """What one node's host did while training (pipeline/sdk/monitor.py).
+    """The use of one node's host while training (pipeline/sdk/monitor.py).
 
     Attributes:
         hosts: names, in the order in which attempts used them.
@@ -154,7 +154,7 @@ class HostUse:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """All that the run folder says, as far as it could be read.
+    """The content of the run folder, as far as it could be read.
 
     Attributes:
         files: URIs of everything in the run folder.
@@ -179,8 +179,27 @@ class RunRecord:
         return Bill(uses=tuple(self.uses), prices=self.deployment.prices.by_queue())
 
     @property
-    def verdict(self) -> Verdict:
-        return judge(self)
+    def verdict(self) -> RunVerdict:
+        """How the run ended, by the records of its stages. A published model counts, whatever failed on the way."""
+        gate = _gate(self)
+        if Stage.PUBLISH in self.results:
+            if self.results[Stage.PUBLISH].metrics.get("published"):
+                return RunVerdict(kind="published", headline="Published", reason=str(gate.get("reason", "")).strip())
+            return RunVerdict(kind="finished", headline="Finished", reason="The run publishes nowhere (registry: null).")
+        if self.failures:
+            stage, failure = list(self.failures.items())[-1]
+            headline = "Superseded" if failure.exit_code == ExitCode.SUPERSEDED else f"Failed in {stage}"
+            return RunVerdict(kind="failed", headline=headline, reason=failure.what, stage=stage)
+        if gate.get("verdict") == "refused":
+            return RunVerdict(kind="refused", headline="Refused", reason=str(gate.get("reason", "")), stage=Stage.EVALUATE)
+        left_out = {Stage.REPORT, *([Stage.COMPILE] if self.nothing_to_compile else [])}
+        missing = [stage for stage in Stage if stage not in self.results and stage not in left_out]
+        return RunVerdict(
+            kind="unfinished",
+            headline="Not finished",
+            reason=f"{missing[0]} left neither a result nor a failure.",
+            stage=missing[0],
+        )
 
     @property
     def nothing_to_compile(self) -> bool:
@@ -233,28 +252,8 @@ def read_run(paths: RunPaths) -> RunRecord:
     return record
 
 
-def judge(record: RunRecord) -> Verdict:
-    """How the run ended, from what its stages left behind. What was published counts whatever failed on the way."""
-    gate = _gate(record)
-    if Stage.PUBLISH in record.results:
-        if record.results[Stage.PUBLISH].metrics.get("published"):
-            return Verdict(kind="published", headline="Published", reason=f"{gate.get('reason', '')}".strip())
-        return Verdict(kind="finished", headline="Finished", reason="The run publishes nowhere (registry: null).", stage=None)
-    if record.failures:
-        stage, failure = list(record.failures.items())[-1]
-        headline = "Superseded" if failure.exit_code == ExitCode.SUPERSEDED else f"Failed in {stage}"
-        return Verdict(kind="failed", headline=headline, reason=failure.what, stage=stage)
-    if gate.get("verdict") == "refused":
-        return Verdict(kind="refused", headline="Refused", reason=str(gate.get("reason", "")), stage=Stage.EVALUATE)
-    left_out = {Stage.REPORT, *([Stage.COMPILE] if record.nothing_to_compile else [])}
-    missing = [stage for stage in Stage if stage not in record.results and stage not in left_out]
-    return Verdict(
-        kind="unfinished", headline="Not finished", reason=f"{missing[0]} left neither a result nor a failure.", stage=missing[0]
-    )
-
-
-def states(record: RunRecord) -> list[TimelineStage]:
-    """The stages in their order, placed on one time axis."""
+def states(record: RunRecord) -> list[StageState]:
+    """Return the stages in their order, placed on one time axis."""
     ended = record.verdict.stage
     found = []
     for stage in Stage:
@@ -270,30 +269,19 @@ def states(record: RunRecord) -> list[TimelineStage]:
             status, started, finished = "skipped", None, None
         else:
             status, started, finished = "not finished" if stage is ended else "not reached", None, None
-        found.append(TimelineStage(stage=stage, status=status, started=started, finished=finished))
+        found.append(StageState(stage=stage, status=status, started=started, finished=finished))
     moments = [moment.timestamp() for state in found for moment in (state.started, state.finished) if moment]
-    if not moments:
-        return found
-    low, high = min(moments), max(moments)
-    return [_placed(state, low, high) for state in found]
-
-
-def _placed(state: TimelineStage, low: float, high: float) -> TimelineStage:
-    stop = state.finished or state.started
-    if stop is None:
-        return state
-    start = state.started or stop
-    return TimelineStage(
-        stage=state.stage,
-        status=state.status,
-        started=state.started,
-        finished=state.finished,
-        bar=bar(start.timestamp(), stop.timestamp(), low, high),
-    )
+    placed = []
+    for state in found:
+        if stop := state.finished or state.started:
+            start = state.started or stop
+            state = replace(state, bar=bar(start.timestamp(), stop.timestamp(), min(moments), max(moments)))
+        placed.append(state)
+    return placed
 
 
 def render(record: RunRecord) -> str:
-    """The page. The template engine escapes every value, whatever it holds."""
+    """Return the page. The template engine escapes every value."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -305,6 +293,8 @@ def render(record: RunRecord) -> str:
     environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment, short=_short, gib=_gib)
     environment.filters.update(hours=_hours)
     plan, scores = record.plan, record.scorecard or record.metrics(Stage.EVALUATE)
+    timeline = states(record)
+    moments = [moment for state in timeline for moment in (state.started, state.finished) if moment]
     return environment.get_template(TEMPLATE).render(
         title=(plan.config.report.title if plan else None) or f"Run {record.paths.run_id}",
         record=record,
@@ -314,9 +304,9 @@ def render(record: RunRecord) -> str:
         written=now(),
         verdict=record.verdict,
         failure=record.failures.get(record.verdict.stage) if record.verdict.stage else None,
-        states=states(record),
+        states=timeline,
         metrics={stage.value: record.metrics(stage) for stage in Stage},
-        took=_took(record),
+        took=max(moments) - min(moments) if moments else None,
         refused_rows=plan.train.bad_rows + (plan.embed.bad_rows if plan.embed.source == "corpus" else 0) if plan else None,
         gate=_gate(record),
         scores=scores,
@@ -335,7 +325,7 @@ def render(record: RunRecord) -> str:
 
 
 def training_charts(logged: list[dict[str, Any]], metric: str) -> list[LineChart]:
-    """The curves of training: the loss, and the gate's metric on part of the hold-out, as far as they were logged."""
+    """Return the curves of training: the loss, and the gate's metric on part of the hold-out, as far as they were logged."""
     loss: list[tuple[float, float]] = []
     validation: list[tuple[float, float]] = []
     for line in logged:
@@ -354,7 +344,7 @@ def training_charts(logged: list[dict[str, Any]], metric: str) -> list[LineChart
 
 
 def utilization_chart(hosts: list[HostUse]) -> LineChart | None:
-    """How busy the cores were: a line per node, or of many nodes the least busy one, the mean and the busiest."""
+    """Return the utilization of the cores: a line per node, or for many nodes the least busy one, the mean and the busiest."""
     start = min((moment for host in hosts for moment, _ in host.utilization), default=0.0)
     series: dict[str, list[tuple[float, float]]] = {
         f"node {host.node}": [((moment - start) / 60, share) for moment, share in host.utilization] for host in hosts
@@ -374,7 +364,7 @@ def utilization_chart(hosts: list[HostUse]) -> LineChart | None:
 
 
 def whiskers(differences: Any) -> dict[str, dict[str, float]]:
-    """Metric -> where its interval, its value and zero lie on one common scale, in percent."""
+    """Return, by metric, the places of its interval, its value and zero on one common scale, in percent."""
     if not isinstance(differences, Mapping):
         return {}
     intervals = {
@@ -392,18 +382,13 @@ def whiskers(differences: Any) -> dict[str, dict[str, float]]:
     }
 
 
-def _took(record: RunRecord) -> timedelta | None:
-    moments = [moment for state in states(record) for moment in (state.started, state.finished) if moment]
-    return max(moments) - min(moments) if moments else None
-
-
 def _gate(record: RunRecord) -> Mapping[str, Any]:
     gate = record.metrics(Stage.EVALUATE).get("gate")
     return gate if isinstance(gate, Mapping) else {}
 
 
 def _versions(record: RunRecord) -> dict[str, str]:
-    """Package -> version; stages that ran with another version are named."""
+    """Return package -> version, with the stages where versions differ."""
     found: dict[str, dict[str, list[str]]] = {}
     for stage, result in record.results.items():
         for package, version in result.versions.items():
@@ -417,17 +402,17 @@ def _versions(record: RunRecord) -> dict[str, str]:
 
 
 def _files(record: RunRecord) -> list[tuple[str, str]]:
-    """(name relative to the run folder, what it is) of the files and folders worth opening."""
+    """Return (name relative to the run folder, description) of the files and folders worth opening."""
     paths = record.paths
     described = {
-        paths.plan: "everything this run was told to do",
+        paths.plan: "every decision about this run",
         paths.quarantine: "input rows that were refused, with the reason",
         paths.metrics: "every logged training step",
-        paths.host_monitor(0).rsplit("/", 1)[0]: "what the hosts did meanwhile, a line per minute",
+        paths.host_monitor(0).rsplit("/", 1)[0]: "the use of the hosts, a line per minute",
         paths.tensorboard: "the same for TensorBoard",
         paths.scorecard: "all evaluation numbers",
         paths.model: "the model, a sentence-transformers folder",
-        paths.embed_manifest: "the embeddings: every part with its checksum, and the lists of documents that have none",
+        paths.embed_manifest: "the embeddings: every part with its checksum, and the lists of documents without one",
     }
     return [
         (uri.removeprefix(f"{paths.root}/"), what)

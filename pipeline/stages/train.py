@@ -1,4 +1,4 @@
-"""train: continue the parent on the run's rows, with checkpoints that later attempts go on from; write the finished model."""
+"""train: continue the parent on the run's rows, with checkpoints that later attempts resume from; write the finished model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipeline.health.quick import quick_check
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import WEIGHTS, save_folder
 from pipeline.run.context import StageContext, StageOutput
-from pipeline.run.shutdown import noticed
+from pipeline.run.shutdown import graceful_shutdown
 from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import Padding, TrainingBatches
-from pipeline.training.checkpoint import CheckpointWriter, Retention
+from pipeline.training.checkpoint import CheckpointRetention, CheckpointWriter
 from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.setup import joined, start
+from pipeline.training.setup import gang_device, load_state
 from pipeline.training.state import Progress
 
 log = logging.getLogger("trnpipe")
@@ -45,7 +45,7 @@ def run(context: StageContext) -> StageOutput | None:
         Defect: ranks whose weights are not the same; a graph that was not compiled ahead, where that ends a run.
     """
     plan, config = context.plan, context.plan.config
-    with joined(context, plan) as device, ExitStack() as stack:
+    with gang_device(context, plan) as device, ExitStack() as stack:
         # All ranks have the same graphs: one of them asks the storage for what was recorded and what is new.
         known = known_graphs(context) if context.world.is_leader else None
         stop = config.compile.new_graphs == "stop"
@@ -54,17 +54,17 @@ def run(context: StageContext) -> StageOutput | None:
         monitor = stack.enter_context(HostMonitor(context, device.kind))
         context.heartbeat.beat(note="fetching rows")
         rows = store.local_folder(context.paths.rows, context.scratch / "rows")
-        begin = start(context, device)
-        progress = begin.progress
-        resumed_from = progress.step if begin.checkpoint else None
+        state = load_state(context, device)
+        progress = state.progress
+        resumed_from = progress.step if state.checkpoint else None
         # Before the checkpoints, so that an upload on its way is not cut off by what ends the training.
-        interruption = stack.enter_context(noticed())
+        shutdown = stack.enter_context(graceful_shutdown())
         metrics = checkpoints = None
         if context.world.is_leader:
             local = context.scratch / "train"
-            resumed = begin.checkpoint.metrics if begin.checkpoint else None
+            resumed = state.checkpoint.metrics if state.checkpoint else None
             metrics = stack.enter_context(MetricsLog(local / "logs", resumed, progress.step, context.cloudwatch))
-            retention = Retention(
+            retention = CheckpointRetention(
                 newest=config.train.keep_checkpoints, every=config.train.keep_every, best=config.train.keep_best
             )
             checkpoints = stack.enter_context(
@@ -82,9 +82,9 @@ def run(context: StageContext) -> StageOutput | None:
                 config=config,
                 steps=plan.train.steps,
                 device=device,
-                encoder=begin.encoder,
-                optimizer=begin.optimizer,
-                source=begin.source,
+                encoder=state.encoder,
+                optimizer=state.optimizer,
+                source=state.source,
                 batches=TrainingBatches(
                     rows / "train.arrow",
                     context.world,
@@ -92,7 +92,7 @@ def run(context: StageContext) -> StageOutput | None:
                     accumulation=config.train.accumulation,
                     query_length=config.train.query_length,
                     buckets=config.train.buckets,
-                    padding=padding(device, begin.encoder),
+                    padding=padding(device, state.encoder),
                     seed=config.seed,
                     learning_rate=partial(
                         learning_rate, config.train, steps=plan.train.steps, warmup_steps=plan.train.warmup_steps
@@ -102,7 +102,7 @@ def run(context: StageContext) -> StageOutput | None:
                 heartbeat=context.heartbeat,
                 watch=watch,
                 monitor=monitor,
-                interruption=interruption,
+                shutdown=shutdown,
                 metrics=metrics,
                 checkpoints=checkpoints,
             ),
@@ -110,7 +110,7 @@ def run(context: StageContext) -> StageOutput | None:
         )
         if not context.world.is_leader:
             return None
-        output = finish(context, device, begin.encoder, begin.source, progress)
+        output = finish(context, device, state.encoder, state.source, progress)
         output.metrics["resumed_from"] = resumed_from
         if plan.graphs:
             output.metrics["graphs"] = watch.report(context)
@@ -118,14 +118,14 @@ def run(context: StageContext) -> StageOutput | None:
 
 
 def padding(device: Device, encoder: Encoder) -> Padding:
-    """How much of a batch has to be padding."""
+    """Return how much of a batch has to be padding."""
     if device.kind not in EAGER_KINDS:
         return Padding.STATIC
     return Padding.NONE if encoder.unpads else Padding.LONGEST
 
 
 def finish(context: StageContext, device: Device, encoder: Encoder, source: Path, progress: Progress) -> StageOutput:
-    """Write the finished model, and say what was done."""
+    """Write the finished model and return the stage's output."""
     context.heartbeat.beat(progress.step, progress.step, unit="pairs", note="writing the model")
     folder = context.scratch / "train" / "model"
     save_folder(encoder, folder, source, device.to_host(encoder.state_dict()))

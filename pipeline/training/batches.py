@@ -20,7 +20,7 @@ from pipeline.backends.device import Batch
 from pipeline.dataset.arrow import read_table, token_lengths
 from pipeline.dataset.sampler import MASKED, Schedule, ScheduledBatch
 from pipeline.model.inference import pad
-from pipeline.model.loss import Role
+from pipeline.model.loss import DocumentRole
 from pipeline.run.world import World
 from pipeline.training.digest import digest_batch
 
@@ -29,7 +29,7 @@ Hashes = npt.NDArray[np.uint64]
 
 
 class Padding(Enum):
-    """How rows of different lengths become a batch, and what of it is computed."""
+    """The padding of a batch of rows of different lengths."""
 
     STATIC = auto()
     """Every batch has the lengths that are set, for devices that compile a graph per shape."""
@@ -43,7 +43,7 @@ class Padding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the host knows of a global batch.
+    """The host's facts about a global batch.
 
     Attributes:
         pairs: valid rows.
@@ -97,7 +97,7 @@ class TokenColumn:
 
 
 class Batches(Protocol):
-    """Where the training loop takes its batches from."""
+    """A source of batches for the training loop."""
 
     def iterate(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches of the steps start, ..., stop - 1, on the host: `accumulation` of them for each step."""
@@ -164,7 +164,7 @@ class TrainingBatches:
         Yields:
             query_tokens, query_mask (B, query length) and document_tokens, document_mask (B, bucket): int64, shorter unless
             padding is STATIC; with Padding.NONE query_places and document_places (T,): int64, where the flattened masks are 1;
-            roles (B, N): int32, see Role; weights (B,) and learning_rate (1,): fp32.
+            roles (B, N): int32, see DocumentRole; weights (B,) and learning_rate (1,): fp32.
         """
         for step in self._schedule.batches(0, start, stop):
             self._facts[step.step] = self._count(step)
@@ -242,7 +242,7 @@ class TrainingBatches:
 def roles(
     query_hash: Hashes, document_hash: Hashes, valid: npt.NDArray[np.bool_], start: int, count: int
 ) -> npt.NDArray[np.int32]:
-    """What every document of a global batch is to each of some of its queries.
+    """Return the role of every document of a global batch for some of its queries.
 
     A query ignores a document that is padding, that is the same text as its own document, or that belongs to the same query.
 
@@ -252,10 +252,10 @@ def roles(
         start, count: the queries asked for.
 
     Returns:
-        (count, N), see Role.
+        (count, N), see DocumentRole.
     """
     own = slice(start, start + count)
     same = (query_hash[own, None] == query_hash[None, :]) | (document_hash[own, None] == document_hash[None, :])
-    found = np.where(same | ~valid[None, :], Role.IGNORED, Role.NEGATIVE).astype(np.int32)
-    found[np.arange(count), np.arange(start, start + count)] = Role.POSITIVE
+    found = np.where(same | ~valid[None, :], DocumentRole.IGNORED, DocumentRole.NEGATIVE).astype(np.int32)
+    found[np.arange(count), np.arange(start, start + count)] = DocumentRole.POSITIVE
     return found

@@ -1,4 +1,4 @@
-"""Checkpoints: model folders (config, tokenizer, model.safetensors) with the state of training beside the weights.
+"""Checkpoints: model folders (config, tokenizer, model.safetensors) with the state of training next to the weights.
 
     step-00001200/  the files of a model folder; optimizer.safetensors, random.safetensors; progress.json, metrics.jsonl;
                     manifest.json
@@ -34,7 +34,7 @@ FOLDER_PATTERN = re.compile(r"/step-(\d{8})/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
+class CheckpointRetention:
     """Which checkpoints of a run are left; all others are removed.
 
     Attributes:
@@ -85,7 +85,7 @@ class CheckpointWriter:
         fingerprint: of the plan.
         graphs: fingerprint of the graphs that training runs, empty on kinds without graphs.
         retention: which checkpoints are left.
-        resumed: step of the checkpoint that training goes on from; it stays for as long as this object lives.
+        resumed: step of the checkpoint that training resumes from; it is kept for as long as this object lives.
 
     Use as a context manager: leaving it waits for the last upload, whose error comes out then or at the next call.
     """
@@ -95,7 +95,7 @@ class CheckpointWriter:
         paths: RunPaths,
         scratch: Path,
         fingerprint: str,
-        retention: Retention,
+        retention: CheckpointRetention,
         *,
         graphs: str = "",
         resumed: int | None = None,

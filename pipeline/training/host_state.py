@@ -76,7 +76,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, device: D
 
 
 def random_states(device: Device) -> dict[str, Tensor]:
-    """Where Python's, NumPy's, torch's and the device's random numbers stand, as tensors: nothing to unpickle.
+    """Return the states of Python's, NumPy's, torch's and the device's random numbers, as tensors: nothing to unpickle.
 
     Dropout is seeded anew in every step (pipeline/training/step) and batches follow from the step alone, so these decide nothing
     in our own code; they are kept for a model's code that draws by itself.

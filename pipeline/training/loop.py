@@ -20,7 +20,7 @@ from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.model.encoder import Encoder
 from pipeline.run.context import Heartbeat
 from pipeline.run.heartbeat import FIRST_STEP_PATIENCE
-from pipeline.run.shutdown import Interruption
+from pipeline.run.shutdown import ShutdownRequest
 from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import Batches
 from pipeline.training.checkpoint import CheckpointWriter
@@ -44,9 +44,9 @@ class Training:
     Attributes:
         steps: optimizer steps of the whole run.
         source: a model folder with the tokenizer.
-        watch: what is compiled.
-        monitor: what the host does meanwhile.
-        interruption: whether to end before the last step.
+        watch: compares compiled graphs with the recorded ones.
+        monitor: watches the host.
+        shutdown: whether to end before the last step.
         metrics, checkpoints: the leader's; None on the other ranks.
     """
 
@@ -61,7 +61,7 @@ class Training:
     heartbeat: Heartbeat
     watch: GraphWatch
     monitor: HostMonitor
-    interruption: Interruption
+    shutdown: ShutdownRequest
     metrics: MetricsLog | None
     checkpoints: CheckpointWriter | None
 
@@ -108,7 +108,7 @@ def train(run: Training, progress: Progress) -> None:
         log_due, validation_due, checkpoint_due = (
             last or step % every == 0 for every in (config.log_every, config.validate_every, config.checkpoint_every)
         )
-        told = run.interruption.asked and _may_stop(run, step)
+        told = run.shutdown.received and _may_stop(run, step)
         if not (log_due or validation_due or checkpoint_due or told):
             continue
         run.monitor.check()
@@ -143,18 +143,18 @@ def _may_stop(run: Training, step: int) -> bool:
 
 
 def _interrupted(run: Training, progress: Progress) -> Transient:
-    """What to say once the checkpoint of this moment has arrived.
+    """Return the failure of an interrupted training, once its checkpoint is uploaded.
 
     Raises:
-        TrnpipeError: it did not.
+        TrnpipeError: the upload failed.
     """
     if run.checkpoints is not None:
         run.checkpoints.wait()
     return Transient(
-        "training was told to end",
+        "training was interrupted",
         value=f"after step {progress.step} of {run.steps}",
-        rule="a checkpoint of this step is written; the next attempt goes on from it",
-        remedy="none is needed, unless this was not meant",
+        rule="a checkpoint of this step is written; the next attempt resumes from it",
+        remedy="none is needed, unless this was unintended",
     )
 
 

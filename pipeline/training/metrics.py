@@ -43,7 +43,7 @@ class MetricsLog:
 
     Args:
         folder: gets METRICS_FILE, EVENTS_FOLDER and VALIDATION_FOLDER.
-        resumed: the checkpoint's copy of METRICS_FILE, which this attempt goes on with; None: from the beginning.
+        resumed: the checkpoint's copy of METRICS_FILE, which this attempt continues; None: from the beginning.
         step: steps already done; events that a lost attempt wrote beyond it are taken back.
         cloudwatch: gets the WATCHED ones; None: no CloudWatch.
     """

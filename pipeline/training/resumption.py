@@ -1,4 +1,4 @@
-"""Going on with another run's training in another world: fewer nodes than planned are to be had, or more.
+"""Resuming another run's training in another world: fewer nodes than planned are available, or more.
 
 The order of examples depends on the global batch alone (pipeline/dataset/sampler), so that a checkpoint of step n says for any
 number of ranks which examples have been used, as long as ranks x batch size x accumulation stays what it was.
@@ -22,7 +22,7 @@ FREE = frozenset(keys_of(KeyRole.RESUMABLE, TrainConfig))
 
 
 def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
-    """The run whose training this plan goes on with, None if it names none.
+    """Return the run whose training this plan resumes, None if it names none.
 
     Raises:
         MissingInput: there is no such run, or it has no plan.

@@ -1,4 +1,4 @@
-"""How training starts, the same in the train stage and in the trial that compiles for it: device, files, weights, optimizer."""
+"""The start of training, the same in the train stage and in the trial that compiles for it: device, weights, optimizer."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Where training starts on this rank.
+class TrainState:
+    """The model, its optimizer and the checkpoint from which training starts on this rank.
 
     Attributes:
         source: local model folder that the weights come from: the checkpoint's, or the parent.
-        checkpoint: what is gone on from; None: from the parent.
+        checkpoint: the checkpoint to resume from; None: training starts from the parent.
     """
 
     encoder: Encoder
@@ -47,7 +47,7 @@ class Start:
         return self.checkpoint.progress if self.checkpoint else Progress()
 
 
-def start(context: StageContext, device: Device) -> Start:
+def load_state(context: StageContext, device: Device) -> TrainState:
     """Load the newest checkpoint, or the parent, onto the device; all ranks together.
 
     Raises:
@@ -75,15 +75,15 @@ def start(context: StageContext, device: Device) -> Start:
     if checkpoint:
         load_optimizer(encoder, optimizer, device, checkpoint.folder / OPTIMIZER_FILE)
         if context.world.is_leader:
-            # They are the leader's: every other rank has its own, which no step depends on.
+            # The leader's states: every other rank has its own, on which no step depends.
             restore_random_states(device, checkpoint.folder / RANDOM_FILE)
-        log.info("going on from the checkpoint of step %d", checkpoint.progress.step)
-    return Start(encoder=encoder, optimizer=optimizer, source=source, checkpoint=checkpoint)
+        log.info("resuming from the checkpoint of step %d", checkpoint.progress.step)
+    return TrainState(encoder=encoder, optimizer=optimizer, source=source, checkpoint=checkpoint)
 
 
 @contextmanager
-def joined(context: StageContext, plan: RunPlan) -> Iterator[Device]:
-    """This rank's device for as long as the gang works."""
+def gang_device(context: StageContext, plan: RunPlan) -> Iterator[Device]:
+    """Yield this rank's device, which leaves the gang at the end."""
     threads = plan.config.device.threads_per_rank
     loader = plan.config.device.loader
     device = open_device(plan.world.kind, plan.world.precision, context.world, threads=threads, loader=loader)
@@ -94,7 +94,7 @@ def joined(context: StageContext, plan: RunPlan) -> Iterator[Device]:
 
 
 def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | None:
-    """The checkpoint that all ranks go on from: the leader chooses, one rank of each node fetches it."""
+    """Return the checkpoint that all ranks resume from: the leader chooses, one rank of each node fetches it."""
     scratch, sources = context.scratch / "resumed", checkpoint_sources(context)
     context.heartbeat.beat(note="looking for a checkpoint")
     place, found = 0, None
@@ -116,7 +116,7 @@ def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | Non
 
 
 def checkpoint_sources(context: StageContext) -> list[tuple[RunPaths, str]]:
-    """Where to look for checkpoints, and of which plan (its fingerprint): this run's, then those of the one it goes on with."""
+    """Return the folders of checkpoints with their plans' fingerprints: this run's, then those of the run that it resumes."""
     sources = [(context.paths, context.plan.fingerprint)]
     if resumed := context.plan.train.resumed:
         sources.append((RunPaths(f"{context.paths.bucket_root}/runs/{resumed.run}"), resumed.fingerprint))

@@ -1,4 +1,4 @@
-"""What a training run is besides weights and optimizer: how far it is and what it has measured. Stored in checkpoints as JSON."""
+"""The state of a training run besides weights and optimizer: progress and measurements. Stored in checkpoints as JSON."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class MetricsWindow(Record):
 
 @dataclass(kw_only=True)
 class Progress(Record):
-    """Where a run stands. Data position and dropout follow from `step` alone.
+    """The progress of a run. Data position and dropout follow from `step` alone.
 
     Attributes:
         step: optimizer steps done.
         pairs: valid pairs trained on, over all ranks.
         tokens, slots: tokens trained on, and with padding.
         seconds: time spent training, without validation, checkpoints and start.
-        stalled: seconds that training stood still for checkpoints.
+        stalled: seconds that training waited for checkpoints.
         checkpoints: checkpoints written.
         first_validation, last_validation: metrics before the first step, and the newest.
         loss: mean of the newest line of metrics.

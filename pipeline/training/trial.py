@@ -22,18 +22,18 @@ from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import meet_graphs
 from pipeline.model.encoder import Encoder
 from pipeline.model.inference import encode, for_encoding, texts_of_every_shape
-from pipeline.model.loss import Role
+from pipeline.model.loss import DocumentRole
 from pipeline.run.context import StageContext
-from pipeline.run.shutdown import Interruption
+from pipeline.run.shutdown import ShutdownRequest
 from pipeline.run.world import World
 from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import StepFacts
-from pipeline.training.checkpoint import CheckpointWriter, Retention
+from pipeline.training.checkpoint import CheckpointRetention, CheckpointWriter
 from pipeline.training.host_state import host_state
 from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.setup import start
+from pipeline.training.setup import load_state
 from pipeline.training.state import Progress
 
 log = logging.getLogger("trnpipe")
@@ -74,8 +74,8 @@ class TrialBatches:
 
     def _batch(self, bucket: int, rate: float) -> Batch:
         size, query_length = self.config.train.batch_size, self.config.train.query_length
-        roles = np.full((size, size * self.world.size), Role.NEGATIVE, np.int32)
-        roles[np.arange(size), np.arange(size) + self.world.rank * size] = Role.POSITIVE
+        roles = np.full((size, size * self.world.size), DocumentRole.NEGATIVE, np.int32)
+        roles[np.arange(size), np.arange(size) + self.world.rank * size] = DocumentRole.POSITIVE
         return {
             "query_tokens": self._tokens(size, query_length),
             "query_mask": torch.ones((size, query_length), dtype=torch.int64),
@@ -92,7 +92,7 @@ class TrialBatches:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a trial met: keys of the graphs of encoding alone, and of everything; steps it took."""
+    """The graphs that a trial met: keys of those of encoding alone, and of all; and its steps."""
 
     infer: set[str]
     all: set[str]
@@ -108,35 +108,35 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
     """
     config = context.plan.config
     writes = device.computes and not loading
-    begin = start(context, device)
+    state = load_state(context, device)
     log.info("trial: made-up batches, whose losses and metrics mean nothing")
     context.heartbeat.beat(note="trial: encoding every shape")
-    encode_all_shapes(begin.encoder, device, config)
+    encode_all_shapes(state.encoder, device, config)
     infer = device.graphs()
     meet_graphs(device)
     each = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
-    batches = TrialBatches(config, context.world, begin.encoder.config.vocab_size, each)
+    batches = TrialBatches(config, context.world, state.encoder.config.vocab_size, each)
     local = context.scratch / "trial"
     # A checkpoint needs somewhere to go; this one is not read.
     paths = RunPaths(str(local / "run"))
     with (
         MetricsLog(local / "logs", None, 0) as metrics,
-        CheckpointWriter(paths, local, context.plan.fingerprint, Retention(newest=1)) as checkpoints,
+        CheckpointWriter(paths, local, context.plan.fingerprint, CheckpointRetention(newest=1)) as checkpoints,
         HostMonitor(replace(context, paths=paths), device.kind if loading else "", period_seconds=1.0) as monitor,
     ):
         run = Training(
             config=trial_config(config, batches.steps),
             steps=batches.steps,
             device=device,
-            encoder=begin.encoder,
-            optimizer=begin.optimizer,
-            source=begin.source,
+            encoder=state.encoder,
+            optimizer=state.optimizer,
+            source=state.source,
             batches=batches,
             validation=trial_validation(config, context.world),
             heartbeat=context.heartbeat,
             watch=GraphWatch(device=device),
             monitor=monitor,
-            interruption=Interruption(),
+            shutdown=ShutdownRequest(),
             metrics=metrics if writes else None,
             checkpoints=checkpoints if writes else None,
         )
@@ -148,7 +148,7 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
         if memory := monitor.latest().get("device_memory_gib"):
             log.info("with every graph loaded, %.2f GiB of this node's device memory are in use", memory)
     if not device.computes:
-        host_state(begin.encoder, begin.optimizer, device)
+        host_state(state.encoder, state.optimizer, device)
     return Trial(infer, device.graphs(), progress.step)
 
 

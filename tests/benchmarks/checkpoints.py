@@ -104,7 +104,7 @@ def measure_stall(options: argparse.Namespace) -> None:
     from pipeline.model.encoder import prepare_for_training
     from pipeline.model.folder import load_encoder
     from pipeline.run.world import World
-    from pipeline.training.checkpoint import CheckpointWriter, Retention
+    from pipeline.training.checkpoint import CheckpointRetention, CheckpointWriter
     from pipeline.training.host_state import checkpoint_files
     from pipeline.training.metrics import MetricsLog
     from pipeline.training.state import Progress
@@ -145,7 +145,7 @@ def measure_stall(options: argparse.Namespace) -> None:
     found: dict[str, list[tuple[float, float]]] = {"none": [], "background": [], "waiting": []}
     with tempfile.TemporaryDirectory() as name, MetricsLog(Path(name) / "logs", None, 0) as metrics:
         paths = RunPaths(f"s3://{BUCKET}/runs/benchmark")
-        with CheckpointWriter(paths, Path(name) / "outgoing", "benchmark", Retention(newest=1)) as writer:
+        with CheckpointWriter(paths, Path(name) / "outgoing", "benchmark", CheckpointRetention(newest=1)) as writer:
             for number in range(options.rounds):
                 found["none"].append((0.0, steps()))
                 for position, variant in enumerate(("background", "waiting")):

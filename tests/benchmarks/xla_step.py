@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.contract import Stage
-from pipeline.host.ranks import Launch
+from pipeline.host.launch import RankLaunch
 from pipeline.run.world import NodeWorld
 
 CHUNK = 4
@@ -118,7 +118,9 @@ def show(bucket: int, batch: int, runs: dict[str, list[Measured]]) -> None:
 def environment(kind: str) -> dict[str, str]:
     """What the supervisor gives a rank of this kind."""
     with tempfile.TemporaryDirectory() as folder:
-        launch = Launch(stage=Stage.TRAIN, run="run", node=NodeWorld(), nodes=1, ranks_per_node=1, kind=kind, folder=Path(folder))
+        launch = RankLaunch(
+            stage=Stage.TRAIN, run="run", node=NodeWorld(), nodes=1, ranks_per_node=1, kind=kind, folder=Path(folder)
+        )
         found = launch.common_environment(os.environ)
     # There is no supervisor, and no folder that ranks share with it.
     del found["TRNPIPE_NODE_DIR"]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pipeline.cli import main
-from pipeline.host.ranks import Launch
+from pipeline.host.launch import RankLaunch
 
-real_program = Launch.program
+real_program = RankLaunch.program
 
 
-def program(launch: Launch) -> list[str]:
+def program(launch: RankLaunch) -> list[str]:
     """The same arguments for another module."""
     return ["tests.chain.light.rank", *real_program(launch)[1:]]
 
 
-Launch.program = program  # type: ignore[method-assign]
+RankLaunch.program = program  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     main()

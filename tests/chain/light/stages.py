@@ -19,11 +19,11 @@ from pipeline import store
 from pipeline.contract import Artifact, Stage, now
 from pipeline.errors import Defect, Transient, UnhealthyHost
 from pipeline.run.context import StageContext, StageOutput
-from pipeline.run.shutdown import Interruption, noticed
+from pipeline.run.shutdown import ShutdownRequest, graceful_shutdown
 from pipeline.training.checkpoint import (
     Checkpoint,
+    CheckpointRetention,
     CheckpointWriter,
-    Retention,
     fetch_checkpoint,
     find_checkpoint,
     open_checkpoint,
@@ -69,16 +69,16 @@ def health_check(context: StageContext) -> StageOutput | None:
 def train(context: StageContext) -> StageOutput | None:
     """All of the plan's steps, from the newest checkpoint or the parent."""
     with joined(context.world, lambda: context.heartbeat.beat(note="waiting for the gang")) as exchange, ExitStack() as stack:
-        return Training(context, exchange, stack.enter_context(noticed()), stack).run()
+        return Training(context, exchange, stack.enter_context(graceful_shutdown()), stack).run()
 
 
 class Training:
     """One rank's training: what pipeline/training/loop does, around another step."""
 
-    def __init__(self, context: StageContext, exchange: Exchange, interruption: Interruption, stack: ExitStack) -> None:
+    def __init__(self, context: StageContext, exchange: Exchange, shutdown: ShutdownRequest, stack: ExitStack) -> None:
         self._context = context
         self._exchange = exchange
-        self._interruption = interruption
+        self._shutdown = shutdown
         self._ids = _row_ids(context)
         self._parent = store.local_folder(context.plan.parent.folder, context.scratch / "parent")
         checkpoint = _newest_checkpoint(context, exchange)
@@ -89,7 +89,7 @@ class Training:
         self._writer: CheckpointWriter | None = None
         if context.world.is_leader:
             config = context.plan.config.train
-            retention = Retention(newest=config.keep_checkpoints, every=config.keep_every, best=config.keep_best)
+            retention = CheckpointRetention(newest=config.keep_checkpoints, every=config.keep_every, best=config.keep_best)
             self._writer = stack.enter_context(
                 CheckpointWriter(
                     context.paths, context.scratch / "train", context.plan.fingerprint, retention, resumed=self._resumed
@@ -103,7 +103,7 @@ class Training:
             step, last = self.progress.step, self.progress.step == plan.train.steps
             if self._writer is not None:
                 self._writer.check()
-            told = self._interruption.asked and self._context.world.is_leader
+            told = self._shutdown.received and self._context.world.is_leader
             due = last or step % config.checkpoint_every == 0
             if due and len({*self._exchange.all_gather(self._weights)}) != 1:
                 raise Defect("ranks whose weights are not the same")
@@ -112,7 +112,7 @@ class Training:
             if told:
                 assert self._writer is not None
                 self._writer.wait()
-                raise Transient("training was told to end", value=f"after step {step} of {plan.train.steps}")
+                raise Transient("training was interrupted", value=f"after step {step} of {plan.train.steps}")
         return self._finish() if self._context.world.is_leader else None
 
     def _step(self) -> None:

@@ -54,7 +54,7 @@ def test_difference_is_to_the_most_similar(modules: dict[str, bytes]) -> None:
     new = describe(modules["constant"])
     known = [describe(modules[name]) for name in ("dtype", "shape", "base")]
     assert difference(new, known).startswith("other constants")
-    assert difference(new, []) == "nothing is known to compare it with"
+    assert difference(new, []) == "no known graph to compare it with"
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xfe\xfd", b"", b"HloModule text, entry={}"])

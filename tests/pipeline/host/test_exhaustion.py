@@ -20,7 +20,8 @@ from pipeline.contract import Stage
 from pipeline.errors import BadData
 from pipeline.host import exhaustion as exhausted
 from pipeline.host.exhaustion import exhaustion, kernel_kills
-from pipeline.host.ranks import Launch, ProcessRanks, unexplained_end
+from pipeline.host.launch import RankLaunch
+from pipeline.host.ranks import ProcessRanks, unexplained_end
 from pipeline.run.world import NodeWorld, World
 from pipeline.stages.rank import as_expected
 
@@ -114,7 +115,7 @@ def sleeping(tmp_path: Path) -> Iterator[Callable[[], ProcessRanks]]:
     started: list[ProcessRanks] = []
 
     def start() -> ProcessRanks:
-        launch = Launch(stage=Stage.EMBED, run="r", node=NodeWorld(), nodes=1, ranks_per_node=1, kind="cpu", folder=tmp_path)
+        launch = RankLaunch(stage=Stage.EMBED, run="r", node=NodeWorld(), nodes=1, ranks_per_node=1, kind="cpu", folder=tmp_path)
         started.append(_Sleeping(launch))
         return started[-1]
 

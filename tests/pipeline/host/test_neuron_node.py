@@ -18,10 +18,13 @@ from pipeline import store
 from pipeline.contract import Stage, StageFailure
 from pipeline.errors import BadData, Defect, ExitCode, NoProgress, TrnpipeError
 from pipeline.host import gang
+from pipeline.host.deadlines import Deadlines
+from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
-from pipeline.host.ranks import Launch, Ranks, start, unexplained_end
-from pipeline.host.supervisor import Deadlines, PlanNumbers, Supervisor
-from pipeline.plan import GraphsPlan, PlannedWorld
+from pipeline.host.ranks import Ranks, start, unexplained_end
+from pipeline.host.supervisor import PlanNumbers, Supervisor
+from pipeline.plan import GraphsPlan
+from pipeline.plan import World as PlannedWorld
 from pipeline.run import failure
 from pipeline.run.world import LEADER_PORT, NodeWorld
 from pipeline.sdk import neuron_launch
@@ -45,7 +48,7 @@ def ranks(tmp_path: Path, planned_ranks: Any, scripted_stage: dict[str, str], mo
         run = planned_ranks().root
         node = NodeWorld(host="host-7")
         started.append(
-            start(Launch(stage=Stage.EMBED, run=run, node=node, nodes=1, ranks_per_node=2, kind="neuron", folder=folder))
+            start(RankLaunch(stage=Stage.EMBED, run=run, node=node, nodes=1, ranks_per_node=2, kind="neuron", folder=folder))
         )
         return started[0]
 
@@ -94,12 +97,12 @@ class Fixed(Ranks):
 @pytest.mark.parametrize(
     ("error", "line", "exit_code"),
     [
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), FILES, 64),
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), DMA, 76),
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), CLOSED, 75),
+        (failure.unexpected(RuntimeError("x")), FILES, 64),
+        (failure.unexpected(RuntimeError("x")), DMA, 76),
+        (failure.unexpected(RuntimeError("x")), CLOSED, 75),
         # A rank that waited for another one has not lost it yet.
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), RX, 69),
-        (Defect("RuntimeError: x", rule=failure.UNEXPECTED_RULE), "nothing known", 69),
+        (failure.unexpected(RuntimeError("x")), RX, 69),
+        (failure.unexpected(RuntimeError("x")), "nothing known", 69),
         # What we say ourselves we know better than the log.
         (Defect("the graphs differ", remedy="report it"), DMA, 69),
         (BadData("rows are broken"), FILES, 65),
@@ -110,13 +113,13 @@ class Fixed(Ranks):
     ],
 )
 def test_what_explains_what(tmp_path: Path, error: TrnpipeError, line: str, exit_code: int) -> None:
-    launch = Launch(stage=Stage.TRAIN, run="r", node=NodeWorld(), nodes=2, ranks_per_node=1, kind="neuron", folder=tmp_path)
+    launch = RankLaunch(stage=Stage.TRAIN, run="r", node=NodeWorld(), nodes=2, ranks_per_node=1, kind="neuron", folder=tmp_path)
     (tmp_path / "out").write_text("")
     (tmp_path / "err").write_text(f"before\n{line}\nafter\n")
     output = Output([0], lambda _: (tmp_path / "out", tmp_path / "err"), nodes=2)
     output.pump(end=True)
     found = failure.describe(error, stage=Stage.TRAIN, run="r", node=NodeWorld(), rank=0)
-    explained = Fixed(launch, output).explained(found, known=not error.what.startswith("rank 0"))
+    explained = Fixed(launch, output).explained(found)
     assert explained.exit_code == exit_code
     assert explained.time == found.time
     if exit_code == error.exit_code and not error.what.startswith("rank 0"):

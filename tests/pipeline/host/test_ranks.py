@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.contract import Stage
-from pipeline.host.ranks import Launch
+from pipeline.host.launch import RankLaunch
 from pipeline.run.world import NodeWorld, World
 
 BATCH = {
@@ -19,8 +19,8 @@ BATCH = {
 }
 
 
-def launch(node: NodeWorld, **changes: object) -> Launch:
-    made = Launch(stage=Stage.TRAIN, run="r", node=node, nodes=2, ranks_per_node=4, kind="neuron", folder=Path("/node"))
+def launch(node: NodeWorld, **changes: object) -> RankLaunch:
+    made = RankLaunch(stage=Stage.TRAIN, run="r", node=node, nodes=2, ranks_per_node=4, kind="neuron", folder=Path("/node"))
     return replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -51,4 +51,4 @@ def test_an_unknown_log_level_is_a_bad_setting(
 ) -> None:
     node = supervise(Stage.HEALTH_CHECK, plan_run().paths.root, TRNPIPE_LOG_LEVEL="loud")
     assert node.wait() != 0
-    assert "there is no such log level" in node.log
+    assert "unknown log level" in node.log

@@ -23,8 +23,9 @@ from pipeline.contract import RunPaths, Stage, StageFailure, StageResult, now
 from pipeline.cost import NodeAttempt
 from pipeline.errors import ExitCode
 from pipeline.host import gang
-from pipeline.host.supervisor import Deadlines, Supervisor
-from pipeline.plan import PlannedWorld
+from pipeline.host.deadlines import Deadlines
+from pipeline.host.supervisor import Supervisor
+from pipeline.plan import World as PlannedWorld
 from pipeline.run.world import NodeWorld
 from tests.pipeline.training.conftest import training_run
 
@@ -269,7 +270,7 @@ def test_a_deadline_that_is_no_time_ends_the_node_with_64(planned: Any, supervis
 @pytest.mark.parametrize(
     ("code", "expected", "what"),
     [
-        ("time.sleep(600)", 75, "the time of an attempt is over before embed is done"),
+        ("time.sleep(600)", 75, "the attempt's time is over before embed is done"),
         # It says in time that a further attempt is in vain.
         (GIVES_UP, 65, "a row is too long"),
     ],
@@ -291,7 +292,7 @@ def test_a_stage_that_finishes_in_its_last_minutes_needs_no_other_attempt(
     paths = plan_run().paths
     node = supervise(Stage.EMBED, paths.root, **scripted_stage, TRNPIPE_TEST_RANK=FINISHES, TRNPIPE_ATTEMPT_SECONDS="40")
     node.wait()
-    assert "the time of an attempt is over" not in node.log
+    assert "the attempt's time is over" not in node.log
 
 
 @pytest.mark.long
@@ -307,9 +308,9 @@ def test_training_ends_before_its_limit_and_the_next_attempt_resumes(training_ru
         assert node.wait(seconds + 60) == ExitCode.TRANSIENT
         written = re.search(r"checkpoint of step (\d+) is written", node.log)
         assert written or seconds < 1000, node.log
-    assert failure_of(paths, Stage.TRAIN).what == "the time of an attempt is over before train is done"
+    assert failure_of(paths, Stage.TRAIN).what == "the attempt's time is over before train is done"
     again = supervise(Stage.TRAIN, paths.root, AWS_BATCH_JOB_ATTEMPT="2")
-    again.wait_until(lambda: f"going on from the checkpoint of step {written[1]}" in again.log, seconds)
+    again.wait_until(lambda: f"resuming from the checkpoint of step {written[1]}" in again.log, seconds)
 
 
 def test_a_stage_that_keeps_nothing_is_left_to_batch_s_own_limit(
@@ -318,7 +319,7 @@ def test_a_stage_that_keeps_nothing_is_left_to_batch_s_own_limit(
     code = "time.sleep(4)"
     node = supervise(Stage.HEALTH_CHECK, planned().root, **scripted_stage, TRNPIPE_TEST_RANK=code, TRNPIPE_ATTEMPT_SECONDS="1")
     node.wait()
-    assert "the time of an attempt is over" not in node.log
+    assert "the attempt's time is over" not in node.log
 
 
 @pytest.mark.parametrize(

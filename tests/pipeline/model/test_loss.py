@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.model.loss import Role, contrastive_loss
+from pipeline.model.loss import DocumentRole, contrastive_loss
 from pipeline.training.batches import roles
 
 TEMPERATURE = 0.05
@@ -76,11 +76,11 @@ def reference() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_roles() -> None:
     found = roles(QUERY_HASH, DOCUMENT_HASH, VALID, 0, 8)
-    assert [int(value) for value in np.diag(found)] == [Role.POSITIVE] * 8
-    assert found[0, 3] == found[3, 0] == Role.IGNORED  # same query
-    assert found[1, 4] == found[4, 1] == Role.IGNORED  # same document
-    assert (found[:6, 6:] == Role.IGNORED).all()  # padding
-    assert found[0, 1] == found[2, 5] == Role.NEGATIVE
+    assert [int(value) for value in np.diag(found)] == [DocumentRole.POSITIVE] * 8
+    assert found[0, 3] == found[3, 0] == DocumentRole.IGNORED  # same query
+    assert found[1, 4] == found[4, 1] == DocumentRole.IGNORED  # same document
+    assert (found[:6, 6:] == DocumentRole.IGNORED).all()  # padding
+    assert found[0, 1] == found[2, 5] == DocumentRole.NEGATIVE
     np.testing.assert_array_equal(roles(QUERY_HASH, DOCUMENT_HASH, VALID, 4, 4), found[4:])
 
 

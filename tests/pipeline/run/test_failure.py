@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from pipeline.contract import RunPaths, Stage, StageFailure
-from pipeline.errors import BadData, ExitCode
+from pipeline.errors import BadData, ExitCode, FailureKind, Terminated, TrnpipeError
 from pipeline.host.ranks import unexplained_end
 from pipeline.run import failure
 from pipeline.run.world import NodeWorld, World
@@ -30,17 +32,45 @@ def test_a_failure_survives_its_way_through_the_node_folder(tmp_path: Path) -> N
     assert read == written
     assert failure.read_failure(tmp_path, 8) is None
     assert (read.exit_code, read.node, read.attempt, read.host) == (65, 2, 3, "host-7")
-    assert failure.lines(read)[0] == "error:  rows are broken"
-    assert failure.lines(read)[-1] == "remedy: fix them"
+    assert failure.error_of(read).lines()[0] == "error:  rows are broken"
+    assert failure.error_of(read).lines()[-1] == "remedy: fix them"
 
 
 def test_the_earliest_failure_is_the_cause_but_a_lost_peer_only_if_nobody_knows_better() -> None:
-    lost = record(75, "2026-01-01T00:00:00", failure.LOST_PEER)
+    lost = replace(record(75, "2026-01-01T00:00:00"), kind=FailureKind.LOST_PEER)
     later = record(76, "2026-01-01T00:00:09")
     latest = record(64, "2026-01-01T00:00:10")
     assert failure.cause([latest, lost, later]) is later
     assert failure.cause([lost]) is lost
     assert failure.cause([]) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (failure.lost_peer("gloo"), FailureKind.LOST_PEER),
+        (failure.unexpected(KeyError("x")), FailureKind.UNEXPECTED),
+        (unexplained_end(0, -9), FailureKind.UNEXPECTED),
+        (Terminated("the node was terminated by SIGTERM"), FailureKind.TERMINATED),
+        (BadData("rows are broken"), FailureKind.OWN),
+    ],
+)
+def test_a_failure_keeps_its_kind_whatever_its_words_are(error: TrnpipeError, kind: FailureKind) -> None:
+    error.what, error.rule = "other words", "another rule"
+    written = failure.describe(error, stage=Stage.TRAIN, run="week-01", node=NodeWorld(), rank=0)
+    read = StageFailure.from_json(written.to_json())
+    assert (read.kind, failure.error_of(read).kind) == (kind, kind)
+    first = replace(read, time="2026-01-01T00:00:00")
+    later = record(64, "2026-01-01T00:00:09", what=failure.lost_peer("gloo").what)
+    assert failure.cause([later, first]) is (later if kind is FailureKind.LOST_PEER else first)
+
+
+def test_a_record_of_an_earlier_version_has_no_kind() -> None:
+    fields = json.loads(record(75, "2026-01-01T00:00:00").to_json())
+    del fields["kind"]
+    assert StageFailure.from_json(json.dumps(fields).encode()).kind is FailureKind.OWN
+    with pytest.raises(BadData):
+        StageFailure.from_json(json.dumps(fields | {"kind": "theirs"}).encode())
 
 
 @pytest.mark.parametrize(

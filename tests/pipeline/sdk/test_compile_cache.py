@@ -15,7 +15,7 @@ from pipeline import store
 from pipeline.errors import BadConfig, ExitCode, MissingInput, NoProgress, TrnpipeError
 from pipeline.host.ranks import free_port
 from pipeline.sdk import compile_cache, neuron_launch
-from pipeline.sdk.compile_cache import State
+from pipeline.sdk.compile_cache import GraphState
 from tests.trainium import COMPILER, COMPILER_WORDS, write_parallel_compile
 
 TRIAL = f"""
@@ -77,7 +77,7 @@ def test_graphs_are_compiled_once(compile_on_s3: Any) -> None:
     assert (first.graphs, first.compiled, first.cached, first.failed) == (2, 2, 0, ())
     assert first.seconds > 0
     assert any("by 4" in line for line in lines)
-    assert compile_cache.modules(compile_.cache) == {f"{COMPILER}/{module}": State.DONE for module in (BETTER, GOOD)}
+    assert compile_cache.modules(compile_.cache) == {f"{COMPILER}/{module}": GraphState.DONE for module in (BETTER, GOOD)}
     again = compile_(GOOD, BETTER)
     assert (again.graphs, again.compiled, again.cached) == (0, 0, 2)
     assert first.modules == again.modules == (BETTER, GOOD)
@@ -109,7 +109,7 @@ def test_a_failed_graph_comes_with_the_compilers_own_words(compile_: Any) -> Non
     assert any(COMPILER_WORDS in line for line in failed.words)
     assert failed.words[-1] == "ERROR 5521 [CommandDriver]: Internal details"
     assert not any("Total" in line for line in failed.words)
-    assert compile_cache.modules(compile_.cache)[f"{COMPILER}/{BAD}"] is State.FAILED
+    assert compile_cache.modules(compile_.cache)[f"{COMPILER}/{BAD}"] is GraphState.FAILED
 
 
 @pytest.mark.parametrize(
@@ -182,16 +182,16 @@ def test_flags_with_a_cache_of_their_own_and_a_missing_tool_are_refused(compile_
 @pytest.mark.parametrize(
     ("names", "state"),
     [
-        (("model.hlo_module.pb", "compile_flags.json"), State.COLLECTED),
-        (("model.hlo_module.pb", "model.hlo_module.pb.lock"), State.LOCKED),
-        (("model.hlo_module.pb", "model.log"), State.FAILED),
-        (("model.hlo_module.pb", "model.log", "model.hlo_module.pb.lock"), State.LOCKED),
-        (("model.hlo_module.pb", "model.neff", "model.done"), State.DONE),
-        (("model.hlo_module.pb", "model.neff", "model.done", "model.hlo_module.pb.lock"), State.DONE),
-        (("model.hlo_module.pb", "model.neff"), State.COLLECTED),
+        (("model.hlo_module.pb", "compile_flags.json"), GraphState.COLLECTED),
+        (("model.hlo_module.pb", "model.hlo_module.pb.lock"), GraphState.LOCKED),
+        (("model.hlo_module.pb", "model.log"), GraphState.FAILED),
+        (("model.hlo_module.pb", "model.log", "model.hlo_module.pb.lock"), GraphState.LOCKED),
+        (("model.hlo_module.pb", "model.neff", "model.done"), GraphState.DONE),
+        (("model.hlo_module.pb", "model.neff", "model.done", "model.hlo_module.pb.lock"), GraphState.DONE),
+        (("model.hlo_module.pb", "model.neff"), GraphState.COLLECTED),
     ],
 )
-def test_the_state_of_a_graph(tmp_path: Path, names: tuple[str, ...], state: State) -> None:
+def test_the_state_of_a_graph(tmp_path: Path, names: tuple[str, ...], state: GraphState) -> None:
     for name in names:
         store.write_bytes(str(tmp_path / COMPILER / GOOD / name), b"")
     store.write_bytes(str(tmp_path / "somebody" / "else.txt"), b"")
@@ -213,7 +213,7 @@ def test_only_old_locks_go_and_only_when_nobody_else_is_there(s3_root: str) -> N
     assert compile_cache.clear_stale_locks(cache, in_use=True, older_seconds=-5) == []
     assert store.exists(lock)
     assert compile_cache.clear_stale_locks(cache, in_use=False, older_seconds=-5) == [lock]
-    assert compile_cache.modules(cache) == {f"{COMPILER}/{GOOD}": State.COLLECTED}
+    assert compile_cache.modules(cache) == {f"{COMPILER}/{GOOD}": GraphState.COLLECTED}
     assert store.exists(f"{cache}/other.lock")
 
 

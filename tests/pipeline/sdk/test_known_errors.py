@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ExitCode
-from pipeline.run import failure
+from pipeline.errors import ExitCode, FailureKind
 from pipeline.run.world import NodeWorld
 from pipeline.sdk.known_errors import TABLE, Action, classify
 
@@ -104,7 +103,7 @@ def test_a_cause_beats_what_follows_from_it_wherever_it_stands() -> None:
     found = classify([rx, closed])
     assert found is not None
     assert not found.is_cause
-    assert found.error(NODE).what == failure.LOST_PEER
+    assert found.error(NODE).kind is FailureKind.LOST_PEER
 
 
 def test_a_timeout_replaces_the_host_only_where_no_peer_can_be_its_cause() -> None:
@@ -114,7 +113,7 @@ def test_a_timeout_replaces_the_host_only_where_no_peer_can_be_its_cause() -> No
     assert (alone.row.name, alone.error(NODE).exit_code) == ("compute hang", ExitCode.UNHEALTHY_HOST)
     assert gang is not None
     assert not gang.is_cause
-    assert gang.error(NODE).what == failure.LOST_PEER
+    assert gang.error(NODE).kind is FailureKind.LOST_PEER
 
 
 def test_efa_is_asked_for_only_between_nodes() -> None:

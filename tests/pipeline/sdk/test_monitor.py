@@ -173,7 +173,7 @@ def test_garbage_is_said_once_and_passed_over(
         until(watching.latest)
         time.sleep(0.1)
         watching.check()
-    assert [record.message.startswith("neuron-monitor prints something unknown") for record in caplog.records] == [True]
+    assert [record.message.startswith("skipped a line of neuron-monitor") for record in caplog.records] == [True]
 
 
 def test_training_goes_on_without_neuron_monitor(
@@ -184,7 +184,7 @@ def test_training_goes_on_without_neuron_monitor(
         watching.check()
         assert watching.latest() == {}
     assert [record.message for record in caplog.records] == [
-        "training goes on without a look at the host: neuron-monitor is neither on PATH nor in /opt/aws/neuron/bin"
+        "training continues without a monitor: neuron-monitor is neither on PATH nor in /opt/aws/neuron/bin"
     ]
     assert not store.exists(context.paths.host_monitor(3))
 

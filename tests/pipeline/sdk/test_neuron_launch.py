@@ -19,7 +19,7 @@ from torch.distributed.run import config_from_args, parse_args
 
 from pipeline.contract import STAGES, Stage
 from pipeline.errors import BadConfig
-from pipeline.host.ranks import Launch
+from pipeline.host.launch import RankLaunch
 from pipeline.run.world import LEADER_PORT, ROOT_COMM_PORT, NodeWorld
 from pipeline.sdk import graph_variables, neuron_launch
 from pipeline.sdk.neuron_launch import PROCESSES, TORCHRUN
@@ -143,9 +143,9 @@ def test_an_unreachable_main_node_leaves_the_interface_open(caplog: pytest.LogCa
     assert "no-address" in caplog.text
 
 
-def launch(stage: Stage, **changes: object) -> Launch:
+def launch(stage: Stage, **changes: object) -> RankLaunch:
     node = NodeWorld(node=1, nodes=2, leader="10.0.0.4")
-    made = Launch(
+    made = RankLaunch(
         stage=stage, run="s3://b/runs/week-1", node=node, nodes=2, ranks_per_node=4, kind="neuron", folder=Path("/node")
     )
     return replace(made, **changes)  # type: ignore[arg-type]

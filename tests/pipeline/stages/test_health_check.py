@@ -184,7 +184,7 @@ def never(*arguments: Any, **options: Any) -> Any:
 def test_a_wrong_driver_is_a_wrong_deployment(neuron_run: Any, host: TrainiumHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_check, "open_device", never)
     host.write("sys/module/neuron/version", "2.29.0.0\n")
-    with pytest.raises(BadConfig, match="does not go with this container's runtime") as found:
+    with pytest.raises(BadConfig, match="does not fit this container's runtime") as found:
         health_check.run(neuron_run.context(Stage.HEALTH_CHECK), root=host.root)
     assert found.value.exit_code == ExitCode.BAD_CONFIG
     report = store.read_json(neuron_run.paths.node_health(0))

@@ -40,7 +40,7 @@ from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World as RankWorld
 from pipeline.sdk import compile_cache
-from pipeline.sdk.compile_cache import State
+from pipeline.sdk.compile_cache import GraphState
 from pipeline.stages import evaluate
 from pipeline.stages.compile import LOADING, cached_graphs, compile_on_neuron
 from tests.pipeline.conftest import make_texts
@@ -207,7 +207,7 @@ def test_compile_fills_the_cache_and_stores_traces(compiled_run: Any) -> None:
     trained = read_set(set_uri(account.root, "train", graphs.train)).graphs
     states = compile_cache.modules(graphs.cache)
     assert set(trained) == set(states)
-    assert set(states.values()) == {State.DONE}
+    assert set(states.values()) == {GraphState.DONE}
     assert all(graph is not None and graph.size > 0 for graph in trained.values())
     # A training step is among them, with its batch.
     assert any("s64[8,16]" in graph.inputs for graph in trained.values() if graph)
@@ -410,7 +410,7 @@ def test_forms_that_keep_weights_are_refused_by_compile_evaluate_and_embed(accou
         text=True,
         check=False,
     )
-    found = "traced encoders do not embed as the encoder on the host does"
+    found = "traced encoders give other embeddings than the encoder on the host"
     values = "16 x 16 tokens: least cosine nan; 8 x 32 tokens: least cosine nan"
     assert ended.stdout.splitlines() == [
         "compile succeeds",
@@ -521,7 +521,7 @@ def test_a_graph_that_cannot_be_compiled(
     # The forms for inference do not depend on the temperature: another test may have compiled them.
     assert set_uri(account.root, "train", graphs_of(plan).train) in missing_sets(account.root, plan.graphs)
     # What was good stays, and nobody waits for this run.
-    assert compile_cache.modules(cache)[f"{COMPILER}/MODULE_2+1"] is State.DONE
+    assert compile_cache.modules(cache)[f"{COMPILER}/MODULE_2+1"] is GraphState.DONE
     assert compile_cache.others(cache, "somebody") == []
 
 
@@ -568,7 +568,7 @@ def test_graphs_that_do_not_fit_the_device_together_are_found_before_training(ac
     assert job.wait() == 64, job.log.read_text()
     failure = StageFailure.from_json(store.read_bytes(paths.failure(Stage.COMPILE)))
     assert any(words in value for value in failure.value)
-    assert set(compile_cache.modules(graphs_of(plan).cache).values()) == {State.DONE}
+    assert set(compile_cache.modules(graphs_of(plan).cache).values()) == {GraphState.DONE}
     # The next run meets the same.
     assert set_uri(account.root, "train", graphs_of(plan).train) in missing_sets(account.root, plan.graphs)
     assert compile_cache.others(graphs_of(plan).cache, "somebody") == []

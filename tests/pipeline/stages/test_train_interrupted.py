@@ -100,7 +100,7 @@ def test_sigterm_leaves_a_checkpoint_of_the_step_and_is_75(
     first[0].wait_until(lambda: step_of(broken) >= 10)
     first[told].process.send_signal(signal.SIGTERM)
     assert first[0].wait() == 75
-    assert "the node was told to end by SIGTERM" in first[0].log
+    assert "the node was terminated by SIGTERM" in first[0].log
     (manifest,) = [info.uri for info in store.list_objects(broken.paths.checkpoints) if info.uri.endswith("manifest.json")]
     stopped_at = store.read_json(manifest)["step"]
     assert 10 <= stopped_at < 390

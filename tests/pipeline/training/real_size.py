@@ -31,7 +31,7 @@ from pipeline.model.folder import load_encoder
 from pipeline.model.shape import shape_of
 from pipeline.plan import RunPlan
 from pipeline.run.context import Heartbeat, StageContext
-from pipeline.run.shutdown import Interruption
+from pipeline.run.shutdown import ShutdownRequest
 from pipeline.run.world import World
 from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import TrainingBatches
@@ -39,7 +39,7 @@ from pipeline.training.checkpoint import PROGRESS_FILE, open_checkpoint
 from pipeline.training.host_state import OPTIMIZER_FILE, checkpoint_files, load_optimizer
 from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
-from pipeline.training.setup import host_digest, joined
+from pipeline.training.setup import gang_device, host_digest
 from pipeline.training.state import Progress
 from pipeline.training.step import build_optimizer
 from tests.pipeline.training.planned import plan_training
@@ -68,7 +68,7 @@ def main(folder: Path) -> None:
     )
     parent, checkpoint = folder / "local" / "parent", folder / "step-00000001"
     context = StageContext(stage=Stage.TRAIN, paths=paths, world=World(), scratch=folder, heartbeat=Heartbeat(None, 0))
-    with joined(context, plan) as device:
+    with gang_device(context, plan) as device:
         torch.manual_seed(0)
         encoder = new_encoder(xlm_roberta_large(), plan.config.model)
         shape = shape_of(encoder)
@@ -158,7 +158,7 @@ def training(
         heartbeat=context.heartbeat,
         watch=GraphWatch(device=device),
         monitor=HostMonitor(context, ""),
-        interruption=Interruption(),
+        shutdown=ShutdownRequest(),
         metrics=None,
         checkpoints=None,
     )

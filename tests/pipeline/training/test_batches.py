@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.dataset.arrow import TOKENS, read_table
-from pipeline.model.loss import Role
+from pipeline.model.loss import DocumentRole
 from pipeline.run.world import World
 from pipeline.training.batches import Padding, TokenColumn, TrainingBatches
 from tests.pipeline.training.planned import write_rows
@@ -161,8 +161,8 @@ def test_fillers_never_count(rows: Path) -> None:
     roles = batch["roles"].numpy()
     others = roles[:, fillers.numpy()][~fillers.numpy()]
     assert others.size
-    assert (others == Role.IGNORED).all()
-    assert (np.diag(roles) == Role.POSITIVE).all()
+    assert (others == DocumentRole.IGNORED).all()
+    assert (np.diag(roles) == DocumentRole.POSITIVE).all()
 
 
 def test_digest_is_that_of_the_global_batch_for_any_number_of_ranks(rows: Path) -> None:

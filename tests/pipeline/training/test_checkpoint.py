@@ -23,7 +23,7 @@ from pipeline.model.encoder import Encoder
 from pipeline.model.folder import load_encoder
 from pipeline.model.parent import resolve_parent
 from pipeline.run.world import World
-from pipeline.training.checkpoint import CheckpointWriter, Retention, find_checkpoint
+from pipeline.training.checkpoint import CheckpointRetention, CheckpointWriter, find_checkpoint
 from pipeline.training.host_state import RANDOM_FILE, checkpoint_files, load_optimizer, restore_random_states
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.state import MetricsWindow, Progress
@@ -31,7 +31,7 @@ from pipeline.training.step import build_optimizer
 from tests.tiny import make_model
 
 PLAN = "fingerprint"
-THREE = Retention(newest=3)
+THREE = CheckpointRetention(newest=3)
 FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "progress.json", "metrics.jsonl", "manifest.json")
 DEVICE = open_device("cpu", "fp32", World(), threads=1)
 
@@ -52,7 +52,7 @@ def write(tmp_path: Path) -> Callable[..., tuple[Encoder, torch.optim.Optimizer]
     def write(
         paths: RunPaths,
         *steps: int,
-        retention: Retention = THREE,
+        retention: CheckpointRetention = THREE,
         scores: Mapping[int, float] = MappingProxyType({}),
         resumed: int | None = None,
     ) -> tuple[Encoder, torch.optim.Optimizer]:
@@ -112,18 +112,18 @@ def kept(paths: RunPaths) -> list[int]:
 
 
 def test_only_the_newest_are_kept(paths: RunPaths, write: Write) -> None:
-    write(paths, 2, 4, 6, 8, retention=Retention(newest=2))
+    write(paths, 2, 4, 6, 8, retention=CheckpointRetention(newest=2))
     assert kept(paths) == [6, 8]
 
 
 def test_every_nth_and_the_best_are_kept_too(paths: RunPaths, write: Write) -> None:
     scores = {1: 0.5, 2: 0.9, 3: 0.7, 5: 0.1}
-    write(paths, 1, 2, 3, 4, 5, 6, 7, 8, 9, retention=Retention(newest=1, every=4, best=True), scores=scores)
+    write(paths, 1, 2, 3, 4, 5, 6, 7, 8, 9, retention=CheckpointRetention(newest=1, every=4, best=True), scores=scores)
     assert kept(paths) == [2, 4, 8, 9]
 
 
 def test_a_later_attempt_knows_the_best_of_an_earlier_one(paths: RunPaths, write: Write) -> None:
-    retention = Retention(newest=1, best=True)
+    retention = CheckpointRetention(newest=1, best=True)
     write(paths, 1, 2, retention=retention, scores={1: 0.9, 2: 0.8})
     write(paths, 3, 4, retention=retention, scores={3: 0.7}, resumed=2)
     # 2 is what that attempt went on from.
@@ -136,7 +136,7 @@ def test_what_was_refused_when_resuming_never_counts_as_newest(tmp_path: Path, p
         (Path(paths.checkpoint(step)) / "model.safetensors").write_bytes(b"torn")
     found = find_checkpoint(paths, PLAN, tmp_path / "resumed")
     assert found is not None
-    write(paths, 4, retention=Retention(newest=1), resumed=found.progress.step)
+    write(paths, 4, retention=CheckpointRetention(newest=1), resumed=found.progress.step)
     assert kept(paths) == [2, 4]
     again = find_checkpoint(paths, PLAN, tmp_path / "again")
     assert again is not None
@@ -150,7 +150,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, paths: R
     may_write = threading.Event()
     with (
         MetricsLog(tmp_path / "logs", None, 0) as metrics,
-        CheckpointWriter(paths, tmp_path / "outgoing", PLAN, Retention(newest=1)) as writer,
+        CheckpointWriter(paths, tmp_path / "outgoing", PLAN, CheckpointRetention(newest=1)) as writer,
     ):
         metrics.snapshot(writer.folder(1))
         files = checkpoint_files(encoder, optimizer, DEVICE, tmp_path / "parent")

@@ -162,7 +162,7 @@ def test_deliberate_breaks_are_caught(compiled: Run, planned: Callable[..., Run]
     )
     for how, words in (("unpadded_batch", "inputs of other shapes or types"), ("read_in_the_loop", "other")):
         assert found[how]["code"] == 69
-        assert "graphs that compile did not make" in found[how]["what"]
+        assert "graphs that were not compiled ahead of time" in found[how]["what"]
         assert any(words in value for value in found[how]["value"]), found[how]["value"]
 
     # Where it does not end the run, every new graph is counted in its line of metrics, and says what is new about it.
