@@ -530,6 +530,7 @@ def test_locks_stay_while_another_run_compiles(account: Account, compile_here: A
     cache = graphs_of(plan).cache
     lock = f"{cache}/{COMPILER}/MODULE_1+1/model.hlo_module.pb.lock"
     store.write_bytes(lock, b"")
+    left_by_a_trial(plan, "MODULE_2+1")
     compile_cache.register(cache, "another")
     # No graph has a result then, which the summary leaves out.
     with pytest.raises(Defect, match="without a compiled form"):
