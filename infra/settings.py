@@ -1,4 +1,4 @@
-"""What a deployment can choose: one frozen `Settings`, checked before anything is built (infra/context.py reads it)."""
+"""The settings of a deployment: one frozen `Settings`, checked before CDK creates any construct (infra/context.py reads it)."""
 
 from __future__ import annotations
 

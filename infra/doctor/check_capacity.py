@@ -53,7 +53,8 @@ def needs(fleets: list[Fleet], gang_nodes: int) -> dict[tuple[str, str], Need]:
         if fleet.instance_type is None:
             key, least = (fleet.market, ""), 1
         else:
-            key = (fleet.market, fleet.family)
+            # The family has the quota: `Trn`, `Inf` or `C7i`.
+            key = (fleet.market, fleet.instance_type[:3].capitalize())
             least = HARDWARE[fleet.instance_type].vcpus * (gang_nodes if fleet.forms_gangs else 1)
         before = summed[key]
         summed[key] = Need(least=max(before.least, least), most=before.most + fleet.max_vcpus)

@@ -193,7 +193,7 @@ def endpoints(subject: Subject) -> Findings:
 
 @check("Network", "ec2:DescribeVpcEndpointServices")
 def service_zones(subject: Subject) -> Findings:
-    """Whether the endpoints of our own VPC can be where they are to be: not every zone that has trn1 has every service."""
+    """Every endpoint service exists in the zones of our own VPC's endpoints: not every zone that has trn1 has every service."""
     if subject.settings.vpc is not None:
         return
     zones = subject.settings.zones_of_services

@@ -61,7 +61,7 @@ STOP_SECONDS = 10.0
 ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
 
 SERVICES = ("s3", "sts", "dynamodb", "sns", "stepfunctions")
-"""Of moto's. It loads each at its first request."""
+"""Moto's services. It loads each at its first request."""
 
 WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
@@ -164,13 +164,13 @@ class LocalEndpoint:
 
 
 def load_services() -> None:
-    """Load what moto would load at the first requests, where there is time for it."""
+    """Load the services early, which moto would otherwise load at their first requests."""
     for service in SERVICES:
         import_module(f"moto.{service}.urls")
 
 
 def endpoint_environment(url: str, key: str) -> dict[str, str]:
-    """What any AWS SDK needs to talk to the local endpoint and to nothing else.
+    """Return the environment with which any AWS SDK calls the local endpoint and nothing else.
 
     Args:
         key: the id of the only access key that the endpoint knows. Its secret is not used: the endpoint verifies no signatures.

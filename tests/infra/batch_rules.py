@@ -1,4 +1,5 @@
-"""What AWS Batch refuses, or never starts, although its service model lets it pass. Each rule names the page that states it
+"""Requests that AWS Batch refuses, or jobs that it never starts, although its service model lets them
+pass. Each rule names the page that states it
 (AWS Batch User Guide, or API Reference with the type's name).
 
 `problems` looks at a whole deployment: compute environments, launch templates, queues, policies, job definitions and the
@@ -140,7 +141,7 @@ def rule(check: Rule) -> Rule:
 
 
 def problems(batch: Batch) -> list[str]:
-    """What Batch would refuse or never start, `NAME: why` each."""
+    """`NAME: why` for everything that Batch would refuse or never start."""
     return [found for check in RULES for found in check(batch)]
 
 

@@ -1,4 +1,4 @@
-"""What was deployed: every finding once where it belongs, and once where it does not."""
+"""Checks of a deployment: every finding once where it belongs, and once where it does not."""
 
 from __future__ import annotations
 
