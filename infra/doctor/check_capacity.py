@@ -149,7 +149,7 @@ def reservation(subject: Subject) -> Findings:
         reserved = _reserved(subject, wanted)
     except Refused as refused:
         yield problem(
-            "the capacity reservation is not there",
+            "the capacity reservation does not exist",
             value=refused,
             rule=f"trnpipe.capacity_reservation = {wanted.id or wanted.group}, owned by or shared with this account",
             remedy=f"aws ec2 describe-capacity-reservations --region {settings.region}",
@@ -186,7 +186,7 @@ def _reserved(subject: Subject, wanted: CapacityReservation) -> list[dict[str, A
     """The reservations that the settings name, as EC2 describes them.
 
     Raises:
-        Refused: one of them is not there, or the group has none.
+        Refused: one of them does not exist, or the group has none.
     """
     ids = [wanted.id]
     if wanted.group is not None:

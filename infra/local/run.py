@@ -126,7 +126,7 @@ class LocalRequest:
 
         Raises:
             BadConfig: options or configuration that cannot work.
-            MissingInput: an input file that is not there.
+            MissingInput: an input file does not exist.
         """
         state = state.absolute()
         from_file = load_config_file(config_file) if config_file else {}
@@ -322,7 +322,7 @@ def _shards(paths: Sequence[Path]) -> Iterator[Path]:
     """The shard files among the paths and in the folders among them.
 
     Raises:
-        MissingInput: a path that is not there, or a folder without shards.
+        MissingInput: a path does not exist, or a folder without shards.
         BadConfig: a file that is no shard.
     """
     for path in paths:

@@ -69,15 +69,15 @@ WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 class LocalEndpoint:
     """A context manager: the endpoint is up inside it, with the stack's resources created and the state folder loaded.
 
-    Attributes:
-        mirror_folder: the bucket as plain files.
-        url, batch: address and Batch service, while the endpoint is up.
-
     Args:
         stack: the resources to create.
         state: the state folder: `bucket/KEY`, `lock.json`.
         runner: makes the Batch runner from the variables that job processes need to find the endpoint.
         front: wraps the application that answers every request; how a test makes services fail.
+
+    Attributes:
+        mirror_folder: the bucket as plain files.
+        url, batch: address and Batch service, while the endpoint is up.
 
     Raises:
         BadConfig: another run has this state folder open.

@@ -60,8 +60,8 @@ def test_stacks(blueprint: Blueprint, look: Any, bad: Any, change: Any, expected
 def test_a_stack_that_is_not_there(blueprint: Blueprint, look: Any, bad: Any) -> None:
     gone = {**stack_answers(blueprint), "cloudformation:DescribeStacks": Refused("ValidationError", "does not exist")}
     assert bad(look(check_deployed.stacks, blueprint, gone, after=True)) == [
-        ("problem", "the stack trnpipe-data is not there"),
-        ("problem", "the stack trnpipe is not there"),
+        ("problem", "the stack trnpipe-data does not exist"),
+        ("problem", "the stack trnpipe does not exist"),
     ]
 
 
