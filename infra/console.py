@@ -25,38 +25,38 @@ class Console:
 
     @property
     def execution(self) -> str:
-        """Of the execution whose ARN takes the place of `{}`."""
+        """Link to the execution whose ARN replaces `{}`."""
         return aws_console.execution(self.region, "{}")
 
     @property
     def log(self) -> str:
-        """What the jobs of a run logged: every line of the program's own names the run (pipeline/run/logs.py)."""
-        # CloudWatch's console escapes what follows the # twice, with $ in the place of %.
+        """Link to the log lines of a run's jobs: every line of the program names the run (pipeline/run/logs.py)."""
+        # CloudWatch's console escapes the part after # twice, with $ instead of %.
         pattern = f"$3FfilterPattern$3D{_escaped(chr(34))}{{}}{_escaped(chr(34))}"
         return f"{self.job_log_group}/log-events{pattern}"
 
     @property
     def report(self) -> str:
-        """Of a run."""
+        """Link to a run's report."""
         return f"https://{aws_console.domain(self.region)}/s3/object/{self.bucket}?region={self.region}&prefix=runs/{{}}/report/index.html"
 
     @property
     def overview(self) -> str:
-        """The dashboard; has no `{}`."""
+        """Link to the dashboard; without `{}`."""
         return f"{aws_console.home(self.region, 'cloudwatch')}#dashboards/dashboard/{self.dashboard}"
 
     @property
     def job_log_group(self) -> str:
-        """The log group of all jobs."""
+        """Link to the log group of all jobs."""
         return f"{aws_console.home(self.region, 'cloudwatch')}#logsV2:log-groups/log-group/{_escaped(self.job_logs)}"
 
     @property
     def bucket_objects(self) -> str:
-        """Runs, registry and graphs."""
+        """Link to runs, registry and graphs."""
         return f"https://{aws_console.domain(self.region)}/s3/buckets/{self.bucket}?region={self.region}"
 
     def machine(self, arn: str) -> str:
-        """A state machine with its executions."""
+        """Link to a state machine with its executions."""
         return f"{aws_console.home(self.region, 'states')}#/statemachines/view/{arn}"
 
 

@@ -1,4 +1,4 @@
-"""Which Node.js runs CDK: the CDK library is a JavaScript program behind a Python face, and needs one before it is imported."""
+"""The Node.js that runs CDK: the library is a JavaScript program with a Python interface, and needs Node.js at its import."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ UNCHANGEABLE_TAGS = ("AWS::Batch::ComputeEnvironment", "AWS::EC2::PlacementGroup
 
 
 class DataStack(Stack):
-    """What outlives the pipeline: bucket, lock table, image repositories, logs."""
+    """Resources that outlive the pipeline: bucket, lock table, image repositories, logs."""
 
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings, env: Environment) -> None:
         super().__init__(

@@ -291,7 +291,7 @@ class Compute(Construct):
 
     @property
     def _tags(self) -> dict[str, str]:
-        """Of hosts and volumes."""
+        """Tags of hosts and volumes."""
         return {**self._settings.tags, COST_TAG: self._settings.name}
 
     def _image_id(self) -> str | None:

@@ -39,9 +39,9 @@ EVALUATE_ON_EXIT: tuple[tuple[str, str, str], ...] = (
     ("on_exit_code", "126", "EXIT"),
     ("on_exit_code", "127", "EXIT"),
 )
-"""What no further attempt changes: too little memory, our own final codes (pipeline/errors.py), an uncaught exception, an image
-without a program that runs. Batch takes five rules, the first match wins, and it retries what matches none: our other codes,
-signals, lost hosts, and containers that never started, for one of many reasons (image pull, network interface, agent, timeout).
+"""Failures that another attempt would repeat: out of memory, our own final codes (pipeline/errors.py), an uncaught exception, an
+image without a program that runs. Batch takes five rules, and the first match decides. It retries failures that match none: our
+other codes, signals, lost hosts, and containers that never started (image pull, network interface, agent, timeout).
 https://docs.aws.amazon.com/batch/latest/userguide/job_retries.html"""
 
 PRIVATE_IMAGE = re.compile(r"(?P<account>[0-9]{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com[.a-z]*/(?P<name>[^:@]+)")

@@ -53,7 +53,7 @@ PANELS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
     ("Embedding: documents per second", (Metric.DOCUMENTS_PER_SECOND,)),
     ("Quarantined", (Metric.QUARANTINED_ROWS, Metric.QUARANTINED_DOCUMENTS)),
 )
-"""Of the dashboard, two in a row: title, metrics."""
+"""Panels of the dashboard, two in a row: title, metrics."""
 
 
 class Topic(Construct):

@@ -1,4 +1,4 @@
-"""Where the hosts live: private subnets without a way to the internet, endpoints to the AWS services, groups for EFA traffic.
+"""The network of the hosts: private subnets without a route to the internet, endpoints of AWS services, groups for EFA traffic.
 
 Services a run needs (an existing VPC must reach them too): S3, DynamoDB, ECR (api and dkr), CloudWatch Logs, ECS (with
 agent and telemetry), Batch.

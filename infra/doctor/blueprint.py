@@ -79,12 +79,6 @@ class Fleet:
         """Whether jobs of several nodes run on these hosts."""
         return "Train" in self.name
 
-    @property
-    def family(self) -> str:
-        """The type's family, which has a quota: `Trn`, `Inf` or `C7i`."""
-        assert self.instance_type is not None
-        return self.instance_type[:3].capitalize()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:

@@ -128,7 +128,7 @@ def names(subject: Subject) -> Findings:
         yield problem(
             "names of the first deployment are taken",
             value=", ".join(taken),
-            rule=f"the stack {blueprint.data_stack} is not there, and cannot create what exists",
+            rule=f"the stack {blueprint.data_stack} does not exist, and cannot create resources that exist",
             remedy=f"{CDK} import {blueprint.data_stack} adopts them; or delete them, or set another trnpipe.name",
         )
     else:

@@ -53,7 +53,8 @@ def needs(fleets: list[Fleet], gang_nodes: int) -> dict[tuple[str, str], Need]:
         if fleet.instance_type is None:
             key, least = (fleet.market, ""), 1
         else:
-            key = (fleet.market, fleet.family)
+            # The family has the quota: `Trn`, `Inf` or `C7i`.
+            key = (fleet.market, fleet.instance_type[:3].capitalize())
             least = HARDWARE[fleet.instance_type].vcpus * (gang_nodes if fleet.forms_gangs else 1)
         before = summed[key]
         summed[key] = Need(least=max(before.least, least), most=before.most + fleet.max_vcpus)
@@ -148,7 +149,7 @@ def reservation(subject: Subject) -> Findings:
         reserved = _reserved(subject, wanted)
     except Refused as refused:
         yield problem(
-            "the capacity reservation is not there",
+            "the capacity reservation does not exist",
             value=refused,
             rule=f"trnpipe.capacity_reservation = {wanted.id or wanted.group}, owned by or shared with this account",
             remedy=f"aws ec2 describe-capacity-reservations --region {settings.region}",
@@ -185,7 +186,7 @@ def _reserved(subject: Subject, wanted: CapacityReservation) -> list[dict[str, A
     """The reservations that the settings name, as EC2 describes them.
 
     Raises:
-        Refused: one of them is not there, or the group has none.
+        Refused: one of them does not exist, or the group has none.
     """
     ids = [wanted.id]
     if wanted.group is not None:

@@ -57,7 +57,7 @@ def stacks(subject: Subject) -> Findings:
         try:
             [stack] = subject.ask("cloudformation", "DescribeStacks", StackName=name)["Stacks"]
         except Refused as refused:
-            yield problem(f"the stack {name} is not there", value=refused, remedy=deploy)
+            yield problem(f"the stack {name} does not exist", value=refused, remedy=deploy)
             continue
         status = stack["StackStatus"]
         if status not in COMPLETE:

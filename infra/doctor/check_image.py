@@ -45,7 +45,7 @@ def ami(subject: Subject) -> Findings:
         answer = subject.seek(("ParameterNotFound", "ParameterVersionNotFound"), "ssm", "GetParameter", Name=name)
         if answer is None:
             yield problem(
-                "the AMI's SSM parameter is not there",
+                "the AMI's SSM parameter does not exist",
                 value=name,
                 rule="trnpipe.ami names a parameter of this account and region, with its version",
                 remedy=f"aws ssm put-parameter --region {subject.settings.region} --type String --data-type aws:ec2:image "
@@ -66,7 +66,7 @@ def ami(subject: Subject) -> Findings:
     answer = subject.seek(gone, "ec2", "DescribeImages", ImageIds=[image_id])
     if answer is None or not answer["Images"]:
         yield problem(
-            "the AMI is not there",
+            "the AMI does not exist",
             value=image_id,
             rule=f"an image of region {subject.settings.region} that this account may use",
             remedy=f"aws ec2 copy-image brings one from another region; its owner shares one with account {subject.account}",
@@ -172,7 +172,7 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
     except Refused as refused:
         if refused.code == "RepositoryNotFoundException" and container.registry is None and not subject.after:
             yield warning(
-                f"the image repository {container.repository} is not there yet",
+                f"the image repository {container.repository} does not exist yet",
                 rule="the data stack creates it",
                 remedy=f"{CDK} deploy {subject.blueprint.data_stack}, then {push}",
             )

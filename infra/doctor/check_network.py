@@ -26,7 +26,7 @@ def vpc(subject: Subject) -> Findings:
         subject.ask("ec2", "DescribeVpcs", VpcIds=[vpc_id])
     except Refused as refused:
         yield problem(
-            "the VPC is not there",
+            "the VPC does not exist",
             value=refused,
             rule=f"trnpipe.vpc.vpc_id in {subject.settings.region}",
             remedy=f"aws ec2 describe-vpcs --region {subject.settings.region}",
@@ -105,7 +105,7 @@ def subnets(subject: Subject) -> Findings:
         found = subject.ask("ec2", "DescribeSubnets", SubnetIds=wanted)["Subnets"]
     except Refused as refused:
         yield problem(
-            "a subnet is not there",
+            "a subnet does not exist",
             value=refused,
             rule=f"{', '.join(wanted)} in {subject.settings.region}",
             remedy=f"aws ec2 describe-subnets --filters Name=vpc-id,Values={subject.settings.vpc.vpc_id}",
@@ -193,7 +193,7 @@ def endpoints(subject: Subject) -> Findings:
 
 @check("Network", "ec2:DescribeVpcEndpointServices")
 def service_zones(subject: Subject) -> Findings:
-    """Whether the endpoints of our own VPC can be where they are to be: not every zone that has trn1 has every service."""
+    """Every endpoint service exists in the zones of our own VPC's endpoints: not every zone that has trn1 has every service."""
     if subject.settings.vpc is not None:
         return
     zones = subject.settings.zones_of_services
@@ -266,7 +266,7 @@ def default_group(subject: Subject) -> Findings:
         [group] = subject.ask("ec2", "DescribeSecurityGroups", **selected)["SecurityGroups"]
     except Refused as refused:
         yield problem(
-            "the default security group is not there",
+            "the default security group does not exist",
             value=refused,
             rule="trnpipe.vpc.default_security_group_id",
             remedy=f"aws ec2 describe-security-groups --filters Name=vpc-id,Values={vpc_id} Name=group-name,Values=default",

@@ -32,7 +32,7 @@ def buckets(subject: Subject) -> Findings:
             if refused.code not in GONE:
                 raise
             yield problem(
-                f"the bucket {name} is not there",
+                f"the bucket {name} does not exist",
                 value=refused,
                 rule="the settings name it, so every run would end with 66",
                 remedy="correct the URI in `read` or `config`",

@@ -53,7 +53,7 @@ class Node:
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """How one attempt ended. Times in milliseconds since the epoch.
+    """The end of one attempt. Times in milliseconds since the epoch.
 
     Attributes:
         exit_code, host, log_stream: of the main node.

@@ -44,7 +44,7 @@ def available_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """How the runner runs jobs.
+    """Settings of the runner.
 
     Attributes:
         logs: folder of the log files.

@@ -40,7 +40,7 @@ class ExitRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryStrategy:
-    """How many attempts a job has and which failures deserve another one."""
+    """The number of attempts of a job, and the failures that Batch retries."""
 
     attempts: int = 1
     rules: tuple[ExitRule, ...] = ()

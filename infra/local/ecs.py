@@ -21,7 +21,7 @@ INSTANCE_ARN = f"arn:aws:ecs:{REGION}:{ACCOUNT}:container-instance/{CLUSTER}/"
 """Before the id of a host."""
 METADATA = "/ecs/v4/"
 METADATA_PATH = re.compile(METADATA + r"(?P<task>[0-9a-f]{32})(?P<rest>(?:/task)?)")
-"""Where ECS_CONTAINER_METADATA_URI_V4 points, below the endpoint."""
+"""Path of ECS_CONTAINER_METADATA_URI_V4 below the endpoint."""
 OPERATIONS = ("DescribeTasks", "DescribeContainerInstances", "UpdateContainerInstancesState")
 
 

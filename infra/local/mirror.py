@@ -95,7 +95,7 @@ class Mirror:
 
 
 class _FileContent:
-    """What a moto object holds in place of its buffer: reads the mirror's file. Objects of a megabyte are written once."""
+    """Replaces a moto object's buffer and reads the mirror's file. Objects of this size are written once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -6,7 +6,6 @@ the state folder, puts the input files into its bucket, starts the execution and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,7 +126,7 @@ class LocalRequest:
 
         Raises:
             BadConfig: options or configuration that cannot work.
-            MissingInput: an input file that is not there.
+            MissingInput: an input file does not exist.
         """
         state = state.absolute()
         from_file = load_config_file(config_file) if config_file else {}
@@ -308,11 +307,13 @@ def _execution_input(request: LocalRequest, stack: LocalStack) -> dict[str, Any]
 
 
 def _put_files(endpoint: LocalEndpoint, stack: LocalStack, files: Sequence[Path], folder: str) -> None:
-    """Put shards into the bucket. The name carries the content, so the same file given again is the same shard."""
+    """Put shards into the bucket. The digest in its name makes a file that is given again the same shard."""
+    from pipeline.store import sha256_file
+
     client = endpoint.client("s3")
     present = _names(endpoint.mirror_folder / folder)
     for path in files:
-        name = path.name if folder == "data/demo" else f"{_digest(path)[:12]}-{path.name}"
+        name = path.name if folder == "data/demo" else f"{sha256_file(path)[:12]}-{path.name}"
         if name not in present:
             client.upload_file(str(path), stack.bucket, f"{folder}/{name}")
 
@@ -321,7 +322,7 @@ def _shards(paths: Sequence[Path]) -> Iterator[Path]:
     """The shard files among the paths and in the folders among them.
 
     Raises:
-        MissingInput: a path that is not there, or a folder without shards.
+        MissingInput: a path does not exist, or a folder without shards.
         BadConfig: a file that is no shard.
     """
     for path in paths:
@@ -360,14 +361,6 @@ def _absolute_paths(value: Any) -> Any:
 
 def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as stream:
-        digest = hashlib.sha256()
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _say(console: Any, text: str) -> None:

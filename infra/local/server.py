@@ -61,7 +61,7 @@ STOP_SECONDS = 10.0
 ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
 
 SERVICES = ("s3", "sts", "dynamodb", "sns", "stepfunctions")
-"""Of moto's. It loads each at its first request."""
+"""Moto's services. It loads each at its first request."""
 
 WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
@@ -69,15 +69,15 @@ WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 class LocalEndpoint:
     """A context manager: the endpoint is up inside it, with the stack's resources created and the state folder loaded.
 
-    Attributes:
-        mirror_folder: the bucket as plain files.
-        url, batch: address and Batch service, while the endpoint is up.
-
     Args:
         stack: the resources to create.
         state: the state folder: `bucket/KEY`, `lock.json`.
         runner: makes the Batch runner from the variables that job processes need to find the endpoint.
         front: wraps the application that answers every request; how a test makes services fail.
+
+    Attributes:
+        mirror_folder: the bucket as plain files.
+        url, batch: address and Batch service, while the endpoint is up.
 
     Raises:
         BadConfig: another run has this state folder open.
@@ -164,13 +164,13 @@ class LocalEndpoint:
 
 
 def load_services() -> None:
-    """Load what moto would load at the first requests, where there is time for it."""
+    """Load the services early, which moto would otherwise load at their first requests."""
     for service in SERVICES:
         import_module(f"moto.{service}.urls")
 
 
 def endpoint_environment(url: str, key: str) -> dict[str, str]:
-    """What any AWS SDK needs to talk to the local endpoint and to nothing else.
+    """Return the environment with which any AWS SDK calls the local endpoint and nothing else.
 
     Args:
         key: the id of the only access key that the endpoint knows. Its secret is not used: the endpoint verifies no signatures.

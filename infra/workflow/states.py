@@ -34,18 +34,18 @@ SEEN_JOB = "$.seen.job"
 SHORT_LAP_SECONDS = 60
 SHORT_LAPS = 120
 LONG_LAP_SECONDS = 300
-"""How often a gang's job is described: every minute for two hours, then every five minutes."""
+"""Laps of polling a gang's job: every minute for two hours, then every five minutes."""
 
 MOST_MISSES = 10
 """So many looks in a row may fail, or not find the job, before the gang counts as lost; each is retried for about a minute."""
 
 MOST_EVENTS = 15_000
-"""Of the 25,000 that the history of an execution may hold; an execution that reaches that limit ends on the spot, past every
-catch (https://docs.aws.amazon.com/step-functions/latest/dg/service-quotas.html). The rest is for calls that are retried."""
+"""Budget of events of an execution, whose history may hold 25,000. At that limit the execution ends at once, past every catch
+(https://docs.aws.amazon.com/step-functions/latest/dg/service-quotas.html). The rest is for calls that are retried."""
 LAP_EVENTS = 9
 OTHER_EVENTS = 4_200
-"""Of a lap of polling (entered and left: wait, look, choice; scheduled, started, succeeded: look), and of everything else, the
-longest wait for the lock included."""
+"""Events of a lap of polling (entered and left: wait, look, choice; scheduled, started, succeeded: look), and of
+everything else, the longest wait for the lock included."""
 
 DISCARD: dict[str, Any] = {"ResultPath": None}
 

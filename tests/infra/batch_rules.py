@@ -142,7 +142,7 @@ def rule(check: Rule) -> Rule:
 
 
 def problems(batch: Batch) -> list[str]:
-    """What Batch would refuse or never start, `NAME: why` each."""
+    """`NAME: why` for everything that Batch would refuse or never start."""
     return [found for check in RULES for found in check(batch)]
 
 

@@ -1,4 +1,4 @@
-"""What processes ask of AWS services as IAM sees it: actions on resources, read off the requests that reach the local endpoint;
+"""Calls of AWS services as IAM sees them: actions on resources, read off the requests that reach the local endpoint;
 and what a role may do, by its policies in the synthesized templates.
 """
 
@@ -159,7 +159,7 @@ class Role:
 
 
 def allows(statements: Iterable[Mapping[str, Any]], action: str, resource: str) -> bool:
-    """Whether policies made of these statements allow something: one does, and none denies it. Moto decides."""
+    """Whether policies of these statements allow a call: one allows it, and none denies it. Moto decides."""
     policy = {"Version": "2012-10-17", "Statement": [_escaped(statement) for statement in statements]}
     return IAMPolicy(json.dumps(policy)).is_action_permitted(action, resource) is PermissionResult.PERMITTED
 

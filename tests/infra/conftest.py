@@ -1,4 +1,4 @@
-"""What the tests of the CDK app share: three synthesized deployments, and validation against the services' own models."""
+"""Fixtures of the CDK app's tests: synthesized deployments, and validation against the services' own models."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def deploy(folder: Path, **settings: Any) -> Deployment:
 
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
-    """What cdk.json describes, with the schedule switched on."""
+    """The deployment of cdk.json, with the schedule switched on."""
     return deploy(tmp_path_factory.mktemp("cdk"), schedule={"enabled": True})
 
 
@@ -156,7 +156,7 @@ def smoke_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
 
 @dataclass(frozen=True)
 class Synth:
-    """What a process of its own wrote and loaded: the assembly's folder, and module -> file."""
+    """The output of synth in its own process: the assembly's folder, and module -> file."""
 
     folder: Path
     modules: dict[str, Path]
@@ -204,13 +204,13 @@ class ServiceModel:
     """AWS's own description of an operation's input, as botocore ships it."""
 
     def problems(self, service: str, operation: str, request: Mapping[str, Any]) -> str:
-        """What the service would refuse: unknown or missing members, wrong types, values outside an enumeration or range."""
+        """Violations of the service's model: unknown or missing members, wrong types, values outside an enumeration or range."""
         shape = _service(service).operation_model(operation).input_shape
         report = ParamValidator().validate(dict(request), shape)
         return "; ".join([report.generate_report(), *_outside(request, shape)]).strip("; ")
 
     def enumeration(self, service: str, operation: str, member: str) -> list[str]:
-        """What a member of a request may be."""
+        """The allowed values of a member of a request."""
         shape = _service(service).operation_model(operation).input_shape
         return list(shape.members[member].enum)
 

@@ -1,4 +1,4 @@
-"""What the tests of the state machine share: what it is made for, how its states lead to each other, and results of stages."""
+"""Helpers of the state machine's tests: its targets, the successors of its states, and results of stages."""
 
 from __future__ import annotations
 

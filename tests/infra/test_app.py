@@ -108,7 +108,7 @@ def test_the_cdk_cli_of_the_guides_reads_what_is_synthesized(alone: Synth) -> No
 
 
 def test_a_deployment_that_names_its_account_looks_nothing_up(other_deployment: Any, tmp_path: Path) -> None:
-    """What CDK would look up at synth takes credentials, and changes with the account."""
+    """A lookup at synth would need credentials, and change with the account."""
     named = deploy(tmp_path, account="123456789012")
     for found in (other_deployment, named):
         assert "missing" not in json.loads((Path(found.app.outdir) / "manifest.json").read_text())

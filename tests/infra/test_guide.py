@@ -48,7 +48,7 @@ LONGEST_README = 1800
 """Words. What is longer belongs into docs/."""
 
 ON_THE_HOST = ("sudo", "curl", "tar", "modinfo", "printf")
-"""What is typed while an AMI is made: system programs, of which nothing here can know the options."""
+"""System programs that build an AMI; the tests do not know their options."""
 
 CLI_COMMANDS: dict[tuple[str, str], set[str]] = {
     ("s3", "cp"): {"--recursive"},
@@ -256,7 +256,7 @@ def test_every_setting_in_the_table_exists() -> None:
 
 
 def test_every_setting_in_the_text_exists() -> None:
-    """What is spelled like one: words in code with an underscore or a dot between lower-case parts."""
+    """Words that are spelled like a setting: words in code with an underscore or a dot between lower-case parts."""
     inline = re.findall(r"`([a-z]+(?:[_.][a-z_]+)*)(?::[^`]*)?`", prose(GUIDES))
     files = {"cdk.json"}
     named = {name for name in inline if re.search(r"[_.]", name)} - files
@@ -344,7 +344,7 @@ def test_reasons_of_a_blocked_queue_are_those_that_the_doctor_knows_and_jobs_are
 
 
 def test_everything_that_a_removal_leaves_behind_is_in_the_list(deployment: Any) -> None:
-    """What has a name is deleted by it, other resources one by one with a place to fill in."""
+    """The page deletes named resources by name, others one by one with a placeholder."""
     removal = RUNBOOK[RUNBOOK.index("## Remove") :]
     deleting = {
         "AWS::S3::Bucket": ("aws s3api delete-bucket", None),

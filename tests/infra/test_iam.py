@@ -1,4 +1,4 @@
-"""What roles may do, against what is done under them: every call of a whole execution is allowed, and nothing that others do."""
+"""Permissions of the roles against recorded calls: each role allows the calls of its own stage, and no others."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ UNRECORDED = {
     "ecs:DescribeContainerInstances": "the instance's id",
     "ecs:DescribeTasks": "the container instance of the task",
 }
-"""What a stage's role may do though these executions did not need it under every role, with the occasion."""
+"""Permissions of a stage's role that these executions did not need under every role, with the reason."""
 
 OF_THE_SERVICE = {
     # Step Functions Developer Guide, "Run AWS Batch workloads": what `.sync` takes.
@@ -113,7 +113,7 @@ OF_THE_SERVICE = {
     # SNS Developer Guide, "Key management": for publishing to an encrypted topic.
     *("kms:GenerateDataKey", "kms:Decrypt"),
 }
-"""What Step Functions itself does under the machine's role, by its documents."""
+"""Calls of Step Functions itself under the machine's role, by its documentation."""
 
 
 def test_every_call_is_allowed(recorded: Recorded) -> None:

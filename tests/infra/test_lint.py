@@ -1,4 +1,4 @@
-"""What cfn-lint says of the templates and of the state machine's definition, and that it would say so of planted mistakes."""
+"""Findings of cfn-lint in the templates and in the state machine's definition, and in planted mistakes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_definition(findings: Lint) -> None:
     ],
 )
 def test_a_broken_definition_is_found(findings: Lint, change: Callable[[dict[str, Any]], object]) -> None:
-    """Of a `Next` that leads nowhere, and of the operators of a Choice, cfn-lint says nothing: test_walk goes there."""
+    """cfn-lint finds no `Next` that leads nowhere, and checks no operators of a Choice: test_walk does."""
     machine = copy.deepcopy(definition(targets()))
     change(machine)
     assert "E3601" in findings(with_machine(machine))

@@ -1,4 +1,4 @@
-"""Where hosts live and who may talk to whom."""
+"""Subnets of the hosts, and which traffic their security groups allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Node.js runs CDK."""
+"""The choice of the Node.js that runs CDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a deployment costs: prices, what is said at synth, tags, and the budget."""
+"""Costs of a deployment: prices, the estimate at synth, tags, and the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a deployment of cdk.json is, on one page: an unintended change shows as a difference of `snapshot.yaml`.
+"""The deployment of cdk.json on one page: an unintended change shows as a difference of `snapshot.yaml`.
 
 `UPDATE_SNAPSHOT=1 pytest tests/infra/test_snapshot.py` writes it anew; read the difference before it is committed. Generated
 ids are left out, and so is what other tests judge by a rule.

@@ -1,4 +1,4 @@
-"""What outlives the pipeline."""
+"""Resources that outlive the pipeline."""
 
 from __future__ import annotations
 

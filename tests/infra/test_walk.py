@@ -53,7 +53,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     **{state: {"jobs": {"prepare": FAILED_JOB}} for state in ("report", "ReleaseLock", "Notify", "ReadFailure")},
     **{f"{stage} (stop)": {"jobs": {stage.value: JobEnd(status="RUNNING")}} for stage in GANGS},
 }
-"""What leads to a state that a run without trouble does not enter, or to one that it enters late."""
+"""Inputs and answers that lead to states that a smooth run does not enter, or enters late."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ MACHINE = f"arn:aws:states:{REGION}:{ACCOUNT}:stateMachine:trnpipe"
 CONSOLE = Console(region=REGION, bucket="bucket", job_logs="/trnpipe/jobs", dashboard="trnpipe")
 SERVICES = {"sfn": "stepfunctions"}
 EXAMPLES = {"Jobs.$": ["id"], "Filters": [{"Name": "JOB_NAME", "Values": ["train-week-1"]}]}
-"""What stands in the place of paths that lead to something else than any text."""
+"""Values of paths that lead to anything but text."""
 QUEUES = {queue: f"arn:{queue}" for queue in Queue}
 
 

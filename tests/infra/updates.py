@@ -1,4 +1,4 @@
-"""What CloudFormation or Batch would refuse of an update from one template to the next.
+"""Violations of CloudFormation's and Batch's rules for an update from one template to the next.
 
 CloudFormation creates what is new or replaced before it removes the old, the stack of the data before the pipeline's. Which
 properties cannot change in place, the provider schemas say that cfn-lint ships (`createOnlyProperties`).
@@ -52,7 +52,7 @@ def _changed_in_place(before: Resources, after: Resources, region: str) -> Itera
 
 
 def _collisions(before: Resources, after: Resources, region: str) -> Iterator[str]:
-    """What may exist once: names, addresses in a VPC, a service's private name in a VPC."""
+    """Properties that may exist once: names, addresses in a VPC, a service's private name in a VPC."""
     for key in after.keys() - before.keys():
         kind, properties = after[key]["Type"], after[key]["Properties"]
         for other, resource in before.items():

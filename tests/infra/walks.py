@@ -39,12 +39,12 @@ SAID = "chaos"
 
 REQUEST_ID = (("x-amz-request-id", "walk"), ("x-amzn-RequestId", "walk"))
 OWNER = "-owner"
-"""What is appended to a walk's name is the execution that holds its lock before it."""
+"""Suffix of the name of the execution that holds a walk's lock before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """How requests of one state are answered.
+    """The answers to requests of one state.
 
     Attributes:
         status, code: the service's error; status None: the request is not answered in time.
@@ -60,7 +60,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How every job of one stage ends.
+    """The end of every job of one stage.
 
     Attributes:
         status: of the job; RUNNING: it never ends. GONE: Batch knows no such job.
@@ -110,7 +110,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Walked:
-    """What became of a walk.
+    """The outcome of a walk.
 
     Attributes:
         submitted: stage of every SubmitJob that Batch took; terminated: of every job that was terminated.

@@ -1,4 +1,4 @@
-"""What the tests of doctor share: recorded answers, held against the services' own models, and both synthesized deployments."""
+"""Fixtures of the doctor's tests: recorded answers, checked against the services' models, and synthesized deployments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def operation(service: str, name: str) -> Any:
 
 
 def wrong_shape(value: Any, shape: Shape) -> Iterator[str]:
-    """Where a value is not what a shape describes: unknown members, wrong types, words outside an enumeration."""
+    """Yield the violations of a shape in a value: unknown members, wrong types, words outside an enumeration."""
     if report := ParamValidator().validate(value, shape).generate_report():
         yield report
     yield from _outside_enumeration(value, shape)
@@ -75,7 +75,7 @@ class Recorded:
 
 @pytest.fixture(scope="session")
 def blueprint(deployment: Any) -> Blueprint:
-    """What cdk.json describes, with a VPC of its own."""
+    """The deployment of cdk.json, with a VPC of its own."""
     return read_blueprint(Path(deployment.app.outdir), read_settings(deployment.app.node.get_all_context()))
 
 

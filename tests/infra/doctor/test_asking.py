@@ -1,4 +1,4 @@
-"""How doctor asks: real HTTP answers told apart, what stands in a check's way as a finding, and the list of permissions."""
+"""The doctor's calls: classes of real HTTP answers, findings for failed calls, and the list of permissions."""
 
 from __future__ import annotations
 

@@ -154,6 +154,6 @@ def test_a_reservation_that_is_not_there(blueprint: Blueprint, other_blueprint: 
     refused = Refused("InvalidCapacityReservationId.NotFound", "")
     for gone in ({**reservation_answers({}), "ec2:DescribeCapacityReservations": refused}, reservation_answers()):
         assert bad(look(check_capacity.reservation, other_blueprint, gone)) == [
-            ("problem", "the capacity reservation is not there")
+            ("problem", "the capacity reservation does not exist")
         ]
     assert look(check_capacity.reservation, blueprint, {}) == []

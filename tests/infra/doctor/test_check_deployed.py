@@ -1,4 +1,4 @@
-"""What was deployed: every finding once where it belongs, and once where it does not."""
+"""Checks of a deployment: every finding once where it belongs, and once where it does not."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_stacks(blueprint: Blueprint, look: Any, bad: Any, change: Any, expected
 def test_a_stack_that_is_not_there(blueprint: Blueprint, look: Any, bad: Any) -> None:
     gone = {**stack_answers(blueprint), "cloudformation:DescribeStacks": Refused("ValidationError", "does not exist")}
     assert bad(look(check_deployed.stacks, blueprint, gone, after=True)) == [
-        ("problem", "the stack trnpipe-data is not there"),
-        ("problem", "the stack trnpipe is not there"),
+        ("problem", "the stack trnpipe-data does not exist"),
+        ("problem", "the stack trnpipe does not exist"),
     ]
 
 

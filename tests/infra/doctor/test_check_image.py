@@ -60,7 +60,9 @@ def test_ami(other_blueprint: Blueprint, look: Any, bad: Any, change: Any, expec
 
 def test_an_ami_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: Any) -> None:
     for gone in (Refused("InvalidAMIID.NotFound", ""), {"Images": []}):
-        assert bad(look(check_image.ami, other_blueprint, {"ec2:DescribeImages": gone})) == [("problem", "the AMI is not there")]
+        assert bad(look(check_image.ami, other_blueprint, {"ec2:DescribeImages": gone})) == [
+            ("problem", "the AMI does not exist")
+        ]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_an_ami_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: An
     [
         ({"Parameter": {"Value": "ami-0123456789abcdef0"}}, []),
         ({"Parameter": {"Value": "a driver"}}, [("problem", "the AMI's SSM parameter holds no image id")]),
-        (Refused("ParameterVersionNotFound", ""), [("problem", "the AMI's SSM parameter is not there")]),
+        (Refused("ParameterVersionNotFound", ""), [("problem", "the AMI's SSM parameter does not exist")]),
     ],
     ids=["good", "text", "absent"],
 )
@@ -111,7 +113,7 @@ def manifest(*platforms: str) -> dict[str, Any]:
             Refused("RepositoryNotFoundException", ""),
             [],
             False,
-            [("warning", "the image repository trnpipe/neuron is not there yet")],
+            [("warning", "the image repository trnpipe/neuron does not exist yet")],
         ),
         (
             Refused("RepositoryNotFoundException", ""),

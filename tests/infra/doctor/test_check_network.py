@@ -81,7 +81,7 @@ def test_vpc(other_blueprint: Blueprint, look: Any, bad: Any, attributes: tuple[
 
 def test_a_vpc_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: Any) -> None:
     gone = {"ec2:DescribeVpcs": Refused("InvalidVpcID.NotFound", "")}
-    assert bad(look(check_network.vpc, other_blueprint, gone)) == [("problem", "the VPC is not there")]
+    assert bad(look(check_network.vpc, other_blueprint, gone)) == [("problem", "the VPC does not exist")]
 
 
 def tables(*routes: dict[str, Any], main_only: bool = False) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -118,7 +118,7 @@ def test_subnets(
 
 def test_a_subnet_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: Any) -> None:
     gone = {"ec2:DescribeSubnets": Refused("InvalidSubnetID.NotFound", "")}
-    assert bad(look(check_network.subnets, other_blueprint, gone)) == [("problem", "a subnet is not there")]
+    assert bad(look(check_network.subnets, other_blueprint, gone)) == [("problem", "a subnet does not exist")]
 
 
 def endpoint(service: str, **change: Any) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def test_default_group(other_blueprint: Blueprint, look: Any, bad: Any, change: 
 def test_a_default_group_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: Any) -> None:
     gone = {"ec2:DescribeSecurityGroups": Refused("InvalidGroup.NotFound", "")}
     assert bad(look(check_network.default_group, other_blueprint, gone)) == [
-        ("problem", "the default security group is not there")
+        ("problem", "the default security group does not exist")
     ]
 
 

@@ -20,7 +20,7 @@ def test_every_bucket_that_runs_read_is_looked_at(other_blueprint: Blueprint, lo
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (Refused("404", "Not Found"), ("problem", "the bucket shared is not there")),
+        (Refused("404", "Not Found"), ("problem", "the bucket shared does not exist")),
         (Denied("s3:ListBucket"), ("warning", "the bucket shared denies access to these credentials")),
         ({"BucketRegion": "eu-west-1"}, ("warning", "the bucket shared is in another region")),
     ],

@@ -64,9 +64,9 @@ def test_an_empty_account_is_told_what_it_lacks(blueprint: Blueprint) -> None:
     found = {finding.what: finding.level.value for finding in findings}
     # The codes that make these of it are moto's, and so the services'.
     assert found["the CDK is not bootstrapped in this account and region"] == "problem"
-    assert found["the AMI's SSM parameter is not there"] == "problem"
+    assert found["the AMI's SSM parameter does not exist"] == "problem"
     assert found["the service-linked role of Batch is missing"] == "warning"
-    assert found["the image repository trnpipe/neuron is not there yet"] == "warning"
+    assert found["the image repository trnpipe/neuron does not exist yet"] == "warning"
     assert found["names are free"] == "ok"
     assert found["this account has no budget"] == "warning"
     assert "a call failed" not in {f.what for f in findings if f.area in ("Account", "Images", "Network")}
@@ -116,7 +116,7 @@ def test_names_that_are_taken_over_http(blueprint: Blueprint) -> None:
 def test_after_without_a_deployment(blueprint: Blueprint) -> None:
     subject = Subject(blueprint=blueprint, account="123456789012", after=True, ask=Aws(REGION))
     findings = examine(command.AFTER, subject)
-    assert {"the stack trnpipe is not there", "the stack trnpipe-data is not there"} <= {finding.what for finding in findings}
+    assert {"the stack trnpipe does not exist", "the stack trnpipe-data does not exist"} <= {finding.what for finding in findings}
     assert {finding.level.value for finding in findings} == {"problem"}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the local endpoint share: the synthesized stack, an endpoint on it, and executions driven to their end."""
+"""Fixtures of the local endpoint's tests: the synthesized stack, an endpoint on it, and executions driven to their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the job processes of these tests run in place of `trnpipe`: `stage NAME --run URI`, with the files of the contract.
+"""The program that the job processes of these tests run instead of `trnpipe`: `stage NAME --run URI`, with the contract's files.
 
 TRNPIPE_TEST_SCRIPT holds JSON {stage: {...}}: `exit` a list of exit codes by attempt (the last one repeats), `metrics` the
 result's, `seconds` to work, `only_attempt` and `only_node` to limit a failure. Everything goes through S3 of the local endpoint.

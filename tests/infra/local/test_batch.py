@@ -393,7 +393,7 @@ def test_trnpipe_in_a_command_is_this_installation(start: Start, tmp_path: Path)
 
 
 BY_SYNC = {"name": "MANAGED_BY_AWS", "value": "STARTED_BY_STEP_FUNCTIONS"}
-"""What `batch:submitJob.sync` adds to the environment of every job."""
+"""The variable that `batch:submitJob.sync` adds to the environment of every job."""
 REFERRING = JobDefinition(name="referring", containers=(Container(command=("echo", "Ref::run")),), timeout_seconds=60)
 
 
