@@ -15,7 +15,6 @@ from pathlib import Path
 
 from pipeline.contract import Record
 from pipeline.errors import BadData
-from pipeline.files import write_atomically
 
 NAME = "endpoint.json"
 
@@ -47,8 +46,12 @@ def make_private(state: Path) -> None:
 @contextmanager
 def announced(state: Path, record: EndpointRecord) -> Iterator[None]:
     """Keep the file in the state folder for the duration of the block, readable by its owner alone."""
-    path = state / NAME
-    write_atomically(path, json.dumps(asdict(record)).encode())
+    path, temporary = state / NAME, state / f"{NAME}.tmp"
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        json.dump(asdict(record), stream)
+    temporary.replace(path)
     try:
         yield
     finally:
