@@ -119,7 +119,7 @@ class Stage(str, Enum):
 
 
 class Shape(str, Enum):
-    """How Batch runs a stage: one container, a gang of nodes, or an array of independent children."""
+    """Form of a stage's Batch job: one container, a gang of nodes, or an array of independent children."""
 
     SINGLE = "single"
     GANG = "gang"
@@ -319,7 +319,7 @@ class RunPaths:
         return f"{self.root}/{stage.value}/result.json"
 
     def failure(self, stage: Stage) -> str:
-        """Why the stage's newest attempt failed; removed by an attempt that succeeds."""
+        """Record of the newest attempt's failure; an attempt that succeeds removes it."""
         return f"{self.root}/{stage.value}/failure.json"
 
     def progress(self, stage: Stage, node: int) -> str:
@@ -331,11 +331,11 @@ class RunPaths:
         return f"{self.root}/{stage.value}/graphs-{number:05d}.json"
 
     def node_exit(self, stage: Stage, attempt: int, node: int) -> str:
-        """How one node of a gang ended in one attempt: `{exit_code, time, failure}`."""
+        """End of one node of a gang in one attempt: `{exit_code, time, failure}`."""
         return f"{self.root}/{stage.value}/exits/attempt-{attempt}/node-{node:05d}.json"
 
     def node_attempt(self, stage: Stage, job: str, attempt: int, node: int) -> str:
-        """When and on which host one node began and ended one attempt; pipeline/cost.py adds these up."""
+        """Times and host of one node's attempt; pipeline/cost.py adds these up."""
         return f"{self.attempts(stage)}/{job or 'no-job'}/attempt-{attempt}-node-{node:05d}.json"
 
     def attempts(self, stage: Stage) -> str:
@@ -519,7 +519,7 @@ class StageResult(Record):
         """Serialized form.
 
         Raises:
-            ValueError: larger than RESULT_LIMIT_BYTES; long lists belong in files beside the result.
+            ValueError: larger than RESULT_LIMIT_BYTES; long lists belong in separate files.
         """
         data = json.dumps(asdict(self), indent=1, sort_keys=True).encode()
         if len(data) > RESULT_LIMIT_BYTES:

@@ -29,7 +29,7 @@ from pipeline.errors import BadData
 CURRENCY = "USD"
 
 REGIONS = ("us-east-1", "us-east-2", "us-west-2")
-"""Where the prices below hold: they do not differ between these."""
+"""Regions of the prices below, which do not differ between them."""
 
 CORES_PER_DEVICE = 2
 """NeuronCores of a Trainium chip, and of an Inferentia2 chip."""

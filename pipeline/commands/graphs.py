@@ -27,7 +27,7 @@ from pipeline.run.find_run import find_run, read_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the command found.
+    """The results of the command.
 
     Attributes:
         sets: both compiled sets; none on device types that run operations one by one.

@@ -51,19 +51,16 @@ def show(findings: Findings, console: Console, *, as_json: bool = False) -> None
     problems = findings.problems
     for problem in problems:
         say(console, problem, style="bold red")
-    if not problems:
-        say(console, _verdict(findings), style="bold green")
-
-
-def _verdict(findings: Findings) -> str:
-    parts = []
+    if problems:
+        return
+    agreed = []
     if findings.stages or findings.proof:
-        parts.append("no stage met a graph that compile had not met")
+        agreed.append("no stage met a graph that compile had not met")
     if findings.lowered and findings.ranks > 1:
-        parts.append("all ranks compile the same graphs")
+        agreed.append("all ranks compile the same graphs")
     if findings.sets and not all(one.graphs is not None for one in findings.sets):
-        parts.append("compile has yet to make the missing sets")
-    return "; ".join(parts) or "nothing was compared"
+        agreed.append("compile has yet to make the missing sets")
+    say(console, "; ".join(agreed) or "nothing was compared", style="bold green")
 
 
 def _stages(stages: tuple[StageGraphs, ...], console: Console) -> None:

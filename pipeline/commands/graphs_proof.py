@@ -36,7 +36,7 @@ WARMUP_FRACTION = 0.25
 BATCHES_PER_BUCKET = 2
 HOLDOUT_ROWS = 48
 DOCUMENTS = 256
-"""Of the corpus, for embed."""
+"""Documents of the corpus that embed gets."""
 
 STAGE_MINUTES = 120.0
 """Limit of one stage; compiling a large model takes minutes on a processor."""

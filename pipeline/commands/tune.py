@@ -35,7 +35,7 @@ from pipeline.estimate.variant import plan_world
 from pipeline.run.find_run import find_run, read_plan
 
 OBJECTIVES = {"samples_per_second": 1, "compile_seconds": -1, "host_memory_bytes": -1}
-"""What can be tuned for -> its sign: higher or lower is better."""
+"""Objective -> its sign: higher or lower is better."""
 
 LEAST_WINDOWS = 4
 """Lines of metrics of a variant: a quarter of its steps is warm-up, and a median needs three values."""

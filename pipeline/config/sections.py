@@ -56,7 +56,7 @@ on a NeuronCore with 2,048 at a time (aws-neuron-samples, run_dp_bert_large_hf_p
 
 
 class KeyRole(Enum):
-    """How a run uses a key of the configuration. The roles of a section are those of all its keys.
+    """The uses of a configuration key in a run. The roles of a section are those of all its keys.
 
     Every key has one of the first two, and any of the others.
     """

@@ -54,8 +54,10 @@ PARQUET_BATCH_BYTES = 64 << 20
 
 MAX_CHUNK_BYTES = 1 << 30
 MAX_EXPANSION = 20
-"""A column of a row group may be larger than this, decompressed, only if it expands less than so many times. Arrow decompresses
-page by page; a page may be as large as its chunk, up to 2 GiB (its size has 31 bits), but usual pages have about a megabyte."""
+"""A column of a row group may be larger than MAX_CHUNK_BYTES, decompressed, only if it expands less than MAX_EXPANSION times.
+
+Arrow decompresses page by page; a page may be as large as its chunk, up to 2 GiB (its size has 31 bits), but usual pages have
+about a megabyte."""
 
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 

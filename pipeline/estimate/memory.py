@@ -26,17 +26,17 @@ HOST_KINDS = ("cpu", "xla")
 """Device types that compute in the host's memory."""
 
 Items = dict[str, int]
-"""What the memory is for -> bytes."""
+"""Purpose of the memory -> bytes."""
 
 MIB, GIB = 1 << 20, 1 << 30
 FP32, BF16 = 4, 2
 
 NEURON_HOST = "trn1.32xlarge"
 NEURON_DEVICE_BYTES = 16 * GIB
-"""Of a NeuronCore-v2: 32 GiB per chip of two cores, on Trn1 and Inf2 (Neuron docs, arch/neuron-hardware/trainium.rst)."""
+"""Memory of a NeuronCore-v2: 32 GiB per chip of two cores, on Trn1 and Inf2 (Neuron docs, arch/neuron-hardware/trainium.rst)."""
 
 NEURON_RESERVED_BYTES = 1 * GIB
-"""Of a NeuronCore: microcode, the unused end of the last 512 MiB scratchpad page (Neuron docs, neuron-runtime/explore/
+"""Reserved on a NeuronCore: microcode, the unused end of the last 512 MiB scratchpad page (Neuron docs, neuron-runtime/explore/
 device-memory.rst), and gradient buckets of at most 512 MiB in an all-reduce."""
 
 PROCESS_BYTES, LIBRARY_BYTES = 485 * MIB, 425 * MIB

@@ -257,18 +257,6 @@ def open_site(stack: str, state: Path | None) -> Iterator[Site]:
         with only_environment(record.environment):
             yield Site(record.state_machine, state=state)
         return
-    outputs = _outputs(stack)
-    if STATE_MACHINE_OUTPUT not in outputs:
-        raise BadConfig(
-            "the stack is not a pipeline",
-            value=f"{stack}: outputs {', '.join(sorted(outputs)) or 'none'}",
-            rule=f"the pipeline's stack has the output {STATE_MACHINE_OUTPUT}",
-            remedy="name the stack that is called as `name` in cdk.json, without -data",
-        )
-    yield Site(outputs[STATE_MACHINE_OUTPUT], stack=stack, log_group=outputs.get(LOG_GROUP_OUTPUT))
-
-
-def _outputs(stack: str) -> dict[str, str]:
     site = Site("")
     with site.asking(f"the stack {stack}"):
         client = site.client("cloudformation")
@@ -284,4 +272,12 @@ def _outputs(stack: str) -> dict[str, str]:
                 rule="the name of a deployed pipeline, in the region and account of your credentials",
                 remedy="set AWS_REGION and AWS_PROFILE, name another with --stack, or a local run with --state",
             ) from error
-    return {output["OutputKey"]: output["OutputValue"] for output in described.get("Outputs", ())}
+    outputs = {output["OutputKey"]: output["OutputValue"] for output in described.get("Outputs", ())}
+    if STATE_MACHINE_OUTPUT not in outputs:
+        raise BadConfig(
+            "the stack is not a pipeline",
+            value=f"{stack}: outputs {', '.join(sorted(outputs)) or 'none'}",
+            rule=f"the pipeline's stack has the output {STATE_MACHINE_OUTPUT}",
+            remedy="name the stack that is called as `name` in cdk.json, without -data",
+        )
+    yield Site(outputs[STATE_MACHINE_OUTPUT], stack=stack, log_group=outputs.get(LOG_GROUP_OUTPUT))

@@ -30,7 +30,7 @@ ERROR_CODES = {
 """The state machine's own errors -> exit codes."""
 
 OUT_OF_TIME = ("States.Timeout", "GangOverdue", "GangLost")
-"""How the names of errors end with which the state machine gave up a job."""
+"""Suffixes of the errors with which the state machine gives up a job."""
 
 ABORTED_EXIT = 130
 
@@ -96,7 +96,7 @@ def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnding:
-    """How an execution ended, according to its run folder.
+    """The end of an execution, according to its run folder.
 
     Attributes:
         status, error, cause: as in DescribeExecution.

@@ -216,8 +216,15 @@ class Tracker:
         written = self.files.listed(IN_FOLDER.metrics)
         if written and written[0] != self._metrics_seen:
             self._metrics_seen = written[0]
-            tail = self.files.read(IN_FOLDER.metrics, last=METRICS_TAIL_BYTES) or b""
-            line.numbers = _training_numbers(tail)
+            found: dict[str, float] = {}
+            for text in (self.files.read(IN_FOLDER.metrics, last=METRICS_TAIL_BYTES) or b"").splitlines():
+                record = json_object(text)  # the first line may be cut
+                if isinstance(record.get("loss"), (int, float)):
+                    found["loss"] = record["loss"]
+                validation = record.get("validation")
+                if isinstance(validation, dict) and isinstance(validation.get(SHOWN_METRIC), (int, float)):
+                    found[SHOWN_METRIC] = validation[SHOWN_METRIC]
+            line.numbers = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
     def _remaining(self, stage: Stage, done: float, total: float) -> str:
         moment = time.monotonic()
@@ -366,18 +373,6 @@ def quality(metrics: Mapping[str, Any], metric: str = SHOWN_METRIC) -> str:
     """Return `ndcg@10 0.6673 → 0.7468`, the baseline's and the new model's, from evaluate's metrics; empty without them."""
     old, new = (metrics.get(name, {}).get(metric) for name in ("baseline", "new"))
     return f"{metric} {old:.4f} → {new:.4f}" if isinstance(old, (int, float)) and isinstance(new, (int, float)) else ""
-
-
-def _training_numbers(tail: bytes) -> str:
-    """Return the newest loss and the newest evaluation in the last lines of `metrics.jsonl`."""
-    found: dict[str, float] = {}
-    for line in tail.splitlines():
-        record = json_object(line)  # the first one may have lost its beginning
-        if isinstance(record.get("loss"), (int, float)):
-            found["loss"] = record["loss"]
-        if isinstance(validation := record.get("validation"), dict) and isinstance(validation.get(SHOWN_METRIC), (int, float)):
-            found[SHOWN_METRIC] = validation[SHOWN_METRIC]
-    return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
 
 def _found(line: StageLine) -> list[str]:

@@ -1,4 +1,4 @@
-"""How the operator commands read a run folder: from S3 or, for a local run, from the plain files that mirror its bucket.
+"""Read a run folder for the operator commands: from S3 or, for a local run, from the plain files that mirror its bucket.
 
 Standard library only: the local run shows its progress from the same files without loading the pipeline's runtime.
 """

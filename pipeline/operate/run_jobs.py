@@ -13,7 +13,7 @@ from pipeline.operate.progress import JOB_ENDED
 
 DESCRIBED_AT_ONCE = 100
 CLOCKS_DIFFER = timedelta(minutes=1)
-"""How much older than its execution a job may seem."""
+"""Allowance for a job that seems older than its execution."""
 
 Job = Mapping[str, Any]
 

@@ -232,22 +232,17 @@ def _stored(state: Path) -> Iterator[RunRow]:
         started = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
         ended = judge(files, started)
         words = {"SUCCEEDED": "succeeded", "ABORTED": "aborted"}
+        names = [name for stage in Stage for name in (IN_FOLDER.result(stage), IN_FOLDER.failure(stage))]
+        written = [found.modified - started.timestamp() for name in names for found in files.listed(name)]
         result = words.get(ended.status) or ("refused" if ended.error == GATE_REFUSED else "failed")
         yield RunRow(
             run=path.parent.name,
             execution=execution,
             share=str((given.get("execution") or {}).get("share") or "manual"),
             started=started.isoformat(),
-            seconds=_last_written(files, started),
+            seconds=max((after for after in written if after >= 0), default=None),
             result=result,
             stage=ended.stage.value if ended.stage else "",
             reason=ended.cause,
             **_numbers(files, None, over=True),
         )
-
-
-def _last_written(files: RunFiles, started: datetime) -> float | None:
-    """Return the seconds until the last result or failure of a stage; None without any."""
-    words = [name for stage in Stage for name in (IN_FOLDER.result(stage), IN_FOLDER.failure(stage))]
-    moments = [found.modified for name in words for found in files.listed(name)]
-    return max((moment - started.timestamp() for moment in moments if moment >= started.timestamp()), default=None)

@@ -19,7 +19,7 @@ from pipeline.operate.deployment import EndpointGone, Site
 from pipeline.operate.executions import Execution
 
 PATIENCE = timedelta(minutes=15)
-"""How long jobs may take to end: a terminated gang finishes its step and writes a checkpoint first."""
+"""Time for terminated jobs to end: a gang finishes its step and writes a checkpoint first."""
 
 LOOK_SECONDS = 5.0
 LOCAL_LOOK_SECONDS = 0.5
@@ -49,15 +49,15 @@ def _stop(site: Site, execution: Execution, reason: str, console: Console) -> No
         note(console, f"execution {execution.name} stopped")
     else:
         note(console, f"execution {execution.name} is {execution.status} already")
-    told: set[str] = set()
+    terminated: set[str] = set()
     quiet, deadline = 0, time.monotonic() + PATIENCE.total_seconds()
     while quiet < QUIET_LOOKS:
         alive = run_jobs.alive(site, execution)
         quiet = 0 if alive else quiet + 1
         for job in alive:
-            if job["jobId"] not in told:
+            if job["jobId"] not in terminated:
                 run_jobs.terminate(site, job, reason)
-                told.add(job["jobId"])
+                terminated.add(job["jobId"])
                 note(console, f"job {job['jobName']} ({job['jobId']}) terminated, was {job['status']}")
         if time.monotonic() > deadline:
             raise Transient(
