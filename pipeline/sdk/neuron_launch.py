@@ -122,7 +122,7 @@ def environment(
         defaults["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] = str(INFLIGHT_REQUESTS)
         for name in (REDUCE_BUCKET, "NEURON_FUSE_SOFTMAX", *GRAPH_VARIABLES):
             if found.get(name) and found[name] != graphs.get(name):
-                log.warning("%s=%s is replaced by the plan's %s", name, found[name], graphs.get(name) or "none")
+                log.warning("%s=%s gives way to the plan's %s", name, found[name], graphs.get(name) or "none")
             found.pop(name, None)
     # Empty in a job definition means not set.
     found = {**defaults, **{name: value for name, value in found.items() if value or name not in defaults}}
