@@ -1,11 +1,12 @@
-"""AWS Batch on one machine: jobs as local processes, under the rules by which Batch runs and retries them.
+"""AWS Batch on one machine: jobs as local processes, under the rules by which Batch runs, retries and refuses them.
 
 The rules of Batch that it keeps, because reliability is tested through it: the job and node environment variables; a gang's main
 node first, the others once it is RUNNING, and only the main node's exit counts; a failed attempt restarts the whole gang if
 `evaluateOnExit` says so; attempts have a timeout and are not retried after it; array children are independent; hosts have
 ids and are reused, so that a fault can stick to one. Every node of every attempt has its own log file under the log folder.
 
-This module answers Batch's operations and schedules attempts; batch_nodes.py runs processes, batch_jobs.py has the jobs.
+This module answers Batch's operations and schedules attempts; batch_checks.py refuses requests, batch_nodes.py runs processes,
+batch_jobs.py has the jobs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from fnmatch import fnmatchcase
 from itertools import count
 from typing import Any
 
+from infra.local.batch_checks import check_retry, check_submission
 from infra.local.batch_jobs import FINAL_STATES, Attempt, Job, Node, build_job, milliseconds, named
 from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, free_port, start_node, stop_nodes
 from infra.local.definitions import ClientError, JobDefinition, JobQueue
 from infra.local.ecs import HostPool
 
 log = logging.getLogger("trnpipe")
+
+MOST_DESCRIBED = 100
+LONGEST_REASON = 1024
 
 
 class BatchRunner:
@@ -42,6 +47,8 @@ class BatchRunner:
     def __init__(self, definitions: Sequence[JobDefinition], queues: Sequence[JobQueue], settings: BatchSettings) -> None:
         self.hosts = HostPool()
         self.settings = settings
+        for definition in definitions:
+            check_retry(definition.retry)
         self._definitions = list(definitions)
         self._queues = list(queues)
         self._lock = threading.RLock()
@@ -67,7 +74,10 @@ class BatchRunner:
         return operations[operation](request)
 
     def submit(self, request: dict[str, Any]) -> dict[str, Any]:
-        job = build_job(request, self._definitions, self._queues)
+        definition = named(self._definitions, request.get("jobDefinition", ""), "job definition")
+        queue = named(self._queues, request.get("jobQueue", ""), "job queue")
+        check_submission(request, definition, queue, minimum_timeout_seconds=self.settings.minimum_timeout_seconds)
+        job = build_job(request, definition, queue)
         with self._lock:
             self._jobs[job.id] = job
             self._jobs.update({child.id: child for child in job.children})
@@ -77,9 +87,13 @@ class BatchRunner:
         return {"jobArn": job.arn, "jobName": job.name, "jobId": job.id}
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses what DescribeJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_DescribeJobs.html)."""
+        asked = request.get("jobs", ())
+        if not 1 <= len(asked) <= MOST_DESCRIBED:
+            raise ClientError(f"jobs must have 1 to {MOST_DESCRIBED} ids, found {len(asked)}")
         found = []
         with self._lock:
-            for job_id in request["jobs"]:
+            for job_id in asked:
                 parent_id, is_node, index = job_id.partition("#")
                 job = self._jobs.get(parent_id)
                 if job and is_node and index.isdigit() and int(index) < len(job.definition.containers):
@@ -89,15 +103,21 @@ class BatchRunner:
         return {"jobs": found}
 
     def terminate(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses what TerminateJob does (https://docs.aws.amazon.com/batch/latest/APIReference/API_TerminateJob.html)."""
+        reason = request.get("reason", "")
+        if not 1 <= len(reason) <= LONGEST_REASON:
+            raise ClientError(f"reason must have 1 to {LONGEST_REASON} characters")
         job = self._jobs.get(request.get("jobId", ""))
         if job is None:
             raise ClientError(f"job {request.get('jobId')!r} does not exist")
-        self._stop(job, request["reason"])
+        self._stop(job, reason)
         return {}
 
     def list_jobs(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Children of an array job that have one status; or by one filter, a queue's jobs of any status, newest first
-        (https://docs.aws.amazon.com/batch/latest/APIReference/API_ListJobs.html)."""
+        """Children of an array job that have one status; or by one filter, a queue's jobs of any status, newest first. Refuses
+        what ListJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_ListJobs.html)."""
+        if len({"jobQueue", "arrayJobId", "multiNodeJobId"} & request.keys()) != 1:
+            raise ClientError("exactly one of jobQueue, arrayJobId and multiNodeJobId must be given")
         with self._lock:
             if "arrayJobId" in request:
                 parent = self._jobs.get(request["arrayJobId"])

@@ -193,14 +193,13 @@ class Job:
         return next((node for node in self.nodes if node.index == index), None)
 
 
-def build_job(request: Mapping[str, Any], definitions: Sequence[JobDefinition], queues: Sequence[JobQueue]) -> Job:
+def build_job(request: Mapping[str, Any], definition: JobDefinition, queue: JobQueue) -> Job:
     """Make the job of a SubmitJob request, with its array children
     (https://docs.aws.amazon.com/batch/latest/APIReference/API_SubmitJob.html).
 
     Raises:
-        ClientError: no such queue or job definition, or a reference in a command that has no value.
+        ClientError: a reference in a command has no value.
     """
-    definition = named(definitions, request.get("jobDefinition", ""), "job definition")
     parameters = {**definition.parameters, **request.get("parameters", {})}
     words = [word for container in definition.containers for word in container.command]
     if missing := sorted({key for word in words for key in REFERENCE_PATTERN.findall(word)} - parameters.keys()):
@@ -208,7 +207,7 @@ def build_job(request: Mapping[str, Any], definitions: Sequence[JobDefinition], 
     job = Job(
         id=str(uuid.uuid4()),
         name=request.get("jobName", ""),
-        queue=named(queues, request.get("jobQueue", ""), "job queue"),
+        queue=queue,
         definition=definition,
         parameters=parameters,
         environment=environment_of(request.get("containerOverrides", {}).get("environment", ())),

@@ -53,6 +53,7 @@ class BatchSettings:
         side_by_side: array children that run at the same time.
         cores: processor cores that processes running side by side share.
         grace: between SIGTERM and SIGKILL.
+        minimum_timeout_seconds: the shortest attempt timeout that is accepted.
         start: starts a node's process, with the arguments and the result of `subprocess.Popen`.
     """
 
@@ -62,6 +63,7 @@ class BatchSettings:
     side_by_side: int = 2
     cores: int = field(default_factory=available_cores)
     grace: timedelta = timedelta(seconds=10)
+    minimum_timeout_seconds: int = 60
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 

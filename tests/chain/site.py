@@ -32,7 +32,7 @@ from infra.local.template import LocalStack, local_context, read_stack, synthesi
 from pipeline.contract import RunPaths
 from tests.chain.front import OF_JOBS, Front
 from tests.chain.nursery import Nursery
-from tests.infra.strict_batch import StrictBatchRunner
+from tests.infra.faulty_batch import FaultyBatchRunner
 
 REPOSITORY = Path(__file__).parents[2]
 MARKER = "TRNPIPE_CHAOS_RUN"
@@ -178,7 +178,7 @@ class Site:
         self.table = endpoint.client("dynamodb")
 
     @property
-    def runner(self) -> StrictBatchRunner:
+    def runner(self) -> FaultyBatchRunner:
         return self.endpoint.batch
 
     @property
@@ -269,7 +269,7 @@ def open_site(depth: Depth, folder: Path, templates: Path, context: Mapping[str,
     stack = read_stack(synthesize(templates, context or local_context((1, 2), DEPLOYMENT_CONFIG)))
     front = Front()
 
-    def runner(environment: dict[str, str]) -> StrictBatchRunner:
+    def runner(environment: dict[str, str]) -> FaultyBatchRunner:
         settings = BatchSettings(
             logs=folder / "logs",
             environment=environment | OF_JOBS,
@@ -277,7 +277,7 @@ def open_site(depth: Depth, folder: Path, templates: Path, context: Mapping[str,
             grace=GRACE,
             start=nursery.start,
         )
-        return StrictBatchRunner(stack.job_definitions, stack.queues, settings)
+        return FaultyBatchRunner(stack.job_definitions, stack.queues, settings)
 
     with ExitStack() as undo:
         variables = {f"TRNPIPE_{name}_SECONDS": str(seconds) for name, seconds in depth.deadlines.items()}

@@ -17,7 +17,7 @@ from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
 from pipeline import store
 from pipeline.contract import RunPaths, Stage
-from tests.infra.strict_batch import StrictBatchRunner
+from tests.infra.faulty_batch import FaultyBatchRunner
 from tests.tiny import make_model, write_pairs
 
 pytestmark = pytest.mark.long
@@ -40,9 +40,9 @@ def endpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LocalEn
     folder = request.config.cache.mkdir(f"cdk-out-{worker}")
     stack = read_stack(synthesize(folder, local_context((1, 2), DEPLOYMENT_CONFIG)))
 
-    def runner(environment: dict[str, str]) -> StrictBatchRunner:
+    def runner(environment: dict[str, str]) -> FaultyBatchRunner:
         settings = BatchSettings(logs=tmp_path / "logs", environment=environment)
-        return StrictBatchRunner(stack.job_definitions, stack.queues, settings)
+        return FaultyBatchRunner(stack.job_definitions, stack.queues, settings)
 
     with LocalEndpoint(stack, tmp_path / "state", runner) as endpoint:
         endpoint.stack = stack  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from infra.local.batch_nodes import BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
-from tests.infra.strict_batch import StrictBatchRunner
+from tests.infra.faulty_batch import FaultyBatchRunner
 
 LOOK_SECONDS = 0.1
 """Between two looks of the engine at a job."""
@@ -87,11 +87,11 @@ def machine(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         yield start
 
 
-def runner_of(stack: LocalStack, state: Path) -> Callable[[dict[str, str]], StrictBatchRunner]:
-    def make(environment: dict[str, str]) -> StrictBatchRunner:
+def runner_of(stack: LocalStack, state: Path) -> Callable[[dict[str, str]], FaultyBatchRunner]:
+    def make(environment: dict[str, str]) -> FaultyBatchRunner:
         settings = BatchSettings(
             logs=state / "logs", environment=environment, program=STAGE_PROGRAM, grace=timedelta(seconds=2), side_by_side=2
         )
-        return StrictBatchRunner(stack.job_definitions, stack.queues, settings)
+        return FaultyBatchRunner(stack.job_definitions, stack.queues, settings)
 
     return make

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from infra.local.batch_checks import check_retry
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
 from infra.local.definitions import ClientError, Container, ExitRule, JobDefinition, JobQueue, RetryStrategy
-from tests.infra.strict_batch import StrictBatchRunner, check_retry
+from tests.infra.faulty_batch import FaultyBatchRunner
 
 SOON = timedelta(seconds=30)
 RULES = (
@@ -36,7 +37,7 @@ with open(os.path.join({folder!r}, name + ".part"), "w") as stream: json.dump(di
 os.rename(stream.name, stream.name[:-5])
 """
 
-Start = Callable[..., StrictBatchRunner]
+Start = Callable[..., FaultyBatchRunner]
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -58,14 +59,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def build(
         *definitions: JobDefinition,
         changed: Callable[[Job], None] = lambda job: None,
-        minimum_timeout_seconds: int = 1,
         **settings: Any,
-    ) -> StrictBatchRunner:
-        settings = {"grace": timedelta(seconds=2), "cores": 2, **settings}
+    ) -> FaultyBatchRunner:
+        settings = {"grace": timedelta(seconds=2), "cores": 2, "minimum_timeout_seconds": 1, **settings}
         queues = [JobQueue(name="plain", fair_share=False), JobQueue(name="fair", fair_share=True)]
-        runner = StrictBatchRunner(
-            definitions, queues, BatchSettings(logs=tmp_path / "logs", **settings), changed, minimum_timeout_seconds
-        )
+        runner = FaultyBatchRunner(definitions, queues, BatchSettings(logs=tmp_path / "logs", **settings), changed)
         runners.append(runner)
         return runner
 
@@ -74,15 +72,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
         runner.close()
 
 
-def submit(runner: StrictBatchRunner, definition: str, **request: Any) -> str:
+def submit(runner: FaultyBatchRunner, definition: str, **request: Any) -> str:
     return str(runner.submit({"jobName": "job", "jobQueue": "plain", "jobDefinition": definition} | request)["jobId"])
 
 
-def finish(runner: StrictBatchRunner, definition: str, **request: Any) -> Job:
+def finish(runner: FaultyBatchRunner, definition: str, **request: Any) -> Job:
     return runner.wait(submit(runner, definition, **request), SOON)
 
 
-def described(runner: StrictBatchRunner, job_id: str) -> dict[str, Any]:
+def described(runner: FaultyBatchRunner, job_id: str) -> dict[str, Any]:
     return dict(runner.describe({"jobs": [job_id]})["jobs"][0])
 
 

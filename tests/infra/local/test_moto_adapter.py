@@ -22,7 +22,7 @@ from infra.local.definitions import Container, JobDefinition, JobQueue
 from infra.local.moto_adapter import CHANGES, Change, adapted
 from infra.local.server import LocalEndpoint, WsgiApplication
 from infra.local.template import LocalStack
-from tests.infra.strict_batch import StrictBatchRunner
+from tests.infra.faulty_batch import FaultyBatchRunner
 
 Front = Callable[[WsgiApplication], WsgiApplication]
 SUBMIT: dict[str, Any] = {
@@ -62,7 +62,7 @@ def endpoint_on(
         queues=(JobQueue(name="queue", fair_share=True),),
     )
     settings = BatchSettings(logs=state / "logs")
-    runner = lambda _: StrictBatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
+    runner = lambda _: FaultyBatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
     with LocalEndpoint(stack, state, runner, front) as endpoint:
         endpoint.client("s3").put_object(Bucket="bucket", Key="file.json", Body=b'{"is": "here"}')
         yield endpoint

@@ -1,18 +1,12 @@
-"""The local Batch service as tests use it: it refuses every request that AWS Batch refuses, and it can lose nodes and hosts.
-
-A deployment's own state machine sends none of these requests; the tests that run it here hold it to that.
-"""
+"""Requests that Batch refuses: a state machine that runs here asks for nothing that AWS would not do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import Any
 
-from infra.local.batch import BatchRunner
-from infra.local.batch_jobs import Job, named
-from infra.local.batch_nodes import BatchSettings
+from infra.local.batch_jobs import REFERENCE_PATTERN
 from infra.local.definitions import ClientError, JobDefinition, JobQueue, RetryStrategy
 from pipeline.contract import SHARE_PATTERN
 
@@ -33,85 +27,6 @@ SUBMIT_MEMBERS = {
 }
 """Members of SubmitJob that the runner honours; any other is refused rather than silently ignored."""
 MOST_TAGS = 50
-MOST_DESCRIBED = 100
-LONGEST_REASON = 1024
-
-
-class StrictBatchRunner(BatchRunner):
-    """The runner with Batch's own checks of requests, and with failures of nodes and hosts.
-
-    Args:
-        changed: called with a job whenever its status has changed.
-        minimum_timeout_seconds: the shortest attempt timeout that is accepted; Batch takes 60.
-    """
-
-    def __init__(
-        self,
-        definitions: Sequence[JobDefinition],
-        queues: Sequence[JobQueue],
-        settings: BatchSettings,
-        changed: Callable[[Job], None] = lambda _job: None,
-        minimum_timeout_seconds: int = 60,
-    ) -> None:
-        super().__init__(definitions, queues, settings)
-        for definition in definitions:
-            check_retry(definition.retry)
-        self._changed = changed
-        self._minimum_timeout_seconds = minimum_timeout_seconds
-
-    def submit(self, request: dict[str, Any]) -> dict[str, Any]:
-        definition = named(self._definitions, request.get("jobDefinition", ""), "job definition")
-        queue = named(self._queues, request.get("jobQueue", ""), "job queue")
-        check_submission(request, definition, queue, minimum_timeout_seconds=self._minimum_timeout_seconds)
-        return super().submit(request)
-
-    def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what DescribeJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_DescribeJobs.html)."""
-        if not 1 <= len(request.get("jobs", ())) <= MOST_DESCRIBED:
-            raise ClientError(f"jobs must have 1 to {MOST_DESCRIBED} ids, found {len(request.get('jobs', ()))}")
-        return super().describe(request)
-
-    def terminate(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what TerminateJob does (https://docs.aws.amazon.com/batch/latest/APIReference/API_TerminateJob.html)."""
-        if not 1 <= len(request.get("reason", "")) <= LONGEST_REASON:
-            raise ClientError(f"reason must have 1 to {LONGEST_REASON} characters")
-        return super().terminate(request)
-
-    def list_jobs(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Refuses what ListJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_ListJobs.html)."""
-        if len({"jobQueue", "arrayJobId", "multiNodeJobId"} & request.keys()) != 1:
-            raise ClientError("exactly one of jobQueue, arrayJobId and multiNodeJobId must be given")
-        return super().list_jobs(request)
-
-    def wait(self, job_id: str, timeout: timedelta) -> Job:
-        """Wait until a job has ended.
-
-        Raises:
-            TimeoutError: the job still runs after the timeout.
-        """
-        job = self._jobs[job_id]
-        if not job.done.wait(timeout.total_seconds()):
-            raise TimeoutError(f"job {job.name} is still {job.status}")
-        return job
-
-    def kill_node(self, job_id: str, index: int) -> None:
-        """Kill one running node's processes, as an out-of-memory kill of its container does."""
-        for node in list(self._jobs[job_id].nodes):
-            if node.index == index:
-                node.kill()
-
-    def lose_host(self, host: str) -> None:
-        """Remove a host with everything on it; it never comes back."""
-        self.hosts.drained.add(host)
-        with self._lock:
-            lost = [node for job in self._jobs.values() for node in job.nodes if node.host == host]
-        for node in lost:
-            node.host_lost = True
-            node.kill()
-
-    def _set_status(self, job: Job, status: str) -> None:
-        super()._set_status(job, status)
-        self._changed(job)
 
 
 def check_submission(
@@ -134,7 +49,7 @@ def check_submission(
         if not isinstance(value, str):
             raise ClientError(f"parameter {key} must be a string, found {value!r}")
     words = " ".join(word for container in definition.containers for word in container.command)
-    needed = set(re.findall(r"Ref::([A-Za-z0-9_-]+)", words))
+    needed = set(REFERENCE_PATTERN.findall(words))
     if unknown := sorted(set(request.get("parameters", {})) - set(definition.parameters) - needed):
         raise ClientError(f"parameters unknown to job definition {definition.name}: {', '.join(unknown)}")
     timeout = request.get("timeout", {}).get("attemptDurationSeconds", definition.timeout_seconds)
