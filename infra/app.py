@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.context import parse_context, read_context, read_settings
+from infra.cdk_context import parse_context, read_context, read_settings
 from infra.nodejs import choose_node
 from pipeline.errors import TrnpipeError
 

@@ -9,6 +9,7 @@ from aws_cdk import App, CfnOutput, Environment, Stack, Tags
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
+from infra.cdk_context import read_settings
 from infra.console import Console
 from infra.constructs.compute import Compute
 from infra.constructs.jobs import Jobs
@@ -17,7 +18,6 @@ from infra.constructs.network import Network
 from infra.constructs.schedule import WeeklyStart
 from infra.constructs.storage import Storage, job_log_group
 from infra.constructs.workflow import Workflow
-from infra.context import read_settings
 from infra.run_cost import MonthlyBudget
 from infra.settings import COST_TAG, Settings
 from infra.workflow.watches import Watches

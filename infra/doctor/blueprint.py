@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.app import synthesize
-from infra.context import ENVIRONMENT_KEY, parse_context, read_context, read_settings
+from infra.cdk_context import ENVIRONMENT_KEY, parse_context, read_context, read_settings
 from infra.nodejs import choose_node
 from infra.settings import Settings
 from infra.templates import Stacks

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import infra
-from infra.context import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS, read_context
+from infra.cdk_context import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS, read_context
 from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
 from infra.templates import Resource, Stacks
 from pipeline import allowed_uris, config, contract, cost, errors, prices

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.context import ENVIRONMENT_KEY, read_context, read_environment
+from infra.cdk_context import ENVIRONMENT_KEY, read_context, read_environment
 from infra.templates import Stacks
 from pipeline import store
 from pipeline.contract import Stage

@@ -19,7 +19,7 @@ import yaml
 from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
 
-from infra.context import CDK_JSON, ENVIRONMENTS, read_context
+from infra.cdk_context import CDK_JSON, ENVIRONMENTS, read_context
 from infra.nodejs import choose_node
 from infra.templates import Stacks
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from infra import app
-from infra.context import CDK_JSON, read_context, read_settings
+from infra.cdk_context import CDK_JSON, read_context, read_settings
 from infra.settings import Settings
 from pipeline.errors import BadConfig, ExitCode
 from tests.infra.conftest import Synth, deploy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from infra.context import CDK_JSON
+from infra.cdk_context import CDK_JSON
 
 DRAWN_TYPES = (
     "AWS::Batch::ComputeEnvironment",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.context import read_context, read_settings
+from infra.cdk_context import read_context, read_settings
 from infra.run_cost import expectation, hourly_prices, most_embed_hosts
 from infra.settings import COST_TAG, Settings
 from pipeline.contract import STAGES, Queue

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.context import CDK_JSON, ENVIRONMENTS, read_context, read_settings
+from infra.cdk_context import CDK_JSON, ENVIRONMENTS, read_context, read_settings
 from infra.settings import Settings
 from pipeline.contract import STAGES
 from pipeline.errors import BadConfig, ExitCode

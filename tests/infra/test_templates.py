@@ -16,7 +16,7 @@ import cfnlint
 import pytest
 from cfnlint.config import ManualArgs
 
-from infra.context import CDK_JSON
+from infra.cdk_context import CDK_JSON
 from infra.local.template import synth_sources
 from infra.templates import Stacks
 from tests.infra import batch_rules

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.context import ENVIRONMENTS
+from infra.cdk_context import ENVIRONMENTS
 from tests.infra.conftest import Deployment, deploy
 from tests.infra.updates import problems
 

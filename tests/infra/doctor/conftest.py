@@ -13,7 +13,7 @@ import pytest
 from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
 
-from infra.context import read_settings
+from infra.cdk_context import read_settings
 from infra.doctor.asking import Check, DoctorFinding, Level, Subject
 from infra.doctor.blueprint import Blueprint, read_blueprint
 

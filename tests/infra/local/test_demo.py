@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from infra.context import ENVIRONMENTS
+from infra.cdk_context import ENVIRONMENTS
 from infra.local import demo
 from infra.local.demo import FIRST_RUN_WEEKS, WEEKS, initial_folder, next_weeks, read_pairs, weekly_shards
 from pipeline.config import build_config
