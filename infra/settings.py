@@ -1,4 +1,4 @@
-"""The settings of a deployment: one frozen `Settings`, checked before CDK creates a construct (infra/cdk_context.py reads it)."""
+"""The settings of a deployment: one frozen `Settings`, checked before CDK creates a construct. infra/cdk_context.py reads it."""
 
 from __future__ import annotations
 
