@@ -1,7 +1,7 @@
 """The contract of the stages, the infrastructure and the operator commands: stages, run folder, result files.
 
-It names everything that crosses a process boundary. Importing it loads the standard library only, so that `cdk synth` and the
-local Batch runner load no framework.
+It names everything that crosses a process boundary. Standard library only, so that `cdk synth` and the local Batch runner load no
+framework.
 
 Words: node (one instance, one Batch node), gang (all nodes of a multi-node job), rank (one process = one accelerator
 core), step (one optimizer update), graph (one compiled program), bucket (one static sequence length with its batch
@@ -15,11 +15,10 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from enum import Enum
-from functools import cache
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.errors import BadConfig, BadData, FailureKind
 
@@ -450,34 +449,60 @@ class Record:
     """Base of the dataclasses that are written as JSON objects."""
 
     __slots__ = ()
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     @classmethod
     def from_json(cls: type[R], data: bytes) -> R:
         """Return the record from the JSON object that it was written as, every value of the type that its field has.
 
+        Not by pydantic, which refuses texts with half of a surrogate pair: JSON can hold them, and failures quote data.
+
         Raises:
             BadData: no JSON, no object, a field too many or too few, or a value of another type.
         """
-        from pydantic import ValidationError  # here: synth and the local endpoint import this module, but read no records
-
         try:
-            record: R = _reader(cast(Any, cls)).validate_json(data, strict=True)
-        except ValidationError as error:
+            record: R = _typed(cls, json.loads(data), cls.__name__)
+        except (ValueError, RecursionError) as error:
             raise BadData(
                 "a record cannot be read",
-                value=[f"{'.'.join(map(str, item['loc'])) or cls.__name__}: {item['msg']}" for item in error.errors()],
+                value=error,
                 rule=f"a JSON object with the fields of {cls.__name__}",
                 remedy="restore an earlier version of it, or delete it and run its stage again",
             ) from error
         return record
 
 
-@cache
-def _reader(kind: Any) -> Any:
-    from pydantic import TypeAdapter
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """Return the value, if it has this type; make the objects of dataclasses.
 
-    return TypeAdapter(kind)
+    Raises:
+        ValueError: another type; `where` names the value.
+    """
+    if kind is Any:
+        return value
+    if is_dataclass(kind):
+        return _filled(kind, value, where)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is dict and isinstance(value, dict):
+        return {key: _typed(inner[1], item, f"{where}.{key}") for key, item in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_typed(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if origin is None:
+        wanted = (int, float) if kind is float else (kind,)
+        if isinstance(value, wanted) and (kind is bool or not isinstance(value, bool)):
+            return value
+    elif type(None) in inner:
+        return None if value is None else _typed(inner[0], value, where)
+    raise ValueError(f"{where}: {getattr(kind, '__name__', kind)} was expected, found {type(value).__name__}")
+
+
+def _filled(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: an object was expected, found {type(value).__name__}")
+    types = get_type_hints(kind)
+    needed = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
+    if wrong := sorted((value.keys() - types.keys()) | (needed - value.keys())):
+        raise ValueError(f"{where}: fields that are unknown or missing: {', '.join(wrong[:10])}")
+    return kind(**{name: _typed(types[name], item, f"{where}.{name}") for name, item in value.items()})
 
 
 @dataclass(frozen=True, slots=True)
