@@ -481,6 +481,8 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return value
     if is_dataclass(kind):
         return _filled(kind, value, where)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
     origin, inner = get_origin(kind), get_args(kind)
     if origin is dict and isinstance(value, dict):
         return {key: _typed(inner[1], item, f"{where}.{key}") for key, item in value.items()}
