@@ -13,7 +13,7 @@ from pipeline.config import RunConfig
 from pipeline.contract import now
 from pipeline.dataset.steps import count_steps
 from pipeline.estimate.memory import known_capacity, require_memory, totals
-from pipeline.graphs.compiled import plan_graphs
+from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import inspect_folder
 from pipeline.model.shape import read_shape
 from pipeline.plan import MemoryPlan, PlannedWorld, RunPlan

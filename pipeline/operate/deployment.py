@@ -25,7 +25,7 @@ from pipeline.operate import aws_console
 from pipeline.operate.endpoint import NAME, only_environment, read_endpoint
 from pipeline.operate.run_files import Listed, LocalFiles, RunFiles
 from pipeline.store.aws_errors import AwsError, classify_aws_error, error_text
-from pipeline.store.faults import ABSENT
+from pipeline.store.retries import ABSENT
 
 CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 8}, connect_timeout=10, read_timeout=30)
 LOCAL_CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 1}, connect_timeout=5, read_timeout=60)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from pipeline import store
 from pipeline.backends.device import Device, open_device
-from pipeline.config import GateConfig, ModelConfig, RunConfig
+from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
 from pipeline.dataset.arrow import HOLDOUT_FILES, PUBLISHED, read_table
-from pipeline.errors import BadConfig, BadData
+from pipeline.errors import BadData
+from pipeline.evaluation.gate import check_holdout, judge_model
 from pipeline.evaluation.query_values import QueryKey, QueryValues
 from pipeline.evaluation.retrieval import METRICS, retrieve
 from pipeline.evaluation.statistics import Values, bootstrap
@@ -36,9 +37,6 @@ from pipeline.plan import Published
 from pipeline.run.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
-
-ROUNDING = 1e-12
-"""Slack of the gate's comparison: means differ by about 1e-16 for no reason, and equal models must not be refused."""
 
 PerQuery = dict[str, Values]
 """Metric -> its value for every query, in the order of `Holdout.queries`."""
@@ -53,7 +51,7 @@ def run(context: StageContext) -> StageOutput:
     """
     plan, config = context.plan, context.plan.config
     holdout = read_holdout(context)
-    check_size(len(holdout.queries), config.gate)
+    check_holdout(len(holdout.queries), config.gate)
     threads = config.device.threads_per_rank
     device = open_device(plan.world.kind, plan.world.precision, context.world, threads=threads, inference=True)
     watch = GraphWatch(
@@ -76,7 +74,7 @@ def run(context: StageContext) -> StageOutput:
     scores = compare(baseline, new, samples=config.evaluate.bootstrap_samples, seed=config.seed)
     if baseline is not measured["parent"]:
         scores["parent"] = means(measured["parent"])
-    gate = judge(scores, config.gate, plan.published)
+    gate = judge_model(scores, config.gate, plan.published)
     log.info("gate: %s: %s", gate["verdict"], gate["reason"])
     context.cloudwatch.write(
         {
@@ -172,21 +170,6 @@ def join_holdout(holdout: pa.Table, candidates: pa.Table) -> Holdout:
     )
 
 
-def check_size(queries: int, gate: GateConfig) -> None:
-    """Refuse to judge on a hold-out that cannot show what the gate asks for.
-
-    Raises:
-        BadConfig: fewer queries than `gate.min_queries`, and `gate.allow_small` is not set; or none at all.
-    """
-    if queries == 0 or (queries < gate.min_queries and not gate.allow_small):
-        raise BadConfig(
-            "the hold-out is too small to judge the model",
-            value=f"{queries} distinct queries",
-            rule=f"gate.min_queries = {gate.min_queries}; fewer cannot show a difference of {gate.max_drop:.3%}",
-            remedy="raise data.holdout_fraction, add data, or set gate.allow_small=true to judge anyway",
-        )
-
-
 def measure_published(context: StageContext, device: Device, holdout: Holdout, published: Published) -> PerQuery:
     """Measure a published model that is not the parent, in its own form.
 
@@ -254,30 +237,6 @@ def compare(baseline: PerQuery, new: PerQuery, *, samples: int, seed: int) -> di
             metric: {"value": float(differences[:, column].mean()), "low": float(low[column]), "high": float(high[column])}
             for column, metric in enumerate(METRICS)
         },
-    }
-
-
-def judge(scores: Mapping[str, Mapping[str, Any]], gate: GateConfig, published: Published | None) -> dict[str, Any]:
-    """Return the verdict: `accepted` if the new model's metric is at most `gate.max_drop` below the baseline's, else `refused`.
-
-    Args:
-        published: the published model that is the baseline; None: the parent is.
-    """
-    baseline, new = scores["baseline"][gate.metric], scores["new"][gate.metric]
-    difference = scores["difference"][gate.metric]["value"]
-    accepted = difference >= -gate.max_drop - ROUNDING
-    against = f"published by run {published.run}" if published else "the parent"
-    change = "is unchanged" if difference == 0 else f"{'rose' if difference > 0 else 'fell'} by {abs(difference):.5f}"
-    return {
-        "verdict": "accepted" if accepted else "refused",
-        "metric": gate.metric,
-        "published": published.run if published else None,
-        "baseline": baseline,
-        "new": new,
-        "difference": difference,
-        "allowed": gate.max_drop,
-        "reason": f"{gate.metric} {change}, from {baseline:.5f} ({against}) to {new:.5f}; "
-        f"a drop of up to {gate.max_drop:g} is allowed",
     }
 
 

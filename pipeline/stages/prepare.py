@@ -32,7 +32,9 @@ from pipeline.dataset.steps import count_steps
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.estimate.memory import known_capacity, require_memory, totals
 from pipeline.estimate.variant import plan_world
-from pipeline.graphs.compiled import missing_sets, plan_graphs
+from pipeline.evaluation.gate import check_holdout
+from pipeline.graphs.compiled import missing_sets
+from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.parent import resolve_parent
 from pipeline.model.shape import read_shape
 from pipeline.plan import (
@@ -57,7 +59,6 @@ from pipeline.stages.prepare_parent import check_parent, find_origin, place_pare
 from pipeline.stages.prepare_rows import (
     Scans,
     check_amounts,
-    check_holdout,
     check_repeats,
     check_selection,
     hash_files,
@@ -239,7 +240,7 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     check_data(selection, embed)
     rows_folder = scratch / "rows"
     written = tokenize(context, config, selection, shards, tokenizer, lengths, rows_folder, published_tokens)
-    check_holdout(written.queries, config)
+    check_holdout(written.queries, config.gate)
     check_data(selection, embed, written)
 
     plan = RunPlan(

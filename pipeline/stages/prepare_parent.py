@@ -18,7 +18,7 @@ from pipeline.contract import RunPaths, Stage, registry_uri
 from pipeline.dataset.arrow import PUBLISHED, Lengths
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.graphs.compiled import plan_graphs
+from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.encoder import family_of
 from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, transformer_folder
 from pipeline.model.parent import ResolvedParent

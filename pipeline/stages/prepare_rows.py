@@ -228,21 +228,6 @@ def check_selection(selection: Selection, config: RunConfig) -> None:
         )
 
 
-def check_holdout(queries: int, config: RunConfig) -> None:
-    """Refuse a hold-out that evaluate would refuse after days of training.
-
-    Raises:
-        BadConfig: it has too few queries.
-    """
-    if queries < config.gate.min_queries and not config.gate.allow_small:
-        raise BadConfig(
-            "the hold-out is too small to judge a model",
-            value=f"{queries} distinct queries",
-            rule=f"gate.min_queries = {config.gate.min_queries}",
-            remedy="raise data.holdout_fraction, add data, or set gate.allow_small=true to judge anyway",
-        )
-
-
 def check_amounts(
     selection: Selection,
     embed: EmbedPlan,

@@ -25,7 +25,7 @@ from pipeline.contract import Artifact
 from pipeline.errors import BadConfig, BadData, MissingInput, Transient
 from pipeline.files import replacing
 from pipeline.store import s3
-from pipeline.store.faults import Conflict, persistently, translated
+from pipeline.store.retries import Conflict, persistently, translated
 from pipeline.store.s3 import ObjectStream, _s3_client_of, s3_client, split
 
 __all__ = [

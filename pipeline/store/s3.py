@@ -21,7 +21,7 @@ from botocore.exceptions import IncompleteReadError, ReadTimeoutError
 from pipeline.allowed_uris import S3
 from pipeline.contract import retention_tags
 from pipeline.errors import BadConfig
-from pipeline.store.faults import persistently
+from pipeline.store.retries import persistently
 
 CONNECT_SECONDS = 10
 SILENCE_SECONDS = 30

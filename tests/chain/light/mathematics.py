@@ -114,8 +114,8 @@ MODULES: dict[str, dict[str, Any]] = {
         "encode_function": lambda context, device, encoder: encoder,
         "known_graphs": lambda context: None,
         "missing_sets": lambda bucket, plan: [],
-        "plan_graphs": lambda config, world, backbone, bucket: None,
     },
+    "pipeline.graphs.fingerprint": {"plan_graphs": lambda config, world, backbone, bucket: None},
     "pipeline.model.encoder": {"family_of": lambda backbone: SimpleNamespace(counts_from_padding=False)},
     "pipeline.model.folder": {
         "WEIGHTS": WEIGHTS,

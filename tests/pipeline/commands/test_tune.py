@@ -28,7 +28,7 @@ from pipeline.contract import RunPaths
 from pipeline.dataset.arrow import read_table, token_lengths
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_world
-from pipeline.graphs.compiled import training_flags
+from pipeline.graphs.fingerprint import training_flags
 from pipeline.plan import PlannedWorld, RowFile, RunPlan
 from pipeline.run import find_run
 from pipeline.run.processes import tree_memory

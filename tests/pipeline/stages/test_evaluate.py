@@ -18,6 +18,7 @@ from pipeline.dataset.arrow import PUBLISHED, SCHEMAS, read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData
+from pipeline.evaluation.gate import check_holdout, judge_model
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.retrieval import METRICS
 from pipeline.model.encoder import new_encoder
@@ -181,9 +182,9 @@ def test_small_holdout_is_refused_before_encoding(plan_run: Any, monkeypatch: py
 
 def test_no_query_at_all_is_refused_even_if_small_is_allowed() -> None:
     with pytest.raises(BadConfig):
-        evaluate.check_size(0, GateConfig(allow_small=True))
-    evaluate.check_size(1, GateConfig(allow_small=True))
-    evaluate.check_size(2000, GateConfig())
+        check_holdout(0, GateConfig(allow_small=True))
+    check_holdout(1, GateConfig(allow_small=True))
+    check_holdout(2000, GateConfig())
 
 
 def _tables(rows: list[tuple[int, int, float, str | None]], candidates: list[int]) -> tuple[pa.Table, pa.Table]:
@@ -247,6 +248,6 @@ def test_comparison_is_paired_and_seeded() -> None:
 )
 def test_gate(baseline: float, new: float, max_drop: float, verdict: str) -> None:
     scores = {"baseline": {"mrr@10": baseline}, "new": {"mrr@10": new}, "difference": {"mrr@10": {"value": new - baseline}}}
-    gate = evaluate.judge(scores, GateConfig(metric="mrr@10", max_drop=max_drop), None)
+    gate = judge_model(scores, GateConfig(metric="mrr@10", max_drop=max_drop), None)
     assert gate["verdict"] == verdict
     assert gate["allowed"] == max_drop

@@ -29,8 +29,9 @@ from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, Defect, TrnpipeError
-from pipeline.graphs import compiled
-from pipeline.graphs.compiled import GraphSet, missing_sets, plan_graphs, read_set, set_uri, traces_uri, write_set
+from pipeline.graphs import fingerprint
+from pipeline.graphs.compiled import GraphSet, missing_sets, read_set, set_uri, traces_uri, write_set
+from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.host.ranks import free_port
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder
@@ -398,8 +399,8 @@ def test_forms_that_keep_weights_are_refused_by_compile_evaluate_and_embed(accou
     paths, plan = account.plan("stale")
     refused, other = account.plan("stale-forms", sections={"compile": {"infer_target": "inf2"}})
     graphs = graphs_of(plan)
-    for kind, fingerprint in (("train", graphs.train), ("infer", graphs.infer)):
-        write_set(set_uri(account.root, kind, fingerprint), GraphSet(fingerprint=fingerprint, run="stale", graphs={}))
+    for kind, name in (("train", graphs.train), ("infer", graphs.infer)):
+        write_set(set_uri(account.root, kind, name), GraphSet(fingerprint=name, run="stale", graphs={}))
     store.upload_folder(store.local_folder(plan.parent.folder, tmp_path / "parent"), paths.model)
     (tmp_path / "scratch").mkdir()
     (tmp_path / "stale.py").write_text(STALE)
@@ -690,7 +691,7 @@ def test_what_changes_the_fingerprints(
 def test_other_code_is_another_set_in_the_same_cache(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.shard("week-1.jsonl", rows(0, 60))
     plan = planned_graphs(bench, "one")
-    monkeypatch.setattr(compiled, "sources_digest", lambda roots: "of other code")
+    monkeypatch.setattr(fingerprint, "sources_digest", lambda roots: "of other code")
     other = planned_graphs(bench, "other")
     assert plan.train != other.train
     assert plan.infer != other.infer
@@ -726,9 +727,9 @@ def test_the_compilers_cast_trains_by_name_and_says_its_risk(
 def test_pinned_versions_are_in_the_fingerprints(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.shard("week-1.jsonl", rows(0, 60))
     plan = planned_graphs(bench, "one")
-    pins = compiled.neuron_pins()
+    pins = fingerprint.neuron_pins()
     assert set(pins) == {"torch-neuronx", "libneuronxla", "neuronx-cc"}
-    monkeypatch.setattr(compiled, "neuron_pins", lambda: {**pins, "neuronx-cc": "2.25"})
+    monkeypatch.setattr(fingerprint, "neuron_pins", lambda: {**pins, "neuronx-cc": "2.25"})
     other = planned_graphs(bench, "other")
     assert plan.cache != other.cache
     assert plan.train != other.train

@@ -17,7 +17,7 @@ from pipeline.dataset.arrow import SCHEMAS, read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.steps import count_steps
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.graphs.compiled import plan_graphs
+from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
 from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PlannedWorld, RowFile, RunPlan, TrainPlan
 from tests.tiny import WORDS, make_model

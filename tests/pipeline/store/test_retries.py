@@ -144,7 +144,7 @@ def test_patience_ends_as_transient_and_leaves_nothing(
 
 def test_the_longest_call_is_shorter_than_the_wait_for_a_heartbeat() -> None:
     from pipeline.host.deadlines import Deadlines
-    from pipeline.store.faults import PATIENCE_SECONDS
+    from pipeline.store.retries import PATIENCE_SECONDS
 
     longest = PATIENCE_SECONDS + s3.REQUEST_SECONDS
     assert longest < Deadlines().progress_seconds / 2
