@@ -153,7 +153,7 @@ def groups_stand_in_one_place(batch: Batch) -> Iterator[str]:
         groups = batch.resources(name).get("SecurityGroupIds")
         on_interfaces = [interface for interface in batch.interfaces(name) if interface.get("Groups")]
         if groups is not None and batch.interfaces(name):
-            yield f"{name}: security groups beside the launch template's network interfaces"
+            yield f"{name}: security groups in addition to the launch template's network interfaces"
         if not groups and not on_interfaces:
             yield f"{name}: no security group, neither of its own nor on the launch template's interfaces"
         if len(groups or ()) > 5:
@@ -263,7 +263,7 @@ def queues_act_on_known_reasons(batch: Batch) -> Iterator[str]:
                 yield f"{name}: a limit of {action['MaxTimeSeconds']} seconds"
         kinds = {batch.resources(each)["Type"] in FARGATE_TYPES for each in batch.environments_of(name)}
         if len(kinds) != 1 or len(queue["ComputeEnvironmentOrder"]) > 3:
-            yield f"{name}: more than three environments, or Fargate beside EC2"
+            yield f"{name}: more than three environments, or Fargate mixed with EC2"
 
 
 @rule

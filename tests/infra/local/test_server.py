@@ -376,7 +376,7 @@ def test_a_killed_process_leaves_whole_objects_and_no_job_processes(templates: P
             f"""
             import json, sys, time
             from pathlib import Path
-            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[3])]!r}
             from conftest import Machine, runner_of
             from infra.local.server import LocalEndpoint
             from infra.local.template import read_stack

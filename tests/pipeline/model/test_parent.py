@@ -295,7 +295,7 @@ def test_python_files_of_a_model_never_run(
     record = json.loads((folder / name).read_text())
     custom = {"AutoConfig": "custom.Config", "AutoTokenizer": ["custom.Tokenizer", "custom.Tokenizer"]}
     (folder / name).write_text(json.dumps({**record, "auto_map": custom, "tokenizer_class": "Tokenizer"}))
-    with pytest.raises(BadConfig, match="code of its own") as refusal:
+    with pytest.raises(BadConfig, match="asks to run its own code") as refusal:
         TextTokenizer(resolve(folder, base=None).folder)
     assert "custom.Tokenizer" in str(refusal.value)
     assert "auto_map" in refusal.value.remedy
