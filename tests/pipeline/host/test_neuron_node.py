@@ -23,8 +23,7 @@ from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
 from pipeline.host.ranks import Ranks, start, unexplained_end
 from pipeline.host.supervisor import PlanNumbers, Supervisor
-from pipeline.plan import GraphsPlan
-from pipeline.plan import World as PlannedWorld
+from pipeline.plan import GraphsPlan, PlannedWorld
 from pipeline.run import failure
 from pipeline.run.world import LEADER_PORT, NodeWorld
 from pipeline.sdk import neuron_launch

@@ -25,7 +25,7 @@ from pipeline.errors import ExitCode
 from pipeline.host import gang
 from pipeline.host.deadlines import Deadlines
 from pipeline.host.supervisor import Supervisor
-from pipeline.plan import World as PlannedWorld
+from pipeline.plan import PlannedWorld
 from pipeline.run.world import NodeWorld
 from tests.pipeline.training.conftest import training_run
 

@@ -527,7 +527,9 @@ def test_a_graph_that_cannot_be_compiled(
 
 
 def test_locks_stay_while_another_run_compiles(account: Account, compile_here: Any) -> None:
-    paths, plan = account.plan("beside", sections={"compile": {"cache": f"{account.root}/caches/beside"}})
+    paths, plan = account.plan(
+        "beside", sections={"compile": {"model_type": "generic", "cache": f"{account.root}/caches/beside"}}
+    )
     cache = graphs_of(plan).cache
     lock = f"{cache}/{COMPILER}/MODULE_1+1/model.hlo_module.pb.lock"
     store.write_bytes(lock, b"")
