@@ -190,7 +190,8 @@ SAY = """
 from pipeline.contract import Metric
 for step in range(200):
     context.cloudwatch.write({Metric.LOSS: 0.25, Metric.ECC_UNCORRECTED: 0}, Step=step)
-    print("rank", rank, "goes on", file=sys.stderr)
+    # In one piece, as logging writes: without buffers, print would write every argument by itself, and any line may come between.
+    print(f"rank {rank} continues\\n", end="", file=sys.stderr)
 """
 
 
