@@ -60,6 +60,11 @@ class RetryStrategy:
 
     @classmethod
     def parse(cls, properties: Mapping[str, Any]) -> RetryStrategy:
+        """Read a retry strategy (https://docs.aws.amazon.com/batch/latest/APIReference/API_RetryStrategy.html).
+
+        Raises:
+            ClientError: rules without a number of attempts.
+        """
         lowered = camel(properties)
         rules = tuple(
             ExitRule(
@@ -70,6 +75,8 @@ class RetryStrategy:
             )
             for rule in lowered.get("evaluateOnExit", ())
         )
+        if rules and "attempts" not in lowered:
+            raise ClientError("evaluateOnExit needs attempts")
         return cls(attempts=lowered.get("attempts", 1), rules=rules)
 
 

@@ -22,7 +22,12 @@ INSTANCE_ARN = f"arn:aws:ecs:{REGION}:{ACCOUNT}:container-instance/{CLUSTER}/"
 METADATA = "/ecs/v4/"
 METADATA_PATH = re.compile(METADATA + r"(?P<task>[0-9a-f]{32})(?P<rest>(?:/task)?)")
 """Path of ECS_CONTAINER_METADATA_URI_V4 below the endpoint."""
-OPERATIONS = ("DescribeTasks", "DescribeContainerInstances", "UpdateContainerInstancesState")
+MEMBERS = {
+    "DescribeTasks": {"cluster", "tasks", "include"},
+    "DescribeContainerInstances": {"cluster", "containerInstances", "include"},
+    "UpdateContainerInstancesState": {"cluster", "containerInstances", "status"},
+}
+"""Operation -> members of its request (botocore's service model of 2014-11-13)."""
 
 
 class HostPool:
@@ -79,8 +84,10 @@ def call(hosts: HostPool, operation: str, request: dict[str, Any]) -> dict[str, 
     Raises:
         ClientError: ECS refuses the request, or the endpoint does not know the operation.
     """
-    if operation not in OPERATIONS:
+    if operation not in MEMBERS:
         raise ClientError(f"the local endpoint does not answer ecs:{operation}")
+    if unknown := sorted(set(request) - MEMBERS[operation]):
+        raise ClientError(f"unknown parameters: {', '.join(unknown)}")
     if request.get("cluster", "default") not in (CLUSTER, CLUSTER_ARN):
         raise ClientError(f"cluster {request.get('cluster', 'default')!r} not found")
     if operation == "DescribeTasks":

@@ -251,6 +251,11 @@ def test_retry_rules_that_batch_refuses(attempts: int, rules: list[ExitRule], wo
         check_retry(RetryStrategy(attempts=attempts, rules=tuple(rules)))
 
 
+def test_retry_rules_need_a_number_of_attempts() -> None:
+    with pytest.raises(ClientError, match="needs attempts"):
+        RetryStrategy.parse({"EvaluateOnExit": [{"Action": "EXIT", "OnExitCode": "*"}]})
+
+
 def test_each_node_of_a_gang_that_is_over_has_its_own_exit_code(start: Start) -> None:
     code = """
     import os, sys, time

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from infra.local import ecs
+from infra.local import definitions, ecs
 from infra.local.ecs import HostPool
 from pipeline.host import own_job
 
@@ -83,6 +83,8 @@ def test_what_ecs_refuses(running: Any) -> None:
     ):
         with pytest.raises(ClientError, match=words):
             call()
+    with pytest.raises(definitions.ClientError, match="unknown parameters: clusters"):  # botocore would not send it
+        ecs.call(HostPool(), "DescribeTasks", {"clusters": [ecs.CLUSTER], "tasks": ["x"]})
 
 
 def test_hosts_that_are_drained_rest_until_they_are_restored() -> None:
