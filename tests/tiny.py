@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from transformers import BertConfig, BertTokenizerFast
 from pipeline.config import ModelConfig
 from pipeline.model.encoder import Encoder, new_encoder
 from pipeline.model.folder import save_folder
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
 SYLLABLES = ("ba", "ke", "li", "mo", "nu", "ra", "se", "ti", "vo", "zu")
 WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]
@@ -54,3 +58,10 @@ def write_pairs(path: Path, count: int, *, seed: int = 0, prefix: str = "row") -
             row = {"id": f"{prefix}-{index:05d}", "query": query, "document": " ".join(words)}
             stream.write(json.dumps(row) + "\n")
     return path
+
+
+def sentence_transformer(folder: Path | str) -> SentenceTransformer:
+    """Open a model folder with sentence-transformers, which loads for four seconds: not where every worker collects tests."""
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu")

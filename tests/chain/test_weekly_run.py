@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sentence_transformers import SentenceTransformer
 
 from pipeline.contract import Stage
 from tests.chain.recorded import read_calls
 from tests.chain.runs import LocalState, embeddings, kill_descendant, load, started
 from tests.infra.calls import Roles
-from tests.tiny import make_model, write_pairs
+from tests.tiny import make_model, sentence_transformer, write_pairs
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +92,7 @@ def test_sentence_transformers_gives_the_published_vectors(two_weeks: LocalState
     run = two_weeks.runs[-1]
     vectors = embeddings(run)
     rows = [json.loads(line) for path in two_weeks.bucket.rglob("*-week-*.jsonl") for line in path.read_text().splitlines()][:50]
-    theirs = SentenceTransformer(str(run / "model"), device="cpu").encode([row["document"] for row in rows])
+    theirs = sentence_transformer(run / "model").encode([row["document"] for row in rows])
     ours = np.stack([vectors[row["id"]] for row in rows])
     cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
     assert cosine.min() > 0.9999

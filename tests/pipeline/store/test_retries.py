@@ -85,7 +85,7 @@ def test_reading_outlives_throttling_and_broken_bodies(
 
 @pytest.fixture
 def little_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second without a byte counts as a broken connection. Only where a fault is a silence: a busy machine is silent, too."""
+    """Half a second without a byte is a broken connection, only where the fault is a silence: busy machines are silent, too."""
     monkeypatch.setattr(s3, "SILENCE_SECONDS", 0.5)
 
 
