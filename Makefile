@@ -42,8 +42,8 @@ parity: setup ## Train twice from one parent and compare all evaluations (A=cpu-
 	done
 	$(VENV)/bin/trnpipe parity $(PARITY)/A/bucket/runs/* $(PARITY)/B/bucket/runs/*
 
-# One more than there are processors: many tests wait for processes, deadlines or time to pass.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# More than there are processors: many tests wait for processes, deadlines or time to pass.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 
 # In the order of their folders: tests/chain, whose files take longest, begins at once.
 test: check ## Lint, type check and test

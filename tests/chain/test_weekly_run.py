@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -159,17 +159,9 @@ def test_a_failed_run_is_taken_up_where_it_stopped(state: LocalState, tmp_path: 
         assert (run / "train" / "result.json").read_bytes() == trained
 
 
-VICTIMS: dict[str, Callable[[str], bool]] = {
-    "node": lambda command: "local/node.py" in command and "stage train" in command,
-    "supervisor": lambda command: "local/node.py" not in command and "stage train" in command,
-    "rank": lambda command: "rank train" in command,
-}
-"""The processes of a training node, from the one that stands for the container inwards."""
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("victim", sorted(VICTIMS))
-def test_sigkill_in_training_leads_to_a_retry_that_resumes(state: LocalState, tmp_path: Path, victim: str) -> None:
+def test_sigkill_of_a_training_node_leads_to_a_retry_that_resumes(state: LocalState, tmp_path: Path) -> None:
+    """The process that stands for the container; the supervisor and a rank are killed in test_chaos."""
     command = state.command(
         write_pairs(tmp_path / "a.jsonl", 600),
         arguments=("--parent", str(state.parent)),
@@ -178,7 +170,7 @@ def test_sigkill_in_training_leads_to_a_retry_that_resumes(state: LocalState, tm
     )
     with started(command, tmp_path / "out.txt") as process:
         _wait_for_checkpoint(state, process)
-        killed = kill_descendant(process.pid, VICTIMS[victim])
+        killed = kill_descendant(process.pid, lambda command: "local/node.py" in command and "stage train" in command)
         code = process.wait(timeout=400)
     assert killed
     assert code == 0, (tmp_path / "out.txt").read_text()

@@ -22,9 +22,6 @@ SETTINGS: dict[str, Any] = {
     "embed__buckets": "[16]",
     "compile__trial_steps": 2,
     "health_check__matmul_size": 32,
-    "health_check__memory_mib": 1,
-    "health_check__collective_bytes": "[4096]",
-    "health_check__storage_mib": 1,
     # What quality a few steps bring is not the question here.
     "gate__max_drop": 1,
 }
