@@ -116,7 +116,7 @@ class FaultyStorage:
         upstream: http:// URL of the endpoint it stands in front of.
         rules: first match decides.
         seed: for shares.
-        lifetime: seconds after which it stops even if nobody leaves the context.
+        lifetime: seconds after which it stops even if the context is never left.
     """
 
     def __init__(self, upstream: str, rules: Sequence[Rule], *, seed: int = 0, lifetime: float = 900) -> None:

@@ -583,7 +583,7 @@ class TornCheckpoint(Fault):
 
 
 class AllTorn(TornCheckpoint):
-    """The same with every checkpoint: nothing to go on from, and nobody but a person may decide to begin again."""
+    """The same with every checkpoint: nothing to resume from, and only an operator may decide to begin again."""
 
     kind = "all-checkpoints-torn"
     retryable = False
@@ -628,7 +628,7 @@ class ShardChanged(ShardGone):
 
 
 class Superseded(Fault):
-    """Somebody else publishes under the name while the run works."""
+    """Another run publishes under the name while the run works."""
 
     kind = "superseded"
     retryable = False
@@ -699,7 +699,7 @@ class Aborted(Fault):
         name = f"{first.run}-again"
         known = len(site.jobs(first.run if again else name))
         second = site.start(name, first.registry, run=first.run if again else None)
-        scene.hits.append("taken up again" if again else "another run follows")
+        scene.hits.append("resumed" if again else "another run follows")
         # Whoever watches goes on with the new one.
         scene.execution = second
         if not wait_until(lambda: len(site.jobs(second.run)) > known, TAKE_OVER_SECONDS):

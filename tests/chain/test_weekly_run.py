@@ -145,7 +145,7 @@ def test_bad_rows_over_the_limit_end_with_65_and_a_quarantine(state: LocalState,
 
 
 @pytest.mark.long
-def test_a_failed_run_is_taken_up_where_it_stopped(state: LocalState, tmp_path: Path) -> None:
+def test_a_failed_run_resumes_where_it_stopped(state: LocalState, tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "a.jsonl", 300)
     # The hold-out is too small to judge, which only evaluate finds out: training is done by then.
     failed = state.run(path, arguments=("--parent", str(state.parent)), gate__allow_small="false", train__epochs=1)

@@ -148,7 +148,7 @@ def exists(namespace: str, name: str, dimensions: dict[str, Any]) -> bool:
     )
 
 
-def test_alarms_look_at_metrics_that_somebody_publishes(deployment: Any) -> None:
+def test_alarms_look_at_metrics_that_are_published(deployment: Any) -> None:
     for name, alarm in alarms_of(deployment).items():
         used = list(used_metrics(alarm))
         assert used

@@ -121,7 +121,7 @@ def test_an_unknown_profile(monkeypatch: pytest.MonkeyPatch) -> None:
         Aws("us-west-2")
 
 
-def test_nobody_answers(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(Unavailable):
         Aws("us-west-2")("ssm", "GetParameter", Name="/one")

@@ -51,9 +51,9 @@ def again(image):
 ''',
     "tests/test_alpha.py": '''
 def test_nothing():
-    """A test's docstring is not somebody's documentation, so it is left out.
+    """A test's docstring is not documentation, so it is left out.
 
-    However long it is, and however many words somebody has found to put into it.
+    However long it is, and however many words it has.
     """
 ''',
 }

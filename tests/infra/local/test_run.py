@@ -146,7 +146,7 @@ def test_a_failure_ends_with_the_stage_s_code_its_words_and_its_log(
     assert "train attempt 2 node 0" in log.read_text()
 
 
-def test_a_run_is_taken_up_with_the_input_that_it_had(state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_with_the_input_that_it_had(state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(state, monkeypatch, {"prepare": {"exit": [64]}}, inputs=(shard,), nodes=1) == 64
     [folder] = (state / "bucket/runs").iterdir()
     before = execution_input(state)

@@ -75,7 +75,7 @@ def test_equals_evaluation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     data = read_validation_set(write(tmp_path / "rows", rows, list(range(50, 57))), 30)
     encoder = make_model(tmp_path / "model")
     device = open_device("cpu", "fp32", World(), threads=1)
-    monkeypatch.setattr(device, "gather", lambda _: pytest.fail("one rank has nobody to share with"))
+    monkeypatch.setattr(device, "gather", lambda _: pytest.fail("one rank has no peer to share with"))
     found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=24), lambda done: None)
     assert found is not None
     with torch.no_grad():

@@ -32,7 +32,7 @@ class Compiling:
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_a_graph_that_nobody_recorded_is_told_once_also_where_it_ends_the_run(
+def test_an_unrecorded_graph_is_logged_once_also_where_it_ends_the_run(
     cloudwatch: Callable[[], list[dict[str, Any]]], stop: bool
 ) -> None:
     device = Compiling()

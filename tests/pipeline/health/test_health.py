@@ -97,7 +97,7 @@ def test_a_sick_host_fails_the_test_that_names_its_trouble(host: TrainiumHost, c
     assert host.collectives() == []
 
 
-def test_a_wrong_driver_ends_all_tests_and_is_nobodys_sickness(host: TrainiumHost) -> None:
+def test_a_wrong_driver_ends_all_tests_and_makes_no_host_sick(host: TrainiumHost) -> None:
     host.write("sys/module/neuron/version", "2.29.0.0\n")
     records = run_tests(host)
     assert list(records) == ["driver_version"]

@@ -125,7 +125,7 @@ def sleeping(tmp_path: Path) -> Iterator[Callable[[], ProcessRanks]]:
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_rank_that_the_kernel_kills_is_told_from_one_that_somebody_kills(
+def test_a_rank_killed_by_the_kernel_is_told_from_one_killed_by_a_process(
     counter: Path, sleeping: Callable[[], ProcessRanks], counted: bool
 ) -> None:
     ranks = sleeping()

@@ -246,7 +246,7 @@ def test_a_host_that_cannot_leave_says_so_and_goes_on(
     assert [record.message[:54] for record in caplog.records] == ["this host could not be taken out of its cluster, a ret"]
 
 
-def test_a_host_that_nobody_answers_says_so(ecs: Ecs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_without_an_answer_says_so(ecs: Ecs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("ECS_CONTAINER_METADATA_URI_V4", "http://127.0.0.1:9/v4/abc")
     assert not own_job.leave_cluster()
     assert "Connection refused" in caplog.text

@@ -60,7 +60,7 @@ def is_gone(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return True
-    # An orphan in a container whose first process reaps nobody stays as a zombie.
+    # An orphan in a container whose first process reaps no children stays as a zombie.
     state = Path(f"/proc/{process}/stat")
     return state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 

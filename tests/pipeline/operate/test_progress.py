@@ -255,7 +255,7 @@ def test_loss_and_quality_come_with_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[1]", "nothing", '{"done": "many", "total": null}', "\ud83d" * 3])
-def test_progress_that_cannot_be_read_stops_nobody(tmp_path: Path, content: str) -> None:
+def test_unreadable_progress_does_not_end_the_watch(tmp_path: Path, content: str) -> None:
     path = tmp_path / "train/progress-00000.json"
     path.parent.mkdir()
     path.write_bytes(content.encode(errors="surrogatepass"))

@@ -22,7 +22,7 @@ from pipeline.run.world import NodeWorld
 
 IN_A_CONTAINER = {EXECUTION_VARIABLE: "AWS_ECS_EC2", DEPLOYMENT_VARIABLE: "search"}
 NOWHERE = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_EC2_METADATA_DISABLED": "true"}
-"""Nobody answers there: no test asks a real account."""
+"""No server listens there: no test asks a real account."""
 
 NODE = NodeWorld(node=3, nodes=4, attempt=2, job_id="4c7599ae-0a82-49aa-ba5a-4727fcce14a8#3", host="ip-10-0-0-1.ec2.internal")
 

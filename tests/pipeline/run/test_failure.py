@@ -36,7 +36,7 @@ def test_a_failure_survives_its_way_through_the_node_folder(tmp_path: Path) -> N
     assert failure.error_of(read).lines()[-1] == "remedy: fix them"
 
 
-def test_the_earliest_failure_is_the_cause_but_a_lost_peer_only_if_nobody_knows_better() -> None:
+def test_the_earliest_failure_is_the_cause_but_a_lost_peer_only_if_there_is_no_other() -> None:
     lost = replace(record(75, "2026-01-01T00:00:00"), kind=FailureKind.LOST_PEER)
     later = record(76, "2026-01-01T00:00:09")
     latest = record(64, "2026-01-01T00:00:10")

@@ -204,7 +204,7 @@ def test_a_cache_that_is_not_there_is_no_empty_cache(s3_root: str) -> None:
         compile_cache.modules("s3://no-such-bucket-anywhere/graphs")
 
 
-def test_only_old_locks_go_and_only_when_nobody_else_is_there(s3_root: str) -> None:
+def test_only_old_locks_go_and_only_when_no_other_host_is_there(s3_root: str) -> None:
     cache = f"{s3_root}/graphs/neuron-cache"
     lock = f"{cache}/{COMPILER}/{GOOD}/model.hlo_module.pb.lock"
     for uri in (lock, f"{cache}/{COMPILER}/{GOOD}/model.hlo_module.pb", f"{cache}/other.lock"):

@@ -257,7 +257,7 @@ def test_compile_leaves_nothing_behind_but_what_it_made(compiled_run: Any) -> No
 @pytest.mark.long
 def test_a_second_call_does_nothing(compiled_run: Any) -> None:
     account, paths, plan, first = compiled_run
-    result = account.stage(Stage.COMPILE, paths, tool={"trial": False, "fail": "nobody should call this"})
+    result = account.stage(Stage.COMPILE, paths, tool={"trial": False, "fail": "must not be called"})
     assert result.metrics == {"compiles": False, "graphs": 0, "reason": "both compiled sets are there"}
     # Nor does the next run, of another parent.
     _, later = account.plan("week-2", sections={"seed": 6})
@@ -521,7 +521,7 @@ def test_a_graph_that_cannot_be_compiled(
     assert remedy in failure.value.remedy
     # The forms for inference do not depend on the temperature: another test may have compiled them.
     assert set_uri(account.root, "train", graphs_of(plan).train) in missing_sets(account.root, plan.graphs)
-    # What was good stays, and nobody waits for this run.
+    # What was good stays, and no other host waits for this run.
     assert compile_cache.modules(cache)[f"{COMPILER}/MODULE_2+1"] is GraphState.DONE
     assert compile_cache.others(cache, "somebody") == []
 

@@ -1,4 +1,4 @@
-"""prepare: what it plans from good input, that a run taken up again keeps its plan, and every refusal with its exit code."""
+"""prepare: what it plans from good input, that a resumed run keeps its plan, and every refusal with its exit code."""
 
 from __future__ import annotations
 
@@ -478,7 +478,7 @@ def test_result_stays_small_with_many_shards(bench: Bench) -> None:
     assert len(output.inputs) == 21
 
 
-# ---- a run that is taken up again ------------------------------------------------------------------------------------
+# ---- a run that resumes ------------------------------------------------------------------------------------
 
 
 def test_a_plan_is_kept(bench: Bench) -> None:
@@ -781,7 +781,7 @@ def test_more_rows_than_a_task_can_hold_are_refused_before_they_are_tokenized(
     with monkeypatch.context() as before:
         before.delattr(prepare, "tokenize")
         refusal(BadConfig, lambda: deployed.start("run"), "prepare, memory", "100.00 MiB", "data.train")
-    # Where all stages share a machine, nobody knows what else it holds.
+    # Where all stages share a machine, it is unknown what else it holds.
     deployed.deployment = {}
     deployed.start("run")
 

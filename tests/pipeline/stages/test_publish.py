@@ -1,4 +1,4 @@
-"""publish: only what was accepted and is whole goes out, in one write that never overwrites somebody else's."""
+"""publish: only what was accepted and is whole goes out, in one write that never overwrites another run's."""
 
 from __future__ import annotations
 
