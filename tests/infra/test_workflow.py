@@ -567,13 +567,13 @@ def test_what_the_machine_does_not_need_is_left_to_prepare(account: Account) -> 
     assert account.batch.stages() == ["prepare", "report"] * 4
 
 
-def test_an_earlier_run_is_taken_up(account: Account) -> None:
+def test_an_earlier_run_resumes(account: Account) -> None:
     account.batch.script["prepare"] = lambda: "exited"
     account.run("again", {"run": "week-1"})
     assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
 
 
-def test_a_run_that_ended_after_compile_is_taken_up(account: Account) -> None:
+def test_a_run_that_ended_after_compile_resumes(account: Account) -> None:
     """prepare's result is the first execution's and still asks for compile, which finds its own result."""
     account.batch.script["train"] = lambda: "the host was lost"
     assert account.run("week-1")["status"] == "FAILED"

@@ -325,7 +325,7 @@ def test_denied_in_the_middle_of_a_download_is_denied(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_denied_while_a_stream_is_taken_up_again(s3_root: str, faulty: Start) -> None:
+def test_denied_while_a_stream_reconnects(s3_root: str, faulty: Start) -> None:
     put(f"{s3_root}/object", 3 * MIB)
     faulty(Rule(Cut(MIB + 1), method="GET"), Rule(Answer(403, "AccessDenied"), times=None))
     with pytest.raises(StorageRefused), store.open_read(f"{s3_root}/object") as stream:
