@@ -10,6 +10,7 @@ from pathlib import Path
 
 import boto3
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from moto.server import ThreadedMotoServer
 
@@ -26,6 +27,17 @@ QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Healt
 settings.register_profile("trnpipe", derandomize=True, **QUIET)
 settings.register_profile("long", max_examples=20_000, print_blob=True, **QUIET)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "trnpipe"))
+
+
+@pytest.fixture(scope="session")
+def templates(request: pytest.FixtureRequest) -> Path:
+    """The app of local runs, synthesized: kept between test runs, shared by all workers, made again when it has changed."""
+    from infra.local.run import DEPLOYMENT_CONFIG
+    from infra.local.template import local_context, synthesize
+
+    folder: Path = request.config.cache.mkdir("cdk-out")
+    with FileLock(f"{folder}.lock"):
+        return synthesize(folder, local_context((1, 2), DEPLOYMENT_CONFIG))
 
 
 @pytest.fixture(scope="session")

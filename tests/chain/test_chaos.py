@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ from tests.chain.site import MARKER, ORCHESTRATION, Site, marked, open_site
 pytestmark = pytest.mark.slow
 
 
-def sample(tmp_path: Path, *arguments: str) -> tuple[int, list[chaos.Outcome], str]:
+def sample(tmp_path: Path, templates: Path, *arguments: str) -> tuple[int, list[chaos.Outcome], str]:
     """One sitting in a process of its own: exit code, outcomes, output."""
     results = tmp_path / "results.jsonl"
+    shutil.copytree(templates, tmp_path / "cdk.out")  # where a sitting keeps the synthesized app
     command = [sys.executable, "-m", "tests.chain.chaos", "--results", str(results), *arguments]
     process = subprocess.run(command, capture_output=True, text=True, timeout=580)
     return process.returncode, chaos.read_results(results), process.stdout + process.stderr
@@ -33,23 +35,25 @@ SAMPLE = ("sick-host", "aborted")
 """One fault that a retry answers, and one that ends the run. All: below, and `make chaos`."""
 
 
-def test_a_sample_of_the_faults(tmp_path: Path) -> None:
-    code, outcomes, output = sample(tmp_path, "--runs", str(len(SAMPLE)), "--kinds", ",".join(SAMPLE), "--workers", "2")
+def test_a_sample_of_the_faults(tmp_path: Path, templates: Path) -> None:
+    code, outcomes, output = sample(
+        tmp_path, templates, "--runs", str(len(SAMPLE)), "--kinds", ",".join(SAMPLE), "--workers", "2"
+    )
     assert code == 0, output
     assert sorted(outcome.kind for outcome in outcomes) == sorted(SAMPLE)
 
 
 @pytest.mark.long
-def test_every_kind_of_fault_once(tmp_path: Path) -> None:
+def test_every_kind_of_fault_once(tmp_path: Path, templates: Path) -> None:
     kinds = [kind.kind for kind in faults.KINDS if kind is not faults.FullDisk or faults.FullDisk.possible()]
-    code, outcomes, output = sample(tmp_path, "--runs", str(len(kinds)), "--workers", "2")
+    code, outcomes, output = sample(tmp_path, templates, "--runs", str(len(kinds)), "--workers", "2")
     assert code == 0, output
     assert sorted(outcome.kind for outcome in outcomes) == sorted(kinds)
 
 
 @pytest.mark.long
-def test_real_runs_with_a_killed_process_end_with_the_same_weights(tmp_path: Path) -> None:
-    code, outcomes, output = sample(tmp_path, "--depth", "real", "--runs", "2", "--kinds", "kill-rank,kill-supervisor")
+def test_real_runs_with_a_killed_process_end_with_the_same_weights(tmp_path: Path, templates: Path) -> None:
+    code, outcomes, output = sample(tmp_path, templates, "--depth", "real", "--runs", "2", "--kinds", "kill-rank,kill-supervisor")
     assert code == 0, output
     assert [(outcome.status, outcome.broken) for outcome in outcomes] == [("SUCCEEDED", [])] * 2
 
@@ -58,9 +62,8 @@ def test_real_runs_with_a_killed_process_end_with_the_same_weights(tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Site]:
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    with open_site(ORCHESTRATION, tmp_path_factory.mktemp("site"), request.config.cache.mkdir(f"cdk-out-{worker}")) as site:
+def site(tmp_path_factory: pytest.TempPathFactory, templates: Path) -> Iterator[Site]:
+    with open_site(ORCHESTRATION, tmp_path_factory.mktemp("site"), templates) as site:
         yield site
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ ROWS = 60
 
 
 def test_the_second_week_continues_from_the_first_on_what_is_new(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    templates = request.config.cache.mkdir(f"cdk-out-example-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
+    templates = request.config.cache.mkdir("cdk-out-example")
     context = {**read_context(), "aws:cdk:enable-path-metadata": True, ENVIRONMENT_KEY: "example", **SMALL}
     config = read_environment("example")["config"]
     [data], initial = config["data"]["train"], config["model"]["initial"]

@@ -14,7 +14,7 @@ from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
-from infra.local.template import LocalStack, local_context, read_stack, synthesize
+from infra.local.template import LocalStack, read_stack
 from pipeline import store
 from pipeline.contract import RunPaths, Stage
 from tests.infra.faulty_batch import FaultyBatchRunner
@@ -35,10 +35,8 @@ EagerDevice.all_reduce = spoilt
 
 
 @pytest.fixture
-def endpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LocalEndpoint]:
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    folder = request.config.cache.mkdir(f"cdk-out-{worker}")
-    stack = read_stack(synthesize(folder, local_context((1, 2), DEPLOYMENT_CONFIG)))
+def endpoint(tmp_path: Path, templates: Path) -> Iterator[LocalEndpoint]:
+    stack = read_stack(templates)
 
     def runner(environment: dict[str, str]) -> FaultyBatchRunner:
         settings = BatchSettings(logs=tmp_path / "logs", environment=environment)

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from botocore.model import ListShape, MapShape, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
+from filelock import FileLock
 
 from infra.cdk_context import CDK_JSON, ENVIRONMENTS, read_context
 from infra.nodejs import choose_node
@@ -28,11 +29,18 @@ choose_node()  # before any test module imports CDK
 
 @dataclass(frozen=True)
 class Deployment:
-    """One synthesized deployment: the app (for packs that walk constructs) and both templates, `data` and `pipeline`."""
+    """One synthesized deployment: its cloud assembly, the context that it was made from, and both templates."""
 
-    app: Any
+    folder: Path
+    context: dict[str, Any]
     stacks: Stacks
     region: str
+
+    def build(self) -> Any:
+        """Build the app once more, for packs that walk its constructs."""
+        from infra.stacks import build
+
+        return build(self.context)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -56,30 +64,39 @@ class Deployment:
 
 
 def deploy(folder: Path, **settings: Any) -> Deployment:
-    from infra.stacks import build
-
+    """Synthesize cdk.json with other settings into a folder, or read what another worker has synthesized there."""
     context = read_context()
     # The CDK CLI sets the flag: every resource then says where in the construct tree it comes from.
-    paths = {"aws:cdk:enable-path-metadata": True}
-    app = build({**context, **paths, "trnpipe": {**context["trnpipe"], **settings}}, str(folder))
-    app.synth()
+    context = {**context, "aws:cdk:enable-path-metadata": True, "trnpipe": {**context["trnpipe"], **settings}}
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "manifest.json").exists():
+            from infra.stacks import build
+
+            build(context, str(folder)).synth()
     name = settings.get("name", "trnpipe")
     templates = Stacks.read(folder).templates
     stacks = Stacks({"data": templates[f"{name}-data"], "pipeline": templates[name]})
-    return Deployment(app=app, stacks=stacks, region=settings.get("region", context["trnpipe"]["region"]))
+    return Deployment(folder=folder, context=context, stacks=stacks, region=settings.get("region", context["trnpipe"]["region"]))
 
 
 @pytest.fixture(scope="session")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session, the same one in all workers."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def deployment(shared: Path) -> Deployment:
     """The deployment of cdk.json, with the schedule switched on."""
-    return deploy(tmp_path_factory.mktemp("cdk"), schedule={"enabled": True})
+    return deploy(shared / "cdk", schedule={"enabled": True})
 
 
 @pytest.fixture(scope="session")
-def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+def other_deployment(shared: Path) -> Deployment:
     """Everything that can be set to something else, set to something else."""
     return deploy(
-        tmp_path_factory.mktemp("cdk-other"),
+        shared / "cdk-other",
         name="ranker",
         account="123456789012",
         region="us-east-2",
@@ -125,10 +142,10 @@ def other_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
 
 
 @pytest.fixture(scope="session")
-def small_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+def small_deployment(shared: Path) -> Deployment:
     """Development on single small hosts: no EFA, Spot hosts that embed in two zones, a reservation for other shares."""
     return deploy(
-        tmp_path_factory.mktemp("cdk-small"),
+        shared / "cdk-small",
         name="dev",
         zone="us-west-2d",
         embed_zones=["us-west-2a", "us-west-2b"],
@@ -149,9 +166,9 @@ def small_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
 
 
 @pytest.fixture(scope="session")
-def smoke_deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+def smoke_deployment(shared: Path) -> Deployment:
     """A first deployment without Trainium, as its file has it."""
-    return deploy(tmp_path_factory.mktemp("cdk-smoke"), **yaml.safe_load((ENVIRONMENTS / "smoke.yaml").read_text()))
+    return deploy(shared / "cdk-smoke", **yaml.safe_load((ENVIRONMENTS / "smoke.yaml").read_text()))
 
 
 @dataclass(frozen=True)

@@ -111,4 +111,4 @@ def test_a_deployment_that_names_its_account_looks_nothing_up(other_deployment: 
     """A lookup at synth would need credentials, and change with the account."""
     named = deploy(tmp_path, account="123456789012")
     for found in (other_deployment, named):
-        assert "missing" not in json.loads((Path(found.app.outdir) / "manifest.json").read_text())
+        assert "missing" not in json.loads((found.folder / "manifest.json").read_text())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,10 +36,9 @@ class Recorded:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Recorded]:
+def recorded(tmp_path_factory: pytest.TempPathFactory, templates: Path) -> Iterator[Recorded]:
     """A good run, one whose host is sick, and one that fails and is resumed: light stages, everything else is real."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    templates, folder = request.config.cache.mkdir(f"cdk-out-{worker}"), tmp_path_factory.mktemp("iam")
+    folder = tmp_path_factory.mktemp("iam")
     with open_site(ORCHESTRATION, folder / "site", templates) as site, quick_engine():
         roles = Roles(templates)
         environment = roles.stacks.of_type("AWS::Batch::ComputeEnvironment")[0].name

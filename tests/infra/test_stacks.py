@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def test_cdk_nag_finds_nothing_that_is_not_accepted_with_a_reason(
     from cdk_nag import AwsSolutionsChecks
 
     findings = []
-    for app in (deployment.app, other_deployment.app, small_deployment.app):
+    for app in (deployment.build(), other_deployment.build(), small_deployment.build()):
         violations = AwsSolutionsChecks(app).validate_scope(app).violations
         assert len(violations) > 10, "the pack looked at nothing"
         findings += [(each.rule_name, resource.construct_path) for each in violations for resource in each.violating_resources]
@@ -195,7 +194,7 @@ def test_conventions_of_a_company_reach_every_resource_and_role(other_deployment
     assert {role["PermissionsBoundary"] for role in other_deployment.resources("AWS::IAM::Role")} == {
         "arn:aws:iam::123456789012:policy/teams/boundary"
     }
-    manifest = json.loads((Path(other_deployment.app.outdir) / "manifest.json").read_text())
+    manifest = json.loads((other_deployment.folder / "manifest.json").read_text())
     stacks = [one for one in manifest["artifacts"].values() if one["type"] == "aws:cloudformation:stack"]
     assert {one["properties"]["bootstrapStackVersionSsmParameter"] for one in stacks} == {"/cdk-bootstrap/ranker/version"}
     tags = {"team": "ranking", "cost-center": "42"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def drop_placement_group(after: Deployment) -> None:
     ],
 )
 def test_an_update_that_fails_is_found(deployment: Deployment, change: Callable[[Deployment], None], words: str) -> None:
-    after = Deployment(app=None, stacks=copy.deepcopy(deployment.stacks), region=deployment.region)
+    after = dataclasses.replace(deployment, stacks=copy.deepcopy(deployment.stacks))
     assert problems(deployment, after) == []
     change(after)
     assert any(words in found for found in problems(deployment, after)), problems(deployment, after)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import botocore.session
@@ -76,19 +75,19 @@ class Recorded:
 @pytest.fixture(scope="session")
 def blueprint(deployment: Any) -> Blueprint:
     """The deployment of cdk.json, with a VPC of its own."""
-    return read_blueprint(Path(deployment.app.outdir), read_settings(deployment.app.node.get_all_context()))
+    return read_blueprint(deployment.folder, read_settings(deployment.context))
 
 
 @pytest.fixture(scope="session")
 def other_blueprint(other_deployment: Any) -> Blueprint:
     """An existing VPC, a capacity reservation, images of its own, inf2 for embed, addresses to notify."""
-    return read_blueprint(Path(other_deployment.app.outdir), read_settings(other_deployment.app.node.get_all_context()))
+    return read_blueprint(other_deployment.folder, read_settings(other_deployment.context))
 
 
 @pytest.fixture(scope="session")
 def smoke_blueprint(smoke_deployment: Any) -> Blueprint:
     """Small hosts without accelerators."""
-    return read_blueprint(Path(smoke_deployment.app.outdir), read_settings(smoke_deployment.app.node.get_all_context()))
+    return read_blueprint(smoke_deployment.folder, read_settings(smoke_deployment.context))
 
 
 Look = Callable[..., list[DoctorFinding]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,22 +15,14 @@ import pytest
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
 
 from infra.local.batch_nodes import BatchSettings
-from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
-from infra.local.template import LocalStack, local_context, read_stack, synthesize
+from infra.local.template import LocalStack, read_stack
 from tests.infra.faulty_batch import FaultyBatchRunner
 
 LOOK_SECONDS = 0.1
 """Between two looks of the engine at a job."""
 
 STAGE_PROGRAM = (sys.executable, str(Path(__file__).with_name("stage_program.py")))
-
-
-@pytest.fixture(scope="session")
-def templates(request: pytest.FixtureRequest) -> Path:
-    """The real app, synthesized; kept between test runs and made again when it has changed."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    return synthesize(request.config.cache.mkdir(f"cdk-out-{worker}"), local_context((1, 2), DEPLOYMENT_CONFIG))
 
 
 @pytest.fixture(scope="session")
