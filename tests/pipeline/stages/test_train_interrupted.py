@@ -86,7 +86,7 @@ def step_of(run: TrainingRun) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("nodes", "ranks", "told"), [(1, 1, 0), (1, 2, 0), (2, 2, 0), (2, 2, 1)])
+@pytest.mark.parametrize(("nodes", "ranks", "told"), [(1, 1, 0), (2, 2, 0), (2, 2, 1)])
 def test_sigterm_leaves_a_checkpoint_of_the_step_and_is_75(
     training_run: PlanTraining, supervise: Any, s3_root: str, tmp_path: Path, nodes: int, ranks: int, told: int
 ) -> None:
