@@ -134,6 +134,7 @@ def test_containers(
     assert len(bad(findings)) == 2 * len(expected)
     for finding in findings:
         assert not finding.remedy or "docker buildx build --platform linux/amd64 -f containers/" in finding.remedy
+        assert not finding.remedy or "-t 123456789012.dkr.ecr.us-west-2.amazonaws.com/trnpipe/" in finding.remedy
 
 
 def test_a_container_elsewhere_cannot_be_judged(blueprint: Blueprint, look: Any, bad: Any) -> None:
@@ -179,7 +180,7 @@ def test_a_single_image_says_its_processor_in_its_configuration(
     assert len(bad(look(check_image.containers, blueprint, answers))) == problems
 
 
-def test_a_registry_that_does_not_answer_is_nobodys_fault() -> None:
+def test_a_registry_that_does_not_answer_is_unavailable() -> None:
     with pytest.raises(Unavailable):
         check_image.download("http://127.0.0.1:9/blob")
 

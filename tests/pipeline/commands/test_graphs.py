@@ -237,6 +237,15 @@ def test_ranks_that_disagree_end_with_69() -> None:
     assert found.exit_code == ExitCode.DEFECT
 
 
+def test_an_execution_of_several_steps_ends_at_the_checkpoint_and_another_follows(tmp_path: Path) -> None:
+    plan = RunPlan.from_json(store.read_bytes(plan_for_neuron(tmp_path).plan))
+    device = {"sync_points": 1, "loader": {"batches_per_execution": 8}}
+    train = {"buckets": [32], "micro_batch": None, "log_every": 8, "validate_every": 8, "checkpoint_every": 8}
+    config = build_config(plan.config.model_dump(mode="json"), {"train": train, "device": device})
+    found = proof_config(plan.model_copy(update={"config": config}), None, np.array([30] * 20, np.int32))
+    assert (found.train.checkpoint_every, found.train.steps) == (16, 17)
+
+
 @pytest.mark.parametrize("batch", [1, 4, 7])
 def test_few_rows_make_every_kind_of_batch(batch: int, tmp_path: Path) -> None:
     """Whole batches of every bucket that has rows, however few it has, and a partial one."""

@@ -48,6 +48,13 @@ def test_round_ticks() -> None:
     assert [tick.label for tick in found.x_ticks] == ["0", "1,000", "2,000", "3,000"]
 
 
+def test_an_axis_of_steps_ends_where_the_data_ends() -> None:
+    """A resumed run's curve begins in the middle."""
+    found = line_chart({"a": [(1500, 1.0), (4200, 2.0)]}, x_label="step", y_label="loss")
+    assert found is not None
+    assert [tick.label for tick in found.x_ticks] == ["2,000", "3,000", "4,000"]
+
+
 def test_nothing_to_draw() -> None:
     assert chart([]) is None
     assert chart([(1, math.nan), (2, math.inf)]) is None
