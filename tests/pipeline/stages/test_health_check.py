@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -300,3 +301,19 @@ def test_who_sent_wrong_values_is_named(planned: Any, tmp_path: Path) -> None:
     details = [test["detail"] for report in reports for test in report["tests"] if not test["passed"]]
     assert details
     assert all(detail.endswith("what came from rank 1") for detail in details)
+
+
+def test_bandwidths_are_those_of_the_bus() -> None:
+    """The share of a message that each link carries among four ranks (NVIDIA/nccl-tests, doc/PERFORMANCE.md)."""
+    # The others' values are made here: base + rank from each of them.
+    device: Any = SimpleNamespace(
+        world=SimpleNamespace(size=4, rank=1),
+        all_reduce=lambda value: (value - 1) * 4 + 6,
+        gather=lambda value: torch.stack([value - 1 + rank for rank in range(4)]),
+        reduce_scatter=lambda value: ((value - 1) * 4 + 6)[8:16],
+        read=lambda tensor: tensor.reshape(-1).tolist(),
+        torch_device=torch.device("cpu"),
+        sync=lambda: None,
+    )
+    tests = (health_check.all_reduce, health_check.all_gather, health_check.reduce_scatter)
+    assert [(test(device, 8)[0], test(device, 8)[3]) for test in tests] == [(0.0, 1.5), (0.0, 0.75), (0.0, 0.75)]
