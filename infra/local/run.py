@@ -34,7 +34,7 @@ POLL_SECONDS = 1.0
 SOON_SECONDS = 0.1
 """The same once a job has ended: the execution starts the next one, or ends."""
 LOOKS_SOON = 5
-SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+SHARD_SUFFIXES = (*(kind + packed for kind in (".jsonl", ".csv", ".tsv") for packed in ("", ".gz", ".zst")), ".parquet")
 MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
 """The local deployment's own run configuration, as `config` in cdk.json is a real one's."""

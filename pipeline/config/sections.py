@@ -84,7 +84,7 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    """Input files. Folders are listed recursively; `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` count as shards."""
+    """Input files. Folders are listed recursively; `.jsonl`, `.csv`, `.tsv` (also `.gz` or `.zst`) and `.parquet` are shards."""
 
     train: Annotated[tuple[Uri, ...], KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
         (), description="URIs of training shards or folders of them: rows {id, query, document}."
@@ -93,7 +93,8 @@ class DataConfig(Section):
         (), description="URIs of corpus shards or folders: rows {id, text}. Empty: the documents of all training rows."
     )
     columns: Annotated[dict[str, str], KeyRole.LEARNED] = Field(
-        default_factory=dict, description="Our column name -> the file's, e.g. {query: title, document: body}."
+        default_factory=dict,
+        description='Our column name -> the file\'s, or a template: {query: title, document: "{name}. {brand}"}.',
     )
     holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0), KeyRole.LEARNED] = Field(
         0.02, description="Share of rows kept from training, chosen by hash of the normalized document text."

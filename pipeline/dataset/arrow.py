@@ -20,7 +20,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.dataset.rows import BadRow, TrainingRow, normalized_hash, read_training_rows
+from pipeline.dataset.records import BadRow
+from pipeline.dataset.rows import TrainingRow, normalized_hash, read_training_rows
 from pipeline.dataset.shards import Beat, ShardScan
 from pipeline.dataset.split import Selection
 from pipeline.dataset.tokens import TextTokenizer

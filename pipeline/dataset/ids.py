@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 MODULUS = 1 << 128
-LOW_64 = (1 << 64) - 1
+LOW_32 = (1 << 32) - 1
 
 
 @dataclass(slots=True)
 class IdDigest:
-    """Count and sum (modulo 2^128) of the ids' 128-bit BLAKE2b hashes: equal for equal multisets of ids, in any order.
+    """Count and sum of the ids' 64-bit BLAKE2b hashes: equal for equal multisets of ids, in any order.
 
     Written as `COUNT:SUM` with the sum as 32 hex digits.
     """
@@ -24,11 +24,11 @@ class IdDigest:
     total: int = 0
 
     def add(self, identifier: str) -> int:
-        """Add one id; return the lower 64 bits of its hash."""
-        value = int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=16).digest(), "big")
+        """Add one id; return its hash."""
+        value = id_hash(identifier)
         self.count += 1
         self.total = (self.total + value) % MODULUS
-        return value & LOW_64
+        return value
 
     def merge(self, other: IdDigest) -> None:
         """Add all ids of another digest."""
@@ -39,6 +39,13 @@ class IdDigest:
         return f"{self.count}:{self.total:032x}"
 
     @classmethod
+    def of(cls, hashes: NDArray[np.uint64]) -> IdDigest:
+        """Return the digest of the ids with these hashes."""
+        # In halves, whose sums do not overflow.
+        low, high = (int(half.sum(dtype=np.uint64)) for half in (hashes & np.uint64(LOW_32), hashes >> np.uint64(32)))
+        return cls(len(hashes), (low + (high << 32)) % MODULUS)
+
+    @classmethod
     def parse(cls, text: str) -> IdDigest:
         """Return the digest that `str` wrote.
 
@@ -47,6 +54,11 @@ class IdDigest:
         """
         count, _, total = text.partition(":")
         return cls(int(count), int(total, 16))
+
+
+def id_hash(identifier: str) -> int:
+    """Return the first 8 bytes of the id's BLAKE2b hash as an integer."""
+    return int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=8).digest(), "big")
 
 
 def repeated(hashes: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,17 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import store
-from pipeline.dataset.ids import IdDigest
-from pipeline.dataset.rows import (
-    SUFFIXES,
-    BadRow,
-    CorpusRow,
-    TrainingRow,
-    is_shard,
-    normalized_hash,
-    read_corpus_rows,
-    read_training_rows,
-)
+from pipeline.dataset.ids import id_hash, repeated
+from pipeline.dataset.records import EXCERPT_CHARACTERS, SUFFIXES, BadRow, is_shard
+from pipeline.dataset.rows import CorpusRow, TrainingRow, normalized_hash, read_corpus_rows, read_training_rows
 from pipeline.errors import BadConfig, MissingInput
 
 log = logging.getLogger("trnpipe")
@@ -52,9 +43,10 @@ class ShardScan:
     Attributes:
         file: the shard.
         bad_rows: refused rows.
-        ids: lower 64 bits of the ids' hashes.
+        ids: hashes of the ids.
         documents: normalized hashes of the documents.
         positive: the label is above 0: a pair to train on.
+        conflicts: rows whose id has another document in an earlier row; none until `distinct_documents` has looked.
     """
 
     file: InputFile
@@ -62,19 +54,27 @@ class ShardScan:
     ids: NDArray[np.uint64]
     documents: NDArray[np.uint64]
     positive: NDArray[np.bool_]
+    conflicts: NDArray[np.bool_] | None = None
 
     @property
     def rows(self) -> int:
         return len(self.ids)
 
+    @property
+    def usable(self) -> NDArray[np.bool_]:
+        """The rows without a conflict."""
+        return np.ones(self.rows, np.bool_) if self.conflicts is None else ~self.conflicts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusScan:
-    """The result of one pass over a corpus shard."""
+    """The result of one pass over a corpus shard; attributes as of `ShardScan`."""
 
     file: InputFile
     bad_rows: int
     ids: NDArray[np.uint64]
+    documents: NDArray[np.uint64]
+    conflicts: NDArray[np.bool_] | None = None
 
     @property
     def rows(self) -> int:
@@ -127,13 +127,10 @@ def hash_shards(shards: Iterable[store.ObjectInfo], beat: Beat) -> list[InputFil
     return files
 
 
-def scan_training(
-    files: Iterable[InputFile], columns: Mapping[str, str], digest: IdDigest, refuse: Refuse, beat: Beat
-) -> list[ShardScan]:
+def scan_training(files: Iterable[InputFile], columns: Mapping[str, str], refuse: Refuse, beat: Beat) -> list[ShardScan]:
     """Check every row of training shards.
 
     Args:
-        digest: gets the ids of the good rows.
         refuse: called with every bad row.
         beat: called with the number of rows read so far.
     """
@@ -148,7 +145,7 @@ def scan_training(
                 bad += 1
                 refuse(row)
                 continue
-            ids.append(digest.add(row.id))
+            ids.append(id_hash(row.id))
             documents.append(normalized_hash(row.document))
             positive.append(row.label > 0)
         scans.append(
@@ -163,13 +160,11 @@ def scan_training(
     return scans
 
 
-def scan_corpus(
-    files: Iterable[InputFile], columns: Mapping[str, str], digest: IdDigest, refuse: Refuse, beat: Beat
-) -> list[CorpusScan]:
+def scan_corpus(files: Iterable[InputFile], columns: Mapping[str, str], refuse: Refuse, beat: Beat) -> list[CorpusScan]:
     """Check every row of corpus shards; arguments as for `scan_training`."""
     scans, done = [], 0
     for file in files:
-        ids, bad = array("Q"), 0
+        ids, documents, bad = array("Q"), array("Q"), 0
         for row in read_corpus_rows(file.uri, columns):
             done += 1
             if done % BEAT_ROWS == 0:
@@ -177,33 +172,69 @@ def scan_corpus(
             if isinstance(row, BadRow):
                 bad += 1
                 refuse(row)
-            else:
-                ids.append(digest.add(row.id))
-        scans.append(CorpusScan(file=file, bad_rows=bad, ids=np.frombuffer(ids, np.uint64)))
+                continue
+            ids.append(id_hash(row.id))
+            documents.append(normalized_hash(row.text))
+        scans.append(
+            CorpusScan(
+                file=file,
+                bad_rows=bad,
+                ids=np.frombuffer(ids, np.uint64),
+                documents=np.frombuffer(documents, np.uint64),
+            )
+        )
     return scans
 
 
-def locate_repeats(
-    files: Iterable[InputFile], source: str, columns: Mapping[str, str], hashes: NDArray[np.uint64], beat: Beat
-) -> dict[str, list[str]]:
-    """Return the ids that really occur more than once, each with the `file:line` of its occurrences.
+def distinct_documents(scans: Sequence[ShardScan | CorpusScan]) -> tuple[list[NDArray[np.bool_]], list[NDArray[np.bool_]]]:
+    """Return for each shard which rows are the first of their id, and which have another document than the first of their id.
+
+    Rows that repeat an id with the same normalized document, as several queries for one document do, are neither.
+    """
+    ids, documents = (np.concatenate([getattr(scan, name) for scan in scans]) for name in ("ids", "documents"))
+    first, conflicts = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
+    rows = np.flatnonzero(np.isin(ids, repeated([ids])))
+    rows = rows[np.argsort(ids[rows], kind="stable")]
+    begins = np.flatnonzero(np.diff(ids[rows], prepend=~ids[rows[:1]]) != 0)
+    leaders = np.repeat(rows[begins], np.diff(begins, append=len(rows)))
+    first[rows] = rows == leaders
+    conflicts[rows] = documents[rows] != documents[leaders]
+    ends = np.cumsum([scan.rows for scan in scans])[:-1]
+    return np.split(first, ends), np.split(conflicts, ends)
+
+
+def locate_conflicts(
+    files: Iterable[InputFile],
+    source: str,
+    columns: Mapping[str, str],
+    conflicts: Sequence[NDArray[np.bool_]],
+    hashes: NDArray[np.uint64],
+    beat: Beat,
+) -> Iterator[tuple[int, int, BadRow | None]]:
+    """Yield shard and row of each conflict, with both places; None instead of them if the ids only share a hash.
 
     Args:
         source: `corpus` or `documents`: which kind of rows the files hold.
-        hashes: lower 64 bits of the hashes of ids that may be repeated.
+        conflicts: of each shard, see `distinct_documents`.
+        hashes: hashes of the ids of rows with a conflict.
         beat: called with the number of rows read so far.
     """
     suspects = set(hashes.tolist())
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    first: dict[int, tuple[str, str]] = {}
     done = 0
-    for file in files:
-        for row in _good_rows(file, source, columns):
+    for number, (file, marked) in enumerate(zip(files, conflicts, strict=True)):
+        for index, row in enumerate(_good_rows(file, source, columns)):
             done += 1
             if done % BEAT_ROWS == 0:
                 beat(done)
-            if IdDigest().add(row.id) in suspects:
-                found[row.id].append(f"{file.uri}:{row.line}")
-    return {identifier: places for identifier, places in found.items() if len(places) > 1}
+            if (value := id_hash(row.id)) not in suspects:
+                continue
+            place = f"{file.uri}:{row.line}"
+            identifier, before = first.setdefault(value, (row.id, place))
+            if marked[index]:
+                reason = f"id {row.id!r} has another document at {before}"
+                same = identifier == row.id
+                yield number, index, BadRow(place, reason, row.id[:EXCERPT_CHARACTERS]) if same else None
 
 
 def _good_rows(file: InputFile, source: str, columns: Mapping[str, str]) -> Iterator[TrainingRow | CorpusRow]:

@@ -77,8 +77,8 @@ def select(
     """
     scans = [*new, *earlier]
     limit = np.uint64(holdout_limit(holdout_fraction))
-    holdout = [scan.documents < limit for scan in scans]
-    trainable = [scan.positive & ~held for scan, held in zip(scans, holdout, strict=True)]
+    holdout = [(scan.documents < limit) & scan.usable for scan in scans]
+    trainable = [scan.positive & scan.usable & ~held for scan, held in zip(scans, holdout, strict=True)]
     new_masks, earlier_masks = trainable[: len(new)], trainable[len(new) :]
     new_rows = sum(int(mask.sum()) for mask in new_masks)
     earlier_rows = sum(int(mask.sum()) for mask in earlier_masks)
@@ -113,11 +113,11 @@ def _replayed(scans: Sequence[ShardScan], eligible: Sequence[Mask], count: int, 
 def _distractors(scans: Sequence[ShardScan], holdout: Sequence[Mask], count: int) -> list[Mask]:
     smallest = np.empty(0, np.uint64)
     for scan, held in zip(scans, holdout, strict=True):
-        smallest = np.unique(np.concatenate([smallest, scan.documents[~held]]))[:count]
+        smallest = np.unique(np.concatenate([smallest, scan.documents[scan.usable & ~held]]))[:count]
     if not len(smallest):
         return [np.zeros(scan.rows, np.bool_) for scan in scans]
     # The training side is everything above the hold-out limit, so its smallest hashes are one interval.
-    return [(scan.documents <= smallest[-1]) & ~held for scan, held in zip(scans, holdout, strict=True)]
+    return [(scan.documents <= smallest[-1]) & scan.usable & ~held for scan, held in zip(scans, holdout, strict=True)]
 
 
 def _salt(seed: int, new: Sequence[str]) -> np.uint64:

@@ -19,8 +19,8 @@ from pipeline.estimate.workload import Workload
 from pipeline.model.shape import ModelShape
 from pipeline.plan import PlannedWorld
 
-PREPARE_ROW_BYTES, CORPUS_ROW_BYTES = 96, 20
-"""In prepare: a training row's hashes, masks and lists; a row of a separate corpus."""
+PREPARE_ROW_BYTES, CORPUS_ROW_BYTES = 112, 96
+"""In prepare: a training row's hashes, masks and lists; a row of a separate corpus, where every id is repeated."""
 
 TRAIN_ROW_BYTES = 72
 """In each rank of train: a training row's hashes, lengths and order."""

@@ -25,6 +25,7 @@ import numpy as np
 from pipeline import store
 from pipeline.backends.device import Device, EncodeFunction, open_device
 from pipeline.contract import Artifact, Metric, now
+from pipeline.dataset.distinct import open_documents
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
 from pipeline.dataset.rows import DocumentReader
@@ -165,7 +166,7 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
             cloudwatch=context.cloudwatch,
         ),
         tokenizer=TextTokenizer(folder),
-        reader=DocumentReader(plan.embed.source, config.data.columns),
+        reader=open_documents(plan, context.paths.rows, context.scratch),
         model=model,
         total=sum(plan.embed.parts[index].rows for index in todo),
         begun=time.monotonic(),

@@ -25,7 +25,8 @@ from pipeline.config import Deployment, KeyRole, RunConfig, RunInput, build_conf
 from pipeline.contract import Artifact, RunPaths, Stage, StageResult, now
 from pipeline.cost import cost_of, most
 from pipeline.dataset.arrow import Lengths, WrittenRows
-from pipeline.dataset.rows import check_columns
+from pipeline.dataset.columns import check_columns
+from pipeline.dataset.distinct import DISTINCT, write_distinct
 from pipeline.dataset.shards import CorpusScan, ShardScan
 from pipeline.dataset.split import Selection, select
 from pipeline.dataset.steps import count_steps
@@ -59,7 +60,6 @@ from pipeline.stages.prepare_parent import check_parent, find_origin, place_pare
 from pipeline.stages.prepare_rows import (
     Scans,
     check_amounts,
-    check_repeats,
     check_selection,
     hash_files,
     plan_shards,
@@ -217,7 +217,6 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     memory = MemoryPlan(**totals(require_memory(shape, config, world, capacity)))
 
     scans = scan(context, config, new, earlier, corpus)
-    check_repeats(context, scans, config.data.columns)
     selection = select(
         scans.new,
         scans.earlier,
@@ -242,6 +241,8 @@ def new_plan(context: StageContext, request: RunInput) -> RunPlan:
     written = tokenize(context, config, selection, shards, tokenizer, lengths, rows_folder, published_tokens)
     check_holdout(written.queries, config.gate)
     check_data(selection, embed, written)
+    if not all(rows.all() for rows in scans.distinct):
+        written.rows[DISTINCT] = write_distinct(rows_folder, scans.distinct)
 
     plan = RunPlan(
         run=paths.run_id,
@@ -335,7 +336,7 @@ def plan_embedding(config: RunConfig, scans: Scans, shards: Mapping[str, Shard],
         BadData: the corpus is empty.
     """
     embedded = scans.embedded
-    rows = [scan.rows for scan in embedded]
+    rows = [int(distinct.sum()) for distinct in scans.distinct]
     if not sum(rows):
         raise BadData("the corpus is empty", value=list(config.data.corpus), rule="there is at least one document to embed")
     ranks = config.embed.ranks_per_child or world.ranks_per_node

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,19 +22,20 @@ from pipeline import store
 from pipeline.config import Deployment, RunConfig
 from pipeline.contract import Metric, Queue
 from pipeline.dataset.arrow import Lengths, WrittenRows, write_rows
-from pipeline.dataset.ids import IdDigest, repeated
-from pipeline.dataset.rows import BadRow
+from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.records import BadRow
 from pipeline.dataset.shards import (
     CorpusScan,
     InputFile,
     ShardScan,
+    distinct_documents,
     find_shards,
     hash_shards,
-    locate_repeats,
+    locate_conflicts,
     scan_corpus,
     scan_training,
 )
-from pipeline.dataset.split import Selection, split_new
+from pipeline.dataset.split import Mask, Selection, split_new
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.estimate.memory import known_capacity
@@ -44,7 +48,10 @@ from pipeline.stages.prepare_parent import Origin
 
 log = logging.getLogger("trnpipe")
 
+ScanT = TypeVar("ScanT", ShardScan, CorpusScan)
+
 LISTED_PROBLEMS = 20
+LISTED_PLACES = 3
 
 SHORTEST_TEXT = 3
 """Tokens of a text, the two that every family puts around it included."""
@@ -52,12 +59,21 @@ SHORTEST_TEXT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scans:
-    """All rows of all shards, checked; `corpus` is None where the training rows' documents are the corpus."""
+    """All rows of all shards, checked; `corpus` is None where the training rows' documents are the corpus.
+
+    Attributes:
+        distinct: of each shard in `embedded`, the rows to embed: the first of each id.
+    """
 
     new: list[ShardScan]
     earlier: list[ShardScan]
     corpus: list[CorpusScan] | None
-    digest: IdDigest
+    distinct: list[Mask] = field(default_factory=list)
+
+    @property
+    def digest(self) -> IdDigest:
+        """The ids to embed."""
+        return IdDigest.of(np.concatenate([scan.ids[rows] for scan, rows in zip(self.embedded, self.distinct, strict=True)]))
 
     @property
     def embedded(self) -> Sequence[ShardScan | CorpusScan]:
@@ -105,7 +121,8 @@ class Quarantine:
     """Lists every refused row in a local file; on exit, also after an error, the file is uploaded."""
 
     def __init__(self, path: Path, uri: str) -> None:
-        self.first: list[BadRow] = []
+        self._reasons: dict[str, list[str]] = {}
+        self._counts: Counter[str] = Counter()
         self._uri = uri
         self._path = path
         self._stream = path.open("w", encoding="utf-8")
@@ -115,7 +132,7 @@ class Quarantine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stream.close()
-        if self.first:
+        if self._counts:
             store.upload(self._path, self._uri)
             log.warning("refused rows are listed in %s", self._uri)
         else:
@@ -123,8 +140,20 @@ class Quarantine:
 
     def refuse(self, row: BadRow) -> None:
         self._stream.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
-        if len(self.first) < LISTED_PROBLEMS:
-            self.first.append(row)
+        # JSON errors and ids differ in every row; what comes before them is the reason.
+        reason = row.reason if row.reason.startswith("lacks") else row.reason.partition(":")[0]
+        kind = re.sub(r"'[^']*' has another document at .*", "has another document in an earlier row", reason)
+        self._counts[kind] += 1
+        places = self._reasons.setdefault(kind, [])
+        if len(places) < LISTED_PLACES:
+            places.append(row.at if kind == row.reason else f"{row.at}: {row.reason}")
+
+    def reasons(self) -> list[str]:
+        """Return each reason with its count and first places, the most frequent first."""
+        return [
+            f"{count:,} rows: {kind} (first: {'; '.join(self._reasons[kind])})"
+            for kind, count in self._counts.most_common(LISTED_PROBLEMS)
+        ]
 
 
 def scan(
@@ -140,16 +169,14 @@ def scan(
         BadData: a damaged file, or more bad rows than allowed.
     """
     columns = config.data.columns
-    digest = IdDigest()
-    training_ids = digest if corpus is None else IdDigest()
     beat = partial(_beat_rows, context, "checking rows")
     with Quarantine(context.scratch / "quarantine.jsonl", context.paths.quarantine) as quarantine:
         scans = Scans(
-            new=scan_training(new, columns, training_ids, quarantine.refuse, beat),
-            earlier=scan_training(earlier, columns, training_ids, quarantine.refuse, beat),
-            corpus=None if corpus is None else scan_corpus(corpus, columns, digest, quarantine.refuse, beat),
-            digest=digest,
+            new=scan_training(new, columns, quarantine.refuse, beat),
+            earlier=scan_training(earlier, columns, quarantine.refuse, beat),
+            corpus=None if corpus is None else scan_corpus(corpus, columns, quarantine.refuse, beat),
         )
+        scans = without_conflicts(context, scans, columns, quarantine)
         scanned = (*scans.new, *scans.earlier, *(scans.corpus or ()))
         context.cloudwatch.write({Metric.QUARANTINED_ROWS: sum(scan.bad_rows for scan in scanned)})
         # Each on its own, or a long history would hide one bad week.
@@ -167,37 +194,42 @@ def _beat_rows(context: StageContext, note: str, done: int) -> None:
 def check_bad_rows(name: str, scans: Sequence[ShardScan | CorpusScan], limit: float, quarantine: Quarantine) -> None:
     """Refuse data of which more than `limit` (a fraction) is bad."""
     bad = sum(scan.bad_rows for scan in scans)
-    total = bad + sum(scan.rows for scan in scans)
+    total = bad + sum(scan.rows - (0 if scan.conflicts is None else int(scan.conflicts.sum())) for scan in scans)
     log.info("%s: %d rows, %d of them refused", name, total, bad)
     if bad > limit * total:
         raise BadData(
-            f"too many rows of the {name} are bad: {bad} of {total}",
-            value=[f"{row.at}: {row.reason}" for row in quarantine.first],
+            f"too many rows of the {name} are bad: {bad:,} of {total:,}",
+            value=quarantine.reasons(),
             rule=f"data.max_bad_fraction = {limit:g}",
             remedy="correct the rows, all of which are listed in prepare/quarantine.jsonl, or raise data.max_bad_fraction",
         )
 
 
-def check_repeats(context: StageContext, scans: Scans, columns: Mapping[str, str]) -> None:
-    """Refuse a corpus in which two rows have one id: each id gets one embedding.
+def without_conflicts(context: StageContext, scans: Scans, columns: Mapping[str, str], quarantine: Quarantine) -> Scans:
+    """Return the scans with the rows to embed: one for each id. An id's later rows with another document are refused."""
+    embedded = scans.embedded
+    if not embedded:
+        return scans
+    distinct, conflicts = distinct_documents(embedded)
+    if any(rows.any() for rows in conflicts):
+        source = "documents" if scans.corpus is None else "corpus"
+        hashes = np.concatenate([scan.ids[rows] for scan, rows in zip(embedded, conflicts, strict=True)])
+        beat = partial(_beat_rows, context, "locating ids with two documents")
+        for shard, row, bad in locate_conflicts([scan.file for scan in embedded], source, columns, conflicts, hashes, beat):
+            if bad is None:
+                conflicts[shard][row], distinct[shard][row] = False, True
+            else:
+                quarantine.refuse(bad)
+    found = {scan.file.uri: rows for scan, rows in zip(embedded, conflicts, strict=True)}
+    if scans.corpus is not None:
+        return replace(scans, corpus=[_with_conflicts(scan, found) for scan in scans.corpus], distinct=distinct)
+    new, earlier = ([_with_conflicts(scan, found) for scan in group] for group in (scans.new, scans.earlier))
+    return replace(scans, new=new, earlier=earlier, distinct=distinct)
 
-    Raises:
-        BadData: with both places of each repeated id.
-    """
-    suspects = repeated([scan.ids for scan in scans.embedded])
-    if not len(suspects):
-        return
-    source = "documents" if scans.corpus is None else "corpus"
-    beat = partial(_beat_rows, context, "locating repeated ids")
-    found = locate_repeats([scan.file for scan in scans.embedded], source, columns, suspects, beat)
-    if found:
-        listed = [f"id {identifier!r}: {' and '.join(places[:2])}" for identifier, places in found.items()]
-        raise BadData(
-            f"{len(found)} ids occur more than once in the corpus",
-            value=listed,
-            rule="an id names one row among all shards of all weeks",
-            remedy="remove the repeated rows, or give them ids of their own",
-        )
+
+def _with_conflicts(scan: ScanT, found: Mapping[str, Mask]) -> ScanT:
+    rows = found[scan.file.uri]
+    return replace(scan, conflicts=rows, bad_rows=scan.bad_rows + int(rows.sum()))
 
 
 def check_selection(selection: Selection, config: RunConfig) -> None:

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from pipeline import store
 from pipeline.contract import Artifact, Stage, StageResult, now, registry_uri
+from pipeline.dataset.distinct import open_documents
 from pipeline.dataset.ids import IdDigest, repeated
 from pipeline.dataset.parts import PartRecord, quarantine_from_json, read_ids
-from pipeline.dataset.rows import DocumentReader
 from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
 from pipeline.run.context import StageContext, StageOutput
 
@@ -257,7 +257,7 @@ def missing_ids(context: StageContext, parts: Sequence[CheckedPart]) -> list[str
     plan = context.plan
     present = np.sort(np.concatenate([hashes for part in parts for hashes in (part.hashes, part.quarantined)]))
     missing: list[str] = []
-    reader = DocumentReader(plan.embed.source, plan.config.data.columns)
+    reader = open_documents(plan, context.paths.rows, context.scratch)
     for part in plan.embed.parts:
         for span in part.spans:
             for identifier, _ in reader.read(plan.embed.shards[span.shard], span.start, span.stop):

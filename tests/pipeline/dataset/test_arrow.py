@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from pipeline import store
 from pipeline.dataset import arrow as arrow_module
 from pipeline.dataset.arrow import SCHEMAS, Lengths, WrittenRows, read_table, token_lengths, write_rows
-from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.shards import hash_shards, scan_training
 from pipeline.dataset.split import Selection
@@ -58,7 +57,7 @@ def selection(tmp_path: Path) -> Selection:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
     infos = [store.ObjectInfo(str(tmp_path / f"{name}.jsonl"), 0) for name in ("one", "two")]
     files = hash_shards(infos, lambda done: None)
-    scans = scan_training(files, {}, IdDigest(), lambda row: None, lambda done: None)
+    scans = scan_training(files, {}, lambda row: None, lambda done: None)
     return Selection(
         scans=scans,
         new=[True, False],

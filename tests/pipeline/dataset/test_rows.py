@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import subprocess
 import sys
@@ -19,13 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import store
+from pipeline.dataset import records as records_module
 from pipeline.dataset import rows as rows_module
+from pipeline.dataset.columns import check_columns
+from pipeline.dataset.records import BadRow, file_columns
 from pipeline.dataset.rows import (
-    BadRow,
     CorpusRow,
     DocumentReader,
     TrainingRow,
-    check_columns,
     normalized_hash,
     read_corpus_rows,
     read_documents,
@@ -63,6 +66,18 @@ def write_shard(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
+def write_csv(path: Path, records: list[dict[str, Any]]) -> Path:
+    text = io.StringIO(newline="")
+    names = ["id", "query", "document", "locale", "task", "label"]
+    delimiter = "\t" if ".tsv" in path.name else ","
+    writer = csv.DictWriter(text, names, delimiter=delimiter, extrasaction="ignore", lineterminator="\r\n")
+    writer.writeheader()
+    writer.writerows(records)
+    packed = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+    path.write_bytes(packed(text.getvalue().encode()))
+    return path
+
+
 def only_row(data: bytes, folder: Path) -> TrainingRow | BadRow:
     path = folder / "one.jsonl"
     path.write_bytes(data)
@@ -73,6 +88,117 @@ def only_row(data: bytes, folder: Path) -> TrainingRow | BadRow:
 @pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz", "s.jsonl.zst", "s.parquet"])
 def test_every_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     assert list(read_training_rows(str(write_shard(tmp_path / name, RECORDS)), {})) == ROWS
+
+
+@pytest.mark.parametrize("name", ["s.csv", "s.tsv", "s.csv.gz", "s.tsv.zst"])
+def test_csv_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+    assert list(read_training_rows(str(write_csv(tmp_path / name, RECORDS)), {})) == ROWS
+
+
+def test_csv_has_quoted_breaks_empty_cells_and_bad_rows_in_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "s.csv"
+    path.write_bytes(
+        b'\xef\xbb\xbfid,query,document,label\na,q,"one,\ntwo ""three""",\nonly,two\n\n'
+        b"b,q,d,x\nc,,d,1\nd,q,\xff,1\ne,q,d,0.5\nf,q,d,1,more\n"
+    )
+    good, *bad, last, longer = read_training_rows(str(path), {})
+    assert good == TrainingRow("a", "q", 'one,\ntwo "three"', None, None, 1.0, 1)
+    assert [(row.at, row.reason) for row in [*bad, longer] if isinstance(row, BadRow)] == [
+        (f"{path}:2", "has 2 values, not 4"),
+        (f"{path}:3", "'label' is not a number"),
+        (f"{path}:4", "lacks the field 'query'"),
+        (f"{path}:5", "is not UTF-8"),
+        (f"{path}:7", "has 5 values, not 4"),
+    ]
+    assert last == TrainingRow("e", "q", "d", None, None, 0.5, 6)
+
+
+@pytest.mark.parametrize("data", [b"", b"id,query\na,q\n", gzip.compress(b"id,query,document\n", mtime=0)[:-4]])
+def test_csv_that_cannot_be_read_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / ("s.csv.gz" if data[:2] == b"\x1f\x8b" else "s.csv")
+    path.write_bytes(data)
+    with pytest.raises(BadData):
+        list(read_training_rows(str(path), {}))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"id": "a", "anchor": "q", "positive": "d", "negative": "n"}, ("a", "q", "d", None)),
+        ({"id": "a", "Question": "q", "Answer": "d", "Language": "de"}, ("a", "q", "d", "de")),
+        ({"id": "a", "query": "q", "passage": "d", "locale": "fr", "language": "de"}, ("a", "q", "d", "fr")),
+        ({"id": "a", "query": "q", "document": "d", "text": "t"}, ("a", "q", "d", None)),
+    ],
+)
+@pytest.mark.parametrize("name", ["s.jsonl", "s.parquet", "s.csv"])
+def test_columns_are_recognised(name: str, record: dict[str, str], expected: tuple[Any, ...], tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "s.parquet":
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    elif name == "s.csv":
+        path.write_text(f"{','.join(record)}\n{','.join(record.values())}\n")
+    else:
+        path.write_bytes(jsonl([record]))
+    assert file_columns(str(path)) == list(record)
+    assert list(read_training_rows(str(path), {})) == [TrainingRow(*expected, None, 1.0, 1)]
+
+
+def test_a_column_with_two_readings_is_refused_unless_it_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(jsonl([{"id": "a", "query": "q", "passage": "p", "text": "t"}]))
+    with pytest.raises(BadData) as error:
+        list(read_training_rows(str(path), {}))
+    assert f"{path}: passage, text" in str(error.value)
+    assert "--set data.columns.document=passage" in str(error.value)
+    assert [row.document for row in read_training_rows(str(path), {"document": "text"}) if not isinstance(row, BadRow)] == ["t"]
+    # A column that is another one's by configuration is no candidate.
+    path.write_bytes(jsonl([{"id": "a", "passage": "p", "text": "t"}]))
+    assert list(read_training_rows(str(path), {"query": "text"})) == [TrainingRow("a", "t", "p", None, None, 1.0, 1)]
+
+
+def test_a_refusal_names_the_columns_and_the_setting(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(jsonl([{"id": "a", "query": "q", "doc": "d", "locale": "de"}]))
+    (row,) = read_training_rows(str(path), {})
+    assert isinstance(row, BadRow)
+    assert row.reason == (
+        "lacks the field 'document'; the file's columns are id, query, doc, locale: add --set data.columns.document=doc"
+    )
+
+
+def test_templates_join_columns(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    records = [
+        {"query": "q", "title": "Shoe", "brand": "B{}", "size": 42},
+        {"query": "q", "title": "Hat"},
+        {"query": "q", "title": " "},
+    ]
+    path.write_bytes(jsonl([{"id": "x", **record} for record in [*records, {"query": "q", "title": ["Hat"]}]]))
+    columns = {"document": "{title}. {brand} {size}"}
+    first, second, empty, nested = read_training_rows(str(path), columns)
+    assert (first.document, second.document) == ("Shoe. B{} 42", "Hat.")  # type: ignore[union-attr]
+    assert isinstance(empty, BadRow)
+    assert isinstance(nested, BadRow)
+    assert nested.reason == "a column of the template is neither text nor a number"
+    table = pa.Table.from_pylist([{"query": "q", "title": "Shoe", "brand": None, "size": 42}])
+    pq.write_table(table, tmp_path / "s.parquet")
+    (row,) = read_training_rows(str(tmp_path / "s.parquet"), columns)
+    assert row.document == "Shoe.  42"  # type: ignore[union-attr]
+    for template in ("{title", "{title!r}", "{title:>9}", "{}", "{{title}}"):
+        with pytest.raises(BadConfig, match="template"):
+            check_columns({"document": template})
+
+
+def test_without_ids_a_document_is_known_by_its_normalized_text(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(
+        jsonl([{"query": "1", "document": "The  Text"}, {"query": "2", "document": "the text"}, {"query": "3", "document": "x"}])
+    )
+    rows = [row for row in read_training_rows(str(path), {}) if isinstance(row, TrainingRow)]
+    assert [row.id for row in rows] == [f"{normalized_hash(text):016x}" for text in ("the text", "the text", "x")]
+    (bad, *_) = read_training_rows(str(path), {"id": "key"})
+    assert isinstance(bad, BadRow)
+    assert bad.reason.startswith("lacks the field 'key'")
 
 
 @pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz", "s.jsonl.zst", "s.parquet"])
@@ -106,7 +232,7 @@ def test_unknown_columns_are_refused() -> None:
         (b'["a"]', "is not a JSON object"),
         (b'{"id": "a", "query": "q"}', "lacks the field 'document'"),
         (b'{"id": "a", "query": null, "document": "d"}', "lacks the field 'query'"),
-        (b'{"query": "q", "document": "d"}', "lacks the field 'id'"),
+        (b'{"id": null, "query": "q", "document": "d"}', "lacks the field 'id'"),
         (b'{"id": "a", "query": " \\u00a0", "document": "d"}', "'query' is empty"),
         (b'{"id": "a", "query": ["q"], "document": "d"}', "'query' is not text"),
         (b'{"id": "", "query": "q", "document": "d"}', "'id' is empty"),
@@ -144,7 +270,7 @@ def test_what_is_not_wrong_with_a_line(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(records_module, "MAX_ROW_BYTES", 1 << 20)
     path = tmp_path / "s.jsonl"
     path.write_bytes(b"[" + b"1," * (3 << 20) + b"1]\n" + jsonl(RECORDS[:1]))
     bad, good = read_training_rows(str(path), {})
@@ -160,7 +286,7 @@ def test_a_line_of_very_many_keys_is_refused_before_it_is_parsed(tmp_path: Path,
     path = tmp_path / "s.jsonl"
     path.write_bytes(jsonl([RECORDS[0] | keys, RECORDS[0] | {"items": items}, RECORDS[0] | {"document": text}]))
     parsed = []
-    monkeypatch.setattr(rows_module.json, "loads", lambda line: parsed.append(line) or JSONDecoder().decode(line))
+    monkeypatch.setattr(records_module.json, "loads", lambda line: parsed.append(line) or JSONDecoder().decode(line))
     *bad, good = read_training_rows(str(path), {})
     assert [row.reason for row in bad if isinstance(row, BadRow)] == ["has more than 65,536 keys and list items"] * 2
     assert isinstance(good, TrainingRow)
@@ -188,7 +314,7 @@ def test_one_large_value_in_every_row_of_a_parquet_file_does_not_fill_the_memory
 
 
 def test_parquet_rows_that_are_too_long_are_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(records_module, "MAX_ROW_BYTES", 1 << 20)
     path = tmp_path / "s.parquet"
     documents = ["d", "x" * (1 << 20), "e"]
     pq.write_table(pa.table({"id": ["1", "2", "3"], "query": ["q"] * 3, "document": documents}), path)
@@ -207,7 +333,7 @@ def test_a_parquet_column_that_only_holds_rows_too_long_is_refused_unread(tmp_pa
 
 
 def test_a_large_parquet_column_is_read_if_it_is_no_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "MAX_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(records_module, "MAX_CHUNK_BYTES", 1 << 20)
     numbers = np.random.default_rng(0).integers(0, 1 << 60, (200, 1000))
     texts = [" ".join(map(hex, row)) for row in numbers]
     ids = [str(row) for row in range(len(texts))]
@@ -241,8 +367,8 @@ def test_lines_are_the_same_whatever_the_size_of_the_pieces(lines: list[bytes], 
     data = b"\n".join(lines) + (b"\n" if ends else b"")
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_module, "_pieces", lambda uri, stream: iter(pieces))
-        found = list(rows_module._lines(__file__))
+        patch.setattr(records_module, "_pieces", lambda uri, stream: iter(pieces))
+        found = list(records_module._lines(__file__))
     expected = data.split(b"\n")
     assert found == (expected if expected[-1] else expected[:-1])
 
@@ -321,8 +447,8 @@ def test_a_parquet_file_without_a_column_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_names_and_absent_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadConfig, match=r"s\.csv"):
-        list(read_training_rows(str(tmp_path / "s.csv"), {}))
+    with pytest.raises(BadConfig, match=r"s\.txt"):
+        list(read_training_rows(str(tmp_path / "s.txt"), {}))
     with pytest.raises(MissingInput):
         list(read_training_rows(str(tmp_path / "s.jsonl"), {}))
 

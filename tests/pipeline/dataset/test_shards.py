@@ -11,9 +11,19 @@ import numpy as np
 import pytest
 
 from pipeline import store
-from pipeline.dataset.ids import IdDigest, repeated
-from pipeline.dataset.rows import BadRow, normalized_hash
-from pipeline.dataset.shards import InputFile, find_shards, hash_shards, locate_repeats, scan_corpus, scan_training
+from pipeline.dataset import shards
+from pipeline.dataset.ids import id_hash
+from pipeline.dataset.records import BadRow
+from pipeline.dataset.rows import normalized_hash
+from pipeline.dataset.shards import (
+    InputFile,
+    distinct_documents,
+    find_shards,
+    hash_shards,
+    locate_conflicts,
+    scan_corpus,
+    scan_training,
+)
 from pipeline.errors import BadConfig, MissingInput
 
 
@@ -57,9 +67,9 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     for name in ("absent", "absent.jsonl", "empty"):
         with pytest.raises(MissingInput, match=rf"data\.corpus: .*{name}"):
             find_shards([str(tmp_path / name)], "data.corpus")
-    write(tmp_path / "rows.csv")
-    with pytest.raises(BadConfig, match=r"rows\.csv"):
-        find_shards([str(tmp_path / "rows.csv")], "data.train")
+    write(tmp_path / "rows.txt")
+    with pytest.raises(BadConfig, match=r"rows\.txt"):
+        find_shards([str(tmp_path / "rows.txt")], "data.train")
 
 
 def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
@@ -78,29 +88,51 @@ def test_a_scan_counts_and_hashes_the_good_rows(tmp_path: Path) -> None:
         {"id": "b", "query": "q"},
         {"id": "c", "query": "q", "document": "two", "label": 0},
     )
-    digest, refused = IdDigest(), []
-    (scan,) = scan_training(files_of(path), {}, digest, refused.append, lambda done: None)
+    refused: list[BadRow] = []
+    (scan,) = scan_training(files_of(path), {}, refused.append, lambda done: None)
     assert (scan.rows, scan.bad_rows) == (2, 1)
     assert scan.documents.tolist() == [normalized_hash("one"), normalized_hash("two")]
     assert scan.positive.tolist() == [True, False]
     assert [row.at for row in refused] == [f"{path}:2"]
-    expected = IdDigest()
-    assert scan.ids.tolist() == [expected.add("a"), expected.add("c")]
-    assert digest == expected
+    assert scan.ids.tolist() == [id_hash("a"), id_hash("c")]
 
 
 def test_a_shard_without_rows(tmp_path: Path) -> None:
-    (scan,) = scan_training(files_of(write(tmp_path / "1.jsonl")), {}, IdDigest(), lambda row: None, lambda done: None)
+    (scan,) = scan_training(files_of(write(tmp_path / "1.jsonl")), {}, lambda row: None, lambda done: None)
     assert (scan.rows, scan.bad_rows) == (0, 0)
 
 
-def test_repeated_ids_are_located(tmp_path: Path) -> None:
-    one = write(tmp_path / "1.jsonl", {"id": "a", "text": "t"}, {"id": "b", "text": "t"})
-    two = write(tmp_path / "2.jsonl", {"id": 5, "text": "t"}, {"id": "a", "text": "t"}, {"id": "5", "text": "t"})
+def test_repeated_documents_and_ids_with_two_documents_are_told_apart(tmp_path: Path) -> None:
+    one = write(tmp_path / "1.jsonl", {"id": "a", "text": "t"}, {"id": "b", "text": "t"}, {"id": "c", "text": "t"})
+    two = write(
+        tmp_path / "2.jsonl",
+        {"id": 5, "text": "T "},
+        {"id": "a", "text": " T"},
+        {"id": "5", "text": "t"},
+        {"id": "b", "text": "u"},
+    )
     files = files_of(one, two)
-    refused: list[BadRow] = []
-    scans = scan_corpus(files, {}, IdDigest(), refused.append, lambda done: None)
-    found = locate_repeats(files, "corpus", {}, repeated([scan.ids for scan in scans]), lambda done: None)
-    assert found == {"a": [f"{one}:1", f"{two}:2"], "5": [f"{two}:1", f"{two}:3"]}
-    # Hashes that merely collide are no repeated ids.
-    assert locate_repeats(files, "corpus", {}, np.array([IdDigest().add("b")], np.uint64), lambda done: None) == {}
+    scans = scan_corpus(files, {}, [].append, lambda done: None)
+    distinct, conflicts = distinct_documents(scans)
+    assert [rows.tolist() for rows in distinct] == [[True] * 3, [True, False, False, False]]
+    assert [rows.tolist() for rows in conflicts] == [[False] * 3, [False, False, False, True]]
+    hashes = np.array([id_hash("b")], np.uint64)
+    (found,) = locate_conflicts(files, "corpus", {}, conflicts, hashes, lambda done: None)
+    assert found == (1, 3, BadRow(f"{two}:4", f"id 'b' has another document at {one}:2", "b"))
+
+
+def test_ids_that_share_a_hash_are_no_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "id_hash", lambda identifier: 7)
+    files = files_of(write(tmp_path / "1.jsonl", {"id": "a", "text": "t"}, {"id": "b", "text": "u"}))
+    scans = scan_corpus(files, {}, [].append, lambda done: None)
+    distinct, conflicts = distinct_documents(scans)
+    assert [conflicts[0].tolist(), distinct[0].tolist()] == [[False, True], [True, False]]
+    assert list(locate_conflicts(files, "corpus", {}, conflicts, np.array([7], np.uint64), lambda done: None)) == [(0, 1, None)]
+
+
+def test_shards_without_repeats_keep_every_row(tmp_path: Path) -> None:
+    scans = scan_corpus(
+        files_of(write(tmp_path / "1.jsonl", {"id": "a", "text": "t"}, {"id": "b", "text": "t"})), {}, [].append, print
+    )
+    distinct, conflicts = distinct_documents(scans)
+    assert [distinct[0].tolist(), conflicts[0].tolist()] == [[True, True], [False, False]]

@@ -18,8 +18,7 @@ from transformers import BertConfig
 from pipeline.config import ModelConfig, build_config
 from pipeline.contract import Stage
 from pipeline.dataset.arrow import SCHEMAS
-from pipeline.dataset.ids import IdDigest, repeated
-from pipeline.dataset.shards import InputFile, scan_corpus, scan_training
+from pipeline.dataset.shards import InputFile, distinct_documents, scan_corpus, scan_training
 from pipeline.dataset.split import select
 from pipeline.errors import BadConfig
 from pipeline.estimate import requirements as limits
@@ -50,12 +49,14 @@ def test_prepare_holds_less_of_a_row_than_its_allowance(tmp_path: Path) -> None:
     path, count = tmp_path / "rows.jsonl", 20_000
     with path.open("w") as stream:
         for row in range(count):
-            stream.write(json.dumps({"id": f"row-{row}", "query": f"q {row}", "document": f"d {row}", "text": "t"}) + "\n")
+            stream.write(
+                json.dumps({"id": f"row-{row % 10_000}", "query": f"q {row}", "document": f"d {row}", "text": "t"}) + "\n"
+            )
     shard = InputFile(uri=str(path), sha256="0" * 64, size=path.stat().st_size)
 
     def ignore(_: object) -> None: ...
 
-    scans, kept, _ = traced(lambda: scan_training([shard], {}, IdDigest(), ignore, ignore))
+    scans, kept, _ = traced(lambda: scan_training([shard], {}, ignore, ignore))
 
     def chosen() -> Any:
         found = select([], scans, holdout_fraction=0.02, replay_fraction=0.1, distractors=1000, seed=0)
@@ -65,8 +66,8 @@ def test_prepare_holds_less_of_a_row_than_its_allowance(tmp_path: Path) -> None:
 
     _, _, worst = traced(chosen)
     assert 0.5 * limits.PREPARE_ROW_BYTES < (kept + worst) / count < limits.PREPARE_ROW_BYTES
-    corpus, kept, _ = traced(lambda: scan_corpus([shard], {}, IdDigest(), ignore, ignore))
-    _, _, worst = traced(lambda: repeated([scan.ids for scan in corpus]))
+    corpus, kept, _ = traced(lambda: scan_corpus([shard], {}, ignore, ignore))
+    _, _, worst = traced(lambda: distinct_documents(corpus))
     assert 0.5 * limits.CORPUS_ROW_BYTES < (kept + worst) / count < limits.CORPUS_ROW_BYTES
 
 

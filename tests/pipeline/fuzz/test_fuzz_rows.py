@@ -17,8 +17,10 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.dataset.rows import MAX_ROW_BYTES, BadRow, CorpusRow, TrainingRow, read_corpus_rows, read_training_rows
-from pipeline.errors import BadData
+from pipeline.dataset.columns import check_columns
+from pipeline.dataset.records import MAX_ROW_BYTES, BadRow
+from pipeline.dataset.rows import CorpusRow, TrainingRow, read_corpus_rows, read_training_rows
+from pipeline.errors import BadConfig, BadData
 from tests.pipeline.fuzz.mutations import files, texts, values
 
 ROW = {"id": "a", "query": "what is it", "document": "it is this", "locale": "en", "task": None, "label": 1.0}
@@ -196,5 +198,10 @@ def test_long_lines_take_no_longer_than_their_length(folder: Path, line: bytes) 
 def test_names_of_columns(folder: Path, name: str) -> None:
     path = folder / "named.jsonl"
     path.write_text(json.dumps(ROW))
-    for row in read_training_rows(str(path), {"query": name}):
+    columns = {"query": name}
+    try:
+        check_columns(columns)
+    except BadConfig:  # a template that cannot be read
+        return
+    for row in read_training_rows(str(path), columns):
         assert isinstance(row, (TrainingRow, BadRow))

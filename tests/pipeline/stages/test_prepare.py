@@ -19,6 +19,7 @@ from pipeline import store
 from pipeline.config import RunConfig
 from pipeline.contract import RunPaths, Stage, StageResult
 from pipeline.dataset.arrow import PUBLISHED, SCHEMAS, read_table, token_lengths
+from pipeline.dataset.distinct import open_documents
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.rows import normalized_hash, read_documents
 from pipeline.dataset.sampler import Schedule
@@ -638,11 +639,38 @@ def test_bad_rows_of_a_corpus(bench: Bench) -> None:
     refusal(BadData, lambda: bench.start("run", {"data": {"corpus": [f"{bench.root}/corpus"]}}), "corpus", "c.jsonl:2")
 
 
-def test_repeated_ids(bench: Bench) -> None:
+def test_an_id_with_two_documents_is_quarantined_with_both_places(bench: Bench) -> None:
     one = bench.shard("a.jsonl", rows(0, 100))
-    two = bench.shard("b.jsonl", [*rows(200, 210), *rows(40, 70)])
-    error = refusal(BadData, lambda: bench.start("run"), f"id 'row40': {one}:41 and {two}:11", "30 ids", "and 10 more")
+    two = bench.shard("b.jsonl", [*rows(200, 210), *({**row, "document": f"other {row['id']}"} for row in rows(40, 70))])
+    error = refusal(
+        BadData, lambda: bench.start("run"), f"{two}:11: id 'row40' has another document at {one}:41", "30 rows: id has another"
+    )
     assert error.exit_code == ExitCode.BAD_DATA
+    bench.start("run", {"data": {"max_bad_fraction": 0.5}})
+    plan = RunPlan.from_json(store.read_bytes(bench.paths("run").plan))
+    assert len(bench.quarantine("run")) == 30
+    assert (plan.embed.rows, plan.embed.bad_rows, plan.train.bad_rows) == (110, 30, 30)
+    assert plan.train.rows + plan.holdout.rows == 110
+
+
+def test_several_queries_for_one_document(bench: Bench) -> None:
+    one = bench.shard("a.jsonl", rows(0, 100))
+    two = bench.shard("b.jsonl", [{**row, "query": f"again {row['id']}"} for row in rows(40, 150)])
+    bench.start("run")
+    plan = RunPlan.from_json(store.read_bytes(bench.paths("run").plan))
+    assert plan.embed.rows == 150
+    assert plan.train.rows + plan.holdout.rows == 210
+    paths = bench.paths("run")
+    reader, found = open_documents(plan, paths.rows, Path()), []
+    for part in plan.embed.parts:
+        for span in part.spans:
+            found += reader.read(plan.embed.shards[span.shard], span.start, span.stop)
+    assert [identifier for identifier, _ in found] == [f"row{number}" for number in range(150)]
+    digest = IdDigest()
+    for identifier, _ in found:
+        digest.add(identifier)
+    assert plan.embed.ids == str(digest)
+    assert [shard.uri for shard in plan.embed.shards] == [one, two]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
