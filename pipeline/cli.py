@@ -92,6 +92,10 @@ def local(
         device=device,
         run=run,
     )
+    if request.config.run is None and not request.demo:
+        from pipeline.commands.first_rows import check_first_rows
+
+        check_first_rows(request.config, *request.files())
     raise typer.Exit(run_local(request, plain=plain))
 
 
@@ -454,21 +458,27 @@ def config_check(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Settings laid over the file.")] = None,
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of the deployment, to check URIs against.")] = None,
-    read: Annotated[
+    readable: Annotated[
         list[str] | None,
-        typer.Option("--read", metavar="URI", help="A folder of the deployment's setting `read`; repeat for more."),
+        typer.Option("--readable", metavar="URI", help="A folder of the deployment's setting `read`; repeat for more."),
     ] = None,
+    read: Annotated[bool, typer.Option("--read", help="Read the first rows of its files, too.")] = False,
 ) -> None:
     """Check a configuration file; prints the whole resolved configuration.
 
     With --bucket it also checks that a run of that deployment may read every URI; without it, it lists what each URI needs.
+    With --read it refuses files whose first rows a run would refuse.
     """
     from pipeline.allowed_uris import AllowedUris, is_s3
     from pipeline.config import build_config, load_config_file, parse_settings
 
     config = build_config(load_config_file(file), parse_settings(settings or []))
     if bucket:
-        AllowedUris(own=bucket.rstrip("/"), read=tuple(read or ())).check(config.uris())
+        AllowedUris(own=bucket.rstrip("/"), read=tuple(readable or ())).check(config.uris())
+    if read:
+        from pipeline.commands.first_rows import check_first_rows
+
+        check_first_rows(config, config.data.train, config.data.corpus)
     typer.echo(config.model_dump_json(indent=2))
     for key, uri in () if bucket else config.uris():
         needs = "the deployment's bucket, or its setting `read`" if is_s3(uri) else "a local run"
