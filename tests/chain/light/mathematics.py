@@ -121,7 +121,6 @@ MODULES: dict[str, dict[str, Any]] = {
         "WEIGHTS": WEIGHTS,
         "load_encoder": load_encoder,
         "inspect_folder": lambda folder, config: (BACKBONE, False),
-        "transformer_folder": lambda folder: folder,
         "own_form": lambda folder, config: config,
     },
     "pipeline.model.inference": {"encode": encode},
