@@ -100,6 +100,37 @@ def local(
 
 
 @app.command()
+def init(
+    input_files: Annotated[
+        list[Path], typer.Option("--input", metavar="FILE", help="Training shard or folder of them; repeat for more.")
+    ],
+    corpus: Annotated[
+        list[Path] | None, typer.Option("--corpus", metavar="FILE", help="Corpus shard or folder to embed.")
+    ] = None,
+    parent: Annotated[
+        str, typer.Option("--parent", metavar="MODEL", help="Model of the first run: its folder, or demo for all-MiniLM-L6-v2.")
+    ] = "demo",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A column, e.g. data.columns.document=body; repeat.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="The configuration file to write.")] = Path("run.yaml"),
+) -> None:
+    """Look at training files and write a configuration with the settings that matter, each with the reason for its value."""
+    from infra.local.demo import named_model
+    from pipeline.commands import init as first
+    from pipeline.config import parse_settings
+
+    columns = first.columns_of(parse_settings(settings or []))
+    inputs, corpora = [str(path) for path in input_files], [str(path) for path in corpus or ()]
+    model = first.read_model(parent, named_model(parent))
+    data = first.read_data(inputs, columns, model)
+    first.write_config(out, first.choose(data, model, inputs, corpora), data)
+    for name, text in first.describe(data, model):
+        typer.echo(f"{name:<11}{plain(text)}")
+    typer.echo(f"wrote {out}; go on with:\n  trnpipe config check {out} --read\n  trnpipe local --config {out}")
+
+
+@app.command()
 def start(
     file: Annotated[Path | None, typer.Argument(help="YAML or JSON file: part of the configuration.", metavar="[FILE]")] = None,
     settings: Annotated[

@@ -363,12 +363,18 @@ def _shards(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with local paths made absolute: job processes have working folders of their own."""
+    """The configuration with local paths made absolute, as job processes have working folders of their own, and the demo's model
+    by its folder."""
+    from infra.local.demo import named_model
+
     changed: dict[str, Any] = {}
     for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus"))):
         values = given.get(section)
         if isinstance(values, Mapping):
-            changed[section] = {key: _absolute_paths(values[key]) for key in keys if key in values}
+            named = {key: values[key] for key in keys if key in values}
+            if section == "model":
+                named = {key: named_model(uri) if isinstance(uri, str) else uri for key, uri in named.items()}
+            changed[section] = {key: _absolute_paths(value) for key, value in named.items()}
     return merge(given, changed)
 
 

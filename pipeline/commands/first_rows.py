@@ -91,17 +91,24 @@ def check_first_rows(
     check_columns(columns)
     if corpus:
         first = read_first_rows(find_shards(corpus, "data.corpus"), columns, "corpus")
-        _check_bad_rows(first, config.data.max_bad_fraction)
+        refuse_bad_rows(first, config.data.max_bad_fraction)
     if training:
         first = read_first_rows(find_shards(training, "data.train"), columns)
-        _check_bad_rows(first, config.data.max_bad_fraction)
+        refuse_bad_rows(first, config.data.max_bad_fraction)
         if earlier is not None and first.complete:
             before = read_first_rows(find_shards(earlier, "data.train"), columns)
-            if before.complete:
-                _check_queries([*first.rows, *before.rows], config)
+            rows = [*first.rows, *before.rows]
+            # Without a positive row there is nothing to hold out: prepare names that cause.
+            if before.complete and any(isinstance(row, TrainingRow) and row.label > 0 for row in rows):
+                check_holdout(held_out_queries(rows, config.data.holdout_fraction), config.gate)
 
 
-def _check_bad_rows(first: FirstRows, limit: float) -> None:
+def refuse_bad_rows(first: FirstRows, limit: float) -> None:
+    """Refuse files of which more than `limit` (a fraction) is bad, or half where not all of it was read.
+
+    Raises:
+        BadData: each reason with its count, first places and remedy.
+    """
     bad, seen = first.refusals.count, first.refusals.count + len(first.rows)
     files = f"{first.shards[0].uri}{f' and {len(first.shards) - 1} more files' if len(first.shards) > 1 else ''}"
     if not seen:
@@ -115,9 +122,8 @@ def _check_bad_rows(first: FirstRows, limit: float) -> None:
         )
 
 
-def _check_queries(rows: Sequence[TrainingRow | CorpusRow], config: RunConfig) -> None:
-    limit = holdout_limit(config.data.holdout_fraction)
-    pairs = [row for row in rows if isinstance(row, TrainingRow) and row.label > 0]
-    held = {(normalized_hash(row.query), row.locale) for row in pairs if normalized_hash(row.document) < limit}
-    if pairs:
-        check_holdout(len(held), config.gate)
+def held_out_queries(rows: Sequence[TrainingRow | CorpusRow], fraction: float) -> int:
+    """Return how many distinct queries of these rows a hold-out of this fraction has, counted as prepare does."""
+    limit = holdout_limit(fraction)
+    held = [row for row in rows if isinstance(row, TrainingRow) and row.label > 0 and normalized_hash(row.document) < limit]
+    return len({(normalized_hash(row.query), row.locale) for row in held})

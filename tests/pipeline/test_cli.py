@@ -12,6 +12,7 @@ import pytest
 COMMANDS = (
     [],
     ["local"],
+    ["init"],
     ["start"],
     ["watch"],
     ["stop"],
