@@ -39,7 +39,7 @@ QUERY_STEP, BUCKET_STEP = 8, 32
 """Lengths are multiples of these, so that a few rows more or less change no shape."""
 
 SHARES = (0.5, 0.95, 1.0)
-BUCKET_SHARES = (0.5, 0.9, 0.99)
+BUCKET_SHARES = (0.5, 0.75, 0.9, 0.99)
 """Shares of the documents that the buckets hold uncut."""
 
 LARGEST_HOLDOUT = 0.2

@@ -301,7 +301,7 @@ def test_the_readme_is_short_and_its_configuration_file_is_valid() -> None:
     readme = PAGES[ROOT / "README.md"]
     assert len(readme.split()) <= LONGEST_README
     (example,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
-    assert build_config(yaml.safe_load(example)).data.columns == {"query": "title"}
+    assert build_config(yaml.safe_load(example)).data.columns == {"query": "question", "document": "answer"}
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,22 @@ def test_the_file_that_it_writes_is_what_the_next_commands_take(tmp_path: Path) 
     assert (again.returncode, "--out" in again.stderr) == (64, True)
     assert trnpipe(tmp_path, "init", "--input", "pairs.csv", "--out", "other.yaml").returncode == 0
     assert (tmp_path / "other.yaml").read_bytes() == (tmp_path / "run.yaml").read_bytes()
+
+
+def test_the_readme_shows_what_it_writes(tmp_path: Path) -> None:
+    """Up to the figures, which are those of other data."""
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    shown = readme.partition("```yaml\n# run.yaml\n")[2].partition("```")[0]
+    rows = [{"question": f"query {number}", "answer": f"answer number {number}"} for number in range(300)]
+    write(tmp_path / "pairs.jsonl", rows)
+    assert trnpipe(tmp_path, "init", "--input", "pairs.jsonl", "--parent", "demo").returncode == 0
+    written = (tmp_path / "run.yaml").read_text().partition("\n")[2]
+
+    def lines(text: str) -> list[tuple[str, str]]:
+        halves = [line.partition("  # ") for line in text.splitlines()]
+        return [(key.partition(": ")[0], re.sub(r"[\d,.]+", "", reason)) for key, _, reason in halves]
+
+    assert lines(shown) == lines(written)
 
 
 def test_a_column_that_cannot_be_told_is_named_by_the_setting_it_suggests(tmp_path: Path) -> None:
