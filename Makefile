@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local parity test test-long chaos bench check docs images images-check mirror lock clean
+.PHONY: help setup local parity test test-long chaos bench check docs site images images-check mirror lock clean
 
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
 	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
@@ -81,6 +81,9 @@ check: setup
 docs: setup ## Write docs/configuration.md from the schemas of the configuration and the settings
 	$(VENV)/bin/python -m docs.configuration
 
+site: setup ## Build the documentation as a site in site/ (python -m http.server --directory site)
+	$(VENV)/bin/mkdocs build --strict
+
 # Under the tag that cdk.json names, so that pushing them needs no other.
 TAG ?= $(shell sed -nE 's/.*"images": *\{.*"tag": *"([^"]+)".*/\1/p' cdk.json)
 # The first that works here; a client without its daemon does not.
@@ -136,5 +139,5 @@ lock: setup ## Resolve the dependencies again
 	printf 'setuptools>=77\n$(UV)\n' | $(VENV)/bin/uv pip compile - --constraints requirements.lock $(LOCK_FORMAT) $(CONTAINER) \
 		-o containers/build.lock
 
-clean: ## Remove the virtual environment and the local run's state
-	rm -rf $(VENV) .bench .trnpipe cdk.out
+clean: ## Remove the virtual environment, the local run's state and the site
+	rm -rf $(VENV) .bench .trnpipe cdk.out site

@@ -1,11 +1,13 @@
-"""README.md, CONTRIBUTING.md and docs/: every command, link, file and setting in them exists, and every alarm has its section."""
+"""README.md, CONTRIBUTING.md and docs/: every command, link, file and setting in them exists, every configuration is valid, and
+every alarm has its section."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -23,10 +25,12 @@ from typer.exceptions import TyperException
 from docs import configuration
 from infra import runbook
 from infra.app import CDK
+from infra.cdk_context import read_context, read_settings
 from infra.doctor import check_deployed
 from infra.settings import Settings
 from pipeline.cli import app
-from pipeline.config import RunConfig, RunInput, build_config
+from pipeline.config import RunConfig, RunInput, build_config, merge
+from pipeline.errors import BadConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / "infra" / "environments"
@@ -44,11 +48,21 @@ def prose(text: str) -> str:
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
+def blocks(text: str, *languages: str) -> Iterator[str]:
+    """The fenced blocks in one of the languages, without the indentation of a list."""
+    for indentation, language, block in re.findall(r"^( *)```([^\n]*)\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE):
+        if language in languages:
+            yield re.sub(f"^{indentation}", "", block, flags=re.MULTILINE)
+
+
+LANGUAGES = ("bash", "console", "json", "mermaid", "python", "yaml", "")
+"""Of fenced blocks, each with its test; one without a language is output."""
+
 LONGEST_README = 1800
 """Words. What is longer belongs into docs/."""
 
-ON_THE_HOST = ("sudo", "curl", "tar", "modinfo", "printf")
-"""System programs that build an AMI; the tests do not know their options."""
+SYSTEM_PROGRAMS = ("sudo", "curl", "tar", "modinfo", "head")
+"""Programs of the host; the tests do not know their options."""
 
 CLI_COMMANDS: dict[tuple[str, str], set[str]] = {
     ("s3", "cp"): {"--recursive"},
@@ -76,13 +90,18 @@ def commands() -> Iterator[str]:
     """Every command of the fenced blocks, also those inside $( ) and behind a pipe, and inline ones with their arguments."""
     typed: list[str] = []
     for text in PAGES.values():
-        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
-            typed += [line.strip() for line in re.sub(r"\\\n", "", block).splitlines() if line.strip()]
+        typed += [line for block in blocks(text, "bash") for line in joined_lines(block)]
+        typed += [line[2:] for block in blocks(text, "console") for line in joined_lines(block) if line.startswith("$ ")]
         inline = re.findall(r"`((?:\w+=\S+ )*(?:aws|trnpipe|npx|make|python|pytest) [^`]+)`", prose(text).replace("\n", " "))
         typed += [line for line in inline if not NAME_ALONE.fullmatch(line)]
     for line in typed:
         inner = re.findall(r"^\w+=\$\((.*)\)$", line)
         yield from (part.strip() for part in re.split(r"\s\|\s", inner[0] if inner else line))
+
+
+def joined_lines(block: str) -> list[str]:
+    """The lines of a block, those that a backslash continues as one."""
+    return [line for line in re.sub(r"\\\n", "", block).splitlines() if line.strip()]
 
 
 COMMANDS = sorted(set(commands()))
@@ -162,20 +181,35 @@ def made_environments() -> set[str]:
     return set(re.findall(r"^cp \S+ infra/environments/(\w+)\.yaml$", DEPLOY, re.MULTILINE))
 
 
-def check_make(variables: list[str], targets: list[str]) -> None:
+def check_make(words: list[str]) -> None:
     makefile = (ROOT / "Makefile").read_text()
+    targets = [word for word in words if "=" not in word]
     assert set(targets) <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    variables = dict(word.split("=", 1) for word in words if "=" in word)
     for variable in variables:
         assert re.search(rf"^{variable} \?=|\$\({variable}\)", makefile, re.MULTILINE), variable
+    if "local" in targets:
+        check_trnpipe(["local", *shlex.split(variables.get("ARGS", ""))])
+
+
+SCRIPTS = {
+    name.group(1): block
+    for text in PAGES.values()
+    for block in blocks(text, "python")
+    if (name := re.match(r"# (\w+\.py)\n", block))
+}
+"""Scripts that a page has people write: name, from the first line -> text."""
 
 
 def check_python(words: list[str]) -> None:
-    """A module or a script of ours that reads the options given to it."""
+    """A module or a script that reads the options given to it."""
     module, rest = (words[1], words[2:]) if words[0] == "-m" else (None, words[1:])
-    spec = importlib.util.find_spec(module) if module else None
-    source = Path(spec.origin) if spec and spec.origin else ROOT / words[0]
-    text = source.read_text(encoding="utf-8")
-    assert [word for word in rest if word.startswith("-") and f'"{word}"' not in text] == [], source
+    if module:
+        spec = importlib.util.find_spec(module)
+        assert spec, module
+        assert spec.origin, module
+    text = Path(spec.origin).read_text(encoding="utf-8") if module else SCRIPTS.get(words[0]) or (ROOT / words[0]).read_text()
+    assert [word for word in rest if word.startswith("-") and f'"{word}"' not in text] == [], words
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -192,8 +226,7 @@ def test_what_is_to_be_typed_exists(command: str) -> None:
     elif program == "docker":
         check_docker(words)
     elif program == "make":
-        variables = [word.partition("=")[0] for word in (*assigned, *words) if "=" in word]
-        check_make(variables, [word for word in words if "=" not in word])
+        check_make([*assigned, *words])
     elif program == "python":
         check_python(words)
     elif program.removeprefix(".venv/bin/") == "pytest":
@@ -203,7 +236,7 @@ def test_what_is_to_be_typed_exists(command: str) -> None:
         assert (ROOT / source).is_file() or source.stem in made_environments()
         assert (ROOT / words[1]).parent == ENVIRONMENTS
     elif program not in ("source", "export", "cd"):
-        assert program in ON_THE_HOST, program
+        assert program in SYSTEM_PROGRAMS, program
 
 
 def test_commands_that_sentences_name_exist() -> None:
@@ -225,6 +258,14 @@ def test_commands_that_are_wrong_are_found() -> None:
     for wrong in ("start --wach", "runs -n some", "search"):
         with pytest.raises(TyperException):
             check_trnpipe(shlex.split(wrong))
+    with pytest.raises(TyperException):
+        check_make(["local", "ARGS=--wach"])
+    for wrong in ("lokal", "local DEVISE=xla"):
+        with pytest.raises(AssertionError):
+            check_make(shlex.split(wrong))
+    for wrong in ("-m infra.gone", "-m tests.chain.chaos --runz 1"):
+        with pytest.raises(AssertionError):
+            check_python(shlex.split(wrong))
     with pytest.raises(AssertionError):
         check_cdk(shlex.split(f"{CDK} deploy -c trnpipe.schedul.enabled=true")[1:])
 
@@ -262,9 +303,12 @@ def test_every_setting_in_the_text_exists() -> None:
     named = {name for name in inline if re.search(r"[_.]", name)} - files
     assert {"gate.max_drop", "keep_hosts_minutes", "schedule.enabled"} <= named
     assert [name for name in sorted(named) if not is_field(Settings, name) and not is_run_setting(name)] == []
-    overrides = re.findall(r"--set ([a-z_.]+)=", GUIDES)
-    assert len(overrides) > 3
-    assert [name for name in overrides if not is_run_setting(name)] == []
+
+
+def test_every_setting_on_a_command_line_exists() -> None:
+    overrides = {name for text in PAGES.values() for name in re.findall(r"--(?:set|vary) '?([a-z_.0-9]+)=", text)}
+    assert {"data.train", "train.steps", "nodes"} <= overrides
+    assert [name for name in sorted(overrides) if not is_run_setting(name)] == []
 
 
 def anchors(page: str) -> dict[str, str]:
@@ -297,11 +341,46 @@ def test_every_folder_of_the_product_has_its_purpose() -> None:
     assert folders <= named
 
 
-def test_the_readme_is_short_and_its_configuration_file_is_valid() -> None:
-    readme = PAGES[ROOT / "README.md"]
-    assert len(readme.split()) <= LONGEST_README
-    (example,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
-    assert build_config(yaml.safe_load(example)).data.columns == {"query": "question", "document": "answer"}
+def test_the_readme_is_short() -> None:
+    assert len(PAGES[ROOT / "README.md"].split()) <= LONGEST_README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_are_in_a_language_that_a_test_reads(page: Path) -> None:
+    fences = re.findall(r"^ *```(.*)$", PAGES[page], re.MULTILINE)
+    assert len(fences) == 2 * len(list(blocks(PAGES[page], *LANGUAGES)))
+    assert [line for block in blocks(PAGES[page], "") for line in block.splitlines() if line.startswith("$ ")] == []
+
+
+def check_configuration(partial: Mapping[str, Any]) -> None:
+    """Validate part of a run configuration, or else of a deployment's settings.
+
+    Raises:
+        BadConfig: a key or a value that is refused.
+    """
+    if partial.keys() & RunConfig.model_fields.keys():
+        build_config(partial)
+    else:
+        read_settings({"trnpipe": merge(read_context()["trnpipe"], partial)})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_yaml_json_and_python_are_valid(page: Path) -> None:
+    for block in blocks(PAGES[page], "yaml"):
+        check_configuration(yaml.safe_load(block))
+    for block in blocks(PAGES[page], "json"):
+        json.loads(block)
+    for block in blocks(PAGES[page], "python"):
+        compile(block, page.name, "exec")
+
+
+def test_blocks_that_are_wrong_are_found() -> None:
+    for wrong in ({"train": {"stepz": 1}}, {"nodes": "two"}, {"schedule": {"enable": True}}, {"shedule": {}}):
+        with pytest.raises(BadConfig):
+            check_configuration(wrong)
+    text = "- a\n\n    ```yaml\n    nodes: 1\n    ```\n```sh\ntrnpipe\n```\n"
+    assert list(blocks(text, "yaml")) == ["nodes: 1\n"]
+    assert list(blocks(text, "sh")) == ["trnpipe\n"]
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:
