@@ -31,7 +31,8 @@ stand under `trnpipe` in `cdk.json`, and in `infra/environments/NAME.yaml`. Both
 
 Precedence of the run configuration, lowest first: the defaults below, the deployment's `config`, the execution's input, `--set`.
 Sections are merged key by key; lists and plain values are replaced. `trnpipe config check FILE` validates a file and prints the
-resolved configuration; with `--bucket` and `--read` it also checks whether a deployment's runs may read every URI in it.
+resolved configuration. With `--bucket` and `--readable` it also checks whether a deployment's runs may read every URI in it;
+with `--read` it refuses files whose first rows a run would refuse, as `trnpipe local` does before it starts anything.
 `trnpipe config schema` prints the JSON schema.
 
 In a type, `null` means that the key may be left empty; a duration is ISO 8601, such as `PT12H`.

@@ -92,7 +92,42 @@ def local(
         device=device,
         run=run,
     )
+    if request.config.run is None and not request.demo:
+        from pipeline.commands.first_rows import check_first_rows
+
+        check_first_rows(request.config, *request.files())
     raise typer.Exit(run_local(request, plain=plain))
+
+
+@app.command()
+def init(
+    input_files: Annotated[
+        list[Path], typer.Option("--input", metavar="FILE", help="Training shard or folder of them; repeat for more.")
+    ],
+    corpus: Annotated[
+        list[Path] | None, typer.Option("--corpus", metavar="FILE", help="Corpus shard or folder to embed.")
+    ] = None,
+    parent: Annotated[
+        str, typer.Option("--parent", metavar="MODEL", help="Model of the first run: its folder, or demo for all-MiniLM-L6-v2.")
+    ] = "demo",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A column, e.g. data.columns.document=body; repeat.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="The configuration file to write.")] = Path("run.yaml"),
+) -> None:
+    """Look at training files and write a configuration with the settings that matter, each with the reason for its value."""
+    from infra.local.demo import named_model
+    from pipeline.commands import init as first
+    from pipeline.config import parse_settings
+
+    columns = first.columns_of(parse_settings(settings or []))
+    inputs, corpora = [str(path) for path in input_files], [str(path) for path in corpus or ()]
+    model = first.read_model(parent, named_model(parent))
+    data = first.read_data(inputs, columns, model)
+    first.write_config(out, first.choose(data, model, inputs, corpora), data)
+    for name, text in first.describe(data, model):
+        typer.echo(f"{name:<11}{plain(text)}")
+    typer.echo(f"wrote {out}; go on with:\n  trnpipe config check {out} --read\n  trnpipe local --config {out}")
 
 
 @app.command()
@@ -454,21 +489,27 @@ def config_check(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Settings laid over the file.")] = None,
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of the deployment, to check URIs against.")] = None,
-    read: Annotated[
+    readable: Annotated[
         list[str] | None,
-        typer.Option("--read", metavar="URI", help="A folder of the deployment's setting `read`; repeat for more."),
+        typer.Option("--readable", metavar="URI", help="A folder of the deployment's setting `read`; repeat for more."),
     ] = None,
+    read: Annotated[bool, typer.Option("--read", help="Read the first rows of its files, too.")] = False,
 ) -> None:
     """Check a configuration file; prints the whole resolved configuration.
 
     With --bucket it also checks that a run of that deployment may read every URI; without it, it lists what each URI needs.
+    With --read it refuses files whose first rows a run would refuse.
     """
     from pipeline.allowed_uris import AllowedUris, is_s3
     from pipeline.config import build_config, load_config_file, parse_settings
 
     config = build_config(load_config_file(file), parse_settings(settings or []))
     if bucket:
-        AllowedUris(own=bucket.rstrip("/"), read=tuple(read or ())).check(config.uris())
+        AllowedUris(own=bucket.rstrip("/"), read=tuple(readable or ())).check(config.uris())
+    if read:
+        from pipeline.commands.first_rows import check_first_rows
+
+        check_first_rows(config, config.data.train, config.data.corpus)
     typer.echo(config.model_dump_json(indent=2))
     for key, uri in () if bucket else config.uris():
         needs = "the deployment's bucket, or its setting `read`" if is_s3(uri) else "a local run"

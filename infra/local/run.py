@@ -17,9 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from pipeline.allowed_uris import is_s3
 from pipeline.config import MODEL_URIS, RunConfig, build_config, load_config_file, merge, parse_settings
 from pipeline.contract import check_run_id, registry_uri
 from pipeline.errors import BadConfig, MissingInput, plain
+from pipeline.files import write_atomically
 from pipeline.operate.endpoint import NO_USER_FILES, make_private, only_environment
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ SOON_SECONDS = 0.1
 """The same once a job has ended: the execution starts the next one, or ends."""
 LOOKS_SOON = 5
 SHARD_SUFFIXES = (*(kind + packed for kind in (".jsonl", ".csv", ".tsv") for packed in ("", ".gz", ".zst")), ".parquet")
+INPUT = "data/input"
+"""Folder of the bucket for training shards."""
 MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
 """The local deployment's own run configuration, as `config` in cdk.json is a real one's."""
@@ -156,6 +160,17 @@ class LocalRequest:
             demo=not training and not config.data.train,
         )
 
+    def files(self) -> tuple[list[str], list[str], list[str] | None]:
+        """Return local training shards and folders, those of the corpus, and the training shards that were given to earlier
+        runs (None: the run has others)."""
+        train, corpus = self.config.data.train, self.config.data.corpus
+        earlier = sorted(map(str, (self.state / "bucket" / INPUT).glob("*"))) if self.training else []
+        return (
+            [*map(str, self.training), *(uri for uri in train if not is_s3(uri))],
+            [*map(str, self.corpus), *(uri for uri in corpus if not is_s3(uri))],
+            None if any(map(is_s3, train)) else earlier,
+        )
+
 
 def _flags(nodes: int | None, device: str | None, initial: str | None, parent: str | None) -> dict[str, Any]:
     models = {key: uri for key, uri in (("initial", initial), ("parent", parent)) if uri is not None}
@@ -206,8 +221,8 @@ def _run(request: LocalRequest, plain: bool, demo_rows: int | None, program: tup
         stack = read_stack(synthesis.result())
     with _endpoint(request, stack, program) as endpoint:
         training = demo.next_weeks(weeks, _names(state / "bucket/data/demo")) if request.demo else list(request.training)
-        _put_files(endpoint, stack, training, "data/demo" if request.demo else "data/input")
-        _put_files(endpoint, stack, request.corpus, "data/corpus")
+        _put_files(endpoint, stack, state, training, "data/demo" if request.demo else INPUT)
+        _put_files(endpoint, stack, state, request.corpus, "data/corpus")
         execution_input = _execution_input(request, stack)
         # Once more, with everything: what prepare would find only after the start.
         build_config(DEPLOYMENT_CONFIG, execution_input)
@@ -295,27 +310,33 @@ def _execution_input(request: LocalRequest, stack: LocalStack) -> dict[str, Any]
     filled: dict[str, Any] = {}
     if request.demo:
         filled = merge(demo.CONFIG, {"data": {"train": [f"{root}/data/demo/"]}})
-    elif request.training:
-        filled = {"data": {"train": [f"{root}/data/input/"]}}
+    # What the options name is beside what the configuration names.
+    named: dict[str, Any] = {}
+    if request.training:
+        named["train"] = [*request.config.data.train, f"{root}/{INPUT}/"]
     if request.corpus:
-        filled = merge(filled, {"data": {"corpus": [f"{root}/data/corpus/"]}})
+        named["corpus"] = [*request.config.data.corpus, f"{root}/data/corpus/"]
     model, registry = request.config.model, request.config.registry
     published = registry is not None and Path(registry_uri(str(request.state / "bucket"), registry)).is_file()
     if model.parent is None and model.initial is None and not published:
         filled = merge(filled, {"model": {"initial": str(demo.initial_folder())}})
-    return merge(filled, request.given)
+    return merge(merge(filled, request.given), {"data": named} if named else {})
 
 
-def _put_files(endpoint: LocalEndpoint, stack: LocalStack, files: Sequence[Path], folder: str) -> None:
+def _put_files(endpoint: LocalEndpoint, stack: LocalStack, state: Path, files: Sequence[Path], folder: str) -> None:
     """Put shards into the bucket. The digest in its name makes a file that is given again the same shard."""
+    from pipeline.operate.run_files import TYPED_PATHS, json_object
     from pipeline.store import sha256_file
 
     client = endpoint.client("s3")
     present = _names(endpoint.mirror_folder / folder)
+    typed = json_object((state / TYPED_PATHS).read_bytes() if (state / TYPED_PATHS).is_file() else None)
     for path in files:
         name = path.name if folder == "data/demo" else f"{sha256_file(path)[:12]}-{path.name}"
         if name not in present:
             client.upload_file(str(path), stack.bucket, f"{folder}/{name}")
+        typed[f"s3://{stack.bucket}/{folder}/{name}"] = str(path)
+    write_atomically(state / TYPED_PATHS, json.dumps(typed, indent=2).encode())
 
 
 def _shards(paths: Sequence[Path]) -> Iterator[Path]:
@@ -342,12 +363,18 @@ def _shards(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with local paths made absolute: job processes have working folders of their own."""
+    """The configuration with local paths made absolute, as job processes have working folders of their own, and the demo's model
+    by its folder."""
+    from infra.local.demo import named_model
+
     changed: dict[str, Any] = {}
     for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus"))):
         values = given.get(section)
         if isinstance(values, Mapping):
-            changed[section] = {key: _absolute_paths(values[key]) for key in keys if key in values}
+            named = {key: values[key] for key in keys if key in values}
+            if section == "model":
+                named = {key: named_model(uri) if isinstance(uri, str) else uri for key, uri in named.items()}
+            changed[section] = {key: _absolute_paths(value) for key, value in named.items()}
     return merge(given, changed)
 
 

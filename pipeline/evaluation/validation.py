@@ -92,13 +92,13 @@ def read_validation_set(folder: Path, queries: int) -> ValidationSet:
 
 
 def validate(
-    encoder: Encoder, device: Device, data: ValidationSet, config: EmbedConfig, on_progress: Callable[[int], None]
+    encoder: Encoder, device: Device, data: ValidationSet, config: EmbedConfig, on_progress: Callable[[int, float], None]
 ) -> QueryValues | None:
     """Return each retrieval metric of each query on the leader, None on the other ranks. All ranks call it.
 
     Args:
         config: buckets and batch size, the same as for embedding.
-        on_progress: called with the number of texts that this rank has encoded.
+        on_progress: as for `encode`, with this rank's texts.
     """
     queries = _encode_shared(encoder, device, data.queries, config, on_progress)
     candidates = _encode_shared(encoder, device, data.candidates, config, on_progress)
@@ -108,7 +108,7 @@ def validate(
 
 
 def _encode_shared(
-    encoder: Encoder, device: Device, token_lists: TokenLists, config: EmbedConfig, on_progress: Callable[[int], None]
+    encoder: Encoder, device: Device, token_lists: TokenLists, config: EmbedConfig, on_progress: Callable[[int, float], None]
 ) -> Tensor:
     """Return the embeddings of all token lists, on every rank's host; each rank computes every world-size-th."""
     rank, size = device.world.rank, device.world.size

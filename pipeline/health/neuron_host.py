@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.config import HealthCheckConfig
 from pipeline.errors import BadConfig
-from pipeline.health.records import TestRecord
+from pipeline.health.results import TestRecord
 from pipeline.sdk.neuron_tools import (
     HOST,
     NCCOM_OPERATIONS,

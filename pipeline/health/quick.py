@@ -20,7 +20,7 @@ from pipeline.config import HealthCheckConfig
 from pipeline.errors import ExitCode
 from pipeline.health.answers import largest_error, on_device, sequence
 from pipeline.health.neuron_host import presence_tests, without_casts
-from pipeline.health.records import NodeReport, TestRecord
+from pipeline.health.results import NodeReport, TestRecord
 from pipeline.run.context import StageContext
 from pipeline.sdk import known_errors
 from pipeline.sdk.neuron_tools import HOST

@@ -40,7 +40,7 @@ def write_progress(paths: RunPaths, stage: Stage, node: NodeWorld, heartbeat: di
     """Record that this node is alive, and its progress.
 
     Args:
-        heartbeat: `{done, total, unit, rate, note}` of the node's first rank, may be empty.
+        heartbeat: the newest one of the node's first rank, may be empty.
     """
     record = {"done": 0, "total": 0, "unit": "", "rate": 0.0, "note": "", **heartbeat}
     record |= {"time": time.time(), "node": node.index, "attempt": node.attempt, "job": node.job}

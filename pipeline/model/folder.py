@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from pipeline.allowed_uris import is_inside
 from pipeline.config import HeadConfig, ModelConfig
 from pipeline.dataset.tokens import refuse_code
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.model.encoder import FAMILIES, Encoder, new_encoder
-from pipeline.model.weights import fill, read_weights, weight_files
+from pipeline.model.encoder import Encoder, new_encoder
+from pipeline.model.inventory import check_model_type, read_json, read_modules, transformer_folder, weight_files
+from pipeline.model.weights import fill, read_weights
 
 log = logging.getLogger("trnpipe")
 
@@ -42,9 +42,6 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "spiece.model",
 )
-VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
-"""A tokenizer is there if one of these is."""
-
 CONFIG_FILES = (
     "config.json",
     "modules.json",
@@ -91,7 +88,7 @@ def inspect_folder(folder: Path, config: ModelConfig) -> tuple[PreTrainedConfig,
     Raises:
         MissingInput, BadConfig, BadData: as `load_encoder`, weights aside.
     """
-    modules = _modules(folder)
+    modules = read_modules(folder)
     backbone = _backbone_config(transformer_folder(folder))
     has_head = (folder / HEAD).is_file()
     if modules:
@@ -114,23 +111,12 @@ def own_form(folder: Path, config: ModelConfig) -> ModelConfig:
     Raises:
         MissingInput, BadConfig, BadData: as `inspect_folder`.
     """
-    modules, has_head = _modules(folder), (folder / HEAD).is_file()
+    modules, has_head = read_modules(folder), (folder / HEAD).is_file()
     found: dict[str, Any] = {"head": HeadConfig(hidden=_read_head(folder / HEAD)["w1"].shape[0]) if has_head else None}
     if modules:
         _check_modules(folder, modules, has_head)
         found |= {"pooling": _pooling(folder, modules), "normalize": _normalizes(modules)}
     return config.model_copy(update=found)
-
-
-def transformer_folder(folder: Path) -> Path:
-    """Return the folder of config.json and weights: the folder itself, or the one that modules.json names (`0_Transformer`)."""
-    modules = _modules(folder)
-    return folder / modules[0]["path"] if modules else folder
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether there is a vocabulary in any form."""
-    return any((folder / name).is_file() for name in VOCABULARIES)
 
 
 def save_folder(encoder: Encoder, folder: Path, source: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -172,22 +158,6 @@ def save_folder(encoder: Encoder, folder: Path, source: Path, weights: Mapping[s
     )
     if encoder.head is not None:
         _save_head(_under(weights, "head."), folder)
-
-
-def _modules(folder: Path) -> list[dict[str, str]]:
-    path = folder / "modules.json"
-    if not path.is_file():
-        return []
-    modules = _read_json(path)
-    good = isinstance(modules, list) and all(isinstance(module, dict) and _is_module(module) for module in modules)
-    if not good:
-        raise BadData("modules.json cannot be used", value=path, rule="a list of {type, path}, each path a folder beside it")
-    return [{key: str(module[key]) for key in ("type", "path")} for module in modules]
-
-
-def _is_module(module: Mapping[str, Any]) -> bool:
-    path = module.get("path")
-    return isinstance(module.get("type"), str) and (path == "" or is_inside(path))
 
 
 def _kinds(modules: list[dict[str, str]]) -> list[str]:
@@ -240,12 +210,7 @@ def _backbone_config(folder: Path) -> PreTrainedConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise MissingInput("the model folder has no config.json", value=folder, remedy="check the URI, or set model.base")
-    record = _read_json(path)
-    if not isinstance(record, dict) or str(record.get("model_type")) not in FAMILIES:
-        kind = record.get("model_type") if isinstance(record, dict) else type(record).__name__
-        raise BadConfig(
-            "this kind of encoder is not supported", value=f"{path}: model_type {kind}", rule=f"one of {', '.join(FAMILIES)}"
-        )
+    check_model_type(path)
     refuse_code(path)
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -265,15 +230,8 @@ def _sentence_config(folder: Path, longest: int) -> dict[str, Any]:
     return {"max_seq_length": int(min(limit, longest)), "do_lower_case": bool(record.get("do_lower_case", False))}
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BadData("the file is not valid JSON", value=f"{path}: {error}") from error
-
-
 def _read_object(path: Path) -> dict[str, Any]:
-    record = _read_json(path)
+    record = read_json(path)
     if not isinstance(record, dict):
         raise BadData("the file holds no JSON object", value=path)
     return record

@@ -83,7 +83,7 @@ def encode(
     buckets: Sequence[int],
     tokens_per_batch: int,
     *,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int, float], None] | None = None,
 ) -> Encoded:
     """Embeddings of all token lists.
 
@@ -92,7 +92,7 @@ def encode(
         token_lists: token ids with special tokens, each at least 1 and at most max(buckets) long.
         buckets: lengths of rows in tokens, ascending.
         tokens_per_batch: a batch has this / its length rows, at least 1.
-        on_progress: called after every batch with the number of token lists done.
+        on_progress: called after every batch with the number of token lists done, and the share of the padded tokens computed.
     """
     first, place, copies = _distinct(token_lists)
     lengths = np.fromiter((len(token_lists[index]) for index in first.tolist()), dtype=np.int64, count=len(first))
@@ -101,7 +101,8 @@ def encode(
     if not plan:
         return Encoded(torch.empty((0, 0)), 0, 0)
     result: Tensor | None = None
-    done = 0
+    padded = sum(batch.slots * batch.length for batch in plan)
+    done = computed = 0
     # torch-xla's tensors cannot be inference tensors (torch-xla 2.9).
     without_gradients = torch.no_grad() if device.compiles else torch.inference_mode()
     with _evaluation(encoder), without_gradients, device.autocast():
@@ -116,13 +117,14 @@ def encode(
                 _store(result, *waiting)
             waiting = batch, embeddings
             done += int(copies[batch.rows].sum())
+            computed += batch.slots * batch.length
             if on_progress:
-                on_progress(done)
+                on_progress(done, computed / padded)
         assert result is not None
         assert waiting is not None
         _store(result, *waiting)
     # An ordinary tensor again: inference tensors are refused by autograd.
-    return Encoded(result[torch.from_numpy(place)], int(lengths.sum()), sum(batch.slots * batch.length for batch in plan))
+    return Encoded(result[torch.from_numpy(place)], int(lengths.sum()), padded)
 
 
 def _distinct(

@@ -16,18 +16,11 @@ from pathlib import Path
 from pipeline import store
 from pipeline.allowed_uris import is_inside
 from pipeline.config import ModelConfig
-from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.errors import BadData
 from pipeline.model.encoder import new_encoder
-from pipeline.model.folder import (
-    CONFIG_FILES,
-    WEIGHTS,
-    has_tokenizer,
-    inspect_folder,
-    load_encoder,
-    save_folder,
-    transformer_folder,
-)
-from pipeline.model.weights import fill, read_weights, weight_files
+from pipeline.model.folder import CONFIG_FILES, WEIGHTS, inspect_folder, load_encoder, save_folder
+from pipeline.model.inventory import local_model, model_files
+from pipeline.model.weights import fill, read_weights
 
 log = logging.getLogger("trnpipe")
 
@@ -60,26 +53,22 @@ def resolve_parent(uri: str, config: ModelConfig, scratch: Path) -> ResolvedPare
         BadConfig: weights that do not fit, a pickle with code in it, an unsupported encoder, no tokenizer.
         BadData: truncated or corrupt files.
     """
+    base = store.local_folder(config.base, scratch / "base") if config.base else None
     if store.exists(uri):
-        weights = store.local_file(uri, scratch / "parent")
-        return _convert([weights], _base_folder(config, scratch) or _beside(uri, scratch), config, scratch)
-    folder = store.local_folder(uri, scratch / "parent")
-    _verify_manifest(folder)
-    files = weight_files(transformer_folder(folder))
-    base = _base_folder(config, scratch)
-    complete = has_tokenizer(transformer_folder(folder)) and (transformer_folder(folder) / "config.json").is_file()
-    if not complete and base is not None:
-        return _convert(files, base, config, scratch)
-    _need_tokenizer(transformer_folder(folder), uri)
-    if [path.name for path in files] != [WEIGHTS]:
-        return _convert(files, folder, config, scratch)
-    load_encoder(folder, config)
-    return ResolvedParent(folder, _digest(files), converted=False)
+        model = store.local_file(uri, scratch / "parent")
+        base = base or _beside(uri, scratch)
+    else:
+        model = store.local_folder(uri, scratch / "parent") if store.is_s3(uri) else local_model(uri)
+        _verify_manifest(model)
+    files, source = model_files(model, uri, base)
+    if source != model or [path.name for path in files] != [WEIGHTS]:
+        return _convert(files, source, config, scratch)
+    load_encoder(model, config)
+    return ResolvedParent(model, _digest(files), converted=False)
 
 
 def _convert(files: list[Path], base: Path, config: ModelConfig, scratch: Path) -> ResolvedParent:
     backbone, _ = inspect_folder(base, config)
-    _need_tokenizer(transformer_folder(base), str(base))
     encoder = new_encoder(backbone, config)
     weights = {name: tensor for path in files for name, tensor in read_weights(path, config.weights_key).items()}
     fill(encoder, weights, files[0])
@@ -87,10 +76,6 @@ def _convert(files: list[Path], base: Path, config: ModelConfig, scratch: Path) 
     save_folder(encoder, folder, base)
     log.info("converted %s with %d tensors into a model folder", files[0].name, len(weights))
     return ResolvedParent(folder, _digest(files), converted=True)
-
-
-def _base_folder(config: ModelConfig, scratch: Path) -> Path | None:
-    return store.local_folder(config.base, scratch / "base") if config.base else None
 
 
 def _beside(uri: str, scratch: Path) -> Path:
@@ -102,20 +87,6 @@ def _beside(uri: str, scratch: Path) -> Path:
         if store.exists(store.join(parent, name)):
             store.download(store.join(parent, name), folder / name)
     return folder
-
-
-def _need_tokenizer(folder: Path, where: str) -> None:
-    if not (folder / "config.json").is_file():
-        raise MissingInput(
-            "there is no config.json for the parent's weights",
-            value=where,
-            rule="a bare weight file needs a folder with config.json and tokenizer",
-            remedy="set model.base to such a folder",
-        )
-    if not has_tokenizer(folder):
-        raise BadConfig(
-            "the parent has no tokenizer", value=where, remedy="set model.base to a folder with config.json and tokenizer"
-        )
 
 
 def _verify_manifest(folder: Path) -> None:

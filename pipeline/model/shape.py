@@ -13,8 +13,8 @@ from pipeline import store
 from pipeline.config import ModelConfig
 from pipeline.errors import MissingInput
 from pipeline.model.encoder import Encoder, family_of, new_encoder
-from pipeline.model.folder import HEAD, inspect_folder, transformer_folder
-from pipeline.model.weights import WEIGHT_SUFFIXES
+from pipeline.model.folder import HEAD, inspect_folder
+from pipeline.model.inventory import WEIGHT_SUFFIXES, transformer_folder
 
 CONFIG_BYTES = 1 << 20
 """Larger files of a model folder are weights or vocabularies, which a shape does not need."""

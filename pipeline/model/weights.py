@@ -6,7 +6,6 @@ that wrappers left (`module.`, `0.auto_model.`, `bert.`, ...). Pickles are read 
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 from collections.abc import Mapping
@@ -19,18 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.allowed_uris import is_inside
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder
 
 log = logging.getLogger("trnpipe")
 
 Weights = dict[str, Tensor]
-
-PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-WEIGHT_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
-NOT_WEIGHTS = ("optimizer", "scheduler", "rng_state", "training_args", "scaler", "head.safetensors")
-"""Beginnings of names of other files that trainers leave next to the weights."""
 
 WRAPPER_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state", "net", "encoder", "weights")
 """Where training checkpoints keep the weights, in the order they are looked for."""
@@ -69,35 +62,6 @@ def read_weights(path: Path, key: str | None = None) -> Weights:
         except (SafetensorError, OSError, ValueError) as error:
             raise _unreadable(path, error) from error
     return _unwrap(_read_pickle(path), key, path)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model folder's weights: one, or all shards that an index names.
-
-    Raises:
-        MissingInput: none.
-        BadConfig: several candidates.
-    """
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            try:
-                names = set(json.loads(index.read_text())["weight_map"].values())
-            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-                raise BadData("the index of the weight files cannot be read", value=f"{index}: {error}") from error
-            if not names or not all(is_inside(name) for name in names):
-                raise BadData("the index names no weight files of its folder", value=f"{index}: {sorted(map(str, names))}")
-            return [folder / name for name in sorted(names)]
-    found = sorted(path for path in folder.glob("*") if path.suffix in WEIGHT_SUFFIXES and not path.name.startswith(NOT_WEIGHTS))
-    if not found:
-        raise MissingInput("the model folder has no weight file", value=folder, rule="model.safetensors, or one weight file")
-    if len(found) > 1:
-        raise BadConfig(
-            "the model folder has several weight files", value=[path.name for path in found], remedy="name the one to load"
-        )
-    return found
 
 
 def fill(encoder: Encoder, weights: Mapping[str, Tensor], source: Path) -> None:

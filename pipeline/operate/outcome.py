@@ -150,7 +150,7 @@ def print_failure(console: Console, execution: Mapping[str, Any], tracker: Track
     else:
         words = [f"{name + ':':<8}{shown(execution[name])}" for name in ("error", "cause") if execution.get(name)]
     words += [f"log:    {log}" for log in (logs(line, failure) if line else ())]
-    say(console, "\n".join(words))
+    say(console, "\n".join(map(tracker.files.as_typed, words)))
 
 
 def _quality(scores: Mapping[str, Any]) -> Table:

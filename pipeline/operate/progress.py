@@ -14,8 +14,9 @@ from datetime import datetime, timedelta, timezone
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +28,7 @@ from pipeline.operate.run_files import IN_FOLDER, Listed, RunFiles, json_object,
 
 PLAIN_PROGRESS = timedelta(seconds=15)
 LIVE_REFRESH_PER_SECOND = 4
+BAR_WIDTH = 20
 FAILED_SUFFIX = " failed"
 WAITING_STATES = ("Wait", "WaitLong")
 NOTHING_TO_COMPILE = "nothing to compile"
@@ -45,6 +47,7 @@ class StageLine:
     Attributes:
         state: pending, running, done, failed or skipped.
         doing: current activity, a few words and numbers; why it was skipped.
+        share: of its work that is done, None while unknown.
         numbers: results so far: the loss, the metric of the hold-out.
         queued: how long its job waited for hosts, all attempts together.
         jobs: ids of the Batch jobs that this execution submitted for it, oldest first.
@@ -55,6 +58,7 @@ class StageLine:
     started: datetime | None = None
     ended: datetime | None = None
     doing: str = ""
+    share: float | None = None
     numbers: str = ""
     queued: timedelta = timedelta(0)
     jobs: list[str] = field(default_factory=list)
@@ -84,8 +88,8 @@ class Tracker:
     trouble: str = ""
     _seen: int = 0
     _task_failed: bool = False
-    _paces: dict[Stage, tuple[float, float, float]] = field(default_factory=dict)
-    """Moment, `done` and `total` as first seen, to tell the remaining time from: rates count something else than `done` does."""
+    _paces: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """Progress file -> its time, work and `total` as first seen, which give the pace; `rate` counts rows of unequal work."""
     _records: dict[str, tuple[Listed, dict[str, Any]]] = field(default_factory=dict)
     _metrics_seen: Listed | None = None
 
@@ -174,7 +178,7 @@ class Tracker:
         if state.endswith(FAILED_SUFFIX):
             self._end(entered, moment, failed=True)
         elif entered.state != "running":
-            entered.state, entered.started, entered.ended = "running", moment, None
+            entered.state, entered.started, entered.ended, entered.share = "running", moment, None, None
         self._task_failed = False
 
     def _end(self, line: StageLine, moment: datetime, *, failed: bool) -> None:
@@ -190,13 +194,19 @@ class Tracker:
         fresh = [file for file in self.files.listed(prefix) if file.modified >= since]
         if STAGES[line.stage].shape is not Shape.ARRAY:
             fresh = fresh[:1]
-        records = [record for file in fresh if (record := self._progress(file))]
+        found = {file.name: record for file in fresh if (record := self._progress(file))}
+        records = list(found.values())
         if not records:
             return "starting"
         done, total, rate = (sum(_number(record, key) for record in records) for key in ("done", "total", "rate"))
+        finished, whole = (sum(numbers) for numbers in zip(*map(_work, records), strict=True))
+        line.share = finished / whole if whole else line.share
         words = [f"{done:,.0f}/{total:,.0f}" if total else ""]
         words.append(f"{rate:,.1f} {records[0].get('unit', '')}/s" if rate else "")
-        words.append(self._remaining(line.stage, done, total))
+        # Array children work side by side, so the slowest one's time remains.
+        remaining = [self._remaining(*item) for item in found.items()]
+        longest = 0.0 if None in remaining else max(filter(None, remaining), default=0.0)
+        words.append(f"{clock(timedelta(seconds=longest))} left" if longest else "")
         words.append(str(records[0].get("note", "")))
         return plain(", ".join(word for word in words if word))
 
@@ -226,15 +236,18 @@ class Tracker:
                     found[SHOWN_METRIC] = validation[SHOWN_METRIC]
             line.numbers = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
-    def _remaining(self, stage: Stage, done: float, total: float) -> str:
-        moment = time.monotonic()
-        began, before, expected = self._paces.get(stage, (moment, done, -1.0))
-        if done < before or total != expected:
-            self._paces[stage] = (moment, done, total)
-            return ""
-        if not total or done <= before or done >= total:
-            return ""
-        return f"{clock(timedelta(seconds=(total - done) * (moment - began) / (done - before)))} left"
+    def _remaining(self, name: str, record: Mapping[str, Any]) -> float | None:
+        """Return the seconds that a progress file's process still needs, by the times in the file; None while unknown."""
+        moment, rows, (done, total) = _number(record, "time"), _number(record, "total"), _work(record)
+        if not total:
+            return None
+        began, before, expected = self._paces.get(name, (moment, done, -1.0))
+        if done < before or rows != expected:
+            self._paces[name] = (moment, done, rows)
+            return None if done < total else 0.0
+        if done >= total:
+            return 0.0
+        return (total - done) * (moment - began) / (done - before) if done > before else None
 
 
 class PlainDisplay:
@@ -311,8 +324,12 @@ class LiveDisplay(Live):
             style = {"pending": "dim", "running": "bold", "failed": "red", "skipped": "dim"}.get(line.state, "")
             elapsed = clock(line.elapsed) if line.started else ""
             doing = {"running": line.doing, "skipped": f"skipped: {line.doing}"}.get(line.state, "")
-            words = "; ".join(([doing] if doing else []) + _found(line))
-            table.add_row(marks[line.state], Text(line.stage.value, style=style), Text(elapsed, style="dim"), Text(words))
+            words: RenderableType = Text("; ".join(([doing] if doing else []) + _found(line)))
+            if line.state == "running" and line.share is not None:
+                bar = Table.grid(padding=(0, 1))
+                bar.add_row(ProgressBar(total=1.0, completed=line.share, width=BAR_WIDTH), words)
+                words = bar
+            table.add_row(marks[line.state], Text(line.stage.value, style=style), Text(elapsed, style="dim"), words)
         for note in filter(None, (self._tracker.waiting, self._tracker.trouble)):
             table.add_row("", Text(note, style="yellow"), "", "")
         return table
@@ -383,3 +400,9 @@ def _found(line: StageLine) -> list[str]:
 def _number(record: Mapping[str, Any], key: str) -> float:
     value = record.get(key)
     return value if isinstance(value, (int, float)) else 0
+
+
+def _work(record: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the work done and in all: in tokens where the stage counts them, else in what it counts."""
+    names = ("work", "total_work") if _number(record, "total_work") else ("done", "total")
+    return _number(record, names[0]), _number(record, names[1])

@@ -16,6 +16,9 @@ from pipeline.errors import BadData
 IN_FOLDER = RunPaths("")
 """The contract's names inside any run folder, each after a slash, which `read` and `listed` accept."""
 
+TYPED_PATHS = "inputs.json"
+"""File of a local run's state folder: URI of an input file's copy in the bucket -> its path as it was typed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -47,6 +50,9 @@ class RunFiles(Protocol):
 
     def has(self, prefix: str) -> bool:
         """Return whether any file's name has the prefix."""
+
+    def as_typed(self, text: str) -> str:
+        """Return a message with the paths that the user typed in place of the URIs of their copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,12 @@ class LocalFiles:
 
     def has(self, prefix: str) -> bool:
         return bool(self.listed(prefix))
+
+    def as_typed(self, text: str) -> str:
+        typed = self.folder.parents[2] / TYPED_PATHS
+        for uri, path in json_object(typed.read_bytes() if typed.is_file() else None).items():
+            text = text.replace(uri, path)
+        return text
 
 
 def json_object(data: bytes | str | None) -> dict[str, Any]:

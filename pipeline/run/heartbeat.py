@@ -35,12 +35,23 @@ class Heartbeat:
         self._patience = 0.0
 
     def beat(
-        self, done: float = 0, total: float = 0, *, unit: str = "", rate: float = 0.0, note: str = "", patience: float = 0.0
+        self,
+        done: float = 0,
+        total: float = 0,
+        *,
+        work: float = 0.0,
+        total_work: float = 0.0,
+        unit: str = "",
+        rate: float = 0.0,
+        note: str = "",
+        patience: float = 0.0,
     ) -> None:
         """Record progress.
 
         Args:
-            done, total: in `unit`s, from which the remaining time is computed (steps, documents); total 0: unknown.
+            done, total: in steps, texts or documents; total 0: unknown.
+            work, total_work: the same in tokens, which give the remaining time where the longest texts go first; total_work 0:
+                `done` and `total` give it.
             unit: what `rate` counts per second, e.g. `pairs` or `documents`.
             rate: per second, as measured lately.
             note: the current work, a few words.
@@ -55,6 +66,7 @@ class Heartbeat:
             return
         self._written, self._patience = moment, patience
         record = {"time": time.time(), "done": done, "total": total, "unit": unit, "rate": rate, "note": note}
+        record |= {"work": work, "total_work": total_work} if total_work else {}
         record |= {"patience": patience} if patience else {}
         write_atomically(self._path, json.dumps(record).encode())
 

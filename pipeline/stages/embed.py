@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -123,6 +124,7 @@ class Worker:
 
     Attributes:
         done, total: documents embedded, and to embed, by this process.
+        work: tokens of the embedded ones.
         begun: monotonic seconds at the first document.
     """
 
@@ -136,13 +138,23 @@ class Worker:
     model: Artifact
     total: int
     done: int = 0
+    work: int = 0
     begun: float = 0.0
 
-    def beat(self, done: int) -> None:
-        """Report progress: `done` documents beyond those of complete windows."""
+    def beat(self, rows: int, tokens: int, done: int, share: float) -> None:
+        """Report progress inside a window. Documents that are not yet tokenized count as long as the mean of the others.
+
+        Args:
+            rows, tokens: of the window.
+            done, share: as `encode` reports them.
+        """
+        work = self.work + share * tokens
+        total_work = (self.work + tokens) / (self.done + rows) * self.total
         done += self.done
         rate = done / max(time.monotonic() - self.begun, 1e-9)
-        self.context.heartbeat.beat(done, self.total, unit="documents", rate=rate, note="embedding")
+        self.context.heartbeat.beat(
+            done, self.total, work=work, total_work=total_work, unit="documents", rate=rate, note="embedding"
+        )
 
 
 def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> Worker:
@@ -235,9 +247,12 @@ def make_part(worker: Worker, index: int) -> MadePart:
 def embed_window(worker: Worker, window: DocumentWindow, made: MadePart, writer: PartWriter) -> None:
     """Embed a window's documents; those whose embeddings are not finite are left out."""
     config = worker.context.plan.config.embed
+    tokens = sum(map(len, window.tokens))
+    on_progress = partial(worker.beat, len(window.ids) + len(window.bad), tokens)
     found = encode(
-        worker.encode_with, worker.device, window.tokens, config.buckets, config.tokens_per_batch, on_progress=worker.beat
+        worker.encode_with, worker.device, window.tokens, config.buckets, config.tokens_per_batch, on_progress=on_progress
     )
+    worker.work += tokens
     with np.errstate(over="ignore"):
         embeddings = found.embeddings.numpy().astype(config.dtype, copy=False)
     finite = np.isfinite(embeddings).all(axis=1)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.model.folder import WEIGHTS, load_encoder, own_form
 from pipeline.model.inference import encode
-from pipeline.plan import Published
+from pipeline.plan import Published, RunPlan
 from pipeline.run.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
@@ -64,7 +65,7 @@ def run(context: StageContext) -> StageOutput:
     folders = {"parent": plan.parent.folder, "new": context.paths.model}
     measured = {name: measure(context, device, holdout, name, folder) for name, folder in folders.items()}
     new, baseline = measured["new"], measured["parent"]
-    if plan.published and plan.published.folder != plan.parent.uri:
+    if plan.published and "published" in measured_models(plan):
         baseline = measured["published"] = measure_published(context, device, holdout, plan.published)
     seconds = time.monotonic() - started
     watch.check(0)
@@ -132,6 +133,12 @@ class Holdout:
         return [locale for _, locale in self.keys]
 
 
+def measured_models(plan: RunPlan) -> list[str]:
+    """Return the models that are measured, in their order."""
+    third = plan.published is not None and plan.published.folder != plan.parent.uri
+    return ["parent", "new", *(["published"] if third else [])]
+
+
 def read_holdout(context: StageContext, folder: str = "") -> Holdout:
     """Return the hold-out that prepare fixed, joined to its candidates.
 
@@ -192,6 +199,7 @@ def measure(
     """Return every metric of one model for every query.
 
     Args:
+        name: one of `measured_models`.
         form: of the model, where it is another one than the run's.
     """
     config = context.plan.config
@@ -199,15 +207,30 @@ def measure(
     encoder = load_encoder(store.local_folder(folder, context.scratch / name), form or config.model)
     encode_with = encode_function(context, device, encoder)
     total = len(holdout.queries) + len(holdout.candidates)
+    models = measured_models(context.plan)
+    tokens = sum(map(len, chain(holdout.candidates, holdout.queries)))
+    work = models.index(name) * tokens
     begun = time.monotonic()
 
     def vectors(token_lists: Sequence[Sequence[int]], before: int) -> Tensor:
-        def beat(done: int) -> None:
-            rate = (before + done) / max(time.monotonic() - begun, 1e-9)
-            context.heartbeat.beat(before + done, total, unit="texts", rate=rate, note=f"encoding with the {name} model")
+        nonlocal work
+        own = sum(map(len, token_lists))
+
+        def beat(done: int, share: float) -> None:
+            context.heartbeat.beat(
+                before + done,
+                total,
+                work=work + share * own,
+                total_work=len(models) * tokens,
+                unit="texts",
+                rate=(before + done) / max(time.monotonic() - begun, 1e-9),
+                note=f"encoding with the {name} model",
+            )
 
         shapes = config.embed.buckets, config.embed.tokens_per_batch
-        return encode(encode_with, device, token_lists, *shapes, on_progress=beat).embeddings
+        found = encode(encode_with, device, token_lists, *shapes, on_progress=beat).embeddings
+        work += own
+        return found
 
     candidates = vectors(holdout.candidates, 0)
     queries = vectors(holdout.queries, len(holdout.candidates))

@@ -27,7 +27,7 @@ from pipeline.config import HealthCheckConfig
 from pipeline.errors import Transient
 from pipeline.health.answers import largest_error, on_device, sequence
 from pipeline.health.neuron_host import DRIVER, compiler_environment, host_tests, wait_seconds, wrong_driver
-from pipeline.health.records import NodeReport, TestRecord
+from pipeline.health.results import NodeReport, TestRecord
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.sdk.neuron_tools import HOST
 

@@ -20,7 +20,8 @@ from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.encoder import family_of
-from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, transformer_folder
+from pipeline.model.folder import WEIGHTS, inspect_folder, own_form
+from pipeline.model.inventory import transformer_folder
 from pipeline.model.parent import ResolvedParent
 from pipeline.model.shape import fetch_without_weights
 from pipeline.plan import GraphsPlan, Parent, PlannedWorld, Published

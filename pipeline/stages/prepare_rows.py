@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +22,7 @@ from pipeline.contract import Metric, Queue
 from pipeline.dataset.arrow import Lengths, WrittenRows, write_rows
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.records import BadRow
+from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.shards import (
     CorpusScan,
     InputFile,
@@ -49,9 +48,6 @@ from pipeline.stages.prepare_parent import Origin
 log = logging.getLogger("trnpipe")
 
 ScanT = TypeVar("ScanT", ShardScan, CorpusScan)
-
-LISTED_PROBLEMS = 20
-LISTED_PLACES = 3
 
 SHORTEST_TEXT = 3
 """Tokens of a text, the two that every family puts around it included."""
@@ -121,8 +117,7 @@ class Quarantine:
     """Lists every refused row in a local file; on exit, also after an error, the file is uploaded."""
 
     def __init__(self, path: Path, uri: str) -> None:
-        self._reasons: dict[str, list[str]] = {}
-        self._counts: Counter[str] = Counter()
+        self.refusals = Refusals()
         self._uri = uri
         self._path = path
         self._stream = path.open("w", encoding="utf-8")
@@ -132,7 +127,7 @@ class Quarantine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stream.close()
-        if self._counts:
+        if self.refusals.count:
             store.upload(self._path, self._uri)
             log.warning("refused rows are listed in %s", self._uri)
         else:
@@ -140,20 +135,7 @@ class Quarantine:
 
     def refuse(self, row: BadRow) -> None:
         self._stream.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
-        # JSON errors and ids differ in every row; what comes before them is the reason.
-        reason = row.reason if row.reason.startswith("lacks") else row.reason.partition(":")[0]
-        kind = re.sub(r"'[^']*' has another document at .*", "has another document in an earlier row", reason)
-        self._counts[kind] += 1
-        places = self._reasons.setdefault(kind, [])
-        if len(places) < LISTED_PLACES:
-            places.append(row.at if kind == row.reason else f"{row.at}: {row.reason}")
-
-    def reasons(self) -> list[str]:
-        """Return each reason with its count and first places, the most frequent first."""
-        return [
-            f"{count:,} rows: {kind} (first: {'; '.join(self._reasons[kind])})"
-            for kind, count in self._counts.most_common(LISTED_PROBLEMS)
-        ]
+        self.refusals.add(row)
 
 
 def scan(
@@ -199,7 +181,7 @@ def check_bad_rows(name: str, scans: Sequence[ShardScan | CorpusScan], limit: fl
     if bad > limit * total:
         raise BadData(
             f"too many rows of the {name} are bad: {bad:,} of {total:,}",
-            value=quarantine.reasons(),
+            value=quarantine.refusals.reasons(),
             rule=f"data.max_bad_fraction = {limit:g}",
             remedy="correct the rows, all of which are listed in prepare/quarantine.jsonl, or raise data.max_bad_fraction",
         )

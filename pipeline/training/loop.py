@@ -232,7 +232,7 @@ def _validate(run: Training, progress: Progress) -> None:
         run.device,
         run.validation,
         run.config.embed,
-        lambda _: run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="validation"),
+        lambda *_: run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="validation"),
     )
     if found is None or run.metrics is None:
         return

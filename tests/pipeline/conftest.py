@@ -23,6 +23,7 @@ from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.model.folder import WEIGHTS
 from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, PlannedWorld, Published, RunPlan, Shard, Span, TrainPlan
+from pipeline.run import heartbeat
 from pipeline.run.cloudwatch import EXECUTION_VARIABLE, is_record
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
@@ -38,6 +39,20 @@ SMALL = {
     "gate": {"allow_small": True},
 }
 Text = tuple[str, str]
+
+
+@pytest.fixture
+def heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[StageContext], list[dict[str, Any]]]:
+    """A function that makes a context's heartbeats real ones, none of them thinned out, and gives the list that they go to."""
+
+    def record(context: StageContext) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0)
+        monkeypatch.setattr(heartbeat, "write_atomically", lambda _, data: found.append(json.loads(data)))
+        context.heartbeat = Heartbeat(tmp_path, 0)
+        return found
+
+    return record
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 COMMANDS = (
     [],
     ["local"],
+    ["init"],
     ["start"],
     ["watch"],
     ["stop"],
@@ -96,12 +97,12 @@ def test_check_says_what_a_configurations_uris_need(tmp_path: Path) -> None:
     assert noted.returncode == 0
     assert "note: data.train: s3://lake/clicks/week-1 needs the deployment's bucket, or its setting `read`" in noted.stderr
     assert "note: model.parent: /models/bert needs a local run" in noted.stderr
-    refused = trnpipe("config", "check", str(file), "--bucket", "s3://ours", "--read", "s3://lake/clicks")
+    refused = trnpipe("config", "check", str(file), "--bucket", "s3://ours", "--readable", "s3://lake/clicks")
     assert refused.returncode == 64
     assert "model.parent" in refused.stderr
     assert "data.train" not in refused.stderr
     allowed = trnpipe(
-        "config", "check", str(file), "--set", "model.parent=s3://ours/x", "--bucket", "s3://ours", "--read", "s3://lake"
+        "config", "check", str(file), "--set", "model.parent=s3://ours/x", "--bucket", "s3://ours", "--readable", "s3://lake"
     )
     assert (allowed.returncode, allowed.stderr) == (0, "")
 

@@ -92,7 +92,7 @@ def encode(
     buckets: Sequence[int],
     tokens_per_batch: int,
     *,
-    on_progress: Callable[[int], None],
+    on_progress: Callable[[int, float], None],
 ) -> SimpleNamespace:
     """Token lists' embeddings, (rows, DIMENSION) float32, behind `numpy()` as a tensor's are."""
     rows = []
@@ -101,7 +101,7 @@ def encode(
         rows.append(np.frombuffer(digest, np.uint8).astype(np.float32))
         if done % DOCUMENTS_PER_BEAT == 0:
             time.sleep(PACE_SECONDS)
-            on_progress(done)
+            on_progress(done, done / len(token_lists))
     tokens = sum(map(len, token_lists))
     return SimpleNamespace(embeddings=SimpleNamespace(numpy=lambda: np.stack(rows)), tokens=tokens, slots=tokens)
 
@@ -121,7 +121,6 @@ MODULES: dict[str, dict[str, Any]] = {
         "WEIGHTS": WEIGHTS,
         "load_encoder": load_encoder,
         "inspect_folder": lambda folder, config: (BACKBONE, False),
-        "transformer_folder": lambda folder: folder,
         "own_form": lambda folder, config: config,
     },
     "pipeline.model.inference": {"encode": encode},

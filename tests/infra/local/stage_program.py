@@ -1,7 +1,8 @@
 """The program that the job processes of these tests run instead of `trnpipe`: `stage NAME --run URI`, with the contract's files.
 
-TRNPIPE_TEST_SCRIPT holds JSON {stage: {...}}: `exit` a list of exit codes by attempt (the last one repeats), `metrics` the
-result's, `seconds` to work, `only_attempt` and `only_node` to limit a failure. Everything goes through S3 of the local endpoint.
+TRNPIPE_TEST_SCRIPT holds JSON {stage: {...}}: `exit` a list of exit codes by attempt (the last one repeats), `metrics` of the
+result, `value` of the failure, `seconds` to work, `only_attempt` and `only_node` to limit a failure. Everything goes through S3
+of the local endpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> int:
             run=paths.run_id,
             exit_code=code,
             what=f"{stage} cannot go on",
-            value=["seen"],
+            value=script.get("value", ["seen"]),
             rule="it should",
             remedy="help it",
             attempt=attempt,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 
 from infra.local import demo
 from infra.local.run import DEPLOYMENT_CONFIG, LocalRequest, run_local
+from infra.local.template import read_stack
 from pipeline.errors import BadConfig, MissingInput
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("stage_program.py")))
@@ -144,6 +146,28 @@ def test_a_failure_ends_with_the_stage_s_code_its_words_and_its_log(
     log = Path(lines[-1].removeprefix("log:    "))
     assert log.name == "attempt-2-node-00000.log"
     assert "train attempt 2 node 0" in log.read_text()
+
+
+def test_a_failure_names_input_files_as_they_were_typed(
+    state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(shard.parent)
+    digest = hashlib.sha256(shard.read_bytes()).hexdigest()[:12]
+    copy = f"s3://{read_stack(state / 'cdk.out').bucket}/data/input/{digest}-pairs.jsonl"
+    failing = {"prepare": {"exit": [65], "value": [f"{copy}:7: is odd", "s3://elsewhere/a"]}}
+    assert run(state, monkeypatch, failing, inputs=(Path("pairs.jsonl"),)) == 65
+    values = [line for line in capsys.readouterr().out.splitlines() if line.startswith("value:")]
+    assert values == ["value:  pairs.jsonl:7: is odd", "value:  s3://elsewhere/a"]
+
+
+def test_options_are_beside_what_the_configuration_names(state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = shard.with_name("more.jsonl")
+    more.write_text('{"id": "b", "query": "three", "document": "four"}\n')
+    settings = (f'data.train=["{more}"]', f'data.corpus=["{more}"]')
+    assert run(state, monkeypatch, inputs=(shard,), corpus=(shard,), settings=settings) == 0
+    data = execution_input(state)["data"]
+    assert data["train"][0] == data["corpus"][0] == str(more)
+    assert [uri.rpartition("/data/")[2] for key in ("train", "corpus") for uri in data[key][1:]] == ["input/", "corpus/"]
 
 
 def test_a_run_resumes_with_the_input_that_it_had(state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:

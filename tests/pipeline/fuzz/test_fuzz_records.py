@@ -21,7 +21,7 @@ from pipeline.dataset.parts import PartRecord
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.host.supervisor import PlanNumbers
 from pipeline.model.folder import inspect_folder
-from pipeline.model.weights import weight_files
+from pipeline.model.inventory import weight_files
 from pipeline.plan import RunPlan
 from pipeline.run.registry import read_pointer
 from pipeline.stages import report

@@ -21,7 +21,7 @@ from pipeline.contract import RunPaths, Stage
 from pipeline.errors import ExitCode, UnhealthyHost
 from pipeline.health import neuron_host
 from pipeline.health.quick import meet_graphs, quick_check
-from pipeline.health.records import NodeReport, TestRecord
+from pipeline.health.results import NodeReport, TestRecord
 from pipeline.host.ranks import free_port
 from pipeline.run.context import StageContext
 from pipeline.run.heartbeat import Heartbeat

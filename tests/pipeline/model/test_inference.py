@@ -129,13 +129,22 @@ def test_embeddings_come_in_the_order_of_the_input(tmp_path: Path, device: Devic
     encoder = make_model(tmp_path / "model").eval()
     texts = token_lists([3, 30, 8, 1, 17, 9, 16, 31, 5])
     done: list[int] = []
-    embeddings = encode(encoder, device, texts, (8, 16, 32), 48, on_progress=done.append).embeddings
+    shares: list[float] = []
+
+    def on_progress(count: int, share: float) -> None:
+        done.append(count)
+        shares.append(share)
+
+    embeddings = encode(encoder, device, texts, (8, 16, 32), 48, on_progress=on_progress).embeddings
     with torch.no_grad():
         expected = torch.cat([encoder(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long)) for text in texts])
     torch.testing.assert_close(embeddings, expected, rtol=0, atol=1e-5)
     assert embeddings.dtype == torch.float32
     assert done == sorted(done)
     assert done[-1] == len(texts)
+    plan = plan_batches(np.array([len(text) for text in texts]), (8, 16, 32), 48, static=False)
+    computed = np.cumsum([batch.slots * batch.length for batch in plan])
+    assert shares == (computed / computed[-1]).tolist()
     embeddings.requires_grad_().sum().backward()  # an ordinary tensor
 
 
@@ -182,7 +191,7 @@ def test_equal_token_lists_are_computed_once(tmp_path: Path, device: Device) -> 
         return encoder(tokens, mask)
 
     done: list[int] = []
-    found = encode(counting, device, texts, (8, 16, 32), 32, on_progress=done.append)
+    found = encode(counting, device, texts, (8, 16, 32), 32, on_progress=lambda count, _: done.append(count))
     assert sum(seen) == 3
     assert done[-1] == 6
     assert (found.tokens, found.slots >= found.tokens) == (42, True)

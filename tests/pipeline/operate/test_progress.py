@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from datetime import datetime, timedelta, timezone
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from pipeline.commands.terminal import clock
 from pipeline.contract import Stage, StageResult
+from pipeline.model.inference import plan_batches
 from pipeline.operate import progress
 from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker
 from pipeline.operate.run_files import LocalFiles
@@ -103,24 +107,22 @@ def test_the_end_of_the_execution_ends_what_runs(tmp_path: Path) -> None:
     assert states(tracker) == {"compile": "done", "train": "failed"}
 
 
-def test_a_running_stage_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moment = 100.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: moment)
+def test_a_running_stage_says_how_far_it_is(tmp_path: Path) -> None:
     tracker = Tracker(LocalFiles(tmp_path))
     events = history("train")
     tracker.update(events)
     assert tracker.lines[Stage.TRAIN].doing == "starting"
-    write_progress(tmp_path, Stage.TRAIN, 0, done=100, total=400, unit="pairs", rate=93.25, note="training")
+    write_progress(tmp_path, Stage.TRAIN, 0, done=100, total=400, unit="pairs", rate=93.25, note="training", time=100.0)
     write_progress(tmp_path, Stage.TRAIN, 1, done=99, total=400, unit="pairs", rate=93.25, note="training")
     tracker.update(events)
     assert tracker.lines[Stage.TRAIN].doing == "100/400, 93.2 pairs/s, training"
-    moment += 20
     later = START + timedelta(seconds=20)
-    write_progress(tmp_path, Stage.TRAIN, 0, later, done=200, total=400, unit="pairs", rate=90, note="training")
+    write_progress(tmp_path, Stage.TRAIN, 0, later, done=200, total=400, unit="pairs", rate=90, note="training", time=120.0)
     tracker.update(events)
     ended = {"startedAt": millis(-60), "stoppedAt": millis(-30)}
     tracker.take_job(job("RUNNING", started=-20, attempts=[ended]), START)
     assert tracker.lines[Stage.TRAIN].doing == "attempt 2: 200/400, 90.0 pairs/s, 0:40 left, training"
+    assert tracker.lines[Stage.TRAIN].share == 0.5
 
 
 def test_array_children_are_summed_and_old_files_are_not_counted(tmp_path: Path) -> None:
@@ -130,6 +132,61 @@ def test_array_children_are_summed_and_old_files_are_not_counted(tmp_path: Path)
     write_progress(tmp_path, Stage.EMBED, 2, START - timedelta(minutes=1), done=50, total=50, unit="documents", rate=5)
     tracker.update(history("embed"))
     assert tracker.lines[Stage.EMBED].doing == "20/100, 10.0 documents/s, embedding"
+
+
+def test_children_of_different_work_add_up_and_the_slowest_one_gives_the_remaining_time(tmp_path: Path) -> None:
+    tracker = Tracker(LocalFiles(tmp_path))
+
+    def report(second: int, *works: tuple[int, int]) -> str:
+        for child, (work, total_work) in enumerate(works):
+            moment = START + timedelta(seconds=second)
+            record = {"done": work // 10, "total": 50, "work": work, "total_work": total_work, "time": float(second)}
+            write_progress(tmp_path, Stage.EMBED, child, moment, **record)
+        tracker.update(history("embed"))
+        return tracker.lines[Stage.EMBED].doing
+
+    assert report(0, (0, 400), (0, 1600)) == "0/100"
+    assert report(10, (100, 400), (200, 1600)) == "30/100, 1:10 left"
+    assert tracker.lines[Stage.EMBED].share == 300 / 2000
+    assert report(40, (400, 400), (800, 1600)) == "120/100, 0:40 left"
+    # A child that starts over has no pace yet, and so the stage has none.
+    assert report(50, (400, 400), (0, 1600)) == "40/100"
+    assert report(90, (400, 400), (1600, 1600)) == "200/100"
+    assert tracker.lines[Stage.EMBED].share == 1
+
+
+def remaining_times(folder: Path, *, by_work: bool) -> list[tuple[float, float]]:
+    """The shown and the true remaining seconds of an embed stage whose longest texts go first, from its record of every second.
+
+    A batch takes 0.1 ms per padded token, more for long texts, whose attention grows with the square of the length, and 2 ms.
+    """
+    lengths = np.random.default_rng(0).lognormal(3.5, 0.8, 12_000).clip(3, 256).astype(np.int64)
+    plan = plan_batches(lengths, (256,), 4096, static=False)
+    padded = np.array([batch.slots * batch.length for batch in plan])
+    ends = np.cumsum(padded * 1e-4 * (1 + np.array([batch.length for batch in plan]) / 2048) + 2e-3)
+    rows, work = np.cumsum([batch.slots for batch in plan]), np.cumsum(padded)
+    tracker, found = Tracker(LocalFiles(folder)), []
+    for second in range(1, int(ends[-1])):
+        batch = int(np.searchsorted(ends, second))
+        counted = {"work": int(work[batch]), "total_work": int(work[-1])} if by_work else {}
+        moment = START + timedelta(seconds=second)
+        record = {"done": int(rows[batch]), "total": len(lengths), "time": float(ends[batch]), **counted}
+        write_progress(folder, Stage.EMBED, 0, moment, **record)
+        tracker.update(history("embed"))
+        if shown := re.search(r"(\d+):(\d\d) left", tracker.lines[Stage.EMBED].doing):
+            minutes, seconds = map(int, shown.groups())
+            found.append((60.0 * minutes + seconds, float(ends[-1] - ends[batch])))
+    return found
+
+
+def test_the_remaining_time_is_right_although_the_longest_texts_go_first(tmp_path: Path) -> None:
+    times = remaining_times(tmp_path / "work", by_work=True)
+    assert len(times) > 40
+    # Within a tenth from the third second on, and never more than a second up.
+    assert [(shown, true) for shown, true in times[1:] if abs(shown - true) > 0.1 * true + 1] == []
+    assert all(after <= before + 1 for (before, _), (after, _) in pairwise(times[1:]))
+    by_rows = remaining_times(tmp_path / "rows", by_work=False)
+    assert max(shown / true for shown, true in by_rows[1:]) > 2
 
 
 def test_plain_lines_say_each_change_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +231,24 @@ def test_the_live_table_shows_every_stage(tmp_path: Path) -> None:
     assert "skipped: nothing to compile" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "✓" in text
     assert "✗" in text
+
+
+def test_the_live_table_stays_in_place_with_a_bar_for_the_running_stage(tmp_path: Path) -> None:
+    tracker = Tracker(LocalFiles(tmp_path))
+    events = history("prepare", "embed")
+    heights = set()
+    for done in (0, 25, 75, 100):
+        write_progress(tmp_path, Stage.EMBED, 0, START + timedelta(seconds=done + 2), done=done, total=100, unit="documents")
+        tracker.update(events)
+        console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+        display = LiveDisplay(console)
+        display.show(tracker)
+        lines = console.render_lines(display.get_renderable())
+        heights.add(len(lines))
+        [embed] = [text for line in lines if "embed" in (text := "".join(segment.text for segment in line))]
+        assert embed.count("━") == done // 5
+        assert f"{done}/100" in embed
+    assert heights == {len(Stage)}
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (7.6, "0:08"), (750, "12:30"), (3723, "1:02:03"), (-1, "0:00")])

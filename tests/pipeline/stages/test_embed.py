@@ -412,6 +412,21 @@ def test_texts_of_hits_are_found_behind_documents_without_an_embedding(plan_run:
     assert all(dict(run.texts)[hit.id] == hit.text for hit in hits)
 
 
+def test_progress_counts_tokens_as_the_longest_texts_go_first(plan_run: Any, heartbeats: Any) -> None:
+    run = plan_run(children=1, part_rows=50)
+    context = run.context(Stage.EMBED)
+    found = heartbeats(context)
+    output = embed.run(context)
+    beats = [beat for beat in found if beat["note"] == "embedding"]
+    assert [beat["work"] for beat in beats] == sorted(beat["work"] for beat in beats)
+    assert beats[-1]["done"] == beats[-1]["total"] == 100
+    assert beats[-1]["work"] == beats[-1]["total_work"] == output.metrics["tokens"]
+    # The first window knows its own texts and takes them for the mean of all.
+    first = [beat for beat in beats if beat["done"] <= 50]
+    assert first[-1]["work"] == pytest.approx(first[-1]["total_work"] / 2)
+    assert first[0]["work"] / first[0]["total_work"] > first[0]["done"] / 100
+
+
 # ---- the same child, more than once ----------------------------------------------------------------------------------
 
 

@@ -57,6 +57,22 @@ def test_equal_models_are_accepted(plan_run: Any, cloudwatch: Any) -> None:
     assert {locale for _, locale in values.queries} == {"de", "en", None}
 
 
+def test_progress_counts_the_tokens_of_all_models(plan_run: Any, heartbeats: Any) -> None:
+    run = plan_run()
+    context = run.context(Stage.EVALUATE)
+    found = heartbeats(context)
+    evaluate.run(context)
+    beats = [beat for beat in found if "encoding" in beat["note"]]
+    holdout = evaluate.read_holdout(run.context(Stage.EVALUATE))
+    tokens = sum(map(len, [*holdout.candidates, *holdout.queries]))
+    assert {beat["total_work"] for beat in beats} == {2 * tokens}
+    assert [beat["work"] for beat in beats] == sorted(beat["work"] for beat in beats)
+    assert beats[-1]["work"] == pytest.approx(2 * tokens)
+    parent = [beat for beat in beats if "parent" in beat["note"]]
+    assert parent[-1]["work"] == pytest.approx(tokens)
+    assert parent[0]["work"] / tokens > parent[0]["done"] / parent[0]["total"]
+
+
 def test_worse_model_is_refused_with_exit_0(plan_run: Any) -> None:
     run = plan_run(model_seed=7, settings={"gate": {"max_drop": 0.0}})
     parent = store.read_bytes(store.join(run.plan.parent.folder, "model.safetensors"))

@@ -323,8 +323,8 @@ def test_evaluate_compares_both_models_through_traces(trained_run: Any, tmp_path
     assert metrics["graphs"] == {"compiled": 0, "new": 0, "last_compiled_step": 0, "fallbacks": {}}
     context = context_of(paths, Stage.EVALUATE, tmp_path)
     holdout, device = evaluate.read_holdout(context), open_device("cpu", "fp32", RankWorld())
-    for name, folder in (("baseline", plan.parent.folder), ("new", paths.model)):
-        expected = evaluate.measure(context, device, holdout, name, folder)
+    for measured, name, folder in (("parent", "baseline", plan.parent.folder), ("new", "new", paths.model)):
+        expected = evaluate.measure(context, device, holdout, measured, folder)
         assert metrics[name]["mrr@10"] == pytest.approx(expected["mrr@10"].mean(), abs=1e-6)
     assert metrics["new"]["mrr@10"] != metrics["baseline"]["mrr@10"]
 
