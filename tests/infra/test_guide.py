@@ -32,7 +32,7 @@ from infra.doctor import check_deployed
 from infra.local.demo import Pair
 from infra.settings import Settings
 from pipeline.cli import app
-from pipeline.config import RunConfig, RunInput, build_config, merge
+from pipeline.config import RunConfig, RunInput, build_config, merge, parse_settings
 from pipeline.dataset.rows import TrainingRow, read_training_rows
 from pipeline.errors import BadConfig
 
@@ -275,7 +275,7 @@ def test_commands_that_are_wrong_are_found() -> None:
 
 
 def is_field(section: Any, path: str) -> bool:
-    """Whether a dotted path names a setting; what is below a free-form `config` names one of a run's."""
+    """Whether a dotted path names a setting, or a key of a free map; what is below a free-form `config` names one of a run's."""
     name, _, rest = path.partition(".")
     if section is Settings and name == "config" and rest:
         return is_run_setting(rest)
@@ -283,6 +283,8 @@ def is_field(section: Any, path: str) -> bool:
     if name not in fields:
         return False
     if not rest:
+        return True
+    if fields[name].annotation == dict[str, str]:
         return True
     kinds = (fields[name].annotation, *getattr(fields[name].annotation, "__args__", ()))
     return any(is_field(kind, rest) for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
@@ -398,15 +400,17 @@ def test_the_first_week_s_script_writes_rows_that_its_configuration_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("demo/pairs").mkdir(parents=True)
+    Path("sample/pairs").mkdir(parents=True)
     for week in range(4):
         pairs = [Pair(f"id-{week}-{row}", f"query {row}", f"document {week} {row},\nsecond line") for row in range(5)]
-        Path(f"demo/pairs/week-{week}.jsonl.gz").write_bytes(
+        Path(f"sample/pairs/week-{week}.jsonl.gz").write_bytes(
             gzip.compress("".join(json.dumps(asdict(pair)) + "\n" for pair in pairs).encode())
         )
     exec(SCRIPTS["make_pairs.py"], {})
-    [example] = [yaml.safe_load(block) for block in blocks(PAGES[ROOT / "docs/first-week.md"], "yaml") if "model:" in block]
-    read = {path.name: list(read_training_rows(str(path), build_config(example).data.columns)) for path in tmp_path.glob("*.csv")}
+    [typed] = {line for line in COMMANDS if line.startswith("trnpipe init ") and "columns" in line}
+    given = [value for option, value in pairwise(shlex.split(typed)) if option == "--set"]
+    columns = parse_settings(given)["data"]["columns"]
+    read = {path.name: list(read_training_rows(str(path), columns)) for path in tmp_path.glob("*.csv")}
     assert {name: len(rows) for name, rows in read.items()} == {"pairs.csv": 10, "next-week.csv": 5, "broken-week.csv": 5}
     assert all(isinstance(row, TrainingRow) for rows in read.values() for row in rows)
     right, wrong = read["next-week.csv"][0], read["broken-week.csv"][0]
