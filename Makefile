@@ -2,8 +2,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup local parity test test-long chaos bench check docs site images images-check mirror lock clean
 
+SUPPORTED := import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
-	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
+	$$name -c '$(SUPPORTED)' 2>/dev/null && { echo $$name; break; }; done)
 VENV := .venv
 UV := uv==0.13.8
 
@@ -13,7 +14,8 @@ help: ## Show this list
 setup: $(VENV)/ready ## Create the virtual environment with the locked dependencies
 
 $(VENV)/ready: requirements.lock pyproject.toml
-	@test -n "$(PYTHON)" || { echo "trnpipe needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=/path/to/python"; exit 64; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
+		echo "trnpipe needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=/path/to/python"; exit 64; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(UV)"
 	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --require-hashes -r requirements.lock

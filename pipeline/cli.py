@@ -79,6 +79,7 @@ def local(
     demo run releases the next weekly shard.
     """
     from infra.local.run import LocalRequest, run_local
+    from pipeline.model.inventory import check_local_model
 
     request = LocalRequest.of(
         state,
@@ -92,6 +93,8 @@ def local(
         device=device,
         run=run,
     )
+    if request.model is not None:
+        check_local_model(request.model, request.config.model.base)
     if request.config.run is None and not request.demo:
         from pipeline.commands.first_rows import check_first_rows
 
@@ -420,12 +423,16 @@ def plan(
     choice, and what would break first at that size. Ends with 64 and a change that helps if the plan cannot fit; prepare refuses
     the same plans.
     """
+    from pipeline.allowed_uris import is_s3
     from pipeline.config import load_config_file, parse_settings
     from pipeline.contract import check_run_folder
+    from pipeline.model.inventory import local_model
 
     layers = [load_config_file(config) if config else {}, parse_settings(settings or []), {"nodes": nodes} if nodes else {}]
     if run:
         check_run_folder(run)
+    if parent and not is_s3(parent):
+        local_model(parent)
     # Errors in options appear at once: large libraries are loaded only here.
     from rich.console import Console
 
