@@ -3,11 +3,13 @@ every alarm has its section."""
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -27,9 +29,11 @@ from infra import runbook
 from infra.app import CDK
 from infra.cdk_context import read_context, read_settings
 from infra.doctor import check_deployed
+from infra.local.demo import Pair
 from infra.settings import Settings
 from pipeline.cli import app
-from pipeline.config import RunConfig, RunInput, build_config, merge
+from pipeline.config import RunConfig, RunInput, build_config, merge, parse_settings
+from pipeline.dataset.rows import TrainingRow, read_training_rows
 from pipeline.errors import BadConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,7 +275,7 @@ def test_commands_that_are_wrong_are_found() -> None:
 
 
 def is_field(section: Any, path: str) -> bool:
-    """Whether a dotted path names a setting; what is below a free-form `config` names one of a run's."""
+    """Whether a dotted path names a setting, or a key of a free map; what is below a free-form `config` names one of a run's."""
     name, _, rest = path.partition(".")
     if section is Settings and name == "config" and rest:
         return is_run_setting(rest)
@@ -279,6 +283,8 @@ def is_field(section: Any, path: str) -> bool:
     if name not in fields:
         return False
     if not rest:
+        return True
+    if fields[name].annotation == dict[str, str]:
         return True
     kinds = (fields[name].annotation, *getattr(fields[name].annotation, "__args__", ()))
     return any(is_field(kind, rest) for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
@@ -381,6 +387,35 @@ def test_blocks_that_are_wrong_are_found() -> None:
     text = "- a\n\n    ```yaml\n    nodes: 1\n    ```\n```sh\ntrnpipe\n```\n"
     assert list(blocks(text, "yaml")) == ["nodes: 1\n"]
     assert list(blocks(text, "sh")) == ["trnpipe\n"]
+
+
+def test_every_section_of_a_report_is_explained() -> None:
+    template = (ROOT / "pipeline/stages/report.html.j2").read_text(encoding="utf-8")
+    sections = re.findall(r"<h2>([^<{]+)</h2>", template)
+    assert len(sections) > 6
+    assert [name for name in sections if name not in PAGES[ROOT / "docs/report.md"]] == []
+
+
+def test_the_first_week_s_script_writes_rows_that_its_configuration_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sample/pairs").mkdir(parents=True)
+    for week in range(4):
+        pairs = [Pair(f"id-{week}-{row}", f"query {row}", f"document {week} {row},\nsecond line") for row in range(5)]
+        Path(f"sample/pairs/week-{week}.jsonl.gz").write_bytes(
+            gzip.compress("".join(json.dumps(asdict(pair)) + "\n" for pair in pairs).encode())
+        )
+    exec(SCRIPTS["make_pairs.py"], {})
+    [typed] = {line for line in COMMANDS if line.startswith("trnpipe init ") and "columns" in line}
+    given = [value for option, value in pairwise(shlex.split(typed)) if option == "--set"]
+    columns = parse_settings(given)["data"]["columns"]
+    read = {path.name: list(read_training_rows(str(path), columns)) for path in tmp_path.glob("*.csv")}
+    assert {name: len(rows) for name, rows in read.items()} == {"pairs.csv": 10, "next-week.csv": 5, "broken-week.csv": 5}
+    assert all(isinstance(row, TrainingRow) for rows in read.values() for row in rows)
+    right, wrong = read["next-week.csv"][0], read["broken-week.csv"][0]
+    assert (right.id, right.query, right.document) == ("id-2-0", "query 0", "document 2 0,\nsecond line")
+    assert (wrong.id, wrong.query, wrong.document) == ("id-3-1", "query 0", "document 3 1,\nsecond line")
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:

@@ -231,7 +231,7 @@ def test_what_checkpoints_cost_training(plan_run: Any) -> None:
     stalled = {"checkpoints": 4, "checkpoint_stall_seconds": 1.5, "checkpoint_stall_share": 0.0021}
     run.finish(Stage.TRAIN, StageOutput(metrics=stalled))
     text = page_of(run).text
-    assert "4 checkpoints were written" in text
+    assert "Checkpoints: 4. Training stalled for them for" in text
     assert "1.50 s, 0.21 % of its time" in text
 
 
