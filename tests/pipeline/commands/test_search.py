@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -138,7 +139,8 @@ def test_queries_from_standard_input_share_one_model(plan_run: Any, tmp_path: Pa
 def test_an_answer_is_there_before_the_next_query(plan_run: Any, tmp_path: Path) -> None:
     run = published(plan_run, str(tmp_path / "bucket"))
     command = [sys.executable, "-m", "pipeline.cli", "search", "-", "-n", "1", "--json", "--state", str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for _, text in run.texts[:2]:
