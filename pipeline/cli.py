@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from pipeline.contract import Stage
-from pipeline.errors import ExitCode, TrnpipeError, plain
+from pipeline.errors import ExitCode, TrnpipeError
 
 DEFAULT_STATE = Path(".trnpipe")
 DEFAULT_STACK = "trnpipe"
@@ -251,28 +251,27 @@ def stage(
 
 @app.command()
 def search(
-    query: Annotated[str, typer.Argument(help="Text to search for.")],
+    query: Annotated[str, typer.Argument(help="Text to search for; - reads queries from standard input, one per line.")],
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many documents.")] = 5,
+    locale: Annotated[str | None, typer.Option("--locale", help="Only documents of this locale.")] = None,
     registry: Annotated[str, typer.Option("--registry", help="Name under which the embeddings were published.")] = "current",
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
     state: StateOption = DEFAULT_STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per hit.")] = False,
 ) -> None:
     """Search the published embeddings."""
-    from pipeline.commands.search import search as find
-
-    hits = find(query, bucket=bucket, state=state, registry=registry, count=count)
-    if as_json:
-        for hit in hits:
-            typer.echo(json.dumps({"id": hit.id, "score": hit.score, "text": hit.text}, ensure_ascii=False))
-        return
     from rich.console import Console
-    from rich.text import Text
 
-    console = Console()
-    for hit in hits:
-        console.print(Text.assemble((f"{hit.score:6.3f}", "bold green"), "  ", (plain(hit.id), "bold")), soft_wrap=True)
-        console.print(Text("        " + plain(" ".join(hit.text.split())), style="dim"), no_wrap=True, overflow="ellipsis")
+    from pipeline.commands import search as searching
+
+    several = query == "-"
+    given = [searching.check_query(query)] if not several else (line.decode(errors="replace") for line in sys.stdin.buffer)
+    with Console(stderr=True).status("opening the embeddings"):
+        searcher = searching.open_search(bucket=bucket, state=state, registry=registry, locale=locale)
+    console, text = Console(), ""
+    for text in filter(str.strip, given):
+        searching.show(searcher.find(text.strip(), count), console, heading=several, as_json=as_json)
+    searching.check_query(text)
 
 
 @app.command()
