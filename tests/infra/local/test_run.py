@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ def execution_input(state: Path) -> dict[str, Any]:
         ({"inputs": (Path("absent.jsonl"),)}, MissingInput, "absent.jsonl"),
         ({"inputs": (Path("/etc/hostname"),)}, BadConfig, "jsonl.gz"),
         ({"config_file": Path("absent.yaml")}, MissingInput, "absent.yaml"),
+        ({"demo_size": "S", "settings": ('data.train=["a"]',)}, BadConfig, "the demo brings its own data"),
     ],
 )
 def test_mistakes_are_answered_before_anything_starts(
@@ -170,6 +173,37 @@ def test_the_demos_model_is_the_initial_one(state: Path, shard: Path, monkeypatc
     monkeypatch.setattr(demo, "initial_folder", lambda: Path("/demo"))
     assert run(state, monkeypatch, inputs=(shard,)) == 0
     assert execution_input(state)["model"] == {"initial": "/demo"}
+
+
+def test_a_demo_size_and_own_data_are_refused(tmp_path: Path, shard: Path) -> None:
+    with pytest.raises(BadConfig, match="the demo brings its own data") as refused:
+        LocalRequest.of(tmp_path / "state", inputs=(shard,), demo_size="S")
+    assert refused.value.value == "--demo S and --input"
+
+
+def test_the_demo_s_second_week_has_the_size_of_the_first(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [demo.Pair(f"id{number}", f"query {number}", f"document {number}") for number in range(200)]
+    monkeypatch.setattr(demo, "read_pairs", lambda: pairs)
+    monkeypatch.setattr(demo, "measure_gflops", lambda: 500.0)
+    monkeypatch.setitem(demo.SIZES, "M", replace(demo.SIZES["M"], rows=130))
+    assert run(state, monkeypatch) == 0
+    released = sorted((state / "bucket/data/demo").iterdir())
+    assert len(released) == demo.FIRST_RUN_WEEKS
+    monkeypatch.setattr(demo, "measure_gflops", lambda: 1.0)
+    with pytest.raises(BadConfig, match="another size"):
+        run(state, monkeypatch, demo_size="S")
+    assert run(state, monkeypatch) == 0
+    assert sorted((state / "bucket/data/demo").iterdir()) == [*released, state / "bucket/data/demo/week-14.jsonl.gz"]
+    assert sum(len(gzip.decompress(path.read_bytes()).splitlines()) for path in (state / "demo").glob("week-*.jsonl.gz")) == 130
+    for path in (state / "bucket/runs").glob("*/input.json"):
+        given = json.loads(path.read_text())["execution"]
+        assert given.keys() == {*demo.SIZES["M"].config, "model"}
+        assert given["train"] == demo.SIZES["M"].config["train"]
+    text = capsys.readouterr().out
+    assert "demo size M, because this machine computes 500 GFLOP/s" in text
+    assert "demo size M, as in earlier weeks" in text
 
 
 def test_sigterm_stops_everything_whatever_the_users_aws_profile(state: Path, shard: Path, tmp_path: Path) -> None:
