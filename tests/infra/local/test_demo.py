@@ -59,7 +59,7 @@ def test_nothing():
 }
 
 
-def test_the_first_deployment_runs_the_demo_as_a_laptop_does() -> None:
+def test_the_first_deployment_runs_the_demo_in_size_m() -> None:
     config = yaml.safe_load((ENVIRONMENTS / "smoke.yaml").read_text())["config"]
     for section, values in demo.SIZES["M"].config.items():
         assert values.items() <= config[section].items(), section
