@@ -11,7 +11,7 @@ import gc
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -69,6 +69,10 @@ def local(
         str | None,
         typer.Option("--device", help="Device type: auto, cpu, cuda, xla (torch-xla on this CPU) or neuron (auto)."),
     ] = None,
+    demo: Annotated[
+        Literal["S", "M", "L"] | None,
+        typer.Option("--demo", case_sensitive=False, help="Size of the demo; by default what suits this machine's speed."),
+    ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to resume.")] = None,
     state: StateOption = DEFAULT_STATE,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")] = False,
@@ -91,6 +95,7 @@ def local(
         config_file=config,
         nodes=nodes,
         device=device,
+        demo_size=demo,
         run=run,
     )
     if request.model is not None:

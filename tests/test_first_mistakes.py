@@ -199,6 +199,9 @@ MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
     (f"{GOOD} --nodes 0", 64, ("--nodes",)),
     (f"{GOOD} --device gpu", 64, ("device.kind = 'gpu'", "'cuda'")),
     ("local --config absent.yaml", 66, ("the configuration file does not exist", "absent.yaml", "check the path")),
+    (f"{GOOD} --demo S", 64, ("the demo brings its own data", "--demo S and --input", "leave one of them out")),
+    ("local --demo S --set data.train=[good.jsonl]", 64, ("the demo brings its own data", "--demo S and data.train")),
+    ("local --demo XL", 64, ("--demo", "S")),
     ("local --inputs good.jsonl", 64, ("--inputs", "--input")),
     ("locale", 64, ("No such command", "local")),
 ]

@@ -29,6 +29,7 @@ from pipeline.operate.endpoint import NO_USER_FILES, only_environment
 
 if TYPE_CHECKING:
     from infra.local.batch import BatchRunner
+    from infra.local.demo import DemoSize
     from infra.local.server import LocalEndpoint
     from infra.local.template import LocalStack
     from pipeline.contract import StageFailure
@@ -52,14 +53,11 @@ ONE_NODE_KINDS = ("xla", "neuron")
 """Kinds of device that have one rank in all: their default is one node."""
 
 
-def run_local(
-    request: LocalRequest, *, plain: bool = False, demo_rows: int | None = None, program: tuple[str, ...] | None = None
-) -> int:
+def run_local(request: LocalRequest, *, plain: bool = False, program: tuple[str, ...] | None = None) -> int:
     """Run the pipeline once on this machine.
 
     Args:
         plain: print lines even on a terminal.
-        demo_rows: at most this many rows of text in the demo; None: all there are.
         program: replaces `trnpipe` in the jobs' commands; None: this installation.
 
     Returns:
@@ -80,7 +78,7 @@ def run_local(
     try:
         # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
         with only_environment(NO_USER_FILES), owned(request.state):
-            return _run(request, plain, demo_rows, program)
+            return _run(request, plain, program)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except _Terminated:
@@ -100,6 +98,7 @@ class LocalRequest:
         training, corpus: shard files to put into the bucket.
         demo: whether the demo's data is used.
         model: URI of the model to continue from; None: the published one, or that of the run to resume.
+        demo_size: name of the demo's size; None: remembered, or chosen by the machine's speed.
     """
 
     state: Path
@@ -109,6 +108,7 @@ class LocalRequest:
     corpus: tuple[Path, ...]
     demo: bool
     model: str | None
+    demo_size: str | None
 
     @classmethod
     def of(
@@ -124,6 +124,7 @@ class LocalRequest:
         nodes: int | None = None,
         device: str | None = None,
         run: str | None = None,
+        demo_size: str | None = None,
     ) -> LocalRequest:
         """Check the options of the command.
 
@@ -137,6 +138,7 @@ class LocalRequest:
             nodes: of the gang; None: as configured.
             device: kind of device; None: as configured.
             run: id of an earlier run to resume.
+            demo_size: name of the demo's size; None: remembered, or chosen by the machine's speed.
 
         Raises:
             BadConfig: options, configuration or a state folder that cannot work.
@@ -169,6 +171,12 @@ class LocalRequest:
                 rule="one GPU per rank",
                 remedy="leave --device out: auto takes what there is; if there is a GPU, install its driver",
             )
+        if demo_size and (inputs or config.data.train):
+            raise BadConfig(
+                "the demo brings its own data",
+                value=f"--demo {demo_size} and {'--input' if inputs else 'data.train'}",
+                remedy="leave one of them out",
+            )
         training, model = tuple(find_inputs(inputs)), None
         if run is None:
             # Those that jobs read where they are, which prepare would refuse as well.
@@ -184,6 +192,7 @@ class LocalRequest:
             corpus=tuple(find_inputs(corpus)),
             demo=not training and not config.data.train,
             model=model,
+            demo_size=demo_size,
         )
 
     def files(self) -> tuple[list[str], list[str], list[str] | None]:
@@ -224,7 +233,7 @@ def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
     return earlier
 
 
-def _run(request: LocalRequest, plain: bool, demo_rows: int | None, program: tuple[str, ...] | None) -> int:
+def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) -> int:
     # From here on large libraries are loaded; mistakes have been answered before.
     from rich.console import Console
 
@@ -233,6 +242,8 @@ def _run(request: LocalRequest, plain: bool, demo_rows: int | None, program: tup
     console = Console()
     state = request.state
     _say(console, f"state folder: {state}")
+    released = _names(state / "bucket/data/demo")
+    size = demo.choose_size(state / "demo", released, request.demo_size, partial(_say, console)) if request.demo else None
     _say(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
     allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -241,13 +252,13 @@ def _run(request: LocalRequest, plain: bool, demo_rows: int | None, program: tup
         from infra.local.server import load_services
 
         load_services()
-        weeks = demo.weekly_shards(state / "demo", rows=demo_rows) if request.demo else []
+        weeks = demo.weekly_shards(state / "demo", rows=size.rows) if size else []
         stack = read_stack(synthesis.result())
     with _endpoint(request, stack, program) as endpoint:
-        training = demo.next_weeks(weeks, _names(state / "bucket/data/demo")) if request.demo else list(request.training)
+        training = demo.next_weeks(weeks, released) if request.demo else list(request.training)
         _put_files(endpoint, stack, state, training, "data/demo" if request.demo else INPUT)
         _put_files(endpoint, stack, state, request.corpus, "data/corpus")
-        execution_input = _execution_input(request, stack)
+        execution_input = _execution_input(request, stack, size)
         # Once more, with everything: what prepare would find only after the start.
         build_config(DEPLOYMENT_CONFIG, execution_input)
         return _execute(request, stack, endpoint, execution_input, console, plain)
@@ -324,14 +335,14 @@ def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...]
     return LocalEndpoint(stack, request.state, runner)
 
 
-def _execution_input(request: LocalRequest, stack: LocalStack) -> dict[str, Any]:
+def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | None) -> dict[str, Any]:
     """The input of the execution: the user's configuration over the values that a local run fills in."""
     if request.config.run is not None:
         return request.given
     root = f"s3://{stack.bucket}"
     filled: dict[str, Any] = {}
-    if request.demo:
-        filled = merge(demo.CONFIG, {"data": {"train": [f"{root}/data/demo/"]}})
+    if size:
+        filled = merge(size.config, {"data": {"train": [f"{root}/data/demo/"]}})
     # What the options name is beside what the configuration names.
     named: dict[str, Any] = {}
     if request.training:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 from infra.local import demo
 from infra.local.run import DEPLOYMENT_CONFIG, LocalRequest, run_local
 from infra.local.template import read_stack
-from pipeline.errors import MissingInput
+from pipeline.errors import BadConfig, MissingInput
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("stage_program.py")))
 
@@ -171,6 +173,31 @@ def test_the_demos_model_is_the_initial_one(state: Path, shard: Path, monkeypatc
     monkeypatch.setattr(demo, "initial_folder", lambda: Path("/demo"))
     assert run(state, monkeypatch, inputs=(shard,)) == 0
     assert execution_input(state)["model"] == {"initial": "/demo"}
+
+
+def test_the_demo_s_second_week_has_the_size_of_the_first(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [demo.Pair(f"id{number}", f"query {number}", f"document {number}") for number in range(200)]
+    monkeypatch.setattr(demo, "read_pairs", lambda: pairs)
+    monkeypatch.setattr(demo, "measure_gflops", lambda: 500.0)
+    monkeypatch.setitem(demo.SIZES, "M", replace(demo.SIZES["M"], rows=130))
+    assert run(state, monkeypatch) == 0
+    released = sorted((state / "bucket/data/demo").iterdir())
+    assert len(released) == demo.FIRST_RUN_WEEKS
+    monkeypatch.setattr(demo, "measure_gflops", lambda: 1.0)
+    with pytest.raises(BadConfig, match="another size"):
+        run(state, monkeypatch, demo_size="S")
+    assert run(state, monkeypatch) == 0
+    assert sorted((state / "bucket/data/demo").iterdir()) == [*released, state / "bucket/data/demo/week-14.jsonl.gz"]
+    assert sum(len(gzip.decompress(path.read_bytes()).splitlines()) for path in (state / "demo").glob("week-*.jsonl.gz")) == 130
+    for path in (state / "bucket/runs").glob("*/input.json"):
+        given = json.loads(path.read_text())["execution"]
+        assert given.keys() == {*demo.SIZES["M"].config, "model"}
+        assert given["train"] == demo.SIZES["M"].config["train"]
+    text = capsys.readouterr().out
+    assert "demo size M, because this machine computes 500 GFLOP/s" in text
+    assert "demo size M, as in earlier weeks" in text
 
 
 def start(state: Path, shard: Path, script: dict[str, Any], **environment: str) -> subprocess.Popen[str]:

@@ -181,10 +181,23 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
     for name, file in plan.row_files.items():
         assert store.sha256(store.join(bench.paths("first").rows, name)) == file.sha256
     assert output.metrics == {**plan.summary(), "compile": False}
+    assert output.metrics["computes"] == "cpu in fp32"
     assert output.outputs["plan"].sha256 == store.sha256(bench.paths("first").plan)
     result = StageResult.from_json(store.read_bytes(bench.paths("first").result(Stage.PREPARE)))
     assert result.fingerprint == plan.fingerprint
     assert not store.exists(bench.paths("first").quarantine)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "computes"), [(True, "cpu in bf16"), (False, "cpu in fp32: no bf16 instructions, which would about halve the time")]
+)
+def test_the_metrics_say_which_precision_auto_chose_and_why(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, bf16: bool, computes: str
+) -> None:
+    monkeypatch.setattr("pipeline.backends.device.processor_computes_bf16", lambda: bf16)
+    bench.shard("a.jsonl", rows(0, 130))
+    bench.config["device"]["precision"] = "auto"
+    assert bench.start("run").metrics["computes"] == computes
 
 
 def test_there_is_a_part_for_every_rank_of_the_hosts_that_embed(bench: Bench) -> None:
