@@ -65,7 +65,7 @@ LANGUAGES = ("bash", "console", "json", "mermaid", "python", "yaml", "")
 LONGEST_README = 1800
 """Words. What is longer belongs into docs/."""
 
-SYSTEM_PROGRAMS = ("sudo", "curl", "tar", "modinfo", "head")
+SYSTEM_PROGRAMS = ("sudo", "curl", "tar", "modinfo", "head", "psql")
 """Programs of the host; the tests do not know their options."""
 
 CLI_COMMANDS: dict[tuple[str, str], set[str]] = {
@@ -196,13 +196,10 @@ def check_make(words: list[str]) -> None:
         check_trnpipe(["local", *shlex.split(variables.get("ARGS", ""))])
 
 
-SCRIPTS = {
-    name.group(1): block
-    for text in PAGES.values()
-    for block in blocks(text, "python")
-    if (name := re.match(r"# (\w+\.py)\n", block))
-}
-"""Scripts that a page has people write: name, from the first line -> text."""
+SCRIPTS = dict(
+    found for text in PAGES.values() for found in re.findall(r"`(\w+\.py)[^`]*`[^`]*\n```python\n(.*?)```", text, re.DOTALL)
+)
+"""Scripts that a page has people write: name, from the sentence before the block -> text."""
 
 
 def check_python(words: list[str]) -> None:
@@ -239,7 +236,7 @@ def test_what_is_to_be_typed_exists(command: str) -> None:
         source = Path(words[0])
         assert (ROOT / source).is_file() or source.stem in made_environments()
         assert (ROOT / words[1]).parent == ENVIRONMENTS
-    elif program not in ("source", "export", "cd"):
+    elif program not in ("source", "export", "cd", "for", "done"):
         assert program in SYSTEM_PROGRAMS, program
 
 
