@@ -2,22 +2,34 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup local parity test test-long chaos bench check docs site images images-check mirror lock clean
 
+SUPPORTED := import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
-	$$name -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$name; break; }; done)
+	$$name -c '$(SUPPORTED)' 2>/dev/null && { echo $$name; break; }; done)
 VENV := .venv
 UV := uv==0.13.8
+INSTALL = $(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python
+# The lock's own build of torch in .venv unless the caller names another: the default of TORCH_BACKEND below is the images'.
+SETUP_BACKEND := $(TORCH_BACKEND)
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(VENV)/ready ## Create the virtual environment with the locked dependencies
+setup: $(VENV)/ready ## Create the virtual environment with the locked dependencies (TORCH_BACKEND=cpu: torch without CUDA)
 
 $(VENV)/ready: requirements.lock pyproject.toml
-	@test -n "$(PYTHON)" || { echo "trnpipe needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=/path/to/python"; exit 64; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
+		echo "trnpipe needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=/path/to/python"; exit 64; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(UV)"
-	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --require-hashes -r requirements.lock
-	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --no-deps --no-build-isolation -e .
+ifdef SETUP_BACKEND
+	awk '/^[^ ]/ { kept = !/^(torch|triton|nvidia-[^=]*)==/ } kept' requirements.lock > $(VENV)/requirements.lock
+	$(INSTALL) --require-hashes --no-deps -r $(VENV)/requirements.lock
+# Without a hash: the lock has those of the ordinary build, and the CPU build is another file of the same version.
+	$(INSTALL) --no-deps --torch-backend $(SETUP_BACKEND) $(shell sed -nE 's/^(torch==[^ ]+).*/\1/p' requirements.lock)
+else
+	$(INSTALL) --require-hashes -r requirements.lock
+endif
+	$(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
 local: setup ## Run the weekly pipeline on this machine (DEVICE=xla; ARGS="--set train.steps=50" and the like)
@@ -37,8 +49,8 @@ parity: setup ## Train twice from one parent and compare all evaluations (A=cpu-
 	echo '{"id": "one", "text": "Runs are compared by their evaluations, not by their embeddings."}' > $(PARITY)/corpus.jsonl
 	for run in A-$(A) B-$(B); do \
 		device=$${run#*-}; \
-		$(VENV)/bin/trnpipe local --state $(PARITY)/$${run%%-*} --corpus $(PARITY)/corpus.jsonl --nodes 1 --device $${device%-*} \
-			--set device.precision=$${device#*-} $(foreach setting,$(PARITY_SETTINGS),--set '$(setting)') $(ARGS) || exit $$?; \
+		$(VENV)/bin/trnpipe local --state $(PARITY)/$${run%%-*} --corpus $(PARITY)/corpus.jsonl --nodes 1 --demo M \
+			--device $${device%-*} --set device.precision=$${device#*-} $(foreach setting,$(PARITY_SETTINGS),--set '$(setting)') $(ARGS) || exit $$?; \
 	done
 	$(VENV)/bin/trnpipe parity $(PARITY)/A/bucket/runs/* $(PARITY)/B/bucket/runs/*
 

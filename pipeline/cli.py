@@ -11,12 +11,12 @@ import gc
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from pipeline.contract import Stage
-from pipeline.errors import ExitCode, TrnpipeError, plain
+from pipeline.errors import ExitCode, TrnpipeError
 
 DEFAULT_STATE = Path(".trnpipe")
 DEFAULT_STACK = "trnpipe"
@@ -69,6 +69,10 @@ def local(
         str | None,
         typer.Option("--device", help="Device type: auto, cpu, cuda, xla (torch-xla on this CPU) or neuron (auto)."),
     ] = None,
+    demo: Annotated[
+        Literal["S", "M", "L"] | None,
+        typer.Option("--demo", case_sensitive=False, help="Size of the demo; by default what suits this machine's speed."),
+    ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to resume.")] = None,
     state: StateOption = DEFAULT_STATE,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")] = False,
@@ -79,6 +83,7 @@ def local(
     demo run releases the next weekly shard.
     """
     from infra.local.run import LocalRequest, run_local
+    from pipeline.model.inventory import check_local_model
 
     request = LocalRequest.of(
         state,
@@ -90,8 +95,11 @@ def local(
         config_file=config,
         nodes=nodes,
         device=device,
+        demo_size=demo,
         run=run,
     )
+    if request.model is not None:
+        check_local_model(request.model, request.config.model.base)
     if request.config.run is None and not request.demo:
         from pipeline.commands.first_rows import check_first_rows
 
@@ -248,28 +256,27 @@ def stage(
 
 @app.command()
 def search(
-    query: Annotated[str, typer.Argument(help="Text to search for.")],
+    query: Annotated[str, typer.Argument(help="Text to search for; - reads queries from standard input, one per line.")],
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many documents.")] = 5,
+    locale: Annotated[str | None, typer.Option("--locale", help="Only documents of this locale.")] = None,
     registry: Annotated[str, typer.Option("--registry", help="Name under which the embeddings were published.")] = "current",
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
     state: StateOption = DEFAULT_STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per hit.")] = False,
 ) -> None:
     """Search the published embeddings."""
-    from pipeline.commands.search import search as find
-
-    hits = find(query, bucket=bucket, state=state, registry=registry, count=count)
-    if as_json:
-        for hit in hits:
-            typer.echo(json.dumps({"id": hit.id, "score": hit.score, "text": hit.text}, ensure_ascii=False))
-        return
     from rich.console import Console
-    from rich.text import Text
 
-    console = Console()
-    for hit in hits:
-        console.print(Text.assemble((f"{hit.score:6.3f}", "bold green"), "  ", (plain(hit.id), "bold")), soft_wrap=True)
-        console.print(Text("        " + plain(" ".join(hit.text.split())), style="dim"), no_wrap=True, overflow="ellipsis")
+    from pipeline.commands import search as searching
+
+    several = query == "-"
+    given = [searching.check_query(query)] if not several else (line.decode(errors="replace") for line in sys.stdin.buffer)
+    with Console(stderr=True).status("opening the embeddings"):
+        searcher = searching.open_search(bucket=bucket, state=state, registry=registry, locale=locale)
+    console, text = Console(), ""
+    for text in filter(str.strip, given):
+        searching.show(searcher.find(text.strip(), count), console, heading=several, as_json=as_json)
+    searching.check_query(text)
 
 
 @app.command()
@@ -420,12 +427,16 @@ def plan(
     choice, and what would break first at that size. Ends with 64 and a change that helps if the plan cannot fit; prepare refuses
     the same plans.
     """
+    from pipeline.allowed_uris import is_s3
     from pipeline.config import load_config_file, parse_settings
     from pipeline.contract import check_run_folder
+    from pipeline.model.inventory import local_model
 
     layers = [load_config_file(config) if config else {}, parse_settings(settings or []), {"nodes": nodes} if nodes else {}]
     if run:
         check_run_folder(run)
+    if parent and not is_s3(parent):
+        local_model(parent)
     # Errors in options appear at once: large libraries are loaded only here.
     from rich.console import Console
 

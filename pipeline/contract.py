@@ -399,7 +399,7 @@ class RunPaths:
         return f"{self.root}/evaluate/queries.parquet"
 
     def part(self, index: int, count: int) -> str:
-        """One part of the embeddings: Parquet with `id` and `embedding` (fixed-size list)."""
+        """One part of the embeddings: Parquet with `id`, `embedding` (fixed-size list) and `locale`."""
         return f"{self.root}/embed/part-{index:05d}-of-{count:05d}.parquet"
 
     def part_manifest(self, index: int, count: int) -> str:

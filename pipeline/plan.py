@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config import RunConfig
+from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadData
 
 
@@ -302,12 +303,19 @@ class RunPlan(PlanSection):
                 remedy="restore plan.json as prepare wrote it, or start a new run",
             ) from error
 
+    def _computes(self) -> str:
+        """Return device type and precision for people, and what it costs that a host has no instructions for bf16."""
+        chosen = f"{self.world.kind} in {self.world.precision}"
+        lacks_bf16 = self.world.kind in EAGER_KINDS and self.world.precision == "fp32" and self.config.device.precision == "auto"
+        return f"{chosen}: no bf16 instructions, which would about halve the time" if lacks_bf16 else chosen
+
     def summary(self) -> dict[str, Any]:
         """Return the numbers for the state machine and for people (prepare's metrics)."""
         return {
             "nodes": self.world.nodes,
             "device": self.world.kind,
             "precision": self.world.precision,
+            "computes": self._computes(),
             "ranks": self.world.ranks,
             "steps": self.train.steps,
             "new_shards": len(self.train.new),

@@ -33,7 +33,7 @@ INHERITED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "SSL_CERT_FILE",
 )
-INHERITED_PREFIXES = ("LC_", "TRNPIPE_", "NVIDIA_")
+INHERITED_PREFIXES = ("LC_", "TRNPIPE_", "NVIDIA_", "ONEDNN_")
 """Variables of the user's environment that a job process gets. None of AWS: real credentials must never reach a local run."""
 
 

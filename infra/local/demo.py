@@ -2,8 +2,8 @@
 
 Real text, present wherever the demo runs, nothing to download. Files are read with `ast`, never imported. A docstring's
 first line is the query; the rest, under the signature, is the document: a programmer remembers what a function does and looks
-for it. Which rows make up which week is decided by hash, so every machine with the same packages has the same weeks.
-Standard library only.
+for it. Which rows make up which week is decided by hash, so every machine with the same packages has the same weeks. The amount
+of text and of training depends on the demo's size, which a state folder's first run chooses by the machine's speed.
 
 `python -m infra.local.demo FOLDER` writes the first run's shards and the model, to be copied to a deployment's bucket.
 """
@@ -11,6 +11,7 @@ Standard library only.
 from __future__ import annotations
 
 import ast
+import gc
 import gzip
 import hashlib
 import importlib.util
@@ -19,13 +20,15 @@ import json
 import shutil
 import sys
 import sysconfig
+import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import MissingInput
+from pipeline.config import merge
+from pipeline.errors import BadConfig, MissingInput
 from pipeline.files import write_atomically
 
 PACKAGES = ("torch", "sympy", "networkx", "numpy", "scipy", "sklearn")
@@ -51,12 +54,121 @@ CONFIG: dict[str, Any] = {
         "log_every": 5,
         "checkpoint_every": 25,
         "keep_checkpoints": 1,
-        "validate_every": 25,
+        "validate_every": 50,
+        "validation_queries": 256,
     },
     "evaluate": {"candidates": 3000},
     "embed": {"rows_per_part": 1500, "buckets": [96]},
 }
-"""The demo's partial run configuration, under everything that is given on the command line."""
+"""The partial run configuration of size M, under everything that is given on the command line; the other sizes differ from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSize:
+    """How much text the demo has, and how much it computes.
+
+    Attributes:
+        least_gflops: speed from which on a machine gets this size, as `measure_gflops` measures it.
+        gflop: work of the first run in fp32: processor seconds x 110 GFLOP/s, the speed of the cores that they were measured on.
+        rows: of all weeks together; None: all there are.
+        config: partial run configuration.
+    """
+
+    least_gflops: float
+    gflop: float
+    rows: int | None = None
+    config: dict[str, Any]
+
+
+SIZES: dict[str, DemoSize] = {
+    "S": DemoSize(
+        least_gflops=0,
+        gflop=32_000,
+        rows=11_200,
+        config=merge(
+            CONFIG,
+            {
+                # A larger share of less text: the first week needs the gate's 2,000 queries.
+                "data": {"holdout_fraction": 0.38, "replay_fraction": 1.0},
+                "train": {"buckets": [32, 48], "checkpoint_every": 15, "validation_queries": 128},
+                "evaluate": {"candidates": 300},
+                "embed": {"buckets": [48]},
+            },
+        ),
+    ),
+    "M": DemoSize(least_gflops=400, gflop=118_000, config=CONFIG),
+    "L": DemoSize(
+        least_gflops=1200,
+        gflop=308_000,
+        config=merge(
+            CONFIG,
+            {
+                "train": {"epochs": 3, "buckets": [32, 64, 128], "checkpoint_every": 100, "validate_every": 100},
+                "embed": {"buckets": [128]},
+            },
+        ),
+    ),
+}
+"""The demo's sizes, ascending. At its least speed each takes five or six minutes; bf16 makes that shorter."""
+
+MATRIX_SIZE = 768
+MEASURED_SECONDS = 0.5
+
+FIXED_SECONDS = 60
+"""Seconds of a first run that a faster processor shortens little: synthesis and the start of each stage's processes."""
+
+
+def choose_size(folder: Path, released: Collection[str], wanted: str | None, say: Callable[[str], None]) -> DemoSize:
+    """Return the demo's size in a state folder, which remembers it from its first week on.
+
+    Args:
+        folder: of the demo in the state folder, see `weekly_shards`.
+        released: the weeks that are in the bucket already.
+        wanted: a name in SIZES; None: the remembered size, else the one that this machine's speed suggests.
+        say: prints a line for the person who waits.
+
+    Raises:
+        BadConfig: the state folder has another size.
+    """
+    stamp = folder / "size.txt"
+    kept = stamp.read_text() if released and stamp.is_file() else None
+    if kept and wanted not in (None, kept):
+        raise BadConfig(
+            "the demo has another size in this state folder",
+            value=f"--demo {wanted}, but its weeks have size {kept}",
+            rule="all weeks of a state folder have one size",
+            remedy="name another folder with --state, or remove this one (`make clean` removes .trnpipe)",
+        )
+    name, reason = wanted or kept, "as asked for" if wanted else "as in earlier weeks"
+    if name is None:
+        gflops = measure_gflops()
+        name = suggest_size(gflops)
+        minutes = round((FIXED_SECONDS + SIZES[name].gflop / gflops) / 60)
+        reason = (
+            f"because this machine computes {gflops:,.0f} GFLOP/s in fp32; a first run takes about {minutes} minutes; "
+            '--demo S, M or L chooses (make local ARGS="--demo L")'
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(stamp, name.encode())
+    say(f"demo size {name}, {reason}")
+    return SIZES[name]
+
+
+def suggest_size(gflops: float) -> str:
+    """Return the name of the largest size that suits a machine of this speed."""
+    return [name for name, size in SIZES.items() if gflops >= size.least_gflops][-1]
+
+
+def measure_gflops() -> float:
+    """Measure the speed of a product of fp32 matrices on all cores: the best of half a second, in GFLOP/s."""
+    import numpy as np
+
+    matrix = np.random.default_rng(0).random((MATRIX_SIZE, MATRIX_SIZE), dtype=np.float32)
+    best, end = float("inf"), time.perf_counter() + MEASURED_SECONDS
+    while (started := time.perf_counter()) < end:
+        matrix @ matrix
+        best = min(best, time.perf_counter() - started)
+    return 2 * MATRIX_SIZE**3 / best / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +252,19 @@ def read_pairs() -> list[Pair]:
     """Every usable docstring of the standard library and of PACKAGES, in the order of their ids, duplicates left out."""
     pairs: dict[str, Pair] = {}
     documents: set[str] = set()
+    # Syntax trees have no cycles, but so many nodes that visiting them takes the collector a third of the whole time.
+    gc.disable()
+    try:
+        for pair in _all_pairs():
+            if pair.id not in pairs and pair.document not in documents:
+                pairs[pair.id] = pair
+                documents.add(pair.document)
+    finally:
+        gc.enable()
+    return [pairs[id_] for id_ in sorted(pairs)]
+
+
+def _all_pairs() -> Iterator[Pair]:
     for name, path in _modules():
         try:
             with warnings.catch_warnings():
@@ -148,11 +273,7 @@ def read_pairs() -> list[Pair]:
                 tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             continue
-        for pair in _pairs_in(tree, name):
-            if pair.id not in pairs and pair.document not in documents:
-                pairs[pair.id] = pair
-                documents.add(pair.document)
-    return [pairs[id_] for id_ in sorted(pairs)]
+        yield from _pairs_in(tree, name)
 
 
 def _modules() -> Iterator[tuple[str, Path]]:

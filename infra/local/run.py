@@ -17,15 +17,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pipeline.allowed_uris import is_s3
+from infra.local import demo
+from infra.local.inputs import find_inputs
+from infra.local.state_folder import check_space, check_state_folder, owned
+from pipeline.allowed_uris import FILE, is_s3
 from pipeline.config import MODEL_URIS, RunConfig, build_config, load_config_file, merge, parse_settings
 from pipeline.contract import check_run_id, registry_uri
 from pipeline.errors import BadConfig, MissingInput, plain
 from pipeline.files import write_atomically
-from pipeline.operate.endpoint import NO_USER_FILES, make_private, only_environment
+from pipeline.operate.endpoint import NO_USER_FILES, only_environment
 
 if TYPE_CHECKING:
     from infra.local.batch import BatchRunner
+    from infra.local.demo import DemoSize
     from infra.local.server import LocalEndpoint
     from infra.local.template import LocalStack
     from pipeline.contract import StageFailure
@@ -36,33 +40,35 @@ POLL_SECONDS = 1.0
 SOON_SECONDS = 0.1
 """The same once a job has ended: the execution starts the next one, or ends."""
 LOOKS_SOON = 5
-SHARD_SUFFIXES = (*(kind + packed for kind in (".jsonl", ".csv", ".tsv") for packed in ("", ".gz", ".zst")), ".parquet")
 INPUT = "data/input"
 """Folder of the bucket for training shards."""
 MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
 """The local deployment's own run configuration, as `config` in cdk.json is a real one's."""
 
+GPU_FILES = ("nvidia*", "nvhost*", "dxg")
+"""Device files of NVIDIA's drivers: servers and desktops, Jetson, WSL."""
+
 ONE_NODE_KINDS = ("xla", "neuron")
 """Kinds of device that have one rank in all: their default is one node."""
 
 
-def run_local(
-    request: LocalRequest, *, plain: bool = False, demo_rows: int | None = None, program: tuple[str, ...] | None = None
-) -> int:
+def run_local(request: LocalRequest, *, plain: bool = False, program: tuple[str, ...] | None = None) -> int:
     """Run the pipeline once on this machine.
 
     Args:
         plain: print lines even on a terminal.
-        demo_rows: at most this many rows of text in the demo; None: all there are.
         program: replaces `trnpipe` in the jobs' commands; None: this installation.
 
     Returns:
         0; 67 when the gate refused; the failing stage's exit code; 130 or 143 after Ctrl-C or SIGTERM.
 
     Raises:
-        BadConfig: configuration that cannot work; before anything is started.
+        BadConfig: configuration that cannot work, too little disk space, or another run in the state folder; before anything
+            is started.
     """
+    model = None if request.model is None or is_s3(request.model) else Path(request.model.removeprefix(FILE))
+    check_space(request.state, (*request.training, *request.corpus), model)
 
     def terminate(_number: int, _frame: FrameType | None) -> None:
         raise _Terminated
@@ -71,8 +77,8 @@ def run_local(
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
-        with only_environment(NO_USER_FILES):
-            return _run(request, plain, demo_rows, program)
+        with only_environment(NO_USER_FILES), owned(request.state):
+            return _run(request, plain, program)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except _Terminated:
@@ -91,6 +97,8 @@ class LocalRequest:
         config: the whole configuration as far as it is known before the bucket's name is.
         training, corpus: shard files to put into the bucket.
         demo: whether the demo's data is used.
+        model: URI of the model to continue from; None: the published one, or that of the run to resume.
+        demo_size: name of the demo's size; None: remembered, or chosen by the machine's speed.
     """
 
     state: Path
@@ -99,6 +107,8 @@ class LocalRequest:
     training: tuple[Path, ...]
     corpus: tuple[Path, ...]
     demo: bool
+    model: str | None
+    demo_size: str | None
 
     @classmethod
     def of(
@@ -114,6 +124,7 @@ class LocalRequest:
         nodes: int | None = None,
         device: str | None = None,
         run: str | None = None,
+        demo_size: str | None = None,
     ) -> LocalRequest:
         """Check the options of the command.
 
@@ -127,12 +138,15 @@ class LocalRequest:
             nodes: of the gang; None: as configured.
             device: kind of device; None: as configured.
             run: id of an earlier run to resume.
+            demo_size: name of the demo's size; None: remembered, or chosen by the machine's speed.
 
         Raises:
-            BadConfig: options or configuration that cannot work.
+            BadConfig: options, configuration or a state folder that cannot work.
             MissingInput: an input file does not exist.
+            BadData: an input file has another form than its name says, or no row.
         """
         state = state.absolute()
+        check_state_folder(state)
         from_file = load_config_file(config_file) if config_file else {}
         over = parse_settings(settings)
         if run is None:
@@ -150,14 +164,35 @@ class LocalRequest:
                 value=f"nodes = {config.nodes}",
                 rule=f"a local run has at most {MAX_NODES} nodes, each a process of its own",
             )
-        training = tuple(_shards(inputs))
+        if config.device.kind == "cuda" and not any(list(Path("/dev").glob(pattern)) for pattern in GPU_FILES):
+            raise BadConfig(
+                "this machine has no NVIDIA GPU",
+                value="device.kind = cuda",
+                rule="one GPU per rank",
+                remedy="leave --device out: auto takes what there is; if there is a GPU, install its driver",
+            )
+        if demo_size and (inputs or config.data.train):
+            raise BadConfig(
+                "the demo brings its own data",
+                value=f"--demo {demo_size} and {'--input' if inputs else 'data.train'}",
+                remedy="leave one of them out",
+            )
+        training, model = tuple(find_inputs(inputs)), None
+        if run is None:
+            # Those that jobs read where they are, which prepare would refuse as well.
+            named = [uri for uri in (*config.data.train, *config.data.corpus) if not is_s3(uri)]
+            list(find_inputs([Path(uri.removeprefix(FILE)) for uri in named]))
+            published = config.registry is not None and Path(registry_uri(str(state / "bucket"), config.registry)).is_file()
+            model = config.model.parent or (None if published else config.model.initial or str(demo.initial_folder()))
         return cls(
             state=state,
             given=given,
             config=config,
             training=training,
-            corpus=tuple(_shards(corpus)),
+            corpus=tuple(find_inputs(corpus)),
             demo=not training and not config.data.train,
+            model=model,
+            demo_size=demo_size,
         )
 
     def files(self) -> tuple[list[str], list[str], list[str] | None]:
@@ -198,17 +233,17 @@ def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
     return earlier
 
 
-def _run(request: LocalRequest, plain: bool, demo_rows: int | None, program: tuple[str, ...] | None) -> int:
+def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) -> int:
     # From here on large libraries are loaded; mistakes have been answered before.
     from rich.console import Console
 
-    from infra.local import demo
     from infra.local.template import local_context, read_stack, synthesize
 
     console = Console()
     state = request.state
-    make_private(state)
     _say(console, f"state folder: {state}")
+    released = _names(state / "bucket/data/demo")
+    size = demo.choose_size(state / "demo", released, request.demo_size, partial(_say, console)) if request.demo else None
     _say(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
     allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -217,13 +252,13 @@ def _run(request: LocalRequest, plain: bool, demo_rows: int | None, program: tup
         from infra.local.server import load_services
 
         load_services()
-        weeks = demo.weekly_shards(state / "demo", rows=demo_rows) if request.demo else []
+        weeks = demo.weekly_shards(state / "demo", rows=size.rows) if size else []
         stack = read_stack(synthesis.result())
     with _endpoint(request, stack, program) as endpoint:
-        training = demo.next_weeks(weeks, _names(state / "bucket/data/demo")) if request.demo else list(request.training)
+        training = demo.next_weeks(weeks, released) if request.demo else list(request.training)
         _put_files(endpoint, stack, state, training, "data/demo" if request.demo else INPUT)
         _put_files(endpoint, stack, state, request.corpus, "data/corpus")
-        execution_input = _execution_input(request, stack)
+        execution_input = _execution_input(request, stack, size)
         # Once more, with everything: what prepare would find only after the start.
         build_config(DEPLOYMENT_CONFIG, execution_input)
         return _execute(request, stack, endpoint, execution_input, console, plain)
@@ -300,26 +335,22 @@ def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...]
     return LocalEndpoint(stack, request.state, runner)
 
 
-def _execution_input(request: LocalRequest, stack: LocalStack) -> dict[str, Any]:
+def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | None) -> dict[str, Any]:
     """The input of the execution: the user's configuration over the values that a local run fills in."""
-    from infra.local import demo
-
     if request.config.run is not None:
         return request.given
     root = f"s3://{stack.bucket}"
     filled: dict[str, Any] = {}
-    if request.demo:
-        filled = merge(demo.CONFIG, {"data": {"train": [f"{root}/data/demo/"]}})
+    if size:
+        filled = merge(size.config, {"data": {"train": [f"{root}/data/demo/"]}})
     # What the options name is beside what the configuration names.
     named: dict[str, Any] = {}
     if request.training:
         named["train"] = [*request.config.data.train, f"{root}/{INPUT}/"]
     if request.corpus:
         named["corpus"] = [*request.config.data.corpus, f"{root}/data/corpus/"]
-    model, registry = request.config.model, request.config.registry
-    published = registry is not None and Path(registry_uri(str(request.state / "bucket"), registry)).is_file()
-    if model.parent is None and model.initial is None and not published:
-        filled = merge(filled, {"model": {"initial": str(demo.initial_folder())}})
+    if request.model is not None and request.config.model.parent is None:
+        filled = merge(filled, {"model": {"initial": request.model}})
     return merge(merge(filled, request.given), {"data": named} if named else {})
 
 
@@ -339,41 +370,16 @@ def _put_files(endpoint: LocalEndpoint, stack: LocalStack, state: Path, files: S
     write_atomically(state / TYPED_PATHS, json.dumps(typed, indent=2).encode())
 
 
-def _shards(paths: Sequence[Path]) -> Iterator[Path]:
-    """The shard files among the paths and in the folders among them.
-
-    Raises:
-        MissingInput: a path does not exist, or a folder without shards.
-        BadConfig: a file that is no shard.
-    """
-    for path in paths:
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.name.endswith(SHARD_SUFFIXES))
-            if not found:
-                raise MissingInput(
-                    "the input folder holds no shards", value=path, rule=f"shards end in {', '.join(SHARD_SUFFIXES)}"
-                )
-            yield from found
-        elif not path.is_file():
-            raise MissingInput("the input file does not exist", value=path, remedy="check the path")
-        elif not path.name.endswith(SHARD_SUFFIXES):
-            raise BadConfig("the input file is no shard", value=path, rule=f"shards end in {', '.join(SHARD_SUFFIXES)}")
-        else:
-            yield path
-
-
 def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with local paths made absolute, as job processes have working folders of their own, and the demo's model
     by its folder."""
-    from infra.local.demo import named_model
-
     changed: dict[str, Any] = {}
     for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus"))):
         values = given.get(section)
         if isinstance(values, Mapping):
             named = {key: values[key] for key in keys if key in values}
             if section == "model":
-                named = {key: named_model(uri) if isinstance(uri, str) else uri for key, uri in named.items()}
+                named = {key: demo.named_model(uri) if isinstance(uri, str) else uri for key, uri in named.items()}
             changed[section] = {key: _absolute_paths(value) for key, value in named.items()}
     return merge(given, changed)
 

@@ -12,7 +12,6 @@ clients alone, neither to other users of the machine nor to pages in a browser. 
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import io
 import json
@@ -24,12 +23,12 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 from urllib.parse import parse_qs
 
@@ -47,9 +46,8 @@ from infra.local.definitions import REGION
 from infra.local.mirror import Mirror
 from infra.local.moto_adapter import adapted
 from infra.local.template import LocalStack, machine_arn
-from pipeline.errors import BadConfig
 from pipeline.files import write_atomically
-from pipeline.operate.endpoint import NO_USER_FILES, EndpointRecord, announced, make_private, only_environment
+from pipeline.operate.endpoint import NO_USER_FILES, EndpointRecord, announced, only_environment
 
 HOST = "127.0.0.1"
 MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
@@ -71,16 +69,13 @@ class LocalEndpoint:
 
     Args:
         stack: the resources to create.
-        state: the state folder: `bucket/KEY`, `lock.json`.
+        state: the state folder: `bucket/KEY`, `lock.json`. This process holds its lock (infra/local/state_folder.py).
         runner: makes the Batch runner from the variables that job processes need to find the endpoint.
         front: wraps the application that answers every request; how a test makes services fail.
 
     Attributes:
         mirror_folder: the bucket as plain files.
         url, batch: address and Batch service, while the endpoint is up.
-
-    Raises:
-        BadConfig: another run has this state folder open.
     """
 
     def __init__(
@@ -103,7 +98,6 @@ class LocalEndpoint:
 
     def __enter__(self) -> LocalEndpoint:
         with ExitStack() as exit_stack:
-            exit_stack.enter_context(_owned(self._state))
             exit_stack.enter_context(mock.patch.dict(default_user_config["stepfunctions"], execute_state_machine=True))
             # The engine logs every error that the state machine catches; the history has them all.
             logger = logging.getLogger("moto")
@@ -346,25 +340,3 @@ class _QuietHandler(MotoRequestHandler):  # type: ignore[misc]
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Nothing."""
-
-
-@contextmanager
-def _owned(state: Path) -> Iterator[None]:
-    """Hold the lock of the state folder; it ends with the process, even a killed one."""
-    make_private(state)
-    holder: IO[str]
-    with open(state / "owner.pid", "a+") as holder:
-        try:
-            fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder.seek(0)
-            raise BadConfig(
-                "another local run has this state folder open",
-                value=f"{state} (process {holder.read().strip()})",
-                rule="one local run per state folder at a time",
-                remedy="wait for it, or name another folder with --state",
-            ) from error
-        holder.truncate(0)
-        holder.write(str(os.getpid()))
-        holder.flush()
-        yield

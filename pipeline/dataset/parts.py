@@ -1,4 +1,4 @@
-"""Parts of the embeddings: Parquet files of `id` and `embedding`, each with a record that declares it complete.
+"""Parts of the embeddings: Parquet files of `id`, `embedding` and `locale`, each with a record that declares it complete.
 
 A part is a stream of row groups in the order of its rows, so neither writing nor reading holds a whole part in memory. embed
 writes the record (`embed/part-....json`) after the part: a record that fits its file proves the part complete.
@@ -23,6 +23,7 @@ from pipeline.dataset.ids import IdDigest
 from pipeline.errors import BadData
 
 READ_ROWS = 65_536
+COLUMNS = ["id", "embedding", "locale"]
 
 Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
@@ -112,9 +113,10 @@ def quarantine_from_json(data: bytes) -> list[QuarantinedDocument]:
 
 
 def part_schema(dimension: int, dtype: str) -> pa.Schema:
-    """Return the schema: `id` string, `embedding` fixed-size list of `dimension` values; neither is ever null."""
+    """Return the schema: `id` string, `embedding` fixed-size list of `dimension` values, neither ever null; `locale` string."""
     values = pa.list_(pa.from_numpy_dtype(np.dtype(dtype)), dimension)
-    return pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("embedding", values, nullable=False)])
+    required = [pa.field("id", pa.string(), nullable=False), pa.field("embedding", values, nullable=False)]
+    return pa.schema([*required, pa.field("locale", pa.string())])
 
 
 class PartWriter:
@@ -131,9 +133,8 @@ class PartWriter:
         self._dimension = dimension
         self._dtype = np.dtype(dtype)
         # Embeddings look random: neither a dictionary nor compression makes them smaller. Ids do compress.
-        self._writer = pq.ParquetWriter(
-            path, self._schema, compression={"id": "zstd", "embedding.list.element": "none"}, use_dictionary=False
-        )
+        compression = {"id": "zstd", "embedding.list.element": "none", "locale": "zstd"}
+        self._writer = pq.ParquetWriter(path, self._schema, compression=compression, use_dictionary=["locale"])
 
     def __enter__(self) -> PartWriter:
         return self
@@ -141,26 +142,31 @@ class PartWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._writer.close()
 
-    def write(self, ids: Sequence[str], embeddings: npt.NDArray[np.floating]) -> None:
-        """Append rows: `ids` and their embeddings, shape (rows, dimension)."""
+    def write(
+        self, ids: Sequence[str], embeddings: npt.NDArray[np.floating], locales: Sequence[str | None] | None = None
+    ) -> None:
+        """Append rows: `ids`, their embeddings, shape (rows, dimension), and their locales; None: they have none."""
         if embeddings.shape != (len(ids), self._dimension):
             raise ValueError(f"{len(ids)} ids of dimension {self._dimension} do not fit embeddings of shape {embeddings.shape}")
         values = pa.array(np.ascontiguousarray(embeddings, dtype=self._dtype).reshape(-1))
-        columns = [pa.array(ids, pa.string()), pa.FixedSizeListArray.from_arrays(values, self._dimension)]
+        vectors = pa.FixedSizeListArray.from_arrays(values, self._dimension)
+        columns = [pa.array(ids, pa.string()), vectors, pa.array(locales or [None] * len(ids), pa.string())]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
         self.rows += len(ids)
 
 
-def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings]]:
-    """Yield ids and embeddings, shape (rows, dimension), a batch of rows at a time and in order.
+def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings, list[str | None]]]:
+    """Yield ids, embeddings, shape (rows, dimension), and locales, a batch of rows at a time and in order.
 
     Raises:
         BadData: not a part.
     """
-    for batch in _batches(path, ["id", "embedding"]):
+    for batch in _batches(path, COLUMNS):
         vectors = batch.column("embedding")
         values = vectors.flatten().to_numpy(zero_copy_only=False)
-        yield batch.column("id").to_pylist(), values.reshape(len(batch), vectors.type.list_size)
+        # Earlier releases wrote no locale.
+        locales = batch.column("locale").to_pylist() if "locale" in batch.schema.names else [None] * len(batch)
+        yield batch.column("id").to_pylist(), values.reshape(len(batch), vectors.type.list_size), locales
 
 
 def read_ids(path: Path) -> Iterator[list[str]]:
@@ -177,8 +183,9 @@ def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
             embedding = file.schema_arrow.field("embedding").type
-            if file.schema_arrow.names != ["id", "embedding"] or not pa.types.is_fixed_size_list(embedding):
-                raise BadData("the file is not a part", value=f"{path}: {file.schema_arrow.names}", rule="columns id, embedding")
+            names = file.schema_arrow.names
+            if names not in (COLUMNS, COLUMNS[:2]) or not pa.types.is_fixed_size_list(embedding):
+                raise BadData("the file is not a part", value=f"{path}: {names}", rule=f"columns {', '.join(COLUMNS)}")
             yield from file.iter_batches(READ_ROWS, columns=columns)
     except (pa.ArrowException, OSError, KeyError) as error:
         raise BadData("the part cannot be read", value=f"{path}: {error}", remedy="delete it and run embed again") from error

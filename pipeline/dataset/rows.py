@@ -50,6 +50,14 @@ class CorpusRow(NamedTuple):
     line: int
 
 
+class Document(NamedTuple):
+    """What is embedded of a training row or a corpus row, and its locale."""
+
+    id: str
+    text: str
+    locale: str | None
+
+
 RowT = TypeVar("RowT", TrainingRow, CorpusRow)
 
 
@@ -76,13 +84,8 @@ def read_corpus_rows(uri: str, columns: Mapping[str, str]) -> Iterator[CorpusRow
     return _rows(uri, CORPUS_COLUMNS, columns, _corpus_row)
 
 
-def read_documents(shard: Shard, source: str, columns: Mapping[str, str], start: int, stop: int) -> Iterator[tuple[str, str]]:
-    """Yield one range of documents, see `DocumentReader.read`."""
-    return DocumentReader(source, columns).read(shard, start, stop)
-
-
 class DocumentReader:
-    """Reads ids and texts of ranges of shards' good rows. A shard is a stream, so a range that begins at the end of the previous
+    """Reads documents of ranges of shards' good rows. A shard is a stream, so a range that begins at the end of the previous
     one or later in the same shard continues from there: ranges in their order cost one pass over the rows.
 
     Args:
@@ -99,8 +102,8 @@ class DocumentReader:
         self._row = 0
         self._good: Iterator[TrainingRow | CorpusRow] = iter(())
 
-    def read(self, shard: Shard, start: int, stop: int) -> Iterator[tuple[str, str]]:
-        """Yield ids and texts of the rows [start, stop) of a shard, counted as the plan does. One range at a time.
+    def read(self, shard: Shard, start: int, stop: int) -> Iterator[Document]:
+        """Yield the documents of the rows [start, stop) of a shard, counted as the plan does. One range at a time.
 
         Raises:
             BadData: the shard differs from the planned one.
@@ -119,7 +122,7 @@ class DocumentReader:
                 raise _changed(shard, f"rows [{start}, {stop}) were planned, {found} of them are there")
             self._row += 1
             if self._row > start:
-                yield row.id, row.text if isinstance(row, CorpusRow) else row.document
+                yield Document(row.id, row.text if isinstance(row, CorpusRow) else row.document, row.locale)
         if stop == shard.rows:
             self.close()
 

@@ -41,7 +41,7 @@ EMBED_MFU: Mapping[str, Mapping[int, float]] = {"trn1": {768: 0.40, 1024: 0.46},
 bert-large (1,104.4 and 950.0). Neuron docs, about-neuron/benchmarks/trn1 and inf2/throughput_data_encoder.csv, SDK 2.27, 2.21."""
 
 READ_ROWS = 200_000
-"""Rows per second of pipeline/dataset/rows.read_documents: JSON Lines of 355 bytes from a local disk."""
+"""Rows per second of pipeline/dataset/rows.DocumentReader: JSON Lines of 355 bytes from a local disk."""
 
 
 def embed_mfu(family: str, hidden: int) -> float:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -259,9 +259,9 @@ def embed_window(worker: Worker, window: DocumentWindow, made: MadePart, writer:
     for row in np.flatnonzero(~finite):
         reason = f"its embedding is not finite in {config.dtype}"
         made.bad.append(QuarantinedDocument(window.rows[row], window.ids[row], reason))
-    ids = [identifier for identifier, good in zip(window.ids, finite, strict=True) if good]
+    ids = list(compress(window.ids, finite))
     if ids:
-        writer.write(ids, embeddings[finite])
+        writer.write(ids, embeddings[finite], list(compress(window.locales, finite)))
     for identifier in ids:
         made.digest.add(identifier)
     made.tokens += found.tokens
@@ -349,12 +349,13 @@ class DocumentWindow(NamedTuple):
 
     Attributes:
         rows: places among the part's documents.
-        ids, tokens: of the same documents.
+        ids, locales, tokens: of the same documents.
         bad: the documents among them that have no tokens.
     """
 
     rows: array[int]
     ids: list[str]
+    locales: list[str | None]
     tokens: list[Tokens]
     bad: list[QuarantinedDocument]
 
@@ -366,16 +367,17 @@ def windows(worker: Worker, part: PartPlan) -> Iterator[DocumentWindow]:
         row for span in part.spans for row in worker.reader.read(plan.embed.shards[span.shard], span.start, span.stop)
     )
     while True:
-        window = DocumentWindow(array("q"), [], [], [])
+        window = DocumentWindow(array("q"), [], [], [], [])
         for start in range(0, WINDOW_ROWS, TEXTS_AT_ONCE):
             taken = list(islice(rows, min(TEXTS_AT_ONCE, WINDOW_ROWS - start)))
-            encoded = worker.tokenizer.encode_each([text for _, (_, text) in taken], max(plan.config.embed.buckets))
-            for (row, (identifier, _)), tokens in zip(taken, encoded, strict=True):
+            encoded = worker.tokenizer.encode_each([document.text for _, document in taken], max(plan.config.embed.buckets))
+            for (row, document), tokens in zip(taken, encoded, strict=True):
                 if isinstance(tokens, str):
-                    window.bad.append(QuarantinedDocument(row, identifier, tokens))
+                    window.bad.append(QuarantinedDocument(row, document.id, tokens))
                 else:
                     window.rows.append(row)
-                    window.ids.append(identifier)
+                    window.ids.append(document.id)
+                    window.locales.append(document.locale)
                     window.tokens.append(tokens)
         if not window.ids and not window.bad:
             return

@@ -260,7 +260,7 @@ def missing_ids(context: StageContext, parts: Sequence[CheckedPart]) -> list[str
     reader = open_documents(plan, context.paths.rows, context.scratch)
     for part in plan.embed.parts:
         for span in part.spans:
-            for identifier, _ in reader.read(plan.embed.shards[span.shard], span.start, span.stop):
+            for identifier, *_ in reader.read(plan.embed.shards[span.shard], span.start, span.stop):
                 context.heartbeat.beat(note="looking for missing ids")
                 value = np.uint64(IdDigest().add(identifier))
                 place = np.searchsorted(present, value)

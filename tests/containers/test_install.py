@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-CONTAINERS = Path(__file__).resolve().parents[2] / "containers"
+ROOT = Path(__file__).resolve().parents[2]
+CONTAINERS = ROOT / "containers"
 UV = Path(sys.executable).with_name("uv")
 ENTRY = re.compile(r"^(?P<name>[a-z0-9-]+)==(?P<version>[^\s;\\]+)(?:[^\n]*\\\n)?(?:    --hash[^\n]*\n?)*", re.MULTILINE)
 
@@ -22,6 +23,22 @@ def installed_here(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def test_set_up_with_torchs_cpu_build_keeps_every_other_package_and_its_hashes(tmp_path: Path) -> None:
+    make = ["make", "--dry-run", "setup", "TORCH_BACKEND=cpu", f"VENV={tmp_path}"]
+    commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    [cut] = [command for command in commands if command.startswith("awk")]
+    subprocess.run(cut, shell=True, cwd=ROOT, check=True)
+    locked, kept = ((folder / "requirements.lock").read_text() for folder in (ROOT, tmp_path))
+    entries, left = ([found[0].strip() for found in ENTRY.finditer(text)] for text in (locked, kept))
+    gone = {entry.partition("==")[0] for entry in entries if entry not in left}
+    assert [entry for entry in entries if entry in left] == left
+    assert {"torch", "triton"} < gone
+    assert all(name.startswith("nvidia-") for name in gone - {"torch", "triton"})
+    [torch] = [command for command in commands if "--torch-backend cpu" in command]
+    assert any(entry.split()[0] == torch.split()[-1] for entry in entries)
+    assert any("--require-hashes" in command and f"{tmp_path}/requirements.lock" in command for command in commands)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "neuron"])

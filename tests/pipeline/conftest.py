@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
         head: int | None = None,
         settings: Mapping[str, Any] | None = None,
         published: Published | None = None,
+        locales: Sequence[str | None] = (None,),
     ) -> PlannedRun:
         root = root or str(tmp_path / "bucket")
         texts = list(texts if texts is not None else make_texts(100))
@@ -137,7 +139,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
         store.upload_folder(local / "parent", store.join(root, "models", "parent"))
         store.upload_folder(local / "model", paths.model)
         shards = [
-            _write_shard(root, index, texts[start : start + shard_rows])
+            _write_shard(root, index, texts[start : start + shard_rows], locales)
             for index, start in enumerate(range(0, len(texts), shard_rows))
         ]
         parent = Parent(
@@ -174,9 +176,11 @@ def plan_run(tmp_path: Path) -> PlanRun:
     return plan_run
 
 
-def _write_shard(root: str, index: int, texts: Sequence[Text]) -> Shard:
+def _write_shard(root: str, index: int, texts: Sequence[Text], locales: Sequence[str | None]) -> Shard:
+    """Write rows whose locales take turns."""
     uri = store.join(root, "corpus", f"shard-{index}.jsonl")
-    data = "".join(json.dumps({"id": identifier, "text": text}) + "\n" for identifier, text in texts).encode()
+    rows = ({"id": key, "text": text, "locale": locale} for (key, text), locale in zip(texts, cycle(locales), strict=False))
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
     store.write_bytes(uri, data)
     return Shard(uri=uri, sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=len(texts))
 

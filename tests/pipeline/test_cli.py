@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.local.demo import SIZES
+
 COMMANDS = (
     [],
     ["local"],
@@ -73,6 +75,14 @@ def test_local_refuses_a_misspelt_setting_before_anything_starts(tmp_path: Path)
     assert result.returncode == 64
     assert "did you mean train" in result.stderr
     assert not (tmp_path / "state" / "bucket").exists()
+
+
+def test_the_demo_has_the_sizes_that_the_option_takes(tmp_path: Path) -> None:
+    choices = ", ".join(repr(size.lower()) for size in SIZES)
+    assert f"is not one of {choices}" in trnpipe("local", "--demo", "XL", "--state", tmp_path / "state").stderr
+    result = trnpipe("local", "--demo", "l", "--set", "data.train=['a']", "--state", tmp_path / "state")
+    assert result.returncode == 64
+    assert "value:  --demo L and data.train" in result.stderr
 
 
 def test_search_before_the_first_run_says_what_to_do(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def printed(command: list[object], *, one_core: bool = False) -> dict[str, Any]:
 
 
 def vectors(files: list[Path]) -> dict[str, np.ndarray]:
-    return {key: vector for file in files for ids, values in read_part(file) for key, vector in zip(ids, values, strict=True)}
+    return {key: vector for file in files for ids, values, _ in read_part(file) for key, vector in zip(ids, values, strict=True)}
 
 
 def lengths(path: Path, model: Path, limit: int, column: str = "text") -> np.ndarray:

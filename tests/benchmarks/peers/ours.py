@@ -75,7 +75,7 @@ def read(corpus: Path, model: Path, length: int) -> dict[str, Any]:
 
     import numpy as np
 
-    from pipeline.dataset.rows import read_documents
+    from pipeline.dataset.rows import DocumentReader
     from pipeline.dataset.tokens import TextTokenizer
     from pipeline.model.inference import pad, plan_batches
     from pipeline.plan import Shard
@@ -85,9 +85,9 @@ def read(corpus: Path, model: Path, length: int) -> dict[str, Any]:
     shard = Shard(uri=str(corpus), sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=data.count(b"\n"))
     tokenizer = TextTokenizer(model)
     begun = time.perf_counter()
-    rows = read_documents(shard, "corpus", {}, 0, shard.rows)
+    rows = DocumentReader("corpus", {}).read(shard, 0, shard.rows)
     tokens = 0
-    while window := [text for _, text in islice(rows, WINDOW_ROWS)]:
+    while window := [document.text for document in islice(rows, WINDOW_ROWS)]:
         lists = tokenizer.encode(window, length)
         lengths = np.array([len(one) for one in lists])
         for batch in plan_batches(lengths, (length,), 16_384, static=False):

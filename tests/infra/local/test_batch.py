@@ -104,6 +104,7 @@ def test_single_job_gets_batch_variables_and_neither_the_users_credentials_nor_n
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the real one")
     monkeypatch.setenv("AWS_PROFILE", "production")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     definition = JobDefinition(
         name="single", containers=(Container(command=python(DUMP.format(folder=str(tmp_path))), environment={"KIND": "cpu"}),)
     )
@@ -117,7 +118,7 @@ def test_single_job_gets_batch_variables_and_neither_the_users_credentials_nor_n
     assert seen["AWS_ENDPOINT_URL"] == "http://127.0.0.1:1"
     assert seen["AWS_SECRET_ACCESS_KEY"] == "dummy"
     assert seen["KIND"] == "cpu"
-    assert seen["OMP_NUM_THREADS"] == "2"
+    assert (seen["OMP_NUM_THREADS"], seen["ONEDNN_MAX_CPU_ISA"]) == ("2", "AVX2")
     assert "AWS_PROFILE" not in seen
     assert not [key for key in seen if "NODE" in key or "ARRAY" in key]
     assert not Path(seen["TMPDIR"]).exists()

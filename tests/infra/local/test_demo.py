@@ -14,7 +14,7 @@ from infra.cdk_context import ENVIRONMENTS
 from infra.local import demo
 from infra.local.demo import FIRST_RUN_WEEKS, WEEKS, initial_folder, next_weeks, read_pairs, weekly_shards
 from pipeline.config import build_config
-from pipeline.errors import MissingInput
+from pipeline.errors import BadConfig, MissingInput
 
 PACKAGE = {
     "alpha.py": '''
@@ -59,10 +59,46 @@ def test_nothing():
 }
 
 
-def test_the_first_deployment_runs_the_demo_as_a_laptop_does() -> None:
+def test_the_first_deployment_runs_the_demo_in_size_m() -> None:
     config = yaml.safe_load((ENVIRONMENTS / "smoke.yaml").read_text())["config"]
-    for section, values in demo.CONFIG.items():
+    for section, values in demo.SIZES["M"].config.items():
         assert values.items() <= config[section].items(), section
+
+
+@pytest.mark.parametrize(("gflops", "size"), [(0.5, "S"), (399.9, "S"), (400, "M"), (1199, "M"), (1200, "L"), (1e6, "L")])
+def test_a_faster_machine_gets_a_larger_demo(gflops: float, size: str) -> None:
+    assert demo.suggest_size(gflops) == size
+
+
+def test_the_size_is_measured_once_said_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(demo, "measure_gflops", lambda: 500.0)
+    assert demo.choose_size(tmp_path, [], None, lines.append) is demo.SIZES["M"]
+    # The next week comes on a machine that is busy.
+    monkeypatch.setattr(demo, "measure_gflops", lambda: pytest.fail("measured again"))
+    for wanted in (None, "M"):
+        assert demo.choose_size(tmp_path, ["week-01.jsonl.gz"], wanted, lines.append) is demo.SIZES["M"]
+    minutes = round((demo.FIXED_SECONDS + demo.SIZES["M"].gflop / 500) / 60)
+    assert lines[0] == (
+        f"demo size M, because this machine computes 500 GFLOP/s in fp32; a first run takes about {minutes} minutes; "
+        '--demo S, M or L chooses (make local ARGS="--demo L")'
+    )
+    assert lines[1:] == ["demo size M, as in earlier weeks", "demo size M, as asked for"]
+
+
+def test_another_size_is_refused_once_a_week_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "measure_gflops", lambda: 500.0)
+    demo.choose_size(tmp_path, [], None, str)
+    assert demo.choose_size(tmp_path, [], "S", str) is demo.SIZES["S"]
+    with pytest.raises(BadConfig) as refused:
+        demo.choose_size(tmp_path, ["week-01.jsonl.gz"], "L", str)
+    assert refused.value.value == "--demo L, but its weeks have size S"
+    assert "--state" in refused.value.remedy
+    assert demo.choose_size(tmp_path, ["week-01.jsonl.gz"], None, str) is demo.SIZES["S"]
+
+
+def test_this_machine_has_a_speed() -> None:
+    assert 0 < demo.measure_gflops() < float("inf")
 
 
 @pytest.fixture
@@ -130,4 +166,5 @@ def test_the_first_run_releases_many_weeks_and_each_later_one_another(tmp_path: 
 def test_the_model_is_a_real_one_and_the_configuration_valid() -> None:
     assert json.loads((initial_folder() / "config.json").read_text())["model_type"] == "bert"
     assert (initial_folder() / "model.safetensors").stat().st_size > 50 << 20
-    build_config(demo.CONFIG)
+    for size in demo.SIZES.values():
+        assert build_config(size.config).train.batch_size == 64

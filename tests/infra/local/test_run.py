@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,29 +47,6 @@ def run(state: Path, monkeypatch: pytest.MonkeyPatch, script: dict[str, Any] | N
 def execution_input(state: Path) -> dict[str, Any]:
     [path] = (state / "bucket/runs").glob("*/input.json")
     return dict(json.loads(path.read_text())["execution"])
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"settings": ("train.stepz=5",)}, BadConfig, "train.steps"),
-        ({"settings": ("train.steps=none",)}, BadConfig, "train.steps"),
-        ({"settings": ("train.steps",)}, BadConfig, "KEY=VALUE"),
-        ({"nodes": 9}, BadConfig, "at most 8"),
-        ({"device": "tpu"}, BadConfig, "device.kind"),
-        ({"inputs": (Path("absent.jsonl"),)}, MissingInput, "absent.jsonl"),
-        ({"inputs": (Path("/etc/hostname"),)}, BadConfig, "jsonl.gz"),
-        ({"config_file": Path("absent.yaml")}, MissingInput, "absent.yaml"),
-    ],
-)
-def test_mistakes_are_answered_before_anything_starts(
-    tmp_path: Path, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    began = time.monotonic()
-    with pytest.raises(error, match=words.replace(".", r"\.")):
-        run_local(LocalRequest.of(tmp_path / "state", **options))
-    assert not (tmp_path / "state").exists()
-    assert time.monotonic() - began < 2
 
 
 def test_own_data_goes_into_the_bucket_and_the_outcome_is_printed(
@@ -186,6 +164,7 @@ def test_the_published_model_is_the_next_parent(state: Path, shard: Path, monkey
     registry = state / "bucket/registry/current.json"
     registry.parent.mkdir(parents=True)
     registry.write_text("{}")
+    (state / "layout.txt").write_text("1")
     assert run(state, monkeypatch, inputs=(shard,)) == 0
     assert "model" not in execution_input(state)
 
@@ -196,7 +175,33 @@ def test_the_demos_model_is_the_initial_one(state: Path, shard: Path, monkeypatc
     assert execution_input(state)["model"] == {"initial": "/demo"}
 
 
-def test_sigterm_stops_everything_whatever_the_users_aws_profile(state: Path, shard: Path, tmp_path: Path) -> None:
+def test_the_demo_s_second_week_has_the_size_of_the_first(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [demo.Pair(f"id{number}", f"query {number}", f"document {number}") for number in range(200)]
+    monkeypatch.setattr(demo, "read_pairs", lambda: pairs)
+    monkeypatch.setattr(demo, "measure_gflops", lambda: 500.0)
+    monkeypatch.setitem(demo.SIZES, "M", replace(demo.SIZES["M"], rows=130))
+    assert run(state, monkeypatch) == 0
+    released = sorted((state / "bucket/data/demo").iterdir())
+    assert len(released) == demo.FIRST_RUN_WEEKS
+    monkeypatch.setattr(demo, "measure_gflops", lambda: 1.0)
+    with pytest.raises(BadConfig, match="another size"):
+        run(state, monkeypatch, demo_size="S")
+    assert run(state, monkeypatch) == 0
+    assert sorted((state / "bucket/data/demo").iterdir()) == [*released, state / "bucket/data/demo/week-14.jsonl.gz"]
+    assert sum(len(gzip.decompress(path.read_bytes()).splitlines()) for path in (state / "demo").glob("week-*.jsonl.gz")) == 130
+    for path in (state / "bucket/runs").glob("*/input.json"):
+        given = json.loads(path.read_text())["execution"]
+        assert given.keys() == {*demo.SIZES["M"].config, "model"}
+        assert given["train"] == demo.SIZES["M"].config["train"]
+    text = capsys.readouterr().out
+    assert "demo size M, because this machine computes 500 GFLOP/s" in text
+    assert "demo size M, as in earlier weeks" in text
+
+
+def start(state: Path, shard: Path, script: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+    """Start a run in a process of its own, and return it once health_check runs."""
     program = textwrap.dedent(
         f"""
         import sys
@@ -206,16 +211,43 @@ def test_sigterm_stops_everything_whatever_the_users_aws_profile(state: Path, sh
         sys.exit(run_local(LocalRequest.of(state, inputs=(shard,)), program={PROGRAM!r}, plain=True))
         """
     )
-    script = json.dumps({"health_check": {"seconds": 600}})
+    environment = {**os.environ, "TRNPIPE_TEST_SCRIPT": json.dumps(script), **environment}
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    while "health_check  started" not in (line := process.stdout.readline()):
+        assert line, "the run ended before it could be stopped"
+    return process
+
+
+def test_sigterm_stops_everything_whatever_the_users_aws_settings(state: Path, shard: Path, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("[default]\nendpoint_url = http://127.0.0.1:9\n[broken")
     # Whatever the user has configured for AWS is not the local run's: a profile that does not exist must not end it.
-    environment = {**os.environ, "TRNPIPE_TEST_SCRIPT": script, "AWS_PROFILE": "missing"}
+    settings = {
+        **dict.fromkeys(("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_CA_BUNDLE", "AWS_ACCESS_KEY_ID"), "missing"),
+        **{name: str(tmp_path / "config") for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")},
+        **dict.fromkeys(("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"),
+    }
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
-        assert process.stdout is not None
-        while "health_check  started" not in (line := process.stdout.readline()):
-            assert line, "the run ended before it could be stopped"
+        process = start(state, shard, {"health_check": {"seconds": 600}}, **settings)
         process.send_signal(number)
         rest, _ = process.communicate(timeout=60)
         assert process.returncode == code
         assert "resume it with --run local-" in rest
         assert json.loads((state / "lock.json").read_text()) != []
+
+
+def test_runs_in_two_state_folders_do_not_meet(state: Path, shard: Path, tmp_path: Path, templates: Path) -> None:
+    """Endpoint and rendezvous take ports that are free, so no port can be taken."""
+    shutil.copytree(templates, tmp_path / "other/cdk.out")
+    long = start(state, shard, {"health_check": {"seconds": 600}})
+    try:
+        short = start(tmp_path / "other", shard, {})
+        rest, _ = short.communicate(timeout=300)
+        assert short.returncode == 0, rest
+        assert long.poll() is None
+    finally:
+        long.send_signal(signal.SIGTERM)
+        long.communicate(timeout=60)
+    assert long.returncode == 143
+    assert len(list((tmp_path / "other/bucket/runs").glob("*/publish/result.json"))) == 1
+    assert not list((state / "bucket/runs").glob("*/publish/result.json"))

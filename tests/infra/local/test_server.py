@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import textwrap
@@ -22,9 +21,7 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
-from infra.local.server import LocalEndpoint
-from infra.local.template import LocalStack, machine_arn
-from pipeline.errors import BadConfig
+from infra.local.template import machine_arn
 
 Start = Callable[..., Any]
 STAGES_IN_ORDER = ["prepare", "health_check", "compile", "train", "evaluate", "embed", "publish", "report"]
@@ -348,25 +345,6 @@ def test_jobs_see_nothing_of_the_users_credentials(machine: Start, tmp_path: Pat
     assert [name for name, value in environment.items() if "REAL" in value or value == "production"] == []
     assert environment["AWS_CONFIG_FILE"] == environment["AWS_SHARED_CREDENTIALS_FILE"] == os.devnull
     assert not (tmp_path / "asked").exists()
-
-
-def test_the_state_folder_is_its_users_alone(machine: Start, tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        local = machine()
-        assert stat.S_IMODE(local.state.stat().st_mode) == 0o700
-        (tmp_path / "shared").mkdir(mode=0o755)
-        machine(state=tmp_path / "shared")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755
-
-
-def test_two_runs_cannot_share_a_state_folder(machine: Start, stack: LocalStack) -> None:
-    local = machine()
-    second = LocalEndpoint(stack, local.state, lambda environment: local.endpoint.batch)
-    with pytest.raises(BadConfig, match="another local run has this state folder open"):
-        second.__enter__()
 
 
 def test_a_killed_process_leaves_whole_objects_and_no_job_processes(templates: Path, tmp_path: Path) -> None:

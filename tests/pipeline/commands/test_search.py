@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from pipeline import store
-from pipeline.commands.search import search
+from pipeline.cli import app
+from pipeline.commands import search as searching
+from pipeline.commands.search import Hit, best_rows, open_search
 from pipeline.contract import Stage, registry_uri
-from pipeline.errors import BadConfig, MissingInput
+from pipeline.dataset import rows
+from pipeline.dataset.distinct import DISTINCT, write_distinct
+from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.plan import RowFile
 from pipeline.stages import embed, evaluate, publish
 
+ROOT = Path(__file__).resolve().parents[3]
 
-def published(plan_run: Any, root: str) -> Any:
-    run = plan_run(root, children=1)
+
+@pytest.fixture(autouse=True)
+def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def search(query: str, *, count: int = 5, **options: Any) -> list[Hit]:
+    return open_search(**options).find(query, count)
+
+
+def published(plan_run: Any, root: str, **options: Any) -> Any:
+    return finish(plan_run(root, children=1, **options))
+
+
+def finish(run: Any) -> Any:
+    """Evaluate, embed and publish a planned run."""
     run.finish(Stage.EVALUATE, evaluate.run(run.context(Stage.EVALUATE)))
     run.finish(Stage.EMBED, embed.run(run.context(Stage.EMBED)))
     publish.run(run.context(Stage.PUBLISH))
@@ -78,7 +106,174 @@ def test_other_registry_name(plan_run: Any, tmp_path: Path) -> None:
         search("bake", state=tmp_path, registry="other")
 
 
-@pytest.mark.parametrize("query", ["", "   "])
-def test_empty_query(query: str, tmp_path: Path) -> None:
-    with pytest.raises(BadConfig):
-        search(query, state=tmp_path)
+@pytest.mark.parametrize(("arguments", "lines"), [([""], ""), (["   "], ""), (["-"], ""), (["-"], " \n\n")])
+def test_empty_query(arguments: list[str], lines: str, plan_run: Any, tmp_path: Path) -> None:
+    if arguments == ["-"]:
+        published(plan_run, str(tmp_path / "bucket"))
+    result = CliRunner().invoke(app, ["search", *arguments, "--state", str(tmp_path)], input=lines)
+    assert isinstance(result.exception, BadConfig)
+    assert result.exception.what == "the query is empty"
+
+
+def test_queries_from_standard_input_share_one_model(plan_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = published(plan_run, str(tmp_path / "bucket"), locales=["de", None])
+    loaded = []
+    load = searching.query_encoder
+    monkeypatch.setattr(searching, "query_encoder", lambda *arguments: loaded.append(1) or load(*arguments))
+    queries = [run.texts[3][1], run.texts[77][1]]
+    lines = "".join(f"{query}\n\n" for query in queries)
+    result = CliRunner().invoke(app, ["search", "-", "-n", "2", "--json", "--state", str(tmp_path)], input=lines)
+    assert result.exit_code == 0
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [hit["query"] for hit in found] == [query for query in queries for _ in range(2)]
+    assert set(found[0]) == {"query", "id", "score", "locale", "text"}
+    places = {identifier: place for place, (identifier, _) in enumerate(run.texts)}
+    for hit in found:
+        assert hit["text"] == dict(run.texts)[hit["id"]]
+        assert hit["locale"] == ("de" if places[hit["id"]] % 40 % 2 == 0 else None)  # in turns in each shard of 40 rows
+    assert loaded == [1]
+    shown = CliRunner().invoke(app, ["search", "-", "-n", "2", "--state", str(tmp_path)], input=lines).stdout
+    assert all(query in shown for query in queries)
+
+
+def test_an_answer_is_there_before_the_next_query(plan_run: Any, tmp_path: Path) -> None:
+    run = published(plan_run, str(tmp_path / "bucket"))
+    command = [sys.executable, "-m", "pipeline.cli", "search", "-", "-n", "1", "--json", "--state", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _, text in run.texts[:2]:
+            process.stdin.write(f"{text}\n".encode())
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["query"] == text
+        process.stdin.close()
+        assert process.wait() == 0
+
+
+def test_only_documents_of_a_locale(plan_run: Any, tmp_path: Path) -> None:
+    run = published(plan_run, str(tmp_path / "bucket"), locales=["de", "en", None], shard_rows=30)
+    hits = search("baba keke", state=tmp_path, locale="en", count=1000)
+    assert [hit.locale for hit in hits] == ["en"] * 33
+    every = search("baba keke", state=tmp_path, count=1000)
+    assert [hit.id for hit in hits] == [hit.id for hit in every if hit.locale == "en"]
+    assert len(every) == len(run.texts)
+
+
+def test_options_are_checked_before_torch_is_loaded(plan_run: Any, tmp_path: Path) -> None:
+    published(plan_run, str(tmp_path / "bucket"), locales=["de", None, "en"])
+    script = f"""
+import sys
+from pathlib import Path
+from pipeline.commands.search import open_search
+from pipeline.errors import BadConfig
+for options in ({{"locale": "fr"}}, {{"registry": "a/b"}}):
+    try:
+        open_search(state=Path({str(tmp_path)!r}), **options)
+    except BadConfig as error:
+        print(error.rule, "torch" in sys.modules)
+"""
+    told = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    first, second = told.splitlines()
+    assert first == "locales of the documents: de, en False"
+    assert second.endswith("False")
+
+
+def test_the_copy_is_made_once_for_each_run(plan_run: Any, s3_root: str, user_cache: Path, tmp_path: Path) -> None:
+    local, bucket = published(plan_run, str(tmp_path / "bucket")), published(plan_run, s3_root, run="week-02")
+    for run, root, options in (
+        (local, tmp_path / "search", {"state": tmp_path}),
+        (bucket, user_cache / "trnpipe" / "search", {"bucket": s3_root}),
+    ):
+        expected = search("baba keke", **options)
+        [matrix] = root.rglob("embeddings.npy")
+        assert np.lib.format.open_memmap(matrix, mode="r").shape == (100, 32)
+        for index in range(len(run.plan.embed.parts)):
+            store.delete(run.paths.part(index, len(run.plan.embed.parts)))
+        assert search("baba keke", **options) == expected
+        # Another manifest is another copy, and replaces the one of this registry name only.
+        other = matrix.parents[2] / "other" / ("0" * 64)
+        other.mkdir(parents=True)
+        manifest = store.read_json(run.paths.embed_manifest)
+        store.write_json(run.paths.embed_manifest, manifest | {"parts": []})
+        with contextlib.suppress(BadConfig):  # nothing is left to search in
+            open_search(**options, locale="de")
+        assert not matrix.exists()
+        assert other.exists()
+        assert len(list(root.rglob("embeddings.npy"))) == 1
+
+
+def test_texts_are_one_pass_over_each_shard_with_hits(plan_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = published(plan_run, str(tmp_path / "bucket"))
+    read: list[str] = []
+    reader = rows.read_corpus_rows
+
+    def counting(uri: str, columns: Any) -> Any:
+        read.append(uri)
+        return reader(uri, columns)
+
+    monkeypatch.setattr(rows, "read_corpus_rows", counting)
+    searcher = open_search(state=tmp_path)
+    assert len(searcher.find(run.texts[0][1], 30)) == 30
+    assert len(read) == len(set(read)) <= len(run.plan.embed.shards)
+    for _ in range(2):
+        assert {hit.id: hit.text for hit in searcher.find("baba", 100)} == dict(run.texts)
+        searcher = open_search(state=tmp_path)
+    assert sorted(read) == sorted(shard.uri for shard in run.plan.embed.shards)
+
+
+def test_texts_of_documents_behind_repeated_ones(plan_run: Any, tmp_path: Path) -> None:
+    run = plan_run(str(tmp_path / "bucket"), children=1)
+    # Each row of each shard is there twice, so that only every other one is a document.
+    masks, shards = [], []
+    for shard in run.plan.embed.shards:
+        lines = store.read_bytes(shard.uri).splitlines(keepends=True)
+        data = b"".join(line for line in lines for _ in range(2))
+        store.write_bytes(shard.uri, data)
+        shards.append(shard.model_copy(update={"size": len(data), "rows": 2 * len(lines)}))
+        masks.append(np.tile([True, False], len(lines)))
+    (tmp_path / "distinct").mkdir()
+    count = write_distinct(tmp_path / "distinct", masks)
+    written = store.upload(tmp_path / "distinct" / DISTINCT, store.join(run.paths.rows, DISTINCT))
+    row_file = RowFile(sha256=written.sha256, size=written.size or 0, rows=count)
+    run.replan(
+        embed=run.plan.embed.model_copy(update={"shards": tuple(shards)}),
+        row_files={**run.plan.row_files, DISTINCT: row_file},
+    )
+    finish(run)
+    assert {hit.id: hit.text for hit in search("baba", state=tmp_path, count=1000)} == dict(run.texts)
+
+
+def test_parts_that_do_not_match_the_manifest_are_refused(plan_run: Any, tmp_path: Path) -> None:
+    run = published(plan_run, str(tmp_path / "bucket"))
+    manifest = store.read_json(run.paths.embed_manifest)
+    for change in ({"rows": 29}, {"rows": 31}, {"rows": 29, "quarantined": 1}):
+        parts = [manifest["parts"][0] | change, *manifest["parts"][1:]]
+        store.write_json(run.paths.embed_manifest, manifest | {"parts": parts})
+        with pytest.raises((BadData, MissingInput)):
+            search("baba", state=tmp_path)
+        assert not list((tmp_path / "search").rglob("*.npy"))
+
+
+def test_a_cache_folder_that_cannot_be_written(
+    plan_run: Any, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(plan_run, s3_root)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(BadConfig) as refusal:
+        search("baba", bucket=s3_root)
+    assert "XDG_CACHE_HOME" in refusal.value.remedy
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 300])
+def test_the_best_rows_are_those_of_the_full_product(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "BLOCK_ROWS", 16)
+    rng = np.random.default_rng(0)
+    matrix = rng.integers(-2, 3, size=(200, 4)).astype(np.float32)  # many equal products
+    vector = np.array([1, 2, -1, 1], np.float32)
+    for chosen in (np.ones(200, np.bool_), rng.random(200) < 0.3):
+        places, scores = best_rows(matrix, vector, count, chosen)
+        expected = sorted(np.flatnonzero(chosen).tolist(), key=lambda row: (-(matrix[row] @ vector), row))[:count]
+        assert places.tolist() == expected
+        assert scores.tolist() == (matrix[expected] @ vector).tolist()

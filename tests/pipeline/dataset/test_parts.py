@@ -36,13 +36,14 @@ def test_rows_come_back_in_order(tmp_path: Path, dtype: str) -> None:
     vectors = np.random.default_rng(0).normal(size=(7, 4)).astype(dtype)
     ids = [f"ä-{row}" for row in range(7)]
     with PartWriter(path, 4, dtype) as writer:
-        writer.write(ids[:5], vectors[:5])
+        writer.write(ids[:5], vectors[:5], ["de", None, "de", "fr", None])
         writer.write(ids[5:], vectors[5:])
     assert writer.rows == 7
     assert pq.ParquetFile(path).metadata.num_row_groups == 2
     batches = list(read_part(path))
-    assert [identifier for found, _ in batches for identifier in found] == ids
-    found = np.concatenate([embeddings for _, embeddings in batches])
+    assert [identifier for found, *_ in batches for identifier in found] == ids
+    assert [locale for *_, locales in batches for locale in locales] == ["de", None, "de", "fr", None, None, None]
+    found = np.concatenate([embeddings for _, embeddings, _ in batches])
     assert found.dtype == dtype
     assert np.array_equal(found, vectors)
     assert [identifier for found in read_ids(path) for identifier in found] == ids
@@ -56,6 +57,15 @@ def test_schema_is_a_fixed_size_list(tmp_path: Path) -> None:
     assert schema.field("embedding").type.list_size == 3
     assert schema.field("embedding").type.value_type == pa.float16()
     assert not schema.field("id").nullable
+
+
+def test_a_part_of_an_earlier_release_has_no_locale(tmp_path: Path) -> None:
+    path = tmp_path / "part.parquet"
+    with PartWriter(path, 3, "float32") as writer:
+        writer.write(["a"], np.ones((1, 3), np.float32), ["de"])
+    pq.write_table(pq.read_table(path).drop_columns(["locale"]), path)
+    [(ids, _, locales)] = read_part(path)
+    assert (ids, locales) == (["a"], [None])
 
 
 def test_shape_must_fit(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from pipeline.dataset.rows import (
     TrainingRow,
     normalized_hash,
     read_corpus_rows,
-    read_documents,
     read_training_rows,
 )
 from pipeline.errors import BadConfig, BadData, MissingInput
@@ -460,20 +459,22 @@ def shard(path: Path, rows: int) -> Shard:
 def test_documents_are_numbered_by_good_rows(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     path.write_bytes(jsonl(RECORDS[:1]) + b"bad\n" + jsonl(RECORDS[1:]))
-    found = list(read_documents(shard(path, 3), "documents", {}, 1, 3))
-    assert found == [("7", "second document"), ("c", "third document")]
+    found = list(DocumentReader("documents", {}).read(shard(path, 3), 1, 3))
+    assert found == [("7", "second document", None), ("c", "third document", None)]
+    [first] = DocumentReader("documents", {}).read(shard(path, 3), 0, 1)
+    assert (first.id, first.locale) == ("a", "de")
     path.write_bytes(jsonl([{"id": "x", "text": "one"}, {"id": "y", "text": "two"}]))
-    assert list(read_documents(shard(path, 2), "corpus", {}, 0, 1)) == [("x", "one")]
+    assert list(DocumentReader("corpus", {}).read(shard(path, 2), 0, 1)) == [("x", "one", None)]
 
 
 def test_a_shard_that_changed_is_not_embedded(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "s.jsonl", RECORDS)
     with pytest.raises(BadData, match="changed"):
-        list(read_documents(shard(path, 4), "documents", {}, 2, 4))
+        list(DocumentReader("documents", {}).read(shard(path, 4), 2, 4))
     planned = shard(path, 3)
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(BadData, match="changed"):
-        list(read_documents(planned, "documents", {}, 0, 1))
+        list(DocumentReader("documents", {}).read(planned, 0, 1))
 
 
 def test_ranges_in_their_order_are_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +493,7 @@ def test_ranges_in_their_order_are_one_pass(tmp_path: Path, monkeypatch: pytest.
 
     def read(index: int, start: int, stop: int) -> tuple[list[str], int]:
         before = parsed
-        return [identifier for identifier, _ in reader.read(shards[index], start, stop)], parsed - before
+        return [document.id for document in reader.read(shards[index], start, stop)], parsed - before
 
     wanted = [str(row) for row in range(100)]
     assert read(0, 20, 30) == (wanted[20:30], 30)

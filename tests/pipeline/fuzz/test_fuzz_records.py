@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline import store
-from pipeline.commands.search import read_parts
+from pipeline.commands.search import read_manifest
 from pipeline.config import ModelConfig
 from pipeline.contract import Artifact, RunPaths, Stage, StageFailure, StageResult, now
 from pipeline.cost import NodeAttempt
@@ -142,7 +142,7 @@ def test_pointers_of_the_registry(folder: Path, data: bytes) -> None:
 def test_manifests_of_embeddings(folder: Path, data: bytes) -> None:
     (folder / "parts.json").write_bytes(data)
     try:
-        assert all(isinstance(part.uri, str) for part in read_parts(str(folder / "parts.json"), None))
+        assert all(isinstance(part.uri, str) for part in read_manifest(str(folder / "parts.json"), None).parts)
     except BadData:
         return
 

@@ -329,6 +329,18 @@ def test_loss_and_quality_come_with_the_files(tmp_path: Path) -> None:
     assert "ndcg@10 0.5000 → 0.6250" in text
 
 
+def test_a_planned_run_says_what_it_computes_on(tmp_path: Path) -> None:
+    tracker = Tracker(LocalFiles(tmp_path))
+    metrics = {"computes": "cpu in fp32: no bf16 instructions"}
+    result = StageResult(stage="prepare", run="r", status="done", started="", finished="", fingerprint="f", metrics=metrics)
+    (tmp_path / "prepare").mkdir()
+    (tmp_path / "prepare/result.json").write_bytes(result.to_json())
+    tracker.update(history("prepare", "!TaskSucceeded", "ReadPlan", "health_check"))
+    console = Console(file=io.StringIO(), width=100)
+    PlainDisplay(console).show(tracker)
+    assert "prepare       done after 0:02; cpu in fp32: no bf16 instructions\n" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("content", ["[1]", "nothing", '{"done": "many", "total": null}', "\ud83d" * 3])
 def test_unreadable_progress_does_not_end_the_watch(tmp_path: Path, content: str) -> None:
     path = tmp_path / "train/progress-00000.json"

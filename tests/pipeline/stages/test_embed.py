@@ -40,7 +40,7 @@ def embeddings(run: Any, folder: Path) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for index in range(count):
         path = store.local_file(run.paths.part(index, count), folder)
-        for ids, vectors in read_part(path):
+        for ids, vectors, _ in read_part(path):
             found.update(zip(ids, vectors, strict=True))
     return found
 
@@ -403,11 +403,11 @@ def test_publish_refuses_a_list_that_is_not_the_records(plan_run: Any, damage: s
 
 
 def test_texts_of_hits_are_found_behind_documents_without_an_embedding(plan_run: Any, tmp_path: Path) -> None:
-    from pipeline.commands.search import search
+    from pipeline.commands.search import open_search
 
     run = publishable(plan_run)
     publish.run(run.context(Stage.PUBLISH))
-    hits = search("baba keke", state=tmp_path, count=98)
+    hits = open_search(state=tmp_path).find("baba keke", 98)
     assert len(hits) == 98
     assert all(dict(run.texts)[hit.id] == hit.text for hit in hits)
 

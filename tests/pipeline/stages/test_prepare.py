@@ -21,7 +21,7 @@ from pipeline.contract import RunPaths, Stage, StageResult
 from pipeline.dataset.arrow import PUBLISHED, SCHEMAS, read_table, token_lengths
 from pipeline.dataset.distinct import open_documents
 from pipeline.dataset.ids import IdDigest
-from pipeline.dataset.rows import normalized_hash, read_documents
+from pipeline.dataset.rows import DocumentReader, normalized_hash
 from pipeline.dataset.sampler import Schedule
 from pipeline.dataset.split import holdout_limit
 from pipeline.dataset.tokens import TextTokenizer
@@ -181,10 +181,23 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
     for name, file in plan.row_files.items():
         assert store.sha256(store.join(bench.paths("first").rows, name)) == file.sha256
     assert output.metrics == {**plan.summary(), "compile": False}
+    assert output.metrics["computes"] == "cpu in fp32"
     assert output.outputs["plan"].sha256 == store.sha256(bench.paths("first").plan)
     result = StageResult.from_json(store.read_bytes(bench.paths("first").result(Stage.PREPARE)))
     assert result.fingerprint == plan.fingerprint
     assert not store.exists(bench.paths("first").quarantine)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "computes"), [(True, "cpu in bf16"), (False, "cpu in fp32: no bf16 instructions, which would about halve the time")]
+)
+def test_the_metrics_say_which_precision_auto_chose_and_why(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, bf16: bool, computes: str
+) -> None:
+    monkeypatch.setattr("pipeline.backends.device.processor_computes_bf16", lambda: bf16)
+    bench.shard("a.jsonl", rows(0, 130))
+    bench.config["device"]["precision"] = "auto"
+    assert bench.start("run").metrics["computes"] == computes
 
 
 def test_there_is_a_part_for_every_rank_of_the_hosts_that_embed(bench: Bench) -> None:
@@ -208,12 +221,14 @@ def test_the_parts_hold_every_document_once(bench: Bench) -> None:
         found = [
             document
             for span in part.spans
-            for document in read_documents(embed.shards[span.shard], embed.source, {}, span.start, span.stop)
+            for document in DocumentReader(embed.source, {}).read(embed.shards[span.shard], span.start, span.stop)
         ]
         assert len(found) == part.rows
         seen += found
-    assert sorted(seen) == sorted((row["id"], row["document"].strip()) for row in data)
-    for identifier, _ in seen:
+    assert sorted((document.id, document.text) for document in seen) == sorted(
+        (row["id"], row["document"].strip()) for row in data
+    )
+    for identifier, *_ in seen:
         digest.add(identifier)
     assert str(digest) == embed.ids
 
@@ -665,9 +680,9 @@ def test_several_queries_for_one_document(bench: Bench) -> None:
     for part in plan.embed.parts:
         for span in part.spans:
             found += reader.read(plan.embed.shards[span.shard], span.start, span.stop)
-    assert [identifier for identifier, _ in found] == [f"row{number}" for number in range(150)]
+    assert [identifier for identifier, *_ in found] == [f"row{number}" for number in range(150)]
     digest = IdDigest()
-    for identifier, _ in found:
+    for identifier, *_ in found:
         digest.add(identifier)
     assert plan.embed.ids == str(digest)
     assert [shard.uri for shard in plan.embed.shards] == [one, two]
