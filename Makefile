@@ -8,24 +8,24 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
 VENV := .venv
 UV := uv==0.13.8
 INSTALL = $(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python
-# The lock's own build of torch in .venv unless the caller names another: the default of TORCH_BACKEND below is the images'.
-SETUP_BACKEND := $(TORCH_BACKEND)
+# Index of torch's CPU builds: cpu, PyTorch's own, which uv knows, or the address of a copy. Empty: the build of the lock.
+TORCH_INDEX ?=
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(VENV)/ready ## Create the virtual environment with the locked dependencies (TORCH_BACKEND=cpu: torch without CUDA)
+setup: $(VENV)/ready ## Create the virtual environment with the locked dependencies (TORCH_INDEX=cpu: torch without CUDA)
 
 $(VENV)/ready: requirements.lock pyproject.toml
 	@test -x $(VENV)/bin/python || $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
 		echo "trnpipe needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=/path/to/python"; exit 64; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(UV)"
-ifdef SETUP_BACKEND
+ifneq ($(TORCH_INDEX),)
 	awk '/^[^ ]/ { kept = !/^(torch|triton|nvidia-[^=]*)==/ } kept' requirements.lock > $(VENV)/requirements.lock
 	$(INSTALL) --require-hashes --no-deps -r $(VENV)/requirements.lock
 # Without a hash: the lock has those of the ordinary build, and the CPU build is another file of the same version.
-	$(INSTALL) --no-deps --torch-backend $(SETUP_BACKEND) $(shell sed -nE 's/^(torch==[^ ]+).*/\1/p' requirements.lock)
+	$(INSTALL) --no-deps $(if $(findstring /,$(TORCH_INDEX)),--index-url,--torch-backend) $(TORCH_INDEX) $(shell sed -nE 's/^(torch==[^ ]+).*/\1/p' requirements.lock)
 else
 	$(INSTALL) --require-hashes -r requirements.lock
 endif
@@ -101,7 +101,7 @@ TAG ?= $(shell sed -nE 's/.*"images": *\{.*"tag": *"([^"]+)".*/\1/p' cdk.json)
 # The first that works here; a client without its daemon does not.
 ENGINE ?= $(shell for name in docker podman buildah; do $$name info >/dev/null 2>&1 && { echo $$name; break; }; done)
 KINDS ?= cpu neuron
-# Empty where the index of torch's CPU builds is out of reach: the ordinary build, 5 GB larger, in the versions that are tested.
+# Of the CPU image. Empty where the index of torch's CPU builds is out of reach: the ordinary build, 5 GB larger, in the versions that are tested.
 TORCH_BACKEND ?= cpu
 LOCK := cpu/$(if $(TORCH_BACKEND),requirements,ordinary).lock
 # Bases other than the Dockerfiles' own. The Neuron image's has a digest, see `mirror`.

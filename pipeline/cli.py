@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from pipeline.contract import Stage
-from pipeline.errors import ExitCode, TrnpipeError
+from pipeline.errors import ExitCode, TrnpipeError, plain
 
 DEFAULT_STATE = Path(".trnpipe")
 DEFAULT_STACK = "trnpipe"
@@ -46,7 +46,7 @@ StateOption = Annotated[Path, typer.Option("--state", help="Folder of the local 
 def local(
     input_files: Annotated[
         list[Path] | None,
-        typer.Option("--input", metavar="FILE", help="Training shard (JSONL, .gz, .zst, Parquet) or folder; repeat for more."),
+        typer.Option("--input", metavar="FILE", help="Training shard (JSONL, CSV, TSV, Parquet) or folder; repeat for more."),
     ] = None,
     corpus: Annotated[
         list[Path] | None,

@@ -307,7 +307,7 @@ class RunPlan(PlanSection):
         """Return device type and precision for people, and what it costs that a host has no instructions for bf16."""
         chosen = f"{self.world.kind} in {self.world.precision}"
         lacks_bf16 = self.world.kind in EAGER_KINDS and self.world.precision == "fp32" and self.config.device.precision == "auto"
-        return f"{chosen}: no bf16 instructions, which would about halve the time" if lacks_bf16 else chosen
+        return f"{chosen}: no bf16 instructions, so about half as fast" if lacks_bf16 else chosen
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers for the state machine and for people (prepare's metrics)."""

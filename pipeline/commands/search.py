@@ -338,7 +338,8 @@ def query_encoder(model: Path, plan: RunPlan) -> Callable[[str], Vector]:
     from pipeline.model.folder import load_encoder
     from pipeline.model.inference import encode
 
-    device = open_device("cpu", "fp32", World())
+    # One query is too little for several threads: 17 ms with one, 90 to 520 ms with two where both cores have other work.
+    device = open_device("cpu", "fp32", World(), threads=1)
     encoder = device.place(load_encoder(model, plan.config.model))
     tokenizer, length = TextTokenizer(model), plan.config.train.query_length
 

@@ -89,7 +89,7 @@ class Tracker:
     _seen: int = 0
     _task_failed: bool = False
     _paces: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    """Progress file -> its time, work and `total` as first seen, which give the pace; `rate` counts rows of unequal work."""
+    """Progress file and attempt -> time, work and `total` as first seen, which give the pace: `rate` counts unequal rows."""
     _records: dict[str, tuple[Listed, dict[str, Any]]] = field(default_factory=dict)
     _metrics_seen: Listed | None = None
 
@@ -203,9 +203,8 @@ class Tracker:
         line.share = finished / whole if whole else line.share
         words = [f"{done:,.0f}/{total:,.0f}" if total else ""]
         words.append(f"{rate:,.1f} {records[0].get('unit', '')}/s" if rate else "")
-        # Array children work side by side, so the slowest one's time remains.
-        remaining = [self._remaining(*item) for item in found.items()]
-        longest = 0.0 if None in remaining else max(filter(None, remaining), default=0.0)
+        # Array children work side by side, so the slowest one's time remains; one that just began or had nothing to do says none.
+        longest = max(self._remaining(*item) for item in found.items())
         words.append(f"{clock(timedelta(seconds=longest))} left" if longest else "")
         words.append(str(records[0].get("note", "")))
         return plain(", ".join(word for word in words if word))
@@ -238,18 +237,16 @@ class Tracker:
                     found[SHOWN_METRIC] = validation[SHOWN_METRIC]
             line.numbers = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
-    def _remaining(self, name: str, record: Mapping[str, Any]) -> float | None:
-        """Return the seconds that a progress file's process still needs, by the times in the file; None while unknown."""
+    def _remaining(self, name: str, record: Mapping[str, Any]) -> float:
+        """Return the seconds that a progress file's process still needs, by the times in the file; 0 while unknown."""
         moment, rows, (done, total) = _number(record, "time"), _number(record, "total"), _work(record)
-        if not total:
-            return None
-        began, before, expected = self._paces.get(name, (moment, done, -1.0))
-        if done < before or rows != expected:
-            self._paces[name] = (moment, done, rows)
-            return None if done < total else 0.0
-        if done >= total:
-            return 0.0
-        return (total - done) * (moment - began) / (done - before) if done > before else None
+        attempt = f"{name}, attempt {record.get('attempt')}"
+        began, before, expected = self._paces.get(attempt, (moment, done, -1.0))
+        if total and (done < before or rows != expected):
+            self._paces[attempt] = (moment, done, rows)
+        elif before < done < total:
+            return (total - done) * (moment - began) / (done - before)
+        return 0.0
 
 
 class PlainDisplay:

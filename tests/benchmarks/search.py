@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,16 +39,16 @@ DIMENSION = 384
 COUNT = 10
 SHARD_ROWS = 50_000
 QUERIES = """
-import time; begun = time.time()
+import time; wall, cpu = time.time(), 0.0
 import json, sys
 from pathlib import Path
 from pipeline.commands.search import open_search
 searcher = open_search(state=Path(sys.argv[1]))
-found = [time.time() - begun]
+found = [(time.time() - wall, time.process_time())]
 for query in json.loads(sys.argv[2]):
-    begun = time.time()
+    wall, cpu = time.time(), time.process_time()
     assert all(hit.text for hit in searcher.find(query, 10))
-    found.append(time.time() - begun)
+    found.append((time.time() - wall, time.process_time() - cpu))
 print(json.dumps(found))
 """
 
@@ -64,13 +64,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         state = Path(name)
         publish(state, options.rows, options.dtype)
-        begun, *first = ask(state, queries[:1])
-        print(f"{'open, first':<28}{begun:>8.2f} s")
+        print(f"{'':<28}{'seconds':>10}{'CPU':>10}")
+        opened, *times = ask(state, queries[:1])
+        print_row("open, first", [opened])
+        print_row("query, first", times)
         ask(state, queries)
-        cached, *times = ask(state, queries)
-        print(f"{'open, cached':<28}{cached:>8.2f} s")
-        print(f"{'query, first':<28}{first[0]:>8.2f} s")
-        print(f"{'query, median':<28}{statistics.median(times):>8.3f} s")
+        opened, *times = ask(state, queries)
+        print_row("open, cached", [opened])
+        print_row("query, median", times)
         [path] = state.rglob(MATRIX)
         matrix = np.lib.format.open_memmap(path, mode="r")
         everything = np.ones(len(matrix), np.bool_)
@@ -115,10 +116,10 @@ def write_parts(paths: RunPaths, dtype: str) -> list[dict[str, str | int]]:
     return entries
 
 
-def ask(state: Path, queries: list[str]) -> list[float]:
-    """Seconds that a process needs to open the embeddings, and then for each query."""
+def ask(state: Path, queries: list[str]) -> list[tuple[float, float]]:
+    """Seconds, and CPU seconds, that a process needs to open the embeddings, and then for each query."""
     command = [sys.executable, "-c", QUERIES, str(state), json.dumps(queries)]
-    found: list[float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found: list[tuple[float, float]] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return found
 
 
@@ -134,13 +135,19 @@ def peer(matrix: npt.NDArray[np.float32]) -> tuple[str, Callable[[npt.NDArray[np
 
 
 def print_median(name: str, query: Callable[[npt.NDArray[np.float32]], object], count: int) -> None:
-    rng, seconds = np.random.default_rng(2), []
+    rng, times = np.random.default_rng(2), []
     for _ in range(count + 1):
         vector = rng.standard_normal(DIMENSION, np.float32)
-        begun = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         query(vector)
-        seconds.append(time.perf_counter() - begun)
-    print(f"{name:<28}{statistics.median(seconds[1:]):>8.3f} s")
+        times.append((time.perf_counter() - wall, time.process_time() - cpu))
+    print_row(name, times[1:])
+
+
+def print_row(name: str, times: Sequence[tuple[float, float]]) -> None:
+    """Print the medians of seconds and CPU seconds."""
+    wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"{name:<28}{wall:>10.3f}{cpu:>10.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ def installed_here(name: str) -> str | None:
         return None
 
 
-def test_set_up_with_torchs_cpu_build_keeps_every_other_package_and_its_hashes(tmp_path: Path) -> None:
-    make = ["make", "--dry-run", "setup", "TORCH_BACKEND=cpu", f"VENV={tmp_path}"]
+@pytest.mark.parametrize(("index", "option"), [("cpu", "--torch-backend"), ("http://127.0.0.1:9/simple", "--index-url")])
+def test_set_up_with_torchs_cpu_build_keeps_every_other_package_and_its_hashes(tmp_path: Path, index: str, option: str) -> None:
+    make = ["make", "--dry-run", "setup", f"TORCH_INDEX={index}", f"VENV={tmp_path}"]
     commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     [cut] = [command for command in commands if command.startswith("awk")]
     subprocess.run(cut, shell=True, cwd=ROOT, check=True)
@@ -36,7 +37,7 @@ def test_set_up_with_torchs_cpu_build_keeps_every_other_package_and_its_hashes(t
     assert [entry for entry in entries if entry in left] == left
     assert {"torch", "triton"} < gone
     assert all(name.startswith("nvidia-") for name in gone - {"torch", "triton"})
-    [torch] = [command for command in commands if "--torch-backend cpu" in command]
+    [torch] = [command for command in commands if f"{option} {index}" in command]
     assert any(entry.split()[0] == torch.split()[-1] for entry in entries)
     assert any("--require-hashes" in command and f"{tmp_path}/requirements.lock" in command for command in commands)
 

@@ -137,11 +137,10 @@ def test_array_children_are_summed_and_old_files_are_not_counted(tmp_path: Path)
 def test_children_of_different_work_add_up_and_the_slowest_one_gives_the_remaining_time(tmp_path: Path) -> None:
     tracker = Tracker(LocalFiles(tmp_path))
 
-    def report(second: int, *works: tuple[int, int]) -> str:
+    def report(second: int, *works: tuple[int, int], attempt: int = 1) -> str:
         for child, (work, total_work) in enumerate(works):
-            moment = START + timedelta(seconds=second)
-            record = {"done": work // 10, "total": 50, "work": work, "total_work": total_work, "time": float(second)}
-            write_progress(tmp_path, Stage.EMBED, child, moment, **record)
+            record = {"done": work // 10, "total": 50, "work": work, "total_work": total_work, "attempt": attempt}
+            write_progress(tmp_path, Stage.EMBED, child, START + timedelta(seconds=second), time=float(second), **record)
         tracker.update(history("embed"))
         return tracker.lines[Stage.EMBED].doing
 
@@ -149,8 +148,9 @@ def test_children_of_different_work_add_up_and_the_slowest_one_gives_the_remaini
     assert report(10, (100, 400), (200, 1600)) == "30/100, 1:10 left"
     assert tracker.lines[Stage.EMBED].share == 300 / 2000
     assert report(40, (400, 400), (800, 1600)) == "120/100, 0:40 left"
-    # A child that starts over has no pace yet, and so the stage has none.
-    assert report(50, (400, 400), (0, 1600)) == "40/100"
+    # A child that starts over has no pace yet.
+    assert report(50, (400, 400), (0, 1600), attempt=2) == "40/100"
+    assert report(60, (400, 400), (400, 1600), attempt=2) == "80/100, 0:30 left"
     assert report(90, (400, 400), (1600, 1600)) == "200/100"
     assert tracker.lines[Stage.EMBED].share == 1
 

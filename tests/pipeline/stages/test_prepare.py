@@ -189,7 +189,7 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bf16", "computes"), [(True, "cpu in bf16"), (False, "cpu in fp32: no bf16 instructions, which would about halve the time")]
+    ("bf16", "computes"), [(True, "cpu in bf16"), (False, "cpu in fp32: no bf16 instructions, so about half as fast")]
 )
 def test_the_metrics_say_which_precision_auto_chose_and_why(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, bf16: bool, computes: str
