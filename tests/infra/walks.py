@@ -323,7 +323,8 @@ class Walker:
             return None
         if fault.status is None:
             time.sleep(2 * TIMEOUT_SECONDS)
-            return request.fail("503 Service Unavailable", "TooLate")
+            # Nobody waits for it any more; a 5xx would be asked again by the client that was left behind.
+            return request.fail("400 Bad Request", "TooLate")
         line = f"{fault.status} Error"
         error = f"<Error><Code>{fault.code}</Code><Message>{SAID}</Message></Error>"
         if request.service == "s3":
