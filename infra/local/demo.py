@@ -244,8 +244,8 @@ def initial_folder() -> Path:
 
 
 def named_model(name: str) -> str:
-    """Return the folder of the demo's model for `demo`, unless a file has this name; any other name unchanged."""
-    return str(initial_folder()) if name == NAME and not Path(name).exists() else name
+    """Return the folder of the demo's model for `demo`, any other name unchanged; `./demo` names a folder of one's own."""
+    return str(initial_folder()) if name == NAME else name
 
 
 def read_pairs() -> list[Pair]:

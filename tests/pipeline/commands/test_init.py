@@ -179,13 +179,14 @@ def test_a_model_is_found_named_and_read_without_its_weights(tmp_path: Path) -> 
     assert read_model("x", str(outer / "model")).longest == 512
 
 
-def test_demo_names_the_demos_model_unless_a_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_names_the_demos_model_wherever_a_local_run_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "pairs.jsonl", pairs(3))
-    request = LocalRequest.of(tmp_path / "state", inputs=(Path("pairs.jsonl"),), parent="demo")
-    assert request.config.model.parent == str(initial_folder())
     (tmp_path / "demo").mkdir()
-    request = LocalRequest.of(tmp_path / "state", inputs=(Path("pairs.jsonl"),), settings=("model.initial=demo",))
+    inputs = (Path(write(tmp_path / "pairs.jsonl", pairs(3))),)
+    for options in ({"parent": "demo"}, {"settings": ("model.parent=demo",)}):
+        request = LocalRequest.of(tmp_path / "state", inputs=inputs, **options)
+        assert request.config.model.parent == str(initial_folder())
+    request = LocalRequest.of(tmp_path / "state", inputs=inputs, settings=("model.initial=./demo",))
     assert request.config.model.initial == str(tmp_path / "demo")
 
 
