@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from infra.local import demo
+from infra.local.inputs import SHARD_SUFFIXES
 from infra.local.state_folder import owned
+from pipeline.dataset.records import SUFFIXES
 from pipeline.model.encoder import FAMILIES
 from pipeline.model.inventory import MODEL_TYPES
 
@@ -248,8 +250,9 @@ def test_a_published_model_makes_the_initial_one_unnecessary(folder: Path) -> No
         require_refusal(f"{GOOD} --state state --initial absent", 64, ("another local run has this state folder open",), folder)
 
 
-def test_supported_model_types_are_the_encoder_s_families() -> None:
+def test_what_is_checked_before_a_run_is_what_its_stages_check() -> None:
     assert tuple(FAMILIES) == MODEL_TYPES
+    assert sorted(SHARD_SUFFIXES) == sorted(SUFFIXES)
 
 
 @pytest.mark.parametrize("given", [[], ["PYTHON=python3.13"]], ids=["found", "given"])
