@@ -125,9 +125,11 @@ def init(
 ) -> None:
     """Look at training files and write a configuration with the settings that matter, each with the reason for its value."""
     from infra.local.demo import named_model
+    from infra.local.inputs import find_inputs
     from pipeline.commands import init as first
     from pipeline.config import parse_settings
 
+    list(find_inputs([*input_files, *(corpus or ())]))
     columns = first.columns_of(parse_settings(settings or []))
     inputs, corpora = [str(path) for path in input_files], [str(path) for path in corpus or ()]
     model = first.read_model(parent, named_model(parent))

@@ -173,6 +173,13 @@ MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
     ("local --input good.jsonl", 64, ("too small to judge", "gate.min_queries = 2000", "data.holdout_fraction", "allow_small")),
     (f"{GOOD} --corpus good.jsonl --set data.columns.positive=document", 64, ("unknown column", "data.columns.positive")),
     (f"{GOOD} --corpus missing.csv", 65, ("lacks a column", "missing.csv: text", "add --set data.columns.text=")),
+    ("init --input absent.csv", 66, ("the input file does not exist", "absent.csv", "check the path")),
+    ("init --input list.json", 64, ("the input file is no shard", "list.json", CONVERT)),
+    ("init --input missing.csv", 65, ("lacks a column", "missing.csv", "add --set data.columns.document=body")),
+    ("init --input good.jsonl --parent intfloat/e5-small-v2", 66, ("the model does not exist", DOWNLOAD)),
+    ("init --input good.jsonl --set train.steps=3", 64, ("init takes only data.columns", "in the file that init writes")),
+    ("init --input good.jsonl --out good.jsonl", 64, ("the file exists", "good.jsonl", "--out")),
+    ("init", 64, ("--input",)),
     # Models.
     (f"{GOOD} --parent /nope/model", 66, ("the model does not exist", "/nope/model", "check the path", DOWNLOAD)),
     (f"{GOOD} --parent intfloat/e5-small-v2", 66, ("the model does not exist", "intfloat/e5-small-v2", "a folder", DOWNLOAD)),
