@@ -323,7 +323,7 @@ class LiveDisplay(Live):
             style = {"pending": "dim", "running": "bold", "failed": "red", "skipped": "dim"}.get(line.state, "")
             elapsed = clock(line.elapsed) if line.started else ""
             doing = {"running": line.doing, "skipped": f"skipped: {line.doing}"}.get(line.state, "")
-            words: RenderableType = Text("; ".join(([doing] if doing else []) + _found(line)))
+            words: RenderableType = Text("; ".join(([doing] if doing else []) + _found(line)), no_wrap=True, overflow="ellipsis")
             if line.state == "running" and line.share is not None:
                 bar = Table.grid(padding=(0, 1))
                 bar.add_row(ProgressBar(total=1.0, completed=line.share, width=BAR_WIDTH), words)
