@@ -105,6 +105,8 @@ class Stage(str, Enum):
     """The stages of a run in their order."""
 
     PREPARE = "prepare"
+    INGEST = "ingest"
+    PLAN = "plan"
     HEALTH_CHECK = "health_check"
     COMPILE = "compile"
     TRAIN = "train"
@@ -158,6 +160,10 @@ class StageSpec:
 
 STAGES: dict[Stage, StageSpec] = {
     Stage.PREPARE: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120, always_runs=True),
+    Stage.INGEST: StageSpec(
+        queue=Queue.CPU, shape=Shape.ARRAY, timeout_minutes=6 * 60, attempts=6, resumes=True, always_runs=True
+    ),
+    Stage.PLAN: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120, always_runs=True),
     Stage.HEALTH_CHECK: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=30, always_runs=True),
     Stage.COMPILE: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=240, always_runs=True),
     Stage.TRAIN: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=24 * 60, attempts=8, resumes=True),
@@ -308,6 +314,11 @@ class RunPaths:
         return f"{self.root}/input.json"
 
     @property
+    def inputs(self) -> str:
+        """Everything that prepare decided, and the shards that it found: `pipeline.plan.RunInputs`, written once."""
+        return f"{self.root}/prepare/inputs.json"
+
+    @property
     def plan(self) -> str:
         return f"{self.root}/plan.json"
 
@@ -349,13 +360,13 @@ class RunPaths:
 
     @property
     def rows(self) -> str:
-        """Tokenized rows that prepare fixed for this run (Arrow files)."""
-        return f"{self.root}/prepare/rows"
+        """The run's own tokenized rows and the order of its batches, as the plan stage fixed them."""
+        return f"{self.root}/plan/rows"
 
     @property
     def quarantine(self) -> str:
         """One JSON line per refused input row: `{at: "file:line", reason, row}`."""
-        return f"{self.root}/prepare/quarantine.jsonl"
+        return f"{self.root}/plan/quarantine.jsonl"
 
     @property
     def checkpoints(self) -> str:
@@ -430,6 +441,21 @@ def retention_tags(key: str) -> dict[str, str]:
 def registry_uri(bucket_root: str, name: str) -> str:
     """Return the URI of the pointer to the last publication under `name`: `{model, embeddings, run}` together."""
     return f"{bucket_root.rstrip('/')}/registry/{name}.json"
+
+
+def ingested_rows_uri(bucket_root: str, name: str) -> str:
+    """Return the folder of an ingested shard's rows (pipeline/dataset/ingested), which all runs of a bucket share."""
+    return f"{bucket_root.rstrip('/')}/ingested/rows/{name}"
+
+
+def ingested_tokens_uri(bucket_root: str, name: str) -> str:
+    """Return the folder of the tokens of an ingested shard's rows, for one tokenizer."""
+    return f"{bucket_root.rstrip('/')}/ingested/tokens/{name}"
+
+
+def seen_uri(bucket_root: str, run: str) -> str:
+    """Return the folder of the rows that a run was the first of its lineage to train on (pipeline/dataset/seen)."""
+    return f"{bucket_root.rstrip('/')}/seen/{run}"
 
 
 def graphs_uri(bucket_root: str) -> str:

@@ -1,10 +1,10 @@
-"""`plan.json`: all of prepare's decisions about a run. Written once; the later stages read it."""
+"""`prepare/inputs.json`, what a run begins with, and `plan.json`, all decisions about it. Each is written once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -17,15 +17,59 @@ class PlanSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class InputShard(PlanSection):
+    """One version of an input file in one use, and the names of what ingest makes of it (pipeline/dataset/ingested).
+
+    Attributes:
+        uri: its URI.
+        version: the ETag on S3, elsewhere a stamp of the last write; another version is another shard.
+        size: in bytes.
+        modified: seconds since 1970 of the last write. Of rows that contradict each other, those of the newest shard count.
+        kind: `pairs` (training rows) or `documents` (what is embedded: corpus rows, or the documents of training rows).
+        of_pairs: the file holds training rows; so without a corpus of its own the same file comes as both kinds.
+        generation: of documents; a later one replaces the documents of earlier ones. 0 in `data.corpus_mode: files`.
+        rows, tokens: names of the ingested rows and of their tokens.
+    """
+
+    uri: str
+    version: str
+    size: int
+    modified: float = 0.0
+    kind: str
+    of_pairs: bool = True
+    generation: int = 0
+    rows: str
+    tokens: str
+
+
+class TokenizerPlan(PlanSection):
+    """The tokenizer of the ingested tokens.
+
+    Attributes:
+        digest: of the tokenizer.
+        vocabulary: every token id is below this; decides the integer type.
+        cap: tokens of a stored text at most, special ones included: as many as the model has positions for.
+        prefix, suffix: special tokens before and behind a text, which a cut keeps.
+        side: the end at which texts are cut, `right` or `left`.
+    """
+
+    digest: str
+    vocabulary: int
+    cap: int
+    prefix: int
+    suffix: int
+    side: str = "right"
+
+
 class Shard(PlanSection):
-    """One input file, as prepare found it.
+    """One shard of the training data, as it was planned.
 
     Attributes:
         uri, sha256, size: location, content, size in bytes.
         rows: good rows.
-        bad_rows: refused rows, which every reader skips by the same rules.
-        holdout_rows: good rows on the hold-out side.
-        first_run: the run that trained on it first.
+        bad_rows: refused rows.
+        holdout_rows: rows of the hold-out set.
+        new_rows, replay_rows: rows that the run trains on for the first time, and again.
     """
 
     uri: str
@@ -34,7 +78,8 @@ class Shard(PlanSection):
     rows: int
     bad_rows: int = 0
     holdout_rows: int = 0
-    first_run: str = ""
+    new_rows: int = 0
+    replay_rows: int = 0
 
 
 class Parent(PlanSection):
@@ -129,10 +174,10 @@ class TrainPlan(PlanSection):
     """The training rows, and the numbers that give every rank the same number of batches.
 
     Attributes:
-        new: shards trained on for the first time.
-        replay: earlier shards of which some rows are trained on again.
-        rows: training rows in `prepare/rows/train.arrow`, new and replayed.
-        new_rows, replay_rows: their split.
+        new: shards that the parent's runs did not have.
+        replay: earlier shards with rows that the run trains on.
+        rows: training rows in `plan/rows/train.arrow`, new and replayed.
+        new_rows, replay_rows: their split: rows that the parent and its ancestors were not trained on, and others.
         bad_rows: refused rows of all training shards.
         not_positive: good rows of all training shards with a label of 0 or less, which are no pairs to train on.
         bucket_rows: document bucket -> rows, after moving remainders (see pipeline/dataset/sampler).
@@ -154,36 +199,33 @@ class TrainPlan(PlanSection):
     resumed: ResumedRun | None = None
 
 
-class Span(PlanSection):
-    """Good rows [start, stop) of one corpus shard."""
-
-    shard: int
-    start: int
-    stop: int
-
-
 class PartPlan(PlanSection):
-    """One output part and the corpus rows it holds."""
+    """One output part: the documents whose id hashes are in the part's interval (pipeline/dataset/ingested.part_range).
 
-    spans: tuple[Span, ...]
+    Attributes:
+        rows: documents in it.
+        ids: order-independent digest of their ids (pipeline/dataset/ids).
+    """
+
     rows: int
+    ids: str = ""
 
 
 class EmbedPlan(PlanSection):
-    """The corpus and how its rows are cut into parts.
+    """The corpus and how its documents are divided into parts.
 
     Attributes:
         source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
-        shards: all corpus shards.
-        rows: good rows = ids that must be in the embeddings exactly once.
+        shards: ingested shards of documents, in the order in which they were listed.
+        rows: documents = ids that must be in the embeddings exactly once.
         bad_rows: refused rows, which have no embedding.
         ids: order-independent digest of those ids (pipeline/dataset/ids).
-        parts: output parts, in order.
+        parts: output parts, in order; their number is a power of two.
         children: array size; see `own_parts`.
     """
 
     source: str
-    shards: tuple[Shard, ...]
+    shards: tuple[InputShard, ...]
     rows: int
     bad_rows: int = 0
     ids: str
@@ -202,13 +244,14 @@ def own_parts(parts: int, ranks: int, rank: int) -> range:
 
 
 def part_count(rows: int, rows_per_part: int, least: int) -> int:
-    """Return the number of parts of a corpus.
+    """Return the number of parts of a corpus: a power of two, so that a growing corpus keeps its parts for long.
 
     Args:
-        rows_per_part: at most this many in a part.
-        least: at least this many parts, as long as each has a row.
+        rows_per_part: about this many in a part, at most.
+        least: at least this many parts, as long as each can have a row.
     """
-    return max(-(-rows // rows_per_part), min(least, rows))
+    wanted = max(-(-rows // rows_per_part), min(least, rows))
+    return 1 << max(wanted - 1, 0).bit_length()
 
 
 class HoldoutPlan(PlanSection):
@@ -246,6 +289,48 @@ class ExpectedCost(PlanSection):
     at_most: float | None = None
 
 
+class RunInputs(PlanSection):
+    """`prepare/inputs.json`: what prepare decided, before any row was read. Written once; ingest and plan read it.
+
+    Attributes:
+        shards: the input files, sorted by kind and URI. What arrives later is the next run's.
+        ingest_children: jobs that share the shards which are not ingested yet; 0: all of them are.
+        tokenizer: of the parent, and so of the ingested tokens.
+        lineage, identity: as in `RunPlan`.
+        published_lineage: the runs whose rows the published model was trained on, where it is not the parent.
+    """
+
+    run: str
+    created: str
+    config: RunConfig
+    parent: Parent
+    published: Published | None = None
+    world: PlannedWorld
+    graphs: GraphsPlan | None = None
+    memory: MemoryPlan | None = None
+    tokenizer: TokenizerPlan
+    shards: tuple[InputShard, ...]
+    ingest_children: int
+    lineage: tuple[str, ...] = ()
+    published_lineage: tuple[str, ...] = ()
+    identity: str
+
+    def shards_of(self, kind: str) -> tuple[InputShard, ...]:
+        """Return the shards of one kind."""
+        return tuple(shard for shard in self.shards if shard.kind == kind)
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json(indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> RunInputs:
+        """
+        Raises:
+            BadData: not a run's inputs, or those of another version of trnpipe.
+        """
+        return _read(cls, data, "the run's inputs cannot be read", "prepare/inputs.json")
+
+
 NOT_FINGERPRINTED: dict[str, Any] = {
     **dict.fromkeys(("created", "expected_cost", "fingerprint"), True),
     "config": {"model": {"initial": True}},
@@ -272,9 +357,11 @@ class RunPlan(PlanSection):
     """None in plans of versions that did not estimate it."""
     expected_cost: ExpectedCost = ExpectedCost()
     row_files: dict[str, RowFile] = {}
-    """`train.arrow`, `holdout.arrow` and `candidates.arrow`, and those in `published/`."""
-    seen: tuple[str, ...]
-    """sha256 of every training shard this model and its ancestors have been trained on, this run's included."""
+    """`train.arrow`, `holdout.arrow`, `candidates.arrow`, those in `published/`, and `order-EPOCH.npy`."""
+    lineage: tuple[str, ...] = ()
+    """The runs whose rows count as seen: the parent's run and its ancestors, the oldest first (pipeline/dataset/seen)."""
+    identity: str = ""
+    """Hash of what identifies a row: columns, templates and normalization; seen rows of another one cannot be recognised."""
     fingerprint: str = ""
 
     def sealed(self) -> RunPlan:
@@ -292,16 +379,7 @@ class RunPlan(PlanSection):
         Raises:
             BadData: not a plan, or one of another version of trnpipe.
         """
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            found = [f"{'.'.join(map(str, item['loc'])) or 'plan'}: {item['msg']}" for item in error.errors(include_input=False)]
-            raise BadData(
-                "the run's plan cannot be read",
-                value=found,
-                rule="a plan is read by the version of trnpipe that wrote it, and never changed",
-                remedy="restore plan.json as prepare wrote it, or start a new run",
-            ) from error
+        return _read(cls, data, "the run's plan cannot be read", "plan.json")
 
     def _computes(self) -> str:
         """Return device type and precision for people, and what it costs that a host has no instructions for bf16."""
@@ -332,3 +410,19 @@ class RunPlan(PlanSection):
             "host_gib": round(self.memory.host / (1 << 30), 2) if self.memory else None,
             "expected_cost": self.expected_cost.model_dump(mode="json"),
         }
+
+
+PlanT = TypeVar("PlanT", bound=PlanSection)
+
+
+def _read(kind: type[PlanT], data: bytes, what: str, name: str) -> PlanT:
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, item['loc'])) or name}: {item['msg']}" for item in error.errors(include_input=False)]
+        raise BadData(
+            what,
+            value=found,
+            rule="it is read by the version of trnpipe that wrote it, and never changed",
+            remedy=f"restore {name} as it was written, or start a new run",
+        ) from error

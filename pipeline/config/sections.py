@@ -99,14 +99,31 @@ class DataConfig(Section):
     holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0), KeyRole.LEARNED] = Field(
         0.02, description="Share of rows kept from training, chosen by hash of the normalized document text."
     )
+    holdout_by: Annotated[Literal["document", "query", "group"], KeyRole.LEARNED] = Field(
+        "document",
+        description="What is held out together: rows of a document, of a query, or of a value of column `group`.",
+    )
+    holdout_queries: Annotated[PositiveInt, KeyRole.LEARNED] = Field(
+        50_000, description="Held-out queries that evaluate uses, at most: those with the smallest hashes."
+    )
     replay_fraction: Annotated[float, Field(ge=0.0, le=100.0), KeyRole.LEARNED] = Field(
-        0.1, description="Rows of earlier shards to train on again, as a share of the number of new rows."
+        0.1, description="Seen rows to train on again, as a share of the number of new rows."
+    )
+    max_repeats: Annotated[PositiveInt, KeyRole.LEARNED] = Field(
+        1, description="How often the run trains on equal rows in an epoch, at most."
     )
     max_bad_fraction: Annotated[Fraction, KeyRole.BOOKKEEPING] = Field(
-        0.001, description="Share of rows that prepare may refuse (and quarantine) before the run ends with 65."
+        0.001, description="Share of rows that ingest may refuse (and quarantine) before the run ends with 65."
     )
     require_new: Annotated[bool, KeyRole.BOOKKEEPING] = Field(
-        True, description="End with 66 when no shard is new since the parent; false: replay only."
+        True, description="End with 66 when no row is new since the parent; false: replay only."
+    )
+    new_identity: Annotated[bool, KeyRole.BOOKKEEPING] = Field(
+        False, description="Accept columns or templates other than the parent's: every row then counts as new."
+    )
+    ingest_children: Annotated[int, Field(ge=1, le=ARRAY_LIMIT), KeyRole.BOOKKEEPING] = Field(
+        4,
+        description="Array size of ingest: independent jobs that divide the shards which are not ingested yet among themselves.",
     )
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "open_read",
     "read_bytes",
     "read_json",
+    "read_range",
     "read_versioned",
     "s3_client",
     "sha256",
@@ -116,6 +117,28 @@ def read_versioned(uri: str) -> tuple[bytes, str]:
     with translated(uri):
         data = _local(uri).read_bytes()
         return data, hashlib.sha256(data).hexdigest()
+
+
+def read_range(uri: str, start: int, stop: int) -> bytes:
+    """Return the bytes [start, stop) of an object, in one request on S3.
+
+    Raises:
+        MissingInput, StorageRefused, Transient.
+        BadData: the object ends before `stop`.
+    """
+    if start == stop:
+        return b""
+    if is_s3(uri):
+        bucket, key = split(uri)
+        span = f"bytes={start}-{stop - 1}"
+        data = persistently(uri, lambda: s3_client().get_object(Bucket=bucket, Key=key, Range=span)["Body"].read())
+    else:
+        with translated(uri), open(_local(uri), "rb") as stream:
+            stream.seek(start)
+            data = stream.read(stop - start)
+    if len(data) != stop - start:
+        raise BadData("an object is shorter than expected", value=f"{uri}: {start + len(data)} bytes, {stop} expected")
+    return bytes(data)
 
 
 def read_json(uri: str) -> Any:

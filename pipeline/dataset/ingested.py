@@ -1,0 +1,382 @@
+"""Ingested shards: the rows of an input file as columnar files that all runs of a bucket share, and their tokens.
+
+ingest writes them once for each version of a file; plan, embed, publish and search read ranges of them, and nothing else of the
+input. They are named by all that they depend on, never changed, and complete once their `profile.json` is there, which is
+written last.
+
+    ingested/rows/NAME/    facts-00000.arrow    what decides about a row: hashes, id, label, locale, task, line
+                           texts-00000.arrow    its texts
+                           hashes-00000.bin     one 64-bit hash of each row: `version` of pairs, `key` of documents
+                           quarantine.jsonl     refused rows, if there are any
+                           profile.json         Profile
+    ingested/tokens/NAME/  tokens-00000.arrow   token ids of the same rows, for one tokenizer
+                           profile.json         TokenProfile
+
+A file holds at most FILE_ROWS rows, sorted by `key`, a hash: of pairs the hash of what is held out together (`data.holdout_by`),
+of documents the hash of the id. So the hold-out, a sample to replay, and the documents of an output part are intervals of keys,
+and contiguous rows of every file. The interval of all keys is divided into SLICES equal ones, whose first rows the profile holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline import store
+from pipeline.contract import ingested_rows_uri, ingested_tokens_uri
+from pipeline.dataset.ids import id_hash
+from pipeline.errors import BadData, MissingInput
+from pipeline.plan import InputShard, TokenizerPlan
+
+log = logging.getLogger("trnpipe")
+
+SCHEMA_VERSION = 1
+"""Of everything below, and of the rules of rows.py: a change of either makes new names."""
+
+SLICES = 1024
+FILE_ROWS = 1 << 18
+BATCH_ROWS = 256
+"""Rows of a record batch, the smallest piece that is read."""
+
+READ_BATCHES = 64
+"""Batches of one request: some megabytes."""
+
+PAIRS, DOCUMENTS = "pairs", "documents"
+HASHES = {PAIRS: "version", DOCUMENTS: "key"}
+
+FACTS = {
+    PAIRS: pa.schema(
+        [
+            ("key", pa.uint64()),
+            ("version", pa.uint64()),
+            ("query_hash", pa.uint64()),
+            ("document_hash", pa.uint64()),
+            ("id", pa.string()),
+            ("label", pa.float32()),
+            ("locale", pa.string()),
+            ("task", pa.string()),
+            ("line", pa.int64()),
+        ]
+    ),
+    DOCUMENTS: pa.schema(
+        [
+            ("key", pa.uint64()),
+            ("document_hash", pa.uint64()),
+            ("id", pa.string()),
+            ("locale", pa.string()),
+            ("line", pa.int64()),
+        ]
+    ),
+}
+"""`key`: see above. `version`: see `row_versions`. Other hashes: rows.normalized_hash. `line`: from 1, in the input file."""
+
+TEXTS = pa.schema([("texts", pa.list_(pa.string())), ("negatives", pa.list_(pa.string())), ("group", pa.string())])
+"""`texts`: query and document of a pair; the text of a document."""
+
+TOKENS = {PAIRS: ("query_tokens", "document_tokens"), DOCUMENTS: ("document_tokens",)}
+"""Columns of token ids, in the order of `texts`; null where the tokenizer cannot take the text."""
+
+Hashes = NDArray[np.uint64]
+
+
+def token_schema(kind: str, vocabulary: int) -> pa.Schema:
+    """Return the schema of the tokens of a kind of rows, with the smallest integers that hold the vocabulary."""
+    tokens = pa.list_(pa.uint16() if vocabulary <= 1 << 16 else pa.uint32())
+    return pa.schema([(name, tokens) for name in TOKENS[kind]])
+
+
+def mixed(values: Hashes) -> Hashes:
+    """Return the finalizer of SplitMix64: a bijection whose every output bit depends on every input bit, wrapping as meant."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def string_hashes(column: pa.Array | pa.ChunkedArray) -> Hashes:
+    """Return a hash of each value of a column with few distinct ones; of null too."""
+    encoded = (column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column).dictionary_encode()
+    known = np.array([*(id_hash(value) for value in encoded.dictionary.to_pylist()), 0], np.uint64)
+    found: Hashes = known[encoded.indices.fill_null(len(known) - 1).to_numpy(zero_copy_only=False)]
+    return found
+
+
+def row_versions(query: Hashes, document: Hashes, locale: Hashes, task: Hashes, label: NDArray[np.float32]) -> Hashes:
+    """Return what a row is and what it says: 48 bits of identity, 15 of the label, and 1 whether the label is above 0.
+
+    Rows of equal identity (task, locale, query, document) are one row, wherever they are; with another label it is an update.
+    Identities are only compared inside a slice of keys: of 10 million rows two different ones are equal with a chance of 2 %.
+    """
+    identity = mixed(mixed(mixed(mixed(query) ^ document) ^ locale) ^ task)
+    labels = mixed(label.astype(np.float32).view(np.uint32).astype(np.uint64))
+    low = (labels >> np.uint64(49) << np.uint64(1)) | (label > 0).astype(np.uint64)
+    return (identity >> np.uint64(16) << np.uint64(16)) | low
+
+
+def identities(versions: Hashes) -> Hashes:
+    """Return the identity of each row, see `row_versions`."""
+    return versions >> np.uint64(16)
+
+
+def positive(versions: Hashes) -> NDArray[np.bool_]:
+    """Return whether the label of each row is above 0: a pair to train on."""
+    return (versions & np.uint64(1)).astype(np.bool_)
+
+
+def slice_rows(keys: Hashes) -> tuple[int, ...]:
+    """Return the first row of each slice of sorted keys, and the number of rows behind them: SLICES + 1 numbers."""
+    limits = np.arange(SLICES, dtype=np.uint64) << np.uint64(64 - SLICES.bit_length() + 1)
+    return (*np.searchsorted(keys, limits).tolist(), len(keys))
+
+
+def part_range(index: int, count: int) -> tuple[int, int]:
+    """Return the interval of keys [first, last] of one of `count` equal ones, a power of two."""
+    width = (1 << 64) // count
+    return index * width, (index + 1) * width - 1
+
+
+class _Profile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class IngestedFile(_Profile):
+    """One file of rows.
+
+    Attributes:
+        rows: in it.
+        slices: see `slice_rows`.
+        facts, texts: first byte of each record batch in the Arrow files, and the first one behind the last.
+    """
+
+    rows: int
+    slices: tuple[int, ...]
+    facts: tuple[int, ...]
+    texts: tuple[int, ...]
+
+
+class Profile(_Profile):
+    """The content of an ingested shard.
+
+    Attributes:
+        schema_version: SCHEMA_VERSION of the writer.
+        kind: PAIRS or DOCUMENTS.
+        uri, version, size, sha256: of the input file; its lineage.
+        rows, bad_rows: good and refused rows.
+        reasons: of the refused rows, each with its count and first places (pipeline/dataset/refusals).
+        sizes: file name -> bytes, without this file.
+        columns: our column -> the file's, as they were recognised.
+        positive_rows: rows with a label above 0.
+        statistics: what is compared with other weeks: see `statistics_of`.
+    """
+
+    schema_version: int
+    kind: str
+    uri: str
+    version: str
+    size: int
+    sha256: str
+    rows: int
+    bad_rows: int
+    reasons: tuple[str, ...] = ()
+    files: tuple[IngestedFile, ...]
+    sizes: dict[str, int]
+    columns: dict[str, str] = {}
+    positive_rows: int = 0
+    statistics: dict[str, Any] = {}
+
+
+class TokenProfile(_Profile):
+    """The content of the tokens of an ingested shard.
+
+    Attributes:
+        rows_name: name of the rows.
+        vocabulary: every token id is below this.
+        files: of each file of rows, first byte of each record batch, and the first one behind the last.
+        without_tokens: rows with a text that the tokenizer cannot take.
+        sizes: file name -> bytes, without this file.
+    """
+
+    schema_version: int
+    rows_name: str
+    vocabulary: int
+    files: tuple[tuple[int, ...], ...]
+    without_tokens: int
+    sizes: dict[str, int]
+
+
+def rows_name(shard: Mapping[str, Any], kind: str, columns: Mapping[str, str], holdout_by: str) -> str:
+    """Return the name of the rows of a shard.
+
+    Args:
+        shard: its `uri`, `version` and `size`.
+        columns: `data.columns`.
+        holdout_by: `data.holdout_by`, which decides the key of pairs.
+    """
+    return _named([dict(shard), kind, dict(columns), holdout_by if kind == PAIRS else "", SCHEMA_VERSION])
+
+
+def tokens_name(rows: str, tokenizer: TokenizerPlan, prompt: str = "") -> str:
+    """Return the name of the tokens of some rows."""
+    return _named([rows, tokenizer.digest, tokenizer.cap, prompt, SCHEMA_VERSION])
+
+
+def _named(content: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class IngestedShard:
+    """Reads ranges of rows of one ingested shard.
+
+    Args:
+        bucket_root: the folder that holds `ingested/`.
+        shard: which one.
+    """
+
+    bucket_root: str
+    shard: InputShard
+
+    @property
+    def rows_uri(self) -> str:
+        return ingested_rows_uri(self.bucket_root, self.shard.rows)
+
+    @property
+    def tokens_uri(self) -> str:
+        return ingested_tokens_uri(self.bucket_root, self.shard.tokens)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """
+        Raises:
+            MissingInput: the shard is not ingested.
+            BadData: its profile cannot be read.
+        """
+        return _read_profile(Profile, self.rows_uri)
+
+    @cached_property
+    def token_profile(self) -> TokenProfile:
+        return _read_profile(TokenProfile, self.tokens_uri)
+
+    def rows_in(self, file: int, first_slice: int, last_slice: int) -> tuple[int, int]:
+        """Return the rows [start, stop) of a file whose keys are in the slices [first, last)."""
+        slices = self.profile.files[file].slices
+        return slices[first_slice], slices[last_slice]
+
+    def hashes(self, file: int, start: int, stop: int) -> Hashes:
+        """Return the hash (see HASHES) of the rows [start, stop) of a file."""
+        data = store.read_range(f"{self.rows_uri}/hashes-{file:05d}.bin", 8 * start, 8 * stop)
+        return np.frombuffer(data, np.uint64)
+
+    def facts(self, file: int, start: int, stop: int) -> Iterator[pa.Table]:
+        """Yield the facts of the rows [start, stop) of a file, some thousand rows at a time."""
+        kind, offsets = self.profile.kind, self.profile.files[file].facts
+        return _ranges(f"{self.rows_uri}/facts-{file:05d}.arrow", FACTS[kind], offsets, start, stop)
+
+    def texts(self, file: int, start: int, stop: int) -> Iterator[pa.Table]:
+        """Yield the texts of the rows [start, stop) of a file, in the same pieces."""
+        return _ranges(f"{self.rows_uri}/texts-{file:05d}.arrow", TEXTS, self.profile.files[file].texts, start, stop)
+
+    def tokens(self, file: int, start: int, stop: int) -> Iterator[pa.Table]:
+        """Yield the tokens of the rows [start, stop) of a file, in the same pieces."""
+        schema = token_schema(self.profile.kind, self.token_profile.vocabulary)
+        return _ranges(f"{self.tokens_uri}/tokens-{file:05d}.arrow", schema, self.token_profile.files[file], start, stop)
+
+    def is_ingested(self) -> bool:
+        """Return whether rows and tokens are complete; log what is damaged."""
+        return all(_is_complete(kind, uri) for kind, uri in ((Profile, self.rows_uri), (TokenProfile, self.tokens_uri)))
+
+
+ProfileT = TypeVar("ProfileT", Profile, TokenProfile)
+
+
+def _read_profile(kind: type[ProfileT], folder: str) -> ProfileT:
+    try:
+        return kind.model_validate_json(store.read_bytes(f"{folder}/profile.json"))
+    except ValidationError as error:
+        raise BadData(
+            "the profile of an ingested shard cannot be read",
+            value=f"{folder}: {error.errors()[0]['msg']}",
+            rule="ingested shards are read by the version of trnpipe that wrote them",
+            remedy="delete the folder and start the run again: the shard is ingested again",
+        ) from error
+
+
+def _is_complete(kind: type[Profile] | type[TokenProfile], folder: str) -> bool:
+    try:
+        profile: Profile | TokenProfile = _read_profile(kind, folder)
+    except MissingInput:
+        return False
+    except BadData as error:
+        log.warning("%s: %s; ingesting the shard again", error.what, "; ".join(error.value))
+        return False
+    found = {info.uri.rsplit("/", 1)[-1]: info.size for info in store.list_objects(folder)}
+    if wrong := [name for name, size in profile.sizes.items() if found.get(name) != size]:
+        log.warning("an ingested shard is damaged: %s/%s; ingesting it again", folder, wrong[0])
+    return not wrong and profile.schema_version == SCHEMA_VERSION
+
+
+def _ranges(uri: str, schema: pa.Schema, offsets: Sequence[int], start: int, stop: int) -> Iterator[pa.Table]:
+    last = -(-stop // BATCH_ROWS) if stop > start else 0
+    for first in range(start // BATCH_ROWS, last, READ_BATCHES):
+        behind = min(first + READ_BATCHES, last)
+        reader = pa.BufferReader(store.read_range(uri, offsets[first], offsets[behind]))
+        batches = [pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema) for _ in range(first, behind)]
+        table = pa.Table.from_batches(batches, schema)
+        begin = max(start - first * BATCH_ROWS, 0)
+        yield table.slice(begin, min(stop, behind * BATCH_ROWS) - first * BATCH_ROWS - begin)
+
+
+def write_batches(path: Path, table: pa.Table) -> tuple[int, ...]:
+    """Write an Arrow file in batches of BATCH_ROWS rows; return the first byte of each, and the first one behind the last."""
+    offsets: list[int] = []
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        for start in range(0, table.num_rows, BATCH_ROWS):
+            # Combined, so that a batch has exactly BATCH_ROWS rows.
+            [batch] = table.slice(start, BATCH_ROWS).combine_chunks().to_batches()
+            writer.write_batch(batch)
+            # The writer puts the schema before its first batch.
+            offsets = offsets or [sink.tell() - pa.ipc.get_record_batch_size(batch)]
+            offsets.append(sink.tell())
+    return tuple(offsets)
+
+
+def write_file(folder: Path, number: int, kind: str, table: pa.Table) -> tuple[IngestedFile, pa.Table]:
+    """Sort rows by their key and write the files of one number into a local folder.
+
+    Args:
+        table: columns of FACTS[kind] and TEXTS, and any others.
+
+    Returns:
+        What the profile says of the file, and the sorted table.
+    """
+    order = np.argsort(table["key"].to_numpy(), kind="stable")
+    table = table.take(pa.array(order))
+    file = IngestedFile(
+        rows=table.num_rows,
+        slices=slice_rows(table["key"].to_numpy()),
+        facts=write_batches(folder / f"facts-{number:05d}.arrow", table.select(FACTS[kind].names).cast(FACTS[kind])),
+        texts=write_batches(folder / f"texts-{number:05d}.arrow", table.select(TEXTS.names).cast(TEXTS)),
+    )
+    (folder / f"hashes-{number:05d}.bin").write_bytes(table[HASHES[kind]].to_numpy().tobytes())
+    return file, table
+
+
+def write_profile(folder: Path, uri: str, profile: Profile | TokenProfile) -> None:
+    """Upload a local folder, and then the profile that completes it.
+
+    Args:
+        profile: without `sizes`.
+    """
+    written = store.upload_folder(folder, uri)
+    sizes = {name: artifact.size for name, artifact in sorted(written.items())}
+    store.write_bytes(f"{uri}/profile.json", profile.model_copy(update={"sizes": sizes}).model_dump_json().encode())
