@@ -311,9 +311,9 @@ def _read_profile(kind: type[ProfileT], folder: str) -> ProfileT:
         ) from error
 
 
-def _is_complete(kind: type[Profile] | type[TokenProfile], folder: str) -> bool:
+def _is_complete(kind: type[ProfileT], folder: str) -> bool:
     try:
-        profile: Profile | TokenProfile = _read_profile(kind, folder)
+        profile = _read_profile(kind, folder)
     except MissingInput:
         return False
     except BadData as error:
