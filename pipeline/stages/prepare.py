@@ -386,7 +386,7 @@ def expect_cost(
     """Estimate the run's cost: as much as the one published last, and at most what its time budget allows."""
     prices = deployment.prices.by_queue()
     at_once = min(children, deployment.embed_hosts or children)
-    at_most = most(prices, nodes=config.nodes, children=at_once, time_budget=config.time_budget)
+    at_most = most(prices, nodes=config.nodes, children={Stage.EMBED: at_once}, time_budget=config.time_budget)
     used = used_by(paths, pointer.run) if pointer else {}
     if pointer is None or not used:
         return ExpectedCost(at_most=at_most)
