@@ -1,4 +1,4 @@
-"""The same measurements of this project: its own stages, as a job runs them, on a run folder that prepare has made."""
+"""The same measurements of this project: its own stages, as a job runs them, on a run folder that its first ones have made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def plan(folder: Path, *, model: Path, pairs: Path, corpus: Path, config: Mappin
     Path(paths.root).mkdir(parents=True)
     deployment = {"config": given, "allowed_nodes": [1], "local_paths": True}
     Path(paths.input).write_text(json.dumps({"deployment": deployment, "execution": {}, "execution_arn": "arn:benchmark"}))
-    run_stage(Stage.PREPARE, paths)
+    for stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN):
+        run_stage(stage, paths)
     return paths
 
 
