@@ -17,17 +17,18 @@ import torch
 from pipeline import store
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import DEPLOYMENT_VARIABLE, RunPaths, Stage, StageResult, now
-from pipeline.dataset.arrow import SCHEMAS
+from pipeline.dataset.ingested import DOCUMENTS
+from pipeline.dataset.row_files import SCHEMAS
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.model.folder import WEIGHTS
-from pipeline.plan import HoldoutPlan, Parent, PlannedWorld, Published, RunPlan, Shard, TrainPlan, part_count
+from pipeline.plan import HoldoutPlan, InputShard, Parent, PlannedWorld, Published, RunPlan, Shard, TrainPlan, part_count
 from pipeline.run import heartbeat
 from pipeline.run.cloudwatch import EXECUTION_VARIABLE, is_record
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
-from tests.pipeline.documents import ingest_documents, plan_documents
+from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
 from tests.pipeline.nodes import planned_ranks, scripted_stage, supervise  # noqa: F401 - fixtures
 from tests.tiny import WORDS, make_model
 
@@ -138,20 +139,11 @@ def plan_run(tmp_path: Path) -> PlanRun:
         paths = RunPaths(store.join(root, "runs", run))
         store.upload_folder(local / "parent", store.join(root, "models", "parent"))
         store.upload_folder(local / "model", paths.model)
-        tokenizer = TextTokenizer(local / "model")
-        rows = [(key, text, locale) for (key, text), locale in zip(texts, cycle(locales), strict=False)]
+        tokenizer = TextTokenizer(local / "parent")
         shards = [
-            ingest_documents(
-                root,
-                f"{run}/shard-{start:05d}.jsonl",  # which is nowhere: only ingest reads input files
-                rows[start : start + shard_rows],
-                tokenizer,
-                tmp_path / f"ingested-{run}",
-                without_tokens=without_tokens,
-            )
-            for start in range(0, len(rows), shard_rows)
+            _ingest_shard(root, index, texts[start : start + shard_rows], locales, tokenizer, without_tokens)
+            for index, start in enumerate(range(0, len(texts), shard_rows))
         ]
-        parts = part_count(len(texts), part_rows, children)
         parent = Parent(
             uri=store.join(root, "models", "parent"),
             folder=store.join(root, "models", "parent"),
@@ -165,7 +157,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
             published=published,
             world=PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1),
             train=TrainPlan(
-                new=tuple(Shard(uri=one.uri, sha256=one.rows, size=one.size, rows=one.size) for one in shards),
+                new=(Shard(uri=store.join(root, "train", "pairs.jsonl"), sha256="a" * 64, size=1000, rows=120, new_rows=90),),
                 replay=(),
                 rows=90,
                 new_rows=90,
@@ -176,13 +168,32 @@ def plan_run(tmp_path: Path) -> PlanRun:
                 warmup_steps=1,
             ),
             holdout=HoldoutPlan(rows=30, queries=30, candidates=len(texts)),
-            embed=plan_documents(root, shards, tokenizer, parts=parts, children=children),
+            embed=plan_documents(root, shards, tokenizer, parts=part_count(len(texts), part_rows, children), children=children),
         ).sealed()
         store.write_bytes(paths.plan, plan.to_json())
         _write_rows(paths, config, local / "model", texts, tmp_path / f"rows-{run}")
         return PlannedRun(paths, plan, tmp_path / f"scratch-{run}", texts)
 
     return plan_run
+
+
+def _ingest_shard(
+    root: str,
+    index: int,
+    texts: Sequence[Text],
+    locales: Sequence[str | None],
+    tokenizer: TextTokenizer,
+    without_tokens: Collection[str],
+) -> InputShard:
+    """Ingest documents whose locales take turns; the shard itself is not there."""
+    uri = store.join(root, "corpus", f"shard-{index}.jsonl")
+    shard = name_shard(uri, DOCUMENTS, size=100 * len(texts), tokenizer=tokenizer_plan(tokenizer), of_pairs=False)
+    rows = [
+        {"id": key, "text": text, "locale": locale, "line": line}
+        for line, ((key, text), locale) in enumerate(zip(texts, cycle(locales), strict=False), 1)
+    ]
+    ingest(root, shard, rows, tokenizer, without_tokens=without_tokens)
+    return shard
 
 
 def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence[Text], folder: Path) -> None:
@@ -201,6 +212,7 @@ def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence
     candidates = {
         "document_tokens": tokenizer.encode([text for _, text in texts], max(config.embed.buckets)),
         "document_hash": [normalized_hash(text) for _, text in texts],
+        "id": [identifier for identifier, _ in texts],
     }
     folder.mkdir()
     for name, columns in (("holdout.arrow", holdout), ("candidates.arrow", candidates)):

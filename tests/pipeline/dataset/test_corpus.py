@@ -11,12 +11,13 @@ import pytest
 from pipeline import store
 from pipeline.dataset.corpus import CorpusReader, winners
 from pipeline.dataset.ids import id_hash
-from pipeline.dataset.ingested import SLICES, part_range
+from pipeline.dataset.ingested import DOCUMENTS, SLICES, part_range
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData, MissingInput
+from pipeline.plan import InputShard
 from tests.pipeline.conftest import make_texts
-from tests.pipeline.documents import Row, ingest_documents
+from tests.pipeline.ingesting import ingest, name_shard, tokenizer_plan
 from tests.tiny import make_model
 
 
@@ -56,6 +57,19 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "bucket") if request.param == "local" else request.getfixturevalue("s3_root")
 
 
+Row = tuple[str, str, str | None]
+"""Id, text, locale."""
+
+
+def ingest_documents(
+    root: str, uri: str, rows: list[Row], tokenizer: TextTokenizer, generation: int = 0, **options: Any
+) -> InputShard:
+    shard = name_shard(uri, DOCUMENTS, tokenizer=tokenizer_plan(tokenizer), generation=generation)
+    names = ("id", "text", "locale", "line")
+    ingest(root, shard, [dict(zip(names, (*row, line), strict=True)) for line, row in enumerate(rows, 1)], tokenizer, **options)
+    return shard
+
+
 def rows(count: int, seed: int = 0, locale: str | None = None) -> list[Row]:
     return [(identifier, text, locale) for identifier, text in make_texts(count, seed)]
 
@@ -65,12 +79,12 @@ def read(reader: CorpusReader, count: int, **options: Any) -> list[dict[str, Any
     return [row for index in range(count) for row in reader.read_part(index, count, **options).to_pylist()]
 
 
-def test_parts_hold_each_winner_once_in_the_order_of_keys(root: str, tokenizer: TextTokenizer, tmp_path: Path) -> None:
+def test_parts_hold_each_winner_once_in_the_order_of_keys(root: str, tokenizer: TextTokenizer) -> None:
     """Repeats and conflicts inside a file, across files and across shards."""
     first = rows(500, locale="de")
     repeated = [*first[:100], ("doc-0003", "another text", "fr"), *rows(600, locale="en")[400:]]
     shards = [
-        ingest_documents(root, f"{number}.jsonl", content, tokenizer, tmp_path, file_rows=80)
+        ingest_documents(root, f"{number}.jsonl", content, tokenizer, files=4)
         for number, content in enumerate([first[:300], repeated, first[200:]])
     ]
     reader = CorpusReader(root, shards)
@@ -94,7 +108,7 @@ def test_parts_hold_each_winner_once_in_the_order_of_keys(root: str, tokenizer: 
 
 def test_more_parts_than_slices(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     root, count = str(tmp_path / "bucket"), 4 * SLICES
-    shard = ingest_documents(root, "corpus.jsonl", rows(3000), tokenizer, tmp_path)
+    shard = ingest_documents(root, "corpus.jsonl", rows(3000), tokenizer)
     reader = CorpusReader(root, [shard])
     found = read(reader, count)
     assert [row["id"] for row in found] == [row["id"] for row in read(reader, 1)]
@@ -110,8 +124,8 @@ def test_more_parts_than_slices(tokenizer: TextTokenizer, tmp_path: Path) -> Non
 
 def test_a_later_generation_counts(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     root = str(tmp_path / "bucket")
-    old = ingest_documents(root, "a.jsonl", [("x", "old", None), ("y", "kept", None)], tokenizer, tmp_path, generation=1)
-    new = ingest_documents(root, "b.jsonl", [("x", "new", None)], tokenizer, tmp_path, generation=2)
+    old = ingest_documents(root, "a.jsonl", [("x", "old", None), ("y", "kept", None)], tokenizer, generation=1)
+    new = ingest_documents(root, "b.jsonl", [("x", "new", None)], tokenizer, generation=2)
     reader = CorpusReader(root, [old, new])
     assert {row["id"]: row["document_hash"] for row in read(reader, 2)} == {
         "x": normalized_hash("new"),
@@ -123,20 +137,20 @@ def test_a_later_generation_counts(tokenizer: TextTokenizer, tmp_path: Path) -> 
 def test_rows_without_tokens_keep_their_place(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     root = str(tmp_path / "bucket")
     lost = {"doc-0001", "doc-0005"}
-    shard = ingest_documents(root, "a.jsonl", rows(10), tokenizer, tmp_path, without_tokens=lost)
+    shard = ingest_documents(root, "a.jsonl", rows(10), tokenizer, without_tokens=lost)
     found = read(CorpusReader(root, [shard]), 1, cut=lambda tokens: tokens)
     assert {row["id"] for row in found if row["document_tokens"] is None} == lost
 
 
 def test_a_part_without_documents(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     root = str(tmp_path / "bucket")
-    reader = CorpusReader(root, [ingest_documents(root, "a.jsonl", [("x", "bake", None)], tokenizer, tmp_path)])
+    reader = CorpusReader(root, [ingest_documents(root, "a.jsonl", [("x", "bake", None)], tokenizer)])
     sizes = [reader.read_part(index, 8, lambda tokens: tokens).num_rows for index in range(8)]
     assert sorted(sizes) == [0] * 7 + [1]
 
 
-def test_what_is_not_there_is_refused(root: str, tokenizer: TextTokenizer, tmp_path: Path) -> None:
-    shard = ingest_documents(root, "a.jsonl", [("x", "bake", None)], tokenizer, tmp_path)
+def test_what_is_not_there_is_refused(root: str, tokenizer: TextTokenizer) -> None:
+    shard = ingest_documents(root, "a.jsonl", [("x", "bake", None)], tokenizer)
     with pytest.raises(BadData, match="no ingested shard"):
         CorpusReader(root, [shard]).text("y")
     store.delete_folder(store.join(root, "ingested"))

@@ -20,7 +20,7 @@ from pipeline.dataset.tokens import TextTokenizer
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
 from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PlannedWorld, RowFile, RunPlan, TrainPlan
-from tests.pipeline.documents import tokenizer_plan
+from tests.pipeline.ingesting import tokenizer_plan
 from tests.tiny import WORDS, make_model
 
 SETTINGS = {
