@@ -331,8 +331,32 @@ class RunInputs(PlanSection):
         return _read(cls, data, "the run's inputs cannot be read", "prepare/inputs.json")
 
 
+class DataProfile(PlanSection):
+    """What is compared between weeks (pipeline/dataset/profile).
+
+    Attributes:
+        rows: good rows of the new training shards, of which the following are shares and medians.
+        locales, tasks: share of each; rows without one under an empty name.
+        mean_label: mean of the labels.
+        median_query, median_document: tokens.
+        duplicates: share of rows that repeat an earlier row of their file.
+        documents: to embed.
+        documents_gone: documents of the parent's run that are no longer there; None: unknown.
+    """
+
+    rows: int
+    locales: dict[str, float]
+    tasks: dict[str, float]
+    mean_label: float
+    median_query: float
+    median_document: float
+    duplicates: float
+    documents: int
+    documents_gone: int | None = None
+
+
 NOT_FINGERPRINTED: dict[str, Any] = {
-    **dict.fromkeys(("created", "expected_cost", "fingerprint"), True),
+    **dict.fromkeys(("created", "expected_cost", "fingerprint", "profile"), True),
     "config": {"model": {"initial": True}},
 }
 """Fields that the run does not depend on. The initial model counts as the parent that it became, or not at all."""
@@ -356,6 +380,8 @@ class RunPlan(PlanSection):
     memory: MemoryPlan | None = None
     """None in plans of versions that did not estimate it."""
     expected_cost: ExpectedCost = ExpectedCost()
+    profile: DataProfile | None = None
+    """None in plans of versions that made none."""
     row_files: dict[str, RowFile] = {}
     """`train.arrow`, `holdout.arrow`, `candidates.arrow`, those in `published/`, and `order-EPOCH.npy`."""
     lineage: tuple[str, ...] = ()

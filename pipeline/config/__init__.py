@@ -24,6 +24,7 @@ from pipeline.config.sections import (
     MICRO_BATCH_TOKENS,
     CompileConfig,
     DataConfig,
+    DataLimits,
     DeviceConfig,
     EmbedConfig,
     EvaluateConfig,
@@ -50,6 +51,7 @@ from pipeline.errors import BadConfig, MissingInput
 __all__ = [
     "MODEL_URIS",
     "CompileConfig",
+    "DataLimits",
     "Deployment",
     "EmbedConfig",
     "GateConfig",

@@ -83,6 +83,19 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class DataLimits(Section):
+    """Largest changes from the parent's run to this one. Null: a large change is reported; a number: one beyond it ends the run
+    with 65 before the gang starts."""
+
+    rows: float | None = Field(None, ge=1, description="Factor between the rows of the new shards.")
+    locale_share: Fraction | None = Field(None, description="Difference of a locale's share of the new rows.")
+    task_share: Fraction | None = Field(None, description="Difference of a task's share of the new rows.")
+    mean_label: float | None = Field(None, ge=0, description="Difference of the mean label.")
+    median_length: float | None = Field(None, ge=1, description="Factor between the median tokens of queries, and of documents.")
+    duplicates: Fraction | None = Field(None, description="Difference of the share of repeated rows.")
+    documents_gone: Fraction | None = Field(None, description="Share of last week's documents that are no longer there.")
+
+
 class DataConfig(Section):
     """Input files. Folders are listed recursively; `.jsonl`, `.csv`, `.tsv` (also `.gz` or `.zst`) and `.parquet` are shards."""
 
@@ -91,6 +104,20 @@ class DataConfig(Section):
     )
     corpus: Annotated[tuple[Uri, ...], KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
         (), description="URIs of corpus shards or folders: rows {id, text}. Empty: the documents of all training rows."
+    )
+    corpus_mode: Annotated[Literal["files", "snapshots", "deltas"], KeyRole.BOOKKEEPING] = Field(
+        "files",
+        description="files: all corpus shards together. snapshots: the newest folder below each URI that holds a file _SUCCESS; "
+        "what it lacks is gone. deltas: files or folders below each URI in the order of their names; later ones replace and "
+        'delete ({id, "deleted": true}) documents of earlier ones.',
+    )
+    delete: Annotated[tuple[Uri, ...], KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
+        (),
+        description="URIs of lists of rows {id} or {hash} that must not be trained on, evaluated on or embedded from now on. "
+        "A hash is the hexadecimal one of a document's text, as documents without ids have it for an id.",
+    )
+    delete_days: Annotated[Annotated[int, Field(ge=0)], KeyRole.BOOKKEEPING] = Field(
+        30, description="Days after which earlier versions of rows that were rewritten for `delete` are purged from the bucket."
     )
     columns: Annotated[dict[str, str], KeyRole.LEARNED] = Field(
         default_factory=dict,
@@ -121,6 +148,7 @@ class DataConfig(Section):
     new_identity: Annotated[bool, KeyRole.BOOKKEEPING] = Field(
         False, description="Accept columns or templates other than the parent's: every row then counts as new."
     )
+    limits: Annotated[DataLimits, KeyRole.BOOKKEEPING] = DataLimits()
     ingest_children: Annotated[int, Field(ge=1, le=ARRAY_LIMIT), KeyRole.BOOKKEEPING] = Field(
         4,
         description="Array size of ingest: independent jobs that divide the shards which are not ingested yet among themselves.",

@@ -293,7 +293,7 @@ class IngestedShard:
 
     def is_ingested(self) -> bool:
         """Return whether rows and tokens are complete; log what is damaged."""
-        return all(_is_complete(kind, uri) for kind, uri in ((Profile, self.rows_uri), (TokenProfile, self.tokens_uri)))
+        return _is_complete(Profile, self.rows_uri) and _is_complete(TokenProfile, self.tokens_uri)
 
 
 ProfileT = TypeVar("ProfileT", Profile, TokenProfile)
