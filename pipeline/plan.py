@@ -386,6 +386,8 @@ class RunPlan(PlanSection):
     """`train.arrow`, `holdout.arrow`, `candidates.arrow`, those in `published/`, and `order-EPOCH.npy`."""
     lineage: tuple[str, ...] = ()
     """The runs whose rows count as seen: the parent's run and its ancestors, the oldest first (pipeline/dataset/seen)."""
+    pairs: tuple[str, ...] = ()
+    """Names of the ingested rows of all training shards that were listed."""
     identity: str = ""
     """Hash of what identifies a row: columns, templates and normalization; seen rows of another one cannot be recognised."""
     fingerprint: str = ""

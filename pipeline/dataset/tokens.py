@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from transformers import AutoTokenizer
 
 from pipeline.errors import BadConfig, MissingInput
+from pipeline.plan import TokenizerPlan
 
 Tokens = npt.NDArray[np.int32]
 """A text's token ids: 4 bytes each, where a list of Python's integers takes ten times as much."""
@@ -82,6 +84,19 @@ class TextTokenizer:
         self.vocabulary = 1 + max(tokenizer.get_vocab().values())
         self.digest = hashlib.sha256(f"{self._direction} {self._backend.to_str()}".encode()).hexdigest()
 
+    def plan(self, cap: int) -> TokenizerPlan:
+        """Return what the tokens of stored texts depend on, for texts of at most `cap` tokens."""
+        special = self._backend.encode("a", add_special_tokens=True).special_tokens_mask
+        prefix = special.index(0) if 0 in special else len(special)
+        return TokenizerPlan(
+            digest=self.digest,
+            vocabulary=self.vocabulary,
+            cap=cap,
+            prefix=prefix,
+            suffix=len(special) - special.count(0) - prefix,
+            side=self._direction,
+        )
+
     def encode(self, texts: Sequence[str], max_length: int) -> list[Tokens]:
         """Return the token ids of each text, special tokens included, at most `max_length` of them."""
         self._backend.enable_truncation(max_length, direction=self._direction)
@@ -119,3 +134,20 @@ class TextTokenizer:
 def _is_about_a_text(error: BaseException) -> bool:
     """Return whether one text may have caused an exception. A panic inside the tokenizers library is not an Exception."""
     return (isinstance(error, Exception) and not isinstance(error, MemoryError)) or type(error).__name__ == "PanicException"
+
+
+def cut(lists: pa.ListArray, length: int, tokenizer: TokenizerPlan) -> pa.ListArray:
+    """Return stored tokens cut to `length`, as the tokenizer itself cuts texts: special tokens stay at both ends; null stays null.
+
+    Args:
+        length: at least as many as there are special tokens.
+    """
+    starts, lengths = lists.offsets.to_numpy()[:-1], np.diff(lists.offsets.to_numpy())
+    head = length - tokenizer.suffix if tokenizer.side == "right" else tokenizer.prefix
+    kept = np.minimum(lengths, length)
+    begins = np.cumsum(kept) - kept
+    within = np.arange(kept.sum()) - np.repeat(begins, kept)
+    left_out = np.repeat(lengths - kept, kept)
+    values = lists.values.to_numpy()[np.repeat(starts, kept) + within + np.where(within < head, 0, left_out)]
+    offsets = np.append(begins, kept.sum()).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=lists.is_null())
