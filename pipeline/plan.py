@@ -217,6 +217,7 @@ class EmbedPlan(PlanSection):
     Attributes:
         source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
         shards: ingested shards of documents, in the order in which they were listed.
+        tokenizer: of their tokens.
         rows: documents = ids that must be in the embeddings exactly once.
         bad_rows: refused rows, which have no embedding.
         ids: order-independent digest of those ids (pipeline/dataset/ids).
@@ -226,6 +227,7 @@ class EmbedPlan(PlanSection):
 
     source: str
     shards: tuple[InputShard, ...]
+    tokenizer: TokenizerPlan
     rows: int
     bad_rows: int = 0
     ids: str

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import AutoTokenizer
 
 from pipeline.errors import BadConfig, MissingInput
@@ -136,18 +137,16 @@ def _is_about_a_text(error: BaseException) -> bool:
     return (isinstance(error, Exception) and not isinstance(error, MemoryError)) or type(error).__name__ == "PanicException"
 
 
-def cut(lists: pa.ListArray, length: int, tokenizer: TokenizerPlan) -> pa.ListArray:
-    """Return stored tokens cut to `length`, as the tokenizer itself cuts texts: special tokens stay at both ends; null stays null.
-
-    Args:
-        length: at least as many as there are special tokens.
-    """
-    starts, lengths = lists.offsets.to_numpy()[:-1], np.diff(lists.offsets.to_numpy())
-    head = length - tokenizer.suffix if tokenizer.side == "right" else tokenizer.prefix
-    kept = np.minimum(lengths, length)
-    begins = np.cumsum(kept) - kept
-    within = np.arange(kept.sum()) - np.repeat(begins, kept)
-    left_out = np.repeat(lengths - kept, kept)
-    values = lists.values.to_numpy()[np.repeat(starts, kept) + within + np.where(within < head, 0, left_out)]
-    offsets = np.append(begins, kept.sum()).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=lists.is_null())
+def cut(tokens: pa.ListArray, length: int, plan: TokenizerPlan) -> pa.ListArray:
+    """Return token ids that were stored long as the tokenizer would have cut them: at most `length`, special ones included."""
+    lengths = pc.fill_null(pc.list_value_length(tokens), 0).to_numpy()
+    over = np.maximum(lengths.astype(np.int64) - length, 0)
+    if not over.any():
+        return tokens
+    begins = np.cumsum(lengths) - lengths + (plan.prefix if plan.side == "left" else length - plan.suffix)
+    dropped = np.zeros(lengths.sum() + 1, np.int8)
+    dropped[begins[over > 0]] += 1
+    dropped[(begins + over)[over > 0]] -= 1
+    values = pc.list_flatten(tokens).filter(pa.array(np.cumsum(dropped[:-1], dtype=np.int8) == 0))
+    offsets = np.concatenate([[0], np.cumsum(np.minimum(lengths, length))]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=tokens.is_null())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -26,10 +25,13 @@ from pipeline.commands.graphs_lowered import BucketGraphs, Graph, Lowered, rank_
 from pipeline.commands.graphs_proof import choose_rows, proof_config
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage
+from pipeline.dataset.ingested import DOCUMENTS
 from pipeline.dataset.sampler import MASKED, Schedule
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.graphs.compiled import GraphSet, set_uri, write_set
-from pipeline.plan import EmbedPlan, PartPlan, RunPlan, Shard, Span
+from pipeline.plan import RunPlan
+from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
 from tests.pipeline.training.planned import plan_training
 
 UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -62,18 +64,11 @@ def plan_for_neuron(state: Path) -> RunPaths:
             "compile": {"trial_steps": 2},
         },
     )
-    data = "".join(json.dumps({"id": f"d-{row}", "text": "bake limo " * (1 + row % 9)}) + "\n" for row in range(30)).encode()
-    uri = f"{state}/bucket/corpus/shard-0.jsonl"
-    store.write_bytes(uri, data)
-    shard = Shard(uri=uri, sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=30)
-    embed = EmbedPlan(
-        source="corpus",
-        shards=(shard,),
-        rows=30,
-        ids="",
-        parts=(PartPlan(spans=(Span(shard=0, start=0, stop=30),), rows=30),),
-        children=1,
-    )
+    tokenizer = TextTokenizer(state / "made" / "parent")
+    shard = name_shard("corpus.jsonl", DOCUMENTS, tokenizer=tokenizer_plan(tokenizer))
+    rows = [{"id": f"d-{row}", "text": "bake limo " * (1 + row % 9), "line": row + 1} for row in range(30)]
+    ingest(paths.bucket_root, shard, rows, tokenizer)
+    embed = plan_documents(paths.bucket_root, [shard], tokenizer)
     store.write_bytes(paths.plan, plan.model_copy(update={"embed": embed}).sealed().to_json())
     return paths
 

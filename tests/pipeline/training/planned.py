@@ -20,6 +20,7 @@ from pipeline.dataset.tokens import TextTokenizer
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
 from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PlannedWorld, RowFile, RunPlan, TrainPlan
+from tests.pipeline.ingesting import tokenizer_plan
 from tests.tiny import WORDS, make_model
 
 SETTINGS = {
@@ -136,10 +137,17 @@ def plan_training(
             warmup_steps=2,
         ),
         holdout=HoldoutPlan(rows=40, queries=40, candidates=40),
-        embed=EmbedPlan(source="documents", shards=(), rows=0, ids="", parts=(), children=1),
+        embed=EmbedPlan(
+            source="documents",
+            shards=(),
+            tokenizer=tokenizer_plan(TextTokenizer(local / "parent")),
+            rows=0,
+            ids="",
+            parts=(),
+            children=1,
+        ),
         graphs=plan_graphs(config, world, inspect_folder(local / "parent", config.model)[0], paths.bucket_root),
         row_files=files,
-        seen=(),
     ).sealed()
     store.write_bytes(paths.plan, plan.to_json())
     return plan
