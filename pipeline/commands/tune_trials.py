@@ -22,7 +22,7 @@ from pipeline import store
 from pipeline.commands.tune_table import Row, Settings, Table
 from pipeline.config import RunConfig, build_config, flattened, nested
 from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageResult
-from pipeline.dataset.arrow import read_table, token_lengths
+from pipeline.dataset.row_files import read_table, token_lengths
 from pipeline.dataset.steps import plan_schedule
 from pipeline.errors import BadConfig, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_variant
@@ -112,8 +112,9 @@ class Bench:
         folder = self.folder / "runs" / plan.run
         paths = RunPaths(str(folder))
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted attempt
-        (folder / "prepare").mkdir(parents=True)
-        (folder / "prepare" / "rows").symlink_to(self.rows, target_is_directory=True)
+        rows = Path(paths.rows)
+        rows.parent.mkdir(parents=True)
+        rows.symlink_to(self.rows, target_is_directory=True)
         store.write_bytes(paths.plan, plan.to_json())
         memory = 0
         for stage in (Stage.TRAIN,) if plan.world.kind in EAGER_KINDS else (Stage.COMPILE, Stage.TRAIN):
@@ -180,7 +181,7 @@ def open_bench(
                 raise MissingInput(
                     "row files of the run are gone or have changed",
                     value=rows / name,
-                    rule="they never change after prepare",
+                    rule="they never change once the run is planned",
                     remedy="start a new run",
                 )
         yield Bench(

@@ -1,4 +1,4 @@
-"""Sort more records by a 64-bit key than memory holds: in partitions of the key space on disk, one of them in memory at a time."""
+"""Sort more records by a 64-bit key than memory holds: in partitions of the key space on disk, one in memory at a time."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The global order of training batches, as a file for each epoch: plan writes them, and every rank takes its own rows from each batch.
+"""The global order of training batches, a file for each epoch: plan writes them, every rank takes its own rows of each batch.
 
 In an epoch the rows are grouped by the bucket of their document, shuffled, and cut into global batches (ranks x batch size
 rows, all of one bucket). The rest of a bucket moves to the next longer one; masked rows fill up the rest of the longest bucket in
 use. The batches of all buckets are then shuffled. So every row comes exactly once per epoch for any
 number of ranks, all ranks do the same number of steps, and the order depends on seed, lengths and the global batch alone, not on
-the number of ranks that share it. Shuffling is sorting by a hash of the row, which more rows than memory holds can be.
+the number of ranks that share it. Shuffling is sorting by a hash of the row: it needs memory for a part of the rows only.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def write_order(path: Path, lengths: Lengths, layout: Layout, seed: int, epoch: 
 def _put(order: NDArray[np.int32], places: NDArray[np.int64], bucket: int, rows: NDArray[np.int32]) -> int:
     """Write consecutive batches to their places; return how many there are."""
     size = order.shape[1] - 1
-    batches = -(-len(rows) // size)
+    batches: int = -(-len(rows) // size)
     filled = np.full(batches * size, MASKED, np.int32)
     filled[: len(rows)] = rows
     order[places[:batches], 0] = bucket

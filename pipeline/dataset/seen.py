@@ -4,8 +4,8 @@
     keys.bin        u64 of each row: its key, of which a hold-out has no row
     record.json     SeenRecord, written last
 
-Only rows that no ancestor was trained on, sorted by key. The folder is outside the run's, so it stays when the run is removed. What
-counts for a new run are the folders of its parent's lineage, so it follows what was published.
+Only rows that no ancestor was trained on, sorted by key. The folder is outside the run's, so it stays when the run is removed.
+What counts for a new run are the folders of its parent's lineage, so it follows what was published.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Choose the rows that a run trains on and is evaluated with: from one 64-bit hash of each row, slice of keys by slice.
 
-Rows, not files, are new or seen: a row is new if no run of the parent's lineage was trained on it with the same label. The hold-out
-is the first slices of the key space, so it is the same in every week, however rows are cut into files. Replayed rows are a window
-of the other slices, whose place depends on the seed and on the new shards: the same run replays the same rows again, another week
-others.
+Rows, not files, are new or seen: a row is new if no run of the parent's lineage was trained on it with the same label. The
+hold-out is the first slices of the key space, so it is the same in every week, however rows are cut into files. Replayed rows are
+a window of the other slices, whose place depends on the seed and on the new shards: the same run replays the same rows again,
+another week others.
 """
 
 from __future__ import annotations
@@ -156,6 +156,11 @@ class Selection:
     new: Numbers
     replay: Numbers
 
+    @property
+    def rows(self) -> int:
+        """All of them."""
+        return int(self.new.sum() + self.replay.sum())
+
     def choose(self, group: Group) -> Group:
         """Return the rows to train on, in the order of shards, files and rows."""
         trainable = group.take(positive(group.versions))
@@ -204,7 +209,7 @@ def rows_per_slice(shards: Sequence[IngestedShard]) -> Numbers:
 
 
 def groups(per_slice: Numbers, first: int, last: int, most: int = GROUP_ROWS) -> Iterator[tuple[int, int]]:
-    """Divide the slices [first, last) into consecutive ranges of at most `most` rows, or one slice; without those that are empty."""
+    """Divide the slices [first, last) into ranges of one slice or at most `most` rows, leaving out those without rows."""
     begin, held = first, 0
     for number in range(first, last):
         rows = int(per_slice[number])

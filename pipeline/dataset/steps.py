@@ -1,4 +1,4 @@
-"""Count the steps of a run and its rows by bucket, and write the order of its batches, from document lengths and a configuration."""
+"""Count the steps of a run and its rows by bucket, and write the order of its batches, from document lengths and settings."""
 
 from __future__ import annotations
 
