@@ -134,7 +134,8 @@ def _facts(index: int, count: int, file: File) -> tuple[int, pa.Table]:
 def _tokens(cut: Cut, file: File, begin: int, taken: Mask) -> list[pa.ListArray]:
     """Return the tokens of some of the rows of a file that begin with `begin`."""
     shard, number = file
-    found, done = [], 0
+    found: list[pa.ListArray] = []
+    done = 0
     for table in shard.tokens(number, begin, begin + len(taken)):
         tokens = table[DOCUMENT_TOKENS].filter(pa.array(taken[done : done + table.num_rows]))
         found += map(cut, tokens.chunks)

@@ -12,7 +12,7 @@ from pipeline import store
 from pipeline.contract import Stage, registry_uri
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.parts import PartWriter
-from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
+from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
 from pipeline.plan import Published
 from pipeline.stages import embed, evaluate, publish
 
@@ -24,7 +24,10 @@ def root(request: pytest.FixtureRequest) -> str | None:
 
 def finished(plan_run: Any, root: str | None = None, **options: Any) -> Any:
     """A run that is evaluated and embedded."""
-    run = plan_run(root, children=1, **options)
+    return finish(plan_run(root, children=1, **options))
+
+
+def finish(run: Any) -> Any:
     run.finish(Stage.EVALUATE, evaluate.run(run.context(Stage.EVALUATE)))
     run.finish(Stage.EMBED, embed.run(run.context(Stage.EMBED)))
     return run
@@ -197,6 +200,14 @@ def test_the_right_ids_in_the_wrong_part_are_refused(plan_run: Any) -> None:
     with pytest.raises(BadData, match="exactly once") as refusal:
         publish.check_ids(run.context(Stage.PUBLISH), 0, ids_of(run, 1))
     assert f"of no document of this part: {ids_of(run, 1)[0]}" in refusal.value.value
+
+
+def test_parts_that_do_not_add_up_to_the_corpus_are_a_defect(plan_run: Any) -> None:
+    run = plan_run(children=1)
+    run.replan(embed=run.plan.embed.model_copy(update={"ids": str(IdDigest(100, 1))}))
+    with pytest.raises(Defect, match="do not add up"):
+        run_publish(finish(run))
+    assert unpublished(run)
 
 
 @pytest.mark.parametrize("damage", ["torn", "gone", "no record"])
