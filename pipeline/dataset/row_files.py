@@ -16,14 +16,10 @@ from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.config import RunConfig
-from pipeline.dataset.ingested import PAIRS, IngestedShard, token_schema
-from pipeline.dataset.selection import Group, Numbers, in_threads, pieces
-from pipeline.dataset.tokens import cut
-from pipeline.plan import TokenizerPlan
+from pipeline.dataset.ingested import PAIRS, token_schema
 
 WRITTEN_ROWS = 1 << 16
 """Rows of a record batch in the files, at most: some 20 MB."""
@@ -111,38 +107,6 @@ class DocumentLengths:
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
         for chunk in self.table["document_tokens"].chunks:
             yield np.diff(chunk.offsets.to_numpy())
-
-
-def read_pairs(
-    shards: Sequence[IngestedShard], group: Group, tokenizer: TokenizerPlan, query: int, document: int, *, texts: bool = False
-) -> Iterator[tuple[pa.Table, Numbers]]:
-    """Yield rows of ingested shards some thousand at a time, without those that have no tokens.
-
-    Args:
-        group: the rows, ordered by shard, file and row.
-        query, document: tokens at most.
-        texts: whether to read the texts, too.
-
-    Returns:
-        Tables of facts and tokens, perhaps with `texts`; and the place of each row in the group.
-    """
-
-    def read(piece: tuple[int, int, Numbers, Numbers]) -> tuple[pa.Table, Numbers]:
-        number, file, rows, places = piece
-        shard, (first, last) = shards[number], (int(rows[0]), int(rows[-1]) + 1)
-        own = pa.array(rows - first)
-        # A piece is one request of each file.
-        [table] = (facts.take(own) for facts in shard.facts(file, first, last))
-        [tokens] = (found.take(own) for found in shard.tokens(file, first, last))
-        for name, length in (("query_tokens", query), ("document_tokens", document)):
-            table = table.append_column(name, cut(tokens[name].combine_chunks(), length, tokenizer))
-        if texts:
-            [found] = (found.take(own) for found in shard.texts(file, first, last))
-            table = table.append_column("texts", found["texts"])
-        valid = pc.and_(pc.is_valid(table["query_tokens"]), pc.is_valid(table["document_tokens"]))
-        return table.filter(valid), places[np.asarray(valid)]
-
-    return in_threads(read, list(pieces(group)))
 
 
 class RowWriter:

@@ -28,7 +28,6 @@ from pipeline.dataset.row_files import PUBLISHED, Lengths
 from pipeline.dataset.selection import in_threads
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData, MissingInput
-from pipeline.estimate.memory import known_capacity
 from pipeline.estimate.requirements import attempt_minutes, over, refuse, requirements
 from pipeline.estimate.workload import Workload
 from pipeline.evaluation.gate import check_holdout
@@ -342,15 +341,13 @@ def check_amounts(
     """
     if deployment.local_paths:
         return  # All stages share a machine, whose other uses are unknown.
-    config, world = inputs.config, inputs.world
+    config = inputs.config
     work = Workload(
         train_rows=rows.selection.rows,
-        scanned_rows=sum(shard.profile.rows for shard in pairs),
+        known_rows=sum(shard.profile.rows for shard in pairs),
         corpus_rows=embed.rows,
-        own_corpus=embed.source == "corpus",
         queries=rows.queries,
         candidates=rows.held_documents,
-        shard_rows=1,
         query_tokens=SHORTEST_TEXT,
         document_tokens=mean_tokens or SHORTEST_TEXT,
     )
@@ -360,10 +357,7 @@ def check_amounts(
             work,
             shape,
             config,
-            world,
             parts=len(embed.parts),
-            ranks=embed.children,
-            node_memory=known_capacity(config, world.kind, here=False).host,
             embed_host=deployment.hosts.get(Queue.EMBED),
             minutes=attempt_minutes(deployment.timeouts),
             models=3 if another else 2,

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.dataset.ingested import SLICES, IngestedShard
-from pipeline.dataset.row_files import HOLDOUT_FILES, PUBLISHED, DocumentLengths, Lengths, RowWriter, read_pairs, read_table
+from pipeline.dataset.row_files import HOLDOUT_FILES, PUBLISHED, DocumentLengths, Lengths, RowWriter, read_table
 from pipeline.dataset.seen import SeenRows
-from pipeline.dataset.selection import Group, Mask, Rows, Selection, groups, holdout_slices, select
+from pipeline.dataset.selection import Group, Mask, Numbers, Rows, Selection, groups, holdout_slices, in_threads, pieces, select
 from pipeline.dataset.steps import StepCounts, order_file, write_orders
-from pipeline.dataset.tokens import TextTokenizer
-from pipeline.plan import RunInputs
+from pipeline.dataset.tokens import TextTokenizer, cut
+from pipeline.plan import RunInputs, TokenizerPlan
 
 HOLDOUT_GROUP = 1 << 17
 """Rows of a group of which facts and tokens are in memory."""
@@ -126,7 +126,8 @@ class PlannedRows:
             self.rows |= {f"{prefix}{name}": rows for name, rows in each.rows.items()}
 
     def _untrained(self, group: Group, first: int, last: int) -> Mask:
-        return (group.repeat == 1) & ~np.isin(group.versions, self._compared.versions(first, last))
+        trained: Mask = np.isin(group.versions, self._compared.versions(first, last))
+        return (group.repeat == 1) & ~trained
 
     def _tables(self, begin: int, end: int, wanted: Callable[[Group, int, int], Mask]) -> Iterator[tuple[int, int, pa.Table]]:
         """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows."""
@@ -184,6 +185,38 @@ class PlannedRows:
         for epoch in range(-(-counts.steps // counts.steps_per_epoch)):
             self.rows[order_file(epoch)] = counts.steps_per_epoch
         return counts, sum(int(piece.sum()) for piece in train) / self.rows["train.arrow"]
+
+
+def read_pairs(
+    shards: Sequence[IngestedShard], group: Group, tokenizer: TokenizerPlan, query: int, document: int, *, texts: bool = False
+) -> Iterator[tuple[pa.Table, Numbers]]:
+    """Yield rows of ingested shards some thousand at a time, without those that have no tokens.
+
+    Args:
+        group: the rows, ordered by shard, file and row.
+        query, document: tokens at most.
+        texts: whether to read the texts, too.
+
+    Returns:
+        Tables of facts and tokens, perhaps with `texts`; and the place of each row in the group.
+    """
+
+    def read(piece: tuple[int, int, Numbers, Numbers]) -> tuple[pa.Table, Numbers]:
+        number, file, rows, places = piece
+        shard, (first, last) = shards[number], (int(rows[0]), int(rows[-1]) + 1)
+        own = pa.array(rows - first)
+        # A piece is one request of each file.
+        [table] = (facts.take(own) for facts in shard.facts(file, first, last))
+        [tokens] = (found.take(own) for found in shard.tokens(file, first, last))
+        for name, length in (("query_tokens", query), ("document_tokens", document)):
+            table = table.append_column(name, cut(tokens[name].combine_chunks(), length, tokenizer))
+        if texts:
+            [found] = (found.take(own) for found in shard.texts(file, first, last))
+            table = table.append_column("texts", found["texts"])
+        valid = pc.and_(pc.is_valid(table["query_tokens"]), pc.is_valid(table["document_tokens"]))
+        return table.filter(valid), places[np.asarray(valid)]
+
+    return in_threads(read, list(pieces(group)))
 
 
 def _within(table: pa.Table, known: set[tuple[int, str | None]], most: int) -> Mask:
