@@ -21,11 +21,11 @@ from pipeline.backends.device import require_available
 from pipeline.commands.graphs_recorded import StageGraphs, read_sets, read_stage
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import RunPaths, Stage, StageResult, ingested_rows_uri, ingested_tokens_uri
-from pipeline.dataset.arrow import read_table, token_lengths
 from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.ingested import TEXTS, write_batches, write_file, write_profile
-from pipeline.dataset.steps import count_steps
+from pipeline.dataset.row_files import read_table, token_lengths
+from pipeline.dataset.steps import count_steps, write_orders
 from pipeline.errors import BadConfig, BadData, Defect, ExitCode, TrnpipeError
 from pipeline.estimate.variant import plan_variant
 from pipeline.host.child import progress_note, read_failure, run_stage, sentence
@@ -173,7 +173,7 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
     """
     config = plan.config
     joined = config.device.loader.batches_per_execution
-    epoch = count_steps(lengths, config, 1).steps_per_epoch
+    epoch = count_steps([lengths], config, 1).steps_per_epoch
     least = max(LEAST_STEPS, epoch, 2 * joined + 1)
     if steps is not None and steps < least:
         raise BadConfig(
@@ -232,6 +232,7 @@ def _copy(
     for file, table in (("train.arrow", train), ("holdout.arrow", holdout), ("candidates.arrow", candidates)):
         with pa.ipc.new_file(str(target / file), table.schema) as writer:
             writer.write_table(table)
+    write_orders(target, [lengths], config, 1)
     embed = one_part(plan.embed, base, paths.bucket_root, folder / "documents")
     proof = proof.model_copy(update={"embed": embed, "row_files": {}}).sealed()
     store.write_bytes(paths.plan, proof.to_json())

@@ -85,6 +85,19 @@ class TextTokenizer:
         self.vocabulary = 1 + max(tokenizer.get_vocab().values())
         self.digest = hashlib.sha256(f"{self._direction} {self._backend.to_str()}".encode()).hexdigest()
 
+    def plan(self, cap: int) -> TokenizerPlan:
+        """Return what the tokens of stored texts depend on, for texts of at most `cap` tokens."""
+        special = self._backend.encode("a", add_special_tokens=True).special_tokens_mask
+        prefix = special.index(0) if 0 in special else len(special)
+        return TokenizerPlan(
+            digest=self.digest,
+            vocabulary=self.vocabulary,
+            cap=cap,
+            prefix=prefix,
+            suffix=len(special) - special.count(0) - prefix,
+            side=self._direction,
+        )
+
     def encode(self, texts: Sequence[str], max_length: int) -> list[Tokens]:
         """Return the token ids of each text, special tokens included, at most `max_length` of them."""
         self._backend.enable_truncation(max_length, direction=self._direction)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.backends.device import Device
 from pipeline.config import EmbedConfig
-from pipeline.dataset.arrow import read_table
+from pipeline.dataset.row_files import read_table
 from pipeline.errors import BadData
 from pipeline.evaluation.query_values import QueryKey, QueryValues
 from pipeline.evaluation.retrieval import retrieve

@@ -24,7 +24,7 @@ from pipeline import store
 from pipeline.backends.device import Device, open_device
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
-from pipeline.dataset.arrow import HOLDOUT_FILES, PUBLISHED, read_table
+from pipeline.dataset.row_files import HOLDOUT_FILES, PUBLISHED, read_table
 from pipeline.errors import BadData
 from pipeline.evaluation.gate import check_holdout, judge_model
 from pipeline.evaluation.query_values import QueryKey, QueryValues

@@ -66,8 +66,8 @@ UPLOADS_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One stored object: URI, size in bytes, version tag (S3: ETag; local: content hash, empty in listings), and in listings the
-    time of the last write (seconds since 1970, by the storage's clock)."""
+    """One stored object: URI, size in bytes, version tag (S3: ETag; local: empty), and the time of the last write (seconds since
+    1970, by the storage's clock)."""
 
     uri: str
     size: int
@@ -198,10 +198,10 @@ def stat(uri: str) -> ObjectInfo | None:
             answer = persistently(uri, lambda: s3_client().head_object(Bucket=bucket, Key=key))
         except MissingInput:
             return None
-        return ObjectInfo(uri, answer["ContentLength"], answer["ETag"])
+        return ObjectInfo(uri, answer["ContentLength"], answer["ETag"], answer["LastModified"].timestamp())
     with translated(uri):
         path = _local(uri)
-        return ObjectInfo(uri, path.stat().st_size) if path.is_file() else None
+        return ObjectInfo(uri, path.stat().st_size, modified=path.stat().st_mtime) if path.is_file() else None
 
 
 def exists(uri: str) -> bool:
