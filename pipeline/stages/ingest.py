@@ -42,7 +42,6 @@ from pipeline.dataset.ingested import (
     write_file,
     write_profile,
 )
-from pipeline.dataset.records import BadRow
 from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData, Transient
