@@ -31,6 +31,7 @@ from pipeline.dataset.ingested import (
     PAIRS,
     SCHEMA_VERSION,
     TOKENS,
+    Hashes,
     IngestedFile,
     IngestedShard,
     Profile,
@@ -58,6 +59,10 @@ FILE_BYTES = 128 << 20
 LISTED_VALUES = 1000
 """Locales, or tasks, of a shard that its profile counts one by one."""
 OTHER_VALUES = "…"
+
+STATISTICS = ("locales", "tasks", "query_tokens", "document_tokens", "labels", "repeated")
+PIECE_TEXTS = 16_384
+"""Texts between two heartbeats of the tokenizer."""
 
 
 def run(context: StageContext) -> StageOutput | None:
@@ -285,14 +290,14 @@ class ShardWriter:
             table = table.append_column(name, values if isinstance(values, pa.Array) else [pa.array(values)])
         return table
 
-    def _keys(self, table: pa.Table) -> np.ndarray:
+    def _keys(self, table: pa.Table) -> Hashes:
         """Return the hash of what is held out together; a row without a group stands for itself, by its document."""
         by = self.inputs.config.data.holdout_by
-        if by != "group":
-            return table[f"{by}_hash"].to_numpy()
-        groups = table["group"].combine_chunks()
-        hashes = normalized_hashes(groups.fill_null(""))
-        return np.where(np.asarray(groups.is_valid()), hashes, table["document_hash"].to_numpy())
+        keys: Hashes = table["document_hash" if by == "group" else f"{by}_hash"].to_numpy()
+        if by == "group":
+            groups = table["group"].combine_chunks()
+            keys = np.where(np.asarray(groups.is_valid()), normalized_hashes(groups.fill_null("")), keys)
+        return keys
 
     def _write_tokens(self, number: int, texts: Sequence[pa.ChunkedArray]) -> list[np.ndarray]:
         """Tokenize columns of texts and write their file; return the tokens of each text, 0 where there are none."""
@@ -345,10 +350,6 @@ class ShardWriter:
     def _statistics(self) -> dict[str, Any]:
         found: dict[str, Any] = {name: dict(counts) for name, counts in self.statistics.items() if counts}
         return {**found, "labels": float(self.statistics["labels"]["sum"]), "repeated": self.statistics["repeated"]["rows"]}
-
-
-STATISTICS = ("locales", "tasks", "query_tokens", "document_tokens", "labels", "repeated")
-PIECE_TEXTS = 16_384
 
 
 def _pieces(texts: pa.Array) -> Iterator[list[str]]:
