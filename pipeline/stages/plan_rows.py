@@ -126,8 +126,8 @@ class PlannedRows:
             self.rows |= {f"{prefix}{name}": rows for name, rows in each.rows.items()}
 
     def _untrained(self, group: Group, first: int, last: int) -> Mask:
-        trained: Mask = np.isin(group.versions, self._compared.versions(first, last))
-        return (group.repeat == 1) & ~trained
+        unknown: Mask = ~np.isin(group.versions, self._compared.versions(first, last))
+        return unknown & (group.repeat == 1)
 
     def _tables(self, begin: int, end: int, wanted: Callable[[Group, int, int], Mask]) -> Iterator[tuple[int, int, pa.Table]]:
         """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows."""
