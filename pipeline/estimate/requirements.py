@@ -25,8 +25,8 @@ PREPARE_ROW_BYTES, CORPUS_ROW_BYTES = 112, 96
 TRAIN_ROW_BYTES = 72
 """In each rank of train: a training row's hashes, lengths and order."""
 
-CANDIDATE_BYTES, QUERY_BYTES, TOKEN_BYTES = 256, 3072, 48
-"""In evaluate: a candidate; a query with its best candidates; each of their tokens in a Python list."""
+CANDIDATE_BYTES, QUERY_BYTES, RANKING_BYTES = 256, 512, 5120
+"""In each rank of evaluate: a candidate; a query. In one of the ranks: a query's best candidates while they are measured."""
 
 ROW_FILE_BYTES, ID_BYTES = 64, 24
 """A row in prepare's Arrow files without its tokens; an id in the embeddings."""
@@ -41,9 +41,9 @@ TOKENIZED_TOKENS = 590_000
 """Tokens per second and thread of pipeline/dataset/tokens.TextTokenizer: 10,000 English texts of 86 tokens with the tokenizer of
 all-MiniLM-L6-v2 (tokenizers 0.22)."""
 
-RANKED_SCORES = 4_000_000
-"""Scores per second and thread that evaluate computes and ranks: 64 queries against 200,000 candidates of 384 dimensions
-(torch 2.9). With more candidates they are fewer."""
+RANKED_SCORES = 7_000_000
+"""Scores per second and thread that evaluate computes and ranks: a quarter of what a core with AVX-512 reaches alone with 64
+queries and 200,000 candidates of 384 dimensions (torch 2.9)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,10 @@ def requirements(
     enough = min(config.data.holdout_fraction, 10 * config.gate.min_queries / max(work.scanned_rows, 1))
     remedy = f"data.holdout_fraction={enough:.2g} holds out ten times gate.min_queries"
     # For a moment there are two copies of the embeddings.
-    amount = process + candidates * (CANDIDATE_BYTES + TOKEN_BYTES * work.document_tokens + 2 * FP32 * shape.hidden)
-    amount += work.queries * (QUERY_BYTES + TOKEN_BYTES * work.query_tokens + 2 * FP32 * shape.hidden)
+    amount = (work.queries + candidates) * 2 * FP32 * shape.hidden + work.queries * RANKING_BYTES
+    amount += LIBRARY_BYTES + (config.embed.ranks_per_child or world.ranks_per_node) * (
+        PROCESS_BYTES + candidates * CANDIDATE_BYTES + work.queries * QUERY_BYTES
+    )
     yield Requirement("evaluate, memory of a host", amount, host.job_memory_mib * MIB if host else None, remedy)
     what = "evaluate, ranking every model's candidates, at a rate measured elsewhere"
     amount = models * work.queries * candidates / RANKED_SCORES / (host.job_vcpus if host else 1) / 60
