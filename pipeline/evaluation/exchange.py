@@ -32,4 +32,4 @@ def exchange(context: StageContext, name: str, own: npt.NDArray[Any]) -> list[np
         context.heartbeat.beat(note=f"waiting for other ranks: {name}")
         time.sleep(POLL_SECONDS)
     # Copied where it is written to, which nobody does; torch wants no array that cannot be.
-    return [np.load(path, mmap_mode="c") for path in paths]
+    return [np.lib.format.open_memmap(path, mode="c") for path in paths]

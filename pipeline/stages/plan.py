@@ -358,6 +358,7 @@ def check_amounts(
             shape,
             config,
             parts=len(embed.parts),
+            ranks=config.embed.ranks_per_child or inputs.world.ranks_per_node,
             embed_host=deployment.hosts.get(Queue.EMBED),
             minutes=attempt_minutes(deployment.timeouts),
             models=3 if another else 2,

@@ -119,7 +119,7 @@ def planned_ranks(plan_run: Callable[..., Any]) -> Callable[..., RunPaths]:
 
 @pytest.fixture
 def scripted_stage(tmp_path: Path) -> dict[str, str]:
-    """Variables with which a rank of `health_check`, `evaluate` or `embed` runs the code in TRNPIPE_TEST_RANK in place of the stage."""
+    """Variables with which a rank of `health_check`, `evaluate` or `embed` runs the code in TRNPIPE_TEST_RANK instead."""
     folder = tmp_path / "scripted"
     folder.mkdir()
     # Loaded when an interpreter starts, so that it comes before the real stage.

@@ -17,19 +17,20 @@ from transformers import BertConfig
 
 from pipeline.config import ModelConfig, build_config
 from pipeline.contract import Stage
-from pipeline.dataset.arrow import SCHEMAS
+from pipeline.dataset.row_files import SCHEMAS
 from pipeline.dataset.shards import InputFile, distinct_documents, scan_corpus, scan_training
 from pipeline.dataset.split import select
 from pipeline.errors import BadConfig
 from pipeline.estimate import requirements as limits
 from pipeline.estimate.requirements import Requirement, attempt_minutes, over, refuse, requirements
 from pipeline.estimate.workload import Workload
+from pipeline.evaluation.holdout import join_holdout
+from pipeline.evaluation.retrieval import DEPTH, Relevant, measure_rankings
 from pipeline.model.encoder import new_encoder
 from pipeline.model.shape import shape_of
 from pipeline.plan import PlannedWorld
 from pipeline.run.world import World
 from pipeline.stages import publish
-from pipeline.stages.evaluate import join_holdout
 from pipeline.training.batches import TrainingBatches
 
 MILLION = 1_000_000
@@ -110,11 +111,19 @@ def test_evaluate_holds_less_of_a_query_and_its_document_than_their_allowance() 
         "label": [1.0] * rows,
         "locale": [None] * rows,
     }
-    candidates = {"document_tokens": [[2000 + token for token in range(8)]] * rows, "document_hash": documents}
+    candidates = {
+        "document_tokens": [[2000 + token for token in range(8)]] * rows,
+        "document_hash": documents,
+        "id": [f"document {row}" for row in range(rows)],
+    }
     tables = (pa.table(holdout, SCHEMAS["holdout.arrow"]), pa.table(candidates, SCHEMAS["candidates.arrow"]))
     _, _, held = traced(lambda: join_holdout(*tables))
-    # The best candidates of every query, which QUERY_BYTES is for most of all, come with ranking.
-    assert held / rows < limits.CANDIDATE_BYTES + limits.QUERY_BYTES + 12 * limits.TOKEN_BYTES
+    allowed = limits.CANDIDATE_BYTES + limits.QUERY_BYTES
+    assert 0.5 * allowed < held / rows < allowed
+    relevant = Relevant.of([{row: 1.0} for row in range(rows)])
+    ranked = np.arange(rows)[:, None] + np.arange(DEPTH)
+    _, _, held = traced(lambda: measure_rankings(ranked, relevant))
+    assert 0.5 * limits.RANKING_BYTES < held / rows + ranked.nbytes / rows < limits.RANKING_BYTES
 
 
 def test_publish_has_as_many_readers_as_are_counted() -> None:
@@ -149,7 +158,7 @@ def required(work: Workload, **changes: Any) -> list[Requirement]:
         "embed_host": "inf2.xlarge",
         "minutes": attempt_minutes({}),
     }
-    return list(requirements(work, SHAPE, build_config(), WORLD, **{**known, **changes}))
+    return list(requirements(work, SHAPE, build_config({"embed": {"ranks_per_child": 2}}), WORLD, **{**known, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +174,7 @@ def required(work: Workload, **changes: Any) -> list[Requirement]:
         ({"corpus_rows": 100 * MILLION}, {"parts": 2}, "publish, disk", True),
         ({"shard_rows": MILLION}, {}, "embed, how often", False),
         # A deployment's own `timeouts`.
-        ({}, {"minutes": attempt_minutes({Stage.EVALUATE: 1})}, "evaluate, ranking", False),
+        ({"queries": 40_000}, {"minutes": attempt_minutes({Stage.EVALUATE: 1})}, "evaluate, ranking", False),
     ],
 )
 def test_what_is_too_much_is_named_with_a_remedy(
