@@ -93,7 +93,6 @@ def requirements(
         models: number that evaluate measures: the new one, the published one, and the parent if it is a third.
     """
     tokens, candidates = work.query_tokens + work.document_tokens, work.candidates + config.evaluate.candidates
-    process = PROCESS_BYTES + LIBRARY_BYTES
     shards = "name fewer shards in data.train"
     files = (work.train_rows + work.queries) * (ROW_FILE_BYTES + 4 * tokens) + candidates * (16 + 4 * work.document_tokens)
     remedy = f"{shards}, lower data.replay_fraction, or shorten train.buckets"
@@ -106,9 +105,7 @@ def requirements(
     remedy = f"data.holdout_fraction={enough:.2g} holds out ten times gate.min_queries"
     # For a moment there are two copies of the embeddings.
     amount: float = (work.queries + candidates) * 2 * FP32 * shape.hidden + work.queries * RANKING_BYTES
-    amount += LIBRARY_BYTES + ranks * (
-        PROCESS_BYTES + candidates * CANDIDATE_BYTES + work.queries * QUERY_BYTES
-    )
+    amount += LIBRARY_BYTES + ranks * (PROCESS_BYTES + candidates * CANDIDATE_BYTES + work.queries * QUERY_BYTES)
     yield Requirement("evaluate, memory of a host", amount, host.job_memory_mib * MIB if host else None, remedy)
     what = "evaluate, ranking every model's candidates, at a rate measured elsewhere"
     amount = models * work.queries * candidates / RANKED_SCORES / (host.job_vcpus if host else 1) / 60
