@@ -87,14 +87,21 @@ class RawRows(NamedTuple):
     Attributes:
         lines: numbers of the rows in `columns`.
         columns: those that are wanted.
-        fixed: column -> value in every row; the type of a column that is not read.
         refused: rows among them that are not in `columns`, with their numbers.
+        types: column that is not read -> its type, which stands for every value.
+        numbers: column whose texts are numbers, where they can be: CSV knows none.
     """
 
     lines: NDArray[np.int64]
     columns: pa.RecordBatch
-    fixed: Mapping[str, Any]
     refused: list[tuple[int, BadRow]]
+    types: Mapping[str, pa.DataType] = {}
+    numbers: str = ""
+
+    def values(self, name: str) -> list[Any]:
+        """Return a column's Python values, see `column_values`."""
+        found = column_values(self.columns.column(name))
+        return list(map(_number, found)) if name == self.numbers else found
 
 
 def is_shard(uri: str) -> bool:
@@ -155,7 +162,7 @@ def read_records(uri: str, columns: Columns) -> Iterator[tuple[int, Record | Bad
     """
     if uri.endswith(".parquet") or delimiter(uri):
         return (row for raw in raw_rows(uri, columns) for row in raw_records(uri, raw))
-    return json_records(uri, enumerate(_lines(uri, ""), 1))
+    return json_records(uri, enumerate(_lines(uri), 1))
 
 
 def raw_rows(uri: str, columns: Columns, path: str = "") -> Iterator[RawRows]:
@@ -167,11 +174,12 @@ def raw_records(uri: str, raw: RawRows) -> Iterator[tuple[int, Record | BadRow]]
     """Yield the rows one by one, with the refused ones in their places."""
     refused = iter(raw.refused)
     next_refused = next(refused, None)
-    for line, *row in zip(raw.lines.tolist(), *map(column_values, raw.columns.columns), strict=True):
+    names = raw.columns.schema.names
+    for line, *row in zip(raw.lines.tolist(), *map(raw.values, names), strict=True):
         while next_refused and next_refused[0] < line:
             yield next_refused
             next_refused = next(refused, None)
-        record = {**raw.fixed, **dict(zip(raw.columns.schema.names, row, strict=True))}
+        record = {**raw.types, **dict(zip(names, row, strict=True))}
         if any(isinstance(value, UnicodeDecodeError) for value in row):
             yield line, bad_row(uri, line, "is not UTF-8", str(record))
         else:
@@ -230,7 +238,7 @@ def _first_lines(uri: str, path: str) -> Iterator[bytes | None]:
             return
 
 
-def _lines(uri: str, path: str) -> Iterator[bytes | None]:
+def _lines(uri: str, path: str = "") -> Iterator[bytes | None]:
     """Yield lines without their ends; None for a line that is too long."""
     for block in line_blocks(uri, path):
         if block is None:
@@ -390,6 +398,7 @@ def _csv_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
     _refuse_missing(uri, columns)
     present = set(file_columns(uri, path))
     wanted = [name for name in columns.wanted if name in present]
+    number = columns.names.get("label", "")
     invalid: list[csv.InvalidRow] = []
     line = 0
 
@@ -402,7 +411,8 @@ def _csv_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
 
     with _csv_reader(uri, path, wanted, invalid) as reader:
         for batch in reader:
-            lines, refused = np.empty(len(batch), np.int64), []
+            lines = np.empty(len(batch), np.int64)
+            refused: list[tuple[int, BadRow]] = []
             done = 0
             while done < len(batch):
                 refused += refused_here()
@@ -410,10 +420,9 @@ def _csv_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
                 run = min(len(batch) - done, invalid[0].number - line - 2 if invalid else len(batch))
                 lines[done : done + run] = np.arange(line + 1, line + run + 1)
                 done, line = done + run, line + run
-            yield RawRows(lines, batch, {}, refused)
+            yield RawRows(lines, batch, refused, numbers=number)
         if refused := list(refused_here()):
-            empty = pa.RecordBatch.from_pylist([], reader.schema)
-            yield RawRows(np.empty(0, np.int64), empty, {}, refused)
+            yield RawRows(np.empty(0, np.int64), pa.RecordBatch.from_pylist([], reader.schema), refused)
 
 
 def _refuse_missing(uri: str, columns: Columns) -> None:
@@ -449,7 +458,7 @@ def _parquet_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
             )
 
         # Lists come as dictionaries always: equal texts in them are then in memory once.
-        file, dictionaries = opened(items), opened([*wanted, *items])
+        file, dictionaries = opened(items), opened([*(name for name in wanted if name not in listed), *items])
         line = 0
         for batch in _batches(file, dictionaries, wanted):
             lengths = sum((_text_lengths(column) for column in batch.columns), np.zeros(len(batch), np.int64))
@@ -461,7 +470,7 @@ def _parquet_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
                 rows, good = batch.slice(start, stop - start), kept[start:stop]
                 too_long = f"is longer than {MAX_ROW_BYTES >> 20} MiB"
                 refused = [(number, bad_row(uri, number, too_long, "")) for number in lines[~good].tolist()]
-                yield RawRows(lines[good], rows if good.all() else rows.filter(pa.array(good)), nested, refused)
+                yield RawRows(lines[good], rows if good.all() else rows.filter(pa.array(good)), refused, nested)
             line += len(batch)
 
 
@@ -510,7 +519,10 @@ def _is_dictionary(column: pa.Array) -> bool:
 
 def _is_list(kind: pa.DataType) -> bool:
     """Return whether values are lists of text."""
-    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and is_text(kind.value_type)
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    item = kind.value_type
+    return is_text(item.value_type if pa.types.is_dictionary(item) else item)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -568,6 +580,13 @@ def _lists(column: pa.Array) -> list[Any]:
     rows = [None if length is None else list(islice(items, length)) for length in lengths]
     wrong = ([item for item in row or () if isinstance(item, UnicodeDecodeError)] for row in rows)
     return [found[0] if found else row for row, found in zip(rows, wrong, strict=True)]
+
+
+def _number(value: Any) -> Any:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def _decoded(value: bytes | None) -> str | UnicodeDecodeError | None:
