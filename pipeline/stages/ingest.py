@@ -1,37 +1,38 @@
-"""ingest: read every input file that is not ingested yet, once, and write its rows and their tokens as shared columnar files.
+"""ingest: one child of the array that reads each new input file once, and writes its rows and tokens for all runs to come.
 
-An array job: the children divide the files, finished ones are not repeated, and the child that finds all of them ingested speaks
-for the stage. Reads `prepare/inputs.json` and the input files; writes `ingested/` (pipeline/dataset/ingested).
+Reads `prepare/inputs.json` and the input files that it names; writes `ingested/rows` and `ingested/tokens`
+(pipeline/dataset/ingested). What is complete is left alone, so a child that is interrupted loses at most the file it was in.
+Where only the tokens are missing, because the tokenizer is another one, they are made from the ingested texts. The child that
+finds the files of all children complete speaks for the stage.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.contract import Artifact
-from pipeline.dataset.blocks import id_hashes, normalized_hashes, read_blocks, shard_columns
+from pipeline.dataset.blocks import Block, id_hashes, normalized_hashes, read_blocks, shard_columns
 from pipeline.dataset.ingested import (
     DOCUMENTS,
     FILE_ROWS,
     PAIRS,
     SCHEMA_VERSION,
+    TEXTS,
     TOKENS,
-    Hashes,
     IngestedFile,
     IngestedShard,
     Profile,
@@ -44,323 +45,385 @@ from pipeline.dataset.ingested import (
     write_profile,
 )
 from pipeline.dataset.refusals import Refusals
-from pipeline.dataset.tokens import TextTokenizer
+from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
 from pipeline.errors import BadData, Transient
-from pipeline.model.inventory import transformer_folder
-from pipeline.model.shape import fetch_without_weights
 from pipeline.plan import InputShard, RunInputs
 from pipeline.run.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
 
 FILE_BYTES = 128 << 20
-"""Text of a file of rows, at most: the rows are held twice while they are sorted."""
+"""Text of a file's rows. Sorted, written and tokenized they are in memory some five times."""
 
-LISTED_VALUES = 1000
-"""Locales, or tasks, of a shard that its profile counts one by one."""
-OTHER_VALUES = "…"
+NAMED_VALUES = 1000
+OTHERS = "…"
+LOOKS_AT_ONCE = 16
+"""Shards that are looked for in parallel requests."""
 
-STATISTICS = ("locales", "tasks", "query_tokens", "document_tokens", "labels", "repeated")
-PIECE_TEXTS = 16_384
-"""Texts between two heartbeats of the tokenizer."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".h5")
+"""Files of a model folder that hold no tokenizer."""
 
 
 def run(context: StageContext) -> StageOutput | None:
-    """Ingest this child's files.
+    """Ingest this child's share of the input files.
 
     Returns:
-        The stage's output if all files of all children are ingested, else None.
+        The stage's output if the files of all children are complete, else None.
 
     Raises:
-        BadData: a file is damaged, or keeps changing.
-        Transient: a file has changed since it was listed.
+        BadData: a file is damaged, or has changed since the run began.
+        Transient: a file has changed, and this is the job's first attempt.
     """
     inputs = RunInputs.from_json(store.read_bytes(context.paths.inputs))
-    root = context.paths.bucket_root
-    files = [list(shards) for _, shards in groupby(sorted(inputs.shards, key=_file), key=_file)]
-    child, children = context.world.node.array_index, max(inputs.ingest_children, 1)
-    todo = [shards for shards in files[child::children] if not all(IngestedShard(root, shard).is_ingested() for shard in shards)]
-    log.info("ingest: child %d of %d: %d files are to do", child, children, len(todo))
-    begun = time.monotonic()
+    child, children, begun = context.world.node.array_index, max(inputs.ingest_children, 1), time.monotonic()
+    files: dict[tuple[str, str], list[InputShard]] = {}
+    for shard in inputs.shards:
+        files.setdefault((shard.uri, shard.version), []).append(shard)
+    own = list(files.values())[child::children]
+    todo = [(shards, [one for one in shards if not _ingested(context, one).is_ingested()]) for shards in own]
+    todo = [(shards, missing) for shards, missing in todo if missing]
+    log.info("ingest: child %d of %d: %d of its %d files are to do", child, children, len(todo), len(own))
     if todo:
-        folder = fetch_without_weights(inputs.parent.folder, context.scratch / "tokenizer")
-        worker = Worker(context, inputs, TextTokenizer(transformer_folder(folder)))
-        for shards in todo:
-            worker.ingest(shards)
-    ingested = [IngestedShard(root, shard) for shard in inputs.shards]
-    if not all(shard.is_ingested() for shard in ingested):
-        log.info("ingest: this child is done; others still run")
-        return None
-    profiles = [shard.profile for shard in ingested]
-    return StageOutput(
-        outputs={"inputs": Artifact(context.paths.inputs, store.sha256(context.paths.inputs))},
-        metrics={
-            "files": len(files),
-            "ingested": len(todo),
-            "rows": sum(profile.rows for profile in profiles),
-            "bad_rows": sum(profile.bad_rows for profile in profiles),
-            "seconds": time.monotonic() - begun,
-        },
-    )
+        worker = open_worker(context, inputs)
+        for _, missing in todo:
+            ingest_file(worker, missing)
+    return stage_output(context, inputs, time.monotonic() - begun)
 
 
-def _file(shard: InputShard) -> tuple[str, str]:
-    return shard.uri, shard.version
+def _ingested(context: StageContext, shard: InputShard) -> IngestedShard:
+    return IngestedShard(context.paths.bucket_root, shard)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Worker:
-    """Ingests files one after another.
-
-    Attributes:
-        rows: read so far.
-    """
+    """This process's tokenizer, and its progress in rows."""
 
     context: StageContext
     inputs: RunInputs
     tokenizer: TextTokenizer
-    rows: int = 0
+    done: int = 0
 
-    def ingest(self, shards: Sequence[InputShard]) -> None:
-        """Ingest one file.
+    def beat(self, rows: int, note: str) -> None:
+        """Report rows that are done."""
+        self.done += rows
+        self.context.heartbeat.beat(self.done, unit="rows", note=note)
 
-        Args:
-            shards: its uses: as pairs, as documents, or both.
-        """
-        root, [first, *_] = self.context.paths.bucket_root, shards
-        missing = [shard for shard in shards if not IngestedShard(root, shard).has_rows()]
-        if missing:
-            try:
-                self._read(first, [ShardWriter(self.context, self.inputs, self.tokenizer, shard) for shard in missing])
-            except store.Conflict as conflict:
-                raise self._changed(first) from conflict
-        for shard in shards:
-            if not IngestedShard(root, shard).is_ingested():
-                ShardWriter(self.context, self.inputs, self.tokenizer, shard).tokenize_again()
+    def encode(self, column: pa.ChunkedArray) -> EncodedColumn:
+        """Return the token ids of a column of texts, equal ones of which are encoded once."""
+        encoded = column.combine_chunks().dictionary_encode()
+        lengths, missing, found = [0], [], []
+        for start in range(0, len(encoded.dictionary), TEXTS_AT_ONCE):
+            texts = encoded.dictionary.slice(start, TEXTS_AT_ONCE).to_pylist()
+            for tokens in self.tokenizer.encode_each(texts, self.inputs.tokenizer.cap):
+                missing.append(isinstance(tokens, str))
+                if not isinstance(tokens, str):
+                    found.append(tokens)
+                lengths.append(0 if isinstance(tokens, str) else len(tokens))
+            self.beat(0, "tokenizing")
+        kind = token_schema(DOCUMENTS, self.tokenizer.vocabulary).field(0).type.value_type
+        values = pa.array(np.concatenate(found) if found else [], kind)
+        offsets = pa.array(np.cumsum(lengths), pa.int32())
+        return EncodedColumn(pa.ListArray.from_arrays(offsets, values, mask=pa.array(missing, pa.bool_())), encoded.indices)
 
-    def _read(self, file: InputShard, writers: Sequence[ShardWriter]) -> None:
-        """Read a file once, for all of its uses."""
-        beat, columns = self.context.heartbeat.beat, self.inputs.config.data.columns
-        hashing = partial(beat, total=file.size, unit="bytes", note="reading a shard")
-        refusals, refused = Refusals(), self.context.scratch / "quarantine.jsonl"
-        begun, before = time.monotonic(), self.rows
-        cache = self.context.scratch / "shard"
-        kind = PAIRS if file.of_pairs else DOCUMENTS
-        with (
-            store.one_version(file.uri, file.version, file.size, cache, hashing) as (path, sha256),
-            refused.open("w", encoding="utf-8") as quarantine,
-        ):
-            for block in read_blocks(file.uri, kind, columns, str(path)):
-                for row in block.bad:
-                    quarantine.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
-                    refusals.add(row)
-                for writer in writers:
-                    writer.add(block.rows)
-                self.rows += len(block.rows) + len(block.bad)
-                beat(self.rows, unit="rows", note="checking and tokenizing rows")
-            recognised = dict(shard_columns(file.uri, kind, columns, str(path)).names)
-        for writer in writers:
-            writer.finish(sha256, refusals, refused, recognised)
-        rows, seconds = self.rows - before, time.monotonic() - begun
-        log.info("%s: %d rows, %d refused, %.0f per second", file.uri, rows, refusals.count, rows / max(seconds, 1e-9))
 
-    def _changed(self, file: InputShard) -> BadData | Transient:
-        """Return the error of a file that another process has replaced: once to be tried again, then for good."""
-        kind = Transient if self.context.world.node.attempt == 1 else BadData
-        return kind(
-            "a shard has changed since the run listed it",
-            value=f"{file.uri}: version {file.version} was listed",
-            rule="a run reads the versions of its inputs that it listed when it began",
-            remedy="put that version back, or start a new run, which reads the new one",
+@dataclass(frozen=True, slots=True)
+class EncodedColumn:
+    """Token ids of distinct texts, null where there are none, and the place of each row's text among them."""
+
+    distinct: pa.ListArray
+    indices: pa.Array
+
+    def take(self, rows: pa.Array) -> pa.ListArray:
+        """Return the token ids of some rows."""
+        return self.distinct.take(self.indices.take(rows))
+
+
+def open_worker(context: StageContext, inputs: RunInputs) -> Worker:
+    """Load the parent's tokenizer.
+
+    Raises:
+        BadData: it is not the one that the run began with.
+    """
+    context.heartbeat.beat(note="loading the tokenizer")
+    folder = tokenizer_folder(inputs.parent.folder, context.scratch / "tokenizer")
+    tokenizer = TextTokenizer(folder)
+    if tokenizer.digest != inputs.tokenizer.digest:
+        raise BadData(
+            "the parent's tokenizer has changed since the run began",
+            value=inputs.parent.folder,
+            rule="all files of a run are tokenized alike",
+            remedy="put the old tokenizer back, or start a new run",
         )
+    return Worker(context=context, inputs=inputs, tokenizer=tokenizer)
 
 
-@dataclass
-class ShardWriter:
-    """Collects the rows of one use of a file, and writes them FILE_ROWS at a time.
+def tokenizer_folder(uri: str, cache: Path) -> Path:
+    """Return a local folder with the files of a model folder but its weights."""
+    if not store.is_s3(uri):
+        return store.local_folder(uri, cache)
+    for info in store.list_objects(uri):
+        if not info.uri.endswith(WEIGHTS):
+            store.download(info.uri, cache / info.uri.removeprefix(uri.rstrip("/") + "/"))
+    return cache
 
-    Attributes:
-        waiting: rows that are not written yet, and `size` their bytes.
-        files, tokens: what the profiles say of each file that is written.
-        without_tokens: rows with a text that the tokenizer cannot take.
+
+def ingest_file(worker: Worker, shards: Sequence[InputShard]) -> None:
+    """Make what is missing of one input file.
+
+    Args:
+        shards: the uses of the file, of which something is missing.
     """
+    without_rows = [shard for shard in shards if not _ingested(worker.context, shard).has_rows()]
+    for shard in shards:
+        if shard not in without_rows:
+            tokenize_again(worker, shard)
+    if without_rows:
+        ingest_rows(worker, without_rows)
 
-    context: StageContext
-    inputs: RunInputs
-    tokenizer: TextTokenizer
+
+@dataclass(kw_only=True)
+class Made:
+    """What is made of a file in one use: two local folders, and what their profiles say."""
+
     shard: InputShard
-    waiting: list[pa.Table] = field(default_factory=list)
-    size: int = 0
+    rows_folder: Path
+    tokens_folder: Path
     files: list[IngestedFile] = field(default_factory=list)
-    tokens: list[tuple[int, ...]] = field(default_factory=list)
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
     without_tokens: int = 0
-    statistics: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in STATISTICS})
-    positive: int = 0
-
-    def __post_init__(self) -> None:
-        for folder in (self.rows_folder, self.tokens_folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+    statistics: dict[str, Any] = field(default_factory=lambda: {"tokens": 0, "repeated": 0, "labels": 0.0})
+    positive_rows: int = 0
 
     @property
-    def rows_folder(self) -> Path:
-        return self.context.scratch / f"rows-{self.shard.kind}"
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files)
 
-    @property
-    def tokens_folder(self) -> Path:
-        return self.context.scratch / f"tokens-{self.shard.kind}"
+    def write_tokens(self, columns: Sequence[pa.ListArray], vocabulary: int) -> None:
+        """Write the tokens of one more file, in the order of its rows."""
+        table = pa.table(list(columns), schema=token_schema(self.shard.kind, vocabulary))
+        self.offsets.append(write_batches(self.tokens_folder / f"tokens-{len(self.offsets):05d}.arrow", table))
+        nulls = np.any([np.asarray(column.is_null()) for column in columns], axis=0)
+        self.without_tokens += int(nulls.sum())
+        for name, column in zip(TOKENS[self.shard.kind], columns, strict=True):
+            lengths = np.asarray(pa.compute.list_value_length(column).drop_null(), np.int64)
+            self.statistics["tokens"] += int(lengths.sum())
+            bounds, counts = np.unique(np.ceil(np.log2(lengths)).astype(np.int64), return_counts=True)
+            self._count(name, {str(1 << bound): count for bound, count in zip(bounds.tolist(), counts.tolist(), strict=True)})
 
-    def add(self, rows: pa.Table) -> None:
-        """Add rows with the columns of a block."""
-        while rows.num_rows:
-            taken = rows.slice(0, FILE_ROWS - sum(map(len, self.waiting)))
-            rows = rows.slice(len(taken))
-            self.waiting.append(taken)
-            self.size += taken.nbytes
-            if self.size >= FILE_BYTES or sum(map(len, self.waiting)) == FILE_ROWS:
-                self._flush()
-
-    def finish(self, sha256: str, refusals: Refusals, quarantine: Path, columns: dict[str, str]) -> None:
-        """Write what waits, upload everything, and complete it by its profiles."""
-        self._flush()
-        if refusals.count:
-            shutil.copyfile(quarantine, self.rows_folder / "quarantine.jsonl")
-        profile = Profile(
-            schema_version=SCHEMA_VERSION,
-            kind=self.shard.kind,
-            uri=self.shard.uri,
-            version=self.shard.version,
-            size=self.shard.size,
-            sha256=sha256,
-            rows=sum(file.rows for file in self.files),
-            bad_rows=refusals.count,
-            reasons=tuple(refusals.reasons()),
-            files=tuple(self.files),
-            sizes={},
-            columns=columns,
-            positive_rows=self.positive,
-            statistics=self._statistics(),
-        )
-        write_profile(self.rows_folder, self.ingested.rows_uri, profile)
-        self._finish_tokens()
-
-    def tokenize_again(self) -> None:
-        """Make the tokens of rows that are there, for another tokenizer; the input file is not needed."""
-        for number, file in enumerate(self.ingested.profile.files):
-            texts = pa.concat_tables(self.ingested.texts(number, 0, file.rows))["texts"].combine_chunks()
-            places = [pc.list_element(texts, place) for place in range(len(TOKENS[self.shard.kind]))]
-            self._write_tokens(number, [pa.chunked_array([column]) for column in places])
-        self._finish_tokens()
-
-    @property
-    def ingested(self) -> IngestedShard:
-        return IngestedShard(self.context.paths.bucket_root, self.shard)
-
-    def _flush(self) -> None:
-        if not self.waiting:
-            return
-        table, number = pa.concat_tables(self.waiting), len(self.files)
-        self.waiting, self.size = [], 0
-        file, table = write_file(self.rows_folder, number, self.shard.kind, self._with_facts(table))
+    def write_rows(self, rows: pa.Table, holdout_by: str) -> pa.Array:
+        """Write one more file of rows, see blocks.SCHEMAS; return their order."""
+        kind = self.shard.kind
+        table = _pairs(rows, holdout_by) if kind == PAIRS else _documents(rows)
+        table = table.append_column("row", pa.array(np.arange(len(rows))))
+        file, ordered = write_file(self.rows_folder, len(self.files), kind, table)
         self.files.append(file)
-        names = ("query", "document") if self.shard.kind == PAIRS else ("document",)
-        lengths = self._write_tokens(number, [table[name] for name in names])
-        self._count(table, dict(zip(TOKENS[self.shard.kind], lengths, strict=True)))
-
-    def _with_facts(self, table: pa.Table) -> pa.Table:
-        """Return rows of a block with the columns that an ingested shard has in addition."""
-        if self.shard.kind == DOCUMENTS:
-            columns: dict[str, Any] = {
-                "key": id_hashes(table["id"]),
-                "texts": _lists(table["document"]),
-                "negatives": pa.nulls(len(table), pa.list_(pa.string())),
-                "group": pa.nulls(len(table), pa.string()),
-            }
-            table = table.select(["id", "document", "document_hash", "locale", "line"])
-        else:
-            query, document = table["query_hash"].to_numpy(), table["document_hash"].to_numpy()
+        for name, column in (("locales", "locale"), ("tasks", "task")):
+            if column in table.column_names:
+                found = table[column].value_counts().to_pylist()
+                self._count(name, {each["values"] or "": each["counts"] for each in found})
+        if kind == PAIRS:
             labels = table["label"].to_numpy()
-            locale, task = string_hashes(table["locale"]), string_hashes(table["task"])
-            columns = {
-                "key": self._keys(table),
-                "version": row_versions(query, document, locale, task, labels),
-                "texts": _lists(table["query"], table["document"]),
-            }
-        for name, values in columns.items():
-            table = table.append_column(name, values if isinstance(values, pa.Array) else [pa.array(values)])
-        return table
+            self.positive_rows += int((labels > 0).sum())
+            self.statistics["labels"] += float(labels.sum(dtype=np.float64))
+            self.statistics["repeated"] += len(rows) - len(np.unique(table["version"].to_numpy()))
+        return ordered["row"].combine_chunks()
 
-    def _keys(self, table: pa.Table) -> Hashes:
-        """Return the hash of what is held out together; a row without a group stands for itself, by its document."""
-        by = self.inputs.config.data.holdout_by
-        keys: Hashes = table["document_hash" if by == "group" else f"{by}_hash"].to_numpy()
-        if by == "group":
-            groups = table["group"].combine_chunks()
-            keys = np.where(np.asarray(groups.is_valid()), normalized_hashes(groups.fill_null("")), keys)
-        return keys
+    def _count(self, name: str, counts: Mapping[str, int]) -> None:
+        """Add to a count of values, of which the first NAMED_VALUES have names."""
+        known = self.statistics.setdefault(name, {})
+        for value, count in counts.items():
+            place = value if value in known or len(known) < NAMED_VALUES else OTHERS
+            known[place] = known.get(place, 0) + count
 
-    def _write_tokens(self, number: int, texts: Sequence[pa.ChunkedArray]) -> list[np.ndarray]:
-        """Tokenize columns of texts and write their file; return the tokens of each text, 0 where there are none."""
-        schema = token_schema(self.shard.kind, self.inputs.tokenizer.vocabulary)
-        columns = [self._tokenized(column, schema.field(0).type) for column in texts]
-        table = pa.table(columns, schema=schema)
-        self.tokens.append(write_batches(self.tokens_folder / f"tokens-{number:05d}.arrow", table))
-        missing = np.zeros(len(table), np.bool_)
-        for column in table.columns:
-            missing |= np.asarray(column.is_null())
-        self.without_tokens += int(missing.sum())
-        return [np.asarray(pc.list_value_length(column).fill_null(0)) for column in columns]
-
-    def _tokenized(self, texts: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
-        """Return the token ids of each text, equal texts computed once; null where the tokenizer cannot take it."""
-        encoded = texts.combine_chunks().dictionary_encode()
-        found: list[pa.Array] = []
-        for piece in _pieces(encoded.dictionary):
-            tokens = self.tokenizer.encode_each(piece, self.inputs.tokenizer.cap)
-            found.append(pa.array([None if isinstance(one, str) else one for one in tokens], kind))
-            self.context.heartbeat.beat(note="tokenizing")
-        return pa.concat_arrays(found or [pa.array([], kind)]).take(encoded.indices)
-
-    def _finish_tokens(self) -> None:
+    def publish_tokens(self, context: StageContext, vocabulary: int) -> None:
+        """Upload the tokens."""
         profile = TokenProfile(
             schema_version=SCHEMA_VERSION,
             rows_name=self.shard.rows,
-            vocabulary=self.inputs.tokenizer.vocabulary,
-            files=tuple(self.tokens),
+            vocabulary=vocabulary,
+            files=tuple(self.offsets),
             without_tokens=self.without_tokens,
             sizes={},
         )
-        write_profile(self.tokens_folder, self.ingested.tokens_uri, profile)
-
-    def _count(self, table: pa.Table, lengths: dict[str, np.ndarray]) -> None:
-        for name, values in lengths.items():
-            # The power of two that a length stays below.
-            bounds, counts = np.unique(np.left_shift(1, np.ceil(np.log2(values + 1)).astype(np.int64)), return_counts=True)
-            self.statistics[name].update(dict(zip(map(str, bounds.tolist()), counts.tolist(), strict=True)))
-        for name in {"locale", "task"} & set(table.column_names):
-            for entry in table[name].value_counts().to_pylist():
-                known = self.statistics[f"{name}s"]
-                value = entry["values"] or ""
-                known[value if value in known or len(known) < LISTED_VALUES else OTHER_VALUES] += entry["counts"]
-        if self.shard.kind == PAIRS:
-            self.positive += int(pc.sum(pc.greater(table["label"], 0)).as_py() or 0)
-            self.statistics["labels"]["sum"] += pc.sum(table["label"]).as_py() or 0
-            self.statistics["repeated"]["rows"] += len(table) - pc.count_distinct(table["version"]).as_py()
-
-    def _statistics(self) -> dict[str, Any]:
-        found: dict[str, Any] = {name: dict(counts) for name, counts in self.statistics.items() if counts}
-        return {**found, "labels": float(self.statistics["labels"]["sum"]), "repeated": self.statistics["repeated"]["rows"]}
+        write_profile(self.tokens_folder, _ingested(context, self.shard).tokens_uri, profile)
 
 
-def _pieces(texts: pa.Array) -> Iterator[list[str]]:
-    for start in range(0, len(texts), PIECE_TEXTS):
-        yield texts.slice(start, PIECE_TEXTS).to_pylist()
+def tokenize_again(worker: Worker, shard: InputShard) -> None:
+    """Make the tokens of a shard from its ingested texts."""
+    context, ingested = worker.context, _ingested(worker.context, shard)
+    with tempfile.TemporaryDirectory(dir=context.scratch) as name:
+        made = Made(shard=shard, rows_folder=Path(name), tokens_folder=Path(name))
+        for number, file in enumerate(ingested.profile.files):
+            texts = pa.concat_tables(ingested.texts(number, 0, file.rows))["texts"].combine_chunks().flatten()
+            rows = np.arange(file.rows)
+            width = len(TOKENS[shard.kind])
+            columns = [texts.take(pa.array(rows * width + place)) for place in range(width)]
+            encoded = [worker.encode(pa.chunked_array([column])) for column in columns]
+            made.write_tokens([column.take(pa.array(rows)) for column in encoded], worker.tokenizer.vocabulary)
+            worker.beat(file.rows, "tokenizing")
+        made.publish_tokens(context, worker.tokenizer.vocabulary)
+    log.info("%s: %d %s tokenized again", shard.uri, ingested.profile.rows, shard.kind)
 
 
-def _lists(*columns: pa.ChunkedArray) -> pa.Array:
-    """Return a column of lists, of one value of each of some columns of texts."""
-    parts = [column.combine_chunks() for column in columns]
-    rows, count = len(parts[0]), len(parts)
-    order = np.arange(rows * count).reshape(count, rows).T.ravel()
-    values = pa.concat_arrays(parts).take(pa.array(order))
-    return pa.ListArray.from_arrays(pa.array(np.arange(0, rows * count + 1, count), pa.int32()), values)
+def ingest_rows(worker: Worker, shards: Sequence[InputShard]) -> None:
+    """Read one input file, and write its rows and tokens in each of its uses.
+
+    Raises:
+        BadData, Transient: see `run`.
+    """
+    context, [first, *_] = worker.context, shards
+    with tempfile.TemporaryDirectory(dir=context.scratch) as name:
+        cache = Path(name) / "input"
+        try:
+            with store.one_version(
+                first.uri, first.version, first.size, cache, lambda done: _beat_bytes(context, first, done)
+            ) as (
+                path,
+                sha256,
+            ):
+                _ingest_copy(worker, shards, path, sha256, Path(name))
+        except store.Conflict as error:
+            # A new attempt may find that the listing was older than the file; a third version it will not find.
+            kind = Transient if context.world.node.attempt == 1 else BadData
+            raise kind(
+                "an input file has changed since the run began",
+                value=first.uri,
+                rule="input files never change; new data is a new file",
+                remedy="put the old file back, or start a new run",
+            ) from error
+
+
+def _beat_bytes(context: StageContext, shard: InputShard, done: int) -> None:
+    context.heartbeat.beat(done, shard.size, unit="bytes", note="reading an input file")
+
+
+def _ingest_copy(worker: Worker, shards: Sequence[InputShard], path: Path, sha256: str, scratch: Path) -> None:
+    context, config, [first, *_] = worker.context, worker.inputs.config.data, shards
+    begun = time.monotonic()
+    made = []
+    for shard in shards:
+        folders = [scratch / f"{shard.kind}-{what}" for what in ("rows", "tokens")]
+        for folder in folders:
+            folder.mkdir()
+        made.append(Made(shard=shard, rows_folder=folders[0], tokens_folder=folders[1]))
+    source = PAIRS if first.of_pairs else DOCUMENTS
+    columns = shard_columns(first.uri, source, config.columns, str(path))
+    refusals = Refusals()
+    with (scratch / "quarantine.jsonl").open("w", encoding="utf-8") as quarantine:
+
+        def good(blocks: Iterator[Block]) -> Iterator[pa.Table]:
+            for block in blocks:
+                for row in block.bad:
+                    quarantine.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
+                    refusals.add(row)
+                worker.beat(len(block.rows) + len(block.bad), "checking rows")
+                yield block.rows
+
+        for rows in files_of(good(read_blocks(first.uri, source, config.columns, str(path)))):
+            encoded = {name: worker.encode(rows[name]) for name in ("query", "document") if name in rows.column_names}
+            for one in made:
+                order = one.write_rows(rows, config.holdout_by)
+                wanted = [name.removesuffix("_tokens") for name in TOKENS[one.shard.kind]]
+                one.write_tokens([encoded[name].take(order) for name in wanted], worker.tokenizer.vocabulary)
+    for one in made:
+        if refusals.count and one.shard.kind == source:
+            (scratch / "quarantine.jsonl").rename(one.rows_folder / "quarantine.jsonl")
+        profile = Profile(
+            schema_version=SCHEMA_VERSION,
+            kind=one.shard.kind,
+            uri=first.uri,
+            version=first.version,
+            size=first.size,
+            sha256=sha256,
+            rows=one.rows,
+            bad_rows=refusals.count,
+            reasons=tuple(refusals.reasons()),
+            files=tuple(one.files),
+            sizes={},
+            columns=dict(columns.names),
+            positive_rows=one.positive_rows,
+            statistics=one.statistics,
+        )
+        write_profile(one.rows_folder, _ingested(context, one.shard).rows_uri, profile)
+        one.publish_tokens(context, worker.tokenizer.vocabulary)
+    rows, seconds = made[0].rows, time.monotonic() - begun
+    log.info(
+        "%s: %d rows, %d refused, %.0f rows per second",
+        first.uri,
+        rows,
+        refusals.count,
+        (rows + refusals.count) / max(seconds, 1e-9),
+    )
+
+
+def files_of(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Join the rows of blocks until they fill a file."""
+    pending: list[pa.Table] = []
+    rows = size = 0
+    for table in tables:
+        for piece in (table.slice(start, FILE_ROWS) for start in range(0, len(table), FILE_ROWS)):
+            if pending and (rows + len(piece) > FILE_ROWS or size + piece.nbytes > FILE_BYTES):
+                yield pa.concat_tables(pending)
+                pending, rows, size = [], 0, 0
+            pending.append(piece)
+            rows, size = rows + len(piece), size + piece.nbytes
+    if pending:
+        yield pa.concat_tables(pending)
+
+
+def _pairs(rows: pa.Table, holdout_by: str) -> pa.Table:
+    """Return the rows with the columns of ingested pairs."""
+    query, document = (rows[name].to_numpy() for name in ("query_hash", "document_hash"))
+    labels = rows["label"].to_numpy()
+    versions = row_versions(query, document, string_hashes(rows["locale"]), string_hashes(rows["task"]), labels)
+    key = query if holdout_by == "query" else document
+    if holdout_by == "group":
+        group = rows["group"].combine_chunks()
+        # Rows without a group are held out with the others of their document.
+        key = np.where(np.asarray(group.is_valid()), normalized_hashes(group.fill_null("")), document)
+    texts = pa.concat_arrays([rows[name].combine_chunks() for name in ("query", "document")])
+    pairs = np.arange(2 * len(rows)).reshape(2, -1).T.ravel()
+    facts = rows.select(["query_hash", "document_hash", "id", "label", "locale", "task", "line", "negatives", "group"])
+    return _with(facts, key=key, version=versions, texts=_lists(texts.take(pa.array(pairs)), 2))
+
+
+def _documents(rows: pa.Table) -> pa.Table:
+    """Return the rows with the columns of ingested documents."""
+    none = pa.ListArray.from_arrays(pa.array(np.zeros(len(rows) + 1), pa.int32()), pa.array([], pa.string()))
+    facts = rows.select(["document_hash", "id", "locale", "line"])
+    texts = _lists(rows["document"].combine_chunks(), 1)
+    return _with(facts, key=id_hashes(rows["id"]), texts=texts, negatives=none, group=pa.nulls(len(rows), pa.string()))
+
+
+def _with(table: pa.Table, **columns: pa.Array | NDArray[np.uint64]) -> pa.Table:
+    for name, column in columns.items():
+        table = table.append_column(name, column if isinstance(column, pa.Array) else pa.array(column))
+    return table
+
+
+def _lists(values: pa.Array, width: int) -> pa.ListArray:
+    """Return lists of so many values each."""
+    return pa.ListArray.from_arrays(pa.array(np.arange(0, len(values) + 1, width), pa.int32()), values)
+
+
+def stage_output(context: StageContext, inputs: RunInputs, seconds: float) -> StageOutput | None:
+    """Return the output of the whole array, or None while files are missing."""
+    context.heartbeat.beat(note="looking at the other children's files")
+    with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
+        ingested = [_ingested(context, shard) for shard in inputs.shards]
+        if not all(pool.map(IngestedShard.is_ingested, ingested)):
+            log.info("ingest: this child is done; others still run")
+            return None
+        # Of a file in two uses, the one that it was written for.
+        counted = [one for one in ingested if (one.shard.kind == PAIRS) == one.shard.of_pairs]
+        profiles = list(pool.map(lambda one: one.profile, counted))
+    return StageOutput(
+        inputs={"inputs": Artifact(context.paths.inputs, store.sha256(context.paths.inputs))},
+        metrics={
+            "shards": len(profiles),
+            "rows": sum(profile.rows for profile in profiles),
+            "bad_rows": sum(profile.bad_rows for profile in profiles),
+            "tokens": sum(profile.statistics["tokens"] for profile in profiles),
+            "seconds": seconds,
+        },
+    )
