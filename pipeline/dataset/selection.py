@@ -208,12 +208,12 @@ def rows_per_slice(shards: Sequence[IngestedShard]) -> Numbers:
     return found
 
 
-def groups(per_slice: Numbers, first: int, last: int, most: int = GROUP_ROWS) -> Iterator[tuple[int, int]]:
+def groups(per_slice: Numbers, first: int, last: int, most: int | None = None) -> Iterator[tuple[int, int]]:
     """Divide the slices [first, last) into ranges of one slice or at most `most` rows, leaving out those without rows."""
     begin, held = first, 0
     for number in range(first, last):
         rows = int(per_slice[number])
-        if held and held + rows > most:
+        if held and held + rows > (most or GROUP_ROWS):
             yield begin, number
             begin, held = number, 0
         held += rows

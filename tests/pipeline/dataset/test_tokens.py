@@ -15,7 +15,6 @@ from tokenizers.pre_tokenizers import Split
 
 from pipeline.dataset.tokens import TextTokenizer, cut
 from tests.pipeline.conftest import make_texts
-from tests.pipeline.ingesting import tokenizer_plan
 from tests.tiny import make_model
 
 COSTLY = "(a+)+$"
@@ -48,7 +47,8 @@ def test_stored_tokens_are_cut_as_the_tokenizer_cuts(tmp_path: Path, side: str, 
         path = tmp_path / "model" / name
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
     tokenizer = TextTokenizer(tmp_path / "model")
-    plan = tokenizer_plan(tokenizer).model_copy(update={"side": side, "prefix": int(special), "suffix": int(special)})
+    plan = tokenizer.plan(64)
+    assert (plan.prefix, plan.suffix, plan.side, plan.cap) == (int(special), int(special), side, 64)
     texts = [text for _, text in make_texts(200)]
     lost = np.arange(len(texts)) % 7 == 0
     stored = pa.array(tokenizer.encode(texts, 64), pa.list_(pa.uint16()), mask=lost)
