@@ -127,7 +127,8 @@ class PlannedRows:
 
     def _untrained(self, group: Group, first: int, last: int) -> Mask:
         unknown: Mask = ~np.isin(group.versions, self._compared.versions(first, last))
-        return unknown & (group.repeat == 1)
+        unknown &= group.repeat == 1
+        return unknown
 
     def _tables(self, begin: int, end: int, wanted: Callable[[Group, int, int], Mask]) -> Iterator[tuple[int, int, pa.Table]]:
         """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows."""

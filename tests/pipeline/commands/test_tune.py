@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pipeline.dataset.arrow import read_table, token_lengths
 from rich.console import Console
 
 from pipeline import store
@@ -25,7 +26,6 @@ from pipeline.commands.tune import search
 from pipeline.commands.tune_table import Row, Table, describe_basis, describe_best, grid
 from pipeline.config import build_config, load_config_file
 from pipeline.contract import RunPaths
-from pipeline.dataset.arrow import read_table, token_lengths
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_world
 from pipeline.graphs.fingerprint import training_flags
