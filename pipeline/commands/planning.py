@@ -359,6 +359,7 @@ def estimate(
             shape,
             config,
             parts=part_count(work.corpus_rows, config.embed.rows_per_part, ranks),
+            ranks=config.embed.ranks_per_child or HARDWARE[host].cores,
             embed_host=host,
             minutes=minutes,
         )

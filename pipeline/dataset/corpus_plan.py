@@ -15,8 +15,8 @@ from pipeline.dataset.ids import MODULUS, IdDigest, repeated
 from pipeline.dataset.ingested import SLICES, Hashes, IngestedShard
 from pipeline.dataset.records import EXCERPT_CHARACTERS, BadRow
 from pipeline.dataset.selection import Mask, groups, in_threads, rows_per_slice
-from pipeline.errors import BadData
-from pipeline.plan import PartPlan, part_count
+from pipeline.errors import BadData, MissingInput
+from pipeline.plan import InputShard, PartPlan, part_count
 
 Range = tuple[int, int, int, int]
 """Numbers of shard and file, and its rows [start, stop)."""
@@ -79,6 +79,27 @@ def count_documents(
     return CountedDocuments(
         parts=tuple(PartPlan(rows=part.count, ids=str(part)) for part in parts), digest=_joined(digests), conflicts=conflicts
     )
+
+
+def documents_gone(bucket_root: str, before: Sequence[InputShard], now: Sequence[InputShard]) -> int | None:
+    """Return how many ids of some shards no longer come in others; None if an earlier shard has been removed from the bucket."""
+    here, names = [IngestedShard(bucket_root, shard) for shard in now], {shard.rows for shard in now}
+    left = [IngestedShard(bucket_root, shard) for shard in before if shard.rows not in names]
+    try:
+        per_slice = rows_per_slice(left)
+    except MissingInput:
+        return None
+    gone = 0
+    for first, last in groups(per_slice, 0, SLICES):
+        earlier, present = (
+            np.concatenate([np.empty(0, np.uint64), *in_threads(lambda one: one[0].hashes(*one[1:]), ranges)])
+            for ranges in (
+                [(shard, file, *shard.rows_in(file, first, last)) for shard in shards for file in range(len(shard.profile.files))]
+                for shards in (left, here)
+            )
+        )
+        gone += len(np.setdiff1d(earlier, present))
+    return gone
 
 
 def _among_repeated(

@@ -173,7 +173,7 @@ def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings, list[str | No
     Raises:
         BadData: not a part.
     """
-    for batch in _batches(path, COLUMNS[:3]):
+    for batch in read_batches(path, COLUMNS[:3]):
         vectors = batch.column("embedding")
         values = vectors.flatten().to_numpy(zero_copy_only=False)
         # Earlier releases wrote no locale.
@@ -187,11 +187,11 @@ def read_ids(path: Path) -> Iterator[list[str]]:
     Raises:
         BadData: not a part.
     """
-    for batch in _batches(path, ["id"]):
+    for batch in read_batches(path, ["id"]):
         yield batch.column("id").to_pylist()
 
 
-def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def read_batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
             embedding = file.schema_arrow.field("embedding").type

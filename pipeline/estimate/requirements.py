@@ -18,8 +18,8 @@ from pipeline.estimate.memory import FP32, GIB, LIBRARY_BYTES, MIB, PROCESS_BYTE
 from pipeline.estimate.workload import Workload
 from pipeline.model.shape import ModelShape
 
-CANDIDATE_BYTES, QUERY_BYTES, TOKEN_BYTES = 256, 3072, 48
-"""In evaluate: a candidate; a query with its best candidates; each of their tokens in a Python list."""
+CANDIDATE_BYTES, QUERY_BYTES, RANKING_BYTES = 256, 512, 5120
+"""In each rank of evaluate: a candidate; a query. In one of the ranks: a query's best candidates while they are measured."""
 
 ROW_FILE_BYTES, ID_BYTES = 64, 24
 """A row in plan's files without its tokens; an id in the embeddings."""
@@ -27,9 +27,9 @@ ROW_FILE_BYTES, ID_BYTES = 64, 24
 PARTS_AT_ONCE = 4
 """Parts on publish's disk, one for each of its readers."""
 
-RANKED_SCORES = 4_000_000
-"""Scores per second and thread that evaluate computes and ranks: 64 queries against 200,000 candidates of 384 dimensions
-(torch 2.9). With more candidates they are fewer."""
+RANKED_SCORES = 7_000_000
+"""Scores per second and thread that evaluate computes and ranks: a quarter of what a core with AVX-512 reaches alone with 64
+queries and 200,000 candidates of 384 dimensions (torch 2.9)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ def requirements(
     config: RunConfig,
     *,
     parts: int,
+    ranks: int,
     embed_host: str | None,
     minutes: Mapping[Stage, int],
     models: int = 2,
@@ -86,12 +87,12 @@ def requirements(
 
     Args:
         parts: of embed.
+        ranks: of a host that evaluates.
         embed_host: instance type of the hosts that evaluate and embed; None or another type: unknown.
         minutes: of an attempt, see `attempt_minutes`.
         models: number that evaluate measures: the new one, the published one, and the parent if it is a third.
     """
     tokens, candidates = work.query_tokens + work.document_tokens, work.candidates + config.evaluate.candidates
-    process = PROCESS_BYTES + LIBRARY_BYTES
     shards = "name fewer shards in data.train"
     files = (work.train_rows + work.queries) * (ROW_FILE_BYTES + 4 * tokens) + candidates * (16 + 4 * work.document_tokens)
     remedy = f"{shards}, lower data.replay_fraction, or shorten train.buckets"
@@ -103,8 +104,8 @@ def requirements(
     enough = min(config.data.holdout_fraction, 10 * config.gate.min_queries / max(work.known_rows, 1))
     remedy = f"data.holdout_fraction={enough:.2g} holds out ten times gate.min_queries"
     # For a moment there are two copies of the embeddings.
-    amount = process + candidates * (CANDIDATE_BYTES + TOKEN_BYTES * work.document_tokens + 2 * FP32 * shape.hidden)
-    amount += work.queries * (QUERY_BYTES + TOKEN_BYTES * work.query_tokens + 2 * FP32 * shape.hidden)
+    amount: float = (work.queries + candidates) * 2 * FP32 * shape.hidden + work.queries * RANKING_BYTES
+    amount += LIBRARY_BYTES + ranks * (PROCESS_BYTES + candidates * CANDIDATE_BYTES + work.queries * QUERY_BYTES)
     yield Requirement("evaluate, memory of a host", amount, host.job_memory_mib * MIB if host else None, remedy)
     what = "evaluate, ranking every model's candidates, at a rate measured elsewhere"
     amount = models * work.queries * candidates / RANKED_SCORES / (host.job_vcpus if host else 1) / 60

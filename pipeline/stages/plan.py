@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,9 @@ from pipeline import store
 from pipeline.config import Deployment, RunConfig
 from pipeline.contract import Artifact, Metric, Queue, RunPaths, Stage, StageResult, now
 from pipeline.cost import cost_of, most
-from pipeline.dataset.corpus_plan import CountedDocuments, count_documents
-from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard
+from pipeline.dataset.corpus_plan import CountedDocuments, count_documents, documents_gone
+from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard, Profile
+from pipeline.dataset.profile import check_limits, profile_of
 from pipeline.dataset.records import BadRow
 from pipeline.dataset.refusals import LISTED_REASONS, Refusals
 from pipeline.dataset.row_files import PUBLISHED, Lengths
@@ -35,7 +37,7 @@ from pipeline.graphs.compiled import missing_sets
 from pipeline.model.folder import inspect_folder, own_form, text_positions
 from pipeline.model.inventory import transformer_folder
 from pipeline.model.shape import ModelShape, fetch_shape, fetch_without_weights
-from pipeline.plan import EmbedPlan, ExpectedCost, HoldoutPlan, RowFile, RunInputs, RunPlan, Shard, TrainPlan
+from pipeline.plan import DataProfile, EmbedPlan, ExpectedCost, HoldoutPlan, RowFile, RunInputs, RunPlan, Shard, TrainPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.request import read_request
 from pipeline.stages.plan_rows import PlannedRows
@@ -122,6 +124,7 @@ def new_plan(context: StageContext) -> RunPlan:
         check_bad_rows(inputs, pairs, documents, counted, rows.new_shards, quarantine)
     check_selection(inputs, rows, pairs)
     embed = plan_embedding(inputs, documents, counted)
+    profile = check_profile(paths, inputs, [pairs[number].profile for number in rows.new_shards], embed)
     check_data = partial(check_amounts, inputs, deployment, fetch_shape(inputs.parent.folder, config.model, scratch / "parent"))
     check_data(rows, pairs, embed)
     rows.write_holdout()
@@ -154,6 +157,7 @@ def new_plan(context: StageContext) -> RunPlan:
         graphs=inputs.graphs,
         memory=inputs.memory,
         expected_cost=expect_cost(inputs, paths, embed.children, deployment),
+        profile=profile,
         row_files=upload_rows(paths, scratch / "rows", rows.rows),
         lineage=inputs.lineage,
         pairs=tuple(shard.shard.rows for shard in pairs),
@@ -276,6 +280,22 @@ def plan_embedding(inputs: RunInputs, documents: Sequence[IngestedShard], counte
     )
 
 
+def check_profile(paths: RunPaths, inputs: RunInputs, new: Sequence[Profile], embed: EmbedPlan) -> DataProfile:
+    """Compare the data with that of the parent's run, as far as its plan is still there.
+
+    Raises:
+        BadData: a limit of `data.limits` is exceeded.
+    """
+    last = None
+    if inputs.lineage:
+        with suppress(MissingInput, BadData):  # removed, or of another version
+            last = RunPlan.from_json(store.read_bytes(RunPaths(f"{paths.bucket_root}/runs/{inputs.lineage[-1]}").plan))
+    gone = documents_gone(paths.bucket_root, last.embed.shards, embed.shards) if last else None
+    profile = profile_of(new, embed.rows, gone)
+    check_limits(profile, last.profile if last else None, inputs.config.data.limits, new)
+    return profile
+
+
 def check_selection(inputs: RunInputs, rows: PlannedRows, pairs: Sequence[IngestedShard]) -> None:
     """Refuse a run without rows to train on, or without new ones.
 
@@ -358,6 +378,7 @@ def check_amounts(
             shape,
             config,
             parts=len(embed.parts),
+            ranks=config.embed.ranks_per_child or inputs.world.ranks_per_node,
             embed_host=deployment.hosts.get(Queue.EMBED),
             minutes=attempt_minutes(deployment.timeouts),
             models=3 if another else 2,

@@ -11,7 +11,7 @@ from pipeline import store
 from pipeline.backends.device import Device
 from pipeline.contract import EAGER_KINDS, Artifact
 from pipeline.dataset.seen import write_seen
-from pipeline.evaluation.validation import read_validation_set
+from pipeline.evaluation.holdout import read_holdout
 from pipeline.graphs.compiled import known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import quick_check
@@ -98,7 +98,7 @@ def run(context: StageContext) -> StageOutput | None:
                     ),
                     shards=[shard.uri for shard in (*plan.train.new, *plan.train.replay)],
                 ),
-                validation=read_validation_set(rows, config.train.validation_queries),
+                validation=read_holdout(rows, config.train.validation_queries),
                 heartbeat=context.heartbeat,
                 watch=watch,
                 monitor=monitor,

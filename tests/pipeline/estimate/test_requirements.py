@@ -22,11 +22,12 @@ from pipeline.errors import BadConfig
 from pipeline.estimate import requirements as limits
 from pipeline.estimate.requirements import Requirement, attempt_minutes, over, refuse, requirements
 from pipeline.estimate.workload import Workload
+from pipeline.evaluation.holdout import join_holdout
+from pipeline.evaluation.retrieval import DEPTH, Relevant, measure_rankings
 from pipeline.model.encoder import new_encoder
 from pipeline.model.shape import shape_of
 from pipeline.run.world import World
 from pipeline.stages import publish
-from pipeline.stages.evaluate import join_holdout
 from pipeline.training.batches import TrainingBatches
 
 MILLION = 1_000_000
@@ -86,8 +87,12 @@ def test_evaluate_holds_less_of_a_query_and_its_document_than_their_allowance() 
     candidates = {"document_tokens": [tokens] * rows, "document_hash": documents, "id": ["i"] * rows}
     tables = (pa.table(holdout, SCHEMAS["holdout.arrow"]), pa.table(candidates, SCHEMAS["candidates.arrow"]))
     _, _, held = traced(lambda: join_holdout(*tables))
-    # The best candidates of every query, which QUERY_BYTES is for most of all, come with ranking.
-    assert held / rows < limits.CANDIDATE_BYTES + limits.QUERY_BYTES + 12 * limits.TOKEN_BYTES
+    allowed = limits.CANDIDATE_BYTES + limits.QUERY_BYTES
+    assert 0.5 * allowed < held / rows < allowed
+    relevant = Relevant.of([{row: 1.0} for row in range(rows)])
+    ranked = np.arange(rows)[:, None] + np.arange(DEPTH)
+    _, _, held = traced(lambda: measure_rankings(ranked, relevant))
+    assert 0.5 * limits.RANKING_BYTES < held / rows + ranked.nbytes / rows < limits.RANKING_BYTES
 
 
 def test_publish_has_as_many_readers_as_are_counted() -> None:
@@ -114,6 +119,7 @@ WORK = Workload(
 def required(work: Workload, **changes: Any) -> list[Requirement]:
     known: dict[str, Any] = {
         "parts": 128,
+        "ranks": 2,
         "embed_host": "inf2.xlarge",
         "minutes": attempt_minutes({}),
     }
@@ -129,7 +135,7 @@ def required(work: Workload, **changes: Any) -> list[Requirement]:
         ({"queries": 500_000, "candidates": 500_000}, {}, "evaluate, ranking", False),
         ({"corpus_rows": 100 * MILLION}, {"parts": 2}, "publish, disk", True),
         # A deployment's own `timeouts`.
-        ({}, {"minutes": attempt_minutes({Stage.EVALUATE: 1})}, "evaluate, ranking", False),
+        ({"queries": 40_000}, {"minutes": attempt_minutes({Stage.EVALUATE: 1})}, "evaluate, ranking", False),
     ],
 )
 def test_what_is_too_much_is_named_with_a_remedy(

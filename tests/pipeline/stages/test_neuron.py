@@ -28,6 +28,7 @@ from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
 from pipeline.dataset.ingested import DOCUMENTS
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, Defect, TrnpipeError
+from pipeline.evaluation.holdout import read_holdout
 from pipeline.graphs import fingerprint
 from pipeline.graphs.compiled import GraphSet, missing_sets, read_set, set_uri, traces_uri, write_set
 from pipeline.graphs.fingerprint import plan_graphs
@@ -318,9 +319,11 @@ def test_evaluate_compares_both_models_through_traces(trained_run: Any, tmp_path
     assert metrics["queries"] == 40
     assert metrics["graphs"] == {"compiled": 0, "new": 0, "last_compiled_step": 0, "fallbacks": {}}
     context = context_of(paths, Stage.EVALUATE, tmp_path)
-    holdout, device = evaluate.read_holdout(context), open_device("cpu", "fp32", RankWorld())
+    holdout = read_holdout(store.local_folder(paths.rows, context.scratch / "rows"))
+    device = open_device("cpu", "fp32", RankWorld())
     for measured, name, folder in (("parent", "baseline", plan.parent.folder), ("new", "new", paths.model)):
-        expected = evaluate.measure(context, device, holdout, measured, folder)
+        model = evaluate.prepare(context, device, holdout, measured, folder)
+        expected = evaluate.measure(context, model, 0, model.tokens)
         assert metrics[name]["mrr@10"] == pytest.approx(expected["mrr@10"].mean(), abs=1e-6)
     assert metrics["new"]["mrr@10"] != metrics["baseline"]["mrr@10"]
 
