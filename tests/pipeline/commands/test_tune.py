@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from pipeline.dataset.arrow import read_table, token_lengths
 from rich.console import Console
 
 from pipeline import store
