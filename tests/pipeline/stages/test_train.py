@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeline import store
 from pipeline.backends.device import Batch
+from pipeline.dataset.seen import read_record
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.dropout import BitDropout
 from pipeline.model.encoder import Encoder
@@ -107,6 +108,8 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
     assert kept == {"step-00000030", "step-00000036", "step-00000040"}
     assert output.outputs["model"].sha256 == store.sha256(f"{run.paths.model}/model.safetensors")
     assert sentence_transformer(run.paths.model).encode(["bake limo"]).shape == (1, 32)
+    seen = read_record(run.paths.bucket_root, run.plan.run)
+    assert (seen.rows, seen.steps, seen.lineage) == (150, 40, (run.plan.run,))
 
 
 def test_processors_compute_no_padding_and_drop_by_bits(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:
