@@ -108,8 +108,8 @@ class DataConfig(Section):
     corpus_mode: Annotated[Literal["files", "snapshots", "deltas"], KeyRole.BOOKKEEPING] = Field(
         "files",
         description="files: all corpus shards together. snapshots: the newest folder below each URI that holds a file _SUCCESS; "
-        "what it lacks is gone. deltas: files or folders below each URI in the order of their names; later ones replace documents "
-        "of earlier ones.",
+        "what it lacks is gone. deltas: files or folders below each URI in the order of their names; later ones replace "
+        "documents of earlier ones.",
     )
     columns: Annotated[dict[str, str], KeyRole.LEARNED] = Field(
         default_factory=dict,
