@@ -12,7 +12,6 @@ import json
 import logging
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from pipeline.dataset.ingested import (
     FILE_ROWS,
     PAIRS,
     SCHEMA_VERSION,
-    TEXTS,
     TOKENS,
     IngestedFile,
     IngestedShard,
