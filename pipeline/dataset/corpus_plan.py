@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 from pipeline.dataset.corpus import winners
 from pipeline.dataset.ids import MODULUS, IdDigest, repeated
 from pipeline.dataset.ingested import SLICES, Hashes, IngestedShard
+from pipeline.dataset.reading import in_threads
 from pipeline.dataset.records import EXCERPT_CHARACTERS, BadRow
-from pipeline.dataset.selection import Mask, groups, in_threads, rows_per_slice
+from pipeline.dataset.selection import Mask, groups, rows_per_slice
 from pipeline.errors import BadData, MissingInput
 from pipeline.plan import InputShard, PartPlan, part_count
 
@@ -38,7 +39,11 @@ class CountedDocuments:
 
 
 def count_documents(
-    shards: Sequence[IngestedShard], rows_per_part: int, least: int, refuse: Callable[[BadRow], None]
+    shards: Sequence[IngestedShard],
+    rows_per_part: int,
+    least: int,
+    refuse: Callable[[BadRow], None],
+    beat: Callable[[int], None],
 ) -> CountedDocuments:
     """Return the documents to embed: the first of each id in the newest generation.
 
@@ -46,6 +51,7 @@ def count_documents(
         shards: of kind DOCUMENTS, in the order in which they were listed.
         rows_per_part, least: see `part_count`.
         refuse: called with each row whose id has another document in an earlier row of its generation.
+        beat: called with the rows that were looked at.
 
     Raises:
         BadData: two ids with one hash.
@@ -73,6 +79,7 @@ def count_documents(
                 conflicts[number] += 1
                 refuse(row)
         _add(digests, np.sort(taken))
+        beat(int(per_slice[:last].sum()))
     total = sum((digest.count for digest in digests), 0)
     count = part_count(total, rows_per_part, least)
     parts = [_joined(digests[start : start + bins // count]) for start in range(0, bins, bins // count)]

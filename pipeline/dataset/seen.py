@@ -22,6 +22,7 @@ from pipeline import store
 from pipeline.contract import seen_uri
 from pipeline.dataset.external_sort import ExternalSort
 from pipeline.dataset.ingested import SLICES, Hashes
+from pipeline.dataset.reading import in_threads
 from pipeline.dataset.row_files import read_table
 from pipeline.dataset.sampler import MASKED
 from pipeline.dataset.steps import order_file
@@ -99,7 +100,7 @@ class SeenRows:
 
     @cached_property
     def records(self) -> list[SeenRecord]:
-        return [read_record(self._bucket_root, run) for run in self._runs]
+        return list(in_threads(lambda run: read_record(self._bucket_root, run), self._runs))
 
     @property
     def shards(self) -> set[str]:
@@ -120,8 +121,8 @@ class SeenRows:
         return np.concatenate([np.empty(0, np.uint64), *(self._range(VERSIONS, record, 0, SLICES) for record in others)])
 
     def _read(self, name: str, first: int, last: int) -> list[Hashes]:
-        own = (record for record in self.records if record.holdout_by == self._holdout_by)
-        return [self._range(name, record, first, last) for record in own]
+        own = [record for record in self.records if record.holdout_by == self._holdout_by]
+        return list(in_threads(lambda record: self._range(name, record, first, last), own))
 
     def _range(self, name: str, record: SeenRecord, first: int, last: int) -> Hashes:
         uri = store.join(seen_uri(self._bucket_root, record.run), name)

@@ -11,26 +11,22 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.dataset.ingested import BATCH_ROWS, READ_BATCHES, SLICES, Hashes, IngestedShard, identities, positive
+from pipeline.dataset.reading import in_threads
 from pipeline.dataset.seen import SeenRows
 
 Mask = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
-R = TypeVar("R")
 
 GROUP_ROWS = 1 << 20
 """Rows whose hashes are in memory at a time: with everything computed from them about 100 MB."""
-
-READERS = 16
-"""Ranges that are read at a time: on S3, each waits for tens of milliseconds."""
 
 
 def holdout_slices(fraction: float) -> int:
@@ -175,12 +171,21 @@ class Selection:
         return trainable.take(taken[np.lexsort((trainable.row[taken], trainable.file[taken], trainable.shard[taken]))])
 
 
-def select(rows: Rows, *, holdout_fraction: float, replay_fraction: float, seed: int, new_shards: Sequence[str]) -> Selection:
+def select(
+    rows: Rows,
+    *,
+    holdout_fraction: float,
+    replay_fraction: float,
+    seed: int,
+    new_shards: Sequence[str],
+    beat: Callable[[int], None],
+) -> Selection:
     """Count what there is to train on. Rows with a label of 0 or less are no pairs to train on.
 
     Args:
         replay_fraction: rows to replay for each new one; without any new row, the share of the seen rows.
         new_shards: names of the shards that the lineage did not have.
+        beat: called with the rows that were looked at.
     """
     new, seen = np.zeros(SLICES, np.int64), np.zeros(SLICES, np.int64)
     held = holdout_slices(holdout_fraction)
@@ -189,6 +194,7 @@ def select(rows: Rows, *, holdout_fraction: float, replay_fraction: float, seed:
         trainable = positive(group.versions)
         new += np.bincount(group.slices[trainable & ~group.seen], minlength=SLICES)
         seen += np.bincount(group.slices[trainable & group.seen], minlength=SLICES)
+        beat(int(rows.per_slice[:last].sum()))
     wanted = min(int(seen.sum()), math.ceil(replay_fraction * int(new.sum() or seen.sum())))
     digest = hashlib.sha256(":".join([str(seed), *sorted(new_shards)]).encode()).digest()
     start = held + int.from_bytes(digest[:8], "big") % max(SLICES - held, 1)
@@ -232,10 +238,3 @@ def pieces(group: Group) -> Iterator[tuple[int, int, Numbers, Numbers]]:
     begins = np.flatnonzero(np.any(np.diff(keys, prepend=-1) != 0, axis=0)) if len(group) else np.empty(0, np.int64)
     for start, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(group)], strict=False):
         yield int(group.shard[start]), int(group.file[start]), group.row[start:stop], np.arange(start, stop)
-
-
-def in_threads(read: Callable[[Any], R], items: Sequence[Any]) -> Iterator[R]:
-    """Yield what `read` returns for each item, in their order, some of them ahead."""
-    with ThreadPoolExecutor(READERS, "read") as pool:
-        for start in range(0, len(items), 2 * READERS):
-            yield from pool.map(read, items[start : start + 2 * READERS])

@@ -43,11 +43,6 @@ def find_shards(uris: Sequence[str], setting: str) -> list[store.ObjectInfo]:
     return [found[uri] for uri in sorted(found)]
 
 
-def version_of(shard: store.ObjectInfo) -> str:
-    """Return what tells two contents of one file apart: the ETag on S3, elsewhere a stamp of the last write."""
-    return shard.etag or f"{shard.modified!r}-{shard.size}"
-
-
 def _shards_of_folder(uri: str) -> list[store.ObjectInfo]:
     root = uri.removeprefix("file://").rstrip("/")
     shards: list[store.ObjectInfo] = []

@@ -24,10 +24,10 @@ from pipeline.cost import cost_of, most
 from pipeline.dataset.corpus_plan import CountedDocuments, count_documents, documents_gone
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard, Profile
 from pipeline.dataset.profile import check_limits, profile_of
+from pipeline.dataset.reading import in_threads
 from pipeline.dataset.records import BadRow
 from pipeline.dataset.refusals import LISTED_REASONS, Refusals
 from pipeline.dataset.row_files import PUBLISHED, Lengths
-from pipeline.dataset.selection import in_threads
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData, MissingInput
 from pipeline.estimate.requirements import attempt_minutes, over, refuse, requirements
@@ -110,7 +110,6 @@ def new_plan(context: StageContext) -> RunPlan:
     def beat(note: str, done: int) -> None:
         context.heartbeat.beat(done, unit="rows", note=note)
 
-    beat("counting documents", 0)
     with Quarantine(scratch / "quarantine.jsonl", paths.quarantine) as quarantine:
         quarantine.join([*pairs, *(shard for shard in documents if not shard.shard.of_pairs)])
         counted = count_documents(
@@ -118,6 +117,7 @@ def new_plan(context: StageContext) -> RunPlan:
             config.embed.rows_per_part,
             config.embed.children * (config.embed.ranks_per_child or world.ranks_per_node),
             quarantine.refuse,
+            partial(beat, "counting documents"),
         )
         context.cloudwatch.write({Metric.QUARANTINED_ROWS: quarantine.count})
         rows = PlannedRows(inputs, pairs, paths.bucket_root, scratch / "rows", _published(context, inputs), beat)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.dataset.ingested import SLICES, IngestedShard
+from pipeline.dataset.reading import in_threads
 from pipeline.dataset.row_files import HOLDOUT_FILES, PUBLISHED, DocumentLengths, Lengths, RowWriter, read_table
 from pipeline.dataset.seen import SeenRows
-from pipeline.dataset.selection import Group, Mask, Numbers, Rows, Selection, groups, holdout_slices, in_threads, pieces, select
+from pipeline.dataset.selection import Group, Mask, Numbers, Rows, Selection, groups, holdout_slices, pieces, select
 from pipeline.dataset.steps import StepCounts, order_file, write_orders
 from pipeline.dataset.tokens import TextTokenizer, cut
 from pipeline.plan import RunInputs, TokenizerPlan
@@ -84,13 +85,13 @@ class PlannedRows:
     @cached_property
     def selection(self) -> Selection:
         """The rows to train on."""
-        self._beat("selecting rows", 0)
         return select(
             self._source,
             holdout_fraction=self._config.data.holdout_fraction,
             replay_fraction=self._config.data.replay_fraction,
             seed=self._config.seed,
             new_shards=[self._shards[number].shard.rows for number in self.new_shards],
+            beat=partial(self._beat, "selecting rows"),
         )
 
     def write_holdout(self) -> None:
@@ -126,9 +127,9 @@ class PlannedRows:
             self.rows |= {f"{prefix}{name}": rows for name, rows in each.rows.items()}
 
     def _untrained(self, group: Group, first: int, last: int) -> Mask:
-        unknown: Mask = ~np.isin(group.versions, self._compared.versions(first, last))
-        unknown &= group.repeat == 1
-        return unknown
+        known = np.isin(group.versions, self._compared.versions(first, last))
+        wanted: Mask = ~known & (group.repeat == 1)
+        return wanted
 
     def _tables(self, begin: int, end: int, wanted: Callable[[Group, int, int], Mask]) -> Iterator[tuple[int, int, pa.Table]]:
         """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows."""

@@ -22,7 +22,7 @@ from pipeline.dataset.columns import check_columns
 from pipeline.dataset.generations import list_corpus
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, SCHEMA_VERSION, IngestedShard, rows_name, tokens_name
 from pipeline.dataset.row_files import Lengths
-from pipeline.dataset.shards import find_shards, version_of
+from pipeline.dataset.shards import find_shards
 from pipeline.errors import BadConfig, BadData
 from pipeline.estimate.memory import known_capacity, require_memory, totals
 from pipeline.estimate.variant import plan_world
@@ -50,7 +50,8 @@ def run(context: StageContext) -> StageOutput:
     """Decide the run's inputs, or keep those that are there."""
     request = read_request(context.paths)
     inputs = kept_inputs(context.paths, request) or new_inputs(context, request)
-    metrics = {**inputs.summary(), "ingest_children": inputs.ingest_children if missing_shards(context.paths, inputs) else 0}
+    children = max(inputs.ingest_children, 1) if missing_shards(context.paths, inputs) else 0
+    metrics = {**inputs.summary(), "ingest_children": children}
     for name, value in metrics.items():
         log.info("prepare: %s = %s", name, value)
     models = {"parent": inputs.parent, "published": inputs.published}
@@ -194,7 +195,7 @@ def list_shards(config: RunConfig, tokenizer: TokenizerPlan) -> tuple[InputShard
 
 
 def _named(config: RunConfig, tokenizer: TokenizerPlan, kind: str, info: store.ObjectInfo, **more: Any) -> InputShard:
-    file = {"uri": info.uri, "version": version_of(info), "size": info.size}
+    file = {"uri": info.uri, "version": info.version, "size": info.size}
     rows = rows_name(file, kind, config.data.columns, config.data.holdout_by)
     return InputShard(**file, modified=info.modified, kind=kind, rows=rows, tokens=tokens_name(rows, tokenizer), **more)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline import store
 from pipeline.contract import ingested_rows_uri, ingested_tokens_uri
 from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.ids import IdDigest, id_hash
@@ -23,7 +21,6 @@ from pipeline.dataset.ingested import (
     SCHEMA_VERSION,
     TEXTS,
     TOKENS,
-    IngestedShard,
     Profile,
     TokenProfile,
     row_versions,
@@ -35,11 +32,9 @@ from pipeline.dataset.ingested import (
     write_file,
     write_profile,
 )
-from pipeline.dataset.records import BadRow
-from pipeline.dataset.refusals import Refusals
-from pipeline.dataset.rows import normalized_hash, read_corpus_rows, read_training_rows
+from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.plan import EmbedPlan, InputShard, PartPlan, RunInputs, TokenizerPlan
+from pipeline.plan import EmbedPlan, InputShard, PartPlan, TokenizerPlan
 
 CAP = 64
 """Positions of the tiny model."""
@@ -64,8 +59,6 @@ def ingest(
     tokenizer: TextTokenizer,
     files: int = 1,
     without_tokens: Collection[str] = (),
-    bad: Sequence[BadRow] = (),
-    holdout_by: str = "document",
     **profile: Any,
 ) -> None:
     """Write rows and tokens of a shard: rows {query, document, label?, task?, group?} or {id, text}, each with its `line`.
@@ -73,7 +66,6 @@ def ingest(
     Args:
         files: among which the rows are divided, as those of a large shard are.
         without_tokens: ids of rows whose texts the tokenizer is said not to take.
-        bad: refused rows.
         profile: attributes of the profile beside those that follow from the rows.
     """
     kind = shard.kind
@@ -83,7 +75,7 @@ def ingest(
         tokens_folder.mkdir()
         described, offsets = [], []
         for number, chosen in enumerate(np.array_split(np.arange(len(rows)), files)):
-            table = _table(kind, [rows[index] for index in chosen], holdout_by)
+            table = _table(kind, [rows[index] for index in chosen])
             file, ordered = write_file(rows_folder, number, kind, table)
             described.append(file)
             texts = ordered["texts"].to_pylist()
@@ -94,11 +86,6 @@ def ingest(
             schema = token_schema(kind, tokenizer.vocabulary)
             tokens = pa.table({name: pa.array(each, schema.field(name).type, mask=lost) for name, each in columns.items()})
             offsets.append(write_batches(tokens_folder / f"tokens-{number:05d}.arrow", tokens))
-        refusals = Refusals()
-        for row in bad:
-            refusals.add(row)
-            with (rows_folder / "quarantine.jsonl").open("a") as stream:
-                stream.write(json.dumps(row._asdict()) + "\n")
         write_profile(
             rows_folder,
             ingested_rows_uri(root, shard.rows),
@@ -111,8 +98,7 @@ def ingest(
                     "size": shard.size,
                     "sha256": hashlib.sha256(shard.rows.encode()).hexdigest(),
                     "rows": len(rows),
-                    "bad_rows": refusals.count,
-                    "reasons": tuple(refusals.reasons()),
+                    "bad_rows": 0,
                     "files": tuple(described),
                     "sizes": {},
                     "positive_rows": sum(row.get("label", 1.0) > 0 for row in rows),
@@ -152,23 +138,7 @@ def plan_documents(
     )
 
 
-def ingest_files(root: str, inputs: RunInputs, tokenizer: TextTokenizer) -> None:
-    """Ingest the files of a run that are not ingested yet, as the stage does, but with one file of rows each."""
-    for shard in inputs.shards:
-        if IngestedShard(root, shard).is_ingested():
-            continue
-        columns = inputs.config.data.columns
-        read = read_training_rows if shard.of_pairs else read_corpus_rows
-        found = list(read(shard.uri, columns))
-        bad = [row for row in found if isinstance(row, BadRow)]
-        rows = [row._asdict() for row in found if not isinstance(row, BadRow)]
-        if shard.of_pairs and shard.kind == DOCUMENTS:
-            rows = [{**row, "text": row["document"]} for row in rows]
-        by = inputs.config.data.holdout_by
-        ingest(root, shard, rows, tokenizer, files=1 + (len(rows) > 1), bad=bad, holdout_by=by, sha256=store.sha256(shard.uri))
-
-
-def _table(kind: str, rows: Sequence[Mapping[str, Any]], holdout_by: str) -> pa.Table:
+def _table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     texts = [[row["query"], row["document"]] if kind == PAIRS else [row["text"]] for row in rows]
     columns: dict[str, Any] = {
         "document_hash": np.array([normalized_hash(each[-1]) for each in texts], np.uint64),
@@ -183,7 +153,7 @@ def _table(kind: str, rows: Sequence[Mapping[str, Any]], holdout_by: str) -> pa.
         columns["key"] = np.array([id_hash(identifier) for identifier in columns["id"]], np.uint64)
     else:
         columns["query_hash"] = np.array([normalized_hash(each[0]) for each in texts], np.uint64)
-        columns["key"] = columns[f"{holdout_by}_hash"]
+        columns["key"] = columns["document_hash"]
         columns["label"] = np.array([row.get("label", 1.0) for row in rows], np.float32)
         columns["task"] = [row.get("task") for row in rows]
         columns["version"] = row_versions(

@@ -44,7 +44,7 @@ def test_repeated_ids_count_once(tmp_path: Path, tokenizer: TextTokenizer, monke
     second = {f"doc-{number}": f"text {number if number % 10 else -1}" for number in range(150, 300)}
     shards = shards_of(tmp_path, tokenizer, first, second)
     refused: list[BadRow] = []
-    found = count_documents(shards, 50, 1, refused.append)
+    found = count_documents(shards, 50, 1, refused.append, print)
     assert (len(found.parts), found.digest.count) == (8, 300)
     reader = CorpusReader(str(tmp_path), [shard.shard for shard in shards])
     for index, part in enumerate(found.parts):
@@ -58,13 +58,13 @@ def test_repeated_ids_count_once(tmp_path: Path, tokenizer: TextTokenizer, monke
     # In groups of a few rows all is the same.
     monkeypatch.setattr(selection, "GROUP_ROWS", 20)
     again: list[BadRow] = []
-    assert count_documents(shards, 50, 1, again.append) == found
+    assert count_documents(shards, 50, 1, again.append, print) == found
     assert sorted(again) == sorted(refused)
 
 
 def test_a_part_may_be_less_than_a_slice(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     shards = shards_of(tmp_path, tokenizer, {f"doc-{number}": f"text {number}" for number in range(3000)})
-    found = count_documents(shards, 1, 1, pytest.fail)
+    found = count_documents(shards, 1, 1, pytest.fail, print)
     assert len(found.parts) == 4096
     assert sum(part.rows for part in found.parts) == 3000
 
@@ -72,7 +72,7 @@ def test_a_part_may_be_less_than_a_slice(tmp_path: Path, tokenizer: TextTokenize
 def test_a_later_generation_replaces_without_a_refusal(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     texts = [{"a": "one", "b": "one"}, {"a": "two"}, {"a": "three", "c": "one"}]
     refused: list[BadRow] = []
-    found = count_documents(shards_of(tmp_path, tokenizer, *texts, generations=[0, 1, 1]), 50, 1, refused.append)
+    found = count_documents(shards_of(tmp_path, tokenizer, *texts, generations=[0, 1, 1]), 50, 1, refused.append, print)
     assert found.digest.count == 3
     assert [(row.at, row.reason) for row in refused] == [("shard-2:1", "id 'a' has another document at shard-1:1")]
 
@@ -81,5 +81,5 @@ def test_two_ids_with_one_hash_are_refused(tmp_path: Path, tokenizer: TextTokeni
     monkeypatch.setattr(ingesting, "id_hash", len)
     shards = shards_of(tmp_path, tokenizer, {"aa": "same"}, {"b": "other", "bb": "same"})
     with pytest.raises(BadData, match="two ids have the same hash") as caught:
-        count_documents(shards, 50, 1, pytest.fail)
+        count_documents(shards, 50, 1, pytest.fail, print)
     assert caught.value.value == ["aa at shard-0:1", "bb at shard-1:2"]

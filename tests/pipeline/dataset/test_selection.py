@@ -79,7 +79,7 @@ def random_rows(count: int, seed: int) -> list[Pair]:
     return [(key, version(int(random.integers(0, 1 << 47)), positive=bool(random.random() < 0.9))) for key in keys]
 
 
-SETTINGS: dict[str, Any] = {"holdout_fraction": 0.1, "replay_fraction": 0.3, "seed": 1, "new_shards": ["b"]}
+SETTINGS: dict[str, Any] = {"holdout_fraction": 0.1, "replay_fraction": 0.3, "seed": 1, "new_shards": ["b"], "beat": id}
 
 
 def test_groups_and_files_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

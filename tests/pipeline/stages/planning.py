@@ -17,14 +17,12 @@ from pipeline.dataset.row_files import read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.seen import SeenRecord, write_seen
 from pipeline.dataset.selection import holdout_slices
-from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import TrnpipeError
 from pipeline.plan import RunInputs, RunPlan
 from pipeline.run.context import Heartbeat, StageContext, StageOutput
-from pipeline.run.world import World
-from pipeline.stages import plan, prepare
+from pipeline.run.world import NodeWorld, World
+from pipeline.stages import stage_function
 from pipeline.stages.rank import write_result
-from tests.pipeline.ingesting import ingest_files
 
 Config = dict[str, Any]
 
@@ -69,28 +67,35 @@ class Bench:
         record = {"deployment": deployment, "execution": execution or {}, "execution_arn": "arn"}
         store.write_json(self.paths(run).input, record)
 
-    def stage(self, stage: Stage, run: str) -> StageOutput:
+    def stage(self, stage: Stage, run: str, child: int = 0) -> StageOutput | None:
         scratch = self.scratch / f"{run}-{len(list(self.scratch.iterdir()))}"
         scratch.mkdir()
-        context = StageContext(stage=stage, paths=self.paths(run), world=World(), scratch=scratch, heartbeat=Heartbeat(None, 0))
-        output = {Stage.PREPARE: prepare.run, Stage.PLAN: plan.run}[stage](context)
-        write_result(context, "", output)
+        world = World(node=NodeWorld(array_index=child))
+        context = StageContext(stage=stage, paths=self.paths(run), world=world, scratch=scratch, heartbeat=Heartbeat(None, 0))
+        output = stage_function(stage)(context)
+        if output is not None:
+            write_result(context, "", output)
         return output
 
     def prepare(self, run: str, execution: Config | None = None, allowed_nodes: tuple[int, ...] = (1, 2)) -> StageOutput:
         """An execution up to the end of prepare."""
         self.request(run, execution, allowed_nodes)
-        return self.stage(Stage.PREPARE, run)
+        output = self.stage(Stage.PREPARE, run)
+        assert output is not None
+        return output
 
     def ingest(self, run: str) -> None:
-        """What the ingest stage leaves."""
-        ingest_files(self.root, self.inputs(run), TextTokenizer(self.model))
+        """All children of ingest."""
+        for child in range(self.inputs(run).ingest_children):
+            self.stage(Stage.INGEST, run, child)
 
     def start(self, run: str, execution: Config | None = None) -> StageOutput:
         """An execution up to the end of plan."""
         self.prepare(run, execution)
         self.ingest(run)
-        return self.stage(Stage.PLAN, run)
+        output = self.stage(Stage.PLAN, run)
+        assert output is not None
+        return output
 
     def train(self, run: str, steps: int | None = None) -> SeenRecord:
         """What train leaves at its end besides the model."""

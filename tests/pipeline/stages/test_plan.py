@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.estimate import requirements as limits
 from pipeline.plan import ExpectedCost, ResumedRun, RunPlan
 from pipeline.stages import plan as plan_stage
-from tests.pipeline import ingesting
 from tests.pipeline.stages.planning import Bench, held_out, refusal, rows
 from tests.tiny import make_model
 
@@ -113,12 +112,17 @@ def test_a_text_that_cannot_be_tokenized_is_left_out(bench: Bench, monkeypatch: 
     data = rows(0, 100)
     bench.shard("a.jsonl", data)
     bench.prepare("run", {"data": {"max_bad_fraction": 0.1}, "evaluate": {"candidates": 1000}})
-    lost = {next(row["id"] for row in data if held_out(row) is held) for held in (True, False)}
-    monkeypatch.setattr(ingesting, "ingest", partial(ingesting.ingest, without_tokens=lost))
+    lost = {next(row["document"].strip() for row in data if held_out(row) is held) for held in (True, False)}
+    real = TextTokenizer.encode_each
+
+    def encode_each(tokenizer: TextTokenizer, texts: Sequence[str], longest: int) -> list[Any]:
+        return [tokens if text not in lost else "no" for text, tokens in zip(texts, real(tokenizer, texts, longest), strict=True)]
+
+    monkeypatch.setattr(TextTokenizer, "encode_each", encode_each)
     bench.ingest("run")
     bench.stage(Stage.PLAN, "run")
     plan = bench.plan("run")
-    kept = [row for row in data if row["id"] not in lost]
+    kept = [row for row in data if row["document"].strip() not in lost]
     assert (plan.train.rows, plan.train.new_rows) == (sum(not held_out(row) for row in kept),) * 2
     assert plan.holdout.rows == sum(held_out(row) for row in kept)
     assert plan.train.new[0].bad_rows == plan.train.bad_rows == 2
@@ -558,6 +562,7 @@ def test_of_two_plans_the_first_one_counts(bench: Bench, monkeypatch: pytest.Mon
     plan = store.read_bytes(bench.paths("run").plan)
     monkeypatch.setattr(plan_stage, "kept_plan", lambda paths: None)
     output = bench.stage(Stage.PLAN, "run")
+    assert output is not None
     assert store.read_bytes(bench.paths("run").plan) == plan
     assert output.outputs["plan"].sha256 == hashlib.sha256(plan).hexdigest()
 

@@ -245,6 +245,7 @@ def test_of_two_prepares_the_first_one_counts(bench: Bench, monkeypatch: pytest.
     monkeypatch.setattr("pipeline.stages.prepare.kept_inputs", lambda paths, request: None)
     bench.shard("b.jsonl", rows(100, 200))
     output = bench.stage(Stage.PREPARE, "run")
+    assert output is not None
     assert store.read_bytes(bench.paths("run").inputs) == first
     assert output.metrics["shards"] == 2
 

@@ -19,7 +19,7 @@ from pipeline.dataset.steps import write_orders
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
-from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PlannedWorld, RowFile, RunPlan, TrainPlan
+from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PlannedWorld, RowFile, RunPlan, Shard, TrainPlan
 from tests.pipeline.ingesting import tokenizer_plan
 from tests.tiny import WORDS, make_model
 
@@ -131,7 +131,7 @@ def plan_training(
         parent=Parent(uri=uri, folder=uri, sha256=store.sha256_file(local / "parent" / WEIGHTS)),
         world=world,
         train=TrainPlan(
-            new=(),
+            new=(Shard(uri=store.join(paths.bucket_root, "rows.jsonl"), sha256="0" * 64, size=1, rows=rows, new_rows=rows),),
             replay=(),
             rows=rows,
             new_rows=rows,
