@@ -14,9 +14,9 @@ from pipeline.errors import BadConfig, BadData
 
 log = logging.getLogger("trnpipe")
 
-TRAINING_COLUMNS = ("id", "query", "document", "locale", "task", "label")
+TRAINING_COLUMNS = ("id", "query", "document", "locale", "task", "label", "negatives", "group")
 CORPUS_COLUMNS = ("id", "text", "locale")
-OPTIONAL_COLUMNS = frozenset({"id", "locale", "task", "label"})
+OPTIONAL_COLUMNS = frozenset({"id", "locale", "task", "label", "negatives", "group"})
 
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "query": ("query", "anchor", "question"),

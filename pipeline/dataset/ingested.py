@@ -291,9 +291,13 @@ class IngestedShard:
         schema = token_schema(self.profile.kind, self.token_profile.vocabulary)
         return _ranges(f"{self.tokens_uri}/tokens-{file:05d}.arrow", schema, self.token_profile.files[file], start, stop)
 
+    def has_rows(self) -> bool:
+        """Return whether the rows are complete; log what is damaged."""
+        return _is_complete(Profile, self.rows_uri)
+
     def is_ingested(self) -> bool:
         """Return whether rows and tokens are complete; log what is damaged."""
-        return _is_complete(Profile, self.rows_uri) and _is_complete(TokenProfile, self.tokens_uri)
+        return self.has_rows() and _is_complete(TokenProfile, self.tokens_uri)
 
 
 ProfileT = TypeVar("ProfileT", Profile, TokenProfile)

@@ -9,9 +9,9 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice, pairwise
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -36,6 +36,9 @@ LARGE_LINE_BYTES = 1 << 20
 MAX_ELEMENTS = 1 << 16
 """Keys and list items of a large line. Python needs some 30 times the bytes of a JSON document that is all keys."""
 
+ITEM_BYTES = MAX_ROW_BYTES // MAX_ELEMENTS
+"""What an item of a list in a Parquet row counts besides its text, for the same reason."""
+
 FIRST_ROWS = 100
 """Rows of a JSON Lines file that tell its columns."""
 
@@ -44,12 +47,19 @@ ESTIMATE_BYTES = 256 << 20
 
 EXCERPT_CHARACTERS = 200
 READ_BYTES = 1 << 20
+BLOCK_BYTES = 4 << 20
+"""Lines that are read together."""
+
 COMPRESSED_READ_BYTES = 64 << 10
 """Size of a piece of compressed input, which may expand a thousandfold."""
 
-PARQUET_BATCH_ROWS = 1024
+PARQUET_BATCH_ROWS = 8192
 PARQUET_BATCH_BYTES = 64 << 20
-"""Text of a batch from a dictionary, one large value of which may be in every row."""
+"""Text of a batch: rows are as long as in the mean of their row group, or as the largest value of a dictionary, one of which may
+be in every row."""
+
+MAX_CHUNK_VALUES = 1 << 26
+"""Items of lists in a column of a row group: packed, any number of equal ones takes a few bytes."""
 
 MAX_CHUNK_BYTES = 1 << 30
 MAX_EXPANSION = 20
@@ -71,13 +81,39 @@ class BadRow(NamedTuple):
     row: str
 
 
+class RawRows(NamedTuple):
+    """Consecutive rows of a CSV or Parquet file as it has them.
+
+    Attributes:
+        lines: numbers of the rows in `columns`.
+        columns: those that are wanted.
+        refused: rows among them that are not in `columns`, with their numbers.
+        types: column that is not read -> its type, which stands for every value.
+        numbers: column whose texts are numbers, where they can be: CSV knows none.
+    """
+
+    lines: NDArray[np.int64]
+    columns: pa.RecordBatch
+    refused: list[tuple[int, BadRow]]
+    types: Mapping[str, pa.DataType] = {}
+    numbers: str = ""
+
+    def values(self, name: str) -> list[Any]:
+        """Return a column's Python values, see `column_values`."""
+        found = column_values(self.columns.column(name))
+        return list(map(_number, found)) if name == self.numbers else found
+
+
 def is_shard(uri: str) -> bool:
     """Return whether the name has the suffix of a shard."""
     return uri.endswith(SUFFIXES)
 
 
-def file_columns(uri: str) -> list[str]:
+def file_columns(uri: str, path: str = "") -> list[str]:
     """Return a shard's columns: of Parquet and CSV all, of JSON Lines those of the first rows.
+
+    Args:
+        path: where to read it, if it is not its URI: a local copy, which errors do not name.
 
     Raises:
         BadData: the file is damaged.
@@ -86,12 +122,12 @@ def file_columns(uri: str) -> list[str]:
     if not is_shard(uri):
         raise BadConfig("this kind of file is not read", value=uri, rule=f"a shard's name ends in one of {', '.join(SUFFIXES)}")
     if uri.endswith(".parquet"):
-        with store.open_read(uri) as stream, _arrow_errors(uri):
+        with store.open_read(path or uri) as stream, _arrow_errors(uri):
             return list(pq.read_schema(stream).names)
-    if _delimiter(uri):
-        with _csv_reader(uri, [], []) as reader:
+    if delimiter(uri):
+        with _csv_reader(uri, path, [], []) as reader:
             return list(reader.schema.names)
-    first = _json_records(uri, _first_lines(uri))
+    first = json_records(uri, enumerate(_first_lines(uri, path), 1))
     return list(dict.fromkeys(key for _, record in first if isinstance(record, dict) for key in record))
 
 
@@ -114,7 +150,7 @@ def estimate_rows(uri: str, size: int) -> int:
             if read >= ESTIMATE_BYTES:
                 lines = round(lines * max(1.0, size / stream.tell()))
                 break
-        return lines - bool(lines and _delimiter(uri))
+        return lines - bool(lines and delimiter(uri))
 
 
 def read_records(uri: str, columns: Columns) -> Iterator[tuple[int, Record | BadRow]]:
@@ -124,13 +160,42 @@ def read_records(uri: str, columns: Columns) -> Iterator[tuple[int, Record | Bad
         BadData: the file is cut off, damaged, or a Parquet or CSV file without a column.
         MissingInput, Transient: it cannot be read.
     """
-    if uri.endswith(".parquet"):
-        return _parquet_records(uri, columns)
-    return _csv_records(uri, columns) if _delimiter(uri) else _json_records(uri, _lines(uri))
+    if uri.endswith(".parquet") or delimiter(uri):
+        return (row for raw in raw_rows(uri, columns) for row in raw_records(uri, raw))
+    return json_records(uri, enumerate(_lines(uri), 1))
 
 
-def _json_records(uri: str, lines: Iterable[bytes | None]) -> Iterator[tuple[int, Record | BadRow]]:
-    for number, line in enumerate(lines, 1):
+def raw_rows(uri: str, columns: Columns, path: str = "") -> Iterator[RawRows]:
+    """Yield the rows of a CSV or Parquet file; arguments and errors as of `read_records` and `file_columns`."""
+    return _parquet_rows(uri, path, columns) if uri.endswith(".parquet") else _csv_rows(uri, path, columns)
+
+
+def raw_records(uri: str, raw: RawRows) -> Iterator[tuple[int, Record | BadRow]]:
+    """Yield the rows one by one, with the refused ones in their places."""
+    refused = iter(raw.refused)
+    next_refused = next(refused, None)
+    names = raw.columns.schema.names
+    for line, *row in zip(raw.lines.tolist(), *map(raw.values, names), strict=True):
+        while next_refused and next_refused[0] < line:
+            yield next_refused
+            next_refused = next(refused, None)
+        record = {**raw.types, **dict(zip(names, row, strict=True))}
+        if any(isinstance(value, UnicodeDecodeError) for value in row):
+            yield line, bad_row(uri, line, "is not UTF-8", str(record))
+        else:
+            yield line, record
+    if next_refused:
+        yield next_refused
+        yield from refused
+
+
+def json_records(uri: str, lines: Iterable[tuple[int, bytes | None]]) -> Iterator[tuple[int, Record | BadRow]]:
+    """Yield the records of numbered lines, without blank ones.
+
+    Args:
+        lines: None for one that is too long.
+    """
+    for number, line in lines:
         if line is None:
             yield number, bad_row(uri, number, f"is longer than {MAX_ROW_BYTES >> 20} MiB", "")
             continue
@@ -164,31 +229,57 @@ def _has_many_elements(line: bytes) -> bool:
     return b"".join(unescaped.split(b'"')[::2]).count(b",") > MAX_ELEMENTS
 
 
-def _first_lines(uri: str) -> Iterator[bytes | None]:
+def _first_lines(uri: str, path: str) -> Iterator[bytes | None]:
     size = 0
-    for line in islice(_lines(uri), FIRST_ROWS):
+    for line in islice(_lines(uri, path), FIRST_ROWS):
         yield line
         size += len(line or b"")
         if size > READ_BYTES:
             return
 
 
-def _lines(uri: str) -> Iterator[bytes | None]:
+def _lines(uri: str, path: str = "") -> Iterator[bytes | None]:
     """Yield lines without their ends; None for a line that is too long."""
-    with store.open_read(uri) as stream:
+    for block in line_blocks(uri, path):
+        if block is None:
+            yield None
+        else:
+            yield from block.removesuffix(b"\n").split(b"\n")
+
+
+def line_blocks(uri: str, path: str = "", least: int = 1) -> Iterator[bytes | None]:
+    """Yield whole lines with their ends; None for a line that is too long.
+
+    Args:
+        path: see `file_columns`.
+        least: bytes that are yielded together; the last ones, and those before a line that is too long, are fewer.
+    """
+    with store.open_read(path or uri) as stream:
         tail: bytes | None = b""
+        whole: list[bytes] = []
         for piece in _pieces(uri, stream):
             first, newline, rest = piece.partition(b"\n")
             if tail is not None:
                 tail += first
                 if len(tail) > MAX_ROW_BYTES:
                     tail = None
-            if newline:
-                yield tail
-                *lines, tail = rest.split(b"\n")
-                yield from lines
-        if tail is None or tail:
-            yield tail
+            if not newline:
+                continue
+            if tail is None:
+                yield from filter(None, [b"".join(whole)])
+                yield None
+                whole = []
+            else:
+                whole += (tail, newline)
+            end = rest.rfind(newline) + 1
+            whole.append(rest[:end])
+            tail = rest[end:]
+            if sum(map(len, whole)) >= least:
+                yield b"".join(whole)
+                whole = []
+        yield from filter(None, [b"".join([*whole, tail or b""])])
+        if tail is None:
+            yield None
 
 
 def _pieces(uri: str, stream: BinaryIO) -> Iterator[bytes]:
@@ -243,7 +334,7 @@ def _unzstd(uri: str, stream: BinaryIO) -> Iterator[bytes]:
         raise _damaged(uri, "the file is empty")
 
 
-def _delimiter(uri: str) -> str | None:
+def delimiter(uri: str) -> str | None:
     """Return the delimiter of a CSV or TSV file, None for other files."""
     name = uri.removesuffix(".gz").removesuffix(".zst")
     return CSV_DELIMITERS.get(name[-4:])
@@ -272,10 +363,11 @@ class _Unpacked(io.RawIOBase):
 
 
 @contextmanager
-def _csv_reader(uri: str, columns: Sequence[str], invalid: list[csv.InvalidRow]) -> Iterator[csv.CSVStreamingReader]:
+def _csv_reader(uri: str, path: str, columns: Sequence[str], invalid: list[csv.InvalidRow]) -> Iterator[csv.CSVStreamingReader]:
     """Open a CSV file; its first row names the columns, all values are bytes, empty ones null.
 
     Args:
+        path: see `file_columns`.
         columns: those to read; empty: all.
         invalid: gets rows with another number of values than there are columns.
     """
@@ -284,12 +376,12 @@ def _csv_reader(uri: str, columns: Sequence[str], invalid: list[csv.InvalidRow])
         invalid.append(row)
         return "skip"
 
-    with store.open_read(uri) as stream, _arrow_errors(uri):
+    with store.open_read(path or uri) as stream, _arrow_errors(uri):
         reader = csv.open_csv(
             pa.PythonFile(io.BufferedReader(_Unpacked(_pieces(uri, stream))), "r"),
             # Rows have numbers only where one thread parses them.
             read_options=csv.ReadOptions(use_threads=False, block_size=MAX_ROW_BYTES),
-            parse_options=csv.ParseOptions(delimiter=_delimiter(uri), newlines_in_values=True, invalid_row_handler=skip),
+            parse_options=csv.ParseOptions(delimiter=delimiter(uri), newlines_in_values=True, invalid_row_handler=skip),
             convert_options=csv.ConvertOptions(
                 include_columns=columns,
                 column_types=dict.fromkeys(columns, pa.binary()),
@@ -301,11 +393,12 @@ def _csv_reader(uri: str, columns: Sequence[str], invalid: list[csv.InvalidRow])
         yield reader
 
 
-def _csv_records(uri: str, columns: Columns) -> Iterator[tuple[int, Record | BadRow]]:
+def _csv_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
     """Yield the rows in the file's order, numbered from 1 after the row that names the columns."""
     _refuse_missing(uri, columns)
-    present = set(file_columns(uri))
+    present = set(file_columns(uri, path))
     wanted = [name for name in columns.wanted if name in present]
+    number = columns.names.get("label", "")
     invalid: list[csv.InvalidRow] = []
     line = 0
 
@@ -316,19 +409,20 @@ def _csv_records(uri: str, columns: Columns) -> Iterator[tuple[int, Record | Bad
             line += 1
             yield line, bad_row(uri, line, f"has {row.actual_columns} values, not {row.expected_columns}", row.text)
 
-    with _csv_reader(uri, wanted, invalid) as reader:
+    with _csv_reader(uri, path, wanted, invalid) as reader:
         for batch in reader:
-            for row in zip(*map(_column_values, batch.columns), strict=True):
-                yield from refused_here()
-                line += 1
-                if any(isinstance(value, UnicodeDecodeError) for value in row):
-                    yield line, bad_row(uri, line, "is not UTF-8", str(row))
-                else:
-                    record = dict(zip(batch.schema.names, row, strict=True))
-                    with suppress(KeyError, TypeError, ValueError):  # CSV knows no numbers
-                        record[columns.names["label"]] = float(record[columns.names["label"]])
-                    yield line, record
-        yield from refused_here()
+            lines = np.empty(len(batch), np.int64)
+            refused: list[tuple[int, BadRow]] = []
+            done = 0
+            while done < len(batch):
+                refused += refused_here()
+                # Good rows until the next refused one.
+                run = min(len(batch) - done, invalid[0].number - line - 2 if invalid else len(batch))
+                lines[done : done + run] = np.arange(line + 1, line + run + 1)
+                done, line = done + run, line + run
+            yield RawRows(lines, batch, refused, numbers=number)
+        if refused := list(refused_here()):
+            yield RawRows(np.empty(0, np.int64), pa.RecordBatch.from_pylist([], reader.schema), refused)
 
 
 def _refuse_missing(uri: str, columns: Columns) -> None:
@@ -344,36 +438,40 @@ def _refuse_missing(uri: str, columns: Columns) -> None:
         )
 
 
-def _parquet_records(uri: str, columns: Columns) -> Iterator[tuple[int, Record | BadRow]]:
+def _parquet_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
     _refuse_missing(uri, columns)
-    with store.open_read(uri) as stream, _arrow_errors(uri):
+    with store.open_read(path or uri) as stream, _arrow_errors(uri):
         metadata = pq.read_metadata(stream)
         schema = metadata.schema.to_arrow_schema()
-        present = set(schema.names)
-        # Lists and the like are not text whatever they hold, so they are not read: their type stands for every value.
-        nested = {
-            name: schema.field(name).type for name in columns.wanted if name in present and schema.field(name).type.num_fields
-        }
-        wanted = [name for name in columns.wanted if name in present and name not in nested]
-        _check_chunks(uri, metadata, wanted)
-        file = pq.ParquetFile(stream, metadata=metadata, buffer_size=READ_BYTES, pre_buffer=False)
-        dictionaries = pq.ParquetFile(stream, metadata=metadata, buffer_size=READ_BYTES, pre_buffer=False, read_dictionary=wanted)
+        present = [name for name in columns.wanted if name in schema.names]
+        # Other lists and the like are not text whatever they hold, so they are not read: their type stands for every value.
+        listed = [name for name in present if name == columns.names.get("negatives") and _is_list(schema.field(name).type)]
+        nested = {name: schema.field(name).type for name in present if schema.field(name).type.num_fields and name not in listed}
+        wanted = [name for name in present if name not in nested]
+        paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+        items = [item for item in paths if item.startswith(tuple(f"{name}." for name in listed))]
+        _check_chunks(uri, metadata, [*wanted, *items])
+
+        def opened(dictionaries: Sequence[str]) -> pq.ParquetFile:
+            return pq.ParquetFile(
+                stream, metadata=metadata, buffer_size=READ_BYTES, pre_buffer=False, read_dictionary=dictionaries
+            )
+
+        # Lists come as dictionaries always: equal texts in them are then in memory once.
+        file, dictionaries = opened(items), opened([*(name for name in wanted if name not in listed), *items])
         line = 0
         for batch in _batches(file, dictionaries, wanted):
-            too_long = sum((_text_lengths(column) for column in batch.columns), np.zeros(len(batch), np.int64)) > MAX_ROW_BYTES
-            kept = batch.filter(pa.array(~too_long))
-            rows = zip(range(len(kept)), *map(_column_values, kept.columns), strict=True)
-            for row_is_too_long in too_long.tolist():
-                line += 1
-                if row_is_too_long:
-                    yield line, bad_row(uri, line, f"is longer than {MAX_ROW_BYTES >> 20} MiB", "")
-                    continue
-                _, *row = next(rows)
-                record = nested | dict(zip(batch.schema.names, row, strict=True))
-                if any(isinstance(value, UnicodeDecodeError) for value in row):
-                    yield line, bad_row(uri, line, "is not UTF-8", str(record))
-                else:
-                    yield line, record
+            lengths = sum((_text_lengths(column) for column in batch.columns), np.zeros(len(batch), np.int64))
+            kept = lengths <= MAX_ROW_BYTES
+            # Lists have no limit but this.
+            full = np.diff(np.cumsum(lengths * kept) // PARQUET_BATCH_BYTES)
+            for start, stop in pairwise([0, *(np.flatnonzero(full) + 1).tolist(), len(batch)]):
+                lines = line + 1 + np.arange(start, stop)
+                rows, good = batch.slice(start, stop - start), kept[start:stop]
+                too_long = f"is longer than {MAX_ROW_BYTES >> 20} MiB"
+                refused = [(number, bad_row(uri, number, too_long, "")) for number in lines[~good].tolist()]
+                yield RawRows(lines[good], rows if good.all() else rows.filter(pa.array(good)), refused, nested)
+            line += len(batch)
 
 
 def _batches(file: pq.ParquetFile, dictionaries: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -386,7 +484,9 @@ def _batches(file: pq.ParquetFile, dictionaries: pq.ParquetFile, columns: Sequen
         first = next(dictionaries.iter_batches(1, row_groups=[group], columns=columns), None)
         columns_read = [column for column in first.columns if _is_dictionary(column)] if first else []
         largest = max((int(_text_lengths(column.dictionary).max(initial=1)) for column in columns_read), default=1)
-        rows = max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES // largest))
+        row_group = file.metadata.row_group(group)
+        mean = row_group.total_byte_size // max(row_group.num_rows, 1)
+        rows = max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES // max(largest, mean)))
         yield from file.iter_batches(rows, row_groups=[group], columns=columns)
 
 
@@ -401,14 +501,14 @@ def _check_chunks(uri: str, metadata: pq.FileMetaData, columns: Sequence[str]) -
         for index in range(row_group.num_columns):
             chunk = row_group.column(index)
             most = max(MAX_CHUNK_BYTES, MAX_EXPANSION * chunk.total_compressed_size)
-            if chunk.path_in_schema in columns and chunk.total_uncompressed_size > min(
-                most, MAX_ROW_BYTES * (row_group.num_rows + 1)
-            ):
+            too_large = chunk.total_uncompressed_size > min(most, MAX_ROW_BYTES * (row_group.num_rows + 1))
+            if chunk.path_in_schema in columns and (too_large or chunk.num_values > MAX_CHUNK_VALUES + row_group.num_rows):
                 raise BadData(
                     "a column of a Parquet file is too large to read",
-                    value=f"{uri}: {chunk.total_uncompressed_size:,} bytes of {chunk.path_in_schema!r} in row group {group}",
+                    value=f"{uri}: {chunk.total_uncompressed_size:,} bytes and {chunk.num_values:,} values of "
+                    f"{chunk.path_in_schema!r} in row group {group}",
                     rule=f"decompressed, at most {MAX_CHUNK_BYTES >> 30} GiB or {MAX_EXPANSION} times its size in the file, and "
-                    f"at most {MAX_ROW_BYTES >> 20} MiB a row",
+                    f"at most {MAX_ROW_BYTES >> 20} MiB a row; in lists, at most {MAX_CHUNK_VALUES:,} items",
                     remedy="write the file with smaller row groups",
                 )
 
@@ -417,11 +517,27 @@ def _is_dictionary(column: pa.Array) -> bool:
     return bool(pa.types.is_dictionary(column.type))
 
 
-def _text_lengths(column: pa.Array) -> NDArray[np.int64]:
-    """Return the bytes of each row's text (rows,), 0 where the column has none."""
-    values = column.dictionary if _is_dictionary(column) else column
+def _is_list(kind: pa.DataType) -> bool:
+    """Return whether values are lists of text."""
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    item = kind.value_type
+    return is_text(item.value_type if pa.types.is_dictionary(item) else item)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether values are text or bytes."""
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    if not any(is_kind(values.type) for is_kind in kinds):
+    return any(is_kind(kind) for is_kind in kinds)
+
+
+def _text_lengths(column: pa.Array) -> NDArray[np.int64]:
+    """Return the bytes of each row's text (rows,), 0 where the column has none. An item of a list counts ITEM_BYTES more."""
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        ends = np.concatenate([[0], np.cumsum(_text_lengths(column.values) + ITEM_BYTES)])[np.asarray(column.offsets)]
+        return np.where(np.asarray(column.is_valid()), np.diff(ends), 0)
+    values = column.dictionary if _is_dictionary(column) else column
+    if not is_text(values.type):
         return np.zeros(len(column), np.int64)
     lengths = pc.binary_length(values)
     if values is not column:
@@ -443,8 +559,10 @@ def _arrow_errors(uri: str) -> Iterator[None]:
         raise _damaged(uri, first_line(error)) from error
 
 
-def _column_values(column: pa.Array) -> list[Any]:
+def column_values(column: pa.Array) -> list[Any]:
     """Return Python values: for text that is not UTF-8 the exception, for values that Python cannot hold their type."""
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return _lists(column)
     if _is_dictionary(column):
         column = column.dictionary_decode()
     if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
@@ -455,6 +573,20 @@ def _column_values(column: pa.Array) -> list[Any]:
         return [_decoded(value) for value in column.cast(pa.large_binary()).to_pylist()]
     except (ValueError, OverflowError):  # times outside of Python's calendar or finer than its clock
         return [column.type if valid else None for valid in column.is_valid().to_pylist()]
+
+
+def _lists(column: pa.Array) -> list[Any]:
+    items, lengths = iter(column_values(column.flatten())), pc.list_value_length(column).to_pylist()
+    rows = [None if length is None else list(islice(items, length)) for length in lengths]
+    wrong = ([item for item in row or () if isinstance(item, UnicodeDecodeError)] for row in rows)
+    return [found[0] if found else row for row, found in zip(rows, wrong, strict=True)]
+
+
+def _number(value: Any) -> Any:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def _decoded(value: bytes | None) -> str | UnicodeDecodeError | None:

@@ -1,7 +1,6 @@
 """Read rows from shards' records: one stream of good rows and refused rows.
 
-The only reader of input data. prepare, and embed through `DocumentReader`, decide by the same code which rows are good, so that
-"good row number n of this shard" means the same row everywhere.
+The only reader of input data.
 """
 
 from __future__ import annotations
@@ -10,18 +9,11 @@ import hashlib
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import compress
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pipeline import store
-from pipeline.dataset.columns import CORPUS_COLUMNS, TRAINING_COLUMNS, filled, resolve
+from pipeline.dataset.columns import CORPUS_COLUMNS, TRAINING_COLUMNS, Columns, filled, resolve
 from pipeline.dataset.records import BadRow, Record, bad_row, file_columns, read_records, written
-from pipeline.errors import BadData
-from pipeline.plan import Shard
 
 MAX_ID_CHARACTERS = 1024
 
@@ -30,7 +22,12 @@ CONTROL_CHARACTER = re.compile(f"[{re.escape(CONTROL)}]")
 
 
 class TrainingRow(NamedTuple):
-    """A pair to train or evaluate on; `line` counts from 1 (Parquet: the row's number), texts are stripped and not empty."""
+    """A pair to train or evaluate on; `line` counts from 1 (Parquet: the row's number), texts are stripped and not empty.
+
+    Attributes:
+        negatives: documents that do not answer the query.
+        group: of what is held out together, where `data.holdout_by` says so.
+    """
 
     id: str
     query: str
@@ -39,6 +36,8 @@ class TrainingRow(NamedTuple):
     task: str | None
     label: float
     line: int
+    negatives: tuple[str, ...] = ()
+    group: str | None = None
 
 
 class CorpusRow(NamedTuple):
@@ -50,18 +49,10 @@ class CorpusRow(NamedTuple):
     line: int
 
 
-class Document(NamedTuple):
-    """What is embedded of a training row or a corpus row, and its locale."""
-
-    id: str
-    text: str
-    locale: str | None
-
-
 RowT = TypeVar("RowT", TrainingRow, CorpusRow)
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The reason why a record is not a row."""
 
 
@@ -76,68 +67,12 @@ def read_training_rows(uri: str, columns: Mapping[str, str]) -> Iterator[Trainin
         BadConfig: its name has no known suffix.
         MissingInput, Transient: it cannot be read.
     """
-    return _rows(uri, TRAINING_COLUMNS, columns, _training_row)
+    return _rows(uri, TRAINING_COLUMNS, columns, training_row)
 
 
 def read_corpus_rows(uri: str, columns: Mapping[str, str]) -> Iterator[CorpusRow | BadRow]:
     """Yield every row of a corpus shard; otherwise as `read_training_rows`."""
-    return _rows(uri, CORPUS_COLUMNS, columns, _corpus_row)
-
-
-class DocumentReader:
-    """Reads documents of ranges of shards' good rows. A shard is a stream, so a range that begins at the end of the previous
-    one or later in the same shard continues from there: ranges in their order cost one pass over the rows.
-
-    Args:
-        source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
-        columns: as for `read_training_rows`.
-        distinct: URI of a shard -> for each good row whether it counts: repeated documents do not. None: all rows count.
-    """
-
-    def __init__(self, source: str, columns: Mapping[str, str], distinct: Mapping[str, NDArray[np.bool_]] | None = None) -> None:
-        self._source = source
-        self._columns = columns
-        self._distinct = distinct
-        self._uri = ""
-        self._row = 0
-        self._good: Iterator[TrainingRow | CorpusRow] = iter(())
-
-    def read(self, shard: Shard, start: int, stop: int) -> Iterator[Document]:
-        """Yield the documents of the rows [start, stop) of a shard, counted as the plan does. One range at a time.
-
-        Raises:
-            BadData: the shard differs from the planned one.
-        """
-        info = store.stat(shard.uri)
-        if info is not None and info.size != shard.size:
-            raise _changed(shard, f"{info.size} bytes, {shard.size} when the run was planned")
-        if shard.uri != self._uri or start < self._row:
-            self._open(shard)
-        # Invariant: self._row is the number of the next good row, wherever the caller stops.
-        while self._row < stop:
-            row = next(self._good, None)
-            if row is None:
-                found = max(self._row - start, 0)
-                self.close()
-                raise _changed(shard, f"rows [{start}, {stop}) were planned, {found} of them are there")
-            self._row += 1
-            if self._row > start:
-                yield Document(row.id, row.text if isinstance(row, CorpusRow) else row.document, row.locale)
-        if stop == shard.rows:
-            self.close()
-
-    def close(self) -> None:
-        """Close the open shard; the next read opens it again."""
-        self._uri, self._row, self._good = "", 0, iter(())
-
-    def _open(self, shard: Shard) -> None:
-        self.close()
-        found: Iterator[TrainingRow | CorpusRow | BadRow]
-        corpus = self._source == "corpus"
-        found = read_corpus_rows(shard.uri, self._columns) if corpus else read_training_rows(shard.uri, self._columns)
-        good = (row for row in found if not isinstance(row, BadRow))
-        self._uri = shard.uri
-        self._good = good if self._distinct is None else compress(good, self._distinct[shard.uri])
+    return _rows(uri, CORPUS_COLUMNS, columns, corpus_row)
 
 
 def normalized_hash(text: str) -> int:
@@ -152,7 +87,21 @@ def _rows(
     uri: str, ours: Sequence[str], given: Mapping[str, str], make: Callable[[Record, Mapping[str, str], int], RowT]
 ) -> Iterator[RowT | BadRow]:
     columns = resolve(uri, ours, given, file_columns(uri))
-    for line, record in read_records(uri, columns):
+    return checked(uri, columns, make, read_records(uri, columns))
+
+
+def checked(
+    uri: str,
+    columns: Columns,
+    make: Callable[[Record, Mapping[str, str], int], RowT],
+    records: Iterable[tuple[int, Record | BadRow]],
+) -> Iterator[RowT | BadRow]:
+    """Yield the row of each record, or its refusal.
+
+    Args:
+        make: `training_row` or `corpus_row`.
+    """
+    for line, record in records:
         if isinstance(record, BadRow):
             yield record
             continue
@@ -160,7 +109,7 @@ def _rows(
             for template, parts in columns.templates.items():
                 record[template] = _filled(parts, record)
             yield make(record, columns.names, line)
-        except _Refused as refusal:
+        except Refused as refusal:
             yield bad_row(uri, line, str(refusal) + columns.hints.get(str(refusal), ""), written(record))
 
 
@@ -168,10 +117,17 @@ def _filled(parts: Sequence[tuple[str, str]], record: Record) -> str | None:
     try:
         return filled(parts, record)
     except TypeError as error:
-        raise _Refused("a column of the template is neither text nor a number") from error
+        raise Refused("a column of the template is neither text nor a number") from error
 
 
-def _training_row(record: Record, names: Mapping[str, str], line: int) -> TrainingRow:
+def training_row(record: Record, names: Mapping[str, str], line: int) -> TrainingRow:
+    """
+    Args:
+        names: our name -> the file's.
+
+    Raises:
+        Refused: a value is not what it should be.
+    """
     query, document = _text(record, names["query"]), _text(record, names["document"])
     return TrainingRow(
         _identifier(record, names, document),
@@ -181,10 +137,13 @@ def _training_row(record: Record, names: Mapping[str, str], line: int) -> Traini
         _optional_text(record, names["task"]),
         _label(record, names["label"]),
         line,
+        negatives(record.get(names["negatives"]), names["negatives"]),
+        group(record.get(names["group"]), names["group"]),
     )
 
 
-def _corpus_row(record: Record, names: Mapping[str, str], line: int) -> CorpusRow:
+def corpus_row(record: Record, names: Mapping[str, str], line: int) -> CorpusRow:
+    """Arguments and errors as of `training_row`."""
     text = _text(record, names["text"])
     return CorpusRow(_identifier(record, names, text), text, _optional_text(record, names["locale"]), line)
 
@@ -196,37 +155,66 @@ def _identifier(record: Record, names: Mapping[str, str], text: str) -> str:
         return f"{normalized_hash(text):016x}"
     value = record.get(column)
     if value is None:
-        raise _Refused(f"lacks the field {column!r}")
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise _Refused(f"{column!r} is neither text nor an integer")
-    identifier = str(value)
+        raise Refused(f"lacks the field {column!r}")
+    identifier = _written(value, column)
     if not identifier.strip():
-        raise _Refused(f"{column!r} is empty")
+        raise Refused(f"{column!r} is empty")
     if len(identifier) > MAX_ID_CHARACTERS:
-        raise _Refused(f"{column!r} is longer than {MAX_ID_CHARACTERS} characters")
+        raise Refused(f"{column!r} is longer than {MAX_ID_CHARACTERS} characters")
     # Ids are keys of other systems' files, where a NUL ends a string and a line break ends a row.
     if CONTROL_CHARACTER.search(identifier):
-        raise _Refused(f"{column!r} has a control character")
+        raise Refused(f"{column!r} has a control character")
     return identifier
 
 
+def _written(value: Any, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise Refused(f"{column!r} is neither text nor an integer")
+    return str(value)
+
+
 def _text(record: Record, column: str) -> str:
-    value = record.get(column)
+    return _stripped(record.get(column), column)
+
+
+def _stripped(value: Any, column: str) -> str:
     if value is None:
-        raise _Refused(f"lacks the field {column!r}")
+        raise Refused(f"lacks the field {column!r}")
     if not isinstance(value, str):
-        raise _Refused(f"{column!r} is not text")
-    value = value.strip()
-    if not value.strip(CONTROL + " "):
-        raise _Refused(f"{column!r} is empty")
-    return value
+        raise Refused(f"{column!r} is not text")
+    text = value.strip()
+    if not text.strip(CONTROL + " "):
+        raise Refused(f"{column!r} is empty")
+    return text
 
 
 def _optional_text(record: Record, column: str) -> str | None:
     value = record.get(column)
     if value is not None and not isinstance(value, str):
-        raise _Refused(f"{column!r} is not text")
+        raise Refused(f"{column!r} is not text")
     return value
+
+
+def negatives(value: Any, column: str) -> tuple[str, ...]:
+    """Return the negatives of a row, none for null.
+
+    Raises:
+        Refused: it is neither a text nor a list of texts, or a text is empty.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, (str, list)) or not all(isinstance(one, str) for one in value):
+        raise Refused(f"{column!r} is neither text nor a list of texts")
+    return tuple(_stripped(one, column) for one in ([value] if isinstance(value, str) else value))
+
+
+def group(value: Any, column: str) -> str | None:
+    """Return the group of a row; an empty one is none.
+
+    Raises:
+        Refused: it is neither a text nor an integer.
+    """
+    return None if value is None else _written(value, column).strip() or None
 
 
 def _label(record: Record, column: str) -> float:
@@ -238,14 +226,5 @@ def _label(record: Record, column: str) -> float:
     except OverflowError:
         label = math.inf
     if not math.isfinite(label):
-        raise _Refused(f"{column!r} is not a number")
+        raise Refused(f"{column!r} is not a number")
     return label
-
-
-def _changed(shard: Shard, detail: str) -> BadData:
-    return BadData(
-        "a shard has changed since the run was planned",
-        value=f"{shard.uri}: {detail}",
-        rule="shards never change; new data is a new file",
-        remedy="put the old file back, or start a new run",
-    )

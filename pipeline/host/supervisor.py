@@ -205,12 +205,11 @@ class Supervisor:
         shape = spec.shape
         node = self._node
         kind = neuron_launch.kind_of(numbers.kind, spec)
-        if shape == Shape.SINGLE:
+        if spec.queue == Queue.EMBED:
+            # The ranks of these hosts need no collectives.
+            nodes, ranks_per_node = 1, numbers.ranks_per_child or numbers.ranks_per_node
+        elif shape != Shape.GANG:
             nodes, ranks_per_node = 1, 1
-        elif shape == Shape.ARRAY:
-            # A child's ranks share its parts and need no collectives; one on Fargate has no chips to divide.
-            per_child = 1 if spec.queue == Queue.CPU else numbers.ranks_per_child or numbers.ranks_per_node
-            nodes, ranks_per_node = 1, per_child
         elif numbers.nodes != self._node.nodes:
             raise BadConfig(
                 "the job's gang is not the plan's",

@@ -12,8 +12,9 @@ import hashlib
 import io
 import json
 import mimetypes
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ __all__ = [
     "list_objects",
     "local_file",
     "local_folder",
+    "one_version",
     "open_read",
     "read_bytes",
     "read_json",
@@ -66,13 +68,18 @@ UPLOADS_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One stored object: URI, size in bytes, version tag (S3: ETag; local: content hash, empty in listings), and in listings the
-    time of the last write (seconds since 1970, by the storage's clock)."""
+    """One stored object: URI, size in bytes, version tag (S3: ETag; local: empty), and the time of the last write (seconds since
+    1970, by the storage's clock)."""
 
     uri: str
     size: int
     etag: str = ""
     modified: float = field(default=0.0, compare=False)
+
+    @property
+    def version(self) -> str:
+        """Another one after every write: the ETag; of a local file the time of its last write."""
+        return self.etag or f"{self.modified!r}-{self.size}"
 
 
 def join(root: str, *names: str) -> str:
@@ -198,10 +205,10 @@ def stat(uri: str) -> ObjectInfo | None:
             answer = persistently(uri, lambda: s3_client().head_object(Bucket=bucket, Key=key))
         except MissingInput:
             return None
-        return ObjectInfo(uri, answer["ContentLength"], answer["ETag"])
+        return ObjectInfo(uri, answer["ContentLength"], answer["ETag"], answer["LastModified"].timestamp())
     with translated(uri):
         path = _local(uri)
-        return ObjectInfo(uri, path.stat().st_size) if path.is_file() else None
+        return ObjectInfo(uri, path.stat().st_size, modified=path.stat().st_mtime) if path.is_file() else None
 
 
 def exists(uri: str) -> bool:
@@ -289,6 +296,38 @@ def download(uri: str, path: Path, *, sha256: str | None = None, size: int | Non
                 remedy="restore the named version, or name the new one",
             )
     return path
+
+
+@contextmanager
+def one_version(uri: str, version: str, size: int, cache: Path, beat: Callable[[int], None]) -> Iterator[tuple[Path, str]]:
+    """Yield a local file with one version of an object, and its SHA-256; on S3 a download, which is removed afterwards.
+
+    Args:
+        version, size: as `ObjectInfo` has them.
+        cache: path of the download.
+        beat: called with the bytes read so far.
+
+    Raises:
+        MissingInput, StorageRefused, Transient.
+        Conflict: the object has another version, or got one inside the block.
+    """
+    if is_s3(uri):
+        try:
+            with open(cache, "wb") as stream:
+                digest = _copy(_counted(s3.pieces(uri, size, version), beat), stream)
+            yield cache, digest
+        finally:
+            cache.unlink(missing_ok=True)
+        return
+    path = _local(uri)
+    try:
+        with translated(uri), open(path, "rb") as source, open(os.devnull, "wb") as nowhere:
+            digest = _copy(_counted(_chunks(source), beat), nowhere)
+        yield path, digest
+    finally:
+        found = stat(uri)
+        if found is not None and found.version != version:
+            raise Conflict(uri)
 
 
 def upload_folder(folder: Path, uri: str) -> dict[str, Artifact]:
@@ -393,6 +432,14 @@ def _one_version(uri: str) -> Iterator[None]:
 def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
     while chunk := stream.read(CHUNK_BYTES):
         yield chunk
+
+
+def _counted(chunks: Iterator[bytes], beat: Callable[[int], None]) -> Iterator[bytes]:
+    done = 0
+    for chunk in chunks:
+        yield chunk
+        done += len(chunk)
+        beat(done)
 
 
 def _copy(chunks: Iterator[bytes], target: BinaryIO) -> str:

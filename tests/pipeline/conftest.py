@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -18,17 +17,18 @@ import torch
 from pipeline import store
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import DEPLOYMENT_VARIABLE, RunPaths, Stage, StageResult, now
-from pipeline.dataset.arrow import SCHEMAS
-from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.ingested import DOCUMENTS
+from pipeline.dataset.row_files import SCHEMAS
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.model.folder import WEIGHTS
-from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PartPlan, PlannedWorld, Published, RunPlan, Shard, Span, TrainPlan
+from pipeline.plan import HoldoutPlan, InputShard, Parent, PlannedWorld, Published, RunPlan, Shard, TrainPlan, part_count
 from pipeline.run import heartbeat
 from pipeline.run.cloudwatch import EXECUTION_VARIABLE, is_record
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
+from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
 from tests.pipeline.nodes import planned_ranks, scripted_stage, supervise  # noqa: F401 - fixtures
 from tests.tiny import WORDS, make_model
 
@@ -128,6 +128,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
         settings: Mapping[str, Any] | None = None,
         published: Published | None = None,
         locales: Sequence[str | None] = (None,),
+        without_tokens: Collection[str] = (),
     ) -> PlannedRun:
         root = root or str(tmp_path / "bucket")
         texts = list(texts if texts is not None else make_texts(100))
@@ -138,8 +139,9 @@ def plan_run(tmp_path: Path) -> PlanRun:
         paths = RunPaths(store.join(root, "runs", run))
         store.upload_folder(local / "parent", store.join(root, "models", "parent"))
         store.upload_folder(local / "model", paths.model)
+        tokenizer = TextTokenizer(local / "parent")
         shards = [
-            _write_shard(root, index, texts[start : start + shard_rows], locales)
+            _ingest_shard(root, index, texts[start : start + shard_rows], locales, tokenizer, without_tokens)
             for index, start in enumerate(range(0, len(texts), shard_rows))
         ]
         parent = Parent(
@@ -155,7 +157,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
             published=published,
             world=PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1),
             train=TrainPlan(
-                new=tuple(shards),
+                new=(Shard(uri=store.join(root, "train", "pairs.jsonl"), sha256="a" * 64, size=1000, rows=120, new_rows=90),),
                 replay=(),
                 rows=90,
                 new_rows=90,
@@ -166,8 +168,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
                 warmup_steps=1,
             ),
             holdout=HoldoutPlan(rows=30, queries=30, candidates=len(texts)),
-            embed=_plan_embedding(texts, shards, part_rows, children),
-            seen=tuple(shard.sha256 for shard in shards),
+            embed=plan_documents(root, shards, tokenizer, parts=part_count(len(texts), part_rows, children), children=children),
         ).sealed()
         store.write_bytes(paths.plan, plan.to_json())
         _write_rows(paths, config, local / "model", texts, tmp_path / f"rows-{run}")
@@ -176,29 +177,23 @@ def plan_run(tmp_path: Path) -> PlanRun:
     return plan_run
 
 
-def _write_shard(root: str, index: int, texts: Sequence[Text], locales: Sequence[str | None]) -> Shard:
-    """Write rows whose locales take turns."""
+def _ingest_shard(
+    root: str,
+    index: int,
+    texts: Sequence[Text],
+    locales: Sequence[str | None],
+    tokenizer: TextTokenizer,
+    without_tokens: Collection[str],
+) -> InputShard:
+    """Ingest documents whose locales take turns; the shard itself is not there."""
     uri = store.join(root, "corpus", f"shard-{index}.jsonl")
-    rows = ({"id": key, "text": text, "locale": locale} for (key, text), locale in zip(texts, cycle(locales), strict=False))
-    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    store.write_bytes(uri, data)
-    return Shard(uri=uri, sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=len(texts))
-
-
-def _plan_embedding(texts: Sequence[Text], shards: Sequence[Shard], part_rows: int, children: int) -> EmbedPlan:
-    digest = IdDigest()
-    for identifier, _ in texts:
-        digest.add(identifier)
-    places = [(index, row) for index, shard in enumerate(shards) for row in range(shard.rows)]
-    parts = []
-    for start in range(0, len(places), part_rows):
-        chosen = places[start : start + part_rows]
-        rows = {shard: [row for owner, row in chosen if owner == shard] for shard, _ in chosen}
-        spans = tuple(Span(shard=shard, start=found[0], stop=found[-1] + 1) for shard, found in rows.items())
-        parts.append(PartPlan(spans=spans, rows=len(chosen)))
-    return EmbedPlan(
-        source="corpus", shards=tuple(shards), rows=len(texts), ids=str(digest), parts=tuple(parts), children=children
-    )
+    shard = name_shard(uri, DOCUMENTS, size=100 * len(texts), tokenizer=tokenizer_plan(tokenizer), of_pairs=False)
+    rows = [
+        {"id": key, "text": text, "locale": locale, "line": line}
+        for line, ((key, text), locale) in enumerate(zip(texts, cycle(locales), strict=False), 1)
+    ]
+    ingest(root, shard, rows, tokenizer, without_tokens=without_tokens)
+    return shard
 
 
 def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence[Text], folder: Path) -> None:
@@ -217,6 +212,7 @@ def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence
     candidates = {
         "document_tokens": tokenizer.encode([text for _, text in texts], max(config.embed.buckets)),
         "document_hash": [normalized_hash(text) for _, text in texts],
+        "id": [identifier for identifier, _ in texts],
     }
     folder.mkdir()
     for name, columns in (("holdout.arrow", holdout), ("candidates.arrow", candidates)):

@@ -1,0 +1,427 @@
+"""ingest: one child of the array that reads each new input file once, and writes its rows and tokens for all runs to come.
+
+Reads `prepare/inputs.json` and the input files that it names; writes `ingested/rows` and `ingested/tokens`
+(pipeline/dataset/ingested). What is complete is left alone, so a child that is interrupted loses at most the file it was in.
+Where only the tokens are missing, because the tokenizer is another one, they are made from the ingested texts. The child that
+finds the files of all children complete speaks for the stage.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline import store
+from pipeline.contract import Artifact
+from pipeline.dataset.blocks import Block, id_hashes, normalized_hashes, read_blocks, shard_columns
+from pipeline.dataset.ingested import (
+    DOCUMENTS,
+    FILE_ROWS,
+    PAIRS,
+    SCHEMA_VERSION,
+    TOKENS,
+    IngestedFile,
+    IngestedShard,
+    Profile,
+    TokenProfile,
+    row_versions,
+    string_hashes,
+    token_schema,
+    write_batches,
+    write_file,
+    write_profile,
+)
+from pipeline.dataset.refusals import Refusals
+from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
+from pipeline.errors import BadData, Transient
+from pipeline.plan import InputShard, RunInputs
+from pipeline.run.context import StageContext, StageOutput
+
+log = logging.getLogger("trnpipe")
+
+FILE_BYTES = 128 << 20
+"""Text of a file's rows. Sorted, written and tokenized they are in memory some five times."""
+
+NAMED_VALUES = 1000
+OTHERS = "…"
+LOOKS_AT_ONCE = 16
+"""Shards that are looked for in parallel requests."""
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".h5")
+"""Files of a model folder that hold no tokenizer."""
+
+
+def run(context: StageContext) -> StageOutput | None:
+    """Ingest this child's share of the input files.
+
+    Returns:
+        The stage's output if the files of all children are complete, else None.
+
+    Raises:
+        BadData: a file is damaged, or has changed since the run began.
+        Transient: a file has changed, and this is the job's first attempt.
+    """
+    inputs = RunInputs.from_json(store.read_bytes(context.paths.inputs))
+    child, children, begun = context.world.node.array_index, max(inputs.ingest_children, 1), time.monotonic()
+    files: dict[tuple[str, str], list[InputShard]] = {}
+    for shard in inputs.shards:
+        files.setdefault((shard.uri, shard.version), []).append(shard)
+    own = list(files.values())[child::children]
+    todo = [(shards, [one for one in shards if not _ingested(context, one).is_ingested()]) for shards in own]
+    todo = [(shards, missing) for shards, missing in todo if missing]
+    log.info("ingest: child %d of %d: %d of its %d files are to do", child, children, len(todo), len(own))
+    if todo:
+        worker = open_worker(context, inputs)
+        for _, missing in todo:
+            ingest_file(worker, missing)
+    return stage_output(context, inputs, time.monotonic() - begun)
+
+
+def _ingested(context: StageContext, shard: InputShard) -> IngestedShard:
+    return IngestedShard(context.paths.bucket_root, shard)
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """This process's tokenizer, and its progress in rows."""
+
+    context: StageContext
+    inputs: RunInputs
+    tokenizer: TextTokenizer
+    done: int = 0
+
+    def beat(self, rows: int, note: str) -> None:
+        """Report rows that are done."""
+        self.done += rows
+        self.context.heartbeat.beat(self.done, unit="rows", note=note)
+
+    def encode(self, column: pa.ChunkedArray) -> EncodedColumn:
+        """Return the token ids of a column of texts, equal ones of which are encoded once."""
+        encoded = column.combine_chunks().dictionary_encode()
+        lengths, missing, found = [0], [], []
+        for start in range(0, len(encoded.dictionary), TEXTS_AT_ONCE):
+            texts = encoded.dictionary.slice(start, TEXTS_AT_ONCE).to_pylist()
+            for tokens in self.tokenizer.encode_each(texts, self.inputs.tokenizer.cap):
+                missing.append(isinstance(tokens, str))
+                if not isinstance(tokens, str):
+                    found.append(tokens)
+                lengths.append(0 if isinstance(tokens, str) else len(tokens))
+            self.beat(0, "tokenizing")
+        kind = token_schema(DOCUMENTS, self.tokenizer.vocabulary).field(0).type.value_type
+        values = pa.array(np.concatenate(found) if found else [], kind)
+        offsets = pa.array(np.cumsum(lengths), pa.int32())
+        return EncodedColumn(pa.ListArray.from_arrays(offsets, values, mask=pa.array(missing, pa.bool_())), encoded.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedColumn:
+    """Token ids of distinct texts, null where there are none, and the place of each row's text among them."""
+
+    distinct: pa.ListArray
+    indices: pa.Array
+
+    def take(self, rows: pa.Array) -> pa.ListArray:
+        """Return the token ids of some rows."""
+        return self.distinct.take(self.indices.take(rows))
+
+
+def open_worker(context: StageContext, inputs: RunInputs) -> Worker:
+    """Load the parent's tokenizer.
+
+    Raises:
+        BadData: it is not the one that the run began with.
+    """
+    context.heartbeat.beat(note="loading the tokenizer")
+    folder = tokenizer_folder(inputs.parent.folder, context.scratch / "tokenizer")
+    tokenizer = TextTokenizer(folder)
+    if tokenizer.digest != inputs.tokenizer.digest:
+        raise BadData(
+            "the parent's tokenizer has changed since the run began",
+            value=inputs.parent.folder,
+            rule="all files of a run are tokenized alike",
+            remedy="put the old tokenizer back, or start a new run",
+        )
+    return Worker(context=context, inputs=inputs, tokenizer=tokenizer)
+
+
+def tokenizer_folder(uri: str, cache: Path) -> Path:
+    """Return a local folder with the files of a model folder but its weights."""
+    if not store.is_s3(uri):
+        return store.local_folder(uri, cache)
+    for info in store.list_objects(uri):
+        if not info.uri.endswith(WEIGHTS):
+            store.download(info.uri, cache / info.uri.removeprefix(uri.rstrip("/") + "/"))
+    return cache
+
+
+def ingest_file(worker: Worker, shards: Sequence[InputShard]) -> None:
+    """Make what is missing of one input file.
+
+    Args:
+        shards: the uses of the file, of which something is missing.
+    """
+    without_rows = [shard for shard in shards if not _ingested(worker.context, shard).has_rows()]
+    for shard in shards:
+        if shard not in without_rows:
+            tokenize_again(worker, shard)
+    if without_rows:
+        ingest_rows(worker, without_rows)
+
+
+@dataclass(kw_only=True)
+class Made:
+    """What is made of a file in one use: two local folders, and what their profiles say."""
+
+    shard: InputShard
+    rows_folder: Path
+    tokens_folder: Path
+    files: list[IngestedFile] = field(default_factory=list)
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
+    without_tokens: int = 0
+    statistics: dict[str, Any] = field(default_factory=lambda: {"tokens": 0, "repeated": 0, "labels": 0.0})
+    positive_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files)
+
+    def write_tokens(self, columns: Sequence[pa.ListArray], vocabulary: int) -> None:
+        """Write the tokens of one more file, in the order of its rows."""
+        table = pa.table(list(columns), schema=token_schema(self.shard.kind, vocabulary))
+        self.offsets.append(write_batches(self.tokens_folder / f"tokens-{len(self.offsets):05d}.arrow", table))
+        nulls = np.any([np.asarray(column.is_null()) for column in columns], axis=0)
+        self.without_tokens += int(nulls.sum())
+        for name, column in zip(TOKENS[self.shard.kind], columns, strict=True):
+            lengths = np.asarray(pa.compute.list_value_length(column).drop_null(), np.int64)
+            self.statistics["tokens"] += int(lengths.sum())
+            bounds, counts = np.unique(np.ceil(np.log2(lengths)).astype(np.int64), return_counts=True)
+            self._count(name, {str(1 << bound): count for bound, count in zip(bounds.tolist(), counts.tolist(), strict=True)})
+
+    def write_rows(self, rows: pa.Table, holdout_by: str) -> pa.Array:
+        """Write one more file of rows, see blocks.SCHEMAS; return their order."""
+        kind = self.shard.kind
+        table = _pairs(rows, holdout_by) if kind == PAIRS else _documents(rows)
+        table = table.append_column("row", pa.array(np.arange(len(rows))))
+        file, ordered = write_file(self.rows_folder, len(self.files), kind, table)
+        self.files.append(file)
+        for name, column in (("locales", "locale"), ("tasks", "task")):
+            if column in table.column_names:
+                found = table[column].value_counts().to_pylist()
+                self._count(name, {each["values"] or "": each["counts"] for each in found})
+        if kind == PAIRS:
+            labels = table["label"].to_numpy()
+            self.positive_rows += int((labels > 0).sum())
+            self.statistics["labels"] += float(labels.sum(dtype=np.float64))
+            self.statistics["repeated"] += len(rows) - len(np.unique(table["version"].to_numpy()))
+        return ordered["row"].combine_chunks()
+
+    def _count(self, name: str, counts: Mapping[str, int]) -> None:
+        """Add to a count of values, of which the first NAMED_VALUES have names."""
+        known = self.statistics.setdefault(name, {})
+        for value, count in counts.items():
+            place = value if value in known or len(known) < NAMED_VALUES else OTHERS
+            known[place] = known.get(place, 0) + count
+
+    def publish_tokens(self, context: StageContext, vocabulary: int) -> None:
+        """Upload the tokens."""
+        profile = TokenProfile(
+            schema_version=SCHEMA_VERSION,
+            rows_name=self.shard.rows,
+            vocabulary=vocabulary,
+            files=tuple(self.offsets),
+            without_tokens=self.without_tokens,
+            sizes={},
+        )
+        write_profile(self.tokens_folder, _ingested(context, self.shard).tokens_uri, profile)
+
+
+def tokenize_again(worker: Worker, shard: InputShard) -> None:
+    """Make the tokens of a shard from its ingested texts."""
+    context, ingested = worker.context, _ingested(worker.context, shard)
+    with tempfile.TemporaryDirectory(dir=context.scratch) as name:
+        made = Made(shard=shard, rows_folder=Path(name), tokens_folder=Path(name))
+        for number, file in enumerate(ingested.profile.files):
+            texts = pa.concat_tables(ingested.texts(number, 0, file.rows))["texts"].combine_chunks().flatten()
+            rows = np.arange(file.rows)
+            width = len(TOKENS[shard.kind])
+            columns = [texts.take(pa.array(rows * width + place)) for place in range(width)]
+            encoded = [worker.encode(pa.chunked_array([column])) for column in columns]
+            made.write_tokens([column.take(pa.array(rows)) for column in encoded], worker.tokenizer.vocabulary)
+            worker.beat(file.rows, "tokenizing")
+        made.publish_tokens(context, worker.tokenizer.vocabulary)
+    log.info("%s: %d %s tokenized again", shard.uri, ingested.profile.rows, shard.kind)
+
+
+def ingest_rows(worker: Worker, shards: Sequence[InputShard]) -> None:
+    """Read one input file, and write its rows and tokens in each of its uses.
+
+    Raises:
+        BadData, Transient: see `run`.
+    """
+    context, [first, *_] = worker.context, shards
+    with tempfile.TemporaryDirectory(dir=context.scratch) as name:
+        cache = Path(name) / "input"
+        try:
+            with store.one_version(
+                first.uri, first.version, first.size, cache, lambda done: _beat_bytes(context, first, done)
+            ) as (
+                path,
+                sha256,
+            ):
+                _ingest_copy(worker, shards, path, sha256, Path(name))
+        except store.Conflict as error:
+            # A new attempt may find that the listing was older than the file; a third version it will not find.
+            kind = Transient if context.world.node.attempt == 1 else BadData
+            raise kind(
+                "an input file has changed since the run began",
+                value=first.uri,
+                rule="input files never change; new data is a new file",
+                remedy="put the old file back, or start a new run",
+            ) from error
+
+
+def _beat_bytes(context: StageContext, shard: InputShard, done: int) -> None:
+    context.heartbeat.beat(done, shard.size, unit="bytes", note="reading an input file")
+
+
+def _ingest_copy(worker: Worker, shards: Sequence[InputShard], path: Path, sha256: str, scratch: Path) -> None:
+    context, config, [first, *_] = worker.context, worker.inputs.config.data, shards
+    begun = time.monotonic()
+    made = []
+    for shard in shards:
+        folders = [scratch / f"{shard.kind}-{what}" for what in ("rows", "tokens")]
+        for folder in folders:
+            folder.mkdir()
+        made.append(Made(shard=shard, rows_folder=folders[0], tokens_folder=folders[1]))
+    source = PAIRS if first.of_pairs else DOCUMENTS
+    columns = shard_columns(first.uri, source, config.columns, str(path))
+    refusals = Refusals()
+    with (scratch / "quarantine.jsonl").open("w", encoding="utf-8") as quarantine:
+
+        def good(blocks: Iterator[Block]) -> Iterator[pa.Table]:
+            for block in blocks:
+                for row in block.bad:
+                    quarantine.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
+                    refusals.add(row)
+                worker.beat(len(block.rows) + len(block.bad), "checking rows")
+                yield block.rows
+
+        for rows in files_of(good(read_blocks(first.uri, source, config.columns, str(path)))):
+            encoded = {name: worker.encode(rows[name]) for name in ("query", "document") if name in rows.column_names}
+            for one in made:
+                order = one.write_rows(rows, config.holdout_by)
+                wanted = [name.removesuffix("_tokens") for name in TOKENS[one.shard.kind]]
+                one.write_tokens([encoded[name].take(order) for name in wanted], worker.tokenizer.vocabulary)
+    for one in made:
+        if refusals.count and one.shard.kind == source:
+            (scratch / "quarantine.jsonl").rename(one.rows_folder / "quarantine.jsonl")
+        profile = Profile(
+            schema_version=SCHEMA_VERSION,
+            kind=one.shard.kind,
+            uri=first.uri,
+            version=first.version,
+            size=first.size,
+            sha256=sha256,
+            rows=one.rows,
+            bad_rows=refusals.count,
+            reasons=tuple(refusals.reasons()),
+            files=tuple(one.files),
+            sizes={},
+            columns=dict(columns.names),
+            positive_rows=one.positive_rows,
+            statistics=one.statistics,
+        )
+        write_profile(one.rows_folder, _ingested(context, one.shard).rows_uri, profile)
+        one.publish_tokens(context, worker.tokenizer.vocabulary)
+    rows, seconds = made[0].rows, time.monotonic() - begun
+    log.info(
+        "%s: %d rows, %d refused, %.0f rows per second",
+        first.uri,
+        rows,
+        refusals.count,
+        (rows + refusals.count) / max(seconds, 1e-9),
+    )
+
+
+def files_of(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Join the rows of blocks until they fill a file."""
+    pending: list[pa.Table] = []
+    rows = size = 0
+    for table in tables:
+        for piece in (table.slice(start, FILE_ROWS) for start in range(0, len(table), FILE_ROWS)):
+            if pending and (rows + len(piece) > FILE_ROWS or size + piece.nbytes > FILE_BYTES):
+                yield pa.concat_tables(pending)
+                pending, rows, size = [], 0, 0
+            pending.append(piece)
+            rows, size = rows + len(piece), size + piece.nbytes
+    if pending:
+        yield pa.concat_tables(pending)
+
+
+def _pairs(rows: pa.Table, holdout_by: str) -> pa.Table:
+    """Return the rows with the columns of ingested pairs."""
+    query, document = (rows[name].to_numpy() for name in ("query_hash", "document_hash"))
+    labels = rows["label"].to_numpy()
+    versions = row_versions(query, document, string_hashes(rows["locale"]), string_hashes(rows["task"]), labels)
+    key = query if holdout_by == "query" else document
+    if holdout_by == "group":
+        group = rows["group"].combine_chunks()
+        # Rows without a group are held out with the others of their document.
+        key = np.where(np.asarray(group.is_valid()), normalized_hashes(group.fill_null("")), document)
+    texts = pa.concat_arrays([rows[name].combine_chunks() for name in ("query", "document")])
+    pairs = np.arange(2 * len(rows)).reshape(2, -1).T.ravel()
+    facts = rows.select(["query_hash", "document_hash", "id", "label", "locale", "task", "line", "negatives", "group"])
+    return _with(facts, key=key, version=versions, texts=_lists(texts.take(pa.array(pairs)), 2))
+
+
+def _documents(rows: pa.Table) -> pa.Table:
+    """Return the rows with the columns of ingested documents."""
+    none = pa.ListArray.from_arrays(pa.array(np.zeros(len(rows) + 1), pa.int32()), pa.array([], pa.string()))
+    facts = rows.select(["document_hash", "id", "locale", "line"])
+    texts = _lists(rows["document"].combine_chunks(), 1)
+    return _with(facts, key=id_hashes(rows["id"]), texts=texts, negatives=none, group=pa.nulls(len(rows), pa.string()))
+
+
+def _with(table: pa.Table, **columns: pa.Array | NDArray[np.uint64]) -> pa.Table:
+    for name, column in columns.items():
+        table = table.append_column(name, column if isinstance(column, pa.Array) else pa.array(column))
+    return table
+
+
+def _lists(values: pa.Array, width: int) -> pa.ListArray:
+    """Return lists of so many values each."""
+    return pa.ListArray.from_arrays(pa.array(np.arange(0, len(values) + 1, width), pa.int32()), values)
+
+
+def stage_output(context: StageContext, inputs: RunInputs, seconds: float) -> StageOutput | None:
+    """Return the output of the whole array, or None while files are missing."""
+    context.heartbeat.beat(note="looking at the other children's files")
+    with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
+        ingested = [_ingested(context, shard) for shard in inputs.shards]
+        if not all(pool.map(IngestedShard.is_ingested, ingested)):
+            log.info("ingest: this child is done; others still run")
+            return None
+        # Of a file in two uses, the one that it was written for.
+        counted = [one for one in ingested if (one.shard.kind == PAIRS) == one.shard.of_pairs]
+        profiles = list(pool.map(lambda one: one.profile, counted))
+    return StageOutput(
+        inputs={"inputs": Artifact(context.paths.inputs, store.sha256(context.paths.inputs))},
+        metrics={
+            "shards": len(profiles),
+            "rows": sum(profile.rows for profile in profiles),
+            "bad_rows": sum(profile.bad_rows for profile in profiles),
+            "tokens": sum(profile.statistics["tokens"] for profile in profiles),
+            "seconds": seconds,
+        },
+    )
