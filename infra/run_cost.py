@@ -15,7 +15,7 @@ from aws_cdk import aws_sns as sns
 from constructs import Construct
 
 from infra.settings import COST_TAG, Settings
-from pipeline.contract import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS, STAGES, Queue
+from pipeline.contract import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS, STAGES, Queue, Stage
 from pipeline.cost import CURRENCY, cost_of, fargate_hour, instance_hour, most, nodes_of
 
 RUNS_A_MONTH = 52 / 12
@@ -111,7 +111,7 @@ def highest_prices(settings: Settings) -> dict[Queue, float]:
 
 
 def most_embed_hosts(settings: Settings) -> int:
-    """Number of children of an array that run at once: each takes a host."""
+    """Number of children of embed that run at once: each takes a host."""
     return settings.embed_max_vcpus // settings.embed_hardware.vcpus
 
 
@@ -120,7 +120,11 @@ def expectation(settings: Settings) -> Iterator[str]:
     names, prices, config = host_names(settings), highest_prices(settings), settings.run_config()
     if not names:
         return
-    gang, children = config.nodes, min(config.embed.children, most_embed_hosts(settings))
+    gang = config.nodes
+    children = {
+        Stage.INGEST: min(config.data.ingest_children, settings.cpu_max_vcpus // FARGATE_VCPUS),
+        Stage.EMBED: min(config.embed.children, most_embed_hosts(settings)),
+    }
     budget_hours = config.time_budget.total_seconds() / 3600
     yield f"What a run costs in {settings.region}, at most; prices are those of pipeline/cost.py and of the setting `prices`."
     yield f"  {'stage':<14}{'nodes':>6}  {'each':<16}{'USD/h':>9}{'hours':>7}{'USD':>11}"

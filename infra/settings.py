@@ -121,8 +121,8 @@ class Settings(SettingsSection):
     )
     timeouts: dict[Stage, Annotated[int, Field(ge=10, le=LONGEST_MINUTES)]] = Field(
         default_factory=dict,
-        description="Minutes after which Batch ends an attempt of a stage, over those of pipeline/contract.py. train and embed "
-        "end themselves shortly before, and the next attempt resumes, up to twice this time; other stages fail. "
+        description="Minutes after which Batch ends an attempt of a stage, over those of pipeline/contract.py. ingest, train and "
+        "embed end themselves shortly before, and the next attempt resumes, up to twice this time; other stages fail. "
         "Where gangs may take days, the state machine polls them less often than every five minutes.",
     )
     update_minutes: Annotated[int, Field(ge=1, le=LONGEST_MINUTES)] = Field(

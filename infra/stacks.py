@@ -23,11 +23,22 @@ from infra.settings import COST_TAG, Settings
 from infra.workflow.watches import Watches
 from pipeline.contract import STAGES, Queue, Shape, Stage
 
-SHARD_READERS = (Stage.PREPARE, Stage.EMBED, Stage.PUBLISH)
-"""Stages that read the input shards; publish does so to name the documents without an embedding."""
+SHARD_READERS = (Stage.PREPARE, Stage.INGEST)
+"""Stages that read the input shards: prepare lists them, ingest reads them."""
 
-PARENT_READERS = (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
-"""Stages that load the parent, which may be outside the run folders, as the initial model is."""
+PARENT_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
+"""Stages that load the parent or its tokenizer, which may be outside the run folders, as the initial model is."""
+
+INGESTED = "ingested/*"
+"""Rows and tokens of input shards, shared by all runs: written by ingest alone."""
+
+INGESTED_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH)
+"""prepare asks whether a shard is ingested; publish names the documents without an embedding."""
+
+SEEN = "seen/*"
+"""The rows that each run was the first of its lineage to train on: written by train alone."""
+
+SEEN_READERS = (Stage.PREPARE, Stage.PLAN, Stage.TRAIN)
 
 GRAPHS = "graphs/*"
 """Compiled sets, shared by all runs of one configuration: written by compile alone."""
@@ -35,7 +46,7 @@ GRAPHS = "graphs/*"
 COMPILER_CACHE = "graphs/neuron-cache/*"
 """The compiler's persistent cache among them, in which a graph that training meets unannounced is compiled, too."""
 
-GRAPH_READERS = (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)
+GRAPH_READERS = (Stage.PREPARE, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)
 """Stages that look for compiled sets or load them."""
 
 CACHE_WRITERS = (Stage.COMPILE, Stage.TRAIN)
@@ -171,16 +182,19 @@ class PipelineStack(Stack):
         """Read every run (a parent is an earlier run's model); write the stage's own part of a run."""
         bucket = storage.bucket
         written: dict[Stage, list[str]] = {
-            Stage.PREPARE: ["runs/*/plan.json"],
+            Stage.INGEST: [INGESTED],
+            Stage.PLAN: ["runs/*/plan.json"],
             Stage.COMPILE: [GRAPHS],
-            Stage.TRAIN: ["runs/*/model/*", COMPILER_CACHE],
+            Stage.TRAIN: ["runs/*/model/*", SEEN, COMPILER_CACHE],
             Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*"],
         }
-        read = ["runs/*", "registry/*"]
-        if stage in GRAPH_READERS:
-            read.append(GRAPHS)
-        if stage in (*SHARD_READERS, *PARENT_READERS):
-            read.append("data/*")
+        shared = {
+            GRAPHS: GRAPH_READERS,
+            INGESTED: INGESTED_READERS,
+            SEEN: SEEN_READERS,
+            "data/*": (*SHARD_READERS, *PARENT_READERS),
+        }
+        read = ["runs/*", "registry/*", *(pattern for pattern, readers in shared.items() if stage in readers)]
         own = [f"runs/*/{stage}/*", *written.get(stage, [])]
         _allow(role, ["s3:ListBucket"], [bucket.bucket_arn])
         _allow(role, ["s3:GetObject"], [bucket.arn_for_objects(pattern) for pattern in read])

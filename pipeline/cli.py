@@ -417,7 +417,6 @@ def plan(
     corpus_rows: Annotated[int | None, typer.Option("--corpus-rows", min=1, help="Documents to embed; adds the same.")] = None,
     query_tokens: Annotated[float | None, typer.Option("--query-tokens", min=1, help="Mean length of a query.")] = None,
     document_tokens: Annotated[float | None, typer.Option("--document-tokens", min=1, help="Mean length of a document.")] = None,
-    shard_rows: Annotated[int | None, typer.Option("--shard-rows", min=1, help="Rows of an input file.")] = None,
     deadline: Annotated[
         str | None, typer.Option("--deadline", metavar="TIME", help="For train and embed together: 90m, 12h, 2d.")
     ] = None,
@@ -452,7 +451,6 @@ def plan(
         corpus_rows=corpus_rows,
         query_tokens=query_tokens,
         document_tokens=document_tokens,
-        shard_rows=shard_rows,
         deadline_hours=parse_hours(deadline) if deadline else None,
     )
     if as_json:

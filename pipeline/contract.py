@@ -44,7 +44,7 @@ ARRAY_LIMIT = 10_000
 FARGATE_VCPUS = 4
 FARGATE_MEMORY_MIB = 30 * 1024
 FARGATE_DISK_GIB = 200
-"""Size of every job on Fargate: prepare and publish hold their rows' hashes and files in it."""
+"""Size of every job on Fargate: ingest, plan and publish hold groups of rows and files in it."""
 
 ROOT_VOLUME_GIB = 500
 """Disk of an accelerator's host: the Neuron image, the row files, a new checkpoint, and an array child's parts at once."""
@@ -173,6 +173,9 @@ STAGES: dict[Stage, StageSpec] = {
     Stage.REPORT: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=30, attempts=2, always_runs=True),
 }
 
+STAGES_WITHOUT_PLAN = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.REPORT)
+"""prepare and ingest come before the plan, which plan writes; a report is written even for a run without a plan."""
+
 
 class Metric(str, Enum):
     """Metrics that the containers send to CloudWatch, described in `METRICS`."""
@@ -254,7 +257,7 @@ METRICS: dict[Metric, MetricSpec] = {
     Metric.RETRIES: MetricSpec("Count", "Sum", tuple(STAGES)),
     # That took themselves out of their cluster.
     Metric.UNHEALTHY_HOSTS: MetricSpec("Count", "Sum", _ON_CHIPS),
-    Metric.QUARANTINED_ROWS: MetricSpec("Count", "Sum", (Stage.PREPARE,)),
+    Metric.QUARANTINED_ROWS: MetricSpec("Count", "Sum", (Stage.PLAN,)),
     Metric.QUARANTINED_DOCUMENTS: MetricSpec("Count", "Sum", (Stage.EMBED,)),
     # Of the whole array, when it is done.
     Metric.DOCUMENTS_PER_SECOND: MetricSpec("Count/Second", "Average", (Stage.EMBED,)),

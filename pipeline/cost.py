@@ -295,17 +295,17 @@ def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def nodes_of(stage: Stage, *, nodes: int, children: int) -> int:
+def nodes_of(stage: Stage, *, nodes: int, children: Mapping[Stage, int]) -> int:
     """Return how many nodes a stage has at once.
 
     Args:
         nodes: of the run's gangs.
-        children: of its array job.
+        children: of its array jobs, by stage.
     """
-    return {Shape.GANG: nodes, Shape.ARRAY: children, Shape.SINGLE: 1}[STAGES[stage].shape]
+    return {Shape.GANG: nodes, Shape.ARRAY: children.get(stage, 1), Shape.SINGLE: 1}[STAGES[stage].shape]
 
 
-def most(prices: HourlyPrices, *, nodes: int, children: int, time_budget: timedelta) -> float | None:
+def most(prices: HourlyPrices, *, nodes: int, children: Mapping[Stage, int], time_budget: timedelta) -> float | None:
     """Return the most USD that a run costs if it keeps its time budget: one stage follows the other, so it is the most expensive
     stage's nodes for all that time, whatever Batch retries. None if a price is unknown."""
     hourly = [cost_of({stage: float(nodes_of(stage, nodes=nodes, children=children))}, prices) for stage in STAGES]

@@ -106,7 +106,7 @@ class Published(PlanSection):
         folder: its model folder.
         sha256: of its weight file.
         registry_etag: version of the registry's pointer; publish replaces exactly that one.
-        own_tokens: whether its tokens differ from the parent's; `prepare/rows/published` then has the hold-out in them.
+        own_tokens: whether its tokens differ from the parent's; `plan/rows/published` then has the hold-out in them.
         same_graphs: whether the run's graphs fit it. Where they do not, evaluate encodes with it on the host's processor.
     """
 
@@ -217,8 +217,9 @@ class EmbedPlan(PlanSection):
     Attributes:
         source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
         shards: ingested shards of documents, in the order in which they were listed.
+        tokenizer: of their tokens.
         rows: documents = ids that must be in the embeddings exactly once.
-        bad_rows: refused rows, which have no embedding.
+        bad_rows: refused rows, which have no embedding, besides those of training shards.
         ids: order-independent digest of those ids (pipeline/dataset/ids).
         parts: output parts, in order; their number is a power of two.
         children: array size; see `own_parts`.
@@ -226,6 +227,7 @@ class EmbedPlan(PlanSection):
 
     source: str
     shards: tuple[InputShard, ...]
+    tokenizer: TokenizerPlan
     rows: int
     bad_rows: int = 0
     ids: str
@@ -266,7 +268,7 @@ class HoldoutPlan(PlanSection):
 
 
 class RowFile(PlanSection):
-    """One of the Arrow files in `prepare/rows`."""
+    """One of the files in `plan/rows`."""
 
     sha256: str
     size: int
@@ -318,6 +320,21 @@ class RunInputs(PlanSection):
     def shards_of(self, kind: str) -> tuple[InputShard, ...]:
         """Return the shards of one kind."""
         return tuple(shard for shard in self.shards if shard.kind == kind)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers for people (prepare's metrics)."""
+        chosen = f"{self.world.kind} in {self.world.precision}"
+        lacks_bf16 = self.world.kind in EAGER_KINDS and self.world.precision == "fp32" and self.config.device.precision == "auto"
+        return {
+            "nodes": self.world.nodes,
+            "device": self.world.kind,
+            "precision": self.world.precision,
+            "computes": f"{chosen}: no bf16 instructions, so about half as fast" if lacks_bf16 else chosen,
+            "ranks": self.world.ranks,
+            "shards": len(self.shards),
+            "device_gib": round(self.memory.device / (1 << 30), 2) if self.memory else None,
+            "host_gib": round(self.memory.host / (1 << 30), 2) if self.memory else None,
+        }
 
     def to_json(self) -> bytes:
         return self.model_dump_json(indent=1).encode()
@@ -386,6 +403,8 @@ class RunPlan(PlanSection):
     """`train.arrow`, `holdout.arrow`, `candidates.arrow`, those in `published/`, and `order-EPOCH.npy`."""
     lineage: tuple[str, ...] = ()
     """The runs whose rows count as seen: the parent's run and its ancestors, the oldest first (pipeline/dataset/seen)."""
+    pairs: tuple[str, ...] = ()
+    """Names of the ingested rows of all training shards that were listed."""
     identity: str = ""
     """Hash of what identifies a row: columns, templates and normalization; seen rows of another one cannot be recognised."""
     fingerprint: str = ""
@@ -407,33 +426,22 @@ class RunPlan(PlanSection):
         """
         return _read(cls, data, "the run's plan cannot be read", "plan.json")
 
-    def _computes(self) -> str:
-        """Return device type and precision for people, and what it costs that a host has no instructions for bf16."""
-        chosen = f"{self.world.kind} in {self.world.precision}"
-        lacks_bf16 = self.world.kind in EAGER_KINDS and self.world.precision == "fp32" and self.config.device.precision == "auto"
-        return f"{chosen}: no bf16 instructions, so about half as fast" if lacks_bf16 else chosen
-
     def summary(self) -> dict[str, Any]:
-        """Return the numbers for the state machine and for people (prepare's metrics)."""
+        """Return the numbers for the state machine and for people (plan's metrics)."""
         return {
             "nodes": self.world.nodes,
-            "device": self.world.kind,
-            "precision": self.world.precision,
-            "computes": self._computes(),
             "ranks": self.world.ranks,
             "steps": self.train.steps,
             "new_shards": len(self.train.new),
             "new_rows": self.train.new_rows,
             "replay_rows": self.train.replay_rows,
-            "bad_rows": self.train.bad_rows + (self.embed.bad_rows if self.embed.source == "corpus" else 0),
+            "bad_rows": self.train.bad_rows + self.embed.bad_rows,
             "not_positive_rows": self.train.not_positive,
             "holdout_queries": self.holdout.queries,
             "holdout_candidates": self.holdout.candidates,
             "corpus_rows": self.embed.rows,
             "embed_parts": len(self.embed.parts),
             "embed_children": self.embed.children,
-            "device_gib": round(self.memory.device / (1 << 30), 2) if self.memory else None,
-            "host_gib": round(self.memory.host / (1 << 30), 2) if self.memory else None,
             "expected_cost": self.expected_cost.model_dump(mode="json"),
         }
 

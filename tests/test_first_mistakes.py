@@ -131,7 +131,7 @@ MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
     (f"{GOOD} --state good.jsonl/x", 64, ("the state folder cannot be used", "good.jsonl/x", "--state")),
     (f"{GOOD} --state {'x' * 300}", 64, ("the state folder cannot be used", "File name too long", "--state")),
     (f"{GOOD} --state old", 64, ("another version", "layout without a number", "trnpipe local --state OTHER", "make clean")),
-    (f"{GOOD} --state newer", 64, ("another version", "layout 99", "reads layout 1", "trnpipe local --state OTHER")),
+    (f"{GOOD} --state newer", 64, ("another version", "layout 99", "reads layout 2", "trnpipe local --state OTHER")),
     (f"{GOOD} --state {LATIN}/state", 64, ("the path is not UTF-8", r"caf\udce9/state", "rename")),
     ("local --run absent", 66, ("there is no such run", "absent", "--state")),
     ("local --run ../x", 64, ("invalid run id", "../x")),
@@ -252,7 +252,7 @@ def test_a_published_model_makes_the_initial_one_unnecessary(folder: Path) -> No
     registry = folder / "state/bucket/registry/current.json"
     registry.parent.mkdir(parents=True)
     registry.write_text("{}")
-    (folder / "state/layout.txt").write_text("1\n")
+    (folder / "state/layout.txt").write_text("2\n")
     with owned(folder / "state"):
         require_refusal(f"{GOOD} --state state --initial absent", 64, ("another local run has this state folder open",), folder)
 

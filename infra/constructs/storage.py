@@ -42,7 +42,7 @@ class Storage(Construct):
     """Everything here is kept when its stack is deleted.
 
     Attributes:
-        bucket: `runs/`, `registry/`, `data/` and `graphs/`.
+        bucket: `runs/`, `registry/`, `data/`, `ingested/`, `seen/` and `graphs/`.
         lock_table: one item per registry name: {name, owner, run, since}.
         neuron_repository, cpu_repository: container images, immutable tags.
         base_repository: copies of the images that the Neuron image was built on.

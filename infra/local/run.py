@@ -43,7 +43,7 @@ LOOKS_SOON = 5
 INPUT = "data/input"
 """Folder of the bucket for training shards."""
 MAX_NODES = 8
-DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "embed": {"children": 2}}
+DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "data": {"ingest_children": 2}, "embed": {"children": 2}}
 """The local deployment's own run configuration, as `config` in cdk.json is a real one's."""
 
 GPU_FILES = ("nvidia*", "nvhost*", "dxg")

@@ -14,7 +14,7 @@ from typing import IO
 from pipeline.errors import BadConfig
 from pipeline.operate.endpoint import make_private
 
-LAYOUT = "1"
+LAYOUT = "2"
 """Of the files in a state folder. Another number: what they are called or hold has changed."""
 STAMP = "layout.txt"
 CONTENTS = ("bucket", "lock.json")

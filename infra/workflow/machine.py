@@ -1,8 +1,10 @@
 """The state machine: one execution is one run. Its definition is plain data, so that it can be read and tested without CDK;
 infra/constructs/workflow.py deploys it.
 
-    read and check the input ─► lock ─► prepare ─► health_check ─► (compile) ─► train ─► evaluate ─► gate ─► embed ─► publish
+    read and check the input ─► lock ─► prepare ─► (ingest) ─► plan ─► health_check ─► (compile) ─► train ─► evaluate ─► gate
                                                                                                                 │
+                                                                                                embed ◄─────────┘
+                                                                                                  └─► publish ──┐
     every other way out ─► keep the failure ─► its words ─────────────────────────────────► report ─► unlock ─► notify ─► end
 
 The machine's data, from `Settings` on: {execution, share, registry, lock, run: {id, key, uri, since, words, newline}}, and at the
@@ -52,9 +54,13 @@ def definition(targets: Targets) -> dict[str, Any]:
     states |= _input_states(targets, then="NeedsLock")
     states |= _lock_states(targets, then="WriteInput")
     states |= _write_input(targets, then="prepare")
-    states |= job(targets, Stage.PREPARE, then="ReadPlan")
+    states |= job(targets, Stage.PREPARE, then="ReadInputs")
+    children = ("ingest_children",)
+    states |= read_result(targets, "ReadInputs", Stage.PREPARE, "$.inputs", needed=children, then="ChooseIngest")
+    states |= _array(targets, Stage.INGEST, "$.inputs.metrics.ingest_children", then="plan", none="plan")
+    states |= job(targets, Stage.PLAN, then="ReadPlan")
     needed = ("nodes", "embed_children")
-    states |= read_result(targets, "ReadPlan", Stage.PREPARE, "$.plan", needed=needed, then="ChooseGang")
+    states |= read_result(targets, "ReadPlan", Stage.PLAN, "$.plan", needed=needed, then="ChooseGang")
     states |= _choose_gang(targets, then="health_check")
     states |= gang(targets, Stage.HEALTH_CHECK, then="ChooseCompile")
     states |= _choose_compile(missing="compile", complete="train")
@@ -62,7 +68,7 @@ def definition(targets: Targets) -> dict[str, Any]:
     states |= gang(targets, Stage.TRAIN, then="evaluate")
     states |= job(targets, Stage.EVALUATE, then="ReadScorecard")
     states |= _gate(targets, accepted="ChooseEmbed", refused="Refused")
-    states |= _embed(targets, then="publish")
+    states |= _array(targets, Stage.EMBED, "$.plan.metrics.embed_children", then="publish")
     states |= job(targets, Stage.PUBLISH, then="Succeeded")
     states |= _outcomes(targets, then="report")
     states |= _ending(targets)
@@ -351,17 +357,23 @@ def _gate(targets: Targets, *, accepted: str, refused: str) -> States:
     }
 
 
-def _embed(targets: Targets, *, then: str) -> States:
-    """An array job; Batch refuses an array of one, which is therefore a plain job."""
-    children = "$.plan.metrics.embed_children"
+def _array(targets: Targets, stage: Stage, children: str, *, then: str, none: str | None = None) -> States:
+    """An array job; Batch refuses an array of one, which is therefore a plain job.
+
+    Args:
+        children: path of the number of them.
+        none: the next state if there are none; None: there always are some.
+    """
+    single = f"{stage.value} (single)"
+    nothing = [{"Variable": children, "NumericEquals": 0, "Next": none}] if none else []
     return {
-        "ChooseEmbed": {
+        f"Choose{stage.value.capitalize()}": {
             "Type": "Choice",
-            "Choices": [{"Variable": children, "NumericGreaterThanEquals": 2, "Next": "embed"}],
-            "Default": "embed (single)",
+            "Choices": [*nothing, {"Variable": children, "NumericGreaterThanEquals": 2, "Next": stage.value}],
+            "Default": single,
         },
-        **job(targets, Stage.EMBED, then=then, more={"ArrayProperties": {"Size.$": children}}),
-        **job(targets, Stage.EMBED, then=then, name="embed (single)"),
+        **job(targets, stage, then=then, more={"ArrayProperties": {"Size.$": children}}),
+        **job(targets, stage, then=then, name=single),
     }
 
 

@@ -152,7 +152,8 @@ def open_device(
     Args:
         kind: a resolved kind, not `auto`.
         precision: resolved, see `resolve_precision`.
-        threads: host threads of this rank; None: OMP_NUM_THREADS, else on `cpu` the host's cores shared among its ranks.
+        threads: host threads of this rank; None: OMP_NUM_THREADS, else the host's cores shared among its ranks, where there are
+            several or the host itself computes.
         timeout_seconds: how long a collective may wait for another rank.
         loader: how batches are put on a device that compiles.
         inference: only for encoding.
@@ -162,7 +163,7 @@ def open_device(
     """
     require_available(kind)
     module = import_module(f"pipeline.backends.{kind}")
-    if threads is None and kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    if threads is None and (kind == "cpu" or world.local_size > 1) and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, available_cores() // world.local_size)
     if threads is not None:
         torch.set_num_threads(threads)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pipeline import store
-from pipeline.config import RunConfig
+from pipeline.config import DataConfig, RunConfig
 from pipeline.dataset.columns import check_columns
+from pipeline.dataset.ingested import SLICES
 from pipeline.dataset.records import BadRow
 from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.rows import CorpusRow, TrainingRow, normalized_hash, read_corpus_rows, read_training_rows
+from pipeline.dataset.selection import holdout_slices
 from pipeline.dataset.shards import find_shards
-from pipeline.dataset.split import holdout_limit
 from pipeline.errors import BadData
 from pipeline.evaluation.gate import check_holdout
 
@@ -100,7 +101,7 @@ def check_first_rows(
             rows = [*first.rows, *before.rows]
             # Without a positive row there is nothing to hold out: prepare names that cause.
             if before.complete and any(isinstance(row, TrainingRow) and row.label > 0 for row in rows):
-                check_holdout(held_out_queries(rows, config.data.holdout_fraction), config.gate)
+                check_holdout(held_out_queries(rows, config.data), config.gate)
 
 
 def refuse_bad_rows(first: FirstRows, limit: float) -> None:
@@ -122,8 +123,9 @@ def refuse_bad_rows(first: FirstRows, limit: float) -> None:
         )
 
 
-def held_out_queries(rows: Sequence[TrainingRow | CorpusRow], fraction: float) -> int:
-    """Return how many distinct queries of these rows a hold-out of this fraction has, counted as prepare does."""
-    limit = holdout_limit(fraction)
-    held = [row for row in rows if isinstance(row, TrainingRow) and row.label > 0 and normalized_hash(row.document) < limit]
+def held_out_queries(rows: Sequence[TrainingRow | CorpusRow], data: DataConfig) -> int:
+    """Return how many distinct queries of these rows the hold-out has, counted as plan does."""
+    limit, by_query = holdout_slices(data.holdout_fraction), data.holdout_by == "query"
+    pairs = [row for row in rows if isinstance(row, TrainingRow) and row.label > 0]
+    held = [row for row in pairs if normalized_hash(row.query if by_query else row.document) * SLICES >> 64 < limit]
     return len({(normalized_hash(row.query), row.locale) for row in held})

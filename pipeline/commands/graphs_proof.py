@@ -20,9 +20,12 @@ from pipeline import store
 from pipeline.backends.device import require_available
 from pipeline.commands.graphs_recorded import StageGraphs, read_sets, read_stage
 from pipeline.config import RunConfig, build_config
-from pipeline.contract import RunPaths, Stage, StageResult
-from pipeline.dataset.arrow import read_table, token_lengths
-from pipeline.dataset.steps import count_steps
+from pipeline.contract import RunPaths, Stage, StageResult, ingested_rows_uri, ingested_tokens_uri
+from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
+from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.ingested import TEXTS, write_batches, write_file, write_profile
+from pipeline.dataset.row_files import read_table, token_lengths
+from pipeline.dataset.steps import count_steps, write_orders
 from pipeline.errors import BadConfig, BadData, Defect, ExitCode, TrnpipeError
 from pipeline.estimate.variant import plan_variant
 from pipeline.host.child import progress_note, read_failure, run_stage, sentence
@@ -91,7 +94,7 @@ def prove_graphs(
     lengths = token_lengths(train["document_tokens"])
     chosen = choose_rows(lengths, plan.config)
     config = proof_config(plan, steps, lengths[chosen])
-    proof = _copy(plan, root, folder, config, rows, train.take(pa.array(chosen)), lengths[chosen])
+    proof = _copy(plan, base.bucket_root, root, folder, config, rows, train.take(pa.array(chosen)), lengths[chosen])
     paths = RunPaths(str(folder / "bucket" / "runs" / proof.run))
 
     def run(stage: Stage, name: str) -> None:
@@ -170,7 +173,7 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
     """
     config = plan.config
     joined = config.device.loader.batches_per_execution
-    epoch = count_steps(lengths, config, 1).steps_per_epoch
+    epoch = count_steps([lengths], config, 1).steps_per_epoch
     least = max(LEAST_STEPS, epoch, 2 * joined + 1)
     if steps is not None and steps < least:
         raise BadConfig(
@@ -210,6 +213,7 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
 
 def _copy(
     plan: RunPlan,
+    base: str,
     root: str | None,
     folder: Path,
     config: RunConfig,
@@ -228,7 +232,9 @@ def _copy(
     for file, table in (("train.arrow", train), ("holdout.arrow", holdout), ("candidates.arrow", candidates)):
         with pa.ipc.new_file(str(target / file), table.schema) as writer:
             writer.write_table(table)
-    proof = proof.model_copy(update={"embed": one_part(plan.embed, root), "row_files": {}}).sealed()
+    write_orders(target, [lengths], config, 1)
+    embed = one_part(plan.embed, base, paths.bucket_root, folder / "documents")
+    proof = proof.model_copy(update={"embed": embed, "row_files": {}}).sealed()
     store.write_bytes(paths.plan, proof.to_json())
     return proof
 
@@ -256,15 +262,43 @@ def choose_holdout(rows: Path, config: RunConfig) -> tuple[pa.Table, pa.Table]:
     return held, candidates.take(pa.array(np.unique(np.concatenate([own, *some]))))
 
 
-def one_part(plan: EmbedPlan, root: str | None) -> EmbedPlan:
-    """Return a plan with the first documents of the corpus as its only part, or without parts."""
-    shards = tuple(shard.model_copy(update={"uri": mirrored(shard.uri, root)}) for shard in plan.shards)
-    parts: tuple[PartPlan, ...] = ()
-    if plan.parts:
-        span = plan.parts[0].spans[0]
-        span = span.model_copy(update={"stop": min(span.stop, span.start + DOCUMENTS)})
-        parts = (PartPlan(spans=(span,), rows=span.stop - span.start),)
-    return plan.model_copy(update={"shards": shards, "parts": parts, "rows": sum(part.rows for part in parts), "children": 1})
+def one_part(plan: EmbedPlan, base: str, bucket_root: str, folder: Path) -> EmbedPlan:
+    """Return a plan with some documents of the corpus as its only part, or without parts.
+
+    Args:
+        base: holds the plan's ingested shards.
+        bucket_root: gets one of the same name, with these documents and without their texts.
+        folder: for its files.
+    """
+    index = next((index for index, part in enumerate(plan.parts) if part.rows), None)
+    if index is None:
+        return plan.model_copy(update={"parts": (), "rows": 0, "children": 1})
+    reader = CorpusReader(base, plan.shards)
+    documents = reader.read_part(index, len(plan.parts), lambda tokens: tokens).slice(0, DOCUMENTS)
+    shard, rows, tokens = reader.files[0][0], folder / "rows", folder / "tokens"
+    for each in (rows, tokens):
+        each.mkdir(parents=True)
+    offsets = write_batches(tokens / "tokens-00000.arrow", documents.select([DOCUMENT_TOKENS]))
+    write_profile(
+        tokens, ingested_tokens_uri(bucket_root, shard.shard.tokens), shard.token_profile.model_copy(update={"files": (offsets,)})
+    )
+    for column in TEXTS:
+        documents = documents.append_column(column, pa.nulls(documents.num_rows, column.type))
+    file, _ = write_file(rows, 0, shard.profile.kind, documents)
+    write_profile(
+        rows,
+        ingested_rows_uri(bucket_root, shard.shard.rows),
+        shard.profile.model_copy(update={"files": (file,), "rows": file.rows}),
+    )
+    ids = str(IdDigest.of(documents["key"].to_numpy()))
+    changes = {
+        "shards": (shard.shard,),
+        "parts": (PartPlan(rows=file.rows, ids=ids),),
+        "rows": file.rows,
+        "ids": ids,
+        "children": 1,
+    }
+    return plan.model_copy(update=changes)
 
 
 def _forget_after(paths: RunPaths, step: int) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipeline.commands.first_rows import FirstRows, held_out_queries, read_first_rows, refuse_bad_rows
-from pipeline.config import RunConfig, build_config
+from pipeline.config import DataConfig, RunConfig, build_config
 from pipeline.dataset.columns import TRAINING_COLUMNS, check_columns, fields_of, resolve
 from pipeline.dataset.records import estimate_rows, file_columns
 from pipeline.dataset.rows import TrainingRow, normalized_hash
@@ -216,7 +216,7 @@ def write_config(path: Path, chosen: dict[str, Any], data: DataFacts) -> None:
     config = build_config(chosen)
     fraction, train = config.data.holdout_fraction, config.train
     steps = round(data.rows * (1 - fraction) / train.batch_size * train.epochs)
-    queries = held_out_queries(data.first.rows, fraction) * data.rows / max(1, len(data.pairs))
+    queries = held_out_queries(data.first.rows, config.data) * data.rows / max(1, len(data.pairs))
     cut = (data.documents > train.buckets[-1]).mean(), (data.queries > train.query_length).mean()
     reasons = {
         "data.train": "files, or folders of them; later files go here, into the folder, or after --input",
@@ -271,7 +271,7 @@ def _holdout(data: DataFacts) -> tuple[float, bool]:
     needed = RunConfig().gate.min_queries
     scale = data.rows / max(1, len(data.pairs)) if not data.first.complete else 1.0
     for hundredths in range(2, round(100 * LARGEST_HOLDOUT) + 1):
-        found = held_out_queries(data.first.rows, hundredths / 100) * scale
+        found = held_out_queries(data.first.rows, DataConfig(holdout_fraction=hundredths / 100)) * scale
         if found >= needed * (1 if data.first.complete else SPARE_QUERIES):
             return hundredths / 100, True
     return LARGEST_HOLDOUT, False

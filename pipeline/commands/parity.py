@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -283,14 +282,14 @@ def _require_same_training(a: RunPlan, b: RunPlan) -> None:
 
 def _training_facts(plan: RunPlan) -> dict[str, Any]:
     """Return name -> value of everything that decides what is learned and how it is measured."""
-    shards = {"new shards": plan.train.new, "replayed shards": plan.train.replay}
-    digests = {name: sha256("".join(shard.sha256 for shard in found).encode()).hexdigest() for name, found in shards.items()}
+    files = {"training rows": "train.arrow", "held-out rows": "holdout.arrow"}
+    digests = {name: plan.row_files[file].sha256[:16] for name, file in files.items() if file in plan.row_files}
     settings = flattened(plan.config.model_dump(mode="json"))
     return {
         "parent": plan.parent.sha256,
         # Documents compete within one batch of all ranks, so accumulation makes no larger batch of this kind.
         "train.batch_size x ranks": plan.config.train.batch_size * plan.world.ranks,
-        **{name: f"{len(found)}, with the content {digests[name][:16]}" for name, found in shards.items()},
+        **digests,
         **{f"plan.train.{name}": value for name, value in plan.train.model_dump(exclude={"new", "replay"}).items()},
         **{f"plan.holdout.{name}": value for name, value in plan.holdout.model_dump().items()},
         **{key: value for key, value in settings.items() if not is_below(key, FREE_SETTINGS)},

@@ -34,7 +34,7 @@ from pipeline.estimate.memory import (
     remedies,
     require_memory,
 )
-from pipeline.estimate.requirements import TOKENIZED_TOKENS, Requirement, attempt_minutes, over, refuse, requirements
+from pipeline.estimate.requirements import Requirement, attempt_minutes, over, refuse, requirements
 from pipeline.estimate.throughput import EMBED_HOSTS, EMBED_MFU, READ_ROWS, TRAIN_HOST, Estimator, Option, Rates, cheapest
 from pipeline.estimate.variant import plan_world
 from pipeline.estimate.workload import MeasuredRun, Workload, workload
@@ -266,7 +266,6 @@ def report(
     corpus_rows: int | None = None,
     query_tokens: float | None = None,
     document_tokens: float | None = None,
-    shard_rows: int | None = None,
     deadline_hours: float | None = None,
 ) -> PlanReport:
     """Return what a run requires.
@@ -275,7 +274,7 @@ def report(
         parent: folder or URI of the model, of which only the configuration is read.
         run: URI of a run folder with a plan, instead; `layers` go over its configuration.
         layers: partial configurations, later ones over earlier ones.
-        train_rows, corpus_rows, query_tokens, document_tokens, shard_rows: a workload, see `Workload`.
+        train_rows, corpus_rows, query_tokens, document_tokens: a workload, see `Workload`.
         deadline_hours: for training and embedding together. With it or a workload, hours and costs are estimated as well.
 
     Raises:
@@ -307,7 +306,7 @@ def report(
     with tempfile.TemporaryDirectory(prefix="trnpipe-") as scratch:
         shape = fetch_shape(parent, config.model, Path(scratch))
     found = None
-    if any((train_rows, corpus_rows, query_tokens, document_tokens, shard_rows, deadline_hours)):
+    if any((train_rows, corpus_rows, query_tokens, document_tokens, deadline_hours)):
         work, assumptions = workload(
             config,
             measured,
@@ -315,7 +314,6 @@ def report(
             corpus_rows=corpus_rows,
             query_tokens=query_tokens,
             document_tokens=document_tokens,
-            shard_rows=shard_rows,
         )
         found = estimate(shape, config, measured, work, assumptions, deadline_hours)
     budgets = estimate_memory(shape, config, world, capacity)
@@ -355,21 +353,13 @@ def estimate(
     best = cheapest(trains, embeds, deadline_hours)
     host, children = (best[1].host, best[1].count) if best else (TRAIN_HOST, config.embed.children)
     ranks = children * HARDWARE[host].cores
-    world = PlannedWorld(
-        kind="neuron",
-        precision="bf16" if config.device.precision == "auto" else config.device.precision,
-        nodes=best[0].count if best else config.nodes,
-        ranks_per_node=HARDWARE[TRAIN_HOST].cores,
-    )
     found = [
         *requirements(
             work,
             shape,
             config,
-            world,
             parts=part_count(work.corpus_rows, config.embed.rows_per_part, ranks),
-            ranks=ranks,
-            node_memory=known_capacity(config, "neuron", here=False).host,
+            ranks=config.embed.ranks_per_child or HARDWARE[host].cores,
             embed_host=host,
             minutes=minutes,
         )
@@ -403,10 +393,7 @@ def _assumptions(config: RunConfig, run: MeasuredRun | None, rates: Rates, hidde
     stall = "checkpoints take no time, as their stall is unknown" if rates.stall is None else ""
     yield stall or f"a checkpoint stops training for {rates.stall:.2f} s, as in the run"
     if rates.with_input < set(rates.embed):
-        yield (
-            f"embedding reads {READ_ROWS:,} rows a second and rank, and tokenizes {TOKENIZED_TOKENS:,} tokens a second and vCPU "
-            "(measured on one core of an AMD EPYC)"
-        )
+        yield f"embedding reads {READ_ROWS:,} rows a second and rank (measured on one core of an AMD EPYC)"
     yield (
         "hours are those of train and embed alone, from the first row to the last: not counted are hosts starting, the other "
         "stages, validations, and retries"

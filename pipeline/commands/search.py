@@ -1,7 +1,7 @@
 """`trnpipe search`: embed queries with the published model and compare them with every published embedding.
 
 Exact, to judge a run by hand; a service would load the parts into an index. Reads the registry's pointer, the manifest and the
-parts once, into a matrix that later searches map into memory, and the texts of a corpus shard once a document in it is found.
+parts once, into a matrix that later searches map into memory, and the texts of hits from the ingested shards.
 Loads torch and pyarrow only once it has found something to search in.
 """
 
@@ -14,8 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import islice
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,13 +35,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from rich.console import Console
 
+    from pipeline.dataset.corpus import CorpusReader
+
 log = logging.getLogger("trnpipe")
 
 BLOCK_ROWS = 65_536
 """Embeddings that are scored at once: 100 MB of the matrix at 384 dimensions."""
-
-TEXT_ROWS = 1024
-"""Texts of a record batch."""
 
 MATRIX, DOCUMENTS = "embeddings.npy", "documents.arrow"
 
@@ -67,16 +65,16 @@ class Searcher:
     Attributes:
         embed: returns a query's embedding, (D,).
         matrix: all embeddings, (N, D), mapped into memory.
-        documents: columns id, locale, shard and row, of the same rows; `row` counts the shard's documents.
+        documents: columns id and locale of the same rows.
         chosen: whether a row is searched, (N,).
-        texts: returns the ids and texts of a shard's documents.
+        corpus: has the documents' texts.
     """
 
     embed: Callable[[str], Vector]
     matrix: Vector
     documents: pa.Table
     chosen: npt.NDArray[np.bool_]
-    texts: ShardTexts
+    corpus: CorpusReader
 
     def find(self, query: str, count: int) -> list[Hit]:
         """Return the best documents for a query, best first.
@@ -89,16 +87,19 @@ class Searcher:
         """
         rows, scores = best_rows(self.matrix, self.embed(check_query(query)), count, self.chosen)
         found = self.documents.take(rows).to_pylist()
+        texts = self._texts([document["id"] for document in found])
         return [
-            Hit(
-                query=query,
-                id=document["id"],
-                score=score,
-                locale=document["locale"],
-                text=self.texts.read(document["shard"], document["row"], document["id"]),
-            )
-            for document, score in zip(found, scores.tolist(), strict=True)
+            Hit(query=query, id=document["id"], score=score, locale=document["locale"], text=text)
+            for document, score, text in zip(found, scores.tolist(), texts, strict=True)
         ]
+
+    def _texts(self, ids: Sequence[str]) -> list[str]:
+        """Return the documents' texts, empty ones if they cannot be read."""
+        try:
+            return [self.corpus.text(identifier) for identifier in ids]
+        except (MissingInput, StorageRefused, BadData) as error:
+            log.warning("the texts of the documents cannot be read: %s", one_line(error))
+            return [""] * len(ids)
 
 
 def check_query(query: str) -> str:
@@ -149,7 +150,7 @@ def open_search(
     folder = (_user_cache(bucket_root) if bucket else state / "search") / registry / published.sha256
     try:
         if not (folder / MATRIX).is_file():
-            write_cache(folder, published, plan, paths)
+            write_cache(folder, published, plan)
     except OSError as error:
         raise BadConfig(
             "the embeddings cannot be copied",
@@ -157,12 +158,14 @@ def open_search(
             rule="search keeps a copy of the published embeddings: 4 bytes for each number in them",
             remedy="make room, or set XDG_CACHE_HOME (for --bucket) or --state to a folder that has some",
         ) from error
+    from pipeline.dataset.corpus import CorpusReader
+
     documents = map_table(folder / DOCUMENTS)
     return Searcher(
         matrix=np.lib.format.open_memmap(folder / MATRIX, mode="r"),
         documents=documents,
         chosen=choose(documents, locale),
-        texts=ShardTexts(folder=folder, plan=_mirrored_plan(plan, mirror), rows=paths.rows),
+        corpus=CorpusReader(bucket_root, plan.embed.shards),
         embed=query_encoder(store.local_folder(model, folder / "model"), plan),
     )
 
@@ -170,12 +173,6 @@ def open_search(
 def _user_cache(bucket_root: str) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "trnpipe" / "search" / hashlib.sha256(bucket_root.encode()).hexdigest()[:16]
-
-
-def _mirrored_plan(plan: RunPlan, mirror: str | None) -> RunPlan:
-    """Return the plan with the URIs from which its shards can be read here."""
-    shards = tuple(shard.model_copy(update={"uri": mirrored(shard.uri, mirror)}) for shard in plan.embed.shards)
-    return plan.model_copy(update={"embed": plan.embed.model_copy(update={"shards": shards})})
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +229,9 @@ def read_manifest(uri: str, mirror: str | None) -> PublishedEmbeddings:
         raise BadData("the manifest of the embeddings cannot be read", value=f"{uri}: {error!r}") from error
 
 
-def write_cache(folder: Path, published: PublishedEmbeddings, plan: RunPlan, paths: RunPaths) -> None:
-    """Copy the published embeddings into one matrix, in float32, which needs no conversion in a search, and say where the
-    documents are in the corpus shards. Removes the copies of earlier runs next to it. Downloads one part at a time.
+def write_cache(folder: Path, published: PublishedEmbeddings, plan: RunPlan) -> None:
+    """Copy the published embeddings into one matrix, in float32, which needs no conversion in a search, with their ids and
+    locales. Removes the copies of earlier runs next to it. Downloads one part at a time.
 
     Raises:
         BadData: the parts do not match the manifest or the plan.
@@ -243,54 +240,29 @@ def write_cache(folder: Path, published: PublishedEmbeddings, plan: RunPlan, pat
 
     from pipeline.dataset.parts import read_part
 
-    schema = pa.schema({"id": pa.string(), "locale": pa.string(), "shard": pa.int32(), "row": pa.int64()})
+    schema = pa.schema({"id": pa.string(), "locale": pa.string()})
     header = {"descr": "<f4", "fortran_order": False, "shape": (published.rows, published.dimension)}
     # The matrix appears last: where it is, the rest is.
     with replacing(folder / MATRIX) as matrix, tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
         np.lib.format.write_array_header_1_0(matrix, header)
         with replacing(folder / DOCUMENTS) as stream, pa.ipc.new_file(stream, schema) as documents:
             for index, part in enumerate(published.parts):
-                shards, rows = document_places(plan, paths, index, part)
-                path, start = store.local_file(part.uri, Path(scratch)), 0
+                planned = [one.rows for one in plan.embed.parts[index : index + 1]]
+                path, found = store.local_file(part.uri, Path(scratch)), 0
                 for ids, embeddings, locales in read_part(path):
-                    stop = start + len(ids)
-                    places = pa.array(shards[start:stop], pa.int32()), pa.array(rows[start:stop], pa.int64())
-                    columns = [pa.array(ids, pa.string()), pa.array(locales, pa.string()), *places]
-                    if embeddings.shape[1] != published.dimension or stop > part.rows:
+                    found += len(ids)
+                    if embeddings.shape[1] != published.dimension:
                         raise _mismatch(part.uri)
                     matrix.write(embeddings.astype("<f4").tobytes())
+                    columns = [pa.array(ids, pa.string()), pa.array(locales, pa.string())]
                     documents.write_batch(pa.record_batch(columns, schema=schema))
-                    start = stop
-                if start != part.rows:
+                if found != part.rows or [found + part.quarantined] != planned:
                     raise _mismatch(part.uri)
                 if store.is_s3(part.uri):
                     path.unlink()
     for other in folder.parent.glob("?" * len(folder.name)):
         if other != folder:
             shutil.rmtree(other, ignore_errors=True)
-
-
-def document_places(
-    plan: RunPlan, paths: RunPaths, index: int, part: Part
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the shard of each embedding of a part, and the number of its document there.
-
-    Raises:
-        BadData: the part is not the planned one.
-    """
-    from pipeline.dataset.parts import quarantine_from_json
-
-    planned = plan.embed.parts[index : index + 1]
-    if not planned or planned[0].rows != part.rows + part.quarantined:
-        raise _mismatch(part.uri)
-    spans = planned[0].spans
-    shards = np.concatenate([np.full(span.stop - span.start, span.shard) for span in spans])
-    rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-    if not part.quarantined:
-        return shards, rows
-    left_out = quarantine_from_json(store.read_bytes(paths.part_quarantine(index, len(plan.embed.parts))))
-    gone = [document.row for document in left_out]
-    return np.delete(shards, gone), np.delete(rows, gone)
 
 
 def _mismatch(uri: str) -> BadData:
@@ -370,58 +342,6 @@ def best_rows(matrix: Vector, vector: Vector, count: int, chosen: npt.NDArray[np
             rows, scores = rows[kept], scores[kept]
     order = np.lexsort((rows, -scores))[:count]
     return rows[order], scores[order]
-
-
-@dataclass(kw_only=True)
-class ShardTexts:
-    """The texts of the corpus shards. A shard is read once, as a whole, and kept next to the matrix.
-
-    Attributes:
-        folder: of the copies.
-        plan: with shard URIs that can be read here.
-        rows: URI of the run's row files.
-    """
-
-    folder: Path
-    plan: RunPlan
-    rows: str
-    _open: dict[int, pa.Table | None] = field(default_factory=dict)
-
-    def read(self, shard: int, row: int, identifier: str) -> str:
-        """Return a document's text, empty if its shard is gone or has changed."""
-        if shard not in self._open:
-            self._open[shard] = self._table(shard)
-        table = self._open[shard]
-        if table is None:
-            return ""
-        if table["id"][row].as_py() != identifier:
-            log.warning("the shard no longer has the text of %s", identifier)
-            return ""
-        return str(table["text"][row])
-
-    def _table(self, shard: int) -> pa.Table | None:
-        path = self.folder / f"shard-{shard:05d}.arrow"
-        if not path.is_file():
-            try:
-                self._copy(shard, path)
-            except (MissingInput, StorageRefused, BadData, OSError) as error:
-                log.warning("the texts of %s cannot be read: %s", self.plan.embed.shards[shard].uri, one_line(error))
-                return None
-        return map_table(path)
-
-    def _copy(self, shard: int, path: Path) -> None:
-        import pyarrow as pa
-
-        from pipeline.dataset.distinct import open_documents
-
-        schema = pa.schema({"id": pa.string(), "text": pa.large_string()})
-        last = max(span.stop for part in self.plan.embed.parts for span in part.spans if span.shard == shard)
-        with tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
-            found = open_documents(self.plan, self.rows, Path(scratch)).read(self.plan.embed.shards[shard], 0, last)
-            with replacing(path) as stream, pa.ipc.new_file(stream, schema) as writer:
-                while batch := list(islice(found, TEXT_ROWS)):
-                    ids, texts, _ = zip(*batch, strict=True)
-                    writer.write_batch(pa.record_batch([pa.array(ids), pa.array(texts, pa.large_string())], schema=schema))
 
 
 def show(hits: Sequence[Hit], console: Console, *, heading: bool, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from pipeline import store
 from pipeline.commands.tune_table import Row, Settings, Table
 from pipeline.config import RunConfig, build_config, flattened, nested
 from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageResult
-from pipeline.dataset.arrow import read_table, token_lengths
-from pipeline.dataset.steps import plan_schedule
+from pipeline.dataset.row_files import SCHEMAS, read_table, token_lengths
+from pipeline.dataset.steps import order_file, write_orders
 from pipeline.errors import BadConfig, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_variant
 from pipeline.graphs.compiled import read_set, set_uri
@@ -112,8 +112,11 @@ class Bench:
         folder = self.folder / "runs" / plan.run
         paths = RunPaths(str(folder))
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted attempt
-        (folder / "prepare").mkdir(parents=True)
-        (folder / "prepare" / "rows").symlink_to(self.rows, target_is_directory=True)
+        rows = Path(paths.rows)
+        rows.mkdir(parents=True)
+        for name in SCHEMAS:
+            (rows / name).symlink_to(self.rows / name)
+        write_orders(rows, [self.lengths], plan.config, plan.world.ranks)
         store.write_bytes(paths.plan, plan.to_json())
         memory = 0
         for stage in (Stage.TRAIN,) if plan.world.kind in EAGER_KINDS else (Stage.COMPILE, Stage.TRAIN):
@@ -141,7 +144,7 @@ class Bench:
                     what=why,
                     timeout_seconds=self.timeout_seconds if ended.timed_out else 0.0,
                 )
-        row = measure(paths, plan, self.lengths, memory_bytes=memory, settings=settings)
+        row = measure(paths, plan, memory_bytes=memory, settings=settings)
         # The largest files by far, and unused: plan, results, metrics and logs stay.
         shutil.rmtree(paths.model, ignore_errors=True)
         shutil.rmtree(paths.checkpoints, ignore_errors=True)
@@ -180,7 +183,7 @@ def open_bench(
                 raise MissingInput(
                     "row files of the run are gone or have changed",
                     value=rows / name,
-                    rule="they never change after prepare",
+                    rule="they never change once the run is planned",
                     remedy="start a new run",
                 )
         yield Bench(
@@ -195,7 +198,7 @@ def open_bench(
         )
 
 
-def measure(paths: RunPaths, plan: RunPlan, lengths: NDArray[np.int32], *, memory_bytes: int, settings: Settings) -> Row:
+def measure(paths: RunPaths, plan: RunPlan, *, memory_bytes: int, settings: Settings) -> Row:
     """Return the row of a variant whose stages have ended, from the files that they wrote."""
     train, steps = plan.config.train, plan.train.steps
     lines = [line for line in map(json.loads, store.read_bytes(paths.metrics).splitlines()) if "loss" in line]
@@ -220,7 +223,7 @@ def measure(paths: RunPaths, plan: RunPlan, lengths: NDArray[np.int32], *, memor
             "ranks": plan.world.ranks,
             "buckets": list(train.buckets),
         },
-        samples_per_second=rate(warm, plan, lengths),
+        samples_per_second=rate(warm, plan, step_buckets(Path(paths.rows), steps)),
         step_seconds=statistics.median(step_seconds),
         compile_seconds=compile_seconds,
         graphs=graphs,
@@ -239,15 +242,26 @@ def device_memory(paths: RunPaths) -> int | None:
     return max((size for line in lines if (size := json.loads(line)["device_memory_bytes"]) is not None), default=None)
 
 
-def rate(lines: Sequence[Mapping[str, Any]], plan: RunPlan, lengths: NDArray[np.int32]) -> float:
+def step_buckets(rows: Path, steps: int) -> list[int]:
+    """Return the bucket of each of the first steps, from the stored order."""
+    buckets: list[int] = []
+    for epoch in count():
+        if len(buckets) >= steps:
+            break
+        buckets += np.load(rows / order_file(epoch), mmap_mode="r")[:, 0].tolist()
+    return buckets[:steps]
+
+
+def rate(lines: Sequence[Mapping[str, Any]], plan: RunPlan, buckets: Sequence[int]) -> float:
     """Return pairs per second of a whole run, by the median of some lines of metrics.
 
     A step's time depends on its bucket, and a few steps meet the buckets by chance. Where every line is of one bucket, the run's
     rows count at the median of their own bucket (buckets without a line are left out); else it is the median of all lines.
+
+    Args:
+        buckets: of each step.
     """
     every = plan.config.train.log_every
-    schedule = plan_schedule(lengths, plan.config, plan.world.ranks)
-    buckets = [batch.bucket for batch in schedule.batches(0, 0, plan.train.steps)]
     by_bucket: dict[int, list[float]] = {}
     for line in lines:
         seen = set(buckets[line["step"] - every : line["step"]])

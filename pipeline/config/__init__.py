@@ -51,6 +51,7 @@ from pipeline.errors import BadConfig, MissingInput
 __all__ = [
     "MODEL_URIS",
     "CompileConfig",
+    "DataConfig",
     "DataLimits",
     "Deployment",
     "EmbedConfig",

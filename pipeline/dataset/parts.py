@@ -1,4 +1,4 @@
-"""Parts of the embeddings: Parquet files of `id`, `embedding` and `locale`, each with a record that declares it complete.
+"""Parts of the embeddings: Parquet files of COLUMNS, each with a record that declares it complete.
 
 A part is a stream of row groups in the order of its rows, so neither writing nor reading holds a whole part in memory. embed
 writes the record (`embed/part-....json`) after the part: a record that fits its file proves the part complete.
@@ -23,7 +23,8 @@ from pipeline.dataset.ids import IdDigest
 from pipeline.errors import BadData
 
 READ_ROWS = 65_536
-COLUMNS = ["id", "embedding", "locale"]
+COLUMNS = ["id", "embedding", "locale", "document_hash"]
+"""Earlier releases wrote the first two, and then three. `document_hash`: pipeline/dataset/rows.normalized_hash."""
 
 Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
@@ -113,10 +114,11 @@ def quarantine_from_json(data: bytes) -> list[QuarantinedDocument]:
 
 
 def part_schema(dimension: int, dtype: str) -> pa.Schema:
-    """Return the schema: `id` string, `embedding` fixed-size list of `dimension` values, neither ever null; `locale` string."""
+    """Return the schema: `id` string, `embedding` fixed-size list of `dimension` values, neither ever null; `locale` string;
+    `document_hash` uint64."""
     values = pa.list_(pa.from_numpy_dtype(np.dtype(dtype)), dimension)
     required = [pa.field("id", pa.string(), nullable=False), pa.field("embedding", values, nullable=False)]
-    return pa.schema([*required, pa.field("locale", pa.string())])
+    return pa.schema([*required, pa.field("locale", pa.string()), pa.field("document_hash", pa.uint64())])
 
 
 class PartWriter:
@@ -133,7 +135,7 @@ class PartWriter:
         self._dimension = dimension
         self._dtype = np.dtype(dtype)
         # Embeddings look random: neither a dictionary nor compression makes them smaller. Ids do compress.
-        compression = {"id": "zstd", "embedding.list.element": "none", "locale": "zstd"}
+        compression = {"id": "zstd", "embedding.list.element": "none", "locale": "zstd", "document_hash": "none"}
         self._writer = pq.ParquetWriter(path, self._schema, compression=compression, use_dictionary=["locale"])
 
     def __enter__(self) -> PartWriter:
@@ -143,14 +145,24 @@ class PartWriter:
         self._writer.close()
 
     def write(
-        self, ids: Sequence[str], embeddings: npt.NDArray[np.floating], locales: Sequence[str | None] | None = None
+        self,
+        ids: Sequence[str],
+        embeddings: npt.NDArray[np.floating],
+        locales: Sequence[str | None] | None = None,
+        documents: npt.NDArray[np.uint64] | None = None,
     ) -> None:
-        """Append rows: `ids`, their embeddings, shape (rows, dimension), and their locales; None: they have none."""
+        """Append rows: `ids`, their embeddings, shape (rows, dimension), their locales and the hashes of their texts.
+
+        Raises:
+            ValueError: embeddings of another shape.
+        """
         if embeddings.shape != (len(ids), self._dimension):
             raise ValueError(f"{len(ids)} ids of dimension {self._dimension} do not fit embeddings of shape {embeddings.shape}")
         values = pa.array(np.ascontiguousarray(embeddings, dtype=self._dtype).reshape(-1))
         vectors = pa.FixedSizeListArray.from_arrays(values, self._dimension)
-        columns = [pa.array(ids, pa.string()), vectors, pa.array(locales or [None] * len(ids), pa.string())]
+        none = [None] * len(ids)
+        hashes = pa.array(none if documents is None else documents, pa.uint64())
+        columns = [pa.array(ids, pa.string()), vectors, pa.array(locales or none, pa.string()), hashes]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
         self.rows += len(ids)
 
@@ -161,7 +173,7 @@ def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings, list[str | No
     Raises:
         BadData: not a part.
     """
-    for batch in _batches(path, COLUMNS):
+    for batch in read_batches(path, COLUMNS[:3]):
         vectors = batch.column("embedding")
         values = vectors.flatten().to_numpy(zero_copy_only=False)
         # Earlier releases wrote no locale.
@@ -175,16 +187,16 @@ def read_ids(path: Path) -> Iterator[list[str]]:
     Raises:
         BadData: not a part.
     """
-    for batch in _batches(path, ["id"]):
+    for batch in read_batches(path, ["id"]):
         yield batch.column("id").to_pylist()
 
 
-def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def read_batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
             embedding = file.schema_arrow.field("embedding").type
             names = file.schema_arrow.names
-            if names not in (COLUMNS, COLUMNS[:2]) or not pa.types.is_fixed_size_list(embedding):
+            if names != COLUMNS[: len(names)] or not pa.types.is_fixed_size_list(embedding):
                 raise BadData("the file is not a part", value=f"{path}: {names}", rule=f"columns {', '.join(COLUMNS)}")
             yield from file.iter_batches(READ_ROWS, columns=columns)
     except (pa.ArrowException, OSError, KeyError) as error:

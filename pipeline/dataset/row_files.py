@@ -8,15 +8,43 @@ tokens, row by row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipeline.config import RunConfig
+from pipeline.dataset.ingested import PAIRS, token_schema
+
+WRITTEN_ROWS = 1 << 16
+"""Rows of a record batch in the files, at most: some 20 MB."""
+
 HOLDOUT_FILES = ("holdout.arrow", "candidates.arrow")
 PUBLISHED = "published"
 """Folder of HOLDOUT_FILES in the published model's own tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Maximum numbers of tokens."""
+
+    query: int
+    document: int
+    candidate: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Lengths:
+        """Return those of a run."""
+        return cls(query=config.train.query_length, document=max(config.train.buckets), candidate=max(config.embed.buckets))
+
+    def within(self, longest: int) -> Lengths:
+        """Return those of a model for texts of at most `longest` tokens."""
+        return replace(self, query=min(self.query, longest), candidate=min(self.candidate, longest))
 
 
 def row_schemas(tokens: pa.DataType) -> dict[str, pa.Schema]:
@@ -33,7 +61,9 @@ def row_schemas(tokens: pa.DataType) -> dict[str, pa.Schema]:
                 ("document_tokens", texts),
                 ("query_hash", pa.uint64()),
                 ("document_hash", pa.uint64()),
+                ("key", pa.uint64()),
                 ("version", pa.uint64()),
+                ("new", pa.bool_()),
                 ("task", pa.string()),
                 ("shard", pa.int32()),
                 ("line", pa.int64()),
@@ -66,3 +96,58 @@ def token_lengths(column: pa.ChunkedArray) -> NDArray[np.int32]:
     """Return the number of tokens of each row of a `..._tokens` column, from the offsets alone."""
     chunks = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
     return np.concatenate(chunks) if chunks else np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentLengths:
+    """Number of tokens of each row's document in a mapped `train.arrow`, piece by piece, as often as they are asked for."""
+
+    table: pa.Table
+
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        for chunk in self.table["document_tokens"].chunks:
+            yield np.diff(chunk.offsets.to_numpy())
+
+
+class RowWriter:
+    """Arrow files that grow; use as a context manager.
+
+    Args:
+        folder: gets the files, which replace older ones.
+        vocabulary: every token id is below this.
+        names: the files.
+
+    Attributes:
+        rows: file -> rows so far.
+    """
+
+    def __init__(self, folder: Path, vocabulary: int, names: Sequence[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._schemas = row_schemas(token_schema(PAIRS, vocabulary).field("query_tokens").type.value_type)
+        self._stack = ExitStack()
+        self._files = {
+            name: self._stack.enter_context(pa.ipc.new_file(str(folder / name), self._schemas[name])) for name in names
+        }
+        self._waiting: dict[str, list[pa.Table]] = {name: [] for name in names}
+        self.rows = dict.fromkeys(names, 0)
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._stack:
+            for name in self._files if error is None else ():
+                self._flush(name)
+
+    def add(self, name: str, table: pa.Table) -> None:
+        """Append rows to a file: a table with the columns of its schema, and any others."""
+        schema = self._schemas[name]
+        self._waiting[name].append(table.select(schema.names).cast(schema))
+        self.rows[name] += table.num_rows
+        if sum(each.num_rows for each in self._waiting[name]) >= WRITTEN_ROWS:
+            self._flush(name)
+
+    def _flush(self, name: str) -> None:
+        if self._waiting[name]:
+            self._files[name].write_table(pa.concat_tables(self._waiting[name]).combine_chunks(), WRITTEN_ROWS)
+            self._waiting[name].clear()

@@ -1,7 +1,6 @@
 """Read rows from shards' records: one stream of good rows and refused rows.
 
-The only reader of input data. prepare, and embed through `DocumentReader`, decide by the same code which rows are good, so that
-"good row number n of this shard" means the same row everywhere.
+The only reader of input data.
 """
 
 from __future__ import annotations
@@ -11,17 +10,10 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pipeline import store
 from pipeline.dataset.columns import CORPUS_COLUMNS, TRAINING_COLUMNS, Columns, filled, resolve
 from pipeline.dataset.records import BadRow, Record, bad_row, file_columns, read_records, written
-from pipeline.errors import BadData
-from pipeline.plan import Shard
 
 MAX_ID_CHARACTERS = 1024
 
@@ -57,14 +49,6 @@ class CorpusRow(NamedTuple):
     line: int
 
 
-class Document(NamedTuple):
-    """What is embedded of a training row or a corpus row, and its locale."""
-
-    id: str
-    text: str
-    locale: str | None
-
-
 RowT = TypeVar("RowT", TrainingRow, CorpusRow)
 
 
@@ -89,62 +73,6 @@ def read_training_rows(uri: str, columns: Mapping[str, str]) -> Iterator[Trainin
 def read_corpus_rows(uri: str, columns: Mapping[str, str]) -> Iterator[CorpusRow | BadRow]:
     """Yield every row of a corpus shard; otherwise as `read_training_rows`."""
     return _rows(uri, CORPUS_COLUMNS, columns, corpus_row)
-
-
-class DocumentReader:
-    """Reads documents of ranges of shards' good rows. A shard is a stream, so a range that begins at the end of the previous
-    one or later in the same shard continues from there: ranges in their order cost one pass over the rows.
-
-    Args:
-        source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
-        columns: as for `read_training_rows`.
-        distinct: URI of a shard -> for each good row whether it counts: repeated documents do not. None: all rows count.
-    """
-
-    def __init__(self, source: str, columns: Mapping[str, str], distinct: Mapping[str, NDArray[np.bool_]] | None = None) -> None:
-        self._source = source
-        self._columns = columns
-        self._distinct = distinct
-        self._uri = ""
-        self._row = 0
-        self._good: Iterator[TrainingRow | CorpusRow] = iter(())
-
-    def read(self, shard: Shard, start: int, stop: int) -> Iterator[Document]:
-        """Yield the documents of the rows [start, stop) of a shard, counted as the plan does. One range at a time.
-
-        Raises:
-            BadData: the shard differs from the planned one.
-        """
-        info = store.stat(shard.uri)
-        if info is not None and info.size != shard.size:
-            raise _changed(shard, f"{info.size} bytes, {shard.size} when the run was planned")
-        if shard.uri != self._uri or start < self._row:
-            self._open(shard)
-        # Invariant: self._row is the number of the next good row, wherever the caller stops.
-        while self._row < stop:
-            row = next(self._good, None)
-            if row is None:
-                found = max(self._row - start, 0)
-                self.close()
-                raise _changed(shard, f"rows [{start}, {stop}) were planned, {found} of them are there")
-            self._row += 1
-            if self._row > start:
-                yield Document(row.id, row.text if isinstance(row, CorpusRow) else row.document, row.locale)
-        if stop == shard.rows:
-            self.close()
-
-    def close(self) -> None:
-        """Close the open shard; the next read opens it again."""
-        self._uri, self._row, self._good = "", 0, iter(())
-
-    def _open(self, shard: Shard) -> None:
-        self.close()
-        found: Iterator[TrainingRow | CorpusRow | BadRow]
-        corpus = self._source == "corpus"
-        found = read_corpus_rows(shard.uri, self._columns) if corpus else read_training_rows(shard.uri, self._columns)
-        good = (row for row in found if not isinstance(row, BadRow))
-        self._uri = shard.uri
-        self._good = good if self._distinct is None else compress(good, self._distinct[shard.uri])
 
 
 def normalized_hash(text: str) -> int:
@@ -300,12 +228,3 @@ def _label(record: Record, column: str) -> float:
     if not math.isfinite(label):
         raise Refused(f"{column!r} is not a number")
     return label
-
-
-def _changed(shard: Shard, detail: str) -> BadData:
-    return BadData(
-        "a shard has changed since the run was planned",
-        value=f"{shard.uri}: {detail}",
-        rule="shards never change; new data is a new file",
-        remedy="put the old file back, or start a new run",
-    )

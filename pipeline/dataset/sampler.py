@@ -1,126 +1,137 @@
-"""The global order of training batches: every rank computes the same one, and takes its own rows from each batch.
+"""The global order of training batches, a file for each epoch: plan writes them, every rank takes its own rows of each batch.
 
 In an epoch the rows are grouped by the bucket of their document, shuffled, and cut into global batches (ranks x batch size
 rows, all of one bucket). The rest of a bucket moves to the next longer one; masked rows fill up the rest of the longest bucket in
 use. The batches of all buckets are then shuffled. So every row comes exactly once per epoch for any
-number of ranks, all ranks do the same number of steps, and the order depends on the global batch alone, not on the number of
-ranks that share it.
+number of ranks, all ranks do the same number of steps, and the order depends on seed, lengths and the global batch alone, not on
+the number of ranks that share it. Shuffling is sorting by a hash of the row: it needs memory for a part of the rows only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
+
+from pipeline.dataset.external_sort import ExternalSort
+from pipeline.dataset.ingested import Hashes, mixed
 
 MASKED = -1
-"""Row index of a filler: it has no text and must not count in the loss."""
+"""Row number of a filler: it has no text and must not count in the loss."""
 
+Lengths = Iterable[NDArray[np.int32]]
+"""Tokens of the documents of consecutive rows, in pieces of any size; read several times."""
 
-class ScheduledBatch(NamedTuple):
-    """One rank's share of one global batch.
-
-    Attributes:
-        step: from 0, over all epochs.
-        bucket: static document length in tokens.
-        rows: (batch size,) indices of rows, MASKED for fillers.
-    """
-
-    step: int
-    bucket: int
-    rows: NDArray[np.int64]
+ROW = np.dtype([("key", np.uint64), ("row", np.int32)])
 
 
 @dataclass(frozen=True, slots=True)
-class _Epoch:
-    """The global batches of an epoch in their order: bucket of each, and rows (batches, ranks x batch size)."""
-
-    buckets: NDArray[np.int64]
-    rows: NDArray[np.int64]
-
-
-class Schedule:
-    """The batches of all epochs.
-
-    Args:
-        lengths: (rows,) document lengths in tokens, none above the longest bucket.
-        buckets: static lengths, ascending.
-        batch_size: rows per rank and step.
-        ranks: number of ranks.
-        seed: of the shuffling.
+class Layout:
+    """The batches of every epoch.
 
     Attributes:
-        steps_per_epoch: global batches of an epoch.
-        bucket_rows: bucket -> rows trained on at its length, after moving remainders; buckets without rows are left out.
+        buckets: static lengths, ascending.
+        natural: rows of each bucket by the length of their document.
+        rows: rows of each bucket after moving remainders up.
+        global_batch: rows of a batch.
+    """
+
+    buckets: tuple[int, ...]
+    natural: tuple[int, ...]
+    rows: tuple[int, ...]
+    global_batch: int
+
+    @property
+    def bucket_rows(self) -> dict[int, int]:
+        """Bucket -> rows trained on at its length; buckets without rows are left out."""
+        return {bucket: rows for bucket, rows in zip(self.buckets, self.rows, strict=True) if rows}
+
+    @property
+    def steps(self) -> int:
+        """Batches of an epoch."""
+        return sum(-(-rows // self.global_batch) for rows in self.rows)
+
+
+def lay_out(lengths: Lengths, buckets: Sequence[int], global_batch: int) -> Layout:
+    """Count the batches of each bucket.
 
     Raises:
         ValueError: no rows, or a document longer than the longest bucket.
     """
-
-    def __init__(self, lengths: ArrayLike, buckets: Sequence[int], batch_size: int, ranks: int, seed: int) -> None:
-        found = np.asarray(lengths, dtype=np.int64)
-        if found.size == 0:
-            raise ValueError("there are no rows to schedule")
-        if found.max() > buckets[-1]:
-            raise ValueError(f"a document has {found.max()} tokens, the longest bucket {buckets[-1]}")
-        self._batch_size = batch_size
-        self._global_batch = batch_size * ranks
-        self._ranks = ranks
-        self._seed = seed
-        natural = np.searchsorted(np.asarray(buckets), found)
-        used = np.unique(natural)
-        self._buckets = [int(buckets[index]) for index in used]
-        self._members = [np.flatnonzero(natural == index) for index in used]
-        self._rows_per_bucket = self._move_remainders([len(members) for members in self._members])
-        self.bucket_rows = {bucket: rows for bucket, rows in zip(self._buckets, self._rows_per_bucket, strict=True) if rows}
-        self.steps_per_epoch = sum(-(-rows // self._global_batch) for rows in self._rows_per_bucket)
-
-    def batches(self, rank: int, start_step: int = 0, stop_step: int | None = None) -> Iterator[ScheduledBatch]:
-        """Yield a rank's batches from `start_step` on: without end, or up to (not including) `stop_step`.
-
-        A late start costs no more than a start at 0: the schedule lays out only the epoch of `start_step`.
-        """
-        if not 0 <= rank < self._ranks:
-            raise ValueError(f"rank {rank} is not among {self._ranks} ranks")
-        own = slice(rank * self._batch_size, (rank + 1) * self._batch_size)
-        step = start_step
-        while stop_step is None or step < stop_step:
-            number, position = divmod(step, self.steps_per_epoch)
-            epoch = self._epoch(number)
-            last = self.steps_per_epoch if stop_step is None else min(self.steps_per_epoch, position + stop_step - step)
-            for index in range(position, last):
-                yield ScheduledBatch(step, int(epoch.buckets[index]), epoch.rows[index, own])
-                step += 1
-
-    def _move_remainders(self, counts: list[int]) -> list[int]:
-        """Return the rows of each bucket after moving remainders up; only the last may not fill its batches."""
-        moved, carried = [], 0
-        for count in counts[:-1]:
-            available = count + carried
-            carried = available % self._global_batch
-            moved.append(available - carried)
-        return [*moved, counts[-1] + carried]
-
-    def _epoch(self, number: int) -> _Epoch:
-        # Raw bits of a counter-based generator are the same in every NumPy release; Generator.permutation is not promised to be.
-        random = np.random.Philox(np.random.SeedSequence([self._seed, number]))
-        carried = np.empty(0, np.int64)
-        rows, buckets = [], []
-        for bucket, members, count in zip(self._buckets, self._members, self._rows_per_bucket, strict=True):
-            shuffled = _shuffled(np.concatenate([members, carried]), random)
-            kept, carried = shuffled[:count], shuffled[count:]
-            batches = -(-count // self._global_batch)
-            filled = np.full(batches * self._global_batch, MASKED, np.int64)
-            filled[:count] = kept
-            rows.append(filled.reshape(batches, self._global_batch))
-            buckets.append(np.full(batches, bucket, np.int64))
-        order = _shuffled(np.arange(self.steps_per_epoch), random)
-        return _Epoch(np.concatenate(buckets)[order], np.concatenate(rows)[order])
+    natural = np.zeros(len(buckets) + 1, np.int64)
+    for piece in lengths:
+        natural += np.bincount(np.searchsorted(np.asarray(buckets), piece), minlength=len(natural))
+    if not natural.sum():
+        raise ValueError("there are no rows to order")
+    if natural[-1]:
+        raise ValueError(f"{natural[-1]} documents are longer than the longest bucket, {buckets[-1]} tokens")
+    # Only the last bucket in use may not fill its batches.
+    last = int(np.flatnonzero(natural)[-1])
+    rows, carried = [], 0
+    for number, count in enumerate(natural[:-1].tolist()):
+        available = count + carried
+        carried = available % global_batch if number < last else 0
+        rows.append(available - carried)
+    return Layout(tuple(buckets), tuple(natural[:-1].tolist()), tuple(rows), global_batch)
 
 
-def _shuffled(values: NDArray[np.int64], random: np.random.Philox) -> NDArray[np.int64]:
-    keys = np.asarray(random.random_raw(len(values)), dtype=np.uint64)
-    return values[np.argsort(keys, kind="stable")]
+def write_order(path: Path, lengths: Lengths, layout: Layout, seed: int, epoch: int) -> None:
+    """Write the order of an epoch: (steps, 1 + global batch) int32, of each batch its bucket and its rows, MASKED for fillers.
+
+    Needs memory for a million rows, and for a number per batch; disk for the rows beside the file (`path` with another suffix).
+    """
+    sorts = [
+        ExternalSort(path.with_suffix(f".{bucket}"), count, ROW)
+        for bucket, count in zip(layout.buckets, layout.natural, strict=True)
+    ]
+    salts = [_salt(seed, epoch, bucket) for bucket in layout.buckets]
+    first = 0
+    for piece in lengths:
+        owners = np.searchsorted(np.asarray(layout.buckets), piece)
+        for owner in np.unique(owners):
+            rows = first + np.flatnonzero(owners == owner)
+            sorts[owner].add(key=_keys(rows, salts[owner]), row=rows)
+        first += len(piece)
+
+    order = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(layout.steps, 1 + layout.global_batch))
+    order[:] = MASKED
+    places = np.argsort(_keys(np.arange(layout.steps), _salt(seed, epoch, 0)))
+    done = 0
+    waiting = np.empty(0, np.int32)
+    for bucket, count, sort, salt in zip(layout.buckets, layout.rows, sorts, salts, strict=True):
+        # What the shorter bucket left over takes part in the shuffling.
+        sort.add(key=_keys(waiting, salt), row=waiting)
+        waiting, missing = waiting[:0], count
+        for records in sort:
+            waiting = np.concatenate([waiting, records["row"]])
+            whole = min(len(waiting), missing) // layout.global_batch * layout.global_batch
+            done += _put(order, places[done:], bucket, waiting[:whole])
+            waiting, missing = waiting[whole:], missing - whole
+        if missing:
+            done += _put(order, places[done:], bucket, waiting)
+            waiting = waiting[:0]
+    order.flush()
+
+
+def _put(order: NDArray[np.int32], places: NDArray[np.int64], bucket: int, rows: NDArray[np.int32]) -> int:
+    """Write consecutive batches to their places; return how many there are."""
+    size = order.shape[1] - 1
+    batches: int = -(-len(rows) // size)
+    filled = np.full(batches * size, MASKED, np.int32)
+    filled[: len(rows)] = rows
+    order[places[:batches], 0] = bucket
+    order[places[:batches], 1:] = filled.reshape(batches, size)
+    return batches
+
+
+def _keys(numbers: NDArray[np.integer], salt: np.uint64) -> Hashes:
+    """Return a distinct random number for each number: the same in every NumPy release, unlike Generator.permutation's."""
+    return mixed(numbers.astype(np.uint64) ^ salt)
+
+
+def _salt(*parts: int) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.sha256(":".join(map(str, parts)).encode()).digest()[:8], "big"))

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import AutoTokenizer
 
 from pipeline.errors import BadConfig, MissingInput
+from pipeline.plan import TokenizerPlan
 
 Tokens = npt.NDArray[np.int32]
 """A text's token ids: 4 bytes each, where a list of Python's integers takes ten times as much."""
@@ -82,6 +85,19 @@ class TextTokenizer:
         self.vocabulary = 1 + max(tokenizer.get_vocab().values())
         self.digest = hashlib.sha256(f"{self._direction} {self._backend.to_str()}".encode()).hexdigest()
 
+    def plan(self, cap: int) -> TokenizerPlan:
+        """Return what the tokens of stored texts depend on, for texts of at most `cap` tokens."""
+        special = self._backend.encode("a", add_special_tokens=True).special_tokens_mask
+        prefix = special.index(0) if 0 in special else len(special)
+        return TokenizerPlan(
+            digest=self.digest,
+            vocabulary=self.vocabulary,
+            cap=cap,
+            prefix=prefix,
+            suffix=len(special) - special.count(0) - prefix,
+            side=self._direction,
+        )
+
     def encode(self, texts: Sequence[str], max_length: int) -> list[Tokens]:
         """Return the token ids of each text, special tokens included, at most `max_length` of them."""
         self._backend.enable_truncation(max_length, direction=self._direction)
@@ -119,3 +135,18 @@ class TextTokenizer:
 def _is_about_a_text(error: BaseException) -> bool:
     """Return whether one text may have caused an exception. A panic inside the tokenizers library is not an Exception."""
     return (isinstance(error, Exception) and not isinstance(error, MemoryError)) or type(error).__name__ == "PanicException"
+
+
+def cut(tokens: pa.ListArray, length: int, plan: TokenizerPlan) -> pa.ListArray:
+    """Return token ids that were stored long as the tokenizer would have cut them: at most `length`, special ones included."""
+    lengths = pc.fill_null(pc.list_value_length(tokens), 0).to_numpy()
+    over = np.maximum(lengths.astype(np.int64) - length, 0)
+    if not over.any():
+        return tokens
+    begins = np.cumsum(lengths) - lengths + (plan.prefix if plan.side == "left" else length - plan.suffix)
+    dropped = np.zeros(lengths.sum() + 1, np.int8)
+    dropped[begins[over > 0]] += 1
+    dropped[(begins + over)[over > 0]] -= 1
+    values = pc.list_flatten(tokens).filter(pa.array(np.cumsum(dropped[:-1], dtype=np.int8) == 0))
+    offsets = np.concatenate([[0], np.cumsum(np.minimum(lengths, length))]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=tokens.is_null())

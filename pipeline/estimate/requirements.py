@@ -11,39 +11,25 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.contract import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS, ROOT_VOLUME_GIB, STAGES, Stage
+from pipeline.contract import FARGATE_DISK_GIB, ROOT_VOLUME_GIB, STAGES, Stage
 from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig
-from pipeline.estimate.memory import FP32, GIB, LIBRARY_BYTES, MIB, PROCESS_BYTES, MemoryCapacity, estimate_memory
+from pipeline.estimate.memory import FP32, GIB, LIBRARY_BYTES, MIB, PROCESS_BYTES
 from pipeline.estimate.workload import Workload
 from pipeline.model.shape import ModelShape
-from pipeline.plan import PlannedWorld
 
-PREPARE_ROW_BYTES, CORPUS_ROW_BYTES = 112, 96
-"""In prepare: a training row's hashes, masks and lists; a row of a separate corpus, where every id is repeated."""
-
-TRAIN_ROW_BYTES = 72
-"""In each rank of train: a training row's hashes, lengths and order."""
-
-CANDIDATE_BYTES, QUERY_BYTES, TOKEN_BYTES = 256, 3072, 48
-"""In evaluate: a candidate; a query with its best candidates; each of their tokens in a Python list."""
+CANDIDATE_BYTES, QUERY_BYTES, RANKING_BYTES = 256, 512, 5120
+"""In each rank of evaluate: a candidate; a query. In one of the ranks: a query's best candidates while they are measured."""
 
 ROW_FILE_BYTES, ID_BYTES = 64, 24
-"""A row in prepare's Arrow files without its tokens; an id in the embeddings."""
+"""A row in plan's files without its tokens; an id in the embeddings."""
 
 PARTS_AT_ONCE = 4
 """Parts on publish's disk, one for each of its readers."""
 
-MANY_READS = 10
-"""Reads of the corpus by embed, above which the shards are too large for the parts."""
-
-TOKENIZED_TOKENS = 590_000
-"""Tokens per second and thread of pipeline/dataset/tokens.TextTokenizer: 10,000 English texts of 86 tokens with the tokenizer of
-all-MiniLM-L6-v2 (tokenizers 0.22)."""
-
-RANKED_SCORES = 4_000_000
-"""Scores per second and thread that evaluate computes and ranks: 64 queries against 200,000 candidates of 384 dimensions
-(torch 2.9). With more candidates they are fewer."""
+RANKED_SCORES = 7_000_000
+"""Scores per second and thread that evaluate computes and ranks: a quarter of what a core with AVX-512 reaches alone with 64
+queries and 200,000 candidates of 384 dimensions (torch 2.9)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +76,9 @@ def requirements(
     work: Workload,
     shape: ModelShape,
     config: RunConfig,
-    world: PlannedWorld,
     *,
     parts: int,
     ranks: int,
-    node_memory: int | None,
     embed_host: str | None,
     minutes: Mapping[Stage, int],
     models: int = 2,
@@ -102,50 +86,32 @@ def requirements(
     """Yield every requirement that grows with the data.
 
     Args:
-        parts, ranks: of embed, over all children.
-        node_memory: bytes of a node that trains; None: unknown.
+        parts: of embed.
+        ranks: of a host that evaluates.
         embed_host: instance type of the hosts that evaluate and embed; None or another type: unknown.
         minutes: of an attempt, see `attempt_minutes`.
         models: number that evaluate measures: the new one, the published one, and the parent if it is a third.
     """
     tokens, candidates = work.query_tokens + work.document_tokens, work.candidates + config.evaluate.candidates
-    process = PROCESS_BYTES + LIBRARY_BYTES
     shards = "name fewer shards in data.train"
-    own = CORPUS_ROW_BYTES * work.corpus_rows if work.own_corpus else 0
-    amount: float = process + PREPARE_ROW_BYTES * work.scanned_rows + own
-    remedy = f"train on fewer rows at a time: {shards}; or embed a smaller corpus"
-    yield Requirement("prepare, memory", amount, FARGATE_MEMORY_MIB * MIB, remedy)
     files = (work.train_rows + work.queries) * (ROW_FILE_BYTES + 4 * tokens) + candidates * (16 + 4 * work.document_tokens)
     remedy = f"{shards}, lower data.replay_fraction, or shorten train.buckets"
-    yield Requirement("prepare, disk: row files", files, FARGATE_DISK_GIB * GIB, remedy)
-    what = "prepare, tokenizing alone, at a rate measured elsewhere"
-    amount = (work.train_rows + work.queries) * tokens / TOKENIZED_TOKENS / FARGATE_VCPUS / 60
-    remedy = f"prepare's attempt ends at its limit: {shards}, or raise timeouts.prepare of the deployment"
-    yield Requirement(what, amount, minutes[Stage.PREPARE], remedy, "minutes", breaks=False)
-
-    budgets = estimate_memory(shape, config, world, MemoryCapacity(None, None))
-    fixed = next(budget.total for budget in budgets if (budget.stage, budget.place) == ("train", "host"))
-    remedy = f"train on fewer rows at a time: {shards}, or lower data.replay_fraction"
-    amount = fixed + world.ranks_per_node * TRAIN_ROW_BYTES * work.train_rows
-    yield Requirement("train, memory of a node", amount, node_memory, remedy)
+    yield Requirement("plan, disk: row files", files, FARGATE_DISK_GIB * GIB, remedy)
     what = "train, disk of a node: row files and two checkpoints"
     yield Requirement(what, files + 2 * 3 * FP32 * shape.parameters, ROOT_VOLUME_GIB * GIB, remedy)
 
     host = HARDWARE.get(embed_host or "")
-    enough = min(config.data.holdout_fraction, 10 * config.gate.min_queries / max(work.scanned_rows, 1))
+    enough = min(config.data.holdout_fraction, 10 * config.gate.min_queries / max(work.known_rows, 1))
     remedy = f"data.holdout_fraction={enough:.2g} holds out ten times gate.min_queries"
     # For a moment there are two copies of the embeddings.
-    amount = process + candidates * (CANDIDATE_BYTES + TOKEN_BYTES * work.document_tokens + 2 * FP32 * shape.hidden)
-    amount += work.queries * (QUERY_BYTES + TOKEN_BYTES * work.query_tokens + 2 * FP32 * shape.hidden)
+    amount: float = (work.queries + candidates) * 2 * FP32 * shape.hidden + work.queries * RANKING_BYTES
+    amount += LIBRARY_BYTES + ranks * (PROCESS_BYTES + candidates * CANDIDATE_BYTES + work.queries * QUERY_BYTES)
     yield Requirement("evaluate, memory of a host", amount, host.job_memory_mib * MIB if host else None, remedy)
     what = "evaluate, ranking every model's candidates, at a rate measured elsewhere"
     amount = models * work.queries * candidates / RANKED_SCORES / (host.job_vcpus if host else 1) / 60
     remedy = f"evaluate's attempt ends at its limit, and all queries are ranked against all candidates: {remedy}"
     yield Requirement(what, amount, minutes[Stage.EVALUATE] if host else None, remedy, "minutes", breaks=False)
 
-    remedy = "every rank reads the shard of its first part from the shard's beginning: cut the corpus into more shards"
-    amount = work.times_read(min(ranks, parts))
-    yield Requirement("embed, how often the corpus is read", amount, MANY_READS, remedy, "times", breaks=False)
     amount = work.corpus_rows / parts * ((4 if config.embed.dtype == "float32" else 2) * shape.hidden + ID_BYTES)
     what = f"publish, disk: {PARTS_AT_ONCE} parts"
     yield Requirement(what, PARTS_AT_ONCE * amount, FARGATE_DISK_GIB * GIB, "lower embed.rows_per_part")

@@ -17,7 +17,6 @@ from pipeline.config import RunConfig
 from pipeline.contract import Stage
 from pipeline.cost import HARDWARE
 from pipeline.estimate.memory import FP32
-from pipeline.estimate.requirements import TOKENIZED_TOKENS
 from pipeline.estimate.workload import Lengths, MeasuredRun, Workload
 from pipeline.model.shape import ModelShape
 from pipeline.plan import part_count
@@ -189,10 +188,8 @@ class Estimator:
         rows = math.ceil(parts / ranks) * work.corpus_rows / parts
         family = host.partition(".")[0]
         computing = text_flops(self.shape, work.embed_lengths) / (CORE_FLOPS * self.rates.embed[family])
-        reading = work.times_read(min(ranks, parts)) / READ_ROWS
-        tokenizing = work.document_tokens / (TOKENIZED_TOKENS * HARDWARE[host].job_vcpus / cores)
-        waiting = 0.0 if family in self.rates.with_input else max(0.0, reading + tokenizing - computing)
-        seconds = {"computing": rows * computing, "waiting for rows and tokens": rows * waiting}
+        waiting = 0.0 if family in self.rates.with_input else max(0.0, 1 / READ_ROWS - computing)
+        seconds = {"computing": rows * computing, "waiting for tokens": rows * waiting}
         return self._option(Stage.EMBED, host, children, seconds)
 
     def _option(self, stage: Stage, host: str, count: int, seconds: Mapping[str, float]) -> Option:

@@ -52,7 +52,7 @@ def plan_variant(
     backbone, _ = inspect_folder(parent, config.model)
     shape = read_shape(parent, config.model)
     memory = totals(require_memory(shape, config, world, known_capacity(config, world.kind, here=True)))
-    counts = asdict(count_steps(lengths, config, world.ranks))
+    counts = asdict(count_steps([lengths], config, world.ranks))
     return plan.model_copy(
         update={
             "run": run,

@@ -14,8 +14,8 @@ from pipeline.contract import RunPaths, Stage, StageResult
 from pipeline.errors import BadConfig, BadData
 from pipeline.plan import RunPlan
 
-QUERY_TOKENS, DOCUMENT_TOKENS, SHARD_ROWS = 12.0, 96.0, 1_000_000
-"""Assumed means, and rows of an input file."""
+QUERY_TOKENS, DOCUMENT_TOKENS = 12.0, 96.0
+"""Assumed means."""
 
 PADDING = 0.02
 """Share of packed rows that is padding: 1.3 % for mixed texts, 2.3 % for short ones (tests/benchmarks/padding.py)."""
@@ -30,31 +30,22 @@ class Workload:
 
     Attributes:
         train_rows: pairs trained on in an epoch.
-        scanned_rows: good rows of all training shards, new and earlier.
+        known_rows: good rows of all training shards, new and earlier.
         corpus_rows: documents embedded.
-        own_corpus: `corpus_rows` are not the documents of the training rows.
         queries, candidates: of the hold-out.
-        shard_rows: rows of an input file.
         query_tokens, document_tokens: means, special tokens included, without padding.
         train_lengths, embed_lengths: of the rows that documents are computed in; empty where no time is estimated.
     """
 
     train_rows: int
-    scanned_rows: int
+    known_rows: int
     corpus_rows: int
-    own_corpus: bool
     queries: int
     candidates: int
-    shard_rows: int
     query_tokens: float
     document_tokens: float
     train_lengths: Lengths = field(default_factory=dict)
     embed_lengths: Lengths = field(default_factory=dict)
-
-    def times_read(self, ranks: int) -> float:
-        """Return how often this many ranks of embed read the corpus together: each begins within a shard, on average in its
-        middle, and reads the shard from its beginning."""
-        return 1 + (ranks - 1) * min(self.shard_rows, self.corpus_rows) / (2 * self.corpus_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +121,12 @@ def workload(
     corpus_rows: int | None,
     query_tokens: float | None,
     document_tokens: float | None,
-    shard_rows: int | None,
 ) -> tuple[Workload, list[str]]:
     """Return the workload, and a sentence on each assumption.
 
     Args:
         run: source of what the other arguments do not say.
-        train_rows, corpus_rows, query_tokens, document_tokens, shard_rows: as in `Workload`.
+        train_rows, corpus_rows, query_tokens, document_tokens: as in `Workload`.
 
     Raises:
         BadConfig: no rows are named, and there is no run to take them from.
@@ -167,10 +157,6 @@ def workload(
     longest = max(config.embed.buckets)
     if mean > longest:
         assumed.append(f"embed cuts every document at {longest} tokens: the mean is taken for as many")
-    files = (plan.embed.shards or plan.train.new) if plan else ()
-    file_rows = shard_rows or max((shard.rows for shard in files), default=0) or SHARD_ROWS
-    if shard_rows is None:
-        assumed.append(f"an input file has {file_rows:,} rows{', as in the run' if files else ''}")
     train_lengths: Lengths = same.bucket_shares if same and config.train.buckets == same.plan.config.train.buckets else {}
     if not train_lengths:
         train_lengths = {bucket_of(mean, config.train.buckets): 1.0}
@@ -184,12 +170,10 @@ def workload(
     return (
         Workload(
             train_rows=pairs,
-            scanned_rows=pairs,
+            known_rows=pairs,
             corpus_rows=documents,
-            own_corpus=bool(config.data.corpus) or documents != pairs,
             queries=held,
             candidates=held,
-            shard_rows=file_rows,
             query_tokens=query_tokens or QUERY_TOKENS,
             document_tokens=min(mean, longest),
             train_lengths=train_lengths,

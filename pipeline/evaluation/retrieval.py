@@ -1,11 +1,12 @@
 """Retrieval metrics: how well queries find their relevant documents among all candidates, per query, in the terms of trec_eval.
 
-Exact search: every query is scored against every candidate, in chunks, so that the whole score matrix is never in memory.
+Exact search: every query is scored against every candidate, block by block, and only a query's best candidates so far are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,75 +17,143 @@ from pipeline.errors import BadData
 
 METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100")
 DEPTH = 100
-SCORES_PER_CHUNK = 1 << 24
-"""Scores held at once: 64 MiB of fp32, and twice that for the keys they are sorted by."""
+QUERIES_AT_ONCE = 512
+CANDIDATES_AT_ONCE = 8192
+"""Queries and candidates of a block of scores: 16 MiB of fp32."""
 
+GROUP = 16
+"""Scores whose maximum stands for them where a bound is sought."""
+
+Integers = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
+Block = tuple[Integers, Tensor]
+"""Some candidates: their indices among all, (c,), and their embeddings, (c, D) fp32."""
 
-def retrieve(
-    queries: Tensor, candidates: Tensor, relevant: Sequence[Mapping[int, float]], k: int = DEPTH
-) -> dict[str, npt.NDArray[np.float64]]:
+
+class Relevant(NamedTuple):
+    """The relevant candidates of all queries: distinct pairs sorted by query, then candidate.
+
+    Attributes:
+        query: (N,) indices of queries, each one at least once.
+        candidate: (N,) indices of candidates.
+        gain: (N,) above 0; weighs linearly in nDCG.
+    """
+
+    query: Integers
+    candidate: Integers
+    gain: Values
+
+    @classmethod
+    def of(cls, judged: Sequence[Mapping[int, float]]) -> Relevant:
+        """Return them from, per query, index of a candidate -> gain; a gain of 0 or less is none."""
+        pairs = [(query, *pair) for query, gains in enumerate(judged) for pair in sorted(gains.items()) if pair[1] > 0]
+        query, candidate, gain = zip(*pairs, strict=True) if pairs else ((), (), ())
+        return cls(np.array(query, np.int64), np.array(candidate, np.int64), np.array(gain, np.float64))
+
+    def of_queries(self, queries: range) -> Relevant:
+        """Return those of consecutive queries, which are counted from 0 then."""
+        own = slice(*np.searchsorted(self.query, [queries.start, queries.stop]).tolist())
+        return Relevant(self.query[own] - queries.start, self.candidate[own], self.gain[own])
+
+
+def retrieve(queries: Tensor, candidates: Sequence[Block], relevant: Relevant) -> dict[str, Values]:
     """Rank all candidates for every query by inner product and measure the rankings.
 
     Args:
         queries: (Q, D) fp32.
-        candidates: (C, D) fp32, on the same device.
-        relevant: per query, index of a candidate -> gain; gains above 0 count as relevant and weigh linearly in nDCG.
-        k: depth of the rankings, at least 100 for all metrics.
+        candidates: in any order, on any device.
+
+    Returns:
+        See `measure_rankings`.
+
+    Raises:
+        BadData: an embedding that is not finite.
+        ValueError: see `measure_rankings`.
+    """
+    return measure_rankings(rank(queries, candidates, DEPTH), relevant)
+
+
+def measure_rankings(ranked: Integers, relevant: Relevant) -> dict[str, Values]:
+    """Return the metrics of every query.
+
+    Args:
+        ranked: (Q, k) indices of each query's best candidates, best first; 100 for all metrics.
 
     Returns:
         For each of METRICS an array (Q,): nDCG@10, the reciprocal rank of the first relevant document within 10 (else 0), and the
         share of a query's relevant documents within 1, 10 and 100 ranks.
 
     Raises:
-        BadData: an embedding that is not finite.
-        ValueError: as many queries as relevance judgements are needed, each with at least one relevant candidate.
+        ValueError: a query without a relevant candidate.
     """
-    if len(relevant) != len(queries):
-        raise ValueError(f"{len(queries)} queries, but relevance for {len(relevant)}")
-    ranked = rank(queries, candidates, k)
-    found = np.zeros(ranked.shape, dtype=np.float64)
-    totals = np.empty(len(relevant), dtype=np.int64)
-    ideal = np.zeros((len(relevant), 10), dtype=np.float64)
-    for query, judged in enumerate(relevant):
-        gains = {candidate: gain for candidate, gain in judged.items() if gain > 0}
-        if not gains:
-            raise ValueError(f"query {query} has no relevant candidate")
-        found[query] = [gains.get(candidate, 0.0) for candidate in ranked[query].tolist()]
-        totals[query] = len(gains)
-        best = sorted(gains.values(), reverse=True)[:10]
-        ideal[query, : len(best)] = best
-    return _measure(found, totals, ideal)
-
-
-def rank(queries: Tensor, candidates: Tensor, k: int) -> npt.NDArray[np.int64]:
-    """Return the indices of the best min(k, C) candidates of every query, best first; equal scores in the candidates' order."""
-    if not (bool(torch.isfinite(queries).all()) and bool(torch.isfinite(candidates).all())):
-        raise BadData(
-            "embeddings that are not finite", rule="every value of an embedding is a number", remedy="look at the model"
-        )
-    k = min(k, len(candidates))
-    rows = max(1, SCORES_PER_CHUNK // max(1, len(candidates)))
-    chunks = [_sortable(chunk @ candidates.T).topk(k, dim=1).indices.cpu() for chunk in torch.split(queries, rows)]
-    return torch.cat(chunks).numpy() if chunks else np.empty((0, k), dtype=np.int64)
-
-
-def _sortable(scores: Tensor) -> Tensor:
-    """Return distinct int64 keys in the order of (score, earlier candidate first); `topk` promises nothing about equal scores."""
-    # Bits of floats order like integers once the magnitude of negative ones is flipped; adding 0 makes -0.0 into 0.0.
-    bits = (scores.float() + 0.0).view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    return (ordered << 32) - torch.arange(scores.shape[1], device=scores.device)
-
-
-def _measure(found: Values, totals: npt.NDArray[np.int64], ideal: Values) -> dict[str, npt.NDArray[np.float64]]:
+    totals = np.bincount(relevant.query, minlength=len(ranked))
+    if len(totals) != len(ranked) or not totals.all():
+        raise ValueError(f"{len(ranked)} queries, but relevant candidates for {np.count_nonzero(totals)} of {len(totals)}")
+    # A pair as one number, to look all of them up at once.
+    width = 1 + max(int(indices.max(initial=0)) for indices in (ranked, relevant.candidate))
+    known, wanted = relevant.query * width + relevant.candidate, np.arange(len(ranked))[:, None] * width + ranked
+    place = np.searchsorted(known, wanted).clip(max=len(known) - 1)
+    found = np.where(known[place] == wanted, relevant.gain[place], 0.0)
+    best = np.lexsort((-relevant.gain, relevant.query))
+    order = np.arange(len(best)) - np.repeat(np.cumsum(totals) - totals, totals)
+    ideal = np.zeros((len(ranked), 10))
+    top = order < 10
+    ideal[relevant.query[best][top], order[top]] = relevant.gain[best][top]
     discounts = 1.0 / np.log2(np.arange(2, 12))
-    top = found[:, :10]
-    hits = found > 0
+    gains, hits = found[:, :10], found > 0
     first = np.where(hits[:, :10].any(axis=1), hits[:, :10].argmax(axis=1) + 1.0, np.inf)
     return {
-        "ndcg@10": (top * discounts[: top.shape[1]]).sum(axis=1) / (ideal * discounts).sum(axis=1),
+        "ndcg@10": (gains * discounts[: gains.shape[1]]).sum(axis=1) / (ideal * discounts).sum(axis=1),
         "mrr@10": 1.0 / first,
         **{f"recall@{depth}": hits[:, :depth].sum(axis=1) / totals for depth in (1, 10, 100)},
     }
+
+
+def rank(queries: Tensor, candidates: Sequence[Block], k: int) -> Integers:
+    """Return the indices of the best min(k, C) candidates of every query, best first; of equal scores the smaller index.
+
+    Raises:
+        BadData: an embedding that is not finite.
+    """
+    blocks = [
+        (torch.from_numpy(indices[start : start + CANDIDATES_AT_ONCE]), vectors[start : start + CANDIDATES_AT_ONCE])
+        for indices, vectors in candidates
+        for start in range(0, len(indices), CANDIDATES_AT_ONCE)
+    ]
+    if not all(bool(torch.isfinite(vectors).all()) for vectors in (queries, *(vectors for _, vectors in blocks))):
+        raise BadData(
+            "embeddings that are not finite", rule="every value of an embedding is a number", remedy="look at the model"
+        )
+    k = min(k, sum(len(indices) for indices, _ in blocks))
+    starts = range(0, len(queries), QUERIES_AT_ONCE)
+    chunks = [_best(queries[start : start + QUERIES_AT_ONCE], blocks, k).cpu() for start in starts]
+    # The lower half of a key is minus an index.
+    return (-torch.cat(chunks) & 0xFFFFFFFF).numpy() if chunks else np.empty((0, k), dtype=np.int64)
+
+
+def _best(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], k: int) -> Tensor:
+    """Return the keys of each query's best candidates, (q, k), best first."""
+    best = queries.new_full((len(queries), k), torch.iinfo(torch.int64).min, dtype=torch.int64)
+    bound = queries.new_full((len(queries), 1), -torch.inf)
+    for indices, vectors in blocks:
+        scores = queries @ vectors.to(queries.device).T
+        if scores.shape[1] >= k * GROUP:
+            # k groups have a score as large as the least of their maxima, so less is not among the best k.
+            groups = scores[:, : scores.shape[1] // GROUP * GROUP].view(len(queries), -1, GROUP).amax(dim=2)
+            bound = torch.maximum(bound, groups.topk(k, dim=1).values[:, -1:])
+        row, column = (scores >= bound).nonzero(as_tuple=True)
+        keys = _sortable(scores[row, column]) - indices.to(queries.device)[column]
+        counts = torch.bincount(row, minlength=len(queries))
+        place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+        found = best.new_full((len(queries), int(counts.max())), torch.iinfo(torch.int64).min)
+        found[row, place] = keys
+        best = torch.cat([best, found], dim=1).topk(k, dim=1).values
+    return best
+
+
+def _sortable(scores: Tensor) -> Tensor:
+    """Return int64 keys in the order of the scores, with a lower half of zeros; `topk` promises nothing about equal scores."""
+    # Bits of floats order like integers once the magnitude of negative ones is flipped; adding 0 makes -0.0 into 0.0.
+    bits = (scores.float() + 0.0).view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64) << 32

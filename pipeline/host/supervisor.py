@@ -34,7 +34,9 @@ from pipeline.contract import (
     METRICS,
     RUN_PARAMETER,
     STAGES,
+    STAGES_WITHOUT_PLAN,
     Metric,
+    Queue,
     Record,
     RunPaths,
     Shape,
@@ -73,8 +75,6 @@ from pipeline.sdk import neuron_launch
 log = logging.getLogger("trnpipe")
 
 TICK_SECONDS = 0.1
-STAGES_WITHOUT_PLAN = (Stage.PREPARE, Stage.REPORT)
-"""prepare writes the plan; a report is written even for a run without a plan."""
 
 
 def run(stage: Stage, run_uri: str) -> int:
@@ -205,11 +205,11 @@ class Supervisor:
         shape = spec.shape
         node = self._node
         kind = neuron_launch.kind_of(numbers.kind, spec)
-        if shape == Shape.SINGLE:
-            nodes, ranks_per_node = 1, 1
-        elif shape == Shape.ARRAY:
-            # A child's ranks share its parts and need no collectives.
+        if spec.queue == Queue.EMBED:
+            # The ranks of these hosts need no collectives.
             nodes, ranks_per_node = 1, numbers.ranks_per_child or numbers.ranks_per_node
+        elif shape != Shape.GANG:
+            nodes, ranks_per_node = 1, 1
         elif numbers.nodes != self._node.nodes:
             raise BadConfig(
                 "the job's gang is not the plan's",
@@ -506,11 +506,11 @@ class PlanNumbers(Record):
             return cls.from_json(json.dumps(numbers).encode())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if stage in STAGES_WITHOUT_PLAN:
-                return cls()  # prepare refuses the plan with its own message, which the report shows
+                return cls()  # plan refuses it with its own message, which the report shows
             raise BadData(
                 "the run's plan cannot be read",
                 value=f"{paths.plan}: {error!r}",
-                remedy="restore it as prepare wrote it, or start a new run",
+                remedy="restore it as plan wrote it, or start a new run",
             ) from error
 
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from pipeline.config import HeadConfig, ModelConfig
 from pipeline.dataset.tokens import refuse_code
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.model.encoder import Encoder, new_encoder
+from pipeline.model.encoder import Encoder, family_of, new_encoder
 from pipeline.model.inventory import check_model_type, read_json, read_modules, transformer_folder, weight_files
 from pipeline.model.weights import fill, read_weights
 
@@ -103,6 +103,13 @@ def inspect_folder(folder: Path, config: ModelConfig) -> tuple[PreTrainedConfig,
             remedy=f"set model.head.hidden to {_read_head(folder / HEAD)['w1'].shape[0]}",
         )
     return backbone, has_head
+
+
+def text_positions(backbone: PreTrainedConfig) -> int:
+    """Return the tokens of the longest text."""
+    # RoBERTa and its like count positions from the padding token's id on: 514 of them are 512 tokens.
+    padding = 1 + (backbone.pad_token_id or 0) if family_of(backbone).counts_from_padding else 0
+    return int(backbone.max_position_embeddings) - padding
 
 
 def own_form(folder: Path, config: ModelConfig) -> ModelConfig:

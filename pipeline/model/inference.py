@@ -24,7 +24,7 @@ from pipeline.model.encoder import Encoder, PackedEncoder, prepare_for_inference
 if TYPE_CHECKING:
     from pipeline.backends.device import Batch, Device, EncodeFunction
 
-TokenList = Sequence[int] | npt.NDArray[np.int32]
+TokenList = Sequence[int] | npt.NDArray[np.integer]
 """A text's token ids."""
 
 LONGEST_PADDING = 1 / 16

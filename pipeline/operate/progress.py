@@ -31,7 +31,9 @@ LIVE_REFRESH_PER_SECOND = 4
 BAR_WIDTH = 20
 FAILED_SUFFIX = " failed"
 WAITING_STATES = ("Wait", "WaitLong")
-NOTHING_TO_COMPILE = "nothing to compile"
+SKIPPED = {Stage.PLAN: (Stage.INGEST, "no new shard"), Stage.TRAIN: (Stage.COMPILE, "nothing to compile")}
+"""Stage -> the stage that the state machine may go past just before it, and why."""
+
 BATCH_SUBMITS = ("submitJob", "submitJob.sync")
 JOB_ENDED = ("SUCCEEDED", "FAILED")
 SHOWN_METRIC = "ndcg@10"
@@ -171,9 +173,10 @@ class Tracker:
             self._end(line, moment, failed=self._task_failed)
         if stage is None:
             return
-        compiling = self.lines[Stage.COMPILE]
-        if stage is Stage.TRAIN and compiling.state == "pending":
-            compiling.state, compiling.doing = "skipped", NOTHING_TO_COMPILE
+        if stage in SKIPPED:
+            skipped, reason = SKIPPED[stage]
+            if self.lines[skipped].state == "pending":
+                self.lines[skipped].state, self.lines[skipped].doing = "skipped", reason
         entered = self.lines[stage]
         if state.endswith(FAILED_SUFFIX):
             self._end(entered, moment, failed=True)
@@ -217,9 +220,9 @@ class Tracker:
         return before[1]
 
     def _take_metrics(self, line: StageLine) -> None:
-        """Read what prepare chose to compute on; loss and hold-out metric of training's last checkpoint; evaluate's result."""
-        if line.stage is Stage.PREPARE and line.state == "done":
-            line.numbers = plain(str(read_metrics(self.files, Stage.PREPARE).get("computes", "")))
+        """Read what the plan computes on; loss and hold-out metric of training's last checkpoint; evaluate's result."""
+        if line.stage is Stage.PLAN and line.state == "done":
+            line.numbers = plain(str(read_metrics(self.files, Stage.PLAN).get("computes", "")))
         if line.stage is Stage.EVALUATE and line.state == "done":
             line.numbers = quality(read_metrics(self.files, Stage.EVALUATE))
         if line.stage is not Stage.TRAIN:

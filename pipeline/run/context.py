@@ -45,7 +45,7 @@ class StageContext:
 
     @cached_property
     def plan(self) -> RunPlan:
-        """The run's plan; prepare has none yet."""
+        """The run's plan; there is none before stage plan has written it."""
         return RunPlan.from_json(store.read_bytes(self.paths.plan))
 
     @cached_property

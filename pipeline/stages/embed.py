@@ -1,9 +1,9 @@
 """embed: one child of the array that embeds the whole corpus with the new model, part after part.
 
-A child takes consecutive parts of the plan, and so does each of its ranks, so that a rank reads its rows of the corpus shards in
-one go. Of each part it writes `embed/part-....parquet`, then the part's record. Complete parts are left alone, so a child that is
-interrupted loses at most the part it was in. A document that cannot be embedded is left out and listed next to its part, up to a
-share of the corpus. The child that finds the parts of all children complete speaks for the stage.
+A child takes consecutive parts of the plan, and so does each of its ranks. A rank reads the next part's tokens from the ingested
+shards while its device computes one. Of each part it writes `embed/part-....parquet`, then the part's record. Complete parts are
+left alone, so a child that is interrupted loses at most the part it was in. A document that cannot be embedded is left out and
+listed next to its part, up to a share of the corpus. The child that finds all parts complete speaks for the stage.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from itertools import compress, islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline import store
 from pipeline.backends.device import Device, EncodeFunction, open_device
 from pipeline.contract import Artifact, Metric, now
-from pipeline.dataset.distinct import open_documents
+from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
-from pipeline.dataset.rows import DocumentReader
-from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer, Tokens
+from pipeline.dataset.tokens import cut
 from pipeline.errors import BadData, Transient
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode
-from pipeline.plan import PartPlan, own_parts
+from pipeline.plan import own_parts
 from pipeline.run.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
 
 WINDOW_ROWS = 16_384
 """Rows that are sorted by length together, and make one row group. More would pad less and hold more: with 384 dimensions in fp32
-a window takes 25 MB of embeddings, and with 128 tokens a row 8 MB of tokens."""
+a window takes 25 MB of embeddings."""
 
 MOST_WRITES = 4
 """Writes of one part: another child that writes it too has one copy to write, and seldom interferes more than once."""
@@ -60,7 +60,7 @@ def run(context: StageContext) -> StageOutput | None:
         The stage's output if the parts of all children are complete, else None.
 
     Raises:
-        BadData: a shard is not the one that was planned with, or too many documents cannot be embedded.
+        BadData: a part's documents are not the planned ones, or too many documents cannot be embedded.
     """
     plan, world = context.plan.embed, context.world
     child = world.node.array_index
@@ -72,12 +72,11 @@ def run(context: StageContext) -> StageOutput | None:
     log.info("embed: child %d of %d: %d of its %d parts are to do", child, plan.children, len(todo), len(own))
     if todo:
         worker = open_worker(context, model, todo)
-        for index in todo:
-            embed_part(worker, index)
+        for index, documents in ahead(documents_of(context, todo)):
+            embed_part(worker, index, documents)
             worker.watch.check(0)
         if context.plan.graphs and world.local_rank == 0:
             worker.watch.report(context)
-        worker.reader.close()
         worker.device.close()
     return stage_output(context, model)
 
@@ -133,8 +132,6 @@ class Worker:
     encode_with: EncodeFunction
     dimension: int
     watch: GraphWatch
-    tokenizer: TextTokenizer
-    reader: DocumentReader
     model: Artifact
     total: int
     done: int = 0
@@ -142,7 +139,7 @@ class Worker:
     begun: float = 0.0
 
     def beat(self, rows: int, tokens: int, done: int, share: float) -> None:
-        """Report progress inside a window. Documents that are not yet tokenized count as long as the mean of the others.
+        """Report progress inside a window. Documents that are not yet embedded count as long as the mean of the others.
 
         Args:
             rows, tokens: of the window.
@@ -177,12 +174,40 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
             stop=config.compile.new_graphs == "stop",
             cloudwatch=context.cloudwatch,
         ),
-        tokenizer=TextTokenizer(folder),
-        reader=open_documents(plan, context.paths.rows, context.scratch),
         model=model,
         total=sum(plan.embed.parts[index].rows for index in todo),
         begun=time.monotonic(),
     )
+
+
+def documents_of(context: StageContext, indices: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
+    """Yield parts and their documents: rows of CorpusReader with tokens that fit the longest bucket.
+
+    Raises:
+        BadData: they are not the planned ones.
+    """
+    plan, longest = context.plan.embed, max(context.plan.config.embed.buckets)
+    reader = CorpusReader(context.paths.bucket_root, plan.shards)
+    for index in indices:
+        documents = reader.read_part(index, len(plan.parts), partial(cut, length=longest, plan=plan.tokenizer))
+        found, planned = str(IdDigest.of(documents["key"].to_numpy())), plan.parts[index].ids
+        if found != planned:
+            raise BadData(
+                "the ingested shards have changed since the run was planned",
+                value=f"part {index}: ids {found}, expected {planned}",
+                rule="ingested shards never change",
+                remedy="start a new run, which ingests again what is damaged",
+            )
+        yield index, documents
+
+
+def ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Yield the items, and make the next one in the background meanwhile: reading costs no device time."""
+    with ThreadPoolExecutor(1, "ahead") as background:
+        coming = background.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = background.submit(next, items, None)
+            yield item
 
 
 @dataclass(kw_only=True)
@@ -207,13 +232,13 @@ class MadePart:
     padded_tokens: int = 0
 
 
-def embed_part(worker: Worker, index: int) -> PartRecord:
+def embed_part(worker: Worker, index: int, documents: pa.Table) -> PartRecord:
     """Embed one part and upload it, its record last.
 
     Raises:
-        BadData: too many documents that cannot be embedded, or a shard that has changed.
+        BadData: too many documents that cannot be embedded.
     """
-    made = make_part(worker, index)
+    made = make_part(worker, index, documents)
     record = keep_part(worker, made)
     made.path.unlink()
     count = len(worker.context.plan.embed.parts)
@@ -223,49 +248,56 @@ def embed_part(worker: Worker, index: int) -> PartRecord:
     return record
 
 
-def make_part(worker: Worker, index: int) -> MadePart:
+def make_part(worker: Worker, index: int, documents: pa.Table) -> MadePart:
     """Compute a part. A document that the tokenizer or the model cannot handle is left out; the others do not depend on it.
 
     Raises:
-        BadData: more such documents than the whole corpus may have, or a shard that has changed.
+        BadData: more such documents than the whole corpus may have.
     """
     context, config = worker.context, worker.context.plan.config.embed
     path = context.scratch / f"part-{index:05d}.parquet"
     made = MadePart(index=index, path=path, started=now(), begun=time.monotonic())
     with PartWriter(path, worker.dimension, config.dtype) as writer:
-        for window in ahead(windows(worker, context.plan.embed.parts[index])):
-            made.bad += window.bad
-            if window.ids:
-                embed_window(worker, window, made, writer)
-            worker.done += len(window.ids) + len(window.bad)
+        for start in range(0, documents.num_rows, WINDOW_ROWS):
+            embed_window(worker, documents.slice(start, WINDOW_ROWS), start, made, writer)
             if too_many(context, len(made.bad)):
                 store.write_bytes(quarantine_uri(context, index), quarantine_to_json(made.bad))
                 raise too_many_bad(context, len(made.bad), [f"{one.id}: {one.reason}" for one in made.bad])
     return made
 
 
-def embed_window(worker: Worker, window: DocumentWindow, made: MadePart, writer: PartWriter) -> None:
-    """Embed a window's documents; those whose embeddings are not finite are left out."""
+def embed_window(worker: Worker, documents: pa.Table, start: int, made: MadePart, writer: PartWriter) -> None:
+    """Embed a window's documents; those without tokens, or whose embeddings are not finite, are left out.
+
+    Args:
+        start: place of the first among the part's documents.
+    """
     config = worker.context.plan.config.embed
-    tokens = sum(map(len, window.tokens))
-    on_progress = partial(worker.beat, len(window.ids) + len(window.bad), tokens)
-    found = encode(
-        worker.encode_with, worker.device, window.tokens, config.buckets, config.tokens_per_batch, on_progress=on_progress
-    )
-    worker.work += tokens
-    with np.errstate(over="ignore"):
-        embeddings = found.embeddings.numpy().astype(config.dtype, copy=False)
-    finite = np.isfinite(embeddings).all(axis=1)
-    for row in np.flatnonzero(~finite):
-        reason = f"its embedding is not finite in {config.dtype}"
-        made.bad.append(QuarantinedDocument(window.rows[row], window.ids[row], reason))
-    ids = list(compress(window.ids, finite))
-    if ids:
-        writer.write(ids, embeddings[finite], list(compress(window.locales, finite)))
-    for identifier in ids:
-        made.digest.add(identifier)
-    made.tokens += found.tokens
-    made.padded_tokens += found.slots
+    lengths = pc.fill_null(pc.list_value_length(documents[DOCUMENT_TOKENS]), 0).to_numpy()
+    tokens, ids = pc.list_flatten(documents[DOCUMENT_TOKENS]).to_numpy().astype(np.int32), documents["id"].to_pylist()
+
+    def leave_out(rows: npt.NDArray[np.int64], reason: str) -> None:
+        made.bad += (QuarantinedDocument(start + row, ids[row], reason) for row in rows.tolist())
+
+    leave_out(np.flatnonzero(lengths == 0), "the tokenizer cannot take its text")
+    if len(tokens):
+        rows = np.flatnonzero(lengths)
+        lists = np.split(tokens, np.cumsum(lengths[rows])[:-1])
+        on_progress = partial(worker.beat, len(ids), len(tokens))
+        found = encode(worker.encode_with, worker.device, lists, config.buckets, config.tokens_per_batch, on_progress=on_progress)
+        worker.work += len(tokens)
+        with np.errstate(over="ignore"):
+            embeddings = found.embeddings.numpy().astype(config.dtype, copy=False)
+        finite = np.isfinite(embeddings).all(axis=1)
+        leave_out(rows[~finite], f"its embedding is not finite in {config.dtype}")
+        kept = documents.take(pa.array(rows[finite]))
+        if kept.num_rows:
+            locales, hashes = kept["locale"].to_pylist(), kept["document_hash"].to_numpy()
+            writer.write(kept["id"].to_pylist(), embeddings[finite], locales, hashes)
+        made.digest.merge(IdDigest.of(kept["key"].to_numpy()))
+        made.tokens += found.tokens
+        made.padded_tokens += found.slots
+    worker.done += len(ids)
 
 
 def keep_part(worker: Worker, made: MadePart) -> PartRecord:
@@ -342,55 +374,6 @@ def too_many_bad(context: StageContext, bad: int, examples: list[str]) -> BadDat
         remedy="look at the model, and at the documents, which are listed in embed/*.quarantine.jsonl; embed.dtype=float32 holds "
         "larger numbers than float16; or raise embed.max_bad_fraction",
     )
-
-
-class DocumentWindow(NamedTuple):
-    """Documents that are embedded together, in columns, because two windows are held at a time; their texts are not needed again.
-
-    Attributes:
-        rows: places among the part's documents.
-        ids, locales, tokens: of the same documents.
-        bad: the documents among them that have no tokens.
-    """
-
-    rows: array[int]
-    ids: list[str]
-    locales: list[str | None]
-    tokens: list[Tokens]
-    bad: list[QuarantinedDocument]
-
-
-def windows(worker: Worker, part: PartPlan) -> Iterator[DocumentWindow]:
-    """A part's documents in their order, WINDOW_ROWS at a time."""
-    plan = worker.context.plan
-    rows = enumerate(
-        row for span in part.spans for row in worker.reader.read(plan.embed.shards[span.shard], span.start, span.stop)
-    )
-    while True:
-        window = DocumentWindow(array("q"), [], [], [], [])
-        for start in range(0, WINDOW_ROWS, TEXTS_AT_ONCE):
-            taken = list(islice(rows, min(TEXTS_AT_ONCE, WINDOW_ROWS - start)))
-            encoded = worker.tokenizer.encode_each([document.text for _, document in taken], max(plan.config.embed.buckets))
-            for (row, document), tokens in zip(taken, encoded, strict=True):
-                if isinstance(tokens, str):
-                    window.bad.append(QuarantinedDocument(row, document.id, tokens))
-                else:
-                    window.rows.append(row)
-                    window.ids.append(document.id)
-                    window.locales.append(document.locale)
-                    window.tokens.append(tokens)
-        if not window.ids and not window.bad:
-            return
-        yield window
-
-
-def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items, and make the next one in the background meanwhile: reading and tokenizing cost no device time."""
-    with ThreadPoolExecutor(1, "ahead") as background:
-        coming = background.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = background.submit(next, items, None)
-            yield item
 
 
 def stage_output(context: StageContext, model: Artifact) -> StageOutput | None:

@@ -1,10 +1,12 @@
 """evaluate: rank the hold-out's candidates with the new model and the baseline, and say whether the new one may be published.
 
 The baseline is the published model, which the new one would replace, or the parent while nothing is published. A parent that is a
-third model is measured too, for the reader. Reads these models and `prepare/rows`; writes everything to
-`evaluate/scorecard.json`, and what each query got with the new model to `evaluate/queries.parquet` (`trnpipe parity` compares it
-with another run's). The verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts on
-what it says.
+third model is measured too, for the reader. Reads these models and `plan/rows`; writes everything to `evaluate/scorecard.json`,
+and what each query got with the new model to `evaluate/queries.parquet` (`trnpipe parity` compares it with another run's). The
+verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts on what it says.
+
+All ranks of the host share the work: each encodes some of the texts, and ranks all candidates for some of the queries. What was
+published with the published model is not computed again (pipeline/evaluation/reuse).
 """
 
 from __future__ import annotations
@@ -12,29 +14,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-from torch import Tensor
+import torch
 
 from pipeline import store
 from pipeline.backends.device import Device, open_device
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
-from pipeline.dataset.arrow import HOLDOUT_FILES, PUBLISHED, read_table
-from pipeline.errors import BadData
+from pipeline.dataset.row_files import PUBLISHED
+from pipeline.evaluation.exchange import exchange
 from pipeline.evaluation.gate import check_holdout, judge_model
-from pipeline.evaluation.query_values import QueryKey, QueryValues
-from pipeline.evaluation.retrieval import METRICS, retrieve
+from pipeline.evaluation.holdout import Holdout, read_holdout
+from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.retrieval import METRICS, Block, Integers, retrieve
+from pipeline.evaluation.reuse import published_vectors
 from pipeline.evaluation.statistics import Values, bootstrap
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
-from pipeline.model.folder import WEIGHTS, load_encoder, own_form
-from pipeline.model.inference import encode
-from pipeline.plan import Published, RunPlan
+from pipeline.model.folder import WEIGHTS, inspect_folder, load_encoder, own_form
+from pipeline.model.inference import TokenList, encode
+from pipeline.plan import own_parts
 from pipeline.run.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
@@ -43,18 +46,22 @@ PerQuery = dict[str, Values]
 """Metric -> its value for every query, in the order of `Holdout.queries`."""
 
 
-def run(context: StageContext) -> StageOutput:
+def run(context: StageContext) -> StageOutput | None:
     """Compare the models on the whole hold-out.
+
+    Returns:
+        The leader's output; None on the other ranks.
 
     Raises:
         BadConfig: the hold-out is smaller than the gate asks for.
         BadData: a model whose embeddings are not finite.
     """
     plan, config = context.plan, context.plan.config
-    holdout = read_holdout(context)
+    context.heartbeat.beat(note="fetching rows")
+    rows = store.local_folder(context.paths.rows, context.scratch / "rows")
+    holdout = read_holdout(rows)
     check_holdout(len(holdout.queries), config.gate)
-    threads = config.device.threads_per_rank
-    device = open_device(plan.world.kind, plan.world.precision, context.world, threads=threads, inference=True)
+    device = open_alone(context, plan.world.kind, plan.world.precision)
     watch = GraphWatch(
         device=device,
         known=known_graphs(context),
@@ -62,19 +69,25 @@ def run(context: StageContext) -> StageOutput:
         cloudwatch=context.cloudwatch,
     )
     started = time.monotonic()
-    folders = {"parent": plan.parent.folder, "new": context.paths.model}
-    measured = {name: measure(context, device, holdout, name, folder) for name, folder in folders.items()}
-    new, baseline = measured["new"], measured["parent"]
-    if plan.published and "published" in measured_models(plan):
-        baseline = measured["published"] = measure_published(context, device, holdout, plan.published)
+    models = subjects(context, device, holdout, rows)
+    total = sum(model.tokens for model in models)
+    measured: dict[str, PerQuery] = {}
+    done = 0
+    for model in models:
+        measured[model.name] = measure(context, model, done, total)
+        done += model.tokens
     seconds = time.monotonic() - started
     watch.check(0)
-    graphs = watch.report(context) if plan.graphs else None
     device.close()
+    if not context.world.is_leader:
+        return None
+    graphs = watch.report(context) if plan.graphs else None
 
+    new, parent = measured["new"], measured["parent"]
+    baseline = measured.get("published", parent)
     scores = compare(baseline, new, samples=config.evaluate.bootstrap_samples, seed=config.seed)
-    if baseline is not measured["parent"]:
-        scores["parent"] = means(measured["parent"])
+    if baseline is not parent:
+        scores["parent"] = means(parent)
     gate = judge_model(scores, config.gate, plan.published)
     log.info("gate: %s: %s", gate["verdict"], gate["reason"])
     context.cloudwatch.write(
@@ -85,17 +98,21 @@ def run(context: StageContext) -> StageOutput:
         },
         Verdict=gate["verdict"],
     )
-    counts = {"queries": len(holdout.queries), "candidates": len(holdout.candidates)}
+    counts = {
+        "queries": len(holdout.queries),
+        "candidates": len(holdout.candidates),
+        "reused": sum(len(rows) for model in models for rows, _ in model.reused),
+    }
     scorecard = {**counts, **scores, "gate": gate, "locales": compare_locales(baseline, new, holdout.locales, config)}
     store.write_json(context.paths.scorecard, scorecard)
     values = context.scratch / "queries.parquet"
     QueryValues(holdout.keys, new).write(values)
     written = store.upload(values, context.paths.query_values)
     weights = store.join(context.paths.model, WEIGHTS)
-    models = {"parent": plan.parent, "published": plan.published}
+    inputs = {"parent": plan.parent, "published": plan.published}
     return StageOutput(
         inputs={
-            **{name: Artifact(model.folder, model.sha256) for name, model in models.items() if model},
+            **{name: Artifact(model.folder, model.sha256) for name, model in inputs.items() if model},
             "model": Artifact(weights, store.sha256(weights)),
         },
         outputs={
@@ -112,132 +129,128 @@ def run(context: StageContext) -> StageOutput:
     )
 
 
+def open_alone(context: StageContext, kind: str, precision: str) -> Device:
+    """Open a device that knows of no other rank."""
+    alone = replace(context.world, rank=0, size=1)
+    return open_device(kind, precision, alone, threads=context.plan.config.device.threads_per_rank, inference=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holdout:
-    """Distinct queries of the hold-out with their relevant documents among the candidates.
+class Subject:
+    """A model that is measured, and this rank's share of the work.
 
     Attributes:
-        queries: token ids of each query.
-        candidates: token ids of each candidate document.
-        relevant: per query, index of a relevant candidate -> its gain (> 0).
-        keys: per query, what it is known by in other runs: the hash of its text, and its locale (None where rows have none).
+        name: `parent`, `new` or `published`.
+        folder: local model folder.
+        form: the model's pooling, normalization and head.
+        device: it encodes on this one.
+        holdout: in its own tokens.
+        reused: candidates with embeddings that are not computed again.
+        encoded: rank -> the candidates that it encodes, indices (n,).
+        queries: indices of the queries that this rank encodes and ranks.
+        texts: what this rank encodes: its candidates, then its queries.
+        tokens: in them.
     """
 
-    queries: Sequence[Sequence[int]]
-    candidates: Sequence[Sequence[int]]
-    relevant: list[dict[int, float]]
-    keys: tuple[QueryKey, ...]
-
-    @property
-    def locales(self) -> list[str | None]:
-        return [locale for _, locale in self.keys]
-
-
-def measured_models(plan: RunPlan) -> list[str]:
-    """Return the models that are measured, in their order."""
-    third = plan.published is not None and plan.published.folder != plan.parent.uri
-    return ["parent", "new", *(["published"] if third else [])]
+    name: str
+    folder: Path
+    form: ModelConfig
+    device: Device
+    holdout: Holdout
+    reused: list[Block]
+    encoded: list[Integers]
+    queries: range
+    texts: list[TokenList]
+    tokens: int
 
 
-def read_holdout(context: StageContext, folder: str = "") -> Holdout:
-    """Return the hold-out that prepare fixed, joined to its candidates.
+def subjects(context: StageContext, device: Device, holdout: Holdout, rows: Path) -> list[Subject]:
+    """Return the models that are measured.
+
+    The run's graphs are those of the new model. A published model of another form runs on the host's processor, in fp32, as only
+    a run that changes the form needs it.
 
     Args:
-        folder: below `prepare/rows`, with a slash behind it; empty: the hold-out in the parent's tokens.
-
-    Raises:
-        BadData: a held-out document is not among the candidates.
+        rows: local folder of row files.
     """
-    tables = (store.join(context.paths.rows, f"{folder}{name}") for name in HOLDOUT_FILES)
-    return join_holdout(*(read_table(store.local_file(uri, context.scratch / "rows" / folder)) for uri in tables))
+    plan, published = context.plan, context.plan.published
+    found = [
+        prepare(context, device, holdout, "parent", plan.parent.folder),
+        prepare(context, device, holdout, "new", context.paths.model),
+    ]
+    if published is None or published.folder == plan.parent.uri:
+        return found
+    if published.own_tokens:
+        holdout = read_holdout(rows / PUBLISHED)
+    if not published.same_graphs:
+        log.info("the published model has another form than the run's graphs: it runs on the host's processor")
+        device = open_alone(context, "cpu", "fp32")
+    return [*found, prepare(context, device, holdout, "published", published.folder)]
 
 
-def join_holdout(holdout: pa.Table, candidates: pa.Table) -> Holdout:
-    """Group the hold-out's rows into distinct queries (text and locale). A query without a relevant document does not count."""
-    position = {value: index for index, value in enumerate(candidates["document_hash"].to_pylist())}
-    rows_of: dict[tuple[int, str | None], int] = {}
-    relevant_of: dict[tuple[int, str | None], dict[int, float]] = {}
-    columns = (holdout[name].to_pylist() for name in ("query_hash", "locale", "document_hash", "label"))
-    for row, (query, locale, document, label) in enumerate(zip(*columns, strict=True)):
-        if document not in position:
-            raise BadData(
-                "a held-out document is not among the candidates",
-                value=f"row {row}",
-                rule="candidates hold all hold-out documents",
-            )
-        if label > 0:
-            gains = relevant_of.setdefault((query, locale), {})
-            gains[position[document]] = max(label, gains.get(position[document], 0.0))
-            rows_of.setdefault((query, locale), row)
-    return Holdout(
-        queries=holdout["query_tokens"].take(pa.array(rows_of.values(), pa.int64())).to_pylist(),
-        candidates=candidates["document_tokens"].to_pylist(),
-        relevant=[relevant_of[key] for key in rows_of],
-        keys=tuple(rows_of),
+def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, uri: str) -> Subject:
+    """Fetch a model and divide its work among the ranks, which all call this together.
+
+    Args:
+        uri: of the model folder.
+    """
+    plan, world = context.plan, context.world
+    context.heartbeat.beat(note=f"fetching the {name} model")
+    folder = store.local_folder(uri, context.scratch / name)
+    form = own_form(folder, plan.config.model) if name == "published" else plan.config.model
+    own = np.empty(0, np.int64), np.empty((0, 0), np.float32)
+    if plan.published and uri == plan.published.folder:
+        dimension = inspect_folder(folder, form)[0].hidden_size
+        own = published_vectors(context, plan.published, device, dimension, holdout.documents)
+    places, vectors = exchange(context, f"{name}-reused", own[0]), exchange(context, f"{name}-vectors", own[1])
+    encoded = np.array_split(np.setdiff1d(np.arange(len(holdout.candidates)), np.concatenate(places)), world.size)
+    queries = own_parts(len(holdout.queries), world.size, world.rank)
+    texts = [*(holdout.candidates[row] for row in encoded[world.rank]), *holdout.queries[queries.start : queries.stop]]
+    return Subject(
+        name=name,
+        folder=folder,
+        form=form,
+        device=device,
+        holdout=holdout,
+        reused=[(rows, torch.from_numpy(found)) for rows, found in zip(places, vectors, strict=True)],
+        encoded=encoded,
+        queries=queries,
+        texts=texts,
+        tokens=sum(map(len, texts)),
     )
 
 
-def measure_published(context: StageContext, device: Device, holdout: Holdout, published: Published) -> PerQuery:
-    """Measure a published model that is not the parent, in its own form.
-
-    The run's graphs are those of the new model. One of another form runs on the host's processor, in fp32, as only a run
-    that changes the form needs it.
-    """
-    config = context.plan.config
-    folder = store.local_folder(published.folder, context.scratch / "published")
-    if published.own_tokens:
-        holdout = read_holdout(context, f"{PUBLISHED}/")
-    if not published.same_graphs:
-        log.info("the published model has another form than the run's graphs: it runs on the host's processor")
-        device = open_device("cpu", "fp32", context.world, threads=config.device.threads_per_rank, inference=True)
-    return measure(context, device, holdout, "published", str(folder), own_form(folder, config.model))
-
-
-def measure(
-    context: StageContext, device: Device, holdout: Holdout, name: str, folder: str, form: ModelConfig | None = None
-) -> PerQuery:
-    """Return every metric of one model for every query.
+def measure(context: StageContext, model: Subject, before: int, total: int) -> PerQuery:
+    """Return every metric of one model for every query; all ranks call it together.
 
     Args:
-        name: one of `measured_models`.
-        form: of the model, where it is another one than the run's.
+        before, total: tokens that this rank has encoded with other models, and encodes with all of them.
     """
-    config = context.plan.config
-    context.heartbeat.beat(note=f"loading the {name} model")
-    encoder = load_encoder(store.local_folder(folder, context.scratch / name), form or config.model)
-    encode_with = encode_function(context, device, encoder)
-    total = len(holdout.queries) + len(holdout.candidates)
-    models = measured_models(context.plan)
-    tokens = sum(map(len, chain(holdout.candidates, holdout.queries)))
-    work = models.index(name) * tokens
+    config, device = context.plan.config.embed, model.device
+    context.heartbeat.beat(note=f"loading the {model.name} model")
+    encode_with = encode_function(context, device, load_encoder(model.folder, model.form))
     begun = time.monotonic()
 
-    def vectors(token_lists: Sequence[Sequence[int]], before: int) -> Tensor:
-        nonlocal work
-        own = sum(map(len, token_lists))
+    def beat(done: int, share: float) -> None:
+        context.heartbeat.beat(
+            done,
+            len(model.texts),
+            work=before + share * model.tokens,
+            total_work=total,
+            unit="texts",
+            rate=done / max(time.monotonic() - begun, 1e-9),
+            note=f"encoding with the {model.name} model",
+        )
 
-        def beat(done: int, share: float) -> None:
-            context.heartbeat.beat(
-                before + done,
-                total,
-                work=work + share * own,
-                total_work=len(models) * tokens,
-                unit="texts",
-                rate=(before + done) / max(time.monotonic() - begun, 1e-9),
-                note=f"encoding with the {name} model",
-            )
-
-        shapes = config.embed.buckets, config.embed.tokens_per_batch
-        found = encode(encode_with, device, token_lists, *shapes, on_progress=beat).embeddings
-        work += own
-        return found
-
-    candidates = vectors(holdout.candidates, 0)
-    queries = vectors(holdout.queries, len(holdout.candidates))
-    context.heartbeat.beat(note=f"ranking with the {name} model")
-    if device.kind in EAGER_KINDS:
-        candidates, queries = candidates.to(device.torch_device), queries.to(device.torch_device)
-    return retrieve(queries, candidates, holdout.relevant)
+    found = encode(encode_with, device, model.texts, config.buckets, config.tokens_per_batch, on_progress=beat).embeddings
+    count = len(model.texts) - len(model.queries)
+    shared = exchange(context, f"{model.name}-candidates", found[:count].numpy())
+    context.heartbeat.beat(note=f"ranking with the {model.name} model")
+    queries = found[count:].to(device.torch_device) if device.kind in EAGER_KINDS else found[count:]
+    blocks = [*model.reused, *((rows, torch.from_numpy(own)) for rows, own in zip(model.encoded, shared, strict=True))]
+    values = retrieve(queries, blocks, model.holdout.relevant.of_queries(model.queries))
+    own = np.stack([values[metric] for metric in METRICS])
+    return dict(zip(METRICS, np.concatenate(exchange(context, f"{model.name}-values", own), axis=1), strict=True))
 
 
 def means(values: PerQuery) -> dict[str, float]:

@@ -1,13 +1,12 @@
 """The models that a run starts from: the parent, and the published model where that is another one.
 
-Reads the registry's pointer, plans of earlier runs and the models' folders; decides which shards count as seen.
+Reads the registry's pointer, records of earlier runs and the models' folders; decides which runs' rows count as seen.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedConfig
@@ -15,12 +14,12 @@ from transformers import PreTrainedConfig
 from pipeline import store
 from pipeline.config import RunConfig
 from pipeline.contract import RunPaths, Stage, registry_uri
-from pipeline.dataset.arrow import PUBLISHED, Lengths
+from pipeline.dataset.row_files import PUBLISHED, Lengths
+from pipeline.dataset.seen import read_record
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.errors import BadConfig, MissingInput
 from pipeline.graphs.fingerprint import plan_graphs
-from pipeline.model.encoder import family_of
-from pipeline.model.folder import WEIGHTS, inspect_folder, own_form
+from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, text_positions
 from pipeline.model.inventory import transformer_folder
 from pipeline.model.parent import ResolvedParent
 from pipeline.model.shape import fetch_without_weights
@@ -38,12 +37,10 @@ class Origin:
     Attributes:
         uri: the model's URI.
         run: the run that made it, None if none of this bucket did.
-        first_runs: sha256 of every shard that the model was trained on -> the first run that trained on it (empty: unknown).
     """
 
     uri: str
     run: str | None
-    first_runs: dict[str, str] = field(default_factory=dict)
 
 
 def find_origin(config: RunConfig, paths: RunPaths, pointer: Pointer | None) -> Origin:
@@ -51,12 +48,10 @@ def find_origin(config: RunConfig, paths: RunPaths, pointer: Pointer | None) -> 
 
     Raises:
         BadConfig: there is none of them.
-        MissingInput: the plan of the published model's run is gone.
-        BadData: that plan cannot be read.
     """
     if config.model.parent is None and pointer is not None:
         log.info("parent: %s, published by run %s", pointer.model, pointer.run)
-        return Origin(uri=pointer.model, run=pointer.run, first_runs=seen_shards(paths, pointer.run))
+        return Origin(uri=pointer.model, run=pointer.run)
     uri = config.model.parent or config.model.initial
     if uri is None:
         where = "" if config.registry is None else f"; {registry_uri(paths.bucket_root, config.registry)} is not there"
@@ -70,36 +65,35 @@ def find_origin(config: RunConfig, paths: RunPaths, pointer: Pointer | None) -> 
     if uri.startswith(f"{paths.bucket_root}/runs/"):
         uri = uri.rstrip("/")  # as the registry names a run's model
         run_id = uri.removeprefix(f"{paths.bucket_root}/runs/").split("/")[0]
-    seen = seen_shards(paths, run_id) if run_id and store.exists(sibling(paths, run_id).plan) else {}
     log.info("parent: %s, model.%s", uri, "initial" if config.model.parent is None else "parent")
-    return Origin(uri=uri, run=run_id, first_runs=seen)
+    return Origin(uri=uri, run=run_id)
 
 
-def seen_shards(paths: RunPaths, run_id: str) -> dict[str, str]:
-    """Return the shards that a run's model was trained on: sha256 -> the first run that trained on it, empty if unknown.
+def find_lineage(bucket_root: str, run: str | None, identity: str, config: RunConfig) -> tuple[str, ...]:
+    """Return the runs whose rows the model of a run was trained on: its ancestors, the oldest first, and itself.
 
-    An earlier version of trnpipe may have written the plan, so this expects as little of it as possible.
+    Args:
+        run: None: no run of this bucket made the model, so none is known.
+        identity: of this run's rows.
+
+    Raises:
+        MissingInput: the run left no record.
+        BadConfig: its rows were identified by something else.
     """
-    uri = sibling(paths, run_id).plan
-    try:
-        record = json.loads(store.read_bytes(uri))
-        seen = dict.fromkeys(record["seen"], "")
-        shards = [*record["train"]["new"], *record["train"]["replay"], *record["embed"]["shards"]]
-        seen.update((shard["sha256"], shard["first_run"]) for shard in shards if shard["sha256"] in seen)
-        return seen
-    except MissingInput as error:
-        raise MissingInput(
-            "the plan of the parent's run is gone, so the new shards are unknown",
-            value=uri,
-            remedy="restore it, or set model.parent to the model itself: every shard then counts as new",
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadData("the plan of the parent's run cannot be read", value=f"{uri}: {error!r}", remedy="restore it") from error
-
-
-def sibling(paths: RunPaths, run_id: str) -> RunPaths:
-    """Return the paths of another run of the same bucket."""
-    return RunPaths(f"{paths.bucket_root}/runs/{run_id}")
+    if run is None:
+        return ()
+    if config.data.new_identity:
+        log.warning("data.new_identity: every row counts as new, and what run %s was trained on may be in the hold-out", run)
+        return ()
+    record = read_record(bucket_root, run)
+    if record.identity != identity:
+        raise BadConfig(
+            f"rows cannot be compared with those that run {run} was trained on",
+            value=f"data.columns = {dict(config.data.columns)}",
+            rule="a row is known by its columns and templates, which differ from that run's",
+            remedy="set data.columns as it was there; or set data.new_identity=true: every row then counts as new",
+        )
+    return record.lineage
 
 
 def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, TextTokenizer]:
@@ -109,7 +103,7 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
         BadConfig: a length above the model's positions, or a tokenizer that is not the model's.
     """
     backbone, _ = inspect_folder(folder, config.model)
-    positions = _positions(backbone)
+    positions = text_positions(backbone)
     lengths = {
         "train.query_length": config.train.query_length,
         "train.buckets": max(config.train.buckets),
@@ -134,13 +128,6 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
     return backbone, tokenizer
 
 
-def _positions(backbone: PreTrainedConfig) -> int:
-    """Return the tokens of the longest text."""
-    # RoBERTa and its like count positions from the padding token's id on: 514 of them are 512 tokens.
-    padding = 1 + (backbone.pad_token_id or 0) if family_of(backbone).counts_from_padding else 0
-    return int(backbone.max_position_embeddings) - padding
-
-
 def plan_published(
     context: StageContext,
     config: RunConfig,
@@ -149,14 +136,11 @@ def plan_published(
     tokenizer: TextTokenizer,
     lengths: Lengths,
     graphs: GraphsPlan | None,
-) -> tuple[Published, tuple[TextTokenizer, Lengths] | None]:
+) -> Published:
     """Plan the evaluation of a published model that is not the parent and may have another form.
 
     Args:
         tokenizer, lengths, graphs: the parent's.
-
-    Returns:
-        The plan for evaluate; and the model's tokenizer and lengths, None where they are the parent's.
 
     Raises:
         MissingInput: the published model is gone.
@@ -175,11 +159,10 @@ def plan_published(
     form = config.model_copy(update={"model": own_form(folder, config.model)})
     backbone, _ = inspect_folder(folder, form.model)
     own = TextTokenizer(transformer_folder(folder))
-    longest = _positions(backbone)
-    own_lengths = replace(lengths, query=min(lengths.query, longest), candidate=min(lengths.candidate, longest))
+    own_lengths = lengths.within(text_positions(backbone))
     same_tokens = (own.digest, own_lengths) == (tokenizer.digest, lengths)
     fits = plan_graphs(form, world, backbone, context.paths.bucket_root)
-    published = Published(
+    return Published(
         run=pointer.run,
         folder=pointer.model,
         sha256=sha256,
@@ -187,7 +170,6 @@ def plan_published(
         own_tokens=not same_tokens,
         same_graphs=(fits and fits.infer) == (graphs and graphs.infer),
     )
-    return published, None if same_tokens else (own, own_lengths)
 
 
 def place_parent(paths: RunPaths, origin: Origin, resolved: ResolvedParent) -> Parent:

@@ -9,23 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
 from pipeline import store
 from pipeline.contract import Artifact, Stage, StageResult, now, registry_uri
-from pipeline.dataset.distinct import open_documents
-from pipeline.dataset.ids import IdDigest, repeated
+from pipeline.dataset.corpus import CorpusReader
+from pipeline.dataset.ids import IdDigest, id_hash
+from pipeline.dataset.ingested import Hashes, part_range
 from pipeline.dataset.parts import PartRecord, quarantine_from_json, read_ids
-from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
+from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
 from pipeline.run.context import StageContext, StageOutput
 
 log = logging.getLogger("trnpipe")
@@ -35,8 +36,6 @@ READERS = 4
 EXAMPLES = 20
 WEIGHTS = "model.safetensors"
 AGAIN = "delete the part's record (.json) and embed/result.json, then start the run again under its id"
-
-Hashes = npt.NDArray[np.uint64]
 
 
 def run(context: StageContext) -> StageOutput:
@@ -52,7 +51,6 @@ def run(context: StageContext) -> StageOutput:
     model = Artifact(weights, store.sha256(weights))
     check_verdict(context, model)
     parts = check_parts(context, model)
-    check_ids(context, parts)
 
     # Invariant: a reader that follows the pointer finds the manifest, so it is written first.
     store.write_json(paths.embed_manifest, manifest_of(context, model, parts))
@@ -104,25 +102,21 @@ def check_verdict(context: StageContext, model: Artifact) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedPart:
-    """A part whose content matches its record.
+    """A part whose content matches its record and the plan.
 
     Attributes:
         uri: URI of the Parquet file.
-        digest: digest of the ids in it and of the quarantined ones.
-        hashes: lower 64 bits of the hash of each id in it, (rows,).
-        quarantined: the same for each document without an embedding.
     """
 
     index: int
     uri: str
     record: PartRecord
-    digest: IdDigest
-    hashes: Hashes
-    quarantined: Hashes
 
 
 def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
     """Read every part's ids and compare everything known about it with what is there.
+
+    Parts have intervals of id hashes of their own, so the ids of all of them need not be compared.
 
     Raises:
         MissingInput, BadData.
@@ -135,6 +129,12 @@ def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
             parts.append(part)
             rows += part.record.rows
             context.heartbeat.beat(rows, context.plan.embed.rows, unit="ids", note="checking the parts")
+    total = IdDigest()
+    for part in parts:
+        total.merge(IdDigest.parse(part.record.ids))
+        total.merge(IdDigest.parse(part.record.quarantined_ids))
+    if str(total) != context.plan.embed.ids:
+        raise Defect("the parts do not add up to the corpus", value=f"ids {total}, expected {context.plan.embed.ids}")
     forms = {(part.record.dimension, part.record.dtype) for part in parts}
     if len(forms) > 1:
         raise BadData("parts of different form", value=sorted(forms), rule="one dimension and dtype", remedy=AGAIN)
@@ -152,7 +152,6 @@ def check_part(context: StageContext, model: Artifact, index: int) -> CheckedPar
     count = len(plan.embed.parts)
     uri = paths.part(index, count)
     record = PartRecord.from_json(store.read_bytes(paths.part_manifest(index, count)))
-    digest = IdDigest()
     with local_part(context, uri) as path:
         facts = {
             "sha256": (store.sha256_file(path), record.sha256),
@@ -161,33 +160,35 @@ def check_part(context: StageContext, model: Artifact, index: int) -> CheckedPar
             "rows and quarantined documents": (record.rows + record.quarantined, plan.embed.parts[index].rows),
         }
         wrong = [f"{name} {found}, expected {expected}" for name, (found, expected) in facts.items() if found != expected]
-        if not wrong:
-            hashes = np.fromiter((digest.add(identifier) for ids in read_ids(path) for identifier in ids), np.uint64)
-            if str(digest) != record.ids:
-                wrong = [f"ids {digest}, expected {record.ids}"]
+        ids = [*chain.from_iterable(read_ids(path))] if not wrong else []
+    if not wrong and (found := str(IdDigest.of(hashes_of(ids)))) != record.ids:
+        wrong = [f"ids {found}, expected {record.ids}"]
     if wrong:
         raise BadData("a part does not match its record", value=[f"{uri}: {fact}" for fact in wrong], remedy=AGAIN)
-    left_out, quarantined = check_quarantine(context, index, record)
-    digest.merge(left_out)
-    return CheckedPart(index=index, uri=uri, record=record, digest=digest, hashes=hashes, quarantined=quarantined)
+    check_ids(context, index, ids + check_quarantine(context, index, record))
+    return CheckedPart(index=index, uri=uri, record=record)
 
 
-def check_quarantine(context: StageContext, index: int, record: PartRecord) -> tuple[IdDigest, Hashes]:
-    """Return digest and hashes of the ids in a part's list of documents without an embedding.
+def hashes_of(ids: Iterable[str]) -> Hashes:
+    """Return the hash of each id."""
+    return np.fromiter(map(id_hash, ids), np.uint64)
+
+
+def check_quarantine(context: StageContext, index: int, record: PartRecord) -> list[str]:
+    """Return the ids in a part's list of documents without an embedding.
 
     Raises:
         MissingInput: the list is absent.
         BadData: it does not match the record.
     """
-    digest = IdDigest()
     if not record.quarantined:
-        return digest, np.empty(0, np.uint64)
+        return []
     uri = context.paths.part_quarantine(index, len(context.plan.embed.parts))
     data = store.read_bytes(uri)
     found = hashlib.sha256(data).hexdigest()
-    documents = quarantine_from_json(data) if found == record.quarantine_sha256 else []
-    hashes = np.fromiter((digest.add(document.id) for document in documents), np.uint64)
-    if str(digest) != record.quarantined_ids:
+    ids = [document.id for document in quarantine_from_json(data)] if found == record.quarantine_sha256 else []
+    digest = str(IdDigest.of(hashes_of(ids)))
+    if digest != record.quarantined_ids:
         raise BadData(
             "the list of quarantined documents does not match its record",
             value=[
@@ -196,7 +197,7 @@ def check_quarantine(context: StageContext, index: int, record: PartRecord) -> t
             ],
             remedy=AGAIN,
         )
-    return digest, hashes
+    return ids
 
 
 @contextmanager
@@ -210,65 +211,36 @@ def local_part(context: StageContext, uri: str) -> Iterator[Path]:
             path.unlink()
 
 
-def check_ids(context: StageContext, parts: Sequence[CheckedPart]) -> None:
-    """Prove that every id of the corpus is there exactly once, with an embedding or among those that are known to have none.
+def check_ids(context: StageContext, index: int, ids: Sequence[str]) -> None:
+    """Prove that every id of a part is there exactly once, with an embedding or among those that are known to have none.
 
-    The digest of all parts equals the corpus' own, so both hold the same ids equally often; and no id is there twice.
+    Their digest equals the plan's, so both hold the same ids equally often; no id is there twice, and none is another part's.
 
     Raises:
-        BadData: naming ids that are missing or repeated.
+        BadData: naming ids that are missing, repeated, or of no document of the part.
     """
-    total = IdDigest()
-    for part in parts:
-        total.merge(part.digest)
-    suspects = repeated([part.hashes for part in parts])
-    twice = repeated_ids(context, parts, suspects)
-    if not twice and str(total) == context.plan.embed.ids and total.count == context.plan.embed.rows:
+    plan, hashes = context.plan.embed, hashes_of(ids)
+    first, last = (np.uint64(limit) for limit in part_range(index, len(plan.parts)))
+    distinct, counts = np.unique(hashes, return_counts=True)
+    inside = ((first <= distinct) & (distinct <= last)).all()
+    if inside and len(distinct) == len(hashes) and str(IdDigest.of(hashes)) == plan.parts[index].ids:
         return
-    missing = missing_ids(context, parts)
+    planned = CorpusReader(context.paths.bucket_root, plan.shards).read_part(index, len(plan.parts))
+    keys = planned["key"].to_numpy()
+    named = {
+        "missing": planned["id"].filter(pa.array(~np.isin(keys, distinct))).to_pylist(),
+        "repeated": list(dict.fromkeys(compress(ids, np.isin(hashes, distinct[counts > 1])))),
+        "of no document of this part": list(compress(ids, ~np.isin(hashes, keys))),
+    }
     raise BadData(
         "the embeddings do not hold every document exactly once",
         value=[
-            f"{total.count} ids, {context.plan.embed.rows} documents",
-            *(f"repeated: {identifier}" for identifier in twice),
-            *(f"missing: {identifier}" for identifier in missing),
+            f"part {index}: {len(hashes)} ids, {planned.num_rows} documents",
+            *(f"{what}: {identifier}" for what, found in named.items() for identifier in found[:EXAMPLES]),
         ],
         rule="each id of the corpus is in the embeddings, or in a part's quarantine, exactly once",
-        remedy="remove repeated ids from the corpus and start a new run" if twice else AGAIN,
+        remedy=AGAIN,
     )
-
-
-def repeated_ids(context: StageContext, parts: Sequence[CheckedPart], suspects: Hashes) -> list[str]:
-    """Return the first few ids that occur more than once, among those whose hashes do (two ids may share a hash)."""
-    if not len(suspects):
-        return []
-    counts: Counter[str] = Counter()
-    for part in parts:
-        rows = set(np.flatnonzero(np.isin(part.hashes, suspects)).tolist())
-        if rows:
-            with local_part(context, part.uri) as path:
-                ids = (identifier for batch in read_ids(path) for identifier in batch)
-                counts.update(identifier for row, identifier in enumerate(ids) if row in rows)
-    return [identifier for identifier, count in counts.items() if count > 1][:EXAMPLES]
-
-
-def missing_ids(context: StageContext, parts: Sequence[CheckedPart]) -> list[str]:
-    """Return the first few ids of the corpus that no part has."""
-    plan = context.plan
-    present = np.sort(np.concatenate([hashes for part in parts for hashes in (part.hashes, part.quarantined)]))
-    missing: list[str] = []
-    reader = open_documents(plan, context.paths.rows, context.scratch)
-    for part in plan.embed.parts:
-        for span in part.spans:
-            for identifier, *_ in reader.read(plan.embed.shards[span.shard], span.start, span.stop):
-                context.heartbeat.beat(note="looking for missing ids")
-                value = np.uint64(IdDigest().add(identifier))
-                place = np.searchsorted(present, value)
-                if place == len(present) or present[place] != value:
-                    missing.append(identifier)
-                    if len(missing) == EXAMPLES:
-                        return missing
-    return missing
 
 
 def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedPart]) -> dict[str, Any]:

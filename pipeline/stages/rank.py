@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 from pipeline import store
-from pipeline.contract import RunPaths, Stage, StageResult, now
+from pipeline.contract import STAGES_WITHOUT_PLAN, RunPaths, Stage, StageResult, now
 from pipeline.errors import BadConfig, ExitCode, MissingInput, TrnpipeError, first_line
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.host import versions
@@ -81,11 +81,11 @@ def write_result(context: StageContext, started: str, output: StageOutput) -> No
 
 
 def fingerprint(context: StageContext) -> str:
-    """Return the plan's fingerprint; empty for the report of a run without a plan."""
+    """Return the plan's fingerprint; empty where a stage may run without a plan, and there is none."""
     try:
         return context.plan.fingerprint
     except MissingInput:
-        if context.stage == Stage.REPORT:
+        if context.stage in STAGES_WITHOUT_PLAN:
             return ""
         raise
 

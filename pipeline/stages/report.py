@@ -192,7 +192,7 @@ class RunRecord:
             return RunVerdict(kind="failed", headline=headline, reason=failure.what, stage=stage)
         if gate.get("verdict") == "refused":
             return RunVerdict(kind="refused", headline="Refused", reason=str(gate.get("reason", "")), stage=Stage.EVALUATE)
-        left_out = {Stage.REPORT, *([Stage.COMPILE] if self.nothing_to_compile else [])}
+        left_out = {Stage.REPORT, *self.skipped}
         missing = [stage for stage in Stage if stage not in self.results and stage not in left_out]
         return RunVerdict(
             kind="unfinished",
@@ -202,9 +202,10 @@ class RunRecord:
         )
 
     @property
-    def nothing_to_compile(self) -> bool:
-        """Whether prepare found every compiled set, so that the state machine goes past compile."""
-        return self.metrics(Stage.PREPARE).get("compile") is False
+    def skipped(self) -> set[Stage]:
+        """Stages that the state machine goes past: every shard is ingested already; every compiled set is there."""
+        nothing = {Stage.INGEST: (Stage.PREPARE, "ingest_children", 0), Stage.COMPILE: (Stage.PLAN, "compile", False)}
+        return {stage for stage, (said_by, key, value) in nothing.items() if self.metrics(said_by).get(key) == value}
 
     def metrics(self, stage: Stage) -> dict[str, Any]:
         """A stage's metrics, empty if it has no result."""
@@ -228,8 +229,8 @@ def read_run(paths: RunPaths) -> RunRecord:
     record.plan = read(paths.plan, RunPlan.from_json)
     for stage in Stage:
         result = read(paths.result(stage), StageResult.from_json)
-        # A result of another plan does not count, for this page as for every stage.
-        if result and stage is not Stage.REPORT and record.plan and result.fingerprint == record.plan.fingerprint:
+        # A result of another plan does not count, for this page as for every stage; one from before the plan names none.
+        if result and stage is not Stage.REPORT and result.fingerprint in ("", record.plan and record.plan.fingerprint):
             record.results[stage] = result
         failure = read(paths.failure(stage), StageFailure.from_json)
         if failure and stage is not Stage.REPORT:
@@ -265,7 +266,7 @@ def states(record: RunRecord) -> list[StageState]:
             status, started, finished = "refused" if refused else "done", _time(result.started), _time(result.finished)
         elif failure:
             status, started, finished = "failed", None, _time(failure.time)
-        elif stage is Stage.COMPILE and record.nothing_to_compile:
+        elif stage in record.skipped:
             status, started, finished = "skipped", None, None
         else:
             status, started, finished = "not finished" if stage is ended else "not reached", None, None

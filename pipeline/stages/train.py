@@ -10,7 +10,8 @@ from pathlib import Path
 from pipeline import store
 from pipeline.backends.device import Device
 from pipeline.contract import EAGER_KINDS, Artifact
-from pipeline.evaluation.validation import read_validation_set
+from pipeline.dataset.seen import write_seen
+from pipeline.evaluation.holdout import read_holdout
 from pipeline.graphs.compiled import known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import quick_check
@@ -86,19 +87,18 @@ def run(context: StageContext) -> StageOutput | None:
                 optimizer=state.optimizer,
                 source=state.source,
                 batches=TrainingBatches(
-                    rows / "train.arrow",
+                    rows,
                     context.world,
                     batch_size=config.train.batch_size,
                     accumulation=config.train.accumulation,
                     query_length=config.train.query_length,
-                    buckets=config.train.buckets,
                     padding=padding(device, state.encoder),
-                    seed=config.seed,
                     learning_rate=partial(
                         learning_rate, config.train, steps=plan.train.steps, warmup_steps=plan.train.warmup_steps
                     ),
+                    shards=[shard.uri for shard in (*plan.train.new, *plan.train.replay)],
                 ),
-                validation=read_validation_set(rows, config.train.validation_queries),
+                validation=read_holdout(rows, config.train.validation_queries),
                 heartbeat=context.heartbeat,
                 watch=watch,
                 monitor=monitor,
@@ -111,6 +111,7 @@ def run(context: StageContext) -> StageOutput | None:
         if not context.world.is_leader:
             return None
         output = finish(context, device, state.encoder, state.source, progress)
+        write_seen(context.paths.bucket_root, plan, rows, progress.step, context.scratch)
         output.metrics["resumed_from"] = resumed_from
         if plan.graphs:
             output.metrics["graphs"] = watch.report(context)

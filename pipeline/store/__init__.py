@@ -68,8 +68,8 @@ UPLOADS_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One stored object: URI, size in bytes, version tag (S3: ETag; local: content hash, empty in listings), and in listings the
-    time of the last write (seconds since 1970, by the storage's clock)."""
+    """One stored object: URI, size in bytes, version tag (S3: ETag; local: empty), and the time of the last write (seconds since
+    1970, by the storage's clock)."""
 
     uri: str
     size: int

@@ -15,7 +15,8 @@ from pipeline.backends.device import Device
 from pipeline.config import RunConfig
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadData, Transient
-from pipeline.evaluation.validation import ValidationSet, validate
+from pipeline.evaluation.holdout import Holdout
+from pipeline.evaluation.validation import validate
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.model.encoder import Encoder
 from pipeline.run.context import Heartbeat
@@ -57,7 +58,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     source: Path
     batches: Batches
-    validation: ValidationSet
+    validation: Holdout
     heartbeat: Heartbeat
     watch: GraphWatch
     monitor: HostMonitor

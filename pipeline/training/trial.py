@@ -17,7 +17,8 @@ import torch
 from pipeline.backends.device import Batch, Device
 from pipeline.config import RunConfig
 from pipeline.contract import RunPaths
-from pipeline.evaluation.validation import ValidationSet
+from pipeline.evaluation.holdout import Holdout
+from pipeline.evaluation.retrieval import Relevant
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import meet_graphs
 from pipeline.model.encoder import Encoder
@@ -158,16 +159,16 @@ def trial_config(config: RunConfig, steps: int) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
-def trial_validation(config: RunConfig, world: World) -> ValidationSet:
+def trial_validation(config: RunConfig, world: World) -> Holdout:
     """Candidates of every shape for every rank, and a query for each."""
     texts = texts_of_every_shape(config.embed.buckets, config.embed.tokens_per_batch)
     queries = texts[-1:] * world.size
-    return ValidationSet(
+    return Holdout(
         keys=tuple((number, None) for number in range(len(queries))),
         queries=queries,
         # Ranks take every world-size-th.
         candidates=[text for text in texts for _ in range(world.size)],
-        relevant=[{number: 1.0} for number in range(len(queries))],
+        relevant=Relevant.of([{number: 1.0} for number in range(len(queries))]),
     )
 
 

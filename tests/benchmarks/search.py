@@ -28,8 +28,8 @@ import numpy.typing as npt
 from pipeline import store
 from pipeline.commands.search import MATRIX, best_rows
 from pipeline.contract import RunPaths, registry_uri
+from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.parts import PartWriter
-from pipeline.dataset.rows import DocumentReader
 from pipeline.plan import RunPlan
 from tests.benchmarks.memory import write_corpus
 from tests.benchmarks.peers import ours
@@ -102,13 +102,12 @@ def publish(state: Path, rows: int, dtype: str) -> None:
 def write_parts(paths: RunPaths, dtype: str) -> list[dict[str, str | int]]:
     """The planned parts, and their entries in the manifest."""
     plan = RunPlan.from_json(store.read_bytes(paths.plan))
-    reader, rng = DocumentReader(plan.embed.source, {}), np.random.default_rng(0)
+    reader, rng = CorpusReader(paths.bucket_root, plan.embed.shards), np.random.default_rng(0)
     entries: list[dict[str, str | int]] = []
     for index, part in enumerate(plan.embed.parts):
         path = Path(paths.part(index, len(plan.embed.parts)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = (reader.read(plan.embed.shards[span.shard], span.start, span.stop) for span in part.spans)
-        ids = [document.id for documents in found for document in documents]
+        ids = reader.read_part(index, len(plan.embed.parts))["id"].to_pylist()
         vectors = rng.standard_normal((part.rows, DIMENSION), np.float32)
         with PartWriter(path, DIMENSION, dtype) as writer:
             writer.write(ids, vectors / np.linalg.norm(vectors, axis=1, keepdims=True))

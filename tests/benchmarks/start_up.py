@@ -132,7 +132,7 @@ def measure_stages(options: argparse.Namespace) -> None:
 
 
 def planned_run(folder: Path, parent: Path) -> RunPaths:
-    """A run in the endpoint's bucket that prepare has planned, with a finished model beside it."""
+    """A run in the endpoint's bucket that has been planned, with a finished model beside it."""
     from pipeline import store
     from pipeline.contract import RunPaths, Stage
     from pipeline.model.folder import CONFIG_FILES, WEIGHTS
@@ -158,7 +158,8 @@ def planned_run(folder: Path, parent: Path) -> RunPaths:
     deployment = {"config": {}, "allowed_nodes": [1], "local_paths": False, "read": []}
     request = {"deployment": deployment, "execution": config, "execution_arn": ""}
     store.write_json(paths.input, request)
-    subprocess.run([*PROGRAM, "stage", Stage.PREPARE, "--run", paths.root], check=True, capture_output=True)
+    for stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN):
+        subprocess.run([*PROGRAM, "stage", stage, "--run", paths.root], check=True, capture_output=True)
     return paths
 
 

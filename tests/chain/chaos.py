@@ -220,7 +220,7 @@ def _judge(site: Site, fault: faults.Fault, scene: faults.Scene, last: Execution
 def _broken(site: Site, fault: faults.Fault, last: Execution, outcome: Outcome, reference: Reference) -> list[str]:
     broken = invariants.broken_lock(site, last.registry)
     if outcome.status == "SUCCEEDED":
-        # A shard of its own is the same data under another name.
+        # Its own shard is the same data under another name.
         broken += invariants.broken_after_success(site, last.run, last.registry, reference.published)
     elif not isinstance(fault, faults.Superseded):
         broken += invariants.broken_registry(site, last.registry, None)

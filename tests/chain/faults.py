@@ -22,13 +22,24 @@ from pathlib import Path
 from typing import ClassVar
 
 from infra.local.batch_jobs import Job, Node
-from pipeline.contract import EXECUTION_TAG, Stage, registry_uri
+from pipeline.contract import EXECUTION_TAG, Stage, ingested_rows_uri, registry_uri
+from pipeline.dataset.ingested import DOCUMENTS
 from tests.chain import front
 from tests.chain.site import Execution, Site, family, generations, running, send, wait_until
 
-STAGES = (Stage.PREPARE, Stage.HEALTH_CHECK, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH, Stage.REPORT)
+STAGES = (
+    Stage.PREPARE,
+    Stage.INGEST,
+    Stage.PLAN,
+    Stage.HEALTH_CHECK,
+    Stage.TRAIN,
+    Stage.EVALUATE,
+    Stage.EMBED,
+    Stage.PUBLISH,
+    Stage.REPORT,
+)
 GANGS = (Stage.HEALTH_CHECK, Stage.TRAIN)
-WEIGHTS = {Stage.TRAIN: 4, Stage.EMBED: 3, Stage.HEALTH_CHECK: 2}
+WEIGHTS = {Stage.TRAIN: 4, Stage.INGEST: 3, Stage.EMBED: 3, Stage.PLAN: 2, Stage.HEALTH_CHECK: 2}
 WATCH_SECONDS = 0.02
 CLEAN_UP_SECONDS = 60.0
 """For everything that an aborted execution has started."""
@@ -150,9 +161,11 @@ class Fault(ABC):
     def act(self, scene: Scene) -> None:
         """Do it. In a thread beside the execution; returns when done or when the execution is over."""
 
-    def shard(self, site: Site) -> str | None:
-        """Another training shard than the site's."""
-        return None
+    def shard(self, site: Site) -> str:
+        """A training shard of the run's own: of the site's nothing is left to ingest."""
+        self._uri = f"s3://{site.stack.bucket}/data/own/{self.draw.randrange(1 << 30)}.jsonl"
+        site.put(self._uri, site.data.text.encode())
+        return self._uri
 
 
 # ---- processes, nodes, hosts -----------------------------------------------------------------------------------------
@@ -451,12 +464,14 @@ class Denied(Fault):
     retryable = False
     code = 66
     words = "access"
-    stages = (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH)
+    stages = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH)
     latest = 0.5
     NEEDED: ClassVar[dict[Stage, tuple[str, str]]] = {
         Stage.PREPARE: ("PUT", "/prepare/"),
+        Stage.INGEST: ("PUT", "/ingested/"),
+        Stage.PLAN: ("PUT", "/plan/"),
         Stage.TRAIN: ("PUT", "/train/checkpoints/"),
-        Stage.EVALUATE: ("GET", "/prepare/rows/"),
+        Stage.EVALUATE: ("GET", "/plan/rows/"),
         Stage.EMBED: ("PUT", "/embed/part-"),
         Stage.PUBLISH: ("GET", "/embed/part-"),
     }
@@ -593,38 +608,46 @@ class AllTorn(TornCheckpoint):
 
 
 class ShardGone(Fault):
-    """A shard that was planned with is removed before it is embedded."""
+    """A shard is removed once it is ingested: nothing reads it again."""
 
     kind = "shard-gone"
-    retryable = False
-    code = 66
-    words = "does not exist"
-    stages = (Stage.EVALUATE,)
-
-    def shard(self, site: Site) -> str | None:
-        self._uri = f"s3://{site.stack.bucket}/data/own/{self.draw.randrange(1 << 30)}.jsonl"
-        site.put(self._uri, site.data.text.encode())
-        return self._uri
+    stages = STAGES[STAGES.index(Stage.PLAN) : -1]
 
     def act(self, scene: Scene) -> None:
         if scene.moment(self.order, self.share):
-            self.spoil(scene.site, self._uri)
-            if scene.wait(lambda: scene.job(Stage.EMBED)):
-                scene.strike(f"{self._uri}: {self.kind}")
+            self.spoil(scene.site)
+            scene.strike(f"{self._uri}: {self.kind}")
 
-    def spoil(self, site: Site, uri: str) -> None:
-        site.remove(uri)
+    def spoil(self, site: Site) -> None:
+        site.remove(self._uri)
 
 
 class ShardChanged(ShardGone):
     """The same shard gets shorter."""
 
     kind = "shard-changed"
-    code = 65
-    words = "a shard has changed since the run was planned"
 
-    def spoil(self, site: Site, uri: str) -> None:
-        site.put(uri, site.data.text.encode()[: len(site.data.text) // 2])
+    def spoil(self, site: Site) -> None:
+        site.put(self._uri, site.data.text.encode()[: len(site.data.text) // 2])
+
+
+class IngestedGone(Fault):
+    """A file of an ingested shard is removed before it is embedded."""
+
+    kind = "ingested-gone"
+    retryable = False
+    code = 66
+    words = "does not exist"
+    stages = (Stage.EVALUATE,)
+
+    def act(self, scene: Scene) -> None:
+        if scene.moment(self.order, self.share):
+            site = scene.site
+            shards = json.loads(site.file(site.paths(scene.run).inputs).read_text())["shards"]
+            [name] = [shard["rows"] for shard in shards if shard["kind"] == DOCUMENTS]
+            site.remove(f"{ingested_rows_uri(f's3://{site.stack.bucket}', name)}/facts-00000.arrow")
+            if scene.wait(lambda: scene.job(Stage.EMBED)):
+                scene.strike(f"facts of {name} are gone")
 
 
 class Superseded(Fault):
@@ -652,7 +675,7 @@ class Duplicate(Fault):
     """A job is delivered twice, and both run at the same time."""
 
     kind = "duplicate-job"
-    stages = (Stage.PREPARE, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH, Stage.REPORT)
+    stages = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH, Stage.REPORT)
 
     def act(self, scene: Scene) -> None:
         job = scene.moment(self.order, self.share)
@@ -698,7 +721,7 @@ class Aborted(Fault):
         again = self.draw.random() < 0.6
         name = f"{first.run}-again"
         known = len(site.jobs(first.run if again else name))
-        second = site.start(name, first.registry, run=first.run if again else None)
+        second = site.start(name, first.registry, run=first.run if again else None, shard=self._uri)
         scene.hits.append("resumed" if again else "another run follows")
         # Whoever watches goes on with the new one.
         scene.execution = second
@@ -732,6 +755,7 @@ KINDS: tuple[type[Fault], ...] = (
     AllTorn,
     ShardGone,
     ShardChanged,
+    IngestedGone,
     Superseded,
 )
 BY_NAME = {kind.kind: kind for kind in KINDS}

@@ -43,6 +43,8 @@ PRELOADED = (
     "pipeline.host.ranks",
     "pipeline.host.supervisor",
     "pipeline.stages.embed",
+    "pipeline.stages.ingest",
+    "pipeline.stages.plan",
     "pipeline.stages.prepare",
     "pipeline.stages.publish",
     "pipeline.stages.report",

@@ -252,9 +252,10 @@ class Site:
 
     def forget(self, run: str, registry: str) -> None:
         """Remove a run from the bucket."""
-        pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=self.stack.bucket, Prefix=f"runs/{run}/")
-        for item in [item for page in pages for item in page.get("Contents", ())]:
-            self.s3.delete_object(Bucket=self.stack.bucket, Key=item["Key"])
+        for prefix in (f"runs/{run}/", f"seen/{run}/"):
+            pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=self.stack.bucket, Prefix=prefix)
+            for item in [item for page in pages for item in page.get("Contents", ())]:
+                self.s3.delete_object(Bucket=self.stack.bucket, Key=item["Key"])
         self.s3.delete_object(Bucket=self.stack.bucket, Key=f"registry/{registry}.json")
 
 

@@ -16,7 +16,7 @@ from infra.local.run import DEPLOYMENT_CONFIG
 from infra.local.server import LocalEndpoint
 from infra.local.template import LocalStack, read_stack
 from pipeline import store
-from pipeline.contract import RunPaths, Stage
+from pipeline.contract import STAGES, RunPaths, Stage
 from tests.infra.faulty_batch import FaultyBatchRunner
 from tests.tiny import make_model, write_pairs
 
@@ -53,7 +53,7 @@ def finish(endpoint: Any, stage: Stage, definition: str, paths: RunPaths) -> Job
     """Run one stage's job as the state machine submits it."""
     stack: LocalStack = endpoint.stack
     (name,) = [found.name for found in stack.job_definitions if found.name.endswith(definition)]
-    (queue,) = [found.name for found in stack.queues if found.name.endswith("cpu" if stage is Stage.PREPARE else "train")]
+    (queue,) = [found.name for found in stack.queues if found.name.endswith(STAGES[stage].queue.value)]
     request = {"jobName": f"{stage}-sick", "jobQueue": queue, "jobDefinition": name, "parameters": {"run": paths.root}}
     job_id = endpoint.batch.submit(request | {"shareIdentifier": "manual", "schedulingPriorityOverride": 1})["jobId"]
     return endpoint.batch.wait(job_id, timedelta(seconds=300))
@@ -78,7 +78,8 @@ def test_a_sick_host_takes_itself_out_and_the_next_attempt_runs_elsewhere(endpoi
     }
     deployment = {"config": DEPLOYMENT_CONFIG, "allowed_nodes": [1, 2]}
     store.write_json(paths.input, {"deployment": deployment, "execution": execution, "execution_arn": ""})
-    assert finish(endpoint, Stage.PREPARE, "prepare", paths).status == "SUCCEEDED", failed(paths, Stage.PREPARE)
+    for stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN):
+        assert finish(endpoint, stage, stage.value, paths).status == "SUCCEEDED", failed(paths, stage)
 
     hook = tmp_path / "hook"
     hook.mkdir()

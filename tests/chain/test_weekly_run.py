@@ -141,7 +141,7 @@ def test_bad_rows_over_the_limit_end_with_65_and_a_quarantine(state: LocalState,
     result = state.run(path, arguments=("--parent", str(state.parent)))
     assert result.returncode == 65, result.stdout + result.stderr
     (run,) = state.runs
-    quarantined = [json.loads(line)["at"] for line in (run / "prepare" / "quarantine.jsonl").read_text().splitlines()]
+    quarantined = [json.loads(line)["at"] for line in (run / "plan" / "quarantine.jsonl").read_text().splitlines()]
     assert [place.rsplit(":", 1)[-1] for place in quarantined] == ["102", "103"]
     assert load(run / "prepare" / "failure.json")["exit_code"] == 65
     assert (run / "report" / "index.html").exists()

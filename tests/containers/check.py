@@ -1,4 +1,4 @@
-"""Run two stages inside a built CPU image, against an S3 endpoint on loopback, and print the size of the image's layers.
+"""Run the stages on Fargate inside a built CPU image, against an S3 endpoint on loopback, and print its layers' sizes.
 
     python -m tests.containers.check ENGINE IMAGE
 
@@ -55,7 +55,12 @@ CONFIG = {
     "gate": {"allow_small": True},
     "embed": {"buckets": [16, 32]},
 }
-STAGES = ((Stage.PREPARE, RUN.plan), (Stage.REPORT, RUN.report))
+STAGES = (
+    (Stage.PREPARE, RUN.inputs),
+    (Stage.INGEST, RUN.result(Stage.INGEST)),
+    (Stage.PLAN, RUN.plan),
+    (Stage.REPORT, RUN.report),
+)
 """The stages, and the object that each must have written."""
 
 

@@ -50,13 +50,13 @@ ACCEPTED: tuple[Accepted, ...] = (
         "batch:DescribeJobs knows no resource-level permissions; a gang asks for its own job's parameters.",
     ),
     _accepted(
-        _wildcard(r".*/(runs|registry|graphs|data)/.*"),
+        _wildcard(r".*/(runs|registry|graphs|ingested|seen|data)/.*"),
         r"Jobs/\w+Role/",
         "Run ids and the objects of a stage are not known at deploy time; the folder of the stage is spelled out.",
     ),
     _accepted(
         _wildcard(r"arn:\w+:s3:::[^*]+\*"),
-        r"Jobs/(Prepare|Compile|Train|Evaluate|Embed|Publish)Role/",
+        r"Jobs/(Prepare|Ingest|Plan|Compile|Train|Evaluate)Role/",
         "Files are added under the folders that the settings name.",
     ),
     _accepted(

@@ -86,7 +86,8 @@ def tasks(machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 RESULTS: dict[str, dict[str, Any]] = {
-    "prepare": {"nodes": 2, "embed_children": 3, "compile": True},
+    "prepare": {"ingest_children": 2},
+    "plan": {"nodes": 2, "embed_children": 3, "compile": True},
     "evaluate": {"gate": {"verdict": "accepted", "reason": "+0.002"}},
 }
 

@@ -75,7 +75,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, templates: Path) -> Itera
 
 
 WRITTEN = {
-    "prepare": ["plan.json", "prepare/*"],
+    "prepare": ["prepare/*"],
+    "ingest": ["ingest/*"],
+    "plan": ["plan.json", "plan/*"],
     "health_check": ["health_check/*"],
     "train": ["train/*", "model/*"],
     "evaluate": ["evaluate/*"],
@@ -83,7 +85,10 @@ WRITTEN = {
     "publish": ["publish/*", "embed/manifest.json"],
     "report": ["report/*"],
 }
-"""Stage -> what its processes write in a run's folder; publish writes the registry's pointer, too."""
+"""Stage -> what its processes write in a run's folder; others are in `SHARED_FOLDERS`."""
+
+SHARED_FOLDERS = {"registry": "publish", "ingested": "ingest", "seen": "train"}
+"""Folder outside the run's that all runs share -> its one writer."""
 
 SHARED = {
     ("publish", "embed/*"): "publish joins the parts in embed/manifest.json",
@@ -130,8 +135,9 @@ def test_all_stages_and_the_machine_have_been_heard(recorded: Recorded) -> None:
             assert any(fnmatch(key, pattern) for key in keys), (stage, pattern)
         others = {key for key in keys if key and not any(fnmatch(key, pattern) for pattern in patterns)}
         assert others == set(), stage
-    pointers = {call.caller for call in written(recorded) if call.resource.startswith(f"{recorded.bucket}/registry/")}
-    assert pointers == {"publish"}
+    for folder, writer in SHARED_FOLDERS.items():
+        writers = {call.caller for call in written(recorded) if call.resource.startswith(f"{recorded.bucket}/{folder}/")}
+        assert writers == {writer}, folder
     actions = {call.action for call in recorded.calls}
     assert {"s3:GetObject", "s3:ListBucket", "s3:PutObject", "s3:DeleteObject", "ecs:UpdateContainerInstancesState"} <= actions
 
@@ -163,6 +169,8 @@ def test_no_role_may_make_a_call_that_no_stage_makes(recorded: Recorded, role: s
         "runs/r/model/model.safetensors",
         "registry/current.json",
         "data/shard.jsonl",
+        "ingested/rows/shard/profile.json",
+        "seen/r/record.json",
     ):
         assert not may("s3:DeleteObject", f"{bucket}/{key}"), key
     assert not may("s3:PutObject", f"{bucket}/data/shard.jsonl")

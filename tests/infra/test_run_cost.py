@@ -85,6 +85,9 @@ def test_a_deployment_without_trainium_is_tried_for_two_dollars() -> None:
 
 
 def test_as_many_children_count_as_have_hosts() -> None:
+    config = {"data": {"ingest_children": 5}}
+    told = [next(line for line in lines(config=config, **more) if "ingest" in line) for more in ({}, {"cpu_max_vcpus": 8})]
+    assert [line.split()[1] for line in told] == ["5", "2"]
     assert most_embed_hosts(settings(embed_max_vcpus=512)) == 4
     embed = next(line for line in lines(config={"embed": {"children": 64}}) if line.split()[0] == "embed")
     assert embed.split()[1] == "4"

@@ -64,10 +64,29 @@ def test_a_stage_writes_its_own_part_of_a_run_only(deployment: Any, stage: Stage
     others = [other for other in STAGES if other is not stage and f"/runs/*/{other}/*" in written]
     assert others == []
     assert ("/registry/*" in written) == (stage is Stage.PUBLISH)
-    assert ("/runs/*/plan.json" in written) == (stage is Stage.PREPARE)
+    assert ("/runs/*/plan.json" in written) == (stage is Stage.PLAN)
     own = {resource for resource in granted(deployment, role_of(stage), "s3:DeleteObject") if "/runs/" in resource}
     assert own == {f"/runs/*/{stage}/*"}
     assert "/runs/*" in granted(deployment, role_of(stage), "s3:GetObject")
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize(
+    ("folder", "writer", "readers"),
+    [
+        ("ingested", Stage.INGEST, {"prepare", "ingest", "plan", "evaluate", "embed", "publish"}),
+        ("seen", Stage.TRAIN, {"prepare", "plan", "train"}),
+    ],
+)
+def test_ingested_shards_and_seen_rows_have_one_writer_and_are_never_removed(
+    deployment: Any, stage: Stage, folder: str, writer: Stage, readers: set[str]
+) -> None:
+    granted_for = {
+        action: any(found.startswith(f"/{folder}/") for found in granted(deployment, role_of(stage), action))
+        for action in ("s3:PutObject", "s3:GetObject", "s3:DeleteObject")
+    }
+    expected = {"s3:PutObject": stage is writer, "s3:GetObject": stage.value in readers, "s3:DeleteObject": False}
+    assert granted_for == expected
 
 
 @pytest.mark.parametrize("stage", list(STAGES))
@@ -79,10 +98,10 @@ def test_only_checkpoints_are_tagged(deployment: Any, stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_compiled_sets_are_compile_s_and_those_who_load_them_only_read(deployment: Any, stage: Stage) -> None:
-    """prepare asks whether they are there. The compiler's cache alone is also train's, for an unforeseen graph."""
+    """prepare and plan ask whether they are there. The compiler's cache alone is also train's, for an unforeseen graph."""
     cache = "/graphs/neuron-cache/*"
     written = {Stage.COMPILE: {"/graphs/*"}, Stage.TRAIN: {cache}}.get(stage, set())
-    read = {"/graphs/*"} if stage not in (Stage.HEALTH_CHECK, Stage.PUBLISH, Stage.REPORT) else set()
+    read = {"/graphs/*"} if stage not in (Stage.INGEST, Stage.HEALTH_CHECK, Stage.PUBLISH, Stage.REPORT) else set()
     removed = {cache} if stage in (Stage.COMPILE, Stage.TRAIN) else set()
     for action, expected in (("s3:GetObject", read), ("s3:PutObject", written), ("s3:DeleteObject", removed)):
         assert {found for found in granted(deployment, role_of(stage), action) if "graphs" in found} == expected, action
@@ -103,7 +122,7 @@ KEY = "arn:aws:kms:us-east-2:210987654321:key/0a1b2c3d"
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_who_reads_inputs_may_decrypt_them_through_s3_alone(other_deployment: Any, stage: Stage) -> None:
-    reads = stage not in (Stage.HEALTH_CHECK, Stage.REPORT)
+    reads = stage not in (Stage.HEALTH_CHECK, Stage.EMBED, Stage.PUBLISH, Stage.REPORT)
     compiles = stage in (Stage.COMPILE, Stage.TRAIN)
     role = role_of(stage)
     assert (KEY in granted(other_deployment, role, "kms:Decrypt")) == reads
@@ -141,9 +160,9 @@ def test_no_policy_allows_every_action(deployment: Any) -> None:
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_inputs_are_readable_where_they_are_read(other_deployment: Any, stage: Stage) -> None:
-    """publish reads documents to name the missing ones; stages that train or evaluate load the parent, perhaps of no run."""
-    reads_shards = stage in (Stage.PREPARE, Stage.EMBED, Stage.PUBLISH)
-    loads_parent = stage in (Stage.PREPARE, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
+    """prepare lists the shards, ingest reads them; the parent, perhaps of no run, is loaded, or its tokenizer."""
+    reads_shards = stage in (Stage.PREPARE, Stage.INGEST)
+    loads_parent = stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
     readable = granted(other_deployment, role_of(stage), "s3:GetObject")
     listed = granted(other_deployment, role_of(stage), "s3:ListBucket")
     for bucket, key, reads in (("their-data", "pairs/*", reads_shards), ("their-models", "e5/*", loads_parent)):

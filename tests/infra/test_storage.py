@@ -88,6 +88,8 @@ def test_only_what_is_tagged_expires(deployment: Any) -> None:
     assert expiring == {"resume", "expire"}
     checkpoint = retention_tags("runs/week-1/train/checkpoints/step-00000100/model.safetensors")
     assert {tag["Key"]: tag["Value"] for tag in found["resume"]["TagFilters"]} == checkpoint
+    # What later runs need of earlier ones, and share.
+    assert not any(map(retention_tags, ("seen/week-1/versions.bin", "ingested/rows/shard/facts-00000.arrow")))
     assert "AbortIncompleteMultipartUpload" not in found["resume"]
     assert found["old-versions"]["ExpiredObjectDeleteMarker"] is True
     assert "TagFilters" not in found["old-versions"]

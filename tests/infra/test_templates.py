@@ -494,6 +494,8 @@ def test_a_deployment_at_a_glance(small_deployment: Any) -> None:
         "dev-embed: SPOT inf2.24xlarge <= 512 vCPUs, 2 zone(s), 0 EFA, apart",
         "dev-evaluate: 1 x 72 vCPUs, 367616 MiB, 6 devices, 4 attempts of 120 min",
         "dev-health_check-1: 1 x 6 vCPUs, 29696 MiB, 1 devices, 4 attempts of 30 min",
+        "dev-ingest: 1 x 4 vCPUs, 30720 MiB, 0 devices, 6 attempts of 360 min",
+        "dev-plan: 1 x 4 vCPUs, 30720 MiB, 0 devices, 4 attempts of 120 min",
         "dev-prepare: 1 x 4 vCPUs, 30720 MiB, 0 devices, 4 attempts of 120 min",
         "dev-publish: 1 x 4 vCPUs, 30720 MiB, 0 devices, 4 attempts of 120 min",
         "dev-report: 1 x 4 vCPUs, 30720 MiB, 0 devices, 2 attempts of 30 min",

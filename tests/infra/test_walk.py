@@ -24,7 +24,7 @@ from infra.workflow.states import (
     SHORT_LAP_SECONDS,
     SHORT_LAPS,
 )
-from pipeline.contract import RESULT_LIMIT_BYTES, STAGES, StageFailure
+from pipeline.contract import RESULT_LIMIT_BYTES, STAGES, Stage, StageFailure
 from tests.infra.machines import GANGS, RESULTS, called, successors, targets, tasks
 from tests.infra.walks import LAPS, MISSES, OWNER, SAID, Fault, JobEnd, Walk, Walked, Walker, open_walker
 
@@ -33,7 +33,7 @@ RETRIED = 7
 
 FAILED_JOB = JobEnd(reason="Host EC2 (instance i-1) terminated.", exit_code=None)
 LISTED_LATE = JobEnd(status="SUCCEEDED", reason="", exit_code=0, unlisted=1)
-SINGLE = {**RESULTS["prepare"], "embed_children": 1}
+SINGLE = {**RESULTS["plan"], "embed_children": 1}
 WORDS = StageFailure(
     stage="prepare", run="r", exit_code=64, what="an unknown key", value=["trian"], rule="schema", remedy="fix it"
 )
@@ -42,14 +42,15 @@ HARMLESS = ("report", "ReleaseLock", "Notify", "ReadFailure", *(f"{stage} (stop)
 """States whose failure changes nothing of how an execution ends."""
 
 BEFORE_THE_LOCK = ("AcquireLock", "ReadLock", "ReadOwner", "TakeOverLock")
-REPORTED = ("ReadPlan", "ReadScorecard")
+REPORTED = ("ReadInputs", "ReadPlan", "ReadScorecard")
 """States besides those of a stage after whose failure the report stage runs."""
 
 ROUTES: dict[str, dict[str, Any]] = {
     "ReadLock": {"owners": ("SUCCEEDED",)},
     "ReadOwner": {"owners": ("SUCCEEDED",)},
     "TakeOverLock": {"owners": ("SUCCEEDED",)},
-    "embed (single)": {"results": {"prepare": SINGLE}},
+    "ingest (single)": {"results": {"prepare": {"ingest_children": 1}}},
+    "embed (single)": {"results": {"plan": SINGLE}},
     **{state: {"jobs": {"prepare": FAILED_JOB}} for state in ("report", "ReleaseLock", "Notify", "ReadFailure")},
     **{f"{stage} (stop)": {"jobs": {stage.value: JobEnd(status="RUNNING")}} for stage in GANGS},
 }
@@ -168,13 +169,18 @@ OTHERS = {
         ),
         *(Walk(name=f"unusable-{number}", given=given) for number, given in enumerate(UNUSABLE)),
         Walk(name="nowhere", given={"registry": None, "run": None}),
-        Walk(name="one-node", results={"prepare": {"nodes": 1, "embed_children": 1, "compile": False}}),
-        Walk(name="no-gang", results={"prepare": {"nodes": 16, "embed_children": 1}}),
-        Walk(name="no-number", results={"prepare": {"nodes": {"of": "them"}, "embed_children": 1}}),
-        Walk(name="no-plan", results={"prepare": None}),
-        Walk(name="plan-of-text", results={"prepare": b"not json"}),
-        Walk(name="plan-of-nothing", results={"prepare": b"[]"}),
-        Walk(name="half-a-plan", results={"prepare": {"nodes": 2}}),
+        Walk(
+            name="one-node",
+            results={"prepare": {"ingest_children": 1}, "plan": {"nodes": 1, "embed_children": 1, "compile": False}},
+        ),
+        Walk(name="no-gang", results={"plan": {"nodes": 16, "embed_children": 1}}),
+        Walk(name="no-number", results={"plan": {"nodes": {"of": "them"}, "embed_children": 1}}),
+        Walk(name="no-inputs", results={"prepare": {"nodes": 2}}),
+        Walk(name="nothing-new", results={"prepare": {"ingest_children": 0}}),
+        Walk(name="no-plan", results={"plan": None}),
+        Walk(name="plan-of-text", results={"plan": b"not json"}),
+        Walk(name="plan-of-nothing", results={"plan": b"[]"}),
+        Walk(name="half-a-plan", results={"plan": {"nodes": 2}}),
         Walk(name="refused", results={"evaluate": {"gate": {"verdict": "refused", "reason": "worse"}}}),
         Walk(name="no-reason", results={"evaluate": {"gate": {"verdict": "accepted"}}}),
         Walk(name="no-verdict", results={"evaluate": {"gate": {"verdict": "perhaps", "reason": "?"}}}),
@@ -230,7 +236,7 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
 def stages_until(state: str) -> list[str]:
     """Stages whose jobs Batch has taken when a state fails: those before it in the machine's order."""
     order = [stage.value for stage in STAGES if stage.value != "report"]
-    place = {**{name: name for name in order}, "embed (single)": "embed", "ReadPlan": "health_check", "ReadScorecard": "embed"}
+    place = {**{name: name for name in order}, "ReadInputs": "ingest", "ReadPlan": "health_check", "ReadScorecard": "embed"}
     if state in (*BEFORE_THE_LOCK, "WriteInput"):
         return []
     return order[: order.index(place.get(state, state.split(" ")[0]))]
@@ -283,6 +289,12 @@ def test_a_service_that_is_sick_for_a_while_is_asked_again(walks: Walks) -> None
         assert requests >= 3 * entered[state], state
 
 
+def test_without_a_new_shard_no_job_ingests(walks: Walks) -> None:
+    found = walks["nothing-new"]
+    assert found.status == "SUCCEEDED"
+    assert found.submitted == tuple(stage.value for stage in STAGES if stage is not Stage.INGEST)
+
+
 def test_what_comes_after_the_outcome_does_not_change_it(walks: Walks) -> None:
     found = walks["quietly"]
     assert found.failed_tasks == {"report", "ReleaseLock", "Notify"}
@@ -292,12 +304,13 @@ def test_what_comes_after_the_outcome_does_not_change_it(walks: Walks) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "stages", "words"),
     [
-        ("no-gang", "NoSuchGang", ["prepare", "report"], "16 nodes"),
-        ("no-number", "NoSuchGang", ["prepare", "report"], "one of 1, 2"),
-        ("no-plan", "ReadPlan: S3.NoSuchKeyException", ["prepare", "report"], ""),
-        ("plan-of-text", "ReadPlan: States.IntrinsicFailure", ["prepare", "report"], ""),
-        ("plan-of-nothing", "IncompleteResult", ["prepare", "report"], "prepare/result.json"),
-        ("half-a-plan", "IncompleteResult", ["prepare", "report"], "embed_children"),
+        ("no-gang", "NoSuchGang", ["plan", "report"], "16 nodes"),
+        ("no-number", "NoSuchGang", ["plan", "report"], "one of 1, 2"),
+        ("no-inputs", "IncompleteResult", ["prepare", "report"], "ingest_children"),
+        ("no-plan", "ReadPlan: S3.NoSuchKeyException", ["plan", "report"], ""),
+        ("plan-of-text", "ReadPlan: States.IntrinsicFailure", ["plan", "report"], ""),
+        ("plan-of-nothing", "IncompleteResult", ["plan", "report"], "plan/result.json"),
+        ("half-a-plan", "IncompleteResult", ["plan", "report"], "embed_children"),
         ("refused", "GateRefused", ["evaluate", "report"], "worse"),
         ("no-reason", "IncompleteResult", ["evaluate", "report"], "gate.reason"),
         ("no-verdict", "IncompleteResult", ["evaluate", "report"], "evaluate/result.json"),

@@ -28,6 +28,9 @@ from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Stage, Stag
 from tests.engine import quick_engine
 from tests.infra.machines import BUCKET, CONSOLE, GANGS, RESULTS, TABLE, TOPIC, called, stack_around, successors, targets, tasks
 
+SINGLE = ("ingest (single)", "embed (single)")
+"""States of the array stages for an array of one."""
+
 
 @pytest.fixture
 def machine() -> dict[str, Any]:
@@ -78,23 +81,26 @@ def test_no_way_to_the_end_leaves_out_unlocking_or_the_notification(machine: dic
 
 def test_stages_run_in_their_order_under_their_own_names(machine: dict[str, Any]) -> None:
     submits = [name for name, state in tasks(machine).items() if "submitJob" in state["Resource"]]
-    assert [name for name in submits if name != "embed (single)"] == [stage.value for stage in STAGES]
+    assert [name for name in submits if name not in SINGLE] == [stage.value for stage in STAGES]
     states = machine["States"]
     for earlier, later in itertools.pairwise(STAGES):
         assert later.value in reachable(states, earlier.value)
         assert earlier.value not in reachable(states, later.value)
 
 
-def test_compile_is_the_one_stage_that_may_be_left_out(machine: dict[str, Any]) -> None:
+def test_ingest_and_compile_are_the_stages_that_may_be_left_out(machine: dict[str, Any]) -> None:
     states = machine["States"]
+    assert successors(states["ChooseIngest"]) == {"ingest", "ingest (single)", "plan"}
+    assert successors(states["ChooseEmbed"]) == {"embed", "embed (single)"}
     assert successors(states["ChooseCompile"]) == {"compile", "train"}
     assert states["ChooseCompile"]["Default"] == "compile"
     # A path that leads nowhere would end the execution on the spot: results of earlier versions do not say.
     [rule] = states["ChooseCompile"]["Choices"]
     assert rule["And"][0] == {"Variable": "$.plan.metrics.compile", "IsPresent": True}
-    assert "publish" in reachable(states, machine["StartAt"], without=frozenset({"compile"}))
-    for stage in set(STAGES) - {Stage.COMPILE, Stage.EMBED, Stage.REPORT}:
-        assert "Succeeded" not in reachable(states, machine["StartAt"], without=frozenset({stage.value})), stage
+    assert "publish" in reachable(states, machine["StartAt"], without=frozenset({"compile", "ingest", "ingest (single)"}))
+    for stage in set(STAGES) - {Stage.INGEST, Stage.COMPILE, Stage.REPORT}:
+        without = frozenset({stage.value, f"{stage} (single)"})
+        assert "Succeeded" not in reachable(states, machine["StartAt"], without=without), stage
 
 
 def test_waiting_covers_the_attempts_timeout_and_the_wait_for_hosts() -> None:
@@ -108,7 +114,7 @@ def test_waiting_covers_the_attempts_timeout_and_the_wait_for_hosts() -> None:
 
 def test_gangs_are_polled_and_all_other_jobs_are_waited_for(machine: dict[str, Any]) -> None:
     submits = {name: state for name, state in tasks(machine).items() if "submitJob" in state["Resource"]}
-    assert set(submits) == {*(stage.value for stage in STAGES), "embed (single)"}
+    assert set(submits) == {*(stage.value for stage in STAGES), *SINGLE}
     for name, state in submits.items():
         gang = name in {stage.value for stage in GANGS}
         assert state["Resource"].endswith(":aws-sdk:batch:submitJob" if gang else ":batch:submitJob.sync"), name
@@ -385,7 +391,7 @@ def test_a_gang_that_fails(account: Account) -> None:
     found = account.run("week-1")
     assert found["status"] == "FAILED"
     assert "Host EC2 (instance i-1) terminated." in found["cause"]
-    assert account.batch.stages() == ["prepare", "health_check", "compile", "report"]
+    assert account.batch.stages() == ["prepare", "ingest", "plan", "health_check", "compile", "report"]
 
 
 @pytest.mark.parametrize(("name", "given"), [("week-1", {}), ("again", {"run": "week-1"})])
@@ -399,21 +405,21 @@ def test_stopping_an_execution_ends_its_own_gang_only(account: Account, name: st
             "submitjob", {"jobName": other, "jobQueue": queue, "parameters": {"run": f"s3://{BUCKET}/runs/x"}, **more}
         )
     arn = account.start(name, given)
-    wait_until(lambda: len(account.batch.submitted) == 4)
+    wait_until(lambda: len(account.batch.submitted) == 6)
     account.endpoint.client("stepfunctions").stop_execution(executionArn=arn)
     client = account.endpoint.client("stepfunctions")
     watch = account.machine_arn + "-cleanup"
     wait_until(lambda: [one["status"] for one in client.list_executions(stateMachineArn=watch)["executions"]] == ["SUCCEEDED"])
-    assert account.batch.stages() == ["health_check", "health_check", "prepare", "health_check"]
-    assert account.batch.terminated == ["job-4"]
+    assert account.batch.stages() == ["health_check", "health_check", "prepare", "ingest", "plan", "health_check"]
+    assert account.batch.terminated == ["job-6"]
     [notice] = [account.notices[number] for number in range(len(account.notices))]
     assert notice["subject"] == "trnpipe: a job of an ended run was terminated"
-    assert notice["message"].startswith("Job health_check-week-1 (job-4) was RUNNING when its execution had ended")
+    assert notice["message"].startswith("Job health_check-week-1 (job-6) was RUNNING when its execution had ended")
     assert CONSOLE.execution.format(arn) in notice["message"]
 
 
 def test_no_gang_is_started_where_nothing_is_to_be_compiled(account: Account) -> None:
-    account.batch.results["prepare"]["compile"] = False
+    account.batch.results["plan"]["compile"] = False
     found = account.run("week-2")
     assert found["status"] == "SUCCEEDED"
     assert account.batch.stages() == [stage.value for stage in STAGES if stage is not Stage.COMPILE]
@@ -421,17 +427,26 @@ def test_no_gang_is_started_where_nothing_is_to_be_compiled(account: Account) ->
 
 
 @pytest.mark.parametrize("said", [{}, {"compile": "false"}, {"compile": None}])
-def test_compile_runs_unless_prepare_clearly_said_no(account: Account, said: dict[str, Any]) -> None:
-    account.batch.results["prepare"] = {"nodes": 2, "embed_children": 3, **said}
+def test_compile_runs_unless_the_plan_clearly_said_no(account: Account, said: dict[str, Any]) -> None:
+    account.batch.results["plan"] = {"nodes": 2, "embed_children": 3, **said}
     assert account.run("week-1")["status"] == "SUCCEEDED"
     assert "compile" in account.batch.stages()
 
 
-def test_one_child_embeds_as_a_plain_job(account: Account) -> None:
-    account.batch.results["prepare"]["embed_children"] = 1
-    assert account.run("week-1")["status"] == "SUCCEEDED"
-    [embed] = [request for request in account.batch.submitted if request["jobName"] == "embed-week-1"]
-    assert "arrayProperties" not in embed
+@pytest.mark.parametrize(("stage", "said_by", "children"), [("ingest", "prepare", 2), ("embed", "plan", 3)])
+def test_one_child_is_a_plain_job(account: Account, stage: str, said_by: str, children: int) -> None:
+    account.run("week-1")
+    account.batch.results[said_by][f"{stage}_children"] = 1
+    assert account.run("week-2")["status"] == "SUCCEEDED"
+    of_array, alone = [request for request in account.batch.submitted if request["jobName"].startswith(f"{stage}-")]
+    assert of_array["arrayProperties"] == {"size": children}
+    assert "arrayProperties" not in alone
+
+
+def test_nothing_is_ingested_where_no_shard_is_new(account: Account) -> None:
+    account.batch.results["prepare"]["ingest_children"] = 0
+    assert account.run("week-2")["status"] == "SUCCEEDED"
+    assert account.batch.stages() == [stage.value for stage in STAGES if stage is not Stage.INGEST]
 
 
 def test_the_gate_refuses(account: Account) -> None:
@@ -446,7 +461,7 @@ def test_the_gate_refuses(account: Account) -> None:
     assert CONSOLE.report.format("week-1") in message[3]
 
 
-@pytest.mark.parametrize("stage", ["prepare", "train", "embed"])
+@pytest.mark.parametrize("stage", ["prepare", "ingest", "plan", "train", "embed"])
 def test_a_failing_stage_is_reported_unlocked_and_named(account: Account, stage: str) -> None:
     account.batch.script[stage] = lambda: "Essential container in task exited"
     found = account.run("week-1")
@@ -514,18 +529,19 @@ def test_a_report_that_fails_changes_nothing(account: Account) -> None:
 
 
 def test_a_plan_without_a_matching_gang(account: Account) -> None:
-    account.batch.results["prepare"]["nodes"] = 16
+    account.batch.results["plan"]["nodes"] = 16
     found = account.run("week-1")
     assert found["error"] == "NoSuchGang"
     assert "16 nodes" in found["cause"]
     assert "one of 1, 2" in found["cause"]
-    assert account.batch.stages() == ["prepare", "report"]
+    assert account.batch.stages() == ["prepare", "ingest", "plan", "report"]
 
 
 @pytest.mark.parametrize(
     ("stage", "metrics"),
     [
         ("prepare", {"nodes": 2}),
+        ("plan", {"nodes": 2}),
         ("evaluate", {"gate": {"verdict": "accepted"}}),
         ("evaluate", {"gate": {"verdict": "perhaps", "reason": "?"}}),
     ],
@@ -574,13 +590,13 @@ def test_an_earlier_run_resumes(account: Account) -> None:
 
 
 def test_a_run_that_ended_after_compile_resumes(account: Account) -> None:
-    """prepare's result is the first execution's and still asks for compile, which finds its own result."""
+    """plan's result is the first execution's and still asks for compile, which finds its own result."""
     account.batch.script["train"] = lambda: "the host was lost"
     assert account.run("week-1")["status"] == "FAILED"
     account.batch.script = {}
     assert account.run("again", {"run": "week-1"})["status"] == "SUCCEEDED"
     stages = [stage.value for stage in STAGES]
-    assert account.batch.stages() == ["prepare", "health_check", "compile", "train", "report", *stages]
+    assert account.batch.stages() == [*stages[: stages.index("train") + 1], "report", *stages]
 
 
 def test_a_run_that_publishes_nowhere_takes_no_lock(account: Account) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -17,31 +17,18 @@ import torch
 from pipeline import store
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import DEPLOYMENT_VARIABLE, RunPaths, Stage, StageResult, now
-from pipeline.dataset.ids import IdDigest, id_hash
-from pipeline.dataset.ingested import DOCUMENTS, part_range
+from pipeline.dataset.ingested import DOCUMENTS
 from pipeline.dataset.row_files import SCHEMAS
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.model.folder import WEIGHTS
-from pipeline.plan import (
-    EmbedPlan,
-    HoldoutPlan,
-    InputShard,
-    Parent,
-    PartPlan,
-    PlannedWorld,
-    Published,
-    RunPlan,
-    Shard,
-    TrainPlan,
-    part_count,
-)
+from pipeline.plan import HoldoutPlan, InputShard, Parent, PlannedWorld, Published, RunPlan, Shard, TrainPlan, part_count
 from pipeline.run import heartbeat
 from pipeline.run.cloudwatch import EXECUTION_VARIABLE, is_record
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
-from tests.pipeline.ingesting import ingest, name_shard, tokenizer_plan
+from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
 from tests.pipeline.nodes import planned_ranks, scripted_stage, supervise  # noqa: F401 - fixtures
 from tests.tiny import WORDS, make_model
 
@@ -141,6 +128,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
         settings: Mapping[str, Any] | None = None,
         published: Published | None = None,
         locales: Sequence[str | None] = (None,),
+        without_tokens: Collection[str] = (),
     ) -> PlannedRun:
         root = root or str(tmp_path / "bucket")
         texts = list(texts if texts is not None else make_texts(100))
@@ -153,7 +141,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
         store.upload_folder(local / "model", paths.model)
         tokenizer = TextTokenizer(local / "parent")
         shards = [
-            _ingest_shard(root, index, start, texts[start : start + shard_rows], locales, tokenizer)
+            _ingest_shard(root, index, texts[start : start + shard_rows], locales, tokenizer, without_tokens)
             for index, start in enumerate(range(0, len(texts), shard_rows))
         ]
         parent = Parent(
@@ -180,7 +168,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
                 warmup_steps=1,
             ),
             holdout=HoldoutPlan(rows=30, queries=30, candidates=len(texts)),
-            embed=_plan_embedding(texts, shards, part_rows, children),
+            embed=plan_documents(root, shards, tokenizer, parts=part_count(len(texts), part_rows, children), children=children),
         ).sealed()
         store.write_bytes(paths.plan, plan.to_json())
         _write_rows(paths, config, local / "model", texts, tmp_path / f"rows-{run}")
@@ -190,7 +178,12 @@ def plan_run(tmp_path: Path) -> PlanRun:
 
 
 def _ingest_shard(
-    root: str, index: int, start: int, texts: Sequence[Text], locales: Sequence[str | None], tokenizer: TextTokenizer
+    root: str,
+    index: int,
+    texts: Sequence[Text],
+    locales: Sequence[str | None],
+    tokenizer: TextTokenizer,
+    without_tokens: Collection[str],
 ) -> InputShard:
     """Ingest documents whose locales take turns; the shard itself is not there."""
     uri = store.join(root, "corpus", f"shard-{index}.jsonl")
@@ -199,26 +192,8 @@ def _ingest_shard(
         {"id": key, "text": text, "locale": locale, "line": line}
         for line, ((key, text), locale) in enumerate(zip(texts, cycle(locales), strict=False), 1)
     ]
-    ingest(root, shard, rows, tokenizer)
+    ingest(root, shard, rows, tokenizer, without_tokens=without_tokens)
     return shard
-
-
-def _plan_embedding(texts: Sequence[Text], shards: Sequence[InputShard], part_rows: int, children: int) -> EmbedPlan:
-    """One document of each id, in a power of two of parts."""
-    hashes = np.unique(np.array([id_hash(identifier) for identifier, _ in texts], np.uint64))
-    count = part_count(len(hashes), part_rows, children)
-    parts = []
-    for first, last in (part_range(index, count) for index in range(count)):
-        own = hashes[(hashes >= np.uint64(first)) & (hashes <= np.uint64(last))]
-        parts.append(PartPlan(rows=len(own), ids=str(IdDigest.of(own))))
-    return EmbedPlan(
-        source="corpus",
-        shards=tuple(shards),
-        rows=len(hashes),
-        ids=str(IdDigest.of(hashes)),
-        parts=tuple(parts),
-        children=children,
-    )
 
 
 def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence[Text], folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.contract import ingested_rows_uri, ingested_tokens_uri
-from pipeline.dataset.ids import id_hash
+from pipeline.dataset.corpus import CorpusReader
+from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.ingested import (
     DOCUMENTS,
     FACTS,
@@ -33,7 +34,7 @@ from pipeline.dataset.ingested import (
 )
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.plan import InputShard, TokenizerPlan
+from pipeline.plan import EmbedPlan, InputShard, PartPlan, TokenizerPlan
 
 CAP = 64
 """Positions of the tiny model."""
@@ -52,12 +53,19 @@ def name_shard(uri: str, kind: str, *, version: str = "1", size: int = 0, tokeni
 
 
 def ingest(
-    root: str, shard: InputShard, rows: Sequence[Mapping[str, Any]], tokenizer: TextTokenizer, files: int = 1, **profile: Any
+    root: str,
+    shard: InputShard,
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: TextTokenizer,
+    files: int = 1,
+    without_tokens: Collection[str] = (),
+    **profile: Any,
 ) -> None:
     """Write rows and tokens of a shard: rows {query, document, label?, task?, group?} or {id, text}, each with its `line`.
 
     Args:
         files: among which the rows are divided, as those of a large shard are.
+        without_tokens: ids of rows whose texts the tokenizer is said not to take.
         profile: attributes of the profile beside those that follow from the rows.
     """
     kind = shard.kind
@@ -71,10 +79,12 @@ def ingest(
             file, ordered = write_file(rows_folder, number, kind, table)
             described.append(file)
             texts = ordered["texts"].to_pylist()
+            lost = np.isin(ordered["id"].to_pylist(), list(without_tokens))
             columns = {
                 column: tokenizer.encode([each[place] for each in texts], CAP) for place, column in enumerate(TOKENS[kind])
             }
-            tokens = pa.table(columns, schema=token_schema(kind, tokenizer.vocabulary))
+            schema = token_schema(kind, tokenizer.vocabulary)
+            tokens = pa.table({name: pa.array(each, schema.field(name).type, mask=lost) for name, each in columns.items()})
             offsets.append(write_batches(tokens_folder / f"tokens-{number:05d}.arrow", tokens))
         write_profile(
             rows_folder,
@@ -104,10 +114,28 @@ def ingest(
                 rows_name=shard.rows,
                 vocabulary=tokenizer.vocabulary,
                 files=tuple(offsets),
-                without_tokens=0,
+                without_tokens=len(without_tokens),
                 sizes={},
             ),
         )
+
+
+def plan_documents(
+    root: str, shards: Sequence[InputShard], tokenizer: TextTokenizer, *, parts: int = 1, children: int = 1
+) -> EmbedPlan:
+    """Plan to embed every document of ingested shards."""
+    keys = CorpusReader(root, shards).read_part(0, 1)["key"].to_numpy()
+    # The leading bits of a key are its part.
+    own = [IdDigest.of(keys[keys >> np.uint64(32) >> np.uint64(33 - parts.bit_length()) == index]) for index in range(parts)]
+    return EmbedPlan(
+        source="corpus",
+        shards=tuple(shards),
+        tokenizer=tokenizer_plan(tokenizer),
+        rows=len(keys),
+        ids=str(IdDigest.of(keys)),
+        parts=tuple(PartPlan(rows=digest.count, ids=str(digest)) for digest in own),
+        children=children,
+    )
 
 
 def _table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -124,8 +152,8 @@ def _table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     if kind == DOCUMENTS:
         columns["key"] = np.array([id_hash(identifier) for identifier in columns["id"]], np.uint64)
     else:
-        columns["key"] = columns["document_hash"]
         columns["query_hash"] = np.array([normalized_hash(each[0]) for each in texts], np.uint64)
+        columns["key"] = columns["document_hash"]
         columns["label"] = np.array([row.get("label", 1.0) for row in rows], np.float32)
         columns["task"] = [row.get("task") for row in rows]
         columns["version"] = row_versions(

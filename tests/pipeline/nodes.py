@@ -119,7 +119,7 @@ def planned_ranks(plan_run: Callable[..., Any]) -> Callable[..., RunPaths]:
 
 @pytest.fixture
 def scripted_stage(tmp_path: Path) -> dict[str, str]:
-    """Variables with which a rank of `health_check` or `embed` runs the code in TRNPIPE_TEST_RANK in place of the stage."""
+    """Variables with which a rank of `health_check`, `evaluate` or `embed` runs the code in TRNPIPE_TEST_RANK instead."""
     folder = tmp_path / "scripted"
     folder.mkdir()
     # Loaded when an interpreter starts, so that it comes before the real stage.
@@ -127,7 +127,7 @@ def scripted_stage(tmp_path: Path) -> dict[str, str]:
         "import importlib.util, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name in ('pipeline.stages.health_check', 'pipeline.stages.embed'):\n"
+        "        if name in ('pipeline.stages.health_check', 'pipeline.stages.evaluate', 'pipeline.stages.embed'):\n"
         f"            return importlib.util.spec_from_file_location(name, {str(folder / 'stage.py')!r})\n"
         "sys.meta_path.insert(0, Finder())\n"
     )

@@ -108,12 +108,13 @@ def test_without_a_price_there_are_node_hours_and_no_dollars() -> None:
 
 def test_at_most_is_the_dearest_stage_for_the_whole_time_budget() -> None:
     budget = timedelta(hours=6)
-    assert most(PRICES, nodes=1, children=4, time_budget=budget) == 6 * 4 * 10
-    assert most(PRICES, nodes=4, children=4, time_budget=budget) == 6 * 4 * 20
-    assert most({Queue.TRAIN: 20.0}, nodes=1, children=1, time_budget=budget) is None
+    assert most(PRICES, nodes=1, children={Stage.EMBED: 4}, time_budget=budget) == 6 * 4 * 10
+    assert most(PRICES, nodes=4, children={Stage.EMBED: 4}, time_budget=budget) == 6 * 4 * 20
+    assert most(PRICES, nodes=1, children={Stage.INGEST: 500}, time_budget=budget) == 6 * 500 * PRICES[Queue.CPU]
+    assert most({Queue.TRAIN: 20.0}, nodes=1, children={}, time_budget=budget) is None
     # No order of stages within the budget costs more: each moment has one stage.
     dearest = max(PRICES[spec.queue] for spec in STAGES.values())
-    assert most(PRICES, nodes=1, children=1, time_budget=budget) == 6 * dearest
+    assert most(PRICES, nodes=1, children={}, time_budget=budget) == 6 * dearest
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The same measurements of this project: its own stages, as a job runs them, on a run folder that prepare has made."""
+"""The same measurements of this project: its own stages, as a job runs them, on a run folder that its first ones have made."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ def plan(folder: Path, *, model: Path, pairs: Path, corpus: Path, config: Mappin
     """
     shutil.rmtree(folder, ignore_errors=True)
     paths = RunPaths(str(folder / "runs" / "bench"))
-    places = {"data": {"train": [str(pairs)], "corpus": [str(corpus)], "holdout_fraction": 0.02}, "model": {"parent": str(model)}}
+    data = {"train": [str(pairs)], "corpus": [str(corpus)], "holdout_fraction": 0.02, "ingest_children": 1}
+    places = {"data": data, "model": {"parent": str(model)}}
     given = {"nodes": 1, "registry": None, "gate": {"allow_small": True}, **places, **config}
     Path(paths.root).mkdir(parents=True)
     deployment = {"config": given, "allowed_nodes": [1], "local_paths": True}
     Path(paths.input).write_text(json.dumps({"deployment": deployment, "execution": {}, "execution_arn": "arn:benchmark"}))
-    run_stage(Stage.PREPARE, paths)
+    for stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN):
+        run_stage(stage, paths)
     return paths
 
 
@@ -69,32 +71,29 @@ def train(paths: RunPaths) -> dict[str, Any]:
 
 def read(corpus: Path, model: Path, length: int) -> dict[str, Any]:
     """What comes before the device: read, tokenize, cut into batches, pad; in this process."""
-    import hashlib
     import time
     from itertools import islice
 
     import numpy as np
 
-    from pipeline.dataset.rows import DocumentReader
+    from pipeline.dataset.rows import CorpusRow, read_corpus_rows
     from pipeline.dataset.tokens import TextTokenizer
     from pipeline.model.inference import pad, plan_batches
-    from pipeline.plan import Shard
     from pipeline.stages.embed import WINDOW_ROWS
 
-    data = corpus.read_bytes()
-    shard = Shard(uri=str(corpus), sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=data.count(b"\n"))
     tokenizer = TextTokenizer(model)
     begun = time.perf_counter()
-    rows = DocumentReader("corpus", {}).read(shard, 0, shard.rows)
-    tokens = 0
-    while window := [document.text for document in islice(rows, WINDOW_ROWS)]:
+    texts = (row.text for row in read_corpus_rows(str(corpus), {}) if isinstance(row, CorpusRow))
+    rows = tokens = 0
+    while window := list(islice(texts, WINDOW_ROWS)):
         lists = tokenizer.encode(window, length)
         lengths = np.array([len(one) for one in lists])
         for batch in plan_batches(lengths, (length,), 16_384, static=False):
             pad([lists[row] for row in batch.rows.tolist()], batch.slots, batch.length)
+        rows += len(window)
         tokens += int(lengths.sum())
     seconds = time.perf_counter() - begun
-    return {"rows": shard.rows, "tokens": tokens, "seconds": seconds, "rate": shard.rows / seconds}
+    return {"rows": rows, "tokens": tokens, "seconds": seconds, "rate": rows / seconds}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline import store
 
@@ -40,6 +42,11 @@ class TextTokenizer:
 
     def encode_each(self, texts: Sequence[str], max_length: int) -> list[list[int] | str]:
         return [*self.encode(texts, max_length)]
+
+
+def cut(tokens: pa.ListArray, length: int, plan: Any) -> pa.ListArray:
+    """Stored words, cut to a length."""
+    return pc.list_slice(tokens, 0, length)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def encode(
     """Token lists' embeddings, (rows, DIMENSION) float32, behind `numpy()` as a tensor's are."""
     rows = []
     for done, tokens in enumerate(token_lists, start=1):
-        digest = hashlib.shake_256(f"{encoder.sha256} {list(tokens)}".encode()).digest(DIMENSION)
+        digest = hashlib.shake_256(f"{encoder.sha256} {[*map(int, tokens)]}".encode()).digest(DIMENSION)
         rows.append(np.frombuffer(digest, np.uint8).astype(np.float32))
         if done % DOCUMENTS_PER_BEAT == 0:
             time.sleep(PACE_SECONDS)
@@ -109,7 +116,7 @@ def encode(
 BACKBONE = SimpleNamespace(pad_token_id=0, max_position_embeddings=512, model_type="light", vocab_size=VOCABULARY)
 MODULES: dict[str, dict[str, Any]] = {
     "transformers": {"PreTrainedConfig": object},
-    "pipeline.dataset.tokens": {"TextTokenizer": TextTokenizer, "TEXTS_AT_ONCE": 1024, "Tokens": list},
+    "pipeline.dataset.tokens": {"TextTokenizer": TextTokenizer, "TEXTS_AT_ONCE": 1024, "Tokens": list, "cut": cut},
     "pipeline.graphs.compiled": {
         "encode_function": lambda context, device, encoder: encoder,
         "known_graphs": lambda context: None,

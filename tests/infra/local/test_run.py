@@ -19,6 +19,7 @@ import pytest
 
 from infra.local import demo
 from infra.local.run import DEPLOYMENT_CONFIG, LocalRequest, run_local
+from infra.local.state_folder import LAYOUT
 from infra.local.template import read_stack
 from pipeline.errors import BadConfig, MissingInput
 
@@ -92,16 +93,20 @@ def test_xla_has_one_node_unless_another_number_is_asked_for(
     assert request.config.nodes == (nodes or DEPLOYMENT_CONFIG["nodes"])
 
 
-def test_a_run_that_has_nothing_to_compile_says_so(
+def test_a_run_that_has_nothing_to_ingest_or_to_compile_says_so(
     state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics = {"nodes": 1, "embed_children": 2, "compile": False}
-    assert run(state, monkeypatch, {"prepare": {"metrics": metrics}}, inputs=(shard,)) == 0
+    script = {
+        "prepare": {"metrics": {"ingest_children": 0}},
+        "plan": {"metrics": {"nodes": 1, "embed_children": 2, "compile": False}},
+    }
+    assert run(state, monkeypatch, script, inputs=(shard,)) == 0
     lines = [" ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()]
-    at = lines.index("compile skipped: nothing to compile")
-    assert lines[at + 1] == "train started"
-    assert not any(line.startswith(("compile started", "compile done")) for line in lines)
-    assert not list((state / "bucket/runs").glob("*/compile/*"))
+    for stage, reason, after in (("ingest", "no new shard", "plan"), ("compile", "nothing to compile", "train")):
+        at = lines.index(f"{stage} skipped: {reason}")
+        assert lines[at + 1] == f"{after} started"
+        assert not any(line.startswith((f"{stage} started", f"{stage} done")) for line in lines)
+        assert not list((state / "bucket/runs").glob(f"*/{stage}/*"))
 
 
 def test_the_gate_s_refusal_is_67_and_shows_the_numbers(
@@ -164,7 +169,7 @@ def test_the_published_model_is_the_next_parent(state: Path, shard: Path, monkey
     registry = state / "bucket/registry/current.json"
     registry.parent.mkdir(parents=True)
     registry.write_text("{}")
-    (state / "layout.txt").write_text("1")
+    (state / "layout.txt").write_text(LAYOUT)
     assert run(state, monkeypatch, inputs=(shard,)) == 0
     assert "model" not in execution_input(state)
 

@@ -22,9 +22,14 @@ import pytest
 from botocore.exceptions import ClientError
 
 from infra.local.template import machine_arn
+from pipeline.contract import STAGES, Shape
 
 Start = Callable[..., Any]
-STAGES_IN_ORDER = ["prepare", "health_check", "compile", "train", "evaluate", "embed", "publish", "report"]
+STAGES_IN_ORDER = [stage.value for stage in STAGES]
+
+
+def until(stage: str) -> list[str]:
+    return STAGES_IN_ORDER[: STAGES_IN_ORDER.index(stage) + 1]
 
 
 def stages(entered: list[str]) -> list[str]:
@@ -40,8 +45,8 @@ def test_a_run_goes_through_all_stages_and_gives_its_lock_back(machine: Start) -
     jobs = local.endpoint.batch.jobs()
     assert [job.name for job in jobs] == [f"{stage}-good" for stage in STAGES_IN_ORDER]
     assert {job.share for job in jobs} == {"weekly"}
-    assert [job.definition.multinode for job in jobs] == [False, True, True, True, False, False, False, False]
-    assert [len(job.children) for job in jobs] == [0, 0, 0, 0, 0, 2, 0, 0]
+    assert [job.definition.multinode for job in jobs] == [STAGES[stage].shape is Shape.GANG for stage in STAGES]
+    assert [len(job.children) for job in jobs] == [2 * (STAGES[stage].shape is Shape.ARRAY) for stage in STAGES]
     written = json.loads((local.state / "bucket/runs/good/input.json").read_text())
     assert written["execution"] == {"share": "weekly"}
     assert written["execution_arn"] == arn
@@ -49,7 +54,7 @@ def test_a_run_goes_through_all_stages_and_gives_its_lock_back(machine: Start) -
 
 
 def test_the_plan_chooses_the_gang(machine: Start) -> None:
-    local = machine({"prepare": {"metrics": {"nodes": 2, "embed_children": 1}}})
+    local = machine({"plan": {"metrics": {"nodes": 2, "embed_children": 1}}})
     arn = local.start("pair")
     assert local.finish(arn)["status"] == "SUCCEEDED"
     assert "embed (single)" in local.entered(arn)
@@ -64,7 +69,7 @@ def test_a_failed_stage_ends_the_run_with_its_own_words(machine: Start) -> None:
     execution = local.finish(arn)
     assert execution["status"] == "FAILED"
     assert "train cannot go on" in execution["cause"]
-    assert stages(local.entered(arn)) == ["prepare", "health_check", "compile", "train", "report"]
+    assert stages(local.entered(arn)) == [*until("train"), "report"]
     train = next(job for job in local.endpoint.batch.jobs() if job.name == "train-bad")
     assert [attempt.exit_code for attempt in train.attempts] == [75, 64]
     assert local.lock_items() == []
@@ -75,7 +80,7 @@ def test_a_refused_model_publishes_nothing(machine: Start) -> None:
     arn = local.start("worse")
     execution = local.finish(arn)
     assert (execution["status"], execution["error"], execution["cause"]) == ("FAILED", "GateRefused", "worse")
-    assert stages(local.entered(arn)) == ["prepare", "health_check", "compile", "train", "evaluate", "report"]
+    assert stages(local.entered(arn)) == [*until("evaluate"), "report"]
     assert local.lock_items() == []
 
 

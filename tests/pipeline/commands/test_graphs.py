@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -26,10 +25,14 @@ from pipeline.commands.graphs_lowered import BucketGraphs, Graph, Lowered, rank_
 from pipeline.commands.graphs_proof import choose_rows, proof_config
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage
-from pipeline.dataset.sampler import MASKED, Schedule
+from pipeline.dataset.ingested import DOCUMENTS
+from pipeline.dataset.sampler import MASKED
+from pipeline.dataset.steps import write_orders
+from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.graphs.compiled import GraphSet, set_uri, write_set
-from pipeline.plan import EmbedPlan, PartPlan, RunPlan, Shard, Span
+from pipeline.plan import RunPlan
+from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
 from tests.pipeline.training.planned import plan_training
 
 UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -62,18 +65,11 @@ def plan_for_neuron(state: Path) -> RunPaths:
             "compile": {"trial_steps": 2},
         },
     )
-    data = "".join(json.dumps({"id": f"d-{row}", "text": "bake limo " * (1 + row % 9)}) + "\n" for row in range(30)).encode()
-    uri = f"{state}/bucket/corpus/shard-0.jsonl"
-    store.write_bytes(uri, data)
-    shard = Shard(uri=uri, sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=30)
-    embed = EmbedPlan(
-        source="corpus",
-        shards=(shard,),
-        rows=30,
-        ids="",
-        parts=(PartPlan(spans=(Span(shard=0, start=0, stop=30),), rows=30),),
-        children=1,
-    )
+    tokenizer = TextTokenizer(state / "made" / "parent")
+    shard = name_shard("corpus.jsonl", DOCUMENTS, tokenizer=tokenizer_plan(tokenizer))
+    rows = [{"id": f"d-{row}", "text": "bake limo " * (1 + row % 9), "line": row + 1} for row in range(30)]
+    ingest(paths.bucket_root, shard, rows, tokenizer)
+    embed = plan_documents(paths.bucket_root, [shard], tokenizer)
     store.write_bytes(paths.plan, plan.model_copy(update={"embed": embed}).sealed().to_json())
     return paths
 
@@ -254,10 +250,9 @@ def test_few_rows_make_every_kind_of_batch(batch: int, tmp_path: Path) -> None:
     lengths = np.array([5] * 40 + [14] * 2 + [30] * 9, np.int32)
     chosen = choose_rows(lengths, config)
     found = proof_config(plan.model_copy(update={"config": config}), None, lengths[chosen])
-    schedule = Schedule(lengths[chosen], found.train.buckets, batch, 1, found.seed)
+    write_orders(tmp_path, [lengths[chosen]], found, 1)
     assert found.train.steps is not None
     assert 0 < found.train.checkpoint_every < found.train.steps
-    batches = list(schedule.batches(0, 0, found.train.steps))
-    assert {one.bucket for one in batches} == {8, 16, 32}
-    fillers = [int((one.rows == MASKED).sum()) for one in batches]
-    assert (max(fillers) > 0) == (batch > 1)
+    batches = np.concatenate([np.load(path) for path in sorted(tmp_path.glob("order-*.npy"))])[: found.train.steps]
+    assert set(batches[:, 0].tolist()) == {8, 16, 32}
+    assert (batches == MASKED).any() == (batch > 1)

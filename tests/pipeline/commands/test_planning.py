@@ -153,12 +153,12 @@ def test_hosts_hours_and_dollars_are_printed_with_all_that_is_assumed(model: Pat
 def test_a_workload_that_no_stage_can_hold_ends_with_64(model: Path) -> None:
     asked = plan("--parent", str(model), "--train-rows", "400000000")
     assert isinstance(asked.exception, BadConfig)
-    assert "train, memory of a node" in str(asked.exception)
-    assert "Breaks: train, memory of a node" in " ".join(asked.output.split())
+    assert "evaluate, memory of a host" in str(asked.exception)
+    assert "Breaks: evaluate, memory of a host" in " ".join(asked.output.split())
 
 
 def test_a_deadline_that_no_option_meets_is_said(model: Path) -> None:
-    asked = plan("--parent", str(model), "--train-rows", "1000000", "--deadline", "0.001m")
+    asked = plan("--parent", str(model), "--train-rows", "1000000", "--deadline", "0.000001m")
     assert asked.exit_code == 0, asked.output
     assert "No option finishes within" in asked.output
 

@@ -20,10 +20,7 @@ from pipeline.cli import app
 from pipeline.commands import search as searching
 from pipeline.commands.search import Hit, best_rows, open_search
 from pipeline.contract import Stage, registry_uri
-from pipeline.dataset import rows
-from pipeline.dataset.distinct import DISTINCT, write_distinct
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.plan import RowFile
 from pipeline.stages import embed, evaluate, publish
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,11 +82,13 @@ def test_same_hits_however_the_parts_are_cut(plan_run: Any, tmp_path: Path) -> N
     assert len(search(text, state=tmp_path / "a", count=1000)) == 100
 
 
-def test_text_is_empty_when_its_shard_is_gone(plan_run: Any, tmp_path: Path) -> None:
+def test_text_is_empty_when_the_ingested_shards_are_gone(plan_run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     published(plan_run, str(tmp_path / "bucket"))
-    shutil.rmtree(tmp_path / "bucket" / "corpus")
+    shutil.rmtree(tmp_path / "bucket" / "ingested")
     hits = search("bake limo", state=tmp_path, count=2)
     assert [hit.text for hit in hits] == ["", ""]
+    [warning] = caplog.messages
+    assert warning.startswith("the texts of the documents cannot be read: ")
 
 
 def test_nothing_published(tmp_path: Path) -> None:
@@ -201,47 +200,6 @@ def test_the_copy_is_made_once_for_each_run(plan_run: Any, s3_root: str, user_ca
         assert not matrix.exists()
         assert other.exists()
         assert len(list(root.rglob("embeddings.npy"))) == 1
-
-
-def test_texts_are_one_pass_over_each_shard_with_hits(plan_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = published(plan_run, str(tmp_path / "bucket"))
-    read: list[str] = []
-    reader = rows.read_corpus_rows
-
-    def counting(uri: str, columns: Any) -> Any:
-        read.append(uri)
-        return reader(uri, columns)
-
-    monkeypatch.setattr(rows, "read_corpus_rows", counting)
-    searcher = open_search(state=tmp_path)
-    assert len(searcher.find(run.texts[0][1], 30)) == 30
-    assert len(read) == len(set(read)) <= len(run.plan.embed.shards)
-    for _ in range(2):
-        assert {hit.id: hit.text for hit in searcher.find("baba", 100)} == dict(run.texts)
-        searcher = open_search(state=tmp_path)
-    assert sorted(read) == sorted(shard.uri for shard in run.plan.embed.shards)
-
-
-def test_texts_of_documents_behind_repeated_ones(plan_run: Any, tmp_path: Path) -> None:
-    run = plan_run(str(tmp_path / "bucket"), children=1)
-    # Each row of each shard is there twice, so that only every other one is a document.
-    masks, shards = [], []
-    for shard in run.plan.embed.shards:
-        lines = store.read_bytes(shard.uri).splitlines(keepends=True)
-        data = b"".join(line for line in lines for _ in range(2))
-        store.write_bytes(shard.uri, data)
-        shards.append(shard.model_copy(update={"size": len(data), "rows": 2 * len(lines)}))
-        masks.append(np.tile([True, False], len(lines)))
-    (tmp_path / "distinct").mkdir()
-    count = write_distinct(tmp_path / "distinct", masks)
-    written = store.upload(tmp_path / "distinct" / DISTINCT, store.join(run.paths.rows, DISTINCT))
-    row_file = RowFile(sha256=written.sha256, size=written.size or 0, rows=count)
-    run.replan(
-        embed=run.plan.embed.model_copy(update={"shards": tuple(shards)}),
-        row_files={**run.plan.row_files, DISTINCT: row_file},
-    )
-    finish(run)
-    assert {hit.id: hit.text for hit in search("baba", state=tmp_path, count=1000)} == dict(run.texts)
 
 
 def test_parts_that_do_not_match_the_manifest_are_refused(plan_run: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -25,7 +26,6 @@ from pipeline.commands.tune import search
 from pipeline.commands.tune_table import Row, Table, describe_basis, describe_best, grid
 from pipeline.config import build_config, load_config_file
 from pipeline.contract import RunPaths
-from pipeline.dataset.arrow import read_table, token_lengths
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_world
 from pipeline.graphs.fingerprint import training_flags
@@ -288,19 +288,25 @@ def test_which_rows_are_tried_again(status: str, exit_code: int, seconds: float,
 
 
 def test_rows_count_at_the_rate_of_their_bucket(training_run: PlanTraining) -> None:
-    plan = training_run(steps=8, log_every=1).plan
-    lengths = token_lengths(read_table(Path(training_run(run="other").paths.rows) / "train.arrow")["document_tokens"])
-    buckets = [batch.bucket for batch in tune_trials.plan_schedule(lengths, plan.config, 1).batches(0, 0, 8)]
+    run = training_run(steps=8, log_every=1)
+    plan, buckets = run.plan, tune_trials.step_buckets(Path(run.paths.rows), 8)
+    assert buckets == np.load(Path(run.paths.rows) / "order-00000.npy")[:8, 0].tolist()
     assert set(buckets) == {16, 32}
     lines = [{"step": step, "pairs_per_second": 100.0 if bucket == 16 else 25.0} for step, bucket in enumerate(buckets, start=1)]
     lines[0]["pairs_per_second"] = 1.0  # a median does not care
     rows = plan.train.bucket_rows
-    assert tune_trials.rate(lines, plan, lengths) == pytest.approx(150 / (rows["16"] / 100 + rows["32"] / 25))
+    assert tune_trials.rate(lines, plan, buckets) == pytest.approx(150 / (rows["16"] / 100 + rows["32"] / 25))
     # Lines over several buckets cannot be told apart.
     mixed = training_run(run="mixed", steps=8, log_every=4).plan
-    assert (
-        tune_trials.rate([{"step": 4, "pairs_per_second": 60.0}, {"step": 8, "pairs_per_second": 70.0}], mixed, lengths) == 65.0
-    )
+    lines = [{"step": 4, "pairs_per_second": 60.0}, {"step": 8, "pairs_per_second": 70.0}]
+    assert tune_trials.rate(lines, mixed, buckets) == 65.0
+
+
+def test_the_buckets_of_steps_go_on_in_the_next_epoch(training_run: PlanTraining) -> None:
+    run = training_run(steps=30)
+    epochs = [np.load(path)[:, 0] for path in sorted(Path(run.paths.rows).glob("order-*.npy"))]
+    assert len(epochs) == 2
+    assert tune_trials.step_buckets(Path(run.paths.rows), 30) == np.concatenate(epochs)[:30].tolist()
 
 
 def test_device_memory_is_the_monitors_largest(training_run: PlanTraining) -> None:

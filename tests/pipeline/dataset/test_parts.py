@@ -59,13 +59,23 @@ def test_schema_is_a_fixed_size_list(tmp_path: Path) -> None:
     assert not schema.field("id").nullable
 
 
-def test_a_part_of_an_earlier_release_has_no_locale(tmp_path: Path) -> None:
+def test_documents_are_known_by_their_hash(tmp_path: Path) -> None:
+    path = tmp_path / "part.parquet"
+    with PartWriter(path, 3, "float32") as writer:
+        writer.write(["a"], np.ones((1, 3), np.float32), documents=np.array([2**64 - 1], np.uint64))
+        writer.write(["b"], np.ones((1, 3), np.float32))
+    assert pq.read_table(path).column_names == ["id", "embedding", "locale", "document_hash"]
+    assert pq.read_table(path)["document_hash"].to_pylist() == [2**64 - 1, None]
+
+
+@pytest.mark.parametrize(("columns", "locale"), [(["id", "embedding"], None), (["id", "embedding", "locale"], "de")])
+def test_a_part_of_an_earlier_release_has_fewer_columns(tmp_path: Path, columns: list[str], locale: str | None) -> None:
     path = tmp_path / "part.parquet"
     with PartWriter(path, 3, "float32") as writer:
         writer.write(["a"], np.ones((1, 3), np.float32), ["de"])
-    pq.write_table(pq.read_table(path).drop_columns(["locale"]), path)
+    pq.write_table(pq.read_table(path).select(columns), path)
     [(ids, _, locales)] = read_part(path)
-    assert (ids, locales) == (["a"], [None])
+    assert (ids, locales) == (["a"], [locale])
 
 
 def test_shape_must_fit(tmp_path: Path) -> None:

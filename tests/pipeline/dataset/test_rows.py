@@ -22,19 +22,16 @@ from hypothesis import strategies as st
 
 from pipeline import store
 from pipeline.dataset import records as records_module
-from pipeline.dataset import rows as rows_module
 from pipeline.dataset.columns import check_columns
 from pipeline.dataset.records import BadRow, file_columns
 from pipeline.dataset.rows import (
     CorpusRow,
-    DocumentReader,
     TrainingRow,
     normalized_hash,
     read_corpus_rows,
     read_training_rows,
 )
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.plan import Shard
 
 RECORDS: list[dict[str, Any]] = [
     {"id": "a", "query": " first query ", "document": "Erstes Dokument – größer", "locale": "de", "label": 2, "other": [1]},
@@ -450,71 +447,6 @@ def test_other_names_and_absent_files_are_refused(tmp_path: Path) -> None:
         list(read_training_rows(str(tmp_path / "s.txt"), {}))
     with pytest.raises(MissingInput):
         list(read_training_rows(str(tmp_path / "s.jsonl"), {}))
-
-
-def shard(path: Path, rows: int) -> Shard:
-    return Shard(uri=str(path), sha256="", size=path.stat().st_size, rows=rows)
-
-
-def test_documents_are_numbered_by_good_rows(tmp_path: Path) -> None:
-    path = tmp_path / "s.jsonl"
-    path.write_bytes(jsonl(RECORDS[:1]) + b"bad\n" + jsonl(RECORDS[1:]))
-    found = list(DocumentReader("documents", {}).read(shard(path, 3), 1, 3))
-    assert found == [("7", "second document", None), ("c", "third document", None)]
-    [first] = DocumentReader("documents", {}).read(shard(path, 3), 0, 1)
-    assert (first.id, first.locale) == ("a", "de")
-    path.write_bytes(jsonl([{"id": "x", "text": "one"}, {"id": "y", "text": "two"}]))
-    assert list(DocumentReader("corpus", {}).read(shard(path, 2), 0, 1)) == [("x", "one", None)]
-
-
-def test_a_shard_that_changed_is_not_embedded(tmp_path: Path) -> None:
-    path = write_shard(tmp_path / "s.jsonl", RECORDS)
-    with pytest.raises(BadData, match="changed"):
-        list(DocumentReader("documents", {}).read(shard(path, 4), 2, 4))
-    planned = shard(path, 3)
-    path.write_bytes(path.read_bytes() + b"\n")
-    with pytest.raises(BadData, match="changed"):
-        list(DocumentReader("documents", {}).read(planned, 0, 1))
-
-
-def test_ranges_in_their_order_are_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [{"id": str(row), "text": "word"} for row in range(100)]
-    shards = [shard(write_shard(tmp_path / f"{index}.jsonl", records), 100) for index in range(2)]
-    parsed = 0
-
-    def counting(uri: str, columns: Any) -> Any:
-        nonlocal parsed
-        for row in read_corpus_rows(uri, columns):
-            parsed += 1
-            yield row
-
-    monkeypatch.setattr(rows_module, "read_corpus_rows", counting)
-    reader = DocumentReader("corpus", {})
-
-    def read(index: int, start: int, stop: int) -> tuple[list[str], int]:
-        before = parsed
-        return [document.id for document in reader.read(shards[index], start, stop)], parsed - before
-
-    wanted = [str(row) for row in range(100)]
-    assert read(0, 20, 30) == (wanted[20:30], 30)
-    assert read(0, 30, 50) == (wanted[30:50], 20)
-    assert read(0, 70, 100) == (wanted[70:], 50)  # what lies between is passed over once
-    assert read(1, 0, 10) == (wanted[:10], 10)
-    assert read(0, 90, 100) == (wanted[90:], 100)
-    assert read(0, 10, 20) == (wanted[10:20], 20)
-    given_up = reader.read(shards[0], 20, 40)
-    assert next(given_up)[0] == "20"
-    given_up.close()
-    assert read(0, 30, 40) == (wanted[30:40], 19)
-
-
-def test_a_shard_that_changes_between_two_ranges_is_found(tmp_path: Path) -> None:
-    path = write_shard(tmp_path / "s.jsonl", RECORDS)
-    planned, reader = shard(path, 3), DocumentReader("documents", {})
-    assert len(list(reader.read(planned, 0, 1))) == 1
-    path.write_bytes(path.read_bytes() + b"\n")
-    with pytest.raises(BadData, match="changed"):
-        list(reader.read(planned, 1, 2))
 
 
 def test_normalized_hash() -> None:

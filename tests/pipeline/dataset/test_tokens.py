@@ -6,11 +6,16 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pytest
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from pipeline.dataset.tokens import TextTokenizer
+from pipeline.dataset.tokens import TextTokenizer, cut
+from tests.pipeline.conftest import make_texts
+from tests.tiny import make_model
 
 COSTLY = "(a+)+$"
 """Backtracks 2^N times over N times `a` that another letter ends."""
@@ -28,3 +33,26 @@ def test_a_pattern_that_backtracks_without_end_costs_one_text(tmp_path: Path) ->
     assert list(good) == [0]
     assert isinstance(refused, str)
     assert "retry-limit" in refused
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("special", [True, False])
+def test_stored_tokens_are_cut_as_the_tokenizer_cuts(tmp_path: Path, side: str, special: bool) -> None:
+    make_model(tmp_path / "model")
+    changes = {"tokenizer_config.json": {"truncation_side": side}}
+    if not special:  # BERT's own class would put them in
+        changes["tokenizer_config.json"]["tokenizer_class"] = "PreTrainedTokenizerFast"
+        changes["tokenizer.json"] = {"post_processor": None}
+    for name, change in changes.items():
+        path = tmp_path / "model" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    tokenizer = TextTokenizer(tmp_path / "model")
+    plan = tokenizer.plan(64)
+    assert (plan.prefix, plan.suffix, plan.side, plan.cap) == (int(special), int(special), side, 64)
+    texts = [text for _, text in make_texts(200)]
+    lost = np.arange(len(texts)) % 7 == 0
+    stored = pa.array(tokenizer.encode(texts, 64), pa.list_(pa.uint16()), mask=lost)
+    for length in (3, 8, 41, 64):
+        expected = [None if gone else tokens.tolist() for gone, tokens in zip(lost, tokenizer.encode(texts, length), strict=True)]
+        assert cut(stored, length, plan).to_pylist() == expected
+        assert cut(stored.slice(50, 20), length, plan).to_pylist() == expected[50:70]

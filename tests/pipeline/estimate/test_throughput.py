@@ -33,12 +33,10 @@ LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16
 RATES = Rates(train=0.5, train_source="", embed={"trn1": 0.5, "inf2": 0.25}, embed_source={})
 WORK = Workload(
     train_rows=10_000_000,
-    scanned_rows=10_000_000,
+    known_rows=10_000_000,
     corpus_rows=6_400_000,
-    own_corpus=True,
     queries=0,
     candidates=0,
-    shard_rows=100_000,
     query_tokens=10,
     document_tokens=100,
     train_lengths={128: 1.0},
@@ -128,23 +126,17 @@ def test_the_rank_with_most_parts_decides_how_long_embedding_takes() -> None:
     # 64 parts of 100,000 rows: two for each of 32 ranks, one for each of 64.
     hours = [estimator().embed(WORK, "trn1.32xlarge", children).hours for children in (1, 2)]
     assert hours[0] == pytest.approx(2 * hours[1])
-    uneven = estimator().embed(replace(WORK, corpus_rows=6_500_000), "trn1.32xlarge", 2)
-    assert uneven.hours == pytest.approx(hours[1] * 2, rel=0.01)
-    assert estimator().embed(replace(WORK, corpus_rows=5), "inf2.xlarge", 64).count == 5
+    # 128 parts of half as many, two for some of 96.
+    assert estimator().embed(WORK, "trn1.32xlarge", 3).hours == pytest.approx(hours[1])
+    assert estimator().embed(replace(WORK, corpus_rows=5), "inf2.xlarge", 64).count == 8
 
 
 def test_embedding_waits_for_what_it_reads() -> None:
-    small = replace(BASE, multiplied=1000)
+    small = replace(BASE, multiplied=1, layers=1, hidden=1)
     option = estimator(shape=small).embed(WORK, "inf2.xlarge", 1)
-    assert option.items["waiting for rows and tokens"] > option.items["computing"]
-    # Every rank reads a single file from its beginning, which hardly matters to two of them.
-    single = replace(WORK, shard_rows=WORK.corpus_rows)
-    assert single.times_read(1) == 1
-    assert single.times_read(2) == 1.5
-    cut, whole = (estimator(shape=small).embed(work, "inf2.48xlarge", 1).hours for work in (WORK, single))
-    assert whole > 1.2 * cut
+    assert option.items["waiting for tokens"] > option.items["computing"]
     measured = replace(RATES, with_input=frozenset({"inf2"}))
-    assert estimator(measured, small).embed(WORK, "inf2.xlarge", 1).items["waiting for rows and tokens"] == 0
+    assert estimator(measured, small).embed(WORK, "inf2.xlarge", 1).items["waiting for tokens"] == 0
 
 
 def options(stage: Stage, *values: tuple[float, float | None]) -> list[Option]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import pytrec_eval
 import torch
+import torch.utils._python_dispatch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import BadData
 from pipeline.evaluation import retrieval
-from pipeline.evaluation.retrieval import METRICS, rank, retrieve
+from pipeline.evaluation.retrieval import METRICS, Block, Relevant, rank, retrieve
 
 NAMES = {"ndcg@10": "ndcg_cut_10", "recall@1": "recall_1", "recall@10": "recall_10", "recall@100": "recall_100"}
+
+
+def whole(candidates: torch.Tensor) -> list[Block]:
+    return [(np.arange(len(candidates)), candidates)]
 
 
 def trec_eval(ranked: np.ndarray, relevant: list[dict[int, float]]) -> dict[str, np.ndarray]:
@@ -37,8 +44,8 @@ def test_equals_trec_eval(seed: int, documents: int, levels: int) -> None:
     for _ in range(7):
         chosen = rng.choice(documents, size=rng.integers(1, min(documents, 30) + 1), replace=False)
         relevant.append({int(document): float(rng.integers(0, 4)) for document in chosen} | {int(chosen[0]): 1.0})
-    result = retrieve(queries, candidates, relevant)
-    expected = trec_eval(rank(queries, candidates, 100), relevant)
+    result = retrieve(queries, whole(candidates), Relevant.of(relevant))
+    expected = trec_eval(rank(queries, whole(candidates), 100), relevant)
     assert set(result) == set(METRICS)
     for metric in METRICS:
         np.testing.assert_allclose(result[metric], expected[metric], atol=1e-9, err_msg=metric)
@@ -51,24 +58,54 @@ def test_ranking_equals_stable_sort(seed: int, k: int) -> None:
     candidates = torch.from_numpy(rng.integers(-1, 2, (30, 3)).astype(np.float32))
     scores = queries.numpy() @ candidates.numpy().T
     expected = np.argsort(-scores, axis=1, kind="stable")[:, : min(k, 30)]
-    np.testing.assert_array_equal(rank(queries, candidates, k), expected)
+    np.testing.assert_array_equal(rank(queries, whole(candidates), k), expected)
 
 
 def test_negative_zero_ties_with_zero() -> None:
     queries = torch.tensor([[1.0]])
-    assert rank(queries, torch.tensor([[-0.0], [0.0], [1e-30], [-1e-30]]), 4).tolist() == [[2, 0, 1, 3]]
+    assert rank(queries, whole(torch.tensor([[-0.0], [0.0], [1e-30], [-1e-30]])), 4).tolist() == [[2, 0, 1, 3]]
 
 
-def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+@given(
+    seed=st.integers(0, 10_000),
+    levels=st.sampled_from([1, 3, 1000]),
+    sizes=st.tuples(st.integers(1, 30), st.integers(1, 200), st.integers(1, 20)),
+    k=st.integers(1, 40),
+)
+def test_neither_blocks_nor_their_order_matter(seed: int, levels: int, sizes: tuple[int, int, int], k: int) -> None:
+    """Whole numbers, so that many scores are equal and all are exact."""
+    rng = np.random.default_rng(seed)
+    queries, candidates = (torch.from_numpy(rng.integers(-levels, levels, (count, 3)).astype(np.float32)) for count in (23, 150))
+    scores = queries.numpy() @ candidates.numpy().T
+    expected = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    blocks = [(rows, candidates[rows]) for rows in np.array_split(rng.permutation(150), rng.integers(1, 5))]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("QUERIES_AT_ONCE", "CANDIDATES_AT_ONCE", "GROUP"), sizes, strict=True):
+            patch.setattr(retrieval, name, size)
+        np.testing.assert_array_equal(rank(queries, [*blocks, (np.empty(0, np.int64), torch.empty(0, 0))], k), expected)
+
+
+def test_no_block_of_scores_is_larger_than_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "QUERIES_AT_ONCE", 8)
+    monkeypatch.setattr(retrieval, "CANDIDATES_AT_ONCE", 64)
     generator = torch.Generator().manual_seed(0)
-    queries, candidates = torch.randn(23, 8, generator=generator), torch.randn(150, 8, generator=generator)
-    whole = rank(queries, candidates, 100)
-    monkeypatch.setattr(retrieval, "SCORES_PER_CHUNK", 500)
-    np.testing.assert_array_equal(rank(queries, candidates, 100), whole)
+    queries, candidates = torch.randn(20, 4, generator=generator), torch.randn(3000, 4, generator=generator)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            sizes.extend(one.numel() for one in (found if isinstance(found, tuple) else [found]) if isinstance(one, torch.Tensor))
+            return found
+
+    with Watch():
+        rank(queries, whole(candidates), 10)
+    # Whole are only the candidates themselves.
+    assert max(size for size in sizes if size not in (candidates.numel(), len(candidates))) <= 2 * 8 * 64
 
 
 def test_fewer_candidates_than_ranks() -> None:
-    result = retrieve(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), [{0: 1.0}])
+    result = retrieve(torch.tensor([[1.0, 0.0]]), whole(torch.tensor([[0.0, 1.0], [1.0, 0.0]])), Relevant.of([{0: 1.0}]))
     assert {name: values.tolist() for name, values in result.items()} == {
         "ndcg@10": [1 / np.log2(3)],
         "mrr@10": [0.5],
@@ -80,9 +117,17 @@ def test_fewer_candidates_than_ranks() -> None:
 
 def test_refuses_what_is_not_finite() -> None:
     with pytest.raises(BadData, match="not finite"):
-        retrieve(torch.tensor([[float("nan")]]), torch.ones(2, 1), [{0: 1.0}])
+        retrieve(torch.tensor([[float("nan")]]), whole(torch.ones(2, 1)), Relevant.of([{0: 1.0}]))
 
 
 def test_refuses_a_query_without_relevant_documents() -> None:
-    with pytest.raises(ValueError, match="query 0"):
-        retrieve(torch.ones(1, 1), torch.ones(2, 1), [{0: 0.0}])
+    for relevant in ([{0: 0.0}], [{0: 1.0}, {1: 0.0}], [{0: 1.0}, {0: 1.0}, {0: 1.0}]):
+        with pytest.raises(ValueError, match="2 queries"):
+            retrieve(torch.ones(2, 1), whole(torch.ones(2, 1)), Relevant.of(relevant))
+
+
+def test_a_share_of_the_queries_has_its_own_relevant_candidates() -> None:
+    relevant = Relevant.of([{3: 1.0}, {5: 2.0, 1: 0.5}, {2: 0.0, 7: 1.0}])
+    assert [column.tolist() for column in relevant.of_queries(range(1, 3))] == [[0, 0, 1], [1, 5, 7], [0.5, 2.0, 1.0]]
+    assert [len(column) for column in relevant.of_queries(range(2, 2))] == [0, 0, 0]
+    assert retrieve(torch.empty(0, 0), whole(torch.ones(9, 1)), relevant.of_queries(range(0)))["mrr@10"].shape == (0,)

@@ -10,17 +10,18 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from pipeline.backends.device import open_device
 from pipeline.config import EmbedConfig
-from pipeline.dataset.arrow import SCHEMAS
-from pipeline.errors import BadData
+from pipeline.dataset.row_files import SCHEMAS
+from pipeline.evaluation.holdout import read_holdout
 from pipeline.evaluation.query_values import QueryValues
-from pipeline.evaluation.retrieval import retrieve
-from pipeline.evaluation.validation import GATHER_ROWS, read_validation_set, validate
+from pipeline.evaluation.retrieval import DEPTH, retrieve
+from pipeline.evaluation.validation import GATHER_ROWS, validate
 from pipeline.run.world import World
 from tests.tiny import make_model
 
@@ -37,7 +38,11 @@ def write(folder: Path, holdout: list[tuple[int, int, float, str | None]], candi
             "label": [label for _, _, label, _ in holdout],
             "locale": [locale for *_, locale in holdout],
         },
-        "candidates.arrow": {"document_tokens": [[value, value] for value in candidates], "document_hash": candidates},
+        "candidates.arrow": {
+            "document_tokens": [[value, value] for value in candidates],
+            "document_hash": candidates,
+            "id": [str(value) for value in candidates],
+        },
     }
     for name, columns in tables.items():
         with pa.ipc.new_file(str(folder / name), SCHEMAS[name]) as writer:
@@ -45,34 +50,9 @@ def write(folder: Path, holdout: list[tuple[int, int, float, str | None]], candi
     return folder
 
 
-def test_queries_in_the_order_of_their_hashes_with_their_own_documents(tmp_path: Path) -> None:
-    rows = [
-        (30, 103, 1.0, None),
-        (10, 101, 2.0, None),
-        (10, 102, 1.0, None),
-        (10, 101, 3.0, None),  # the same pair again: the larger gain
-        (20, 101, 1.0, "en"),
-        (20, 104, 1.0, "de"),
-        (5, 105, 0.0, None),  # not relevant to anything
-    ]
-    data = read_validation_set(write(tmp_path / "rows", rows, [105, 104, 103, 102, 101]), 3)
-    assert data.keys == ((10, None), (20, "de"), (20, "en"))
-    assert data.queries == [[10], [20], [20]]
-    assert data.candidates == [[104, 104], [102, 102], [101, 101]]
-    assert data.relevant == [{2: 3.0, 1: 1.0}, {0: 1.0}, {2: 1.0}]
-    assert len(read_validation_set(tmp_path / "rows", 100).queries) == 4
-
-
-def test_holdouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadData, match="not among the candidates"):
-        read_validation_set(write(tmp_path / "rows", [(1, 101, 1.0, None)], [102]), 10)
-    with pytest.raises(BadData, match="no query"):
-        read_validation_set(write(tmp_path / "rows", [(1, 101, 0.0, None)], [101]), 10)
-
-
 def test_equals_evaluation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(query, 50 + query % 7, 1.0, None) for query in range(10, 40)]
-    data = read_validation_set(write(tmp_path / "rows", rows, list(range(50, 57))), 30)
+    data = read_holdout(write(tmp_path / "rows", rows, list(range(50, 57))), 30)
     encoder = make_model(tmp_path / "model")
     device = open_device("cpu", "fp32", World(), threads=1)
     monkeypatch.setattr(device, "gather", lambda _: pytest.fail("one rank has no peer to share with"))
@@ -80,9 +60,10 @@ def test_equals_evaluation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found is not None
     with torch.no_grad():
         queries, candidates = (
-            encoder(torch.tensor(texts), torch.ones_like(torch.tensor(texts))) for texts in (data.queries, data.candidates)
+            encoder(tokens, torch.ones_like(tokens))
+            for tokens in (torch.tensor([text.tolist() for text in texts]) for texts in (data.queries, data.candidates))
         )
-    expected = retrieve(queries, candidates, data.relevant)
+    expected = retrieve(queries, [(np.arange(7), candidates)], data.relevant)
     assert found.queries == data.keys
     for name, values in found.values.items():
         assert values.tolist() == pytest.approx(expected[name].tolist())
@@ -98,7 +79,8 @@ from pipeline.config import EmbedConfig, ModelConfig
 from pipeline.model.folder import load_encoder
 from pipeline.backends.device import open_device
 from pipeline.run.world import World
-from pipeline.evaluation.validation import read_validation_set, validate
+from pipeline.evaluation.holdout import read_holdout
+from pipeline.evaluation.validation import validate
 
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 device = open_device("cpu", "fp32", World(rank=rank, size=2, port=port), threads=1, timeout_seconds=60)
@@ -106,7 +88,7 @@ encoder = load_encoder(folder / "model", ModelConfig())
 gather, shapes = device.gather, []
 device.gather = lambda rows: (shapes.append(list(rows.shape)), gather(rows))[1]
 for name in ("one", "many"):
-    data = read_validation_set(folder / name, 1000)
+    data = read_holdout(folder / name, 1000)
     found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
     assert (found is None) == (rank == 1)
     if found is not None:
@@ -135,17 +117,18 @@ def test_two_ranks_share_blocks_of_one_shape_whatever_the_data(tmp_path: Path) -
 
     alone = open_device("cpu", "fp32", World(), threads=1)
     for name in rows:
-        data = read_validation_set(tmp_path / name, 1000)
+        data = read_holdout(tmp_path / name, 1000)
         expected = validate(encoder, alone, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
         assert expected is not None
         found = QueryValues.read(tmp_path / f"{name}.parquet")
         assert found.queries == expected.queries
         for metric, values in expected.values.items():
             assert found.values[metric].tolist() == pytest.approx(values.tolist())
-    # Queries and documents of both: two blocks, and two of 86 queries per rank with one of 33 documents.
+    # Documents, then rankings of both: two blocks, and one of 33 documents per rank with two of 86 queries.
     for rank in range(2):
         shapes = json.loads((tmp_path / f"shapes-{rank}.json").read_text())
-        assert shapes == [[GATHER_ROWS, 32]] * (1 + 1 + 2 + 1)
+        documents, rankings = [GATHER_ROWS, 32], [GATHER_ROWS, DEPTH]
+        assert shapes == [documents, rankings, documents, rankings, rankings]
 
 
 LAZY_PROGRAM = """
@@ -156,14 +139,15 @@ from pipeline.config import EmbedConfig, ModelConfig
 from pipeline.model.folder import load_encoder
 from pipeline.backends.device import open_device
 from pipeline.run.world import World
-from pipeline.evaluation.validation import read_validation_set, validate
+from pipeline.evaluation.holdout import read_holdout
+from pipeline.evaluation.validation import validate
 
 folder = Path(sys.argv[1])
 device = open_device("xla", "fp32", World(), threads=1)
 encoder = device.place(load_encoder(folder / "model", ModelConfig()))
 compiled = []
 for name in ("few", "few", "many"):
-    data = read_validation_set(folder / name, 1000)
+    data = read_holdout(folder / name, 1000)
     found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
     found.write(folder / f"{name}.parquet")
     compiled.append(device.graph_counts().compiled)
@@ -185,7 +169,7 @@ def test_more_data_compiles_nothing_on_a_lazy_device(tmp_path: Path) -> None:
     assert first == again == more > 0
     device = open_device("cpu", "fp32", World(), threads=1)
     for name in rows:
-        data = read_validation_set(tmp_path / name, 1000)
+        data = read_holdout(tmp_path / name, 1000)
         expected = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
         assert expected is not None
         found_values = QueryValues.read(tmp_path / f"{name}.parquet").values

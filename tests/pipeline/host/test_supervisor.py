@@ -161,14 +161,17 @@ def test_sigterm_ends_the_ranks_and_is_75(planned: Any, supervise: Any) -> None:
     assert is_gone(rank)
 
 
-@pytest.mark.parametrize(("ranks_per_child", "started"), [(None, 2), (1, 1), (3, 3)])
-def test_an_array_child_has_as_many_ranks_as_its_own_host(
-    plan_run: Any, supervise: Any, scripted_stage: dict[str, str], ranks_per_child: int | None, started: int
+@pytest.mark.parametrize(
+    ("stage", "ranks_per_child", "started"),
+    [(Stage.EMBED, None, 2), (Stage.EMBED, 1, 1), (Stage.EMBED, 3, 3), (Stage.EVALUATE, None, 2), (Stage.EVALUATE, 3, 3)],
+)
+def test_evaluate_and_embed_have_as_many_ranks_as_their_own_host(
+    plan_run: Any, supervise: Any, scripted_stage: dict[str, str], stage: Stage, ranks_per_child: int | None, started: int
 ) -> None:
     """Those who embed may be other hosts than those who train, with fewer cores or more."""
     run = plan_run(settings={"embed": {"ranks_per_child": ranks_per_child}})
     run.replan(world=PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=2))
-    node = supervise(Stage.EMBED, run.paths.root, **scripted_stage, TRNPIPE_TEST_RANK="print('rank', os.environ['RANK'])")
+    node = supervise(stage, run.paths.root, **scripted_stage, TRNPIPE_TEST_RANK="print('rank', os.environ['RANK'])")
     node.wait()
     assert sorted(re.findall(r"^.*rank (\d)$", node.log, re.M)) == [str(rank) for rank in range(started)]
 

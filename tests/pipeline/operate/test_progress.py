@@ -73,16 +73,27 @@ def test_stages_follow_the_states(tmp_path: Path) -> None:
 
 def test_a_stage_that_is_left_out_is_skipped_and_one_that_was_not_reached_is_not(tmp_path: Path) -> None:
     tracker = Tracker(LocalFiles(tmp_path))
-    events = history("prepare", "ReadPlan", "health_check", "ChooseCompile")
+    events = history("prepare", "ReadInputs", "ChooseIngest")
     tracker.update(events)
+    assert tracker.lines[Stage.INGEST].state == "pending"
+    events += history("plan", "ReadPlan", "health_check", "ChooseCompile")
+    tracker.update(events)
+    assert states(tracker) == {"prepare": "done", "ingest": "skipped", "plan": "done", "health_check": "running"}
     assert tracker.lines[Stage.COMPILE].state == "pending"
     tracker.update([*events, *history("train")])
-    assert states(tracker) == {"prepare": "done", "health_check": "done", "compile": "skipped", "train": "running"}
-    assert tracker.lines[Stage.COMPILE].doing == "nothing to compile"
-    assert tracker.lines[Stage.COMPILE].elapsed == timedelta(0)
+    assert [tracker.lines[stage].state for stage in (Stage.COMPILE, Stage.TRAIN)] == ["skipped", "running"]
+    reasons = {Stage.INGEST: "no new shard", Stage.COMPILE: "nothing to compile"}
+    for stage, reason in reasons.items():
+        assert (tracker.lines[stage].doing, tracker.lines[stage].elapsed) == (reason, timedelta(0))
     failed = Tracker(LocalFiles(tmp_path))
-    failed.update(history("prepare", "health_check", "health_check failed", "report", "OwnsLock"))
-    assert failed.lines[Stage.COMPILE].state == "pending"
+    failed.update(history("prepare", "prepare failed", "report", "OwnsLock"))
+    assert {failed.lines[stage].state for stage in reasons} == {"pending"}
+
+
+def test_a_single_ingest_is_its_stage(tmp_path: Path) -> None:
+    tracker = Tracker(LocalFiles(tmp_path))
+    tracker.update(history("prepare", "ingest (single)", "!TaskSucceeded", "plan"))
+    assert states(tracker) == {"prepare": "done", "ingest": "done", "plan": "running"}
 
 
 def test_a_failed_report_is_no_failure_of_the_run(tmp_path: Path) -> None:
@@ -332,13 +343,13 @@ def test_loss_and_quality_come_with_the_files(tmp_path: Path) -> None:
 def test_a_planned_run_says_what_it_computes_on(tmp_path: Path) -> None:
     tracker = Tracker(LocalFiles(tmp_path))
     metrics = {"computes": "cpu in fp32: no bf16 instructions"}
-    result = StageResult(stage="prepare", run="r", status="done", started="", finished="", fingerprint="f", metrics=metrics)
-    (tmp_path / "prepare").mkdir()
-    (tmp_path / "prepare/result.json").write_bytes(result.to_json())
-    tracker.update(history("prepare", "!TaskSucceeded", "ReadPlan", "health_check"))
+    result = StageResult(stage="plan", run="r", status="done", started="", finished="", fingerprint="f", metrics=metrics)
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan/result.json").write_bytes(result.to_json())
+    tracker.update(history("plan", "!TaskSucceeded", "ReadPlan", "health_check"))
     console = Console(file=io.StringIO(), width=100)
     PlainDisplay(console).show(tracker)
-    assert "prepare       done after 0:02; cpu in fp32: no bf16 instructions\n" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "plan          done after 0:02; cpu in fp32: no bf16 instructions\n" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("content", ["[1]", "nothing", '{"done": "many", "total": null}', "\ud83d" * 3])

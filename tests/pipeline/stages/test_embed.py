@@ -14,14 +14,12 @@ from safetensors.torch import load, save
 
 from pipeline import store
 from pipeline.contract import Stage, StageResult
-from pipeline.dataset import rows
-from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_from_json, read_part
-from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData, ExitCode, MissingInput, Transient
 from pipeline.plan import PlannedWorld, own_parts
 from pipeline.stages import embed, evaluate, publish
-from tests.pipeline.conftest import make_texts
+from tests.pipeline.conftest import Text, make_texts
 from tests.tiny import WORDS
 
 
@@ -32,6 +30,17 @@ def root(request: pytest.FixtureRequest) -> str | None:
 
 def run_child(run: Any, child: int) -> Any:
     return embed.run(run.context(Stage.EMBED, child))
+
+
+def in_order(texts: list[Text]) -> list[str]:
+    """Ids as the parts have them."""
+    return sorted((identifier for identifier, _ in texts), key=id_hash)
+
+
+def place(run: Any, identifier: str) -> tuple[int, int]:
+    """The part of a document, and its place in it."""
+    index = id_hash(identifier) * len(run.plan.embed.parts) >> 64
+    return index, in_order(run.texts).index(identifier) - sum(part.rows for part in run.plan.embed.parts[:index])
 
 
 def embeddings(run: Any, folder: Path) -> dict[str, np.ndarray]:
@@ -70,28 +79,25 @@ def test_children_share_the_parts_and_the_last_one_speaks(
     [told] = cloudwatch()
     assert (told["DocumentsPerSecond"], told["QuarantinedDocuments"]) == (metrics["documents_per_second"], 0)
     found = embeddings(run, tmp_path / "parts")
-    assert list(found) == [identifier for identifier, _ in run.texts]
+    assert list(found) == in_order(run.texts)
     assert np.allclose([np.linalg.norm(vector) for vector in found.values()], 1.0, atol=1e-5)
 
 
-def test_a_rank_reads_its_rows_in_one_go(plan_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = plan_run(shard_rows=100, part_rows=5, children=2)
-    parsed = 0
-    read = rows.read_corpus_rows
+def test_a_part_reads_only_its_documents(plan_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = plan_run(texts=make_texts(4096), shard_rows=4096, part_rows=1024, children=1)
+    read_range = store.read_range
+    taken: dict[str, int] = {}
 
-    def counting(uri: str, columns: Any) -> Any:
-        nonlocal parsed
-        for row in read(uri, columns):
-            parsed += 1
-            yield row
+    def counting(uri: str, start: int, stop: int) -> bytes:
+        taken[uri] = taken.get(uri, 0) + stop - start
+        return read_range(uri, start, stop)
 
-    monkeypatch.setattr(rows, "read_corpus_rows", counting)
-    assert run_child(run, 0) is None
-    assert parsed == 50
-    assert run_child(run, 1).metrics["documents"] == 100
-    assert parsed == 150  # its first half is another child's, and must be parsed to know where it ends
-    assert run_child(run, 1) is not None
-    assert parsed == 150
+    monkeypatch.setattr(store, "read_range", counting)
+    next(embed.documents_of(run.context(Stage.EMBED), [1]))
+    whole = {uri: store.stat(uri).size for uri in taken}
+    assert sorted(uri.rsplit("/", 1)[-1] for uri in taken) == ["facts-00000.arrow", "tokens-00000.arrow"]
+    # A quarter of sixteen batches, and those that it shares with the parts beside it.
+    assert all(taken[uri] < 0.45 * whole[uri] for uri in taken)
 
 
 @pytest.mark.parametrize(("parts", "ranks"), [(1, 1), (7, 3), (64, 10), (3, 8), (100, 1)])
@@ -123,7 +129,7 @@ def test_equals_sentence_transformers(plan_run: Any, head: int | None, tmp_path:
     run_child(run, 0)
     model = SentenceTransformer(run.paths.model, device="cpu")
     model.max_seq_length = max(run.plan.config.embed.buckets)
-    expected = model.encode([text for _, text in run.texts], normalize_embeddings=False)
+    expected = model.encode([dict(run.texts)[identifier] for identifier in in_order(run.texts)], normalize_embeddings=False)
     found = np.stack(list(embeddings(run, tmp_path / "parts").values()))
     cosine = (found * expected).sum(axis=1) / np.linalg.norm(expected, axis=1)
     assert cosine.min() > 0.9999
@@ -208,12 +214,13 @@ def test_damaged_part_is_done_again(plan_run: Any, damage: str) -> None:
     assert [record(run, index) for index in (0, 2, 3)] == others
 
 
-def test_changed_shard_is_bad_data(plan_run: Any) -> None:
+def test_other_documents_than_planned_are_bad_data(plan_run: Any) -> None:
     run = plan_run(children=1)
-    uri = run.plan.embed.shards[0].uri
-    store.write_bytes(uri, store.read_bytes(uri).replace(b"doc-0001", b"doc-00001"))
-    with pytest.raises(BadData, match="changed"):
+    run.replan(embed=run.plan.embed.model_copy(update={"shards": run.plan.embed.shards[1:]}))
+    with pytest.raises(BadData, match="changed") as refusal:
         run_child(run, 0)
+    assert str(refusal.value.value).startswith("part 0: ids ")
+    assert store.list_objects(run.paths.stage(Stage.EMBED)) == []
 
 
 def test_not_a_number_is_bad_data(plan_run: Any) -> None:
@@ -224,9 +231,9 @@ def test_not_a_number_is_bad_data(plan_run: Any) -> None:
     store.write_bytes(uri, save(tensors, metadata={"format": "pt"}))
     with pytest.raises(BadData, match="not finite") as refusal:
         run_child(run, 0)
-    assert refusal.value.value[0] == "doc-0000: its embedding is not finite in float32"
+    assert refusal.value.value[0] == f"{in_order(run.texts)[0]}: its embedding is not finite in float32"
     assert not store.exists(run.paths.part(0, 4))
-    assert len(quarantine(run, 0)) == 30
+    assert len(quarantine(run, 0)) == run.plan.embed.parts[0].rows
 
 
 def test_ahead_hands_over_errors_and_order() -> None:
@@ -249,7 +256,7 @@ def test_ranks_of_one_child_share_its_parts(plan_run: Any, tmp_path: Path) -> No
     for rank in range(2):
         assert f"node 0 rank {rank}] embed: child 0 of 1: 2 of its 2 parts are to do" in result.stderr
     assert StageResult.from_json(store.read_bytes(run.paths.result(Stage.EMBED))).metrics["documents"] == 100
-    assert list(embeddings(run, tmp_path / "parts")) == [identifier for identifier, _ in run.texts]
+    assert list(embeddings(run, tmp_path / "parts")) == in_order(run.texts)
 
 
 # ---- documents that cannot be embedded -------------------------------------------------------------------------------
@@ -285,58 +292,43 @@ def test_a_poisonous_document_is_quarantined_and_its_neighbours_are_not(plan_run
     metrics = run_child(run, 0).metrics
     assert (metrics["documents"], metrics["quarantined"]) == (98, 2)
     found = embeddings(run, tmp_path / "parts")
-    assert list(found) == [identifier for identifier, _ in texts if identifier not in ("doc-0007", "doc-0045")]
+    bad = ("doc-0007", "doc-0045")
+    assert list(found) == [identifier for identifier in in_order(texts) if identifier not in bad]
     assert all(np.array_equal(vector, expected[identifier]) for identifier, vector in found.items())
-    assert quarantine(run, 0) == [QuarantinedDocument(7, "doc-0007", "its embedding is not finite in float32")]
-    assert quarantine(run, 1) == [QuarantinedDocument(15, "doc-0045", "its embedding is not finite in float32")]
-    assert not store.exists(run.paths.part_quarantine(2, 4))
-    assert [record(run, index).quarantined for index in range(4)] == [1, 1, 0, 0]
-    assert [record(run, index).rows for index in range(4)] == [29, 29, 30, 10]
+    places = dict(place(run, identifier) for identifier in bad)
+    assert len(places) == 2
+    for identifier, (index, row) in zip(bad, (place(run, identifier) for identifier in bad), strict=True):
+        assert quarantine(run, index) == [QuarantinedDocument(row, identifier, "its embedding is not finite in float32")]
+    for index, part in enumerate(run.plan.embed.parts):
+        assert store.exists(run.paths.part_quarantine(index, 4)) == (index in places)
+        assert record(run, index).quarantined == (index in places)
+        assert record(run, index).rows == part.rows - (index in places)
     # Complete as they are: nothing is done again.
     before = [record(run, index) for index in range(4)]
     run_child(run, 0)
     assert [record(run, index) for index in range(4)] == before
 
 
-def test_a_document_that_the_tokenizer_cannot_take_is_quarantined(plan_run: Any, tmp_path: Path) -> None:
-    texts = texts_with({7: f"{WORDS[3]} {POISON}", 45: POISON})
-    run = plan_run(texts=texts, children=1, settings=LENIENT)
-
-    class Fragile(TextTokenizer):
-        def encode(self, texts: Any, max_length: int) -> list[list[int]]:
-            if any(POISON in text for text in texts):
-                raise type("PanicException", (BaseException,), {})("index out of bounds")  # as pyo3 raises a panic
-            return super().encode(texts, max_length)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(embed, "TextTokenizer", Fragile)
-        assert run_child(run, 0).metrics["quarantined"] == 2
-    assert len(embeddings(run, tmp_path / "parts")) == 98
-    [listed] = quarantine(run, 1)
-    assert (listed.row, listed.id) == (15, "doc-0045")
-    assert listed.reason == "the tokenizer cannot take it: PanicException: index out of bounds"
-
-
-def test_memory_that_runs_out_in_the_tokenizer_is_no_documents_fault(plan_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = plan_run(children=1, settings=LENIENT)
-
-    def exhausted(*_: Any) -> Any:
-        raise MemoryError
-
-    monkeypatch.setattr(TextTokenizer, "encode", exhausted)
-    with pytest.raises(MemoryError):
-        run_child(run, 0)
+def test_a_document_without_tokens_is_quarantined(plan_run: Any, tmp_path: Path) -> None:
+    run = plan_run(children=1, settings=LENIENT, without_tokens=("doc-0007", "doc-0045"))
+    assert run_child(run, 0).metrics["quarantined"] == 2
+    found = embeddings(run, tmp_path / "parts")
+    assert list(found) == [identifier for identifier in in_order(run.texts) if identifier not in ("doc-0007", "doc-0045")]
+    index, row = place(run, "doc-0045")
+    assert quarantine(run, index) == [QuarantinedDocument(row, "doc-0045", "the tokenizer cannot take its text")]
 
 
 def test_more_poisonous_documents_than_allowed_end_with_65(plan_run: Any) -> None:
     """No part has too many by itself; all of them together do."""
     run = plan_run(texts=texts_with(dict.fromkeys((1, 31, 61, 91), POISON)), children=1, settings=LENIENT)
+    bad = sorted({place(run, f"doc-00{number}")[0] for number in ("01", "31", "61", "91")})
+    assert len(bad) > 1
     poison(run)
     with pytest.raises(BadData, match="4 of 100") as caught:
         run_child(run, 0)
     assert caught.value.exit_code == ExitCode.BAD_DATA
     assert caught.value.rule == "embed.max_bad_fraction = 0.03"
-    assert caught.value.value == [run.paths.part_quarantine(index, 4) for index in range(4)]
+    assert caught.value.value == [run.paths.part_quarantine(index, 4) for index in bad]
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])
@@ -344,7 +336,7 @@ def test_a_part_without_its_list_is_done_again(plan_run: Any, damage: str) -> No
     run = plan_run(texts=texts_with({7: POISON}), children=1, settings=LENIENT)
     poison(run)
     run_child(run, 0)
-    uri = run.paths.part_quarantine(0, 4)
+    uri = run.paths.part_quarantine(place(run, "doc-0007")[0], 4)
     whole = store.read_bytes(uri)
     if damage == "gone":
         store.delete(uri)
@@ -373,15 +365,16 @@ def test_publish_proves_that_embedded_and_quarantined_are_the_corpus(plan_run: A
     manifest = store.read_json(run.paths.embed_manifest)
     assert manifest["rows"] == 98
     assert manifest["ids"].startswith("98:")
-    lists = [run.paths.part_quarantine(index, 4) for index in (0, 1)]
-    assert manifest["quarantined"] == {"documents": 2, "lists": lists}
-    assert [part["quarantined"] for part in manifest["parts"]] == [1, 1, 0, 0]
+    bad = sorted(place(run, identifier)[0] for identifier in ("doc-0007", "doc-0045"))
+    assert manifest["quarantined"] == {"documents": 2, "lists": [run.paths.part_quarantine(index, 4) for index in bad]}
+    assert [part["quarantined"] for part in manifest["parts"]] == [int(index in bad) for index in range(4)]
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed", "forged"])
 def test_publish_refuses_a_list_that_is_not_the_records(plan_run: Any, damage: str) -> None:
     run = publishable(plan_run)
-    uri = run.paths.part_quarantine(0, 4)
+    index, _ = place(run, "doc-0007")
+    uri = run.paths.part_quarantine(index, 4)
     if damage == "gone":
         store.delete(uri)
     else:
@@ -392,7 +385,8 @@ def test_publish_refuses_a_list_that_is_not_the_records(plan_run: Any, damage: s
         digest = IdDigest()
         digest.add("doc-0008")
         changed = {"quarantined_ids": str(digest), "quarantine_sha256": store.sha256(uri)}
-        store.write_json(run.paths.part_manifest(0, 4), store.read_json(run.paths.part_manifest(0, 4)) | changed)
+        manifest = run.paths.part_manifest(index, 4)
+        store.write_json(manifest, store.read_json(manifest) | changed)
     with pytest.raises((BadData, MissingInput)) as caught:
         publish.run(run.context(Stage.PUBLISH))
     if damage == "changed":
@@ -422,8 +416,9 @@ def test_progress_counts_tokens_as_the_longest_texts_go_first(plan_run: Any, hea
     assert beats[-1]["done"] == beats[-1]["total"] == 100
     assert beats[-1]["work"] == beats[-1]["total_work"] == output.metrics["tokens"]
     # The first window knows its own texts and takes them for the mean of all.
-    first = [beat for beat in beats if beat["done"] <= 50]
-    assert first[-1]["work"] == pytest.approx(first[-1]["total_work"] / 2)
+    rows = run.plan.embed.parts[0].rows
+    first = [beat for beat in beats if beat["done"] <= rows]
+    assert first[-1]["work"] == pytest.approx(first[-1]["total_work"] * rows / 100)
     assert first[0]["work"] / first[0]["total_work"] > first[0]["done"] / 100
 
 
@@ -432,9 +427,7 @@ def test_progress_counts_tokens_as_the_longest_texts_go_first(plan_run: Any, hea
 
 def write_other_part(run: Any, index: int, folder: Path) -> None:
     """What another process of the same child does, on a host that rounds differently: part, then record."""
-    plan = run.plan.embed.parts[index]
-    [span] = plan.spans
-    ids = [identifier for identifier, _ in run.texts[span.shard * 40 + span.start : span.shard * 40 + span.stop]]
+    ids = [identifier for identifier in in_order(run.texts) if place(run, identifier)[0] == index]
     path = folder / "other.parquet"
     with PartWriter(path, 32, "float32") as writer:
         writer.write(ids, np.full((len(ids), 32), 0.5, np.float32))
@@ -458,7 +451,7 @@ def test_the_file_of_one_never_stays_with_the_record_of_the_other(
     run_child(run, 0)
     assert between
     assert record(run, 0).sha256 == store.sha256(run.paths.part(0, 4))
-    assert list(embeddings(run, tmp_path / "parts")) == [identifier for identifier, _ in run.texts]
+    assert list(embeddings(run, tmp_path / "parts")) == in_order(run.texts)
 
 
 def test_one_that_always_comes_between_is_transient(plan_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

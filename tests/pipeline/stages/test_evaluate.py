@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import BertTokenizerFast
 
 from pipeline import store
+from pipeline.backends.device import open_device
 from pipeline.config import GateConfig, ModelConfig
-from pipeline.contract import Stage
-from pipeline.dataset.arrow import PUBLISHED, SCHEMAS, read_table
+from pipeline.contract import Stage, StageResult
+from pipeline.dataset.ids import id_hash
+from pipeline.dataset.ingested import part_range
+from pipeline.dataset.parts import PartWriter
+from pipeline.dataset.row_files import PUBLISHED, read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData
+from pipeline.evaluation import reuse
 from pipeline.evaluation.gate import check_holdout, judge_model
+from pipeline.evaluation.holdout import read_holdout
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.retrieval import METRICS
+from pipeline.host.host import versions
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import load_encoder, save_folder
-from pipeline.plan import Published
+from pipeline.model.inference import encode
+from pipeline.plan import GraphsPlan, PlannedWorld, Published
+from pipeline.run.context import StageOutput
+from pipeline.run.world import World
 from pipeline.stages import evaluate
 
 
@@ -63,7 +78,7 @@ def test_progress_counts_the_tokens_of_all_models(plan_run: Any, heartbeats: Any
     found = heartbeats(context)
     evaluate.run(context)
     beats = [beat for beat in found if "encoding" in beat["note"]]
-    holdout = evaluate.read_holdout(run.context(Stage.EVALUATE))
+    holdout = read_holdout(Path(run.paths.rows))
     tokens = sum(map(len, [*holdout.candidates, *holdout.queries]))
     assert {beat["total_work"] for beat in beats} == {2 * tokens}
     assert [beat["work"] for beat in beats] == sorted(beat["work"] for beat in beats)
@@ -132,7 +147,7 @@ def test_a_published_model_of_another_form_is_measured_in_its_own_tokens(
         table = read_table(Path(run.paths.rows) / f"{name}.arrow")
         tokens = tokenizer.encode([known[value] for value in table[f"{column}_hash"].to_pylist()], length)
         place = table.schema.get_field_index(f"{column}_tokens")
-        table = table.set_column(place, f"{column}_tokens", pa.array(tokens, pa.list_(pa.int32())))
+        table = table.set_column(place, f"{column}_tokens", pa.array(tokens, table.schema.field(place).type))
         with pa.ipc.new_file(f"{run.paths.rows}/{PUBLISHED}/{name}.arrow", table.schema) as writer:
             writer.write_table(table)
     publish(run, str(folder), own_tokens=True, same_graphs=same_graphs)
@@ -203,38 +218,180 @@ def test_no_query_at_all_is_refused_even_if_small_is_allowed() -> None:
     check_holdout(2000, GateConfig())
 
 
-def _tables(rows: list[tuple[int, int, float, str | None]], candidates: list[int]) -> tuple[pa.Table, pa.Table]:
-    holdout = {
-        "id": [str(row) for row in range(len(rows))],
-        "query_tokens": [[2, query, 3] for query, *_ in rows],
-        "query_hash": [query for query, *_ in rows],
-        "document_hash": [document for _, document, *_ in rows],
-        "label": [label for *_, label, _ in rows],
-        "locale": [locale for *_, locale in rows],
-    }
-    documents = {"document_tokens": [[2, place, 3] for place in range(len(candidates))], "document_hash": candidates}
-    return pa.table(holdout, schema=SCHEMAS["holdout.arrow"]), pa.table(documents, schema=SCHEMAS["candidates.arrow"])
+def side_by_side(run: Any, ranks: int) -> list[StageOutput | None]:
+    """Run the stage's ranks in threads over one scratch folder."""
+    contexts = [run.context(Stage.EVALUATE) for _ in range(ranks)]
+    for rank, context in enumerate(contexts):
+        context.world = replace(context.world, rank=rank, size=ranks, local_rank=rank, local_size=ranks)
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(evaluate.run, contexts, timeout=60))
 
 
-def test_rows_of_one_query_are_joined() -> None:
-    big = 2**64 - 1
-    rows = [
-        (5, big, 1.0, None),
-        (6, 20, 0.0, None),
-        (5, 20, 0.5, None),
-        (5, 20, 2.0, None),
-        (5, 20, 1.0, "de"),
-        (7, 30, 1.0, "de"),
-    ]
-    holdout = evaluate.join_holdout(*_tables(rows, [30, 20, big]))
-    assert holdout.queries == [[2, 5, 3], [2, 5, 3], [2, 7, 3]]
-    assert holdout.relevant == [{2: 1.0, 1: 2.0}, {1: 1.0}, {0: 1.0}]
-    assert holdout.locales == [None, "de", "de"]
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_find_what_one_finds(plan_run: Any, supervise: Any, ranks: int) -> None:
+    run = plan_run(settings={"embed": {"ranks_per_child": ranks}})
+    alone = evaluate.run(run.context(Stage.EVALUATE))
+    expected = QueryValues.read(Path(alone.outputs["queries"].uri))
+    node = supervise(Stage.EVALUATE, run.paths.root)
+    assert node.wait() == 0
+    assert node.log.count("is process") == ranks
+    metrics = StageResult.from_json(store.read_bytes(run.paths.result(Stage.EVALUATE))).metrics
+    found = QueryValues.read(Path(run.paths.query_values))
+    assert found.queries == expected.queries
+    for metric, values in expected.values.items():
+        assert found.values[metric].tolist() == pytest.approx(values.tolist())
+    assert metrics["new"] == pytest.approx(alone.metrics["new"])
+    assert (metrics["queries"], metrics["candidates"], metrics["gate"]["verdict"]) == (30, 100, "accepted")
 
 
-def test_document_that_is_no_candidate_is_bad_data() -> None:
-    with pytest.raises(BadData, match="not among the candidates"):
-        evaluate.join_holdout(*_tables([(5, 20, 1.0, None)], [30]))
+def test_ranks_share_the_texts_and_the_leader_judges(plan_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = plan_run()
+    encoded: list[list[bytes]] = []
+    real = evaluate.encode
+
+    def encode(encoder: Any, device: Any, texts: Any, *arguments: Any, **options: Any) -> Any:
+        encoded.append([np.asarray(text, np.int64).tobytes() for text in texts])
+        return real(encoder, device, texts, *arguments, **options)
+
+    monkeypatch.setattr(evaluate, "encode", encode)
+    leader, *others = side_by_side(run, 3)
+    assert leader is not None
+    assert others == [None, None]
+    holdout = read_holdout(Path(run.paths.rows))
+    every = [np.asarray(text, np.int64).tobytes() for text in [*holdout.candidates, *holdout.queries]]
+    # With the parent and with the new model.
+    assert sorted(text for texts in encoded for text in texts) == sorted([*every, *every])
+    assert {len(texts) for texts in encoded} == {33 + 10, 34 + 10}
+
+
+@dataclass
+class Publication:
+    """A published run with embeddings of its documents, which the run of the test continues."""
+
+    run: Any
+    before: Any
+
+    def write(
+        self,
+        *,
+        dtype: str = "float32",
+        hashes: Sequence[int] | None = None,
+        installed: Mapping[str, str] | None = None,
+        weights: str | None = None,
+    ) -> None:
+        """Write the parts and their manifest as embed and publish do."""
+        before, paths = self.before, self.before.paths
+        folder = Path(paths.model)
+        shapes = before.plan.config.embed.buckets, 100  # other batches than evaluate's
+        texts = [text for _, text in before.texts]
+        tokens = TextTokenizer(folder).encode(texts, max(shapes[0]))
+        device = open_device("cpu", "fp32", World(), threads=1)
+        vectors = encode(load_encoder(folder, before.plan.config.model), device, tokens, *shapes).embeddings.numpy()
+        known = np.array(hashes or [normalized_hash(text) for text in texts], np.uint64)
+        keys = np.array([id_hash(identifier) for identifier, _ in before.texts], np.uint64)
+        parts = []
+        for index in range(4):
+            first, last = part_range(index, 4)
+            own = np.flatnonzero((keys >= np.uint64(first)) & (keys <= np.uint64(last)))
+            with PartWriter(Path(paths.stage(Stage.EMBED)) / f"{index}.parquet", vectors.shape[1], dtype) as writer:
+                writer.write([before.texts[row][0] for row in own], vectors[own], None, known[own])
+            parts.append({"uri": f"{paths.stage(Stage.EMBED)}/{index}.parquet", "rows": len(own)})
+        sha256 = weights or store.sha256(f"{paths.model}/model.safetensors")
+        manifest = {"model": {"sha256": sha256}, "dtype": dtype, "dimension": vectors.shape[1], "parts": parts}
+        store.write_json(paths.embed_manifest, manifest)
+        result = before.finish(Stage.EMBED, StageOutput())
+        record = replace(result, versions=dict(installed or versions()))
+        store.write_bytes(paths.result(Stage.EMBED), record.to_json())
+
+
+@pytest.fixture
+def publication(plan_run: Any) -> Publication:
+    before, run = plan_run(run="week-00", model_seed=3), plan_run(model_seed=3)
+    Path(before.paths.stage(Stage.EMBED)).mkdir()
+    folder = before.paths.model
+    weights = store.sha256(store.join(folder, "model.safetensors"))
+    run.replan(
+        parent=run.plan.parent.model_copy(update={"uri": folder, "folder": folder, "sha256": weights, "run": "week-00"}),
+        published=Published(run="week-00", folder=folder, sha256=weights, registry_etag="1"),
+    )
+    return Publication(run, before)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_published_vectors_are_not_computed_again(publication: Publication, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    run, before = publication.run, publication.before
+    computed = evaluate.run(run.context(Stage.EVALUATE)).metrics
+    assert computed["reused"] == 0
+    hashes = [normalized_hash(text) for _, text in before.texts]
+    # Two texts have changed since, and one document is gone.
+    publication.write(hashes=[one + 1 for one in hashes[:2]] + hashes[2:-1] + [hashes[0]])
+    counts: list[int] = []
+    real = evaluate.encode
+    monkeypatch.setattr(evaluate, "encode", lambda *a, **o: (counts.append(len(a[2])), real(*a, **o))[1])
+    output, *_ = side_by_side(run, ranks)
+    assert output is not None
+    assert output.metrics["reused"] == 97
+    assert store.read_json(run.paths.scorecard)["reused"] == 97
+    # 30 queries and what is missing; then everything with the new model.
+    assert (sum(counts), len(counts)) == (30 + 3 + 130, 2 * ranks)
+    for name in ("baseline", "new"):
+        assert output.metrics[name] == pytest.approx(computed[name], abs=1e-4)
+    assert output.metrics["gate"]["verdict"] == "accepted"
+
+
+def test_reused_vectors_are_those_of_the_parts(publication: Publication, monkeypatch: pytest.MonkeyPatch) -> None:
+    publication.write()
+    monkeypatch.setattr(
+        PartWriter, "write", lambda self, ids, vectors, *rest, real=PartWriter.write: real(self, ids, -vectors, *rest)
+    )
+    good = evaluate.run(publication.run.context(Stage.EVALUATE)).metrics
+    publication.write()
+    bad = evaluate.run(publication.run.context(Stage.EVALUATE)).metrics
+    assert good["reused"] == bad["reused"] == 100
+    assert bad["baseline"]["ndcg@10"] < 0.1 < good["baseline"]["ndcg@10"]
+    assert bad["new"] == good["new"]
+
+
+@pytest.mark.parametrize(
+    ("written", "replanned", "reason"),
+    [
+        ({"dtype": "float16"}, {}, "form"),
+        ({"weights": "0" * 64}, {}, "weights"),
+        ({"installed": {"torch": "2.8.0"}}, {}, "packages"),
+        ({}, {"world": PlannedWorld(kind="cpu", precision="bf16", nodes=1, ranks_per_node=1)}, "device"),
+        ({}, {"world": PlannedWorld(kind="neuron", precision="fp32", nodes=1, ranks_per_node=1)}, "device"),
+        ({}, {"config": {"buckets": (8, 16)}}, "lengths"),
+        ({}, {"graphs": GraphsPlan(train="a", infer="b")}, "compiled forms"),
+    ],
+)
+def test_another_form_is_not_reused(
+    publication: Publication, caplog: pytest.LogCaptureFixture, written: Any, replanned: Any, reason: str
+) -> None:
+    publication.write(**written)
+    before = publication.before
+    if changed := replanned.get("config"):
+        config = before.plan.config
+        replanned = {"config": config.model_copy(update={"embed": config.embed.model_copy(update=changed)})}
+    before.replan(**replanned)
+    caplog.set_level(logging.INFO)
+    assert evaluate.run(publication.run.context(Stage.EVALUATE)).metrics["reused"] == 0
+    assert f"no vectors of the published model are reused: {reason}" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["many rows", "plan", "part", "column"])
+def test_parts_that_cannot_serve_are_no_failure(publication: Publication, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    publication.write()
+    paths = publication.before.paths
+    if damage == "many rows":
+        monkeypatch.setattr(reuse, "MOST_ROWS_READ", 0.99)
+    elif damage == "plan":
+        store.write_bytes(paths.plan, b'{"run": "of another version"}')
+    for part in Path(paths.stage(Stage.EMBED)).glob("*.parquet"):
+        if damage == "part":
+            part.write_bytes(part.read_bytes()[:100])
+        elif damage == "column":
+            pq.write_table(pq.read_table(part).select(["id", "embedding", "locale"]), part)
+    assert evaluate.run(publication.run.context(Stage.EVALUATE)).metrics["reused"] == 0
 
 
 def test_comparison_is_paired_and_seeded() -> None:

@@ -5,7 +5,6 @@ What only Trainium has is played by tests/standins: torch-neuronx, neuron_parall
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -26,9 +25,10 @@ from pipeline import store
 from pipeline.backends.device import open_device
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
-from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.ingested import DOCUMENTS
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, Defect, TrnpipeError
+from pipeline.evaluation.holdout import read_holdout
 from pipeline.graphs import fingerprint
 from pipeline.graphs.compiled import GraphSet, missing_sets, read_set, set_uri, traces_uri, write_set
 from pipeline.graphs.fingerprint import plan_graphs
@@ -36,7 +36,7 @@ from pipeline.host.ranks import free_port
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder
 from pipeline.model.inference import encode, encode_shapes
-from pipeline.plan import EmbedPlan, GraphsPlan, PartPlan, PlannedWorld, RunPlan, Shard, Span
+from pipeline.plan import EmbedPlan, GraphsPlan, PlannedWorld, RunPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World as RankWorld
@@ -45,6 +45,7 @@ from pipeline.sdk.compile_cache import GraphState
 from pipeline.stages import evaluate
 from pipeline.stages.compile import LOADING, cached_graphs, compile_on_neuron
 from tests.pipeline.conftest import make_texts
+from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
 from tests.pipeline.stages.test_prepare import Bench, bench, model, rows
 from tests.pipeline.training.planned import plan_training
 from tests.trainium import COMPILER, STANDINS, TrainiumHost, write_parallel_compile
@@ -108,15 +109,11 @@ class Account:
         return paths, plan
 
     def _corpus(self, run: str) -> EmbedPlan:
-        uri = f"{self.root}/corpus/{run}.jsonl"
-        data = "".join(json.dumps({"id": identifier, "text": text}) + "\n" for identifier, text in TEXTS).encode()
-        store.write_bytes(uri, data)
-        digest = IdDigest()
-        for identifier, _ in TEXTS:
-            digest.add(identifier)
-        shard = Shard(uri=uri, sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=len(TEXTS))
-        part = PartPlan(spans=(Span(shard=0, start=0, stop=len(TEXTS)),), rows=len(TEXTS))
-        return EmbedPlan(source="corpus", shards=(shard,), rows=len(TEXTS), ids=str(digest), parts=(part,), children=1)
+        tokenizer = TextTokenizer(self.folder / run / "parent")
+        shard = name_shard(f"{run}.jsonl", DOCUMENTS, tokenizer=tokenizer_plan(tokenizer))
+        rows = [{"id": identifier, "text": text, "line": line} for line, (identifier, text) in enumerate(TEXTS, 1)]
+        ingest(self.root, shard, rows, tokenizer)
+        return plan_documents(self.root, [shard], tokenizer)
 
     def start(self, stage: Stage, paths: RunPaths, tool: dict[str, Any] | None = None, **extra: str) -> Job:
         """The stage's job on this host.
@@ -322,9 +319,11 @@ def test_evaluate_compares_both_models_through_traces(trained_run: Any, tmp_path
     assert metrics["queries"] == 40
     assert metrics["graphs"] == {"compiled": 0, "new": 0, "last_compiled_step": 0, "fallbacks": {}}
     context = context_of(paths, Stage.EVALUATE, tmp_path)
-    holdout, device = evaluate.read_holdout(context), open_device("cpu", "fp32", RankWorld())
+    holdout = read_holdout(store.local_folder(paths.rows, context.scratch / "rows"))
+    device = open_device("cpu", "fp32", RankWorld())
     for measured, name, folder in (("parent", "baseline", plan.parent.folder), ("new", "new", paths.model)):
-        expected = evaluate.measure(context, device, holdout, measured, folder)
+        model = evaluate.prepare(context, device, holdout, measured, folder)
+        expected = evaluate.measure(context, model, 0, model.tokens)
         assert metrics[name]["mrr@10"] == pytest.approx(expected["mrr@10"].mean(), abs=1e-6)
     assert metrics["new"]["mrr@10"] != metrics["baseline"]["mrr@10"]
 

@@ -10,9 +10,9 @@ import pytest
 
 from pipeline import store
 from pipeline.contract import Stage, registry_uri
-from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.parts import PartWriter
-from pipeline.errors import BadData, GateRefused, MissingInput, Superseded
+from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
 from pipeline.plan import Published
 from pipeline.stages import embed, evaluate, publish
 
@@ -24,7 +24,10 @@ def root(request: pytest.FixtureRequest) -> str | None:
 
 def finished(plan_run: Any, root: str | None = None, **options: Any) -> Any:
     """A run that is evaluated and embedded."""
-    run = plan_run(root, children=1, **options)
+    return finish(plan_run(root, children=1, **options))
+
+
+def finish(run: Any) -> Any:
     run.finish(Stage.EVALUATE, evaluate.run(run.context(Stage.EVALUATE)))
     run.finish(Stage.EMBED, embed.run(run.context(Stage.EMBED)))
     return run
@@ -150,38 +153,61 @@ def test_manifest_is_there_before_the_pointer(plan_run: Any, monkeypatch: pytest
     assert written == [run.paths.embed_manifest, registry_uri(run.paths.bucket_root, "current")]
 
 
+def ids_of(run: Any, index: int) -> list[str]:
+    return sorted((key for key, _ in run.texts if id_hash(key) >> 62 == index), key=id_hash)
+
+
 def unpublished(run: Any) -> bool:
     return not store.exists(run.paths.embed_manifest) and not store.exists(registry_uri(run.paths.bucket_root, "current"))
 
 
 def test_missing_id_is_named(plan_run: Any, tmp_path: Path) -> None:
     run = finished(plan_run)
-    ids = [identifier for identifier, _ in run.texts[30:60]]
-    rewrite_part(run, tmp_path, [*ids[:-1], "stranger"])
+    *others, last = ids_of(run, 1)
+    rewrite_part(run, tmp_path, [*others, "stranger"])
     with pytest.raises(BadData, match="exactly once") as refusal:
         run_publish(run)
-    assert "missing: doc-0059" in refusal.value.value
+    assert refusal.value.value[1:] == [f"missing: {last}", "of no document of this part: stranger"]
     assert unpublished(run)
 
 
 def test_repeated_id_is_named(plan_run: Any, tmp_path: Path) -> None:
     run = finished(plan_run)
-    ids = [identifier for identifier, _ in run.texts[30:60]]
-    rewrite_part(run, tmp_path, [*ids[:-1], "doc-0000"])
+    first, *others, last = ids_of(run, 1)
+    rewrite_part(run, tmp_path, [first, *others, first])
     with pytest.raises(BadData) as refusal:
         run_publish(run)
-    assert "repeated: doc-0000" in refusal.value.value
-    assert "missing: doc-0059" in refusal.value.value
+    count = len(others) + 2
+    assert refusal.value.value == [f"part 1: {count} ids, {count} documents", f"missing: {last}", f"repeated: {first}"]
     assert unpublished(run)
 
 
-def test_hashes_that_collide_are_told_apart(plan_run: Any) -> None:
+def test_an_id_of_another_part_is_refused(plan_run: Any, tmp_path: Path) -> None:
     run = finished(plan_run)
-    context = run.context(Stage.PUBLISH)
-    weights = store.join(run.paths.model, publish.WEIGHTS)
-    parts = publish.check_parts(context, publish.Artifact(weights, store.sha256(weights)))
-    suspects = np.sort(parts[0].hashes[:3])
-    assert publish.repeated_ids(context, parts, suspects) == []
+    *others, last = ids_of(run, 1)
+    strange = ids_of(run, 0)[0]
+    rewrite_part(run, tmp_path, [*others, strange])
+    with pytest.raises(BadData) as refusal:
+        run_publish(run)
+    assert refusal.value.value[1:] == [f"missing: {last}", f"of no document of this part: {strange}"]
+    assert unpublished(run)
+
+
+def test_the_right_ids_in_the_wrong_part_are_refused(plan_run: Any) -> None:
+    run = plan_run(children=1)
+    first, second, *others = run.plan.embed.parts
+    run.replan(embed=run.plan.embed.model_copy(update={"parts": (second, first, *others)}))
+    with pytest.raises(BadData, match="exactly once") as refusal:
+        publish.check_ids(run.context(Stage.PUBLISH), 0, ids_of(run, 1))
+    assert f"of no document of this part: {ids_of(run, 1)[0]}" in refusal.value.value
+
+
+def test_parts_that_do_not_add_up_to_the_corpus_are_a_defect(plan_run: Any) -> None:
+    run = plan_run(children=1)
+    run.replan(embed=run.plan.embed.model_copy(update={"ids": str(IdDigest(100, 1))}))
+    with pytest.raises(Defect, match="do not add up"):
+        run_publish(finish(run))
+    assert unpublished(run)
 
 
 @pytest.mark.parametrize("damage", ["torn", "gone", "no record"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline import store
-from pipeline.contract import Stage, StageFailure, now
+from pipeline.contract import Stage, StageFailure, StageResult, now
 from pipeline.cost import NodeAttempt
 from pipeline.plan import ExpectedCost, GraphsPlan, PlannedWorld, Published, Shard
 from pipeline.run.context import StageOutput
@@ -94,7 +94,7 @@ def test_published(plan_run: Any, root: str | None) -> None:
     assert "Published" in page.text
     assert "ndcg@10 is unchanged" in page.text
     assert page.tags.count("polyline") == 2
-    assert page.tags.count("rect") == 7
+    assert page.tags.count("rect") == 9
     for words in ("recall@100", "host-17", "healthy", "de", "30 held-out queries", "documents/s", "torch", "shard-0.jsonl"):
         assert words in page.text, words
     assert {"../plan.json", "../model", "../embed/manifest.json", "../train/metrics.jsonl"} <= set(page.targets)
@@ -200,14 +200,19 @@ def test_stage_that_left_nothing(plan_run: Any) -> None:
     assert "train left neither a result nor a failure" in page.text
 
 
-def test_a_compile_stage_that_was_left_out_is_not_missing(plan_run: Any) -> None:
+def test_a_stage_that_was_left_out_is_not_missing(plan_run: Any) -> None:
     run = plan_run()
-    for stage in (Stage.PREPARE, Stage.HEALTH_CHECK):
-        run.finish(stage, StageOutput(metrics={"compile": False} if stage is Stage.PREPARE else {}))
+    said = {Stage.PREPARE: {"ingest_children": 0}, Stage.PLAN: {"compile": False}, Stage.HEALTH_CHECK: {}}
+    for stage, metrics in said.items():
+        run.finish(stage, StageOutput(metrics=metrics))
     page = page_of(run)
+    assert "ingest skipped" in page.text
     assert "compile skipped" in page.text
     assert "train left neither a result nor a failure" in page.text
-    run.finish(Stage.PREPARE, StageOutput(metrics={"compile": True}))
+    run.finish(Stage.PREPARE, StageOutput(metrics={"ingest_children": 2}))
+    assert "ingest left neither a result nor a failure" in page_of(run).text
+    run.finish(Stage.INGEST, StageOutput())
+    run.finish(Stage.PLAN, StageOutput(metrics={"compile": True}))
     page = page_of(run)
     assert "compile not finished" in page.text
     assert "compile left neither a result nor a failure" in page.text
@@ -307,9 +312,13 @@ def test_a_record_of_an_attempt_that_cannot_be_read_is_named_and_the_others_coun
 def test_run_without_a_plan(plan_run: Any) -> None:
     run = plan_run()
     store.delete(run.paths.plan)
-    fail(run, Stage.PREPARE, exit_code=64, what="unknown configuration key")
+    moment = now()
+    before = StageResult(stage="prepare", run="r", status="done", started=moment, finished=moment, fingerprint="")
+    store.write_bytes(run.paths.result(Stage.PREPARE), before.to_json())
+    fail(run, Stage.INGEST, exit_code=65, what="too many rows were refused")
     page = page_of(run)
-    assert "Failed in prepare" in page.text
+    assert "Failed in ingest" in page.text
+    assert "prepare done" in page.text
     assert "ended before it had a plan" in page.text
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeline import store
 from pipeline.backends.device import Batch
+from pipeline.dataset.seen import read_record
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.dropout import BitDropout
 from pipeline.model.encoder import Encoder
@@ -90,7 +91,7 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
         assert [record[metric.value] for record in told] == [line[name] for line in lines]
     assert all(0 <= line["data_wait_share"] <= 1 and line["step_seconds"] > 0 for line in lines)
     assert metrics["steps"] == 40
-    assert metrics["pairs"] == 2 * 150 + 8 * 2  # 40 steps: two epochs of 19 steps and two steps of the third
+    assert metrics["pairs"] == 2 * 150 + 8 + 6  # 40 steps: two epochs of 19 steps and two of the third, one of them not full
     assert metrics["last_validation"]["ndcg@10"] > metrics["first_validation"]["ndcg@10"] + 0.08
     assert (metrics["device"], metrics["ranks"], metrics["resumed_from"], metrics["checkpoints"]) == ("cpu", 1, None, 7)
     assert metrics["pairs_per_second"] == pytest.approx(metrics["pairs"] / metrics["seconds"])
@@ -107,6 +108,8 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
     assert kept == {"step-00000030", "step-00000036", "step-00000040"}
     assert output.outputs["model"].sha256 == store.sha256(f"{run.paths.model}/model.safetensors")
     assert sentence_transformer(run.paths.model).encode(["bake limo"]).shape == (1, 32)
+    seen = read_record(run.paths.bucket_root, run.plan.run)
+    assert (seen.rows, seen.steps, seen.lineage) == (150, 40, (run.plan.run,))
 
 
 def test_processors_compute_no_padding_and_drop_by_bits(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +301,7 @@ def test_loss_that_is_not_finite_is_named_by_step_and_rows(training_run: PlanTra
         train(run)
     assert "step 10: loss nan" in caught.value.value[0]
     assert len(caught.value.value) == 1 + 8
-    assert all(row.startswith("row row-") for row in caught.value.value[1:])
+    assert all(row.startswith(f"row {run.plan.train.new[0].uri}:") for row in caught.value.value[1:])
     assert [path.name for path in Path(run.paths.checkpoints).iterdir()] == ["step-00000006"]
 
 

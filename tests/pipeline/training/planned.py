@@ -1,4 +1,4 @@
-"""Plans a training run over rows made here: what prepare would leave behind, for tests that start at train."""
+"""Plans a training run over rows made here: what plan would leave behind, for tests that start at train."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import pyarrow as pa
 from pipeline import store
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, now
-from pipeline.dataset.arrow import SCHEMAS, read_table
+from pipeline.dataset.row_files import SCHEMAS
 from pipeline.dataset.rows import normalized_hash
-from pipeline.dataset.steps import count_steps
+from pipeline.dataset.steps import write_orders
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
-from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PlannedWorld, RowFile, RunPlan, TrainPlan
+from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PlannedWorld, RowFile, RunPlan, Shard, TrainPlan
+from tests.pipeline.ingesting import tokenizer_plan
 from tests.tiny import WORDS, make_model
 
 SETTINGS = {
@@ -54,11 +55,14 @@ def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, ro
     documents = tokenizer.encode([document for _, document in train], longest)
     files: dict[str, Mapping[str, Any]] = {
         "train.arrow": {
-            "id": [f"row-{index}" for index in range(rows)],
             "query_tokens": tokenizer.encode([query for query, _ in train], query_length),
             "document_tokens": documents,
             "query_hash": [normalized_hash(query) for query, _ in train],
             "document_hash": [normalized_hash(document) for _, document in train],
+            "key": [normalized_hash(document) for _, document in train],
+            "version": [normalized_hash(query) | 1 for query, _ in train],
+            "new": [True] * rows,
+            "task": [None] * rows,
             "shard": [0] * rows,
             "line": list(range(1, rows + 1)),
         },
@@ -73,6 +77,7 @@ def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, ro
         "candidates.arrow": {
             "document_tokens": tokenizer.encode([document for _, document in holdout], longest),
             "document_hash": [normalized_hash(document) for _, document in holdout],
+            "id": [f"held-{index}" for index in range(held)],
         },
     }
     for name, columns in files.items():
@@ -110,13 +115,14 @@ def plan_training(
     else:
         shutil.copytree(parent, local / "parent")
     lengths = write_rows(local / "rows", local / "parent", settings.query_length, max(settings.buckets), rows=rows, held=40)
+    enough = build_config(config.model_dump(mode="json"), {"train": {"steps": steps}} if steps else {})
+    counts = write_orders(local / "rows", [lengths], enough, ranks)
     files = {
-        name: RowFile(sha256=artifact.sha256, size=artifact.size or 0, rows=read_table(local / "rows" / name).num_rows)
+        name: RowFile(sha256=artifact.sha256, size=artifact.size, rows={"train.arrow": rows}.get(name, 40))
         for name, artifact in store.upload_folder(local / "rows", paths.rows).items()
     }
     uri = store.join(paths.bucket_root, "parent")
     store.upload_folder(local / "parent", uri)
-    counts = count_steps(lengths, config, ranks)
     world = PlannedWorld(kind=kind, precision=config.device.precision, nodes=nodes, ranks_per_node=ranks // nodes)
     plan = RunPlan(
         run=paths.run_id,
@@ -125,7 +131,7 @@ def plan_training(
         parent=Parent(uri=uri, folder=uri, sha256=store.sha256_file(local / "parent" / WEIGHTS)),
         world=world,
         train=TrainPlan(
-            new=(),
+            new=(Shard(uri=store.join(paths.bucket_root, "rows.jsonl"), sha256="0" * 64, size=1, rows=rows, new_rows=rows),),
             replay=(),
             rows=rows,
             new_rows=rows,
@@ -136,10 +142,17 @@ def plan_training(
             warmup_steps=2,
         ),
         holdout=HoldoutPlan(rows=40, queries=40, candidates=40),
-        embed=EmbedPlan(source="documents", shards=(), rows=0, ids="", parts=(), children=1),
+        embed=EmbedPlan(
+            source="documents",
+            shards=(),
+            tokenizer=tokenizer_plan(TextTokenizer(local / "parent")),
+            rows=0,
+            ids="",
+            parts=(),
+            children=1,
+        ),
         graphs=plan_graphs(config, world, inspect_folder(local / "parent", config.model)[0], paths.bucket_root),
         row_files=files,
-        seen=(),
     ).sealed()
     store.write_bytes(paths.plan, plan.to_json())
     return plan

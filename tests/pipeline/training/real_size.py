@@ -24,7 +24,7 @@ from pipeline.backends.device import Device
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage
 from pipeline.estimate import memory
-from pipeline.evaluation.validation import read_validation_set
+from pipeline.evaluation.holdout import read_holdout
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.model.encoder import Encoder, new_encoder, prepare_for_training
 from pipeline.model.folder import load_encoder
@@ -145,16 +145,14 @@ def training(
         optimizer=optimizer,
         source=context.scratch / "local" / "parent",
         batches=TrainingBatches(
-            rows / "train.arrow",
+            rows,
             context.world,
             batch_size=config.train.batch_size,
             accumulation=config.train.accumulation,
             query_length=config.train.query_length,
-            buckets=config.train.buckets,
-            seed=config.seed,
             learning_rate=partial(learning_rate, config.train, steps=STEPS, warmup_steps=0),
         ),
-        validation=read_validation_set(rows, config.train.validation_queries),
+        validation=read_holdout(rows, config.train.validation_queries),
         heartbeat=context.heartbeat,
         watch=GraphWatch(device=device),
         monitor=HostMonitor(context, ""),

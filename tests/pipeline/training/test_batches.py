@@ -9,7 +9,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.dataset.arrow import TOKENS, read_table
+from pipeline.config import build_config
+from pipeline.dataset.row_files import DocumentLengths, read_table
+from pipeline.dataset.steps import write_orders
 from pipeline.model.loss import DocumentRole
 from pipeline.run.world import World
 from pipeline.training.batches import Padding, TokenColumn, TrainingBatches
@@ -22,21 +24,27 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("batches")
     make_model(folder / "model")
     write_rows(folder / "rows", folder / "model", 8, 32, rows=101, held=5)
-    return folder / "rows" / "train.arrow"
+    return folder / "rows"
 
 
 def open_batches(
-    path: Path, rank: int, size: int, batch_size: int, accumulation: int = 1, *, padding: Padding = Padding.STATIC
+    folder: Path, rank: int, size: int, batch_size: int, accumulation: int = 1, *, padding: Padding = Padding.STATIC
 ) -> TrainingBatches:
+    """Batches of the rows, whose order is written for this number of rows a step."""
+    ordered = folder / str(size * batch_size * accumulation)
+    if not ordered.exists():
+        ordered.mkdir()
+        (ordered / "train.arrow").symlink_to(folder / "train.arrow")
+        train = {"batch_size": batch_size, "accumulation": accumulation, "buckets": [16, 32], "epochs": 2}
+        lengths = DocumentLengths(read_table(folder / "train.arrow"))
+        write_orders(ordered, lengths, build_config({"seed": 3, "train": train}), size)
     return TrainingBatches(
-        path,
+        ordered,
         World(rank=rank, size=size),
         batch_size=batch_size,
         accumulation=accumulation,
         query_length=8,
-        buckets=(16, 32),
         padding=padding,
-        seed=3,
         learning_rate=lambda step: step / 10,
     )
 
@@ -47,17 +55,19 @@ def test_token_column_across_chunks() -> None:
         [pa.array(lists[:2], pa.list_(pa.int32())), pa.array([], pa.list_(pa.int32())), pa.array(lists[2:], pa.list_(pa.int32()))]
     )
     sliced = column.slice(1, 3)
-    assert [TokenColumn(column)[row].tolist() for row in range(5)] == lists
-    assert [TokenColumn(sliced)[row].tolist() for row in range(3)] == lists[1:4]
     for rows in ([], [3], [1], [4, 0, 3, 3, 1, 2]):
-        assert TokenColumn(column).joined(np.array(rows, np.int64)).tolist() == [token for row in rows for token in lists[row]]
+        wanted = np.array(rows, np.int32)
+        assert [tokens.tolist() for tokens in TokenColumn(column).lists(wanted)] == [lists[row] for row in rows]
+        assert TokenColumn(column).lengths(wanted).tolist() == [len(lists[row]) for row in rows]
+        assert TokenColumn(column).joined(wanted).tolist() == [token for row in rows for token in lists[row]]
+        assert TokenColumn(column).joined(wanted).dtype == np.int32
+    assert [tokens.tolist() for tokens in TokenColumn(sliced).lists(np.arange(3, dtype=np.int32))] == lists[1:4]
 
 
 def test_an_epoch_has_every_row_once(rows: Path) -> None:
     batches = open_batches(rows, 0, 1, 8)
-    with pa.memory_map(str(rows)) as source:
-        table = pa.ipc.open_file(source).read_all()
-    documents = dict(zip(table["id"].to_pylist(), table["document_tokens"].to_pylist(), strict=True))
+    table = read_table(rows / "train.arrow")
+    documents = dict(zip((f"0:{line}" for line in table["line"].to_pylist()), table["document_tokens"].to_pylist(), strict=True))
     seen = []
     pairs = tokens = 0
     for step, batch in enumerate(batches.iterate(0, batches.steps_per_epoch)):
@@ -166,29 +176,29 @@ def test_fillers_never_count(rows: Path) -> None:
 
 
 def test_digest_is_that_of_the_global_batch_for_any_number_of_ranks(rows: Path) -> None:
-    def digests(path: Path, rank: int, size: int, batch_size: int) -> list[str]:
-        batches = open_batches(path, rank, size, batch_size)
+    def digests(folder: Path, rank: int, size: int, batch_size: int) -> list[str]:
+        batches = open_batches(folder, rank, size, batch_size)
         for _ in batches.iterate(0, batches.steps_per_epoch):
             pass
         return [batches.take_facts(step).digest for step in range(batches.steps_per_epoch)]
 
     single = digests(rows, 0, 1, 8)
     assert digests(rows, 0, 2, 4) == single
-    assert digests(rows, 0, 1, 4) != single
     assert set(digests(rows, 1, 2, 4)) == {""}
     assert len(set(single)) == len(single)
 
 
 def test_digest_sees_one_other_token(rows: Path, tmp_path: Path) -> None:
-    table = read_table(rows)
+    table = read_table(rows / "train.arrow")
     tokens = table["document_tokens"].to_pylist()
     tokens[17][-1] += 1
-    table = table.set_column(table.schema.get_field_index("document_tokens"), "document_tokens", pa.array(tokens, TOKENS))
+    place, kind = table.schema.get_field_index("document_tokens"), pa.list_(pa.uint32())
+    table = table.set_column(place, "document_tokens", pa.array(tokens, kind))
     with pa.ipc.new_file(str(tmp_path / "train.arrow"), table.schema) as writer:
         writer.write_table(table)
     differ = []
-    for path in (rows, tmp_path / "train.arrow"):
-        batches = open_batches(path, 0, 1, 8)
+    for folder in (rows, tmp_path):
+        batches = open_batches(folder, 0, 1, 8)
         for _ in batches.iterate(0, batches.steps_per_epoch):
             pass
         differ.append([batches.take_facts(step).digest for step in range(batches.steps_per_epoch)])

@@ -1,0 +1,182 @@
+"""Rows that runs were trained on: `seen/RUN/`, which train writes at its end and the plans of later runs read.
+
+    versions.bin    u64 of each row (pipeline/dataset/ingested.row_versions)
+    keys.bin        u64 of each row: its key, of which a hold-out has no row
+    record.json     SeenRecord, written last
+
+Only rows that no ancestor was trained on, sorted by key. The folder is outside the run's, so it stays when the run is removed.
+What counts for a new run are the folders of its parent's lineage, so it follows what was published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline import store
+from pipeline.contract import seen_uri
+from pipeline.dataset.external_sort import ExternalSort
+from pipeline.dataset.ingested import SLICES, Hashes
+from pipeline.dataset.reading import in_threads
+from pipeline.dataset.row_files import read_table
+from pipeline.dataset.sampler import MASKED
+from pipeline.dataset.steps import order_file
+from pipeline.errors import BadData, MissingInput
+from pipeline.plan import RunPlan
+
+VERSIONS, KEYS, RECORD = "versions.bin", "keys.bin", "record.json"
+ROW = np.dtype([("key", np.uint64), ("version", np.uint64)])
+BATCHES_AT_ONCE = 4096
+
+
+class SeenRecord(BaseModel):
+    """The content of a `seen/RUN` folder.
+
+    Attributes:
+        run: that was trained.
+        lineage: its ancestors' runs, the oldest first, itself last.
+        identity: see `RunPlan`; versions of another one cannot be compared.
+        holdout_by: `data.holdout_by`, which decides what the keys are.
+        shards: names of all ingested training shards that its plan listed.
+        slices: see `pipeline.dataset.ingested.IngestedFile`.
+        rows: in the files.
+        steps: that it was trained for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    lineage: tuple[str, ...]
+    identity: str
+    holdout_by: str
+    shards: tuple[str, ...]
+    slices: tuple[int, ...]
+    rows: int
+    steps: int
+
+
+def read_record(bucket_root: str, run: str) -> SeenRecord:
+    """
+    Raises:
+        MissingInput: the run left no record.
+        BadData: it cannot be read.
+    """
+    uri = store.join(seen_uri(bucket_root, run), RECORD)
+    try:
+        return SeenRecord.model_validate_json(store.read_bytes(uri))
+    except MissingInput as error:
+        raise MissingInput(
+            f"what run {run} was trained on is not known, so the new rows are not",
+            value=uri,
+            rule="train writes it at its end, and it stays when the run's folder is removed",
+            remedy="restore it, or set data.new_identity=true: every row then counts as new",
+        ) from error
+    except ValidationError as error:
+        raise BadData(
+            "the record of the rows that a run was trained on cannot be read",
+            value=f"{uri}: {error.errors()[0]['msg']}",
+            rule="it never changes",
+            remedy="restore it",
+        ) from error
+
+
+class SeenRows:
+    """The rows that some runs were trained on.
+
+    Args:
+        holdout_by: of the run that asks. Keys of a run that held out by something else tell nothing, and its versions are sorted
+            by other keys, so that all of them are in memory.
+    """
+
+    def __init__(self, bucket_root: str, runs: Sequence[str], holdout_by: str) -> None:
+        self._bucket_root = bucket_root
+        self._runs = runs
+        self._holdout_by = holdout_by
+
+    @cached_property
+    def records(self) -> list[SeenRecord]:
+        return list(in_threads(lambda run: read_record(self._bucket_root, run), self._runs))
+
+    @property
+    def shards(self) -> set[str]:
+        """Names of the training shards of all runs."""
+        return {name for record in self.records for name in record.shards}
+
+    def versions(self, first: int, last: int) -> Hashes:
+        """Return the versions of rows in the slices [first, last); perhaps others, too."""
+        return np.concatenate([self._elsewhere, *self._read(VERSIONS, first, last)])
+
+    def keys(self, first: int, last: int) -> Hashes:
+        """Return the keys in the slices [first, last)."""
+        return np.concatenate([np.empty(0, np.uint64), *self._read(KEYS, first, last)])
+
+    @cached_property
+    def _elsewhere(self) -> Hashes:
+        others = [record for record in self.records if record.holdout_by != self._holdout_by]
+        return np.concatenate([np.empty(0, np.uint64), *(self._range(VERSIONS, record, 0, SLICES) for record in others)])
+
+    def _read(self, name: str, first: int, last: int) -> list[Hashes]:
+        own = [record for record in self.records if record.holdout_by == self._holdout_by]
+        return list(in_threads(lambda record: self._range(name, record, first, last), own))
+
+    def _range(self, name: str, record: SeenRecord, first: int, last: int) -> Hashes:
+        uri = store.join(seen_uri(self._bucket_root, record.run), name)
+        return np.frombuffer(store.read_range(uri, 8 * record.slices[first], 8 * record.slices[last]), np.uint64)
+
+
+def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch: Path) -> SeenRecord:
+    """Record the rows that a run was trained on first: those of the stored order up to its last step.
+
+    Args:
+        rows: local folder of the run's row files.
+        steps: optimizer steps that were done.
+        scratch: local folder for temporary files.
+    """
+    table = read_table(rows / "train.arrow").select(["key", "version", "new"])
+    trained = trained_rows(rows, table.num_rows, steps, plan.train.steps_per_epoch)
+    folder = scratch / "seen"
+    sort = ExternalSort(folder / "sort", table.num_rows, ROW)
+    start = 0
+    for batch in table.to_batches():
+        chosen = np.asarray(batch["new"]) & trained[start : start + len(batch)]
+        sort.add(key=batch["key"].to_numpy()[chosen], version=batch["version"].to_numpy()[chosen])
+        start += len(batch)
+    slices = np.zeros(SLICES + 1, np.int64)
+    with open(folder / VERSIONS, "wb") as versions, open(folder / KEYS, "wb") as keys:
+        for records in sort:
+            records["version"].tofile(versions)
+            records["key"].tofile(keys)
+            owners = records["key"] >> np.uint64(64 - SLICES.bit_length() + 1)
+            slices[1:] += np.bincount(owners.astype(np.int64), minlength=SLICES)
+    begins = np.cumsum(slices).tolist()
+    uri = seen_uri(bucket_root, plan.run)
+    store.upload_folder(folder, uri)
+    record = SeenRecord(
+        run=plan.run,
+        lineage=(*plan.lineage, plan.run),
+        identity=plan.identity,
+        holdout_by=plan.config.data.holdout_by,
+        shards=plan.pairs,
+        slices=begins,
+        rows=begins[-1],
+        steps=steps,
+    )
+    store.write_bytes(store.join(uri, RECORD), record.model_dump_json().encode())
+    return record
+
+
+def trained_rows(folder: Path, rows: int, steps: int, steps_per_epoch: int) -> NDArray[np.bool_]:
+    """Return which of the training rows the first steps took, (rows,)."""
+    if steps >= steps_per_epoch:
+        return np.ones(rows, np.bool_)
+    trained = np.zeros(rows, np.bool_)
+    order = np.load(folder / order_file(0), mmap_mode="r")
+    for start in range(0, steps, BATCHES_AT_ONCE):
+        taken = order[start : min(start + BATCHES_AT_ONCE, steps), 1:]
+        trained[taken[taken != MASKED]] = True
+    return trained

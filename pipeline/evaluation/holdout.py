@@ -1,0 +1,107 @@
+"""The hold-out as evaluation takes it: distinct queries, the candidates they are ranked against, and which of these are relevant.
+
+Reads `holdout.arrow` and `candidates.arrow`, which are mapped into memory: token lists are views of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.dataset.row_files import read_table
+from pipeline.errors import BadData
+from pipeline.evaluation.query_values import QueryKey
+from pipeline.evaluation.retrieval import Relevant
+from pipeline.model.inference import TokenList
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Holdout:
+    """Distinct queries with their relevant documents among the candidates.
+
+    Attributes:
+        keys: per query, what it is known by in other runs: the hash of its text, and its locale (None where rows have none).
+        queries: token ids of each query.
+        candidates: token ids of each candidate document.
+        relevant: the relevant candidates of each query.
+        documents: `id` and `document_hash` of each candidate; None where the candidates are made up.
+    """
+
+    keys: tuple[QueryKey, ...]
+    queries: Sequence[TokenList]
+    candidates: Sequence[TokenList]
+    relevant: Relevant
+    documents: pa.Table | None = None
+
+    @property
+    def locales(self) -> list[str | None]:
+        return [locale for _, locale in self.keys]
+
+
+def read_holdout(folder: Path, most: int | None = None) -> Holdout:
+    """Return the hold-out that a folder of row files has.
+
+    Args:
+        most: take the first so many queries in the order of their hashes, which is random but the same every week, and their own
+            documents alone as candidates; None: everything.
+
+    Raises:
+        BadData: see `join_holdout`.
+    """
+    return join_holdout(read_table(folder / "holdout.arrow"), read_table(folder / "candidates.arrow"), most)
+
+
+def join_holdout(holdout: pa.Table, candidates: pa.Table, most: int | None = None) -> Holdout:
+    """Group the hold-out's rows into distinct queries (text and locale), in the order of their hashes and locales.
+
+    A query without a relevant document does not count. Of equal pairs the largest label is the gain.
+
+    Raises:
+        BadData: a held-out document is not among the candidates, or no query has a relevant document.
+    """
+    hashes, documents = candidates["document_hash"].to_numpy(), holdout["document_hash"].to_numpy()
+    order = np.argsort(hashes)
+    place = order[np.searchsorted(hashes[order], documents).clip(max=len(hashes) - 1)]
+    if missing := np.count_nonzero(hashes[place] != documents):
+        raise BadData(
+            "held-out documents are not among the candidates",
+            value=f"{missing} rows",
+            rule="candidates hold all hold-out documents",
+        )
+    labels = holdout["label"].to_numpy().astype(np.float64)
+    # The largest gain first: it is the first of equal pairs.
+    rows = np.argsort(-labels, kind="stable")[: np.count_nonzero(labels > 0)]
+    names, locale = np.unique(pc.fill_null(holdout["locale"], "").to_numpy().astype(str), return_inverse=True)
+    both = np.stack([holdout["query_hash"].to_numpy(), locale.astype(np.uint64)], axis=1)
+    keys, firsts, query = np.unique(both[rows], axis=0, return_index=True, return_inverse=True)
+    if not len(keys):
+        raise BadData("the hold-out has no query with a relevant document", remedy="raise data.holdout_fraction")
+    keys, firsts = keys[:most], rows[firsts[:most]]
+    rows, query = rows[query < len(keys)], query[query < len(keys)]
+    place = place[rows]
+    if most is not None:
+        own, place = np.unique(place, return_inverse=True)
+        candidates = candidates.take(pa.array(own))
+    pairs, best = np.unique(np.stack([query, place], axis=1), axis=0, return_index=True)
+    return Holdout(
+        keys=tuple((value, str(names[number]) or None) for value, number in keys.tolist()),
+        queries=token_lists(holdout["query_tokens"].take(pa.array(firsts))),
+        candidates=token_lists(candidates["document_tokens"]),
+        relevant=Relevant(pairs[:, 0], pairs[:, 1], labels[rows[best]]),
+        documents=candidates.select(["id", "document_hash"]),
+    )
+
+
+def token_lists(column: pa.ChunkedArray) -> list[TokenList]:
+    """Return the token ids of each row, as views of the column's memory."""
+    found: list[TokenList] = []
+    for chunk in column.chunks:
+        offsets = chunk.offsets.to_numpy()
+        values = chunk.values.to_numpy()[: offsets[-1]]
+        found += np.split(values, offsets[:-1])[1:]
+    return found

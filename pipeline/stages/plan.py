@@ -1,0 +1,470 @@
+"""plan: decide everything that depends on rows. Reads prepare/inputs.json and the ingested shards; writes plan/ and plan.json.
+
+It works with hashes and profiles, and reads of the rows only those that the run uses. The row files are in place before the plan,
+and the plan is written only if there is none: a run that resumes keeps the plan it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from pipeline import store
+from pipeline.config import Deployment, RunConfig
+from pipeline.contract import Artifact, Metric, Queue, RunPaths, Stage, StageResult, now
+from pipeline.cost import cost_of, most
+from pipeline.dataset.corpus_plan import CountedDocuments, count_documents, documents_gone
+from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard, Profile
+from pipeline.dataset.profile import check_limits, profile_of
+from pipeline.dataset.reading import in_threads
+from pipeline.dataset.records import BadRow
+from pipeline.dataset.refusals import LISTED_REASONS, Refusals
+from pipeline.dataset.row_files import PUBLISHED, Lengths
+from pipeline.dataset.tokens import TextTokenizer
+from pipeline.errors import BadData, MissingInput
+from pipeline.estimate.requirements import attempt_minutes, over, refuse, requirements
+from pipeline.estimate.workload import Workload
+from pipeline.evaluation.gate import check_holdout
+from pipeline.graphs.compiled import missing_sets
+from pipeline.model.folder import inspect_folder, own_form, text_positions
+from pipeline.model.inventory import transformer_folder
+from pipeline.model.shape import ModelShape, fetch_shape, fetch_without_weights
+from pipeline.plan import DataProfile, EmbedPlan, ExpectedCost, HoldoutPlan, RowFile, RunInputs, RunPlan, Shard, TrainPlan
+from pipeline.run.context import StageContext, StageOutput
+from pipeline.run.request import read_request
+from pipeline.stages.plan_rows import PlannedRows
+from pipeline.training.resumption import resumed_run
+
+log = logging.getLogger("trnpipe")
+
+LISTED_SHARDS = 20
+"""Shards named in result.json, which must stay small; all of them are in the plan."""
+
+SHORTEST_TEXT = 3
+"""Tokens of a text, the two that every family puts around it included."""
+
+
+def run(context: StageContext) -> StageOutput:
+    """Plan the run, or keep the plan that is there."""
+    plan = kept_plan(context.paths) or new_plan(context)
+    for name, value in plan.summary().items():
+        log.info("plan: %s = %s", name, value)
+    return output(context.paths, plan)
+
+
+def kept_plan(paths: RunPaths) -> RunPlan | None:
+    """Return the plan that an earlier execution made, if there is one.
+
+    Raises:
+        MissingInput: the row files are gone.
+    """
+    if not store.exists(paths.plan):
+        return None
+    plan = RunPlan.from_json(store.read_bytes(paths.plan))
+    check_row_files(paths, plan)
+    log.info("keeping the plan of %s", plan.created)
+    return plan
+
+
+def check_row_files(paths: RunPaths, plan: RunPlan, *, content: bool = False) -> None:
+    """Refuse to continue without the row files that the plan names.
+
+    Args:
+        content: compare their hashes too, not only their sizes.
+    """
+    gone = []
+    for name, file in plan.row_files.items():
+        uri = store.join(paths.rows, name)
+        info = store.stat(uri)
+        if info is None or info.size != file.size or (content and store.sha256(uri) != file.sha256):
+            gone.append(uri)
+    if gone:
+        raise MissingInput(
+            "row files of the run are gone or have changed",
+            value=gone,
+            rule="they stay as plan wrote them for as long as the run lasts",
+            remedy="start a new run",
+        )
+
+
+def new_plan(context: StageContext) -> RunPlan:
+    """Decide everything, write the row files, then the plan.
+
+    Raises:
+        BadConfig, BadData, MissingInput: see the functions below.
+    """
+    paths, scratch = context.paths, context.scratch
+    inputs = RunInputs.from_json(store.read_bytes(paths.inputs))
+    deployment = read_request(paths).deployment
+    config, world = inputs.config, inputs.world
+    pairs, documents = ingested(paths, inputs, PAIRS), ingested(paths, inputs, DOCUMENTS)
+
+    def beat(note: str, done: int) -> None:
+        context.heartbeat.beat(done, unit="rows", note=note)
+
+    with Quarantine(scratch / "quarantine.jsonl", paths.quarantine) as quarantine:
+        quarantine.join([*pairs, *(shard for shard in documents if not shard.shard.of_pairs)])
+        counted = count_documents(
+            documents,
+            config.embed.rows_per_part,
+            config.embed.children * (config.embed.ranks_per_child or world.ranks_per_node),
+            quarantine.refuse,
+            partial(beat, "counting documents"),
+        )
+        context.cloudwatch.write({Metric.QUARANTINED_ROWS: quarantine.count})
+        rows = PlannedRows(inputs, pairs, paths.bucket_root, scratch / "rows", _published(context, inputs), beat)
+        check_bad_rows(inputs, pairs, documents, counted, rows.new_shards, quarantine)
+    check_selection(inputs, rows, pairs)
+    embed = plan_embedding(inputs, documents, counted)
+    profile = check_profile(paths, inputs, [pairs[number].profile for number in rows.new_shards], embed)
+    check_data = partial(check_amounts, inputs, deployment, fetch_shape(inputs.parent.folder, config.model, scratch / "parent"))
+    check_data(rows, pairs, embed)
+    rows.write_holdout()
+    check_queries(rows, config)
+    counts, mean_tokens = rows.write_training(world.ranks)
+    check_data(rows, pairs, embed, mean_tokens)
+
+    shards = {number: _shard(number, pairs[number], rows) for number in rows.numbers}
+    first = len(rows.new_shards)
+    planned = sorted(rows.numbers, key=rows.numbers.__getitem__)
+    plan = RunPlan(
+        run=paths.run_id,
+        created=now(),
+        config=config,
+        parent=inputs.parent,
+        published=inputs.published,
+        world=world,
+        train=TrainPlan(
+            new=tuple(shards[number] for number in planned[:first]),
+            replay=tuple(shards[number] for number in planned[first:]),
+            rows=rows.rows["train.arrow"],
+            new_rows=rows.new.total(),
+            replay_rows=rows.replayed.total(),
+            bad_rows=sum(map(refused, pairs)),
+            not_positive=sum(shard.profile.rows - shard.profile.positive_rows for shard in pairs),
+            **asdict(counts),
+        ),
+        holdout=HoldoutPlan(rows=rows.rows["holdout.arrow"], queries=rows.queries, candidates=rows.rows["candidates.arrow"]),
+        embed=embed,
+        graphs=inputs.graphs,
+        memory=inputs.memory,
+        expected_cost=expect_cost(inputs, paths, embed.children, deployment),
+        profile=profile,
+        row_files=upload_rows(paths, scratch / "rows", rows.rows),
+        lineage=inputs.lineage,
+        pairs=tuple(shard.shard.rows for shard in pairs),
+        identity=inputs.identity,
+    )
+    train = plan.train.model_copy(update={"resumed": resumed_run(plan, paths)})
+    return write_plan(paths, plan.model_copy(update={"train": train}).sealed())
+
+
+def ingested(paths: RunPaths, inputs: RunInputs, kind: str) -> list[IngestedShard]:
+    """Return the ingested shards of a kind, with their profiles.
+
+    Raises:
+        MissingInput: one is not ingested.
+    """
+    shards = [IngestedShard(paths.bucket_root, shard) for shard in inputs.shards_of(kind)]
+    for _ in in_threads(lambda shard: (shard.profile, shard.token_profile), shards):
+        pass
+    return shards
+
+
+def refused(shard: IngestedShard) -> int:
+    """Return the rows of a shard that ingest refused, or of which the tokenizer refused a text."""
+    return shard.profile.bad_rows + shard.token_profile.without_tokens
+
+
+class Quarantine:
+    """Lists every refused row in a local file; on exit, also after an error, the file is uploaded.
+
+    Attributes:
+        count: refused rows.
+    """
+
+    def __init__(self, path: Path, uri: str) -> None:
+        self.count = 0
+        self.refusals = Refusals()
+        self._uri = uri
+        self._path = path
+        self._stream = path.open("wb")
+
+    def __enter__(self) -> Quarantine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stream.close()
+        if self.count:
+            store.upload(self._path, self._uri)
+            log.warning("refused rows are listed in %s", self._uri)
+        else:
+            store.delete(self._uri)  # an earlier attempt on other data may have left it
+
+    def join(self, shards: Sequence[IngestedShard]) -> None:
+        """Add the rows that ingest refused."""
+        for shard in shards:
+            self.count += refused(shard)
+            if shard.profile.bad_rows:
+                with store.open_read(store.join(shard.rows_uri, "quarantine.jsonl")) as stream:
+                    shutil.copyfileobj(stream, self._stream)
+
+    def refuse(self, row: BadRow) -> None:
+        self.count += 1
+        self._stream.write(json.dumps(row._asdict(), ensure_ascii=False).encode() + b"\n")
+        self.refusals.add(row)
+
+
+def check_bad_rows(
+    inputs: RunInputs,
+    pairs: Sequence[IngestedShard],
+    documents: Sequence[IngestedShard],
+    counted: CountedDocuments,
+    new: Sequence[int],
+    quarantine: Quarantine,
+) -> None:
+    """Refuse data of which more than `data.max_bad_fraction` is bad. Each group on its own, or a long history hides a bad week.
+
+    Args:
+        new: numbers of the training shards that the lineage did not have.
+    """
+    conflicts = {documents[number].shard.uri: count for number, count in counted.conflicts.items()}
+    groups = {
+        "new training shards": [pairs[number] for number in new],
+        "earlier training shards": [shard for number, shard in enumerate(pairs) if number not in set(new)],
+        "corpus": [shard for shard in documents if not shard.shard.of_pairs],
+    }
+    limit, own_corpus = inputs.config.data.max_bad_fraction, bool(groups["corpus"])
+    for name, shards in groups.items():
+        differ = sum(conflicts.get(shard.shard.uri, 0) for shard in shards) if (name == "corpus") == own_corpus else 0
+        bad = differ + sum(map(refused, shards))
+        total = sum(shard.profile.rows + shard.profile.bad_rows for shard in shards)
+        log.info("%s: %d rows, %d of them refused", name, total, bad)
+        if bad > limit * total:
+            reasons = [reason for shard in shards for reason in shard.profile.reasons]
+            raise BadData(
+                f"too many rows of the {name} are bad: {bad:,} of {total:,}",
+                value=[*reasons, *(quarantine.refusals.reasons() if differ else ())][:LISTED_REASONS],
+                rule=f"data.max_bad_fraction = {limit:g}",
+                remedy="correct the rows, all of which are listed in plan/quarantine.jsonl, or raise data.max_bad_fraction",
+            )
+
+
+def plan_embedding(inputs: RunInputs, documents: Sequence[IngestedShard], counted: CountedDocuments) -> EmbedPlan:
+    """Plan the corpus and its parts.
+
+    Raises:
+        BadData: the corpus is empty.
+    """
+    config = inputs.config
+    if not counted.digest.count:
+        raise BadData("the corpus is empty", value=list(config.data.corpus), rule="there is at least one document to embed")
+    own = [shard for shard in documents if not shard.shard.of_pairs]
+    return EmbedPlan(
+        source="corpus" if own else "documents",
+        shards=inputs.shards_of(DOCUMENTS),
+        tokenizer=inputs.tokenizer,
+        rows=counted.digest.count,
+        bad_rows=counted.conflicts.total() + sum(map(refused, own)),
+        ids=str(counted.digest),
+        parts=counted.parts,
+        children=min(config.embed.children, len(counted.parts)),
+    )
+
+
+def check_profile(paths: RunPaths, inputs: RunInputs, new: Sequence[Profile], embed: EmbedPlan) -> DataProfile:
+    """Compare the data with that of the parent's run, as far as its plan is still there.
+
+    Raises:
+        BadData: a limit of `data.limits` is exceeded.
+    """
+    last = None
+    if inputs.lineage:
+        with suppress(MissingInput, BadData):  # removed, or of another version
+            last = RunPlan.from_json(store.read_bytes(RunPaths(f"{paths.bucket_root}/runs/{inputs.lineage[-1]}").plan))
+    gone = documents_gone(paths.bucket_root, last.embed.shards, embed.shards) if last else None
+    profile = profile_of(new, embed.rows, gone)
+    check_limits(profile, last.profile if last else None, inputs.config.data.limits, new)
+    return profile
+
+
+def check_selection(inputs: RunInputs, rows: PlannedRows, pairs: Sequence[IngestedShard]) -> None:
+    """Refuse a run without rows to train on, or without new ones.
+
+    Raises:
+        MissingInput: no row is new, and data.require_new is set.
+        BadData: there is none at all.
+    """
+    data, new = inputs.config.data, int(rows.selection.new.sum())
+    if inputs.lineage and data.require_new and not new:
+        raise MissingInput(
+            "no training row is new",
+            value=f"{len(pairs)} shards under {', '.join(data.train)}, all of their rows seen by run {inputs.parent.run}",
+            rule="data.require_new: a run needs rows that its parent has not been trained on",
+            remedy="upload new rows, or set data.require_new=false to train on earlier rows only",
+        )
+    if not rows.selection.rows:
+        good, positive = (sum(getattr(shard.profile, name) for shard in pairs) for name in ("rows", "positive_rows"))
+        raise BadData(
+            "there is no row to train on",
+            value=[
+                f"{good} good rows, {positive} positive ones, {new} of them new and not held out",
+                f"data.replay_fraction = {data.replay_fraction:g}",
+            ],
+            rule="a row is trained on if its label is above 0 and its document is not held out",
+            remedy="add rows; without new ones, data.replay_fraction says which share of the earlier rows is used",
+        )
+
+
+def check_queries(rows: PlannedRows, config: RunConfig) -> None:
+    """Refuse a run without rows to evaluate with, or with too few.
+
+    Raises:
+        BadData: no row.
+        BadConfig: see `check_holdout`.
+    """
+    if not rows.queries:
+        raise BadData(
+            "the hold-out is empty",
+            value=f"data.holdout_fraction = {config.data.holdout_fraction:g}",
+            rule="rows with a label above 0 are held out by hash (data.holdout_by), unless a compared model was trained on them",
+            remedy="add rows or raise data.holdout_fraction",
+        )
+    check_holdout(rows.queries, config.gate)
+
+
+def check_amounts(
+    inputs: RunInputs,
+    deployment: Deployment,
+    shape: ModelShape,
+    rows: PlannedRows,
+    pairs: Sequence[IngestedShard],
+    embed: EmbedPlan,
+    mean_tokens: float | None = None,
+) -> None:
+    """Refuse more data than a stage can hold, before days are spent on it; warn of what would take too long.
+
+    Args:
+        mean_tokens: of a document to train on; None: no rows are written yet. Texts then count as short as they can be, and the
+            hold-out not at all, so that what is refused is certain.
+
+    Raises:
+        BadConfig: names everything that is too much and what helps.
+    """
+    if deployment.local_paths:
+        return  # All stages share a machine, whose other uses are unknown.
+    config = inputs.config
+    work = Workload(
+        train_rows=rows.selection.rows,
+        known_rows=sum(shard.profile.rows for shard in pairs),
+        corpus_rows=embed.rows,
+        queries=rows.queries,
+        candidates=rows.held_documents,
+        query_tokens=SHORTEST_TEXT,
+        document_tokens=mean_tokens or SHORTEST_TEXT,
+    )
+    another = inputs.published is not None and inputs.published.folder != inputs.parent.uri
+    found = list(
+        requirements(
+            work,
+            shape,
+            config,
+            parts=len(embed.parts),
+            ranks=config.embed.ranks_per_child or inputs.world.ranks_per_node,
+            embed_host=deployment.hosts.get(Queue.EMBED),
+            minutes=attempt_minutes(deployment.timeouts),
+            models=3 if another else 2,
+        )
+    )
+    refuse(found)
+    for one in over(found):
+        if mean_tokens is not None:
+            log.warning("%s: %s of %s; %s", one.what, one.shown(one.amount), one.shown(one.limit), one.remedy)
+
+
+def _published(context: StageContext, inputs: RunInputs) -> tuple[TextTokenizer, Lengths] | None:
+    """Return how the published model's texts are tokenized, None where they are as the parent's."""
+    if inputs.published is None or not inputs.published.own_tokens:
+        return None
+    folder = fetch_without_weights(inputs.published.folder, context.scratch / PUBLISHED)
+    backbone, _ = inspect_folder(folder, own_form(folder, inputs.config.model))
+    return TextTokenizer(transformer_folder(folder)), Lengths.of(inputs.config).within(text_positions(backbone))
+
+
+def _shard(number: int, shard: IngestedShard, rows: PlannedRows) -> Shard:
+    profile = shard.profile
+    return Shard(
+        uri=profile.uri,
+        sha256=profile.sha256,
+        size=profile.size,
+        rows=profile.rows,
+        bad_rows=refused(shard),
+        holdout_rows=rows.held[number],
+        new_rows=rows.new[number],
+        replay_rows=rows.replayed[number],
+    )
+
+
+def expect_cost(inputs: RunInputs, paths: RunPaths, children: int, deployment: Deployment) -> ExpectedCost:
+    """Estimate the run's cost: as much as the one published last, and at most what its time budget allows."""
+    prices = deployment.prices.by_queue()
+    at_once = {Stage.INGEST: inputs.ingest_children, Stage.EMBED: min(children, deployment.embed_hosts or children)}
+    at_most = most(prices, nodes=inputs.config.nodes, children=at_once, time_budget=inputs.config.time_budget)
+    last = inputs.published.run if inputs.published else None
+    used = used_by(paths, last) if last else {}
+    if not used:
+        return ExpectedCost(at_most=at_most)
+    return ExpectedCost(run=last, node_hours=sum(used.values()), as_before=cost_of(used, prices), at_most=at_most)
+
+
+def used_by(paths: RunPaths, run_id: str) -> dict[Stage, float]:
+    """Return the node-hours that a run's report counted, stage by stage; empty where no report counts them."""
+    try:
+        uri = RunPaths(f"{paths.bucket_root}/runs/{run_id}").result(Stage.REPORT)
+        result = StageResult.from_json(store.read_bytes(uri))
+        return {Stage(name): float(stage["node_hours"]) for name, stage in result.metrics["cost"]["stages"].items()}
+    except (MissingInput, BadData, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # a report never fails a run, and neither does a missing one
+
+
+def upload_rows(paths: RunPaths, folder: Path, rows: dict[str, int]) -> dict[str, RowFile]:
+    """Copy the row files into the run folder."""
+    written = store.upload_folder(folder, paths.rows)
+    return {name: RowFile(sha256=written[name].sha256, size=written[name].size, rows=rows[name]) for name in rows}
+
+
+def write_plan(paths: RunPaths, plan: RunPlan) -> RunPlan:
+    """Write the plan unless there is one by now; returns the one that is there.
+
+    Raises:
+        MissingInput: another plan stage of this run wrote other row files at the same time.
+    """
+    try:
+        store.write_bytes(paths.plan, plan.to_json(), if_absent=True)
+    except store.Conflict:
+        log.warning("this run was planned meanwhile; keeping that plan")
+        plan = RunPlan.from_json(store.read_bytes(paths.plan))
+        check_row_files(paths, plan, content=True)
+    return plan
+
+
+def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
+    """Return the content of result.json. The state machine skips the compile stage where no compiled set is missing."""
+    shards = (*plan.train.new, *plan.train.replay)[:LISTED_SHARDS]
+    data = store.read_bytes(paths.plan)
+    outputs = {"plan": Artifact(paths.plan, hashlib.sha256(data).hexdigest(), len(data))}
+    for name, file in list(plan.row_files.items())[:LISTED_SHARDS]:
+        outputs[name] = Artifact(store.join(paths.rows, name), file.sha256, file.size)
+    return StageOutput(
+        inputs={f"train-{number:05d}": Artifact(one.uri, one.sha256, one.size) for number, one in enumerate(shards)},
+        outputs=outputs,
+        metrics={**plan.summary(), "compile": bool(missing_sets(paths.bucket_root, plan.graphs))},
+    )

@@ -1,0 +1,248 @@
+"""The rows of a run: selected from the ingested shards by their hashes, and written into the run's own row files.
+
+Reads ingested shards and the rows that the lineage was trained on; writes the row files into a local folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.dataset.ingested import SLICES, IngestedShard
+from pipeline.dataset.reading import in_threads
+from pipeline.dataset.row_files import HOLDOUT_FILES, PUBLISHED, DocumentLengths, Lengths, RowWriter, read_table
+from pipeline.dataset.seen import SeenRows
+from pipeline.dataset.selection import Group, Mask, Numbers, Rows, Selection, groups, holdout_slices, pieces, select
+from pipeline.dataset.steps import StepCounts, order_file, write_orders
+from pipeline.dataset.tokens import TextTokenizer, cut
+from pipeline.plan import RunInputs, TokenizerPlan
+
+HOLDOUT_GROUP = 1 << 17
+"""Rows of a group of which facts and tokens are in memory."""
+
+Beat = Callable[[str, int], None]
+"""Called with what is done and the rows so far."""
+
+OWN = {"query_tokens": "own_query_tokens", "document_tokens": "own_document_tokens"}
+"""Columns of the parent's tokens -> those of the published model's."""
+
+
+class PlannedRows:
+    """Selects the rows of a run, and writes them: first the hold-out, then those to train on.
+
+    Args:
+        inputs: of the run.
+        shards: ingested training shards, as they were listed.
+        bucket_root: the folder that holds `seen/`.
+        folder: local folder for the row files.
+        published: tokenizer and lengths of a published model with other tokens; None: it has the parent's, or there is none.
+        beat: see Beat.
+
+    Attributes:
+        rows: file -> rows in it.
+        queries: distinct held-out queries (text and locale) that have a relevant document.
+        held_documents: distinct documents of the hold-out.
+        held, new, replayed: number of a shard -> its rows in the files.
+        numbers: number of a shard -> its number in `train.arrow`; those that the lineage did not have come first.
+    """
+
+    def __init__(
+        self,
+        inputs: RunInputs,
+        shards: Sequence[IngestedShard],
+        bucket_root: str,
+        folder: Path,
+        published: tuple[TextTokenizer, Lengths] | None,
+        beat: Beat,
+    ) -> None:
+        self._inputs = inputs
+        self._config = inputs.config
+        self._shards = shards
+        self._folder = folder
+        self._published = published
+        self._beat = beat
+        compared = tuple(dict.fromkeys((*inputs.lineage, *inputs.published_lineage)))
+        seen = SeenRows(bucket_root, inputs.lineage, self._config.data.holdout_by)
+        self._compared = SeenRows(bucket_root, compared, self._config.data.holdout_by)
+        self._source = Rows(shards, seen, self._config.data.max_repeats)
+        self._lengths = Lengths.of(self._config)
+        known = seen.shards
+        self.new_shards = [number for number, one in enumerate(shards) if one.shard.rows not in known]
+        self.numbers = {number: place for place, number in enumerate(self.new_shards)}
+        self.rows: dict[str, int] = {}
+        self.queries = self.held_documents = 0
+        self.held: Counter[int] = Counter()
+        self.new: Counter[int] = Counter()
+        self.replayed: Counter[int] = Counter()
+
+    @cached_property
+    def selection(self) -> Selection:
+        """The rows to train on."""
+        return select(
+            self._source,
+            holdout_fraction=self._config.data.holdout_fraction,
+            replay_fraction=self._config.data.replay_fraction,
+            seed=self._config.seed,
+            new_shards=[self._shards[number].shard.rows for number in self.new_shards],
+            beat=partial(self._beat, "selecting rows"),
+        )
+
+    def write_holdout(self) -> None:
+        """Write queries to evaluate, their documents, and distractors: documents of the next slices.
+
+        Rows that a compared model was trained on are left out, and so are others with their key.
+        """
+        held, most = holdout_slices(self._config.data.holdout_fraction), self._config.data.holdout_queries
+        known: set[tuple[int, str | None]] = set()
+        documents: set[int] = set()
+        with ExitStack() as stack:
+            writer = RowWriter(self._folder, self._inputs.tokenizer.vocabulary, HOLDOUT_FILES)
+            writers = {"": stack.enter_context(writer)}
+            if self._published:
+                other = RowWriter(self._folder / PUBLISHED, self._published[0].vocabulary, HOLDOUT_FILES)
+                writers[f"{PUBLISHED}/"] = stack.enter_context(other)
+            for first, last, table in self._tables(0, held, self._untrained):
+                table = table.filter(pa.array(~np.isin(table["key"].to_numpy(), self._compared.keys(first, last))))
+                table = table.filter(pa.array(_within(table, known, most)))
+                self.held.update(table["shard"].to_pylist())
+                _add(writers, "holdout.arrow", table)
+                _add(writers, "candidates.arrow", _documents(table, documents))
+                self._beat("writing the hold-out", writer.rows["holdout.arrow"])
+                if len(known) == most:
+                    break
+            self.queries, self.held_documents = len(known), len(documents)
+            for _, _, table in self._tables(held, SLICES, lambda group, *_: group.repeat == 1):
+                missing = self.held_documents + self._config.evaluate.candidates - writer.rows["candidates.arrow"]
+                if not missing:
+                    break
+                _add(writers, "candidates.arrow", _documents(table, documents)[:missing])
+        for prefix, each in writers.items():
+            self.rows |= {f"{prefix}{name}": rows for name, rows in each.rows.items()}
+
+    def _untrained(self, group: Group, first: int, last: int) -> Mask:
+        known = np.isin(group.versions, self._compared.versions(first, last))
+        wanted: Mask = ~known & (group.repeat == 1)
+        return wanted
+
+    def _tables(self, begin: int, end: int, wanted: Callable[[Group, int, int], Mask]) -> Iterator[tuple[int, int, pa.Table]]:
+        """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows."""
+        for first, last in groups(self._source.per_slice, begin, end, HOLDOUT_GROUP):
+            group = self._source.read(first, last)
+            group = group.take(wanted(group, first, last))
+            if len(group):
+                yield first, last, self._read(group)
+
+    def _read(self, group: Group) -> pa.Table:
+        """Return facts, tokens and the number of the shard of rows, in the order of their keys; without rows that lack tokens."""
+        group = group.take(np.lexsort((group.row, group.file, group.shard)))
+        found = read_pairs(
+            self._shards,
+            group,
+            self._inputs.tokenizer,
+            self._lengths.query,
+            self._lengths.candidate,
+            texts=self._published is not None,
+        )
+        table = pa.concat_tables([table.append_column("shard", pa.array(group.shard[places])) for table, places in found])
+        table = table.take(pa.array(np.lexsort((table["version"].to_numpy(), table["key"].to_numpy()))))
+        if self._published:
+            tokenizer, lengths = self._published
+            for place, (name, length) in enumerate(zip(OWN.values(), (lengths.query, lengths.candidate), strict=True)):
+                tokens = tokenizer.encode_each(pc.list_element(table["texts"], place).to_pylist(), length)
+                values = [None if isinstance(one, str) else one for one in tokens]
+                table = table.append_column(name, pa.array(values, pa.list_(pa.uint32())))
+            table = table.filter(pc.and_(*(pc.is_valid(table[name]) for name in OWN.values())))
+        return table
+
+    def write_training(self, ranks: int) -> tuple[StepCounts, float]:
+        """Write the rows to train on and the order of their batches.
+
+        Returns:
+            The counts of the plan, and the mean tokens of a document.
+        """
+        selection, lengths = self.selection, self._lengths
+        with RowWriter(self._folder, self._inputs.tokenizer.vocabulary, ["train.arrow"]) as writer:
+            for first, last in groups(self._source.per_slice, 0, SLICES):
+                if not (selection.new + selection.replay)[first:last].any():
+                    continue
+                group = selection.choose(self._source.read(first, last))
+                for table, places in read_pairs(self._shards, group, self._inputs.tokenizer, lengths.query, lengths.document):
+                    new, shards = ~group.seen[places], group.shard[places]
+                    self.new.update(shards[new].tolist())
+                    self.replayed.update(shards[~new].tolist())
+                    numbers = [self.numbers.setdefault(number, len(self.numbers)) for number in shards.tolist()]
+                    table = table.append_column("new", pa.array(new)).append_column("shard", pa.array(numbers, pa.int32()))
+                    writer.add("train.arrow", table)
+                    self._beat("writing training rows", writer.rows["train.arrow"])
+        self.rows |= writer.rows
+        train = DocumentLengths(read_table(self._folder / "train.arrow"))
+        counts = write_orders(self._folder, train, self._config, ranks)
+        for epoch in range(-(-counts.steps // counts.steps_per_epoch)):
+            self.rows[order_file(epoch)] = counts.steps_per_epoch
+        return counts, sum(int(piece.sum()) for piece in train) / self.rows["train.arrow"]
+
+
+def read_pairs(
+    shards: Sequence[IngestedShard], group: Group, tokenizer: TokenizerPlan, query: int, document: int, *, texts: bool = False
+) -> Iterator[tuple[pa.Table, Numbers]]:
+    """Yield rows of ingested shards some thousand at a time, without those that have no tokens.
+
+    Args:
+        group: the rows, ordered by shard, file and row.
+        query, document: tokens at most.
+        texts: whether to read the texts, too.
+
+    Returns:
+        Tables of facts and tokens, perhaps with `texts`; and the place of each row in the group.
+    """
+
+    def read(piece: tuple[int, int, Numbers, Numbers]) -> tuple[pa.Table, Numbers]:
+        number, file, rows, places = piece
+        shard, (first, last) = shards[number], (int(rows[0]), int(rows[-1]) + 1)
+        own = pa.array(rows - first)
+        # A piece is one request of each file.
+        [table] = (facts.take(own) for facts in shard.facts(file, first, last))
+        [tokens] = (found.take(own) for found in shard.tokens(file, first, last))
+        for name, length in (("query_tokens", query), ("document_tokens", document)):
+            table = table.append_column(name, cut(tokens[name].combine_chunks(), length, tokenizer))
+        if texts:
+            [found] = (found.take(own) for found in shard.texts(file, first, last))
+            table = table.append_column("texts", found["texts"])
+        valid = pc.and_(pc.is_valid(table["query_tokens"]), pc.is_valid(table["document_tokens"]))
+        return table.filter(valid), places[np.asarray(valid)]
+
+    return in_threads(read, list(pieces(group)))
+
+
+def _within(table: pa.Table, known: set[tuple[int, str | None]], most: int) -> Mask:
+    """Return the rows that the hold-out keeps; add their queries to the known ones, of which there may be `most`.
+
+    Until there are as many, rows of any query: those that have no relevant document yet may get one from a later row.
+    """
+    queries = list(zip(table["query_hash"].to_pylist(), table["locale"].to_pylist(), strict=True))
+    for query, label in zip(queries, table["label"].to_pylist(), strict=True):
+        if label > 0 and len(known) < most:
+            known.add(query)
+    return np.array([len(known) < most or query in known for query in queries], np.bool_)
+
+
+def _documents(table: pa.Table, known: set[int]) -> pa.Table:
+    """Return the first row of each document that is not known yet; add them to the known ones."""
+    hashes = table["document_hash"].to_numpy()
+    rows = [row for row in np.sort(np.unique(hashes, return_index=True)[1]).tolist() if int(hashes[row]) not in known]
+    known.update(hashes[rows].tolist())
+    return table.take(pa.array(rows, pa.int64()))
+
+
+def _add(writers: dict[str, RowWriter], name: str, table: pa.Table) -> None:
+    for prefix, writer in writers.items():
+        if prefix:
+            table = table.drop_columns(list(OWN)).rename_columns({own: ours for ours, own in OWN.items()})
+        writer.add(name, table)

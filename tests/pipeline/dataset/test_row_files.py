@@ -1,0 +1,48 @@
+"""The row files: batches of many rows however they come, the smallest integers, and lengths without the tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.dataset import row_files
+from pipeline.dataset.row_files import SCHEMAS, DocumentLengths, RowWriter, read_table, token_lengths
+
+
+def candidates(first: int, count: int) -> pa.Table:
+    numbers = range(first, first + count)
+    return pa.table(
+        {
+            "more": list(numbers),
+            "id": [str(number) for number in numbers],
+            "document_hash": pa.array(numbers, pa.uint64()),
+            "document_tokens": [list(range(number % 5)) for number in numbers],
+        }
+    )
+
+
+def test_rows_come_in_any_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "WRITTEN_ROWS", 100)
+    with RowWriter(tmp_path, 1 << 16, ["candidates.arrow"]) as writer:
+        for start in range(0, 230, 23):
+            writer.add("candidates.arrow", candidates(start, 23))
+    assert writer.rows == {"candidates.arrow": 230}
+    table = read_table(tmp_path / "candidates.arrow")
+    assert table.schema == SCHEMAS["candidates.arrow"]
+    assert table.to_pylist() == candidates(0, 230).select(table.schema.names).to_pylist()
+    assert [len(chunk) for chunk in table["id"].chunks] == [100, 15, 100, 15]
+    assert token_lengths(table["document_tokens"]).tolist() == [number % 5 for number in range(230)]
+    lengths = DocumentLengths(table)
+    for _ in range(2):  # as often as they are asked for
+        assert np.concatenate(list(lengths)).tolist() == [number % 5 for number in range(230)]
+
+
+def test_a_large_vocabulary_takes_larger_integers(tmp_path: Path) -> None:
+    with RowWriter(tmp_path / "new", (1 << 16) + 1, ["candidates.arrow", "train.arrow"]) as writer:
+        writer.add("candidates.arrow", candidates(0, 3))
+    assert read_table(tmp_path / "new" / "candidates.arrow").schema.field("document_tokens").type.value_type == pa.uint32()
+    assert read_table(tmp_path / "new" / "train.arrow").num_rows == 0
+    assert list(DocumentLengths(read_table(tmp_path / "new" / "train.arrow"))) == []
