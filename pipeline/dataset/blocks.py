@@ -135,7 +135,8 @@ def normalized_hashes(texts: pa.Array) -> Hashes:
     collapsed: Any = memoryview((lowered[kept] if len(dropped) else lowered).data)
     moved = (offsets - np.searchsorted(dropped, offsets)).tolist()
     # Python's own functions know the rest: other characters, and white space around a text.
-    simple = np.asarray(pc.string_is_ascii(texts)) & (np.diff(offsets) > 0) & ~spaces[offsets[:-1]] & ~spaces[offsets[1:] - 1]
+    simple = (np.diff(offsets) > 0) & ~spaces[offsets[:-1]] & ~spaces[offsets[1:] - 1]
+    simple[np.searchsorted(offsets, np.flatnonzero(lowered >= 0x80), "right") - 1] = False
     sha256 = hashlib.sha256
     digests = [sha256(collapsed[start:stop]).digest()[:8] for start, stop in pairwise(moved)]
     found = np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)

@@ -47,13 +47,13 @@ ESTIMATE_BYTES = 256 << 20
 
 EXCERPT_CHARACTERS = 200
 READ_BYTES = 1 << 20
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 """Lines that are read together."""
 
 COMPRESSED_READ_BYTES = 64 << 10
 """Size of a piece of compressed input, which may expand a thousandfold."""
 
-PARQUET_BATCH_ROWS = 8192
+PARQUET_BATCH_ROWS = 2048
 PARQUET_BATCH_BYTES = 64 << 20
 """Text of a batch: rows are as long as in the mean of their row group, or as the largest value of a dictionary, one of which may
 be in every row."""
