@@ -108,16 +108,8 @@ class DataConfig(Section):
     corpus_mode: Annotated[Literal["files", "snapshots", "deltas"], KeyRole.BOOKKEEPING] = Field(
         "files",
         description="files: all corpus shards together. snapshots: the newest folder below each URI that holds a file _SUCCESS; "
-        "what it lacks is gone. deltas: files or folders below each URI in the order of their names; later ones replace and "
-        'delete ({id, "deleted": true}) documents of earlier ones.',
-    )
-    delete: Annotated[tuple[Uri, ...], KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
-        (),
-        description="URIs of lists of rows {id} or {hash} that must not be trained on, evaluated on or embedded from now on. "
-        "A hash is the hexadecimal one of a document's text, as documents without ids have it for an id.",
-    )
-    delete_days: Annotated[Annotated[int, Field(ge=0)], KeyRole.BOOKKEEPING] = Field(
-        30, description="Days after which earlier versions of rows that were rewritten for `delete` are purged from the bucket."
+        "what it lacks is gone. deltas: files or folders below each URI in the order of their names; later ones replace "
+        "documents of earlier ones.",
     )
     columns: Annotated[dict[str, str], KeyRole.LEARNED] = Field(
         default_factory=dict,

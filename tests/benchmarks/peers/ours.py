@@ -25,7 +25,8 @@ def plan(folder: Path, *, model: Path, pairs: Path, corpus: Path, config: Mappin
     """
     shutil.rmtree(folder, ignore_errors=True)
     paths = RunPaths(str(folder / "runs" / "bench"))
-    places = {"data": {"train": [str(pairs)], "corpus": [str(corpus)], "holdout_fraction": 0.02, "ingest_children": 1}, "model": {"parent": str(model)}}
+    data = {"train": [str(pairs)], "corpus": [str(corpus)], "holdout_fraction": 0.02, "ingest_children": 1}
+    places = {"data": data, "model": {"parent": str(model)}}
     given = {"nodes": 1, "registry": None, "gate": {"allow_small": True}, **places, **config}
     Path(paths.root).mkdir(parents=True)
     deployment = {"config": given, "allowed_nodes": [1], "local_paths": True}
