@@ -138,6 +138,8 @@ class Training:
         self._writer.save(self.progress, lambda folder: _write_model(folder, weights, parent))
 
     def _finish(self) -> StageOutput:
+        from pipeline.dataset.seen import write_seen
+
         context = self._context
         assert self._writer is not None
         self._writer.wait()
@@ -145,6 +147,8 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         _write_model(folder, self._weights, self._parent)
         written = store.upload_folder(folder, context.paths.model)
+        rows = store.local_folder(context.paths.rows, context.scratch / "rows")
+        write_seen(context.paths.bucket_root, context.plan, rows, self.progress.step, context.scratch)
         return StageOutput(
             inputs={"parent": Artifact(context.plan.parent.uri, context.plan.parent.sha256)},
             outputs={"model": Artifact(context.paths.model, written[WEIGHTS].sha256)},
@@ -170,10 +174,10 @@ def evaluate(context: StageContext) -> StageOutput:
 
 
 def _row_ids(context: StageContext) -> list[str]:
-    from pipeline.dataset.arrow import read_table
+    from pipeline.dataset.row_files import read_table
 
     rows = store.local_folder(context.paths.rows, context.scratch / "rows")
-    return [str(identifier) for identifier in read_table(rows / "train.arrow")["id"].to_pylist()]
+    return [str(version) for version in read_table(rows / "train.arrow")["version"].to_pylist()]
 
 
 def _newest_checkpoint(context: StageContext, exchange: Exchange) -> Checkpoint | None:
