@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
-from pipeline.errors import BadConfig, MissingInput
+from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.plan import TokenizerPlan
 
 Tokens = npt.NDArray[np.int32]
@@ -60,6 +61,8 @@ class TextTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer  # here: it loads torch, for which ingest has no use
+
         for name in ("tokenizer_config.json", "config.json"):
             refuse_code(folder / name)
         try:
@@ -78,11 +81,37 @@ class TextTokenizer:
                 rule="the tokenizers library tokenizes texts",
                 remedy="convert it once, so that the folder has a tokenizer.json",
             )
-        self._backend: Any = tokenizer.backend_tokenizer
+        self._use(tokenizer.backend_tokenizer, str(tokenizer.truncation_side))
+
+    @classmethod
+    def planned(cls, folder: Path, plan: TokenizerPlan) -> TextTokenizer:
+        """Return the tokenizer that a run began with, from tokenizer.json alone where that is all of it.
+
+        Raises:
+            BadData: the folder has another one.
+            MissingInput, BadConfig: see the class.
+        """
+        found = cls.__new__(cls)
+        with suppress(Exception):  # the library raises nothing more special
+            found._use(Tokenizer.from_file(str(folder / "tokenizer.json")), plan.side)
+            if found.digest == plan.digest:
+                return found
+        found = cls(folder)
+        if found.digest != plan.digest:
+            raise BadData(
+                "the parent's tokenizer has changed since the run began",
+                value=folder,
+                rule="all texts of a run are tokenized alike",
+                remedy="put the old tokenizer back, or start a new run",
+            )
+        return found
+
+    def _use(self, backend: Any, direction: str) -> None:
+        self._backend = backend
         self._backend.no_padding()
         self._backend.no_truncation()
-        self._direction = str(tokenizer.truncation_side)
-        self.vocabulary = 1 + max(tokenizer.get_vocab().values())
+        self._direction = direction
+        self.vocabulary = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
         self.digest = hashlib.sha256(f"{self._direction} {self._backend.to_str()}".encode()).hexdigest()
 
     def plan(self, cap: int) -> TokenizerPlan:

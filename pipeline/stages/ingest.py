@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from pipeline import store
 from pipeline.contract import Artifact
 from pipeline.dataset.blocks import Block, id_hashes, normalized_hashes, read_blocks, shard_columns
+from pipeline.dataset.columns import Columns
 from pipeline.dataset.ingested import (
     DOCUMENTS,
     FILE_ROWS,
@@ -46,6 +48,7 @@ from pipeline.dataset.ingested import (
 from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
 from pipeline.errors import BadData, Transient
+from pipeline.model.inventory import transformer_folder
 from pipeline.plan import InputShard, RunInputs
 from pipeline.run.context import StageContext, StageOutput
 
@@ -138,25 +141,13 @@ class EncodedColumn:
 
 
 def open_worker(context: StageContext, inputs: RunInputs) -> Worker:
-    """Load the parent's tokenizer.
-
-    Raises:
-        BadData: it is not the one that the run began with.
-    """
+    """Load the parent's tokenizer."""
     context.heartbeat.beat(note="loading the tokenizer")
-    folder = tokenizer_folder(inputs.parent.folder, context.scratch / "tokenizer")
-    tokenizer = TextTokenizer(folder)
-    if tokenizer.digest != inputs.tokenizer.digest:
-        raise BadData(
-            "the parent's tokenizer has changed since the run began",
-            value=inputs.parent.folder,
-            rule="all files of a run are tokenized alike",
-            remedy="put the old tokenizer back, or start a new run",
-        )
-    return Worker(context=context, inputs=inputs, tokenizer=tokenizer)
+    folder = transformer_folder(model_files(inputs.parent.folder, context.scratch / "tokenizer"))
+    return Worker(context=context, inputs=inputs, tokenizer=TextTokenizer.planned(folder, inputs.tokenizer))
 
 
-def tokenizer_folder(uri: str, cache: Path) -> Path:
+def model_files(uri: str, cache: Path) -> Path:
     """Return a local folder with the files of a model folder but its weights."""
     if not store.is_s3(uri):
         return store.local_folder(uri, cache)
@@ -192,6 +183,14 @@ class Made:
     without_tokens: int = 0
     statistics: dict[str, Any] = field(default_factory=lambda: {"tokens": 0, "repeated": 0, "labels": 0.0})
     positive_rows: int = 0
+
+    @classmethod
+    def within(cls, scratch: Path, shard: InputShard) -> Made:
+        """Begin with empty folders."""
+        rows, tokens = (scratch / f"{shard.kind}-{what}" for what in ("rows", "tokens"))
+        rows.mkdir()
+        tokens.mkdir()
+        return cls(shard=shard, rows_folder=rows, tokens_folder=tokens)
 
     @property
     def rows(self) -> int:
@@ -251,7 +250,7 @@ def tokenize_again(worker: Worker, shard: InputShard) -> None:
     """Make the tokens of a shard from its ingested texts."""
     context, ingested = worker.context, _ingested(worker.context, shard)
     with tempfile.TemporaryDirectory(dir=context.scratch) as name:
-        made = Made(shard=shard, rows_folder=Path(name), tokens_folder=Path(name))
+        made = Made.within(Path(name), shard)
         for number, file in enumerate(ingested.profile.files):
             texts = pa.concat_tables(ingested.texts(number, 0, file.rows))["texts"].combine_chunks().flatten()
             rows = np.arange(file.rows)
@@ -270,19 +269,16 @@ def ingest_rows(worker: Worker, shards: Sequence[InputShard]) -> None:
     Raises:
         BadData, Transient: see `run`.
     """
-    context, [first, *_] = worker.context, shards
+    context, [first, *_], begun = worker.context, shards, time.monotonic()
     with tempfile.TemporaryDirectory(dir=context.scratch) as name:
-        cache = Path(name) / "input"
+        scratch = Path(name)
+        made = [Made.within(scratch, shard) for shard in shards]
+        beat = partial(context.heartbeat.beat, total=first.size, unit="bytes", note="reading an input file")
         try:
-            with store.one_version(
-                first.uri, first.version, first.size, cache, lambda done: _beat_bytes(context, first, done)
-            ) as (
-                path,
-                sha256,
-            ):
-                _ingest_copy(worker, shards, path, sha256, Path(name))
+            with store.one_version(first.uri, first.version, first.size, scratch / "input", beat) as (path, sha256):
+                columns, refusals = read_rows(worker, made, path, scratch / "quarantine.jsonl")
         except store.Conflict as error:
-            # A new attempt may find that the listing was older than the file; a third version it will not find.
+            # The listing may have been older than the file, for a moment.
             kind = Transient if context.world.node.attempt == 1 else BadData
             raise kind(
                 "an input file has changed since the run began",
@@ -290,69 +286,57 @@ def ingest_rows(worker: Worker, shards: Sequence[InputShard]) -> None:
                 rule="input files never change; new data is a new file",
                 remedy="put the old file back, or start a new run",
             ) from error
+        for one in made:
+            if refusals.count and (one.shard.kind == PAIRS) == one.shard.of_pairs:
+                (scratch / "quarantine.jsonl").rename(one.rows_folder / "quarantine.jsonl")
+            profile = Profile(
+                schema_version=SCHEMA_VERSION,
+                kind=one.shard.kind,
+                uri=first.uri,
+                version=first.version,
+                size=first.size,
+                sha256=sha256,
+                rows=one.rows,
+                bad_rows=refusals.count,
+                reasons=tuple(refusals.reasons()),
+                files=tuple(one.files),
+                sizes={},
+                columns=dict(columns.names),
+                positive_rows=one.positive_rows,
+                statistics=one.statistics,
+            )
+            write_profile(one.rows_folder, _ingested(context, one.shard).rows_uri, profile)
+            one.publish_tokens(context, worker.tokenizer.vocabulary)
+    rows, seconds = made[0].rows, time.monotonic() - begun
+    log.info("%s: %d rows, %d refused, %.1f seconds", first.uri, rows, refusals.count, seconds)
 
 
-def _beat_bytes(context: StageContext, shard: InputShard, done: int) -> None:
-    context.heartbeat.beat(done, shard.size, unit="bytes", note="reading an input file")
+def read_rows(worker: Worker, made: Sequence[Made], path: Path, quarantine: Path) -> tuple[Columns, Refusals]:
+    """Read a local copy of an input file into the folders of its uses; list its refused rows.
 
-
-def _ingest_copy(worker: Worker, shards: Sequence[InputShard], path: Path, sha256: str, scratch: Path) -> None:
-    context, config, [first, *_] = worker.context, worker.inputs.config.data, shards
-    begun = time.monotonic()
-    made = []
-    for shard in shards:
-        folders = [scratch / f"{shard.kind}-{what}" for what in ("rows", "tokens")]
-        for folder in folders:
-            folder.mkdir()
-        made.append(Made(shard=shard, rows_folder=folders[0], tokens_folder=folders[1]))
-    source = PAIRS if first.of_pairs else DOCUMENTS
-    columns = shard_columns(first.uri, source, config.columns, str(path))
+    Returns:
+        The columns of the file, and the reasons of the refused rows.
+    """
+    config, shard = worker.inputs.config.data, made[0].shard
+    source = PAIRS if shard.of_pairs else DOCUMENTS
     refusals = Refusals()
-    with (scratch / "quarantine.jsonl").open("w", encoding="utf-8") as quarantine:
+    with quarantine.open("w", encoding="utf-8") as stream:
 
         def good(blocks: Iterator[Block]) -> Iterator[pa.Table]:
             for block in blocks:
                 for row in block.bad:
-                    quarantine.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
+                    stream.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
                     refusals.add(row)
                 worker.beat(len(block.rows) + len(block.bad), "checking rows")
                 yield block.rows
 
-        for rows in files_of(good(read_blocks(first.uri, source, config.columns, str(path)))):
+        for rows in files_of(good(read_blocks(shard.uri, source, config.columns, str(path)))):
             encoded = {name: worker.encode(rows[name]) for name in ("query", "document") if name in rows.column_names}
             for one in made:
                 order = one.write_rows(rows, config.holdout_by)
                 wanted = [name.removesuffix("_tokens") for name in TOKENS[one.shard.kind]]
                 one.write_tokens([encoded[name].take(order) for name in wanted], worker.tokenizer.vocabulary)
-    for one in made:
-        if refusals.count and one.shard.kind == source:
-            (scratch / "quarantine.jsonl").rename(one.rows_folder / "quarantine.jsonl")
-        profile = Profile(
-            schema_version=SCHEMA_VERSION,
-            kind=one.shard.kind,
-            uri=first.uri,
-            version=first.version,
-            size=first.size,
-            sha256=sha256,
-            rows=one.rows,
-            bad_rows=refusals.count,
-            reasons=tuple(refusals.reasons()),
-            files=tuple(one.files),
-            sizes={},
-            columns=dict(columns.names),
-            positive_rows=one.positive_rows,
-            statistics=one.statistics,
-        )
-        write_profile(one.rows_folder, _ingested(context, one.shard).rows_uri, profile)
-        one.publish_tokens(context, worker.tokenizer.vocabulary)
-    rows, seconds = made[0].rows, time.monotonic() - begun
-    log.info(
-        "%s: %d rows, %d refused, %.0f rows per second",
-        first.uri,
-        rows,
-        refusals.count,
-        (rows + refusals.count) / max(seconds, 1e-9),
-    )
+    return shard_columns(shard.uri, source, config.columns, str(path)), refusals
 
 
 def files_of(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:

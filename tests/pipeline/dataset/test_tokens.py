@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
 from pipeline.dataset.tokens import TextTokenizer, cut
+from pipeline.errors import BadData
 from tests.pipeline.conftest import make_texts
 from tests.tiny import make_model
 
@@ -33,6 +36,34 @@ def test_a_pattern_that_backtracks_without_end_costs_one_text(tmp_path: Path) ->
     assert list(good) == [0]
     assert isinstance(refused, str)
     assert "retry-limit" in refused
+
+
+def test_a_planned_tokenizer_is_the_same_and_needs_no_torch(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    own = TextTokenizer(tmp_path / "model")
+    texts = [text for _, text in make_texts(20)]
+    program = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from pipeline.dataset.tokens import TextTokenizer\n"
+        "from pipeline.plan import TokenizerPlan\n"
+        "plan = TokenizerPlan.model_validate_json(sys.argv[2])\n"
+        "found = TextTokenizer.planned(Path(sys.argv[1]), plan).encode(json.loads(sys.argv[3]), 16)\n"
+        "print(json.dumps([[tokens.tolist() for tokens in found], 'torch' in sys.modules]))"
+    )
+    arguments = [str(tmp_path / "model"), own.plan(64).model_dump_json(), json.dumps(texts)]
+    out = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True).stdout
+    assert json.loads(out) == [[tokens.tolist() for tokens in own.encode(texts, 16)], False]
+
+
+def test_a_planned_tokenizer_without_a_file_of_its_own_and_another_one(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (tmp_path / "model" / "vocab.txt").write_bytes((tmp_path / "model-tokenizer" / "vocab.txt").read_bytes())
+    plan = TextTokenizer(tmp_path / "model").plan(64)
+    assert TextTokenizer.planned(tmp_path / "model", plan).digest == plan.digest
+    with pytest.raises(BadData, match="has changed"):
+        TextTokenizer.planned(tmp_path / "model", plan.model_copy(update={"digest": "another"}))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
