@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline import store
@@ -203,7 +204,7 @@ class Made:
         nulls = np.any([np.asarray(column.is_null()) for column in columns], axis=0)
         self.without_tokens += int(nulls.sum())
         for name, column in zip(TOKENS[self.shard.kind], columns, strict=True):
-            lengths = np.asarray(pa.compute.list_value_length(column).drop_null(), np.int64)
+            lengths = np.asarray(pc.list_value_length(column).drop_null(), np.int64)
             self.statistics["tokens"] += int(lengths.sum())
             bounds, counts = np.unique(np.ceil(np.log2(lengths)).astype(np.int64), return_counts=True)
             self._count(name, {str(1 << bound): count for bound, count in zip(bounds.tolist(), counts.tolist(), strict=True)})
@@ -421,7 +422,7 @@ def stage_output(context: StageContext, inputs: RunInputs, seconds: float) -> St
             "shards": len(profiles),
             "rows": sum(profile.rows for profile in profiles),
             "bad_rows": sum(profile.bad_rows for profile in profiles),
-            "tokens": sum(profile.statistics["tokens"] for profile in profiles),
+            "tokens": sum(profile.statistics.get("tokens", 0) for profile in profiles),
             "seconds": seconds,
         },
     )
