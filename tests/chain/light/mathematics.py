@@ -38,6 +38,10 @@ class TextTokenizer:
         self.vocabulary = VOCABULARY
         self.digest = "words"
 
+    @classmethod
+    def planned(cls, folder: Path, plan: TokenizerPlan) -> TextTokenizer:
+        return cls(folder)
+
     def plan(self, cap: int) -> TokenizerPlan:
         return TokenizerPlan(digest=self.digest, vocabulary=VOCABULARY, cap=cap, prefix=0, suffix=0)
 
