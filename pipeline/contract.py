@@ -446,16 +446,6 @@ def registry_uri(bucket_root: str, name: str) -> str:
     return f"{bucket_root.rstrip('/')}/registry/{name}.json"
 
 
-def ingested_rows_uri(bucket_root: str, name: str) -> str:
-    """Return the folder of an ingested shard's rows (pipeline/dataset/ingested), which all runs of a bucket share."""
-    return f"{bucket_root.rstrip('/')}/ingested/rows/{name}"
-
-
-def ingested_tokens_uri(bucket_root: str, name: str) -> str:
-    """Return the folder of the tokens of an ingested shard's rows, for one tokenizer."""
-    return f"{bucket_root.rstrip('/')}/ingested/tokens/{name}"
-
-
 def seen_uri(bucket_root: str, run: str) -> str:
     """Return the folder of the rows that a run was the first of its lineage to train on (pipeline/dataset/seen)."""
     return f"{bucket_root.rstrip('/')}/seen/{run}"

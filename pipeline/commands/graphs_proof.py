@@ -20,10 +20,10 @@ from pipeline import store
 from pipeline.backends.device import require_available
 from pipeline.commands.graphs_recorded import StageGraphs, read_sets, read_stage
 from pipeline.config import RunConfig, build_config
-from pipeline.contract import RunPaths, Stage, StageResult, ingested_rows_uri, ingested_tokens_uri
+from pipeline.contract import RunPaths, Stage, StageResult
 from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
 from pipeline.dataset.ids import IdDigest
-from pipeline.dataset.ingested import TEXTS, write_batches, write_file, write_profile
+from pipeline.dataset.ingested import TEXTS, ingested_rows_uri, ingested_tokens_uri, write_batches, write_file, write_profile
 from pipeline.dataset.row_files import read_table, token_lengths
 from pipeline.dataset.steps import count_steps, write_orders
 from pipeline.errors import BadConfig, BadData, Defect, ExitCode, TrnpipeError

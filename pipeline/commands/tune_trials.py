@@ -248,7 +248,7 @@ def step_buckets(rows: Path, steps: int) -> list[int]:
     for epoch in count():
         if len(buckets) >= steps:
             break
-        buckets += np.load(rows / order_file(epoch), mmap_mode="r")[:, 0].tolist()
+        buckets += np.lib.format.open_memmap(rows / order_file(epoch), mode="r")[:, 0].tolist()
     return buckets[:steps]
 
 

@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import store
-from pipeline.contract import ingested_rows_uri, ingested_tokens_uri
 from pipeline.dataset.ids import id_hash
 from pipeline.errors import BadData, MissingInput
 from pipeline.plan import InputShard, TokenizerPlan
@@ -88,6 +87,16 @@ TOKENS = {PAIRS: ("query_tokens", "document_tokens"), DOCUMENTS: ("document_toke
 """Columns of token ids, in the order of `texts`; null where the tokenizer cannot take the text."""
 
 Hashes = NDArray[np.uint64]
+
+
+def ingested_rows_uri(bucket_root: str, name: str) -> str:
+    """Return the folder of an ingested shard's rows (pipeline/dataset/ingested), which all runs of a bucket share."""
+    return f"{bucket_root.rstrip('/')}/ingested/rows/{name}"
+
+
+def ingested_tokens_uri(bucket_root: str, name: str) -> str:
+    """Return the folder of the tokens of an ingested shard's rows, for one tokenizer."""
+    return f"{bucket_root.rstrip('/')}/ingested/tokens/{name}"
 
 
 def token_schema(kind: str, vocabulary: int) -> pa.Schema:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import io
 import json
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, pairwise
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +22,8 @@ from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.dataset.columns import Columns
-from pipeline.errors import BadConfig, BadData, first_line
+from pipeline.dataset.unpack import READ_BYTES, Unpacked, arrow_errors, pieces
+from pipeline.errors import BadConfig, BadData
 
 PACKED = ("", ".gz", ".zst")
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -46,12 +46,8 @@ ESTIMATE_BYTES = 256 << 20
 """Text whose lines are counted, about a second of work."""
 
 EXCERPT_CHARACTERS = 200
-READ_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 20
 """Lines that are read together."""
-
-COMPRESSED_READ_BYTES = 64 << 10
-"""Size of a piece of compressed input, which may expand a thousandfold."""
 
 PARQUET_BATCH_ROWS = 2048
 PARQUET_BATCH_BYTES = 64 << 20
@@ -122,7 +118,7 @@ def file_columns(uri: str, path: str = "") -> list[str]:
     if not is_shard(uri):
         raise BadConfig("this kind of file is not read", value=uri, rule=f"a shard's name ends in one of {', '.join(SUFFIXES)}")
     if uri.endswith(".parquet"):
-        with store.open_read(path or uri) as stream, _arrow_errors(uri):
+        with store.open_read(path or uri) as stream, arrow_errors(uri):
             return list(pq.read_schema(stream).names)
     if delimiter(uri):
         with _csv_reader(uri, path, [], []) as reader:
@@ -140,11 +136,11 @@ def estimate_rows(uri: str, size: int) -> int:
     Raises:
         BadData: the file is damaged.
     """
-    with store.open_read(uri) as stream, _arrow_errors(uri):
+    with store.open_read(uri) as stream, arrow_errors(uri):
         if uri.endswith(".parquet"):
             return int(pq.read_metadata(stream).num_rows)
         lines = read = 0
-        for piece in _pieces(uri, stream):
+        for piece in pieces(uri, stream):
             lines += piece.count(b"\n")
             read += len(piece)
             if read >= ESTIMATE_BYTES:
@@ -257,7 +253,7 @@ def line_blocks(uri: str, path: str = "", least: int = 1) -> Iterator[bytes | No
     with store.open_read(path or uri) as stream:
         tail: bytes | None = b""
         whole: list[bytes] = []
-        for piece in _pieces(uri, stream):
+        for piece in pieces(uri, stream):
             first, newline, rest = piece.partition(b"\n")
             if tail is not None:
                 tail += first
@@ -282,84 +278,10 @@ def line_blocks(uri: str, path: str = "", least: int = 1) -> Iterator[bytes | No
             yield None
 
 
-def _pieces(uri: str, stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the stream's content, decompressed.
-
-    Raises:
-        BadData: it ends before it is complete, or is damaged.
-    """
-    if uri.endswith(".gz"):
-        yield from _gunzipped(uri, stream)
-    elif uri.endswith(".zst"):
-        yield from _unzstd(uri, stream)
-    else:
-        while piece := stream.read(READ_BYTES):
-            yield piece
-
-
-def _gunzipped(uri: str, stream: BinaryIO) -> Iterator[bytes]:
-    # Hand-written because the library's own reader does not limit how far a piece may expand.
-    member = None
-    finished = False
-    while chunk := stream.read(COMPRESSED_READ_BYTES):
-        more = True
-        while chunk or (member is not None and more):
-            if member is None:
-                # gzip files may be padded with zeros after the last member.
-                chunk = chunk.lstrip(b"\0") if finished else chunk
-                if not chunk:
-                    break
-                member, finished = zlib.decompressobj(wbits=31), False
-            try:
-                piece = member.decompress(chunk, READ_BYTES)
-            except zlib.error as error:
-                raise _damaged(uri, str(error)) from error
-            if piece:
-                yield piece
-            # The rest waits in the decompressor, even if that has consumed all input.
-            chunk, more = member.unconsumed_tail, len(piece) == READ_BYTES
-            if member.eof:
-                chunk, member, finished = member.unused_data, None, True
-    if not finished:
-        raise _damaged(uri, "the file ends in the middle of its compressed data")
-
-
-def _unzstd(uri: str, stream: BinaryIO) -> Iterator[bytes]:
-    # Arrow's reader: a few bytes may expand to gigabytes, which come in pieces, and the end of a cut-off file is an error.
-    unpacked = pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), "zstd")
-    with _arrow_errors(uri):
-        while piece := unpacked.read(READ_BYTES):
-            yield piece
-    if stream.tell() == 0:
-        raise _damaged(uri, "the file is empty")
-
-
 def delimiter(uri: str) -> str | None:
     """Return the delimiter of a CSV or TSV file, None for other files."""
     name = uri.removesuffix(".gz").removesuffix(".zst")
     return CSV_DELIMITERS.get(name[-4:])
-
-
-class _Unpacked(io.RawIOBase):
-    """A file object over pieces of bytes."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            try:
-                self._rest = next(self._pieces)
-            except StopIteration:
-                return 0
-        taken = self._rest[: len(buffer)]
-        buffer[: len(taken)] = taken
-        self._rest = self._rest[len(taken) :]
-        return len(taken)
 
 
 @contextmanager
@@ -376,9 +298,9 @@ def _csv_reader(uri: str, path: str, columns: Sequence[str], invalid: list[csv.I
         invalid.append(row)
         return "skip"
 
-    with store.open_read(path or uri) as stream, _arrow_errors(uri):
+    with store.open_read(path or uri) as stream, arrow_errors(uri):
         reader = csv.open_csv(
-            pa.PythonFile(io.BufferedReader(_Unpacked(_pieces(uri, stream))), "r"),
+            pa.PythonFile(io.BufferedReader(Unpacked(pieces(uri, stream))), "r"),
             # Rows have numbers only where one thread parses them.
             read_options=csv.ReadOptions(use_threads=False, block_size=MAX_ROW_BYTES),
             parse_options=csv.ParseOptions(delimiter=delimiter(uri), newlines_in_values=True, invalid_row_handler=skip),
@@ -440,7 +362,7 @@ def _refuse_missing(uri: str, columns: Columns) -> None:
 
 def _parquet_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
     _refuse_missing(uri, columns)
-    with store.open_read(path or uri) as stream, _arrow_errors(uri):
+    with store.open_read(path or uri) as stream, arrow_errors(uri):
         metadata = pq.read_metadata(stream)
         schema = metadata.schema.to_arrow_schema()
         present = [name for name in columns.wanted if name in schema.names]
@@ -545,20 +467,6 @@ def _text_lengths(column: pa.Array) -> NDArray[np.int64]:
     return np.asarray(lengths.fill_null(0), np.int64)
 
 
-@contextmanager
-def _arrow_errors(uri: str) -> Iterator[None]:
-    """Turn Arrow's errors about a file into bad data."""
-    try:
-        yield
-    except (pa.ArrowException, EOFError, UnicodeDecodeError) as error:
-        raise _damaged(uri, first_line(error)) from error
-    except OSError as error:
-        # Storage errors have a cause (the store translates them); Arrow's errors about a file have none.
-        if error.__cause__ or error.errno:
-            raise
-        raise _damaged(uri, first_line(error)) from error
-
-
 def column_values(column: pa.Array) -> list[Any]:
     """Return Python values: for text that is not UTF-8 the exception, for values that Python cannot hold their type."""
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
@@ -607,12 +515,3 @@ def bad_row(uri: str, line: int, reason: str, row: str) -> BadRow:
     # The excerpt is written to a UTF-8 file, so half surrogates are replaced.
     excerpt = row[:EXCERPT_CHARACTERS].encode(errors="replace").decode()
     return BadRow(f"{uri}:{line}", reason, excerpt)
-
-
-def _damaged(uri: str, detail: str) -> BadData:
-    return BadData(
-        "an input file is cut off or damaged",
-        value=f"{uri}: {detail}",
-        rule="every file must be readable to its end",
-        remedy="upload it again, or remove it, and start the run again",
-    )

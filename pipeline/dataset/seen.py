@@ -175,7 +175,7 @@ def trained_rows(folder: Path, rows: int, steps: int, steps_per_epoch: int) -> N
     if steps >= steps_per_epoch:
         return np.ones(rows, np.bool_)
     trained = np.zeros(rows, np.bool_)
-    order = np.load(folder / order_file(0), mmap_mode="r")
+    order = np.lib.format.open_memmap(folder / order_file(0), mode="r")
     for start in range(0, steps, BATCHES_AT_ONCE):
         taken = order[start : min(start + BATCHES_AT_ONCE, steps), 1:]
         trained[taken[taken != MASKED]] = True

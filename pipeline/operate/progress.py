@@ -220,9 +220,9 @@ class Tracker:
         return before[1]
 
     def _take_metrics(self, line: StageLine) -> None:
-        """Read what the plan computes on; loss and hold-out metric of training's last checkpoint; evaluate's result."""
-        if line.stage is Stage.PLAN and line.state == "done":
-            line.numbers = plain(str(read_metrics(self.files, Stage.PLAN).get("computes", "")))
+        """Read what prepare chose to compute on; loss and hold-out metric of training's last checkpoint; evaluate's result."""
+        if line.stage is Stage.PREPARE and line.state == "done":
+            line.numbers = plain(str(read_metrics(self.files, Stage.PREPARE).get("computes", "")))
         if line.stage is Stage.EVALUATE and line.state == "done":
             line.numbers = quality(read_metrics(self.files, Stage.EVALUATE))
         if line.stage is not Stage.TRAIN:

@@ -127,9 +127,9 @@ class PlannedRows:
             self.rows |= {f"{prefix}{name}": rows for name, rows in each.rows.items()}
 
     def _untrained(self, group: Group, first: int, last: int) -> Mask:
-        known = np.isin(group.versions, self._compared.versions(first, last))
-        wanted: Mask = ~known & (group.repeat == 1)
-        return wanted
+        unknown: Mask = ~np.isin(group.versions, self._compared.versions(first, last))
+        unknown &= group.repeat == 1
+        return unknown
 
     def _tables(self, begin: int, end: int, wanted: Callable[[Group, int, int], Mask]) -> Iterator[tuple[int, int, pa.Table]]:
         """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows."""

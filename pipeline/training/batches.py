@@ -170,7 +170,7 @@ class TrainingBatches:
         self.steps_per_epoch = len(self._order(0))
 
     def _order(self, epoch: int) -> npt.NDArray[np.int32]:
-        order: npt.NDArray[np.int32] = np.load(self._folder / order_file(epoch), mmap_mode="r")
+        order: npt.NDArray[np.int32] = np.lib.format.open_memmap(self._folder / order_file(epoch), mode="r")
         return order
 
     def _batches(self, start: int, stop: int) -> Iterator[tuple[int, int, Rows]]:

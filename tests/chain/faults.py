@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from infra.local.batch_jobs import Job, Node
-from pipeline.contract import EXECUTION_TAG, Stage, ingested_rows_uri, registry_uri
-from pipeline.dataset.ingested import DOCUMENTS
+from pipeline.contract import EXECUTION_TAG, Stage, registry_uri
+from pipeline.dataset.ingested import DOCUMENTS, ingested_rows_uri
 from tests.chain import front
 from tests.chain.site import Execution, Site, family, generations, running, send, wait_until
 

@@ -55,7 +55,8 @@ def test_every_stage_leaves_its_result(two_weeks: LocalState) -> None:
             if stage in (Stage.COMPILE, Stage.REPORT):
                 continue
             result = load(run / stage.value / "result.json")
-            assert (result["status"], result["fingerprint"]) == ("done", fingerprint)
+            planned = fingerprint if stage not in (Stage.PREPARE, Stage.INGEST) else ""
+            assert (result["status"], result["fingerprint"]) == ("done", planned)
         assert (run / "report" / "index.html").stat().st_size > 1000
         # Nothing is compiled for a processor, and no gang was started to find that.
         assert not (run / "compile").exists()
@@ -143,7 +144,7 @@ def test_bad_rows_over_the_limit_end_with_65_and_a_quarantine(state: LocalState,
     (run,) = state.runs
     quarantined = [json.loads(line)["at"] for line in (run / "plan" / "quarantine.jsonl").read_text().splitlines()]
     assert [place.rsplit(":", 1)[-1] for place in quarantined] == ["102", "103"]
-    assert load(run / "prepare" / "failure.json")["exit_code"] == 65
+    assert load(run / "plan" / "failure.json")["exit_code"] == 65
     assert (run / "report" / "index.html").exists()
 
 

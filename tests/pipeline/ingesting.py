@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.contract import ingested_rows_uri, ingested_tokens_uri
 from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.ingested import (
@@ -23,6 +22,8 @@ from pipeline.dataset.ingested import (
     TOKENS,
     Profile,
     TokenProfile,
+    ingested_rows_uri,
+    ingested_tokens_uri,
     row_versions,
     rows_name,
     string_hashes,

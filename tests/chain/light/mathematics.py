@@ -1,4 +1,4 @@
-"""Stand-ins for the modules that load torch or transformers, as far as prepare and embed use them.
+"""Stand-ins for the modules that load torch or transformers, as far as the stages use them that are real in light runs.
 
 A model is the SHA-256 of its weight file, and an embedding a hash of that and of the document's tokens: every part shows which
 model made it of which text.
@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline import store
+from pipeline.plan import TokenizerPlan
 
 WEIGHTS = "model.safetensors"
 VOCABULARY = 1000
@@ -36,6 +37,13 @@ class TextTokenizer:
     def __init__(self, folder: Path) -> None:
         self.vocabulary = VOCABULARY
         self.digest = "words"
+
+    @classmethod
+    def planned(cls, folder: Path, plan: TokenizerPlan) -> TextTokenizer:
+        return cls(folder)
+
+    def plan(self, cap: int) -> TokenizerPlan:
+        return TokenizerPlan(digest=self.digest, vocabulary=VOCABULARY, cap=cap, prefix=0, suffix=0)
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         return [[zlib.crc32(word.encode()) % VOCABULARY for word in text.split()][:max_length] for text in texts]
@@ -123,16 +131,17 @@ MODULES: dict[str, dict[str, Any]] = {
         "missing_sets": lambda bucket, plan: [],
     },
     "pipeline.graphs.fingerprint": {"plan_graphs": lambda config, world, backbone, bucket: None},
-    "pipeline.model.encoder": {"family_of": lambda backbone: SimpleNamespace(counts_from_padding=False)},
     "pipeline.model.folder": {
         "WEIGHTS": WEIGHTS,
         "load_encoder": load_encoder,
         "inspect_folder": lambda folder, config: (BACKBONE, False),
         "own_form": lambda folder, config: config,
+        "text_positions": lambda backbone: backbone.max_position_embeddings,
     },
     "pipeline.model.inference": {"encode": encode},
     "pipeline.model.shape": {
         "ModelShape": object,
+        "fetch_shape": lambda uri, config, scratch: SimpleNamespace(hidden=DIMENSION),
         "fetch_without_weights": store.local_folder,
         "read_shape": lambda folder, config: SimpleNamespace(hidden=DIMENSION),
     },

@@ -1,7 +1,7 @@
 """health_check, train and evaluate with arithmetic in place of mathematics, and everything else as the real stages do it.
 
-The weights are a hash chain: after a step they depend on the weights before it and on the id of every row of the step, so two
-trainings end with the same weights only if both took every row of every step exactly once, in the same order.
+The weights are a hash chain: after a step they depend on the weights before it and on the version of every row of the step, so
+two trainings end with the same weights only if both took every row of every step exactly once, in the same order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from types import ModuleType
 
 from pipeline import store
 from pipeline.contract import Artifact, Stage, now
+from pipeline.dataset.row_files import read_table
+from pipeline.dataset.seen import write_seen
 from pipeline.errors import Defect, Transient, UnhealthyHost
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.shutdown import ShutdownRequest, graceful_shutdown
@@ -79,7 +81,8 @@ class Training:
         self._context = context
         self._exchange = exchange
         self._shutdown = shutdown
-        self._ids = _row_ids(context)
+        self._rows = store.local_folder(context.paths.rows, context.scratch / "rows")
+        self._versions = read_table(self._rows / "train.arrow")["version"].to_pylist()
         self._parent = store.local_folder(context.plan.parent.folder, context.scratch / "parent")
         checkpoint = _newest_checkpoint(context, exchange)
         self.progress = checkpoint.progress if checkpoint else Progress()
@@ -117,13 +120,13 @@ class Training:
 
     def _step(self) -> None:
         plan, world = self._context.plan.train, self._context.world
-        rows = self._ids[self.progress.step % plan.steps_per_epoch :: plan.steps_per_epoch][world.rank :: world.size]
+        rows = self._versions[self.progress.step % plan.steps_per_epoch :: plan.steps_per_epoch][world.rank :: world.size]
         time.sleep(PACE_SECONDS)
         share = hashlib.sha256(f"{self._weights} {self.progress.step} {rows}".encode()).hexdigest()
         shares = self._exchange.all_gather(share)
         self._weights = hashlib.sha256(" ".join([self._weights, *shares]).encode()).hexdigest()
         self.progress.step += 1
-        self.progress.pairs += len(self._ids[self.progress.step % plan.steps_per_epoch :: plan.steps_per_epoch])
+        self.progress.pairs += len(self._versions[self.progress.step % plan.steps_per_epoch :: plan.steps_per_epoch])
         self.progress.data_digest = chain(self.progress.data_digest, " ".join(shares))
         self._lines.append(json.dumps({"step": self.progress.step, "loss": 1 / self.progress.step, "time": time.time()}))
         self._context.heartbeat.beat(self.progress.step, plan.steps, unit="pairs", note="training")
@@ -145,6 +148,7 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         _write_model(folder, self._weights, self._parent)
         written = store.upload_folder(folder, context.paths.model)
+        write_seen(context.paths.bucket_root, context.plan, self._rows, self.progress.step, context.scratch)
         return StageOutput(
             inputs={"parent": Artifact(context.plan.parent.uri, context.plan.parent.sha256)},
             outputs={"model": Artifact(context.paths.model, written[WEIGHTS].sha256)},
@@ -167,13 +171,6 @@ def evaluate(context: StageContext) -> StageOutput:
         outputs={"scorecard": Artifact(context.paths.scorecard, store.sha256(context.paths.scorecard))},
         metrics={**scores, "gate": gate},
     )
-
-
-def _row_ids(context: StageContext) -> list[str]:
-    from pipeline.dataset.arrow import read_table
-
-    rows = store.local_folder(context.paths.rows, context.scratch / "rows")
-    return [str(identifier) for identifier in read_table(rows / "train.arrow")["id"].to_pylist()]
 
 
 def _newest_checkpoint(context: StageContext, exchange: Exchange) -> Checkpoint | None:

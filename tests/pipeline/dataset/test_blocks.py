@@ -169,7 +169,7 @@ def test_each_line_alone(folder: Path, line: bytes) -> None:
 
 
 def test_lines_of_every_size_are_divided_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "READ_BYTES", 100)
+    monkeypatch.setattr("pipeline.dataset.unpack.READ_BYTES", 100)
     monkeypatch.setattr(records_module, "MAX_ROW_BYTES", 2000)
     monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(blocks_module, "LARGE_LINE_BYTES", 500)

@@ -363,7 +363,7 @@ def test_lines_are_the_same_whatever_the_size_of_the_pieces(lines: list[bytes], 
     data = b"\n".join(lines) + (b"\n" if ends else b"")
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records_module, "_pieces", lambda uri, stream: iter(pieces))
+        patch.setattr(records_module, "pieces", lambda uri, stream: iter(pieces))
         found = list(records_module._lines(__file__))
     expected = data.split(b"\n")
     assert found == (expected if expected[-1] else expected[:-1])

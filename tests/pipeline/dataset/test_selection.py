@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract import ingested_rows_uri, seen_uri
+from pipeline.contract import seen_uri
 from pipeline.dataset import selection
 from pipeline.dataset.ingested import (
     PAIRS,
@@ -20,6 +20,7 @@ from pipeline.dataset.ingested import (
     SLICES,
     IngestedShard,
     Profile,
+    ingested_rows_uri,
     slice_rows,
     write_profile,
 )

@@ -78,7 +78,7 @@ def test_a_stage_that_is_left_out_is_skipped_and_one_that_was_not_reached_is_not
     assert tracker.lines[Stage.INGEST].state == "pending"
     events += history("plan", "ReadPlan", "health_check", "ChooseCompile")
     tracker.update(events)
-    assert states(tracker) == {"prepare": "done", "ingest": "skipped", "plan": "done", "health_check": "running"}
+    assert states(tracker) == {"prepare": "done", "ingest": "skipped", "plan": "done", "health_check": "done"}
     assert tracker.lines[Stage.COMPILE].state == "pending"
     tracker.update([*events, *history("train")])
     assert [tracker.lines[stage].state for stage in (Stage.COMPILE, Stage.TRAIN)] == ["skipped", "running"]
@@ -343,13 +343,13 @@ def test_loss_and_quality_come_with_the_files(tmp_path: Path) -> None:
 def test_a_planned_run_says_what_it_computes_on(tmp_path: Path) -> None:
     tracker = Tracker(LocalFiles(tmp_path))
     metrics = {"computes": "cpu in fp32: no bf16 instructions"}
-    result = StageResult(stage="plan", run="r", status="done", started="", finished="", fingerprint="f", metrics=metrics)
-    (tmp_path / "plan").mkdir()
-    (tmp_path / "plan/result.json").write_bytes(result.to_json())
-    tracker.update(history("plan", "!TaskSucceeded", "ReadPlan", "health_check"))
+    result = StageResult(stage="prepare", run="r", status="done", started="", finished="", fingerprint="f", metrics=metrics)
+    (tmp_path / "prepare").mkdir()
+    (tmp_path / "prepare/result.json").write_bytes(result.to_json())
+    tracker.update(history("prepare", "!TaskSucceeded", "ReadInputs", "plan"))
     console = Console(file=io.StringIO(), width=100)
     PlainDisplay(console).show(tracker)
-    assert "plan          done after 0:02; cpu in fp32: no bf16 instructions\n" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "prepare       done after 0:02; cpu in fp32: no bf16 instructions\n" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("content", ["[1]", "nothing", '{"done": "many", "total": null}', "\ud83d" * 3])

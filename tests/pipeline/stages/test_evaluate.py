@@ -39,7 +39,8 @@ from pipeline.model.inference import encode
 from pipeline.plan import GraphsPlan, PlannedWorld, Published
 from pipeline.run.context import StageOutput
 from pipeline.run.world import World
-from pipeline.stages import evaluate
+from pipeline.stages import embed, evaluate
+from pipeline.stages import publish as publish_stage
 
 
 def test_equal_models_are_accepted(plan_run: Any, cloudwatch: Any) -> None:
@@ -304,17 +305,37 @@ class Publication:
         store.write_bytes(paths.result(Stage.EMBED), record.to_json())
 
 
-@pytest.fixture
-def publication(plan_run: Any) -> Publication:
-    before, run = plan_run(run="week-00", model_seed=3), plan_run(model_seed=3)
-    Path(before.paths.stage(Stage.EMBED)).mkdir()
+def continue_from(run: Any, before: Any) -> None:
+    """Let a run continue the model of another one, which the registry named when it was planned."""
     folder = before.paths.model
     weights = store.sha256(store.join(folder, "model.safetensors"))
     run.replan(
         parent=run.plan.parent.model_copy(update={"uri": folder, "folder": folder, "sha256": weights, "run": "week-00"}),
         published=Published(run="week-00", folder=folder, sha256=weights, registry_etag="1"),
     )
+
+
+@pytest.fixture
+def publication(plan_run: Any) -> Publication:
+    before, run = plan_run(run="week-00", model_seed=3), plan_run(model_seed=3)
+    Path(before.paths.stage(Stage.EMBED)).mkdir()
+    continue_from(run, before)
     return Publication(run, before)
+
+
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_what_embed_and_publish_wrote_is_reused(plan_run: Any, request: pytest.FixtureRequest, where: str) -> None:
+    root = request.getfixturevalue("s3_root") if where == "s3" else None
+    before, run = plan_run(root, run="week-00", children=1), plan_run(root)
+    continue_from(run, before)
+    computed = evaluate.run(run.context(Stage.EVALUATE)).metrics
+    before.finish(Stage.EVALUATE, evaluate.run(before.context(Stage.EVALUATE)))
+    result = before.finish(Stage.EMBED, embed.run(before.context(Stage.EMBED)))
+    publish_stage.run(before.context(Stage.PUBLISH))
+    store.write_bytes(before.paths.result(Stage.EMBED), replace(result, versions=versions()).to_json())
+    metrics = evaluate.run(run.context(Stage.EVALUATE)).metrics
+    assert (computed["reused"], metrics["reused"]) == (0, 100)
+    assert metrics["baseline"] == pytest.approx(computed["baseline"], abs=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

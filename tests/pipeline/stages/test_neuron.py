@@ -46,11 +46,9 @@ from pipeline.stages import evaluate
 from pipeline.stages.compile import LOADING, cached_graphs, compile_on_neuron
 from tests.pipeline.conftest import make_texts
 from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
-from tests.pipeline.stages.test_prepare import Bench, bench, model, rows
+from tests.pipeline.stages.planning import Bench, rows
 from tests.pipeline.training.planned import plan_training
 from tests.trainium import COMPILER, STANDINS, TrainiumHost, write_parallel_compile
-
-__all__ = ["bench", "model"]
 
 pytest.importorskip("torch_xla", reason="torch-xla exists for Linux on x86-64 only")
 

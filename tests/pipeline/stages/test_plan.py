@@ -254,7 +254,7 @@ def test_the_second_week(bench: Bench) -> None:
     # The same week again, in another run: the same rows. Another week replays others.
     bench.start("two-again")
     assert bench.plan("two-again").row_files == second.row_files
-    bench.train("two")
+    assert bench.train("two").rows == second.train.new_rows
     bench.publish("two", str(bench.model))
     bench.shard("week-3.jsonl", rows(280, 360))
     bench.start("three")
@@ -385,6 +385,16 @@ def test_another_hold_out_key_still_knows_the_rows(bench: Bench) -> None:
     bench.start("two", {"data": {"holdout_by": "query"}})
     assert not {row["document_hash"] for row in bench.rows("two") if row["new"]} & seen
     assert not {row["document_hash"] for row in bench.rows("two", "holdout.arrow")} & seen
+
+
+def test_a_new_query_for_a_document_that_was_trained_on_is_not_held_out(bench: Bench) -> None:
+    bench.shard("week-1.jsonl", rows(0, 200))
+    bench.week("one", {"data": {"holdout_fraction": 0.1}})
+    bench.shard("week-2.jsonl", [{**row, "query": f"again {row['query']}"} for row in rows(0, 200)])
+    bench.start("two")
+    held = {row["document_hash"] for row in bench.rows("two", "holdout.arrow")}
+    assert held == {normalized_hash(row["document"]) for row in rows(0, 200) if held_out(row, 0.1)}
+    assert bench.plan("two").train.new_rows == sum(not held_out(row) for row in rows(0, 200))
 
 
 def test_thirteen_weeks_never_evaluate_with_what_was_trained_on(bench: Bench) -> None:

@@ -12,8 +12,8 @@ from transformers import BertConfig, BertModel
 
 from pipeline import store
 from pipeline.config import RunConfig
-from pipeline.contract import Stage, StageResult, ingested_tokens_uri
-from pipeline.dataset.ingested import DOCUMENTS, PAIRS
+from pipeline.contract import Stage, StageResult
+from pipeline.dataset.ingested import DOCUMENTS, PAIRS, ingested_tokens_uri
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.plan import Published
 from tests.pipeline.stages.planning import Bench, Config, refusal, rows

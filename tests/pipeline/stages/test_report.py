@@ -95,7 +95,7 @@ def test_published(plan_run: Any, root: str | None) -> None:
     assert "ndcg@10 is unchanged" in page.text
     assert page.tags.count("polyline") == 2
     assert page.tags.count("rect") == 9
-    for words in ("recall@100", "host-17", "healthy", "de", "30 held-out queries", "documents/s", "torch", "shard-0.jsonl"):
+    for words in ("recall@100", "host-17", "healthy", "de", "30 held-out queries", "documents/s", "torch"):
         assert words in page.text, words
     assert {"../plan.json", "../model", "../embed/manifest.json", "../train/metrics.jsonl"} <= set(page.targets)
     assert "../train/tensorboard" not in page.targets
@@ -333,7 +333,7 @@ def test_empty_run_folder(plan_run: Any) -> None:
 def test_results_of_another_plan_do_not_count(plan_run: Any) -> None:
     run = plan_run()
     go_on(run, Stage.COMPILE)
-    run.replan(seen=("another",))
+    run.replan(lineage=("another",))
     assert "prepare left neither" in page_of(run).text
 
 
@@ -378,7 +378,7 @@ def test_numbers_of_the_wrong_kind_are_dashes(plan_run: Any) -> None:
 
 def test_everything_from_outside_is_escaped(plan_run: Any) -> None:
     run = plan_run(settings={"report": {"title": EVIL}, "data": {"train": [EVIL]}})
-    shard = Shard(uri=f"s3://b/{EVIL}.jsonl", sha256="0" * 64, size=1, rows=1, first_run=EVIL)
+    shard = Shard(uri=f"s3://b/{EVIL}.jsonl", sha256="0" * 64, size=1, rows=1, new_rows=4321)
     parent = run.plan.parent.model_copy(update={"uri": EVIL, "run": EVIL})
     run.replan(train=run.plan.train.model_copy(update={"new": (shard,), "replay": (shard,)}), parent=parent)
     go_on_output = StageOutput(metrics={"gate": {"verdict": "refused", "reason": EVIL, "metric": "ndcg@10"}})
@@ -415,7 +415,7 @@ def test_no_element_and_no_attribute_comes_from_data(plan_run: Any, tmp_path: Pa
     def make(text: str, week: str) -> Page:
         whole = text.encode(errors="ignore").decode()  # a plan cannot hold half of a character
         run = plan_run(str(tmp_path / week), run=week, settings={"report": {"title": whole}})
-        shard = Shard(uri=f"s3://b/{whole}", sha256="0" * 64, size=1, rows=1, first_run=whole)
+        shard = Shard(uri=f"s3://b/{whole}", sha256="0" * 64, size=1, rows=1)
         run.replan(train=run.plan.train.model_copy(update={"new": (shard,)}))
         go_on(run, Stage.TRAIN)
         gate = {"verdict": text, "reason": text, "metric": "ndcg@10"}
