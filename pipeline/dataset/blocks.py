@@ -84,6 +84,9 @@ NORMAL = bytes.maketrans(
 )
 CONTROLS = re.escape(CONTROL)
 LARGEST = float(np.finfo(np.float32).max)
+HASHED_BYTES = 128 << 10
+"""Text that is normalized at once: with all that is made of it, it fits into a processor's cache."""
+
 DIGITS = 430
 """Python reads no integer of more than 4300 digits: ten times this."""
 
@@ -119,8 +122,13 @@ def shard_columns(uri: str, kind: str, given: Mapping[str, str], path: str = "")
 
 def normalized_hashes(texts: pa.Array) -> Hashes:
     """Return rows.normalized_hash of each text, (rows,)."""
-    if not len(texts):
-        return np.empty(0, np.uint64)
+    step = max(1, HASHED_BYTES * len(texts) // max(texts.nbytes, 1))
+    return np.concatenate(
+        [np.empty(0, np.uint64), *(_normalized_hashes(texts.slice(start, step)) for start in range(0, len(texts), step))]
+    )
+
+
+def _normalized_hashes(texts: pa.Array) -> Hashes:
     offsets = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset : texts.offset + len(texts) + 1]
     data = texts.buffers()[2]
     content = b"" if data is None else memoryview(data)[offsets[0] : offsets[-1]]
