@@ -44,7 +44,7 @@ from pipeline.dataset.records import (
 from pipeline.dataset.rows import (
     CONTROL,
     MAX_ID_CHARACTERS,
-    Refused,
+    RefusedRow,
     checked,
     corpus_row,
     group,
@@ -453,7 +453,7 @@ def _each(column: Any, check: Callable[[Any, str], Any]) -> tuple[list[Any], NDA
     for place, value in enumerate(values):
         try:
             found.append(check(value, ""))
-        except Refused:
+        except RefusedRow:
             fits[place] = False
             found.append(None)
     return found, fits

@@ -52,7 +52,7 @@ class CorpusRow(NamedTuple):
 RowT = TypeVar("RowT", TrainingRow, CorpusRow)
 
 
-class Refused(Exception):
+class RefusedRow(Exception):
     """The reason why a record is not a row."""
 
 
@@ -109,7 +109,7 @@ def checked(
             for template, parts in columns.templates.items():
                 record[template] = _filled(parts, record)
             yield make(record, columns.names, line)
-        except Refused as refusal:
+        except RefusedRow as refusal:
             yield bad_row(uri, line, str(refusal) + columns.hints.get(str(refusal), ""), written(record))
 
 
@@ -117,7 +117,7 @@ def _filled(parts: Sequence[tuple[str, str]], record: Record) -> str | None:
     try:
         return filled(parts, record)
     except TypeError as error:
-        raise Refused("a column of the template is neither text nor a number") from error
+        raise RefusedRow("a column of the template is neither text nor a number") from error
 
 
 def training_row(record: Record, names: Mapping[str, str], line: int) -> TrainingRow:
@@ -126,7 +126,7 @@ def training_row(record: Record, names: Mapping[str, str], line: int) -> Trainin
         names: our name -> the file's.
 
     Raises:
-        Refused: a value is not what it should be.
+        RefusedRow: a value is not what it should be.
     """
     query, document = _text(record, names["query"]), _text(record, names["document"])
     return TrainingRow(
@@ -155,21 +155,21 @@ def _identifier(record: Record, names: Mapping[str, str], text: str) -> str:
         return f"{normalized_hash(text):016x}"
     value = record.get(column)
     if value is None:
-        raise Refused(f"lacks the field {column!r}")
+        raise RefusedRow(f"lacks the field {column!r}")
     identifier = _written(value, column)
     if not identifier.strip():
-        raise Refused(f"{column!r} is empty")
+        raise RefusedRow(f"{column!r} is empty")
     if len(identifier) > MAX_ID_CHARACTERS:
-        raise Refused(f"{column!r} is longer than {MAX_ID_CHARACTERS} characters")
+        raise RefusedRow(f"{column!r} is longer than {MAX_ID_CHARACTERS} characters")
     # Ids are keys of other systems' files, where a NUL ends a string and a line break ends a row.
     if CONTROL_CHARACTER.search(identifier):
-        raise Refused(f"{column!r} has a control character")
+        raise RefusedRow(f"{column!r} has a control character")
     return identifier
 
 
 def _written(value: Any, column: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise Refused(f"{column!r} is neither text nor an integer")
+        raise RefusedRow(f"{column!r} is neither text nor an integer")
     return str(value)
 
 
@@ -179,19 +179,19 @@ def _text(record: Record, column: str) -> str:
 
 def _stripped(value: Any, column: str) -> str:
     if value is None:
-        raise Refused(f"lacks the field {column!r}")
+        raise RefusedRow(f"lacks the field {column!r}")
     if not isinstance(value, str):
-        raise Refused(f"{column!r} is not text")
+        raise RefusedRow(f"{column!r} is not text")
     text = value.strip()
     if not text.strip(CONTROL + " "):
-        raise Refused(f"{column!r} is empty")
+        raise RefusedRow(f"{column!r} is empty")
     return text
 
 
 def _optional_text(record: Record, column: str) -> str | None:
     value = record.get(column)
     if value is not None and not isinstance(value, str):
-        raise Refused(f"{column!r} is not text")
+        raise RefusedRow(f"{column!r} is not text")
     return value
 
 
@@ -199,12 +199,12 @@ def negatives(value: Any, column: str) -> tuple[str, ...]:
     """Return the negatives of a row, none for null.
 
     Raises:
-        Refused: it is neither a text nor a list of texts, or a text is empty.
+        RefusedRow: it is neither a text nor a list of texts, or a text is empty.
     """
     if value is None:
         return ()
     if not isinstance(value, (str, list)) or not all(isinstance(one, str) for one in value):
-        raise Refused(f"{column!r} is neither text nor a list of texts")
+        raise RefusedRow(f"{column!r} is neither text nor a list of texts")
     return tuple(_stripped(one, column) for one in ([value] if isinstance(value, str) else value))
 
 
@@ -212,7 +212,7 @@ def group(value: Any, column: str) -> str | None:
     """Return the group of a row; an empty one is none.
 
     Raises:
-        Refused: it is neither a text nor an integer.
+        RefusedRow: it is neither a text nor an integer.
     """
     return None if value is None else _written(value, column).strip() or None
 
@@ -226,5 +226,5 @@ def _label(record: Record, column: str) -> float:
     except OverflowError:
         label = math.inf
     if not math.isfinite(label):
-        raise Refused(f"{column!r} is not a number")
+        raise RefusedRow(f"{column!r} is not a number")
     return label

@@ -62,7 +62,7 @@ class Group:
         return len(self.row)
 
 
-class Rows:
+class HashedRows:
     """The rows of all training shards.
 
     Args:
@@ -172,7 +172,7 @@ class Selection:
 
 
 def select(
-    rows: Rows,
+    rows: HashedRows,
     *,
     holdout_fraction: float,
     replay_fraction: float,

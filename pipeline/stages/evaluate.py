@@ -69,7 +69,7 @@ def run(context: StageContext) -> StageOutput | None:
         cloudwatch=context.cloudwatch,
     )
     started = time.monotonic()
-    models = subjects(context, device, holdout, rows)
+    models = models_to_measure(context, device, holdout, rows)
     total = sum(model.tokens for model in models)
     measured: dict[str, PerQuery] = {}
     done = 0
@@ -136,7 +136,7 @@ def open_alone(context: StageContext, kind: str, precision: str) -> Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class MeasuredModel:
     """A model that is measured, and this rank's share of the work.
 
     Attributes:
@@ -164,7 +164,7 @@ class Subject:
     tokens: int
 
 
-def subjects(context: StageContext, device: Device, holdout: Holdout, rows: Path) -> list[Subject]:
+def models_to_measure(context: StageContext, device: Device, holdout: Holdout, rows: Path) -> list[MeasuredModel]:
     """Return the models that are measured.
 
     The run's graphs are those of the new model. A published model of another form runs on the host's processor, in fp32, as only
@@ -188,7 +188,7 @@ def subjects(context: StageContext, device: Device, holdout: Holdout, rows: Path
     return [*found, prepare(context, device, holdout, "published", published.folder)]
 
 
-def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, uri: str) -> Subject:
+def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, uri: str) -> MeasuredModel:
     """Fetch a model and divide its work among the ranks, which all call this together.
 
     Args:
@@ -206,7 +206,7 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
     encoded = np.array_split(np.setdiff1d(np.arange(len(holdout.candidates)), np.concatenate(places)), world.size)
     queries = own_parts(len(holdout.queries), world.size, world.rank)
     texts = [*(holdout.candidates[row] for row in encoded[world.rank]), *holdout.queries[queries.start : queries.stop]]
-    return Subject(
+    return MeasuredModel(
         name=name,
         folder=folder,
         form=form,
@@ -220,7 +220,7 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
     )
 
 
-def measure(context: StageContext, model: Subject, before: int, total: int) -> PerQuery:
+def measure(context: StageContext, model: MeasuredModel, before: int, total: int) -> PerQuery:
     """Return every metric of one model for every query; all ranks call it together.
 
     Args:

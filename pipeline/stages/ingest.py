@@ -86,7 +86,7 @@ def run(context: StageContext) -> StageOutput | None:
     todo = [(shards, missing) for shards, missing in todo if missing]
     log.info("ingest: child %d of %d: %d of its %d files are to do", child, children, len(todo), len(own))
     if todo:
-        worker = open_worker(context, inputs)
+        worker = open_ingester(context, inputs)
         for _, missing in todo:
             ingest_file(worker, missing)
     return stage_output(context, inputs, time.monotonic() - begun)
@@ -97,7 +97,7 @@ def _ingested(context: StageContext, shard: InputShard) -> IngestedShard:
 
 
 @dataclass(kw_only=True)
-class Worker:
+class Ingester:
     """This process's tokenizer, and its progress in rows."""
 
     context: StageContext
@@ -140,11 +140,11 @@ class EncodedColumn:
         return self.distinct.take(self.indices.take(rows))
 
 
-def open_worker(context: StageContext, inputs: RunInputs) -> Worker:
+def open_ingester(context: StageContext, inputs: RunInputs) -> Ingester:
     """Load the parent's tokenizer."""
     context.heartbeat.beat(note="loading the tokenizer")
     folder = transformer_folder(model_files(inputs.parent.folder, context.scratch / "tokenizer"))
-    return Worker(context=context, inputs=inputs, tokenizer=TextTokenizer.planned(folder, inputs.tokenizer))
+    return Ingester(context=context, inputs=inputs, tokenizer=TextTokenizer.planned(folder, inputs.tokenizer))
 
 
 def model_files(uri: str, cache: Path) -> Path:
@@ -157,7 +157,7 @@ def model_files(uri: str, cache: Path) -> Path:
     return cache
 
 
-def ingest_file(worker: Worker, shards: Sequence[InputShard]) -> None:
+def ingest_file(worker: Ingester, shards: Sequence[InputShard]) -> None:
     """Make what is missing of one input file.
 
     Args:
@@ -246,7 +246,7 @@ class Made:
         write_profile(self.tokens_folder, _ingested(context, self.shard).tokens_uri, profile)
 
 
-def tokenize_again(worker: Worker, shard: InputShard) -> None:
+def tokenize_again(worker: Ingester, shard: InputShard) -> None:
     """Make the tokens of a shard from its ingested texts."""
     context, ingested = worker.context, _ingested(worker.context, shard)
     with tempfile.TemporaryDirectory(dir=context.scratch) as name:
@@ -263,7 +263,7 @@ def tokenize_again(worker: Worker, shard: InputShard) -> None:
     log.info("%s: %d %s tokenized again", shard.uri, ingested.profile.rows, shard.kind)
 
 
-def ingest_rows(worker: Worker, shards: Sequence[InputShard]) -> None:
+def ingest_rows(worker: Ingester, shards: Sequence[InputShard]) -> None:
     """Read one input file, and write its rows and tokens in each of its uses.
 
     Raises:
@@ -311,7 +311,7 @@ def ingest_rows(worker: Worker, shards: Sequence[InputShard]) -> None:
     log.info("%s: %d rows, %d refused, %.1f seconds", first.uri, rows, refusals.count, seconds)
 
 
-def read_rows(worker: Worker, made: Sequence[Made], path: Path, quarantine: Path) -> tuple[Columns, Refusals]:
+def read_rows(worker: Ingester, made: Sequence[Made], path: Path, quarantine: Path) -> tuple[Columns, Refusals]:
     """Read a local copy of an input file into the folders of its uses; list its refused rows.
 
     Returns:

@@ -19,7 +19,7 @@ from pipeline.dataset.ingested import SLICES, IngestedShard
 from pipeline.dataset.reading import in_threads
 from pipeline.dataset.row_files import HOLDOUT_FILES, PUBLISHED, DocumentLengths, Lengths, RowWriter, read_table
 from pipeline.dataset.seen import SeenRows
-from pipeline.dataset.selection import Group, Mask, Numbers, Rows, Selection, groups, holdout_slices, pieces, select
+from pipeline.dataset.selection import Group, HashedRows, Mask, Numbers, Selection, groups, holdout_slices, pieces, select
 from pipeline.dataset.steps import StepCounts, order_file, write_orders
 from pipeline.dataset.tokens import TextTokenizer, cut
 from pipeline.plan import RunInputs, TokenizerPlan
@@ -71,7 +71,7 @@ class PlannedRows:
         compared = tuple(dict.fromkeys((*inputs.lineage, *inputs.published_lineage)))
         seen = SeenRows(bucket_root, inputs.lineage, self._config.data.holdout_by)
         self._compared = SeenRows(bucket_root, compared, self._config.data.holdout_by)
-        self._source = Rows(shards, seen, self._config.data.max_repeats)
+        self._source = HashedRows(shards, seen, self._config.data.max_repeats)
         self._lengths = Lengths.of(self._config)
         known = seen.shards
         self.new_shards = [number for number, one in enumerate(shards) if one.shard.rows not in known]

@@ -25,7 +25,7 @@ from pipeline.dataset.ingested import (
     write_profile,
 )
 from pipeline.dataset.seen import KEYS, RECORD, VERSIONS, SeenRecord, SeenRows
-from pipeline.dataset.selection import Group, Rows, Selection, groups, holdout_slices, pieces, select
+from pipeline.dataset.selection import Group, HashedRows, Selection, groups, holdout_slices, pieces, select
 from pipeline.plan import InputShard
 
 Pair = tuple[int, int]
@@ -63,11 +63,11 @@ def make_seen(root: Path, run: str, rows: Sequence[Pair]) -> None:
     (folder / RECORD).write_text(record.model_dump_json())
 
 
-def rows_of(root: Path, shards: Sequence[IngestedShard], seen: Sequence[str] = (), max_repeats: int = 1) -> Rows:
-    return Rows(shards, SeenRows(str(root), seen, "document"), max_repeats)
+def rows_of(root: Path, shards: Sequence[IngestedShard], seen: Sequence[str] = (), max_repeats: int = 1) -> HashedRows:
+    return HashedRows(shards, SeenRows(str(root), seen, "document"), max_repeats)
 
 
-def chosen(rows: Rows, found: Selection) -> list[tuple[int, int, int, bool]]:
+def chosen(rows: HashedRows, found: Selection) -> list[tuple[int, int, int, bool]]:
     """Shard, file, row and whether it is seen, of every row to train on."""
     parts = [found.choose(rows.read(first, last)) for first, last in groups(rows.per_slice, 0, SLICES)]
     columns = [np.concatenate([getattr(part, name) for part in parts]).tolist() for name in ("shard", "file", "row", "seen")]
