@@ -25,6 +25,7 @@ from pipeline import store
 from pipeline.backends.device import open_device
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
+from pipeline.dataset.ids import id_hash
 from pipeline.dataset.ingested import DOCUMENTS
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, Defect, TrnpipeError
@@ -244,7 +245,7 @@ def test_compile_leaves_nothing_behind_but_what_it_made(compiled_run: Any) -> No
     account, paths, _, _ = compiled_run
     # The trial's ranks trained, validated and made a checkpoint; nothing of that is in the run folder.
     left = {info.uri.removeprefix(f"{paths.root}/") for info in store.list_objects(paths.root)}
-    written = {name for name in left if not name.startswith(("prepare/rows/", "compile/attempts/"))}
+    written = {name for name in left if not name.startswith(("plan/rows/", "compile/attempts/"))}
     assert written == {"plan.json", "compile/result.json", "compile/node-00000.json", "compile/progress-00000.json"}
     assert not [info for info in store.list_objects(f"{account.root}/graphs") if "in-use" in info.uri or ".lock" in info.uri]
 
@@ -332,8 +333,9 @@ def test_embeddings_are_the_new_models(trained_run: Any, tmp_path: Path) -> None
     metrics = account.stage(Stage.EMBED, paths).metrics
     assert (metrics["documents"], metrics["dimension"]) == (len(TEXTS), 32)
     table = pq.read_table(store.download(paths.part(0, 1), tmp_path / "part.parquet"))
-    assert table["id"].to_pylist() == [identifier for identifier, _ in TEXTS]
-    found = np.stack(table["embedding"].to_numpy())
+    ids = [identifier for identifier, _ in TEXTS]
+    assert table["id"].to_pylist() == sorted(ids, key=id_hash)
+    found = np.stack(table["embedding"].to_numpy())[[table["id"].to_pylist().index(identifier) for identifier in ids]]
     expected = [
         embeddings(store.local_folder(uri, tmp_path / name))
         for name, uri in (("new", paths.model), ("parent", plan.parent.folder))
