@@ -1,12 +1,7 @@
 """The contract of the stages, the infrastructure and the operator commands: stages, run folder, result files.
 
-It names everything that crosses a process boundary. Standard library only, so that `cdk synth` and the local Batch runner load no
-framework.
-
-Words: node (one instance, one Batch node), gang (all nodes of a multi-node job), rank (one process = one accelerator
-core), step (one optimizer update), graph (one compiled program), bucket (one static sequence length with its batch
-size), shard (one input file), part (one output file), parent (the model a run continues from), published (the
-model the registry names), baseline (what the gate compares with: published, else parent), run, plan, gate.
+It names all that crosses a process boundary, in the words of docs/glossary.md. Standard library only, so that `cdk synth` and
+the local Batch runner load no framework.
 """
 
 from __future__ import annotations
@@ -320,6 +315,10 @@ class RunPaths:
     def inputs(self) -> str:
         """Everything that prepare decided, and the shards that it found: `pipeline.plan.RunInputs`, written once."""
         return f"{self.root}/prepare/inputs.json"
+
+    def deletions(self, digest: str) -> str:
+        """What `data.delete` named when the run began (pipeline/dataset/deletions)."""
+        return f"{self.root}/prepare/deletions-{digest}.json"
 
     @property
     def plan(self) -> str:

@@ -29,6 +29,7 @@ class InputShard(PlanSection):
         of_pairs: the file holds training rows; so without a corpus of its own the same file comes as both kinds.
         generation: of documents; a later one replaces the documents of earlier ones. 0 in `data.corpus_mode: files`.
         rows, tokens: names of the ingested rows and of their tokens.
+        deletions: digest of what `data.delete` names (pipeline/dataset/deletions): none of it may be in the ingested rows.
     """
 
     uri: str
@@ -40,6 +41,7 @@ class InputShard(PlanSection):
     generation: int = 0
     rows: str
     tokens: str
+    deletions: str = ""
 
 
 class TokenizerPlan(PlanSection):
@@ -220,6 +222,7 @@ class EmbedPlan(PlanSection):
         tokenizer: of their tokens.
         rows: documents = ids that must be in the embeddings exactly once.
         bad_rows: refused rows, which have no embedding, besides those of training shards.
+        removed: ids whose newest row says that the document is deleted.
         ids: order-independent digest of those ids (pipeline/dataset/ids).
         parts: output parts, in order; their number is a power of two.
         children: array size; see `own_parts`.
@@ -230,6 +233,7 @@ class EmbedPlan(PlanSection):
     tokenizer: TokenizerPlan
     rows: int
     bad_rows: int = 0
+    removed: int = 0
     ids: str
     parts: tuple[PartPlan, ...]
     children: int
@@ -254,6 +258,20 @@ def part_count(rows: int, rows_per_part: int, least: int) -> int:
     """
     wanted = max(-(-rows // rows_per_part), min(least, rows))
     return 1 << max(wanted - 1, 0).bit_length()
+
+
+class DeletionPlan(PlanSection):
+    """What `data.delete` named, and what of it was ever ingested.
+
+    Attributes:
+        digest: see `InputShard.deletions`.
+        entries: ids and hashes.
+        rows: rows of the listed files that they named, this week or in an earlier one.
+    """
+
+    digest: str
+    entries: int
+    rows: int
 
 
 class HoldoutPlan(PlanSection):
@@ -300,6 +318,7 @@ class RunInputs(PlanSection):
         tokenizer: of the parent, and so of the ingested tokens.
         lineage, identity: as in `RunPlan`.
         published_lineage: the runs whose rows the published model was trained on, where it is not the parent.
+        deletions: as in `InputShard`.
     """
 
     run: str
@@ -316,6 +335,7 @@ class RunInputs(PlanSection):
     lineage: tuple[str, ...] = ()
     published_lineage: tuple[str, ...] = ()
     identity: str
+    deletions: str = ""
 
     def shards_of(self, kind: str) -> tuple[InputShard, ...]:
         """Return the shards of one kind."""
@@ -399,6 +419,8 @@ class RunPlan(PlanSection):
     expected_cost: ExpectedCost = ExpectedCost()
     profile: DataProfile | None = None
     """None in plans of versions that made none."""
+    deletions: DeletionPlan | None = None
+    """None: `data.delete` names nothing."""
     row_files: dict[str, RowFile] = {}
     """`train.arrow`, `holdout.arrow`, `candidates.arrow`, those in `published/`, and `order-EPOCH.npy`."""
     lineage: tuple[str, ...] = ()
@@ -439,6 +461,7 @@ class RunPlan(PlanSection):
             "not_positive_rows": self.train.not_positive,
             "holdout_queries": self.holdout.queries,
             "holdout_candidates": self.holdout.candidates,
+            "deleted_rows": self.deletions.rows if self.deletions else 0,
             "corpus_rows": self.embed.rows,
             "embed_parts": len(self.embed.parts),
             "embed_children": self.embed.children,

@@ -71,6 +71,7 @@ class Workflow(Construct):
                 "prices": {**{queue.value: price for queue, price in hourly_prices(settings).items()}, "currency": CURRENCY},
                 "hosts": {queue.value: host for queue, host in host_names(settings).items()},
                 "embed_hosts": most_embed_hosts(settings),
+                "noncurrent_days": settings.retention.noncurrent_days,
                 "timeouts": {stage.value: settings.minutes(stage) for stage in STAGES},
             },
             tags={COST_TAG: settings.name},

@@ -280,7 +280,9 @@ def one_part(plan: EmbedPlan, base: str, bucket_root: str, folder: Path) -> Embe
         each.mkdir(parents=True)
     offsets = write_batches(tokens / "tokens-00000.arrow", documents.select([DOCUMENT_TOKENS]))
     write_profile(
-        tokens, ingested_tokens_uri(bucket_root, shard.shard.tokens), shard.token_profile.model_copy(update={"files": (offsets,)})
+        tokens,
+        ingested_tokens_uri(bucket_root, shard.shard.rows, shard.shard.tokens),
+        shard.token_profile.model_copy(update={"files": (offsets,)}),
     )
     for column in TEXTS:
         documents = documents.append_column(column, pa.nulls(documents.num_rows, column.type))
@@ -288,7 +290,7 @@ def one_part(plan: EmbedPlan, base: str, bucket_root: str, folder: Path) -> Embe
     write_profile(
         rows,
         ingested_rows_uri(bucket_root, shard.shard.rows),
-        shard.profile.model_copy(update={"files": (file,), "rows": file.rows}),
+        shard.profile.model_copy(update={"files": (file,), "rows": file.rows, "folder": ""}),
     )
     ids = str(IdDigest.of(documents["key"].to_numpy()))
     changes = {

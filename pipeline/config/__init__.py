@@ -277,6 +277,7 @@ class Deployment(Section):
         hosts: queue -> instance type of its nodes, e.g. trn1.32xlarge.
         embed_hosts: the most hosts that the array has at once; None: as many as it has children.
         timeouts: stage -> minutes after which Batch ends an attempt; other stages have their defaults.
+        noncurrent_days: how long the bucket keeps versions that were overwritten or deleted; None: it keeps none.
     """
 
     config: dict[str, Any] = Field(default_factory=dict)
@@ -287,6 +288,7 @@ class Deployment(Section):
     hosts: dict[Queue, str] = Field(default_factory=dict)
     embed_hosts: PositiveInt | None = None
     timeouts: dict[Stage, PositiveInt] = Field(default_factory=dict)
+    noncurrent_days: PositiveInt | None = None
 
 
 class RunInput(Section):

@@ -111,6 +111,16 @@ class DataConfig(Section):
         "what it lacks is gone. deltas: files or folders below each URI in the order of their names; later ones replace "
         "documents of earlier ones.",
     )
+    delete: Annotated[tuple[Uri, ...], KeyRole.BOOKKEEPING, KeyRole.URI] = Field(
+        (),
+        description="Lists of what must not be trained on, evaluated with or embedded from now on: text files or folders, "
+        "one id or hash:DIGITS a line.",
+    )
+    delete_days: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(
+        30,
+        description="Days after which nothing that `delete` names may be left in old versions of ingested files. A run with "
+        "deletions ends with 64 where the bucket keeps old versions longer.",
+    )
     columns: Annotated[dict[str, str], KeyRole.LEARNED] = Field(
         default_factory=dict,
         description='Our column name -> the file\'s, or a template: {query: title, document: "{name}. {brand}"}.',

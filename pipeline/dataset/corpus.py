@@ -1,7 +1,7 @@
 """The documents to embed, as the ingested shards hold them: one part with its tokens, or one text.
 
-Of the rows of one id, the first counts: of the newest generation, then in the order in which the shards are listed. The plan has
-refused ids with one hash, so a key stands for an id.
+Of the rows of one id, the first counts: of the newest generation, then in the order in which the shards are listed. If it is a
+tombstone, the document is gone. The plan has refused ids with one hash, so a key stands for an id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.dataset.ids import id_hash
-from pipeline.dataset.ingested import DOCUMENTS, FACTS, SLICES, TOKENS, Hashes, IngestedShard, part_range
+from pipeline.dataset.ingested import DOCUMENTS, FACTS, SLICES, TOKENS, TOMBSTONE, Hashes, IngestedShard, part_range
 from pipeline.errors import BadData
 from pipeline.plan import InputShard
 
@@ -80,7 +80,8 @@ class CorpusReader:
             begins, tables = zip(*readers.map(partial(_facts, index, count), self.files), strict=True)
             facts = pa.concat_tables(tables)
             keys = facts["key"].to_numpy()
-            first, _ = winners(keys, facts["document_hash"].to_numpy())
+            hashes = facts["document_hash"].to_numpy()
+            first = winners(keys, hashes)[0] & (hashes != TOMBSTONE)
             order = np.argsort(keys[first])
             documents = facts.filter(pa.array(first)).take(pa.array(order))
             if cut is None or not documents.num_rows:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from pipeline.dataset.corpus import winners
 from pipeline.dataset.ids import MODULUS, IdDigest, repeated
-from pipeline.dataset.ingested import SLICES, Hashes, IngestedShard
+from pipeline.dataset.ingested import SLICES, TOMBSTONE, Hashes, IngestedShard
 from pipeline.dataset.reading import in_threads
 from pipeline.dataset.records import EXCERPT_CHARACTERS, BadRow
 from pipeline.dataset.selection import Mask, groups, rows_per_slice
@@ -31,11 +31,13 @@ class CountedDocuments:
         parts: see `EmbedPlan`.
         digest: of all ids.
         conflicts: number of a shard -> its rows that are refused.
+        removed: ids whose newest row is a tombstone.
     """
 
     parts: tuple[PartPlan, ...]
     digest: IdDigest
     conflicts: Counter[int]
+    removed: int
 
 
 def count_documents(
@@ -62,6 +64,7 @@ def count_documents(
     bins = max(SLICES, part_count(int(per_slice.sum()), rows_per_part, least))
     digests = [IdDigest() for _ in range(bins)]
     conflicts: Counter[int] = Counter()
+    removed = 0
     for first, last in groups(per_slice, 0, SLICES):
         ranges = [
             (number, file, *shards[number].rows_in(file, first, last))
@@ -70,11 +73,12 @@ def count_documents(
         ]
         keys = list(in_threads(lambda one: shards[one[0]].hashes(*one[1:]), ranges))
         again = repeated(keys)
-        marked = [np.isin(each, again) for each in keys]
+        # Whether a row is a tombstone is not among its hashes.
+        marked = [np.isin(each, again) | bool(shards[one[0]].profile.tombstones) for one, each in zip(ranges, keys, strict=True)]
         taken = np.concatenate([each[~mask] for each, mask in zip(keys, marked, strict=True)])
-        if len(again):
-            leaders, refused = _among_repeated(shards, ranges, marked)
-            taken = np.concatenate([taken, leaders])
+        if any(mask.any() for mask in marked):
+            leaders, gone, refused = _among_repeated(shards, ranges, marked)
+            taken, removed = np.concatenate([taken, leaders]), removed + gone
             for number, row in refused:
                 conflicts[number] += 1
                 refuse(row)
@@ -84,7 +88,10 @@ def count_documents(
     count = part_count(total, rows_per_part, least)
     parts = [_joined(digests[start : start + bins // count]) for start in range(0, bins, bins // count)]
     return CountedDocuments(
-        parts=tuple(PartPlan(rows=part.count, ids=str(part)) for part in parts), digest=_joined(digests), conflicts=conflicts
+        parts=tuple(PartPlan(rows=part.count, ids=str(part)) for part in parts),
+        digest=_joined(digests),
+        conflicts=conflicts,
+        removed=removed,
     )
 
 
@@ -111,11 +118,11 @@ def documents_gone(bucket_root: str, before: Sequence[InputShard], now: Sequence
 
 def _among_repeated(
     shards: Sequence[IngestedShard], ranges: Sequence[Range], marked: Sequence[Mask]
-) -> tuple[Hashes, list[tuple[int, BadRow]]]:
-    """Return the keys of rows whose ids come several times, each once; and the rows that contradict an earlier one.
+) -> tuple[Hashes, int, list[tuple[int, BadRow]]]:
+    """Return the keys of documents among some rows, each once; the ids that are removed; the rows that contradict an earlier one.
 
     Args:
-        marked: rows of each range whose key comes several times.
+        marked: rows of each range: all whose key comes several times, and all that may be tombstones.
     """
 
     def read(place: int) -> pa.Table:
@@ -128,7 +135,8 @@ def _among_repeated(
     owners = np.repeat([ranges[place][0] for place in places], [table.num_rows for table in tables])
     rows = pa.concat_tables(tables)
     keys = rows["key"].to_numpy()
-    first, differs = winners(keys, rows["document_hash"].to_numpy())
+    documents = rows["document_hash"].to_numpy()
+    first, differs = winners(keys, documents)
     leaders = np.flatnonzero(first)
     leaders = leaders[np.argsort(keys[leaders])]
     leader = leaders[np.searchsorted(keys[leaders], keys)]
@@ -150,7 +158,8 @@ def _among_repeated(
         identifier = rows["id"][row].as_py()
         reason = f"id {identifier!r} has another document at {at(int(leader[row]))}"
         refused.append((int(owners[row]), BadRow(at(row), reason, identifier[:EXCERPT_CHARACTERS])))
-    return keys[leaders], refused
+    present = documents[leaders] != TOMBSTONE
+    return keys[leaders[present]], int(np.count_nonzero(~present)), refused
 
 
 def _add(digests: list[IdDigest], keys: Hashes) -> None:

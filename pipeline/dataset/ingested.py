@@ -1,15 +1,17 @@
 """Ingested shards: the rows of an input file as columnar files that all runs of a bucket share, and their tokens.
 
 ingest writes them once for each version of a file; plan, embed, publish and search read ranges of them, and nothing else of the
-input. They are named by all that they depend on, never changed, and complete once their `profile.json` is there, which is
-written last.
+input. They are named by all that they depend on, and complete once their `profile.json` is there, which is written last. They
+never change, but for rows that `data.delete` names: the others are written into a folder of their own below the shard's, the
+profile is replaced by one that names that folder, and the files before it are removed.
 
     ingested/rows/NAME/    facts-00000.arrow    what decides about a row: hashes, id, label, locale, task, line
                            texts-00000.arrow    its texts
                            hashes-00000.bin     one 64-bit hash of each row: `version` of pairs, `key` of documents
                            quarantine.jsonl     refused rows, if there are any
                            profile.json         Profile
-    ingested/tokens/NAME/  tokens-00000.arrow   token ids of the same rows, for one tokenizer
+    ingested/tokens/ROWS/NAME/
+                           tokens-00000.arrow   token ids of the rows of that name, for one tokenizer
                            profile.json         TokenProfile
 
 A file holds at most FILE_ROWS rows, sorted by `key`, a hash: of pairs the hash of what is held out together (`data.holdout_by`),
@@ -80,6 +82,9 @@ FACTS = {
 }
 """`key`: see above. `version`: see `row_versions`. Other hashes: rows.normalized_hash. `line`: from 1, in the input file."""
 
+TOMBSTONE = 0
+"""`document_hash` of a row that removes the document of its id from earlier generations."""
+
 TEXTS = pa.schema([("texts", pa.list_(pa.string())), ("negatives", pa.list_(pa.string())), ("group", pa.string())])
 """`texts`: query and document of a pair; the text of a document."""
 
@@ -94,9 +99,9 @@ def ingested_rows_uri(bucket_root: str, name: str) -> str:
     return f"{bucket_root.rstrip('/')}/ingested/rows/{name}"
 
 
-def ingested_tokens_uri(bucket_root: str, name: str) -> str:
-    """Return the folder of the tokens of an ingested shard's rows, for one tokenizer."""
-    return f"{bucket_root.rstrip('/')}/ingested/tokens/{name}"
+def ingested_tokens_uri(bucket_root: str, rows: str, name: str = "") -> str:
+    """Return the folder of the tokens of an ingested shard's rows, for one tokenizer; without a name, for all of them."""
+    return f"{bucket_root.rstrip('/')}/ingested/tokens/{rows}/{name}".rstrip("/")
 
 
 def token_schema(kind: str, vocabulary: int) -> pa.Schema:
@@ -182,10 +187,14 @@ class Profile(_Profile):
         uri, version, size, sha256: of the input file; its lineage.
         rows, bad_rows: good and refused rows.
         reasons: of the refused rows, each with its count and first places (pipeline/dataset/refusals).
-        sizes: file name -> bytes, without this file.
+        sizes: path below the shard's folder -> bytes, without this file.
+        folder: below the shard's, which has the files; empty: they are in the shard's.
+        deletions: digests of all deletion lists (pipeline/dataset/deletions) whose entries are in no row.
+        deleted: rows that they named.
         columns: our column -> the file's, as they were recognised.
         positive_rows: rows with a label above 0.
-        statistics: what is compared with other weeks: see `statistics_of`.
+        tombstones: rows that remove a document.
+        statistics: what is compared with other weeks (stages/ingest.Made), of the rows before any was deleted from the files.
     """
 
     schema_version: int
@@ -199,8 +208,12 @@ class Profile(_Profile):
     reasons: tuple[str, ...] = ()
     files: tuple[IngestedFile, ...]
     sizes: dict[str, int]
+    folder: str = ""
+    deletions: tuple[str, ...] = ()
+    deleted: int = 0
     columns: dict[str, str] = {}
     positive_rows: int = 0
+    tombstones: int = 0
     statistics: dict[str, Any] = {}
 
 
@@ -208,7 +221,7 @@ class TokenProfile(_Profile):
     """The content of the tokens of an ingested shard.
 
     Attributes:
-        rows_name: name of the rows.
+        rows_name: name of the rows, and the folder that has their files.
         vocabulary: every token id is below this.
         files: of each file of rows, first byte of each record batch, and the first one behind the last.
         without_tokens: rows with a text that the tokenizer cannot take.
@@ -221,6 +234,9 @@ class TokenProfile(_Profile):
     files: tuple[tuple[int, ...], ...]
     without_tokens: int
     sizes: dict[str, int]
+
+
+ProfileT = TypeVar("ProfileT", Profile, TokenProfile)
 
 
 def rows_name(shard: Mapping[str, Any], kind: str, columns: Mapping[str, str], holdout_by: str) -> str:
@@ -261,7 +277,12 @@ class IngestedShard:
 
     @property
     def tokens_uri(self) -> str:
-        return ingested_tokens_uri(self.bucket_root, self.shard.tokens)
+        return ingested_tokens_uri(self.bucket_root, self.shard.rows, self.shard.tokens)
+
+    @property
+    def files_name(self) -> str:
+        """What the files of rows are named by: other files, other tokens."""
+        return f"{self.shard.rows}/{self.profile.folder}".rstrip("/")
 
     @cached_property
     def profile(self) -> Profile:
@@ -283,17 +304,17 @@ class IngestedShard:
 
     def hashes(self, file: int, start: int, stop: int) -> Hashes:
         """Return the hash (see HASHES) of the rows [start, stop) of a file."""
-        data = store.read_range(f"{self.rows_uri}/hashes-{file:05d}.bin", 8 * start, 8 * stop)
+        data = store.read_range(self._file(f"hashes-{file:05d}.bin"), 8 * start, 8 * stop)
         return np.frombuffer(data, np.uint64)
 
     def facts(self, file: int, start: int, stop: int) -> Iterator[pa.Table]:
         """Yield the facts of the rows [start, stop) of a file, some thousand rows at a time."""
         kind, offsets = self.profile.kind, self.profile.files[file].facts
-        return _ranges(f"{self.rows_uri}/facts-{file:05d}.arrow", FACTS[kind], offsets, start, stop)
+        return _ranges(self._file(f"facts-{file:05d}.arrow"), FACTS[kind], offsets, start, stop)
 
     def texts(self, file: int, start: int, stop: int) -> Iterator[pa.Table]:
         """Yield the texts of the rows [start, stop) of a file, in the same pieces."""
-        return _ranges(f"{self.rows_uri}/texts-{file:05d}.arrow", TEXTS, self.profile.files[file].texts, start, stop)
+        return _ranges(self._file(f"texts-{file:05d}.arrow"), TEXTS, self.profile.files[file].texts, start, stop)
 
     def tokens(self, file: int, start: int, stop: int) -> Iterator[pa.Table]:
         """Yield the tokens of the rows [start, stop) of a file, in the same pieces."""
@@ -304,12 +325,18 @@ class IngestedShard:
         """Return whether the rows are complete; log what is damaged."""
         return _is_complete(Profile, self.rows_uri)
 
+    def lacks_deletion(self) -> bool:
+        """Return whether rows may be among those of a complete shard that the run must not use."""
+        return self.shard.deletions not in ("", *self.profile.deletions)
+
     def is_ingested(self) -> bool:
-        """Return whether rows and tokens are complete; log what is damaged."""
-        return self.has_rows() and _is_complete(TokenProfile, self.tokens_uri)
+        """Return whether rows and tokens are complete, without a row to delete; log what is damaged."""
+        if not self.has_rows() or self.lacks_deletion() or not _is_complete(TokenProfile, self.tokens_uri):
+            return False
+        return self.token_profile.rows_name == self.files_name
 
-
-ProfileT = TypeVar("ProfileT", Profile, TokenProfile)
+    def _file(self, name: str) -> str:
+        return "/".join(filter(None, [self.rows_uri, self.profile.folder, name]))
 
 
 def _read_profile(kind: type[ProfileT], folder: str) -> ProfileT:
@@ -332,7 +359,8 @@ def _is_complete(kind: type[ProfileT], folder: str) -> bool:
     except BadData as error:
         log.warning("%s: %s; ingesting the shard again", error.what, "; ".join(error.value))
         return False
-    found = {info.uri.rsplit("/", 1)[-1]: info.size for info in store.list_objects(folder)}
+    name = folder.rsplit("/", 1)[-1]
+    found = {info.uri.rpartition(f"/{name}/")[2]: info.size for info in store.list_objects(folder)}
     if wrong := [name for name, size in profile.sizes.items() if found.get(name) != size]:
         log.warning("an ingested shard is damaged: %s/%s; ingesting it again", folder, wrong[0])
     return not wrong and profile.schema_version == SCHEMA_VERSION
@@ -384,12 +412,15 @@ def write_file(folder: Path, number: int, kind: str, table: pa.Table) -> tuple[I
     return file, table
 
 
-def write_profile(folder: Path, uri: str, profile: Profile | TokenProfile) -> None:
-    """Upload a local folder, and then the profile that completes it.
+def write_profile(folder: Path | None, uri: str, profile: ProfileT) -> ProfileT:
+    """Upload a local folder, and then the profile that completes it; return that.
 
     Args:
-        profile: without `sizes`.
+        folder: None: the files are there.
+        profile: without `sizes`, or with those of the files that are there.
     """
-    written = store.upload_folder(folder, uri)
-    sizes = {name: artifact.size for name, artifact in sorted(written.items())}
-    store.write_bytes(f"{uri}/profile.json", profile.model_copy(update={"sizes": sizes}).model_dump_json().encode())
+    if folder is not None:
+        written = store.upload_folder(folder, uri)
+        profile = profile.model_copy(update={"sizes": {name: artifact.size for name, artifact in sorted(written.items())}})
+    store.write_bytes(f"{uri}/profile.json", profile.model_dump_json().encode())
+    return profile

@@ -181,16 +181,6 @@ def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings, list[str | No
         yield batch.column("id").to_pylist(), values.reshape(len(batch), vectors.type.list_size), locales
 
 
-def read_ids(path: Path) -> Iterator[list[str]]:
-    """Yield the ids only, a batch of rows at a time and in order.
-
-    Raises:
-        BadData: not a part.
-    """
-    for batch in read_batches(path, ["id"]):
-        yield batch.column("id").to_pylist()
-
-
 def read_batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
     try:
         with pq.ParquetFile(path, memory_map=True) as file:

@@ -50,7 +50,8 @@ class Lengths:
 def row_schemas(tokens: pa.DataType) -> dict[str, pa.Schema]:
     """Return the schemas of the files; `tokens`: type of the token ids, the smallest that holds the vocabulary.
 
-    `shard` counts along plan.train.new, then plan.train.replay. Hashes: pipeline/dataset/rows.normalized_hash. `version`:
+    `shard` counts along plan.train.new, then plan.train.replay. `new`: whether no run of the lineage was trained on the row; of
+    the hold-out, whether its shard is new. Hashes: pipeline/dataset/rows.normalized_hash. `version`:
     pipeline/dataset/ingested.row_versions. Tokens: with special ones, cut to `Lengths`.
     """
     texts = pa.list_(tokens)
@@ -77,6 +78,7 @@ def row_schemas(tokens: pa.DataType) -> dict[str, pa.Schema]:
                 ("document_hash", pa.uint64()),
                 ("label", pa.float32()),
                 ("locale", pa.string()),
+                ("new", pa.bool_()),
             ]
         ),
         "candidates.arrow": pa.schema([("document_tokens", texts), ("document_hash", pa.uint64()), ("id", pa.string())]),

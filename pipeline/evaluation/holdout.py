@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from pipeline.dataset.row_files import read_table
 from pipeline.errors import BadData
@@ -29,6 +30,7 @@ class Holdout:
         queries: token ids of each query.
         candidates: token ids of each candidate document.
         relevant: the relevant candidates of each query.
+        fresh: (queries,) whether a relevant document comes from a shard that no earlier run had; None where queries are made up.
         documents: `id` and `document_hash` of each candidate; None where the candidates are made up.
     """
 
@@ -36,6 +38,7 @@ class Holdout:
     queries: Sequence[TokenList]
     candidates: Sequence[TokenList]
     relevant: Relevant
+    fresh: NDArray[np.bool_] | None = None
     documents: pa.Table | None = None
 
     @property
@@ -87,12 +90,15 @@ def join_holdout(holdout: pa.Table, candidates: pa.Table, most: int | None = Non
     if most is not None:
         own, place = np.unique(place, return_inverse=True)
         candidates = candidates.take(pa.array(own))
+    fresh = np.zeros(len(keys), np.bool_)
+    fresh[query[np.asarray(holdout["new"])[rows]]] = True
     pairs, best = np.unique(np.stack([query, place], axis=1), axis=0, return_index=True)
     return Holdout(
         keys=tuple((value, str(names[number]) or None) for value, number in keys.tolist()),
         queries=token_lists(holdout["query_tokens"].take(pa.array(firsts))),
         candidates=token_lists(candidates["document_tokens"]),
         relevant=Relevant(pairs[:, 0], pairs[:, 1], labels[rows[best]]),
+        fresh=fresh,
         documents=candidates.select(["id", "document_hash"]),
     )
 

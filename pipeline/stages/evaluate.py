@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.backends.device import Device, open_device
@@ -44,6 +44,9 @@ log = logging.getLogger("trnpipe")
 
 PerQuery = dict[str, Values]
 """Metric -> its value for every query, in the order of `Holdout.queries`."""
+
+FRESH = "fresh"
+"""Slice of the newest week's queries; no locale is named so."""
 
 
 def run(context: StageContext) -> StageOutput | None:
@@ -103,7 +106,10 @@ def run(context: StageContext) -> StageOutput | None:
         "candidates": len(holdout.candidates),
         "reused": sum(len(rows) for model in models for rows, _ in model.reused),
     }
-    scorecard = {**counts, **scores, "gate": gate, "locales": compare_locales(baseline, new, holdout.locales, config)}
+    slices = slices_of(holdout)
+    compared = {name: compare_slice(baseline, new, chosen, config) for name, chosen in slices.items()}
+    fresh = compared.pop(FRESH, None)
+    scorecard = {**counts, **scores, "gate": gate, "locales": compared, "fresh": fresh}
     store.write_json(context.paths.scorecard, scorecard)
     values = context.scratch / "queries.parquet"
     QueryValues(holdout.keys, new).write(values)
@@ -276,20 +282,23 @@ def compare(baseline: PerQuery, new: PerQuery, *, samples: int, seed: int) -> di
     }
 
 
-def compare_locales(
-    baseline: PerQuery, new: PerQuery, locales: Sequence[str | None], config: RunConfig
-) -> dict[str, dict[str, Any]]:
-    """Return the same comparison for the queries of each locale; empty where rows have none."""
-    scores = {}
-    for locale in sorted({locale for locale in locales if locale is not None}):
-        chosen = np.array([item == locale for item in locales])
-        scores[locale] = {
-            "queries": int(chosen.sum()),
-            **compare(
-                {metric: baseline[metric][chosen] for metric in METRICS},
-                {metric: new[metric][chosen] for metric in METRICS},
-                samples=config.evaluate.bootstrap_samples,
-                seed=config.seed,
-            ),
-        }
-    return scores
+def slices_of(holdout: Holdout) -> dict[str, NDArray[np.bool_]]:
+    """Return which queries are of each locale, and under FRESH those of the newest week if they are some of all: (queries,)."""
+    locales = np.array([locale or "" for locale in holdout.locales])
+    found = {name: locales == name for name in sorted(filter(None, {*holdout.locales}))}
+    if holdout.fresh is not None and 0 < holdout.fresh.sum() < len(holdout.fresh):
+        found[FRESH] = holdout.fresh
+    return found
+
+
+def compare_slice(baseline: PerQuery, new: PerQuery, chosen: NDArray[np.bool_], config: RunConfig) -> dict[str, Any]:
+    """Return the same comparison for some of the queries, and their number."""
+    return {
+        "queries": int(chosen.sum()),
+        **compare(
+            {metric: baseline[metric][chosen] for metric in METRICS},
+            {metric: new[metric][chosen] for metric in METRICS},
+            samples=config.evaluate.bootstrap_samples,
+            seed=config.seed,
+        ),
+    }

@@ -2,8 +2,9 @@
 
 Reads `prepare/inputs.json` and the input files that it names; writes `ingested/rows` and `ingested/tokens`
 (pipeline/dataset/ingested). What is complete is left alone, so a child that is interrupted loses at most the file it was in.
-Where only the tokens are missing, because the tokenizer is another one, they are made from the ingested texts. The child that
-finds the files of all children complete speaks for the stage.
+Where only the tokens are missing, because the tokenizer is another one, they are made from the ingested texts. Rows that
+`data.delete` names are left out, and removed from what is ingested already. The child that finds the files of all children
+complete speaks for the stage.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ from pipeline import store
 from pipeline.contract import Artifact
 from pipeline.dataset.blocks import Block, id_hashes, normalized_hashes, read_blocks, shard_columns
 from pipeline.dataset.columns import Columns
+from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import (
     DOCUMENTS,
+    FACTS,
     FILE_ROWS,
     PAIRS,
     SCHEMA_VERSION,
     TOKENS,
+    TOMBSTONE,
     IngestedFile,
     IngestedShard,
     Profile,
     TokenProfile,
+    ingested_tokens_uri,
     row_versions,
     string_hashes,
     token_schema,
@@ -57,6 +62,7 @@ log = logging.getLogger("trnpipe")
 FILE_BYTES = 128 << 20
 """Text of a file's rows. Sorted, written and tokenized they are in memory some five times."""
 
+QUARANTINE = "quarantine.jsonl"
 NAMED_VALUES = 1000
 OTHERS = "…"
 LOOKS_AT_ONCE = 16
@@ -98,11 +104,12 @@ def _ingested(context: StageContext, shard: InputShard) -> IngestedShard:
 
 @dataclass(kw_only=True)
 class Ingester:
-    """This process's tokenizer, and its progress in rows."""
+    """This process's tokenizer, what it must leave out, and its progress in rows."""
 
     context: StageContext
     inputs: RunInputs
     tokenizer: TextTokenizer
+    deletions: Deletions
     done: int = 0
 
     def beat(self, rows: int, note: str) -> None:
@@ -141,10 +148,15 @@ class EncodedColumn:
 
 
 def open_ingester(context: StageContext, inputs: RunInputs) -> Ingester:
-    """Load the parent's tokenizer."""
+    """Load the parent's tokenizer, and what `data.delete` names."""
     context.heartbeat.beat(note="loading the tokenizer")
     folder = transformer_folder(model_files(inputs.parent.folder, context.scratch / "tokenizer"))
-    return Ingester(context=context, inputs=inputs, tokenizer=TextTokenizer.planned(folder, inputs.tokenizer))
+    deletions = Deletions()
+    if inputs.deletions:
+        deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(inputs.deletions)))
+    return Ingester(
+        context=context, inputs=inputs, tokenizer=TextTokenizer.planned(folder, inputs.tokenizer), deletions=deletions
+    )
 
 
 def model_files(uri: str, cache: Path) -> Path:
@@ -166,7 +178,10 @@ def ingest_file(worker: Ingester, shards: Sequence[InputShard]) -> None:
     without_rows = [shard for shard in shards if not _ingested(worker.context, shard).has_rows()]
     for shard in shards:
         if shard not in without_rows:
-            tokenize_again(worker, shard)
+            if _ingested(worker.context, shard).lacks_deletion():
+                delete_rows(worker, shard)
+            if not _ingested(worker.context, shard).is_ingested():
+                tokenize_again(worker, shard)
     if without_rows:
         ingest_rows(worker, without_rows)
 
@@ -183,6 +198,8 @@ class Made:
     without_tokens: int = 0
     statistics: dict[str, Any] = field(default_factory=lambda: {"tokens": 0, "repeated": 0, "labels": 0.0})
     positive_rows: int = 0
+    tombstones: int = 0
+    deleted: int = 0
 
     @classmethod
     def within(cls, scratch: Path, shard: InputShard) -> Made:
@@ -219,7 +236,9 @@ class Made:
             if column in table.column_names:
                 found = table[column].value_counts().to_pylist()
                 self._count(name, {each["values"] or "": each["counts"] for each in found})
-        if kind == PAIRS:
+        if kind == DOCUMENTS:
+            self.tombstones += int((table["document_hash"].to_numpy() == TOMBSTONE).sum())
+        else:
             labels = table["label"].to_numpy()
             self.positive_rows += int((labels > 0).sum())
             self.statistics["labels"] += float(labels.sum(dtype=np.float64))
@@ -237,13 +256,60 @@ class Made:
         """Upload the tokens."""
         profile = TokenProfile(
             schema_version=SCHEMA_VERSION,
-            rows_name=self.shard.rows,
+            rows_name=_ingested(context, self.shard).files_name,
             vocabulary=vocabulary,
             files=tuple(self.offsets),
             without_tokens=self.without_tokens,
             sizes={},
         )
         write_profile(self.tokens_folder, _ingested(context, self.shard).tokens_uri, profile)
+
+
+def delete_rows(worker: Ingester, shard: InputShard) -> None:
+    """Remove the rows that `data.delete` names from an ingested shard, and all of its tokens if there are any such rows.
+
+    The profile names the lists only when nothing of their rows is left, so an interrupted deletion is done again.
+    """
+    context, ingested, deletions = worker.context, _ingested(worker.context, shard), worker.deletions
+    profile = ingested.profile
+    with tempfile.TemporaryDirectory(dir=context.scratch) as name:
+        folder = Path(name) / deletions.digest
+        folder.mkdir()
+        kept, positive_rows, deleted = [], 0, 0
+        for number, file in enumerate(profile.files):
+            facts = pa.concat_tables([FACTS[shard.kind].empty_table(), *ingested.facts(number, 0, file.rows)])
+            named = deletions.named(facts)
+            deleted += int(named.sum())
+            kept.append(facts.filter(pa.array(~named)).append_column("row", pa.array(np.flatnonzero(~named))))
+            worker.beat(file.rows, "looking for rows to delete")
+        if deleted:
+            files: list[IngestedFile] = []
+            for number, (file, facts) in enumerate(zip(profile.files, kept, strict=True)):
+                if not len(facts):
+                    continue
+                texts = pa.concat_tables(ingested.texts(number, 0, file.rows)).take(facts["row"])
+                for column in texts.column_names:
+                    facts = facts.append_column(column, texts[column])
+                files.append(write_file(folder, len(files), shard.kind, facts)[0])
+                positive_rows += int((facts["label"].to_numpy() > 0).sum()) if shard.kind == PAIRS else 0
+            if QUARANTINE in profile.sizes:
+                store.download(store.join(ingested.rows_uri, QUARANTINE), Path(name) / QUARANTINE)
+            store.delete_folder(ingested_tokens_uri(context.paths.bucket_root, shard.rows))
+            profile = profile.model_copy(
+                update={
+                    "rows": sum(file.rows for file in files),
+                    "files": tuple(files),
+                    "positive_rows": positive_rows,
+                    "folder": deletions.digest,
+                    "deleted": profile.deleted + deleted,
+                }
+            )
+            profile = write_profile(Path(name), ingested.rows_uri, profile)
+    for info in store.list_objects(ingested.rows_uri):
+        if info.uri.rpartition(f"/{shard.rows}/")[2] not in (*profile.sizes, "profile.json"):
+            store.delete(info.uri)
+    write_profile(None, ingested.rows_uri, profile.model_copy(update={"deletions": (*profile.deletions, deletions.digest)}))
+    log.info("%s: %d rows are deleted", shard.uri, deleted)
 
 
 def tokenize_again(worker: Ingester, shard: InputShard) -> None:
@@ -276,7 +342,7 @@ def ingest_rows(worker: Ingester, shards: Sequence[InputShard]) -> None:
         beat = partial(context.heartbeat.beat, total=first.size, unit="bytes", note="reading an input file")
         try:
             with store.one_version(first.uri, first.version, first.size, scratch / "input", beat) as (path, sha256):
-                columns, refusals = read_rows(worker, made, path, scratch / "quarantine.jsonl")
+                columns, refusals = read_rows(worker, made, path, scratch / QUARANTINE)
         except store.Conflict as error:
             # The listing may have been older than the file, for a moment.
             kind = Transient if context.world.node.attempt == 1 else BadData
@@ -288,7 +354,7 @@ def ingest_rows(worker: Ingester, shards: Sequence[InputShard]) -> None:
             ) from error
         for one in made:
             if refusals.count and (one.shard.kind == PAIRS) == one.shard.of_pairs:
-                (scratch / "quarantine.jsonl").rename(one.rows_folder / "quarantine.jsonl")
+                (scratch / QUARANTINE).rename(one.rows_folder / QUARANTINE)
             profile = Profile(
                 schema_version=SCHEMA_VERSION,
                 kind=one.shard.kind,
@@ -303,7 +369,10 @@ def ingest_rows(worker: Ingester, shards: Sequence[InputShard]) -> None:
                 sizes={},
                 columns=dict(columns.names),
                 positive_rows=one.positive_rows,
+                tombstones=one.tombstones,
                 statistics=one.statistics,
+                deletions=tuple(filter(None, [one.shard.deletions])),
+                deleted=one.deleted,
             )
             write_profile(one.rows_folder, _ingested(context, one.shard).rows_uri, profile)
             one.publish_tokens(context, worker.tokenizer.vocabulary)
@@ -328,7 +397,10 @@ def read_rows(worker: Ingester, made: Sequence[Made], path: Path, quarantine: Pa
                     stream.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
                     refusals.add(row)
                 worker.beat(len(block.rows) + len(block.bad), "checking rows")
-                yield block.rows
+                kept = block.rows.filter(pa.array(~worker.deletions.named(block.rows))) if len(worker.deletions) else block.rows
+                for one in made:
+                    one.deleted += len(block.rows) - len(kept)
+                yield kept
 
         for rows in files_of(good(read_blocks(shard.uri, source, config.columns, str(path)))):
             encoded = {name: worker.encode(rows[name]) for name in ("query", "document") if name in rows.column_names}

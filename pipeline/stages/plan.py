@@ -22,6 +22,7 @@ from pipeline.config import Deployment, RunConfig
 from pipeline.contract import Artifact, Metric, Queue, RunPaths, Stage, StageResult, now
 from pipeline.cost import cost_of, most
 from pipeline.dataset.corpus_plan import CountedDocuments, count_documents, documents_gone
+from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard, Profile
 from pipeline.dataset.profile import check_limits, profile_of
 from pipeline.dataset.reading import in_threads
@@ -37,7 +38,18 @@ from pipeline.graphs.compiled import missing_sets
 from pipeline.model.folder import inspect_folder, own_form, text_positions
 from pipeline.model.inventory import transformer_folder
 from pipeline.model.shape import ModelShape, fetch_shape, fetch_without_weights
-from pipeline.plan import DataProfile, EmbedPlan, ExpectedCost, HoldoutPlan, RowFile, RunInputs, RunPlan, Shard, TrainPlan
+from pipeline.plan import (
+    DataProfile,
+    DeletionPlan,
+    EmbedPlan,
+    ExpectedCost,
+    HoldoutPlan,
+    RowFile,
+    RunInputs,
+    RunPlan,
+    Shard,
+    TrainPlan,
+)
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.request import read_request
 from pipeline.stages.plan_rows import PlannedRows
@@ -158,6 +170,7 @@ def new_plan(context: StageContext) -> RunPlan:
         memory=inputs.memory,
         expected_cost=expect_cost(inputs, paths, embed.children, deployment),
         profile=profile,
+        deletions=plan_deletions(paths, inputs, [*pairs, *documents]),
         row_files=upload_rows(paths, scratch / "rows", rows.rows),
         lineage=inputs.lineage,
         pairs=tuple(shard.shard.rows for shard in pairs),
@@ -177,6 +190,17 @@ def ingested(paths: RunPaths, inputs: RunInputs, kind: str) -> list[IngestedShar
     for _ in in_threads(lambda shard: (shard.profile, shard.token_profile), shards):
         pass
     return shards
+
+
+def plan_deletions(paths: RunPaths, inputs: RunInputs, shards: Sequence[IngestedShard]) -> DeletionPlan | None:
+    """Return what `data.delete` names; say if that is nothing of any listed file."""
+    if not inputs.deletions:
+        return None
+    entries = len(Deletions.from_json(store.read_bytes(paths.deletions(inputs.deletions))))
+    rows = sum(shard.profile.deleted for shard in shards if (shard.shard.kind == PAIRS) == shard.shard.of_pairs)
+    if not rows:
+        log.warning("data.delete: no row of any listed file has one of its %d ids and hashes", entries)
+    return DeletionPlan(digest=inputs.deletions, entries=entries, rows=rows)
 
 
 def refused(shard: IngestedShard) -> int:
@@ -274,6 +298,7 @@ def plan_embedding(inputs: RunInputs, documents: Sequence[IngestedShard], counte
         tokenizer=inputs.tokenizer,
         rows=counted.digest.count,
         bad_rows=counted.conflicts.total() + sum(map(refused, own)),
+        removed=counted.removed,
         ids=str(counted.digest),
         parts=counted.parts,
         children=min(config.embed.children, len(counted.parts)),
@@ -291,6 +316,8 @@ def check_profile(paths: RunPaths, inputs: RunInputs, new: Sequence[Profile], em
         with suppress(MissingInput, BadData):  # removed, or of another version
             last = RunPlan.from_json(store.read_bytes(RunPaths(f"{paths.bucket_root}/runs/{inputs.lineage[-1]}").plan))
     gone = documents_gone(paths.bucket_root, last.embed.shards, embed.shards) if last else None
+    if last and gone is not None:
+        gone += max(embed.removed - last.embed.removed, 0)
     profile = profile_of(new, embed.rows, gone)
     check_limits(profile, last.profile if last else None, inputs.config.data.limits, new)
     return profile

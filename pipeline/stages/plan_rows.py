@@ -112,6 +112,7 @@ class PlannedRows:
                 table = table.filter(pa.array(~np.isin(table["key"].to_numpy(), self._compared.keys(first, last))))
                 table = table.filter(pa.array(_within(table, known, most)))
                 self.held.update(table["shard"].to_pylist())
+                table = table.append_column("new", pa.array(np.isin(table["shard"].to_numpy(), self.new_shards)))
                 _add(writers, "holdout.arrow", table)
                 _add(writers, "candidates.arrow", _documents(table, documents))
                 self._beat("writing the hold-out", writer.rows["holdout.arrow"])

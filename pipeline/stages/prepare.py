@@ -19,6 +19,7 @@ from pipeline.allowed_uris import AllowedUris
 from pipeline.config import KeyRole, RunConfig, RunInput, build_config, keys_of
 from pipeline.contract import Artifact, RunPaths, now
 from pipeline.dataset.columns import check_columns
+from pipeline.dataset.deletions import Deletions, read_deletions
 from pipeline.dataset.generations import list_corpus
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, SCHEMA_VERSION, IngestedShard, rows_name, tokens_name
 from pipeline.dataset.row_files import Lengths
@@ -150,6 +151,7 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     capacity = known_capacity(config, world.kind, here=not store.is_s3(paths.root))
     memory = MemoryPlan(**totals(require_memory(shape, config, world, capacity)))
     planned_tokenizer = tokenizer.plan(text_positions(backbone))
+    deletions = plan_deletions(paths, config, request.deployment.noncurrent_days)
     inputs = RunInputs(
         run=paths.run_id,
         created=now(),
@@ -160,18 +162,48 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
         graphs=graphs,
         memory=memory,
         tokenizer=planned_tokenizer,
-        shards=list_shards(config, planned_tokenizer),
+        shards=list_shards(config, planned_tokenizer, deletions.digest),
         ingest_children=0,
         lineage=lineage,
         published_lineage=() if published_lineage == lineage else published_lineage,
         identity=identity,
+        deletions=deletions.digest,
     )
     children = min(config.data.ingest_children, missing_shards(paths, inputs))
     return write_inputs(paths, inputs.model_copy(update={"ingest_children": children}))
 
 
-def list_shards(config: RunConfig, tokenizer: TokenizerPlan) -> tuple[InputShard, ...]:
+def plan_deletions(paths: RunPaths, config: RunConfig, noncurrent_days: int | None) -> Deletions:
+    """Read what the run must not use, and keep it with the run.
+
+    Args:
+        noncurrent_days: how long the bucket keeps old versions; None: it keeps none.
+
+    Raises:
+        BadConfig: longer than `data.delete_days`.
+        MissingInput, BadData: see `read_deletions`.
+    """
+    data = config.data
+    deletions = read_deletions(data.delete)
+    if data.delete and not len(deletions):
+        log.warning("data.delete names nothing: its lists are empty")
+    if len(deletions):
+        if (noncurrent_days or 0) > data.delete_days:
+            raise BadConfig(
+                "the bucket keeps deleted rows longer than they may be kept",
+                value=f"old versions: {noncurrent_days} days",
+                rule=f"data.delete_days = {data.delete_days}",
+                remedy="deploy with retention.noncurrent_days at most that, or raise data.delete_days",
+            )
+        store.write_bytes(paths.deletions(deletions.digest), deletions.to_json())
+    return deletions
+
+
+def list_shards(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) -> tuple[InputShard, ...]:
     """Return the input files in every use that the run makes of them, sorted by kind and URI.
+
+    Args:
+        deletions: digest of what `data.delete` names.
 
     Raises:
         BadConfig: data.train is empty.
@@ -187,9 +219,10 @@ def list_shards(config: RunConfig, tokenizer: TokenizerPlan) -> tuple[InputShard
         )
     pairs = find_shards(data.train, "data.train")
     corpus = list_corpus(data.corpus, data.corpus_mode) if data.corpus else [(shard, 0) for shard in pairs]
-    documents = partial(_named, config, tokenizer, DOCUMENTS, of_pairs=not data.corpus)
+    named = partial(_named, config, tokenizer, deletions=deletions)
+    documents = partial(named, DOCUMENTS, of_pairs=not data.corpus)
     shards = [documents(shard, generation=generation) for shard, generation in corpus]
-    shards += [_named(config, tokenizer, PAIRS, shard) for shard in pairs]
+    shards += [named(PAIRS, shard) for shard in pairs]
     log.info("%d training shards, %d corpus shards", len(pairs), len(corpus) if data.corpus else 0)
     return tuple(shards)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ import pyarrow as pa
 from pipeline import store
 from pipeline.contract import Artifact, Stage, StageResult, now, registry_uri
 from pipeline.dataset.corpus import CorpusReader
+from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.ingested import Hashes, part_range
-from pipeline.dataset.parts import PartRecord, quarantine_from_json, read_ids
+from pipeline.dataset.parts import PartRecord, part_schema, quarantine_from_json, read_batches
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
 from pipeline.run.context import StageContext, StageOutput
 
@@ -35,6 +36,7 @@ READERS = 4
 """Parts that are fetched and read at once, so that waiting for storage overlaps."""
 EXAMPLES = 20
 WEIGHTS = "model.safetensors"
+ROWS = pa.schema([part_schema(0, "float32").field(name) for name in ("id", "document_hash")])
 AGAIN = "delete the part's record (.json) and embed/result.json, then start the run again under its id"
 
 
@@ -124,8 +126,11 @@ def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
     count = len(context.plan.embed.parts)
     rows = 0
     parts = []
+    deletions = None
+    if found := context.plan.deletions:
+        deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(found.digest)))
     with ThreadPoolExecutor(READERS, "parts") as readers:
-        for part in readers.map(lambda index: check_part(context, model, index), range(count)):
+        for part in readers.map(lambda index: check_part(context, model, index, deletions), range(count)):
             parts.append(part)
             rows += part.record.rows
             context.heartbeat.beat(rows, context.plan.embed.rows, unit="ids", note="checking the parts")
@@ -141,8 +146,8 @@ def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
     return parts
 
 
-def check_part(context: StageContext, model: Artifact, index: int) -> CheckedPart:
-    """Check one part against its record and the plan.
+def check_part(context: StageContext, model: Artifact, index: int, deletions: Deletions | None) -> CheckedPart:
+    """Check one part against its record, the plan, and what must not be published.
 
     Raises:
         MissingInput: the part or its record is absent.
@@ -160,12 +165,20 @@ def check_part(context: StageContext, model: Artifact, index: int) -> CheckedPar
             "rows and quarantined documents": (record.rows + record.quarantined, plan.embed.parts[index].rows),
         }
         wrong = [f"{name} {found}, expected {expected}" for name, (found, expected) in facts.items() if found != expected]
-        ids = [*chain.from_iterable(read_ids(path))] if not wrong else []
+        rows = pa.Table.from_batches(read_batches(path, ["id", "document_hash"]), ROWS) if not wrong else ROWS.empty_table()
+    ids = rows["id"].to_pylist()
     if not wrong and (found := str(IdDigest.of(hashes_of(ids)))) != record.ids:
         wrong = [f"ids {found}, expected {record.ids}"]
     if wrong:
         raise BadData("a part does not match its record", value=[f"{uri}: {fact}" for fact in wrong], remedy=AGAIN)
     check_ids(context, index, ids + check_quarantine(context, index, record))
+    if deletions is not None and (named := rows.filter(pa.array(deletions.named(rows)))).num_rows:
+        raise BadData(
+            "a part has an embedding of what data.delete names",
+            value=[f"{uri}: {identifier}" for identifier in named["id"].to_pylist()[:EXAMPLES]],
+            rule="nothing that data.delete named when the run began is published",
+            remedy="start a new run",
+        )
     return CheckedPart(index=index, uri=uri, record=record)
 
 

@@ -99,7 +99,7 @@ SHARED = {
 UNRECORDED = {
     "s3:ListBucket": "without it S3 says of an absent object that access is denied",
     "s3:AbortMultipartUpload": "an upload that breaks off",
-    "s3:DeleteObject": "failure.json of an attempt before; train's older checkpoints; the lock of the compiler's cache",
+    "s3:DeleteObject": "failure.json of an attempt before; train's older checkpoints; a lock of the compiler's cache; rows",
     "batch:DescribeJobs": "for a gang's parameters, where Batch leaves `Ref::run` as it stands",
     "ecs:UpdateContainerInstancesState": "a sick host, whichever stage finds it",
     "ecs:DescribeContainerInstances": "the instance's id",
@@ -169,10 +169,11 @@ def test_no_role_may_make_a_call_that_no_stage_makes(recorded: Recorded, role: s
         "runs/r/model/model.safetensors",
         "registry/current.json",
         "data/shard.jsonl",
-        "ingested/rows/shard/profile.json",
         "seen/r/record.json",
     ):
         assert not may("s3:DeleteObject", f"{bucket}/{key}"), key
+    # Rows that must not be used any more.
+    assert may("s3:DeleteObject", f"{bucket}/ingested/rows/shard/facts-00000.arrow") == (role == Stage.INGEST.value)
     assert not may("s3:PutObject", f"{bucket}/data/shard.jsonl")
     for action in ("s3:DeleteObjectVersion", "s3:PutObjectAcl", "s3:PutObjectTagging"):
         assert not may(action, f"{bucket}/runs/r/{role}/result.json"), action

@@ -197,7 +197,8 @@ def _ingest_shard(
 
 
 def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence[Text], folder: Path) -> None:
-    """A hold-out of 30 queries, each the first words of one document, in two locales; every document is a candidate."""
+    """A hold-out of 30 queries, each the first words of one document, in two locales, 12 of the newest week; every document is a
+    candidate."""
     tokenizer = TextTokenizer(model)
     held = texts[:30]
     queries = [" ".join(text.split()[:4]) for _, text in held]
@@ -208,6 +209,7 @@ def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence
         "document_hash": [normalized_hash(text) for _, text in held],
         "label": [1.0] * len(held),
         "locale": [("de", "en", None)[index % 3] for index in range(len(held))],
+        "new": [index < 12 for index in range(len(held))],
     }
     candidates = {
         "document_tokens": tokenizer.encode([text for _, text in texts], max(config.embed.buckets)),

@@ -20,6 +20,7 @@ from pipeline.dataset.ingested import (
     SCHEMA_VERSION,
     TEXTS,
     TOKENS,
+    TOMBSTONE,
     Profile,
     TokenProfile,
     ingested_rows_uri,
@@ -103,13 +104,14 @@ def ingest(
                     "files": tuple(described),
                     "sizes": {},
                     "positive_rows": sum(row.get("label", 1.0) > 0 for row in rows),
+                    "tombstones": sum(row.get("text") == "" for row in rows),
                     **profile,
                 }
             ),
         )
         write_profile(
             tokens_folder,
-            ingested_tokens_uri(root, shard.tokens),
+            ingested_tokens_uri(root, shard.rows, shard.tokens),
             TokenProfile(
                 schema_version=SCHEMA_VERSION,
                 rows_name=shard.rows,
@@ -142,7 +144,8 @@ def plan_documents(
 def _table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     texts = [[row["query"], row["document"]] if kind == PAIRS else [row["text"]] for row in rows]
     columns: dict[str, Any] = {
-        "document_hash": np.array([normalized_hash(each[-1]) for each in texts], np.uint64),
+        # An empty text is a tombstone.
+        "document_hash": np.array([normalized_hash(each[-1]) if each[-1] else TOMBSTONE for each in texts], np.uint64),
         "id": [row.get("id", f"row-{row['line']}") for row in rows],
         "locale": [row.get("locale") for row in rows],
         "line": [row["line"] for row in rows],

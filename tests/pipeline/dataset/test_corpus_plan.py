@@ -77,6 +77,19 @@ def test_a_later_generation_replaces_without_a_refusal(tmp_path: Path, tokenizer
     assert [(row.at, row.reason) for row in refused] == [("shard-2:1", "id 'a' has another document at shard-1:1")]
 
 
+def test_a_tombstone_removes_the_document_of_earlier_generations(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    texts = [{"a": "one", "b": "one", "c": "one"}, {"a": "", "b": ""}, {"b": "again", "d": "new"}, {"e": "", "d ": ""}]
+    shards = shards_of(tmp_path, tokenizer, *texts, generations=[0, 1, 2, 2])
+    refused: list[BadRow] = []
+    found = count_documents(shards, 50, 1, refused.append, print)
+    assert (found.digest.count, found.removed) == (3, 2)
+    assert [row.at for row in refused] == ["shard-3:2"]  # one generation both has and removes d
+    documents = CorpusReader(str(tmp_path), [shard.shard for shard in shards]).read_part(0, 1, lambda tokens: tokens)
+    assert sorted(documents["id"].to_pylist()) == ["b", "c", "d"]
+    assert str(IdDigest.of(documents["key"].to_numpy())) == str(found.digest)
+    assert all(documents["document_tokens"].to_pylist())
+
+
 def test_two_ids_with_one_hash_are_refused(tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingesting, "id_hash", len)
     shards = shards_of(tmp_path, tokenizer, {"aa": "same"}, {"b": "other", "bb": "same"})

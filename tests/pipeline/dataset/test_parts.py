@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.dataset.parts import PartRecord, PartWriter, read_ids, read_part
+from pipeline.dataset.parts import PartRecord, PartWriter, read_part
 from pipeline.errors import BadData
 
 RECORD = PartRecord(
@@ -46,7 +46,6 @@ def test_rows_come_back_in_order(tmp_path: Path, dtype: str) -> None:
     found = np.concatenate([embeddings for _, embeddings, _ in batches])
     assert found.dtype == dtype
     assert np.array_equal(found, vectors)
-    assert [identifier for found in read_ids(path) for identifier in found] == ids
 
 
 def test_schema_is_a_fixed_size_list(tmp_path: Path) -> None:
@@ -96,10 +95,10 @@ def test_other_parquet_is_bad_data(tmp_path: Path) -> None:
     path = tmp_path / "other.parquet"
     pq.write_table(pa.table({"id": ["a"], "embedding": [[1.0]]}), path)
     with pytest.raises(BadData, match="not a part"):
-        list(read_ids(path))
+        list(read_part(path))
     pq.write_table(pa.table({"id": ["a"]}), path)
     with pytest.raises(BadData):
-        list(read_ids(path))
+        list(read_part(path))
 
 
 def test_record_comes_back() -> None:

@@ -25,7 +25,10 @@ ROWS = [
 
 
 def tables(rows: list[tuple[int, int, float, str | None]], candidates: list[int]) -> tuple[pa.Table, pa.Table]:
-    """Rows (query, document, label, locale), hashes for texts; the tokens of a text are its hash, twice for a document."""
+    """Rows (query, document, label, locale), hashes for texts; the tokens of a text are its hash, twice for a document.
+
+    Even documents are of a new shard.
+    """
     holdout = {
         "id": [str(row) for row in range(len(rows))],
         "query_tokens": [[query % 1000] for query, *_ in rows],
@@ -33,6 +36,7 @@ def tables(rows: list[tuple[int, int, float, str | None]], candidates: list[int]
         "document_hash": [document for _, document, *_ in rows],
         "label": [label for *_, label, _ in rows],
         "locale": [locale for *_, locale in rows],
+        "new": [document % 2 == 0 for _, document, *_ in rows],
     }
     documents = {
         "document_tokens": [[value, value] for value in candidates],
@@ -57,6 +61,9 @@ def test_rows_of_one_query_are_joined() -> None:
     assert lists(holdout.queries) == [[10], [20], [20], [30], [(2**64 - 1) % 1000]]
     assert lists(holdout.candidates) == [[value, value] for value in (105, 104, 103, 102, 101)]
     assert relevant(holdout) == [(0, 3, 1.0), (0, 4, 3.0), (1, 1, 1.0), (2, 4, 1.0), (3, 2, 1.0), (4, 4, 1.0)]
+    assert holdout.fresh is not None
+    # (20, "de") has the even document 104, (10, None) has 102.
+    assert holdout.fresh.tolist() == [True, True, False, False, False]
     assert holdout.documents is not None
     assert holdout.documents["id"].to_pylist()[0] == "document 105"
 

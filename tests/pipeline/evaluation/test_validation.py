@@ -37,6 +37,7 @@ def write(folder: Path, holdout: list[tuple[int, int, float, str | None]], candi
             "document_hash": [document for _, document, *_ in holdout],
             "label": [label for _, _, label, _ in holdout],
             "locale": [locale for *_, locale in holdout],
+            "new": [False] * len(holdout),
         },
         "candidates.arrow": {
             "document_tokens": [[value, value] for value in candidates],

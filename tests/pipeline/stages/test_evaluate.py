@@ -67,6 +67,8 @@ def test_equal_models_are_accepted(plan_run: Any, cloudwatch: Any) -> None:
     assert set(scorecard["locales"]) == {"de", "en"}
     assert scorecard["locales"]["de"]["queries"] == 10
     assert set(scorecard["locales"]["de"]["new"]) == set(METRICS)
+    assert scorecard["fresh"]["queries"] == 12
+    assert 0 < scorecard["fresh"]["new"]["ndcg@10"] != scorecard["new"]["ndcg@10"]
     values = QueryValues.read(Path(output.outputs["queries"].uri))
     assert values.means() == metrics["new"]
     assert len(set(values.queries)) == 30

@@ -31,7 +31,7 @@ from pipeline.run.world import NodeWorld, World
 from pipeline.stages import ingest
 from tests.faulty_storage import FaultyStorage
 from tests.pipeline.stages.conftest import POSITIONS
-from tests.pipeline.stages.planning import Bench, rows
+from tests.pipeline.stages.planning import Bench, Config, rows
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -376,6 +376,97 @@ def test_what_is_damaged_is_made_again(bucket: Bench, name: str, caplog: pytest.
     assert "ingesting" in caplog.text
     # Every byte is as it was.
     assert content(bucket) == before
+
+
+def with_deletions(bench: Bench, *entries: str) -> Config:
+    uri = store.join(bench.root, "delete", "list.txt")
+    store.write_bytes(uri, "\n".join(entries).encode())
+    return {"data": {"delete": [store.join(bench.root, "delete")]}}
+
+
+def traces(bench: Bench, *texts: str) -> set[str]:
+    """Which of some texts are anywhere in what is ingested."""
+    whole = b"".join(content(bench).values())
+    return {text for text in texts if text.encode() in whole}
+
+
+def test_what_must_not_be_used_is_left_out(bucket: Bench) -> None:
+    data = [*rows(0, 40), {"id": "more", "query": "Query  7", "document": "something else"}]
+    bucket.shard("a.jsonl", data)
+    by_hash = f"hash:{normalized_hash('query 7'):016x}"
+    bucket.prepare("run", with_deletions(bucket, "row31", by_hash))
+    bucket.ingest("run")
+    for kind in (PAIRS, DOCUMENTS):
+        [shard] = shards(bucket, kind)
+        assert set(table(shard, "facts")["id"].to_pylist()) == {row["id"] for row in data} - {"row31", "row7", "more"}
+        assert (shard.profile.rows, shard.profile.deleted) == (38, 3)
+        assert table(shard, "tokens").num_rows == 38
+    assert traces(bucket, "row31", "query 7", "something else", "query 8") == {"query 8"}
+
+
+def test_what_must_not_be_used_is_removed_from_what_is_ingested(bucket: Bench, model: Path) -> None:
+    bucket.shard("a.jsonl", [*rows(0, 40), {"id": "bad", "query": ""}])
+    bucket.shard("b.jsonl", rows(40, 80))
+    bucket.config["data"]["max_bad_fraction"] = 0.5
+    bucket.prepare("one")
+    bucket.ingest("one")
+    before = content(bucket)
+    output = bucket.prepare("two", with_deletions(bucket, "row31", "row5"))
+    assert output.metrics["ingest_children"] == 2
+    bucket.ingest("two")
+    after = content(bucket)
+    changed, same = shards(bucket, PAIRS, "two")
+    kept = {row["id"] for row in rows(0, 40)} - {"row31", "row5"}
+    for kind in (PAIRS, DOCUMENTS):
+        shard = shards(bucket, kind, "two")[0]
+        ids = table(shard, "facts")["id"].to_pylist()
+        assert set(ids) == kept
+        place = ids.index("row8")
+        assert table(shard, "texts")["texts"][place].as_py()[-1] == rows(8, 9)[0]["document"].strip()
+        tokens = TextTokenizer(model).encode([rows(8, 9)[0]["document"].strip()], POSITIONS)
+        assert table(shard, "tokens")["document_tokens"][place].as_py() == tokens[0].tolist()
+        assert len(shard.hashes(0, 0, shard.profile.rows)) == 38
+    assert changed.profile.deleted == 2
+    assert changed.profile.bad_rows == 1
+    assert store.exists(f"{changed.rows_uri}/quarantine.jsonl")
+    assert changed.is_ingested()
+    assert traces(bucket, "row31", "query 31", "query 8") == {"query 8"}
+    # The other file's rows and tokens stay as they are: only its profile says that they were looked through.
+    assert [uri for uri in before if same.shard.rows in uri and before[uri] != after.get(uri)] == [
+        f"{same.rows_uri}/profile.json"
+    ]
+    assert bucket.prepare("three", with_deletions(bucket, "row5", "row31")).metrics["ingest_children"] == 0
+
+
+@pytest.mark.parametrize("broken", ["write_bytes", "delete", "delete_folder", "upload_folder"])
+def test_an_interrupted_deletion_is_done_again(bench: Bench, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.shard("a.jsonl", rows(0, 40))
+    bench.prepare("one")
+    bench.ingest("one")
+    bench.prepare("two", with_deletions(bench, "row31"))
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise Transient("the storage is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ingest.store, broken, fails)
+        with pytest.raises(Transient):
+            bench.ingest("two")
+    # What is there is whole: the rows of before or those of after.
+    assert table(shards(bench, PAIRS, "two")[0], "facts").num_rows in (39, 40)
+    bench.ingest("two")
+    assert all(shard.is_ingested() for kind in (PAIRS, DOCUMENTS) for shard in shards(bench, kind, "two"))
+    assert traces(bench, "row31", "row32") == {"row32"}
+
+
+def test_a_file_without_a_row_that_may_be_used(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 3))
+    bench.shard("b.jsonl", rows(3, 40))
+    bench.prepare("one")
+    bench.ingest("one")
+    bench.start("two", with_deletions(bench, "row0", "row1", "row2"))
+    [gone, left] = shards(bench, PAIRS, "two")
+    assert (gone.profile.rows, gone.profile.files, left.profile.rows) == (0, (), 37)
 
 
 def test_the_same_bytes_in_every_place(bench: Bench, tmp_path: Path) -> None:

@@ -228,6 +228,66 @@ def test_result_stays_small_with_many_shards(bench: Bench) -> None:
     assert len(output.inputs) == 20
 
 
+def test_what_must_not_be_used_is_in_nothing_that_is_planned(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.shard("week-1.jsonl", rows(0, 100))
+    bench.week("one")
+    first, held = bench.plan("one"), bench.rows("one", "holdout.arrow")[0]["id"]
+    assert first.deletions is None
+    bench.shard("week-2.jsonl", rows(100, 160))
+    gone = [held, next(row["id"] for row in rows(0, 100) if not held_out(row)), "row150"]
+    lists = store.join(bench.root, "delete.txt")
+    store.write_bytes(lists, "\n".join(gone).encode())
+    bench.start("two", {"data": {"delete": [lists]}})
+    plan = bench.plan("two")
+    assert plan.deletions is not None
+    assert (plan.deletions.entries, plan.deletions.rows) == (3, 3)
+    assert plan.summary()["deleted_rows"] == 3
+    assert plan.embed.rows == 157
+    hashes = {normalized_hash(row["document"]) for row in rows(0, 160) if row["id"] in gone}
+    for name in ("train.arrow", "holdout.arrow", "candidates.arrow"):
+        assert not hashes & {row["document_hash"] for row in bench.rows("two", name)}
+    assert "no row of any listed file" not in caplog.text
+
+    store.write_bytes(lists, b"nobody")
+    bench.start("three", {"data": {"delete": [lists]}})
+    assert "no row of any listed file has one of its 1 ids and hashes" not in caplog.text  # earlier lists named some
+
+
+def test_a_deletion_list_that_names_nothing_is_said(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.shard("week-1.jsonl", rows(0, 100))
+    lists = store.join(bench.root, "delete.txt")
+    store.write_bytes(lists, b"\n\n")
+    bench.prepare("empty", {"data": {"delete": [lists]}})
+    assert "data.delete names nothing" in caplog.text
+    store.write_bytes(lists, b"nobody")
+    bench.start("run", {"data": {"delete": [lists]}})
+    assert "no row of any listed file has one of its 1 ids and hashes" in caplog.text
+
+
+def test_old_versions_that_are_kept_too_long(bench: Bench) -> None:
+    bench.shard("week-1.jsonl", rows(0, 100))
+    lists = store.join(bench.root, "delete.txt")
+    store.write_bytes(lists, b"row1")
+    bench.deployment["noncurrent_days"] = 30
+    execution = {"data": {"delete": [lists], "delete_days": 7}}
+    refusal(
+        BadConfig, lambda: bench.prepare("run", execution), "old versions: 30 days", "data.delete_days = 7", "noncurrent_days"
+    )
+    assert not store.list_objects(bench.paths("run").stage(Stage.PREPARE))
+    bench.deployment["noncurrent_days"] = 7
+    bench.prepare("run", execution)
+
+
+def test_the_newest_week_is_marked_in_the_hold_out(bench: Bench) -> None:
+    bench.shard("week-1.jsonl", rows(0, 100))
+    bench.week("one")
+    assert all(row["new"] for row in bench.rows("one", "holdout.arrow"))
+    bench.shard("week-2.jsonl", rows(100, 160))
+    bench.start("two")
+    fresh = {row["id"] for row in bench.rows("two", "holdout.arrow") if row["new"]}
+    assert fresh == {row["id"] for row in rows(100, 160) if held_out(row)}
+
+
 # ---- weeks -----------------------------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,8 @@ def test_only_what_is_not_ingested_needs_ingesting(bench: Bench) -> None:
     # A run that was listed before keeps its list.
     assert len(bench.inputs("one").shards_of(PAIRS)) == 6
     # A damaged one is ingested again.
-    store.delete(f"{ingested_tokens_uri(bench.root, bench.inputs('one').shards[3].tokens)}/tokens-00000.arrow")
+    shard = bench.inputs("one").shards[3]
+    store.delete(f"{ingested_tokens_uri(bench.root, shard.rows, shard.tokens)}/tokens-00000.arrow")
     assert bench.prepare("four").metrics["ingest_children"] == 3
 
 

@@ -10,10 +10,12 @@ import pytest
 
 from pipeline import store
 from pipeline.contract import Stage, registry_uri
+from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.parts import PartWriter
+from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
-from pipeline.plan import Published
+from pipeline.plan import DeletionPlan, Published
 from pipeline.stages import embed, evaluate, publish
 
 
@@ -262,6 +264,24 @@ def test_refused_verdict_is_refused(plan_run: Any) -> None:
     with pytest.raises(MissingInput):
         run_publish(run)
     assert unpublished(run)
+
+
+@pytest.mark.parametrize("by", ["id", "hash"])
+def test_what_must_not_be_used_is_not_published(plan_run: Any, by: str) -> None:
+    run = plan_run(children=1)
+    identifier, text = run.texts[7]
+    named = Deletions((identifier,)) if by == "id" else Deletions((), (normalized_hash(text),))
+    run.replan(deletions=DeletionPlan(digest=named.digest, entries=1, rows=0))
+    store.write_bytes(run.paths.deletions(named.digest), named.to_json())
+    finish(run)
+    with pytest.raises(BadData, match="has an embedding of what") as refusal:
+        run_publish(run)
+    assert identifier in str(refusal.value)
+    assert unpublished(run)
+    # Entries that name nothing are in no one's way.
+    other = Deletions(("another",), (1,))
+    store.write_bytes(run.paths.deletions(named.digest), other.to_json())
+    assert run_publish(run).metrics["published"] is True
 
 
 def test_needs_no_framework() -> None:

@@ -14,7 +14,7 @@ import pytest
 from pipeline import store
 from pipeline.contract import Stage, StageFailure, StageResult, now
 from pipeline.cost import NodeAttempt
-from pipeline.plan import ExpectedCost, GraphsPlan, PlannedWorld, Published, Shard
+from pipeline.plan import DeletionPlan, ExpectedCost, GraphsPlan, PlannedWorld, Published, Shard
 from pipeline.run.context import StageOutput
 from pipeline.stages import embed, evaluate, publish, report
 
@@ -95,8 +95,9 @@ def test_published(plan_run: Any, root: str | None) -> None:
     assert "ndcg@10 is unchanged" in page.text
     assert page.tags.count("polyline") == 2
     assert page.tags.count("rect") == 9
-    for words in ("recall@100", "host-17", "healthy", "de", "30 held-out queries", "documents/s", "torch"):
+    for words in ("recall@100", "host-17", "healthy", "de", "newest week", "30 held-out queries", "documents/s", "torch"):
         assert words in page.text, words
+    assert "data.delete" not in page.text
     assert {"../plan.json", "../model", "../embed/manifest.json", "../train/metrics.jsonl"} <= set(page.targets)
     assert "../train/tensorboard" not in page.targets
 
@@ -111,6 +112,14 @@ def test_a_page_names_what_was_replaced_and_measures_a_parent_that_is_a_third_mo
     assert "The parent, a third model: ndcg@10 0.2500." in page.text
     run.finish(Stage.PUBLISH, StageOutput(metrics={"published": True, "replaced": "week-00"}))
     assert "run week-00, which this run replaced." in page_of(run).text
+
+
+def test_a_page_says_what_was_deleted_and_that_weights_are_exempt(plan_run: Any) -> None:
+    run = plan_run(children=1)
+    run.replan(deletions=DeletionPlan(digest="d", entries=1234, rows=56))
+    page = page_of(run)
+    assert "data.delete names 1,234 ids and texts; 56 rows" in page.text
+    assert "The weights are exempt" in page.text
 
 
 def test_result_of_the_page_itself(plan_run: Any) -> None:

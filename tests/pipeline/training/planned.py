@@ -73,6 +73,7 @@ def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, ro
             "document_hash": [normalized_hash(document) for _, document in holdout],
             "label": [1.0] * held,
             "locale": [None] * held,
+            "new": [True] * held,
         },
         "candidates.arrow": {
             "document_tokens": tokenizer.encode([document for _, document in holdout], longest),
