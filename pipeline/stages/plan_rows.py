@@ -108,7 +108,7 @@ class PlannedRows:
             if self._published:
                 other = RowWriter(self._folder / PUBLISHED, self._published[0].vocabulary, HOLDOUT_FILES)
                 writers[f"{PUBLISHED}/"] = stack.enter_context(other)
-            for first, last, table in self._tables(0, held, self._untrained):
+            for first, last, table in self._tables(0, held, most, self._untrained):
                 table = table.filter(pa.array(~np.isin(table["key"].to_numpy(), self._compared.keys(first, last))))
                 table = table.filter(pa.array(_within(table, known, most)))
                 self.held.update(table["shard"].to_pylist())
@@ -119,8 +119,9 @@ class PlannedRows:
                 if len(known) == most:
                     break
             self.queries, self.held_documents = len(known), len(documents)
-            for _, _, table in self._tables(held, SLICES, lambda group, *_: group.repeat == 1):
-                missing = self.held_documents + self._config.evaluate.candidates - writer.rows["candidates.arrow"]
+            distractors = self._config.evaluate.candidates
+            for _, _, table in self._tables(held, SLICES, distractors, lambda group, *_: group.repeat == 1):
+                missing = self.held_documents + distractors - writer.rows["candidates.arrow"]
                 if not missing:
                     break
                 _add(writers, "candidates.arrow", _documents(table, documents)[:missing])
@@ -132,9 +133,15 @@ class PlannedRows:
         unknown &= group.repeat == 1
         return unknown
 
-    def _tables(self, begin: int, end: int, wanted: Callable[[Group, int, int], Mask]) -> Iterator[tuple[int, int, pa.Table]]:
-        """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows."""
-        for first, last in groups(self._source.per_slice, begin, end, HOLDOUT_GROUP):
+    def _tables(
+        self, begin: int, end: int, enough: int, wanted: Callable[[Group, int, int], Mask]
+    ) -> Iterator[tuple[int, int, pa.Table]]:
+        """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows.
+
+        Args:
+            enough: rows after which the caller may stop.
+        """
+        for first, last in groups(self._source.per_slice, begin, end, min(HOLDOUT_GROUP, max(enough, 1))):
             group = self._source.read(first, last)
             group = group.take(wanted(group, first, last))
             if len(group):
