@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -109,6 +110,7 @@ class Published(PlanSection):
         sha256: of its weight file.
         registry_etag: version of the registry's pointer; publish replaces exactly that one.
         own_tokens: whether its tokens differ from the parent's; `plan/rows/published` then has the hold-out in them.
+        positions: tokens of its longest text, where its tokens are its own.
         same_graphs: whether the run's graphs fit it. Where they do not, evaluate encodes with it on the host's processor.
     """
 
@@ -117,6 +119,7 @@ class Published(PlanSection):
     sha256: str
     registry_etag: str
     own_tokens: bool = False
+    positions: int = 0
     same_graphs: bool = True
 
 
@@ -309,12 +312,50 @@ class ExpectedCost(PlanSection):
     at_most: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of an encoder (pipeline/model/shape).
+
+    Attributes:
+        parameters: elements of all weights.
+        largest: elements of the largest weight, the word embeddings.
+        multiplied: elements of the matrices that every token is multiplied with; autocast keeps a copy of them.
+        layers, hidden, heads, intermediate: of the backbone.
+        head: width of the residual head, 0 without.
+        dropout: of hidden states, as the model is configured.
+        fused: the library computes attention with torch's fused function where the device has it.
+        stored_bytes: per element of the weight file.
+    """
+
+    parameters: int
+    largest: int
+    multiplied: int
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    head: int
+    dropout: float
+    fused: bool
+    stored_bytes: int
+
+    def flops(self, length: int) -> float:
+        """Floating-point operations of one forward pass over a text of `length` tokens, padding included.
+
+        Two for each element of a matrix and token; in attention every token meets every other twice, as a score and as a value
+        (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", appendix). Lookups are none.
+        """
+        attention = 2 * length * self.hidden * self.layers
+        return 2.0 * (length * (self.multiplied + attention) + 2 * self.hidden * self.head)
+
+
 class RunInputs(PlanSection):
     """`prepare/inputs.json`: what prepare decided, before any row was read. Written once; ingest and plan read it.
 
     Attributes:
         shards: the input files, sorted by kind and URI. What arrives later is the next run's.
         ingest_children: jobs that share the shards which are not ingested yet; 0: all of them are.
+        shape: of the model.
         tokenizer: of the parent, and so of the ingested tokens.
         lineage, identity: as in `RunPlan`.
         published_lineage: the runs whose rows the published model was trained on, where it is not the parent.
@@ -329,6 +370,7 @@ class RunInputs(PlanSection):
     world: PlannedWorld
     graphs: GraphsPlan | None = None
     memory: MemoryPlan | None = None
+    shape: ModelShape
     tokenizer: TokenizerPlan
     shards: tuple[InputShard, ...]
     ingest_children: int

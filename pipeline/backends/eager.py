@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.backends.counts import GraphCounts, Waits
 from pipeline.backends.device import Batch, EncodeFunction, ModuleT
+from pipeline.config.sections import PREFETCH_BATCHES
 from pipeline.run.world import World
 
-PREFETCH_BATCHES = 4
 REDUCE_BUCKET_ELEMENTS = 8 << 20
 """Gradients are joined into pieces of this many elements (32 MiB in fp32) before they are reduced: fewer, larger messages."""
 

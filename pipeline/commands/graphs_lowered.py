@@ -24,7 +24,7 @@ from pipeline.config import RunConfig
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import Defect
 from pipeline.model.folder import inspect_folder
-from pipeline.model.shape import fetch_without_weights
+from pipeline.model.inventory import fetch_without_weights
 from pipeline.plan import RunPlan
 from pipeline.run.find_run import mirrored
 

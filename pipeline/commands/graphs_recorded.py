@@ -8,7 +8,8 @@ from typing import Any
 from pipeline import store
 from pipeline.contract import RunPaths, Stage
 from pipeline.errors import BadData
-from pipeline.graphs.compiled import KnownGraphs, read_set, set_uri
+from pipeline.graphs.compiled import KnownGraphs, read_set
+from pipeline.graphs.fingerprint import set_uri
 from pipeline.plan import GraphsPlan
 
 STAGES_THAT_MEET = (Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)

@@ -38,8 +38,8 @@ from pipeline.estimate.requirements import Requirement, attempt_minutes, over, r
 from pipeline.estimate.throughput import EMBED_HOSTS, EMBED_MFU, READ_ROWS, TRAIN_HOST, Estimator, Option, Rates, cheapest
 from pipeline.estimate.variant import plan_world
 from pipeline.estimate.workload import MeasuredRun, Workload, workload
-from pipeline.model.shape import ModelShape, fetch_shape
-from pipeline.plan import PlannedWorld, part_count
+from pipeline.model.shape import fetch_shape
+from pipeline.plan import ModelShape, PlannedWorld, part_count
 
 PLACES = {"device": "a rank's device", "host": "a node's host"}
 CAPACITY_SETTINGS = {"device": "device.memory_gib", "host": "device.host_memory_gib"}

@@ -26,7 +26,8 @@ from pipeline.dataset.row_files import SCHEMAS, read_table, token_lengths
 from pipeline.dataset.steps import order_file, write_orders
 from pipeline.errors import BadConfig, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_variant
-from pipeline.graphs.compiled import read_set, set_uri
+from pipeline.graphs.compiled import read_set
+from pipeline.graphs.fingerprint import set_uri
 from pipeline.host.child import progress_note, read_failure, run_stage, sentence
 from pipeline.plan import RunPlan
 from pipeline.run.find_run import mirrored

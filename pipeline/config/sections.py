@@ -55,6 +55,10 @@ tokens, and neuronx-cc refuses one of more than 5,000,000 instructions (aws-neur
 on a NeuronCore with 2,048 at a time (aws-neuron-samples, run_dp_bert_large_hf_pretrain_bf16_s128.sh)."""
 
 
+PREFETCH_BATCHES = 4
+"""Batches that are prepared ahead in host memory where nothing is compiled."""
+
+
 class KeyRole(Enum):
     """The uses of a configuration key in a run. The roles of a section are those of all its keys.
 

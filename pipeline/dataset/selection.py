@@ -104,7 +104,7 @@ class HashedRows:
         def every() -> Hashes:
             return np.concatenate([np.empty(0, np.uint64), *in_threads(hashes, ranges)])
 
-        versions = self._cached(f"own-{first}-{last}.npy", every)
+        versions = self._cached(f"own-{first}-{last}.bin", every)
         order, repeat = _counted(versions, self._max_repeats)
         owner = np.repeat(np.arange(len(ranges)), [stop - start for _, _, start, stop in ranges])[order]
         numbers, files, starts, stops = (np.array([one[part] for one in ranges], np.int64) for part in range(4))
@@ -118,16 +118,15 @@ class HashedRows:
             slices=self._slices(ranges, first, last)[order],
             versions=versions,
             repeat=repeat,
-            seen=np.isin(versions, self._cached(f"seen-{first}-{last}.npy", lambda: self._seen.versions(first, last))),
+            seen=np.isin(versions, self._cached(f"seen-{first}-{last}.bin", lambda: self._seen.versions(first, last))),
         )
 
     def _cached(self, name: str, read: Callable[[], Hashes]) -> Hashes:
         path = self._cache / name
         if not path.exists():
             self._cache.mkdir(parents=True, exist_ok=True)
-            np.save(path, read())
-        found: Hashes = np.load(path)
-        return found
+            read().tofile(path)
+        return np.fromfile(path, np.uint64)
 
     def _slices(self, ranges: Sequence[tuple[int, int, int, int]], first: int, last: int) -> Numbers:
         counted = np.arange(first, last)

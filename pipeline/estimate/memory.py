@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.backends.eager import PREFETCH_BATCHES
 from pipeline.config import RunConfig, largest_divisor
+from pipeline.config.sections import PREFETCH_BATCHES
 from pipeline.contract import EAGER_KINDS
 from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig
-from pipeline.model.shape import ModelShape
-from pipeline.plan import PlannedWorld
+from pipeline.plan import ModelShape, PlannedWorld
 
 HOST_KINDS = ("cpu", "xla")
 """Device types that compute in the host's memory."""

@@ -23,9 +23,9 @@ from pipeline.backends.device import Device, EncodeFunction
 from pipeline.backends.hlo import GraphDescription
 from pipeline.contract import graphs_uri, now
 from pipeline.errors import BadData, Defect, MissingInput
+from pipeline.graphs.fingerprint import set_uri
 from pipeline.model.encoder import Encoder
 from pipeline.model.inference import encode_shapes, inference_form, probe_rows
-from pipeline.plan import GraphsPlan
 from pipeline.run.context import StageContext
 
 KnownGraphs = Mapping[str, GraphDescription | None]
@@ -52,11 +52,6 @@ class GraphSet:
     fingerprint: str
     run: str
     graphs: KnownGraphs
-
-
-def set_uri(bucket_root: str, kind: str, fingerprint: str) -> str:
-    """Return the URI of a set's file; `kind` is `train` or `infer`."""
-    return f"{graphs_uri(bucket_root)}/{kind}/{fingerprint}.json"
 
 
 def traces_uri(bucket_root: str, fingerprint: str) -> str:
@@ -117,14 +112,6 @@ def require_faithful(
             "compile.infer_auto_cast and infer_auto_cast_type, or another host if only this one fails",
         )
     return least
-
-
-def missing_sets(bucket_root: str, plan: GraphsPlan | None) -> list[str]:
-    """Return the URIs of the sets that the run needs and that are missing."""
-    if plan is None:
-        return []
-    uris = [set_uri(bucket_root, "train", plan.train), set_uri(bucket_root, "infer", plan.infer)]
-    return [uri for uri in uris if not store.exists(uri)]
 
 
 def read_set(uri: str) -> GraphSet:

@@ -13,15 +13,17 @@ from collections.abc import Mapping
 from functools import reduce
 from importlib import metadata
 from operator import getitem
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
-
+from pipeline import store
 from pipeline.config import CompileConfig, KeyRole, RunConfig, keys_of
 from pipeline.contract import EAGER_KINDS, graphs_uri
 from pipeline.graphs.sources import ENCODING, TRAINING, sources_digest
 from pipeline.plan import GraphsPlan, PlannedWorld
 from pipeline.sdk.graph_variables import REDUCE_BUCKET, graph_environment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 STRUCTURE = (
     "model_type",
@@ -134,3 +136,16 @@ def neuron_pins() -> dict[str, str]:
         if match := re.match(r"([\w-]+)==([\w.+]+)\s*;.*extra == ['\"]neuron['\"]", requirement):
             pins[match[1]] = match[2]
     return pins
+
+
+def set_uri(bucket_root: str, kind: str, fingerprint: str) -> str:
+    """Return the URI of a set's file; `kind` is `train` or `infer`."""
+    return f"{graphs_uri(bucket_root)}/{kind}/{fingerprint}.json"
+
+
+def missing_sets(bucket_root: str, plan: GraphsPlan | None) -> list[str]:
+    """Return the URIs of the sets that the run needs and that are missing."""
+    if plan is None:
+        return []
+    uris = [set_uri(bucket_root, "train", plan.train), set_uri(bucket_root, "infer", plan.infer)]
+    return [uri for uri in uris if not store.exists(uri)]

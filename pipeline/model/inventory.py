@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline import store
 from pipeline.allowed_uris import FILE, is_inside, is_s3
 from pipeline.errors import BadConfig, BadData, MissingInput
 
@@ -20,6 +21,9 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 WEIGHT_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 NOT_WEIGHTS = ("optimizer", "scheduler", "rng_state", "training_args", "scaler", "head.safetensors")
 """Beginnings of names of other files that trainers leave next to the weights."""
+
+OTHER_FORMATS = (".onnx", ".h5", ".msgpack", ".ot")
+"""Suffixes of the same weights for other frameworks."""
 
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
 """A tokenizer is there if one of these is."""
@@ -206,3 +210,20 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise BadData("the file is not valid JSON", value=f"{path}: {error}") from error
+
+
+def fetch_without_weights(uri: str, cache: Path) -> Path:
+    """Return a local folder with the files of a model folder but its weights; the small ones of the head are among them.
+
+    Raises:
+        MissingInput: no files there.
+    """
+    if not store.is_s3(uri):
+        return store.local_folder(uri, cache)
+    infos = store.list_objects(uri)
+    if not infos:
+        raise MissingInput("there is no model here", value=uri, remedy="check the URI")
+    for info in infos:
+        if info.uri.endswith("/head.safetensors") or not info.uri.endswith((*WEIGHT_SUFFIXES, *OTHER_FORMATS)):
+            store.download(info.uri, cache / info.uri.removeprefix(uri.rstrip("/") + "/"))
+    return cache

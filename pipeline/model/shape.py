@@ -1,8 +1,7 @@
-"""The sizes of an encoder that decide its memory and its floating-point operations, read without its weights."""
+"""Read the shape of an encoder, which decides its memory and its floating-point operations, without its weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +10,10 @@ from torch import nn
 
 from pipeline import store
 from pipeline.config import ModelConfig
-from pipeline.errors import MissingInput
 from pipeline.model.encoder import Encoder, family_of, new_encoder
-from pipeline.model.folder import HEAD, inspect_folder
-from pipeline.model.inventory import WEIGHT_SUFFIXES, transformer_folder
-
-CONFIG_BYTES = 1 << 20
-"""Larger files of a model folder are weights or vocabularies, which a shape does not need."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """Sizes of an encoder.
-
-    Attributes:
-        parameters: elements of all weights.
-        largest: elements of the largest weight, the word embeddings.
-        multiplied: elements of the matrices that every token is multiplied with; autocast keeps a copy of them.
-        layers, hidden, heads, intermediate: of the backbone.
-        head: width of the residual head, 0 without.
-        dropout: of hidden states, as the model is configured.
-        fused: the library computes attention with torch's fused function where the device has it.
-        stored_bytes: per element of the weight file.
-    """
-
-    parameters: int
-    largest: int
-    multiplied: int
-    layers: int
-    hidden: int
-    heads: int
-    intermediate: int
-    head: int
-    dropout: float
-    fused: bool
-    stored_bytes: int
-
-    def flops(self, length: int) -> float:
-        """Floating-point operations of one forward pass over a text of `length` tokens, padding included.
-
-        Two for each element of a matrix and token; in attention every token meets every other twice, as a score and as a value
-        (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", appendix). Lookups are none.
-        """
-        attention = 2 * length * self.hidden * self.layers
-        return 2.0 * (length * (self.multiplied + attention) + 2 * self.hidden * self.head)
+from pipeline.model.folder import inspect_folder
+from pipeline.model.inventory import fetch_without_weights, transformer_folder
+from pipeline.plan import ModelShape
 
 
 def read_shape(folder: Path, config: ModelConfig) -> ModelShape:
@@ -104,21 +63,3 @@ def fetch_shape(uri: str, config: ModelConfig, scratch: Path) -> ModelShape:
     if config.base and (is_file or not (transformer_folder(folder) / "config.json").is_file()):
         folder = fetch_without_weights(config.base, scratch / "base")
     return read_shape(folder, config)
-
-
-def fetch_without_weights(uri: str, cache: Path) -> Path:
-    """A local folder with the small files under `uri`.
-
-    Raises:
-        MissingInput: no files there.
-    """
-    if not store.is_s3(uri):
-        return store.local_folder(uri, cache)
-    root = uri.rstrip("/")
-    files = {info.uri.removeprefix(f"{root}/"): info for info in store.list_objects(root)}
-    if not files:
-        raise MissingInput("there is no model here", value=uri, remedy="check the URI")
-    for name, info in files.items():
-        if name == HEAD or (info.size < CONFIG_BYTES and not name.endswith(WEIGHT_SUFFIXES)):
-            store.download(info.uri, cache / name)
-    return cache

@@ -31,7 +31,8 @@ from pipeline.backends.traced import TracedEncoder, trace_encoder
 from pipeline.config import ModelConfig
 from pipeline.contract import attempt_seconds
 from pipeline.errors import BadConfig, Defect, ExitCode, FailureKind, TrnpipeError
-from pipeline.graphs.compiled import GraphSet, missing_sets, read_set, require_faithful, set_uri, traces_uri, write_set
+from pipeline.graphs.compiled import GraphSet, read_set, require_faithful, traces_uri, write_set
+from pipeline.graphs.fingerprint import missing_sets, set_uri
 from pipeline.host import gang
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import inspect_folder

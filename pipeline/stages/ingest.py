@@ -53,7 +53,7 @@ from pipeline.dataset.ingested import (
 from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
 from pipeline.errors import BadData, Transient
-from pipeline.model.inventory import transformer_folder
+from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.plan import InputShard, RunInputs
 from pipeline.run.context import StageContext, StageOutput
 
@@ -67,9 +67,6 @@ NAMED_VALUES = 1000
 OTHERS = "…"
 LOOKS_AT_ONCE = 16
 """Shards that are looked for in parallel requests."""
-
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".h5")
-"""Files of a model folder that hold no tokenizer."""
 
 
 def run(context: StageContext) -> StageOutput | None:
@@ -150,23 +147,13 @@ class EncodedColumn:
 def open_ingester(context: StageContext, inputs: RunInputs) -> Ingester:
     """Load the parent's tokenizer, and what `data.delete` names."""
     context.heartbeat.beat(note="loading the tokenizer")
-    folder = transformer_folder(model_files(inputs.parent.folder, context.scratch / "tokenizer"))
+    folder = transformer_folder(fetch_without_weights(inputs.parent.folder, context.scratch / "tokenizer"))
     deletions = Deletions()
     if inputs.deletions:
         deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(inputs.deletions)))
     return Ingester(
         context=context, inputs=inputs, tokenizer=TextTokenizer.planned(folder, inputs.tokenizer), deletions=deletions
     )
-
-
-def model_files(uri: str, cache: Path) -> Path:
-    """Return a local folder with the files of a model folder but its weights."""
-    if not store.is_s3(uri):
-        return store.local_folder(uri, cache)
-    for info in store.list_objects(uri):
-        if not info.uri.endswith(WEIGHTS):
-            store.download(info.uri, cache / info.uri.removeprefix(uri.rstrip("/") + "/"))
-    return cache
 
 
 def ingest_file(worker: Ingester, shards: Sequence[InputShard]) -> None:

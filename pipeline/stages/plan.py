@@ -34,10 +34,8 @@ from pipeline.errors import BadData, MissingInput
 from pipeline.estimate.requirements import attempt_minutes, over, refuse, requirements
 from pipeline.estimate.workload import Workload
 from pipeline.evaluation.gate import check_holdout
-from pipeline.graphs.compiled import missing_sets
-from pipeline.model.folder import inspect_folder, own_form, text_positions
-from pipeline.model.inventory import transformer_folder
-from pipeline.model.shape import ModelShape, fetch_shape, fetch_without_weights
+from pipeline.graphs.fingerprint import missing_sets
+from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.plan import (
     DataProfile,
     DeletionPlan,
@@ -137,7 +135,7 @@ def new_plan(context: StageContext) -> RunPlan:
     check_selection(inputs, rows, pairs)
     embed = plan_embedding(inputs, documents, counted)
     profile = check_profile(paths, inputs, [pairs[number].profile for number in rows.new_shards], embed)
-    check_data = partial(check_amounts, inputs, deployment, fetch_shape(inputs.parent.folder, config.model, scratch / "parent"))
+    check_data = partial(check_amounts, inputs, deployment)
     check_data(rows, pairs, embed)
     rows.write_holdout()
     check_queries(rows, config)
@@ -371,7 +369,6 @@ def check_queries(rows: PlannedRows, config: RunConfig) -> None:
 def check_amounts(
     inputs: RunInputs,
     deployment: Deployment,
-    shape: ModelShape,
     rows: PlannedRows,
     pairs: Sequence[IngestedShard],
     embed: EmbedPlan,
@@ -402,7 +399,7 @@ def check_amounts(
     found = list(
         requirements(
             work,
-            shape,
+            inputs.shape,
             config,
             parts=len(embed.parts),
             ranks=config.embed.ranks_per_child or inputs.world.ranks_per_node,
@@ -422,8 +419,7 @@ def _published(context: StageContext, inputs: RunInputs) -> tuple[TextTokenizer,
     if inputs.published is None or not inputs.published.own_tokens:
         return None
     folder = fetch_without_weights(inputs.published.folder, context.scratch / PUBLISHED)
-    backbone, _ = inspect_folder(folder, own_form(folder, inputs.config.model))
-    return TextTokenizer(transformer_folder(folder)), Lengths.of(inputs.config).within(text_positions(backbone))
+    return TextTokenizer(transformer_folder(folder)), Lengths.of(inputs.config).within(inputs.published.positions)
 
 
 def _shard(number: int, shard: IngestedShard, rows: PlannedRows) -> Shard:

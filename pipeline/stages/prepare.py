@@ -27,8 +27,7 @@ from pipeline.dataset.shards import find_shards
 from pipeline.errors import BadConfig, BadData
 from pipeline.estimate.memory import known_capacity, require_memory, totals
 from pipeline.estimate.variant import plan_world
-from pipeline.graphs.compiled import missing_sets
-from pipeline.graphs.fingerprint import plan_graphs
+from pipeline.graphs.fingerprint import missing_sets, plan_graphs
 from pipeline.model.folder import text_positions
 from pipeline.model.parent import resolve_parent
 from pipeline.model.shape import read_shape
@@ -161,6 +160,7 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
         world=world,
         graphs=graphs,
         memory=memory,
+        shape=shape,
         tokenizer=planned_tokenizer,
         shards=list_shards(config, planned_tokenizer, deletions.digest),
         ingest_children=0,

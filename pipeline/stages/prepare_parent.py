@@ -20,9 +20,8 @@ from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, text_positions
-from pipeline.model.inventory import transformer_folder
+from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.model.parent import ResolvedParent
-from pipeline.model.shape import fetch_without_weights
 from pipeline.plan import GraphsPlan, Parent, PlannedWorld, Published
 from pipeline.run.context import StageContext
 from pipeline.run.registry import Pointer
@@ -168,6 +167,7 @@ def plan_published(
         sha256=sha256,
         registry_etag=pointer.etag,
         own_tokens=not same_tokens,
+        positions=0 if same_tokens else text_positions(backbone),
         same_graphs=(fits and fits.infer) == (graphs and graphs.infer),
     )
 

@@ -46,6 +46,7 @@ from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
 from pipeline.stages import ingest
 from tests.benchmarks.checkpoints import BUCKET, endpoint
+from tests.chain.light.mathematics import SHAPE
 
 ROOT = f"s3://{BUCKET}"
 LONGEST = 2000
@@ -193,6 +194,7 @@ def run_stage(name: str) -> None:
         config=build_config({"device": {"kind": "cpu"}}),
         parent=Parent(uri=f"{ROOT}/model", folder=f"{ROOT}/model", sha256="0"),
         world=PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=1),
+        shape=SHAPE,
         tokenizer=tokenizer,
         shards=tuple(shards),
         ingest_children=int(children),

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline import store
-from pipeline.plan import TokenizerPlan
+from pipeline.plan import ModelShape, TokenizerPlan
 
 WEIGHTS = "model.safetensors"
 VOCABULARY = 1000
@@ -121,6 +121,19 @@ def encode(
     return SimpleNamespace(embeddings=SimpleNamespace(numpy=lambda: np.stack(rows)), tokens=tokens, slots=tokens)
 
 
+SHAPE = ModelShape(
+    parameters=1,
+    largest=1,
+    multiplied=1,
+    layers=1,
+    hidden=DIMENSION,
+    heads=1,
+    intermediate=1,
+    head=0,
+    dropout=0.0,
+    fused=True,
+    stored_bytes=4,
+)
 BACKBONE = SimpleNamespace(pad_token_id=0, max_position_embeddings=512, model_type="light", vocab_size=VOCABULARY)
 MODULES: dict[str, dict[str, Any]] = {
     "transformers": {"PreTrainedConfig": object},
@@ -128,9 +141,11 @@ MODULES: dict[str, dict[str, Any]] = {
     "pipeline.graphs.compiled": {
         "encode_function": lambda context, device, encoder: encoder,
         "known_graphs": lambda context: None,
+    },
+    "pipeline.graphs.fingerprint": {
+        "plan_graphs": lambda config, world, backbone, bucket: None,
         "missing_sets": lambda bucket, plan: [],
     },
-    "pipeline.graphs.fingerprint": {"plan_graphs": lambda config, world, backbone, bucket: None},
     "pipeline.model.folder": {
         "WEIGHTS": WEIGHTS,
         "load_encoder": load_encoder,
@@ -139,12 +154,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "text_positions": lambda backbone: backbone.max_position_embeddings,
     },
     "pipeline.model.inference": {"encode": encode},
-    "pipeline.model.shape": {
-        "ModelShape": object,
-        "fetch_shape": lambda uri, config, scratch: SimpleNamespace(hidden=DIMENSION),
-        "fetch_without_weights": store.local_folder,
-        "read_shape": lambda folder, config: SimpleNamespace(hidden=DIMENSION),
-    },
+    "pipeline.model.shape": {"read_shape": lambda folder, config: SHAPE},
     # What is small fits.
     "pipeline.estimate.memory": {
         "known_capacity": lambda config, kind, here: SimpleNamespace(device=None, host=None),

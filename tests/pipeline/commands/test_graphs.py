@@ -30,7 +30,8 @@ from pipeline.dataset.sampler import MASKED
 from pipeline.dataset.steps import write_orders
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
-from pipeline.graphs.compiled import GraphSet, set_uri, write_set
+from pipeline.graphs.compiled import GraphSet, write_set
+from pipeline.graphs.fingerprint import set_uri
 from pipeline.plan import RunPlan
 from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
 from tests.pipeline.training.planned import plan_training

@@ -82,6 +82,7 @@ def test_evaluate_holds_less_of_a_query_and_its_document_than_their_allowance() 
         "document_hash": documents,
         "label": [1.0] * rows,
         "locale": [None] * rows,
+        "new": [True] * rows,
     }
     tokens = [2000 + token for token in range(8)]
     candidates = {"document_tokens": [tokens] * rows, "document_hash": documents, "id": ["i"] * rows}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pipeline.contract import Stage
-from pipeline.graphs.compiled import GraphSet, set_uri, write_set
+from pipeline.graphs.compiled import GraphSet, write_set
+from pipeline.graphs.fingerprint import set_uri
 from pipeline.plan import GraphsPlan, PlannedWorld
 from pipeline.run.world import World
 from pipeline.stages import compile as stage

@@ -31,8 +31,8 @@ from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, Defect, TrnpipeError
 from pipeline.evaluation.holdout import read_holdout
 from pipeline.graphs import fingerprint
-from pipeline.graphs.compiled import GraphSet, missing_sets, read_set, set_uri, traces_uri, write_set
-from pipeline.graphs.fingerprint import plan_graphs
+from pipeline.graphs.compiled import GraphSet, read_set, traces_uri, write_set
+from pipeline.graphs.fingerprint import missing_sets, plan_graphs, set_uri
 from pipeline.host.ranks import free_port
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder

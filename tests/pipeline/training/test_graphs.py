@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from pipeline import store
 from pipeline.backends.device import open_device
 from pipeline.contract import RunPaths
-from pipeline.graphs.compiled import missing_sets, read_set, set_uri
+from pipeline.graphs.compiled import read_set
+from pipeline.graphs.fingerprint import missing_sets, set_uri
 from pipeline.model.folder import load_encoder, save_folder
 from pipeline.plan import RunPlan
 from pipeline.run.world import World
