@@ -50,32 +50,30 @@ LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 def definition(targets: Targets) -> dict[str, Any]:
     """The state machine in the Amazon States Language (JSONPath)."""
-    states: States = {}
-    states |= _input_states(targets, then="NeedsLock")
-    states |= _lock_states(targets, then="WriteInput")
-    states |= _write_input(targets, then="prepare")
-    states |= job(targets, Stage.PREPARE, then="ReadInputs")
-    children = ("ingest_children",)
-    states |= read_result(targets, "ReadInputs", Stage.PREPARE, "$.inputs", needed=children, then="ChooseIngest")
-    states |= _array(targets, Stage.INGEST, "$.inputs.metrics.ingest_children", then="plan", none="plan")
-    states |= job(targets, Stage.PLAN, then="ReadPlan")
-    needed = ("nodes", "embed_children")
-    states |= read_result(targets, "ReadPlan", Stage.PLAN, "$.plan", needed=needed, then="ChooseGang")
-    states |= _choose_gang(targets, then="health_check")
-    states |= gang(targets, Stage.HEALTH_CHECK, then="ChooseCompile")
-    states |= _choose_compile(missing="compile", complete="train")
-    states |= gang(targets, Stage.COMPILE, then="train")
-    states |= gang(targets, Stage.TRAIN, then="evaluate")
-    states |= job(targets, Stage.EVALUATE, then="ReadScorecard")
-    states |= _gate(targets, accepted="ChooseEmbed", refused="Refused")
-    states |= _array(targets, Stage.EMBED, "$.plan.metrics.embed_children", then="publish")
-    states |= job(targets, Stage.PUBLISH, then="Succeeded")
-    states |= _outcomes(targets, then="report")
-    states |= _ending(targets)
     return {
         "Comment": "One weekly run: retrain a text encoder, judge it, embed the corpus, publish both together.",
         "StartAt": "ReadInput",
-        "States": states,
+        "States": {
+            **_input_states(targets, then="NeedsLock"),
+            **_lock_states(targets, then="WriteInput"),
+            **_write_input(targets, then="prepare"),
+            **job(targets, Stage.PREPARE, then="ReadInputs"),
+            **read_result(targets, "ReadInputs", Stage.PREPARE, "$.inputs", needed=("ingest_children",), then="ChooseIngest"),
+            **_array(targets, Stage.INGEST, "$.inputs.metrics.ingest_children", then="plan", none="plan"),
+            **job(targets, Stage.PLAN, then="ReadPlan"),
+            **read_result(targets, "ReadPlan", Stage.PLAN, "$.plan", needed=("nodes", "embed_children"), then="ChooseGang"),
+            **_choose_gang(targets, then="health_check"),
+            **gang(targets, Stage.HEALTH_CHECK, then="ChooseCompile"),
+            **_choose_compile(missing="compile", complete="train"),
+            **gang(targets, Stage.COMPILE, then="train"),
+            **gang(targets, Stage.TRAIN, then="evaluate"),
+            **job(targets, Stage.EVALUATE, then="ReadScorecard"),
+            **_gate(targets, accepted="ChooseEmbed", refused="Refused"),
+            **_array(targets, Stage.EMBED, "$.plan.metrics.embed_children", then="publish"),
+            **job(targets, Stage.PUBLISH, then="Succeeded"),
+            **_outcomes(targets, then="report"),
+            **_ending(targets),
+        },
     }
 
 
@@ -336,9 +334,8 @@ def _choose_compile(*, missing: str, complete: str) -> States:
 
 def _gate(targets: Targets, *, accepted: str, refused: str) -> States:
     verdict, reason = "gate.verdict", "gate.reason"
-    needed = (verdict, reason)
     return {
-        **read_result(targets, "ReadScorecard", Stage.EVALUATE, "$.scorecard", needed=needed, then="Gate"),
+        **read_result(targets, "ReadScorecard", Stage.EVALUATE, "$.scorecard", needed=(verdict, reason), then="Gate"),
         "Gate": {
             "Type": "Choice",
             "Choices": [
@@ -469,7 +466,6 @@ def _failure_words(targets: Targets, *, then: str) -> States:
 
 def _ending(targets: Targets) -> States:
     """report, unlock, notify, end. Nothing here masks the outcome: after a failure each state continues with the next."""
-    states = job(targets, Stage.REPORT, then="OwnsLock", on_error="OwnsLock")
     release = {
         "TableName": targets.lock_table,
         "Key": {"name": {"S.$": "$.registry"}},
@@ -497,18 +493,20 @@ def _ending(targets: Targets) -> States:
         "Message.$": f"States.Format('{text}', {', '.join(values)})",
         "MessageAttributes": {"result": {"DataType": "String", "StringValue.$": "$.outcome.result"}},
     }
-    states["OwnsLock"] = {
-        "Type": "Choice",
-        "Choices": [{"Variable": "$.registry", "IsNull": True, "Next": "Notify"}],
-        "Default": "ReleaseLock",
+    return {
+        **job(targets, Stage.REPORT, then="OwnsLock", on_error="OwnsLock"),
+        "OwnsLock": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.registry", "IsNull": True, "Next": "Notify"}],
+            "Default": "ReleaseLock",
+        },
+        **call(targets, "ReleaseLock", "dynamodb:deleteItem", release, then="Notify", on_error="Notify", fields=DISCARD),
+        **call(targets, "Notify", "sns:publish", message, then="Outcome", on_error="Outcome", fields=DISCARD),
+        "Outcome": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.outcome.result", "StringEquals": "succeeded", "Next": "Done"}],
+            "Default": "Failed",
+        },
+        "Done": {"Type": "Succeed"},
+        "Failed": {"Type": "Fail", "ErrorPath": "$.outcome.Error", "CausePath": "$.outcome.Cause"},
     }
-    states |= call(targets, "ReleaseLock", "dynamodb:deleteItem", release, then="Notify", on_error="Notify", fields=DISCARD)
-    states |= call(targets, "Notify", "sns:publish", message, then="Outcome", on_error="Outcome", fields=DISCARD)
-    states["Outcome"] = {
-        "Type": "Choice",
-        "Choices": [{"Variable": "$.outcome.result", "StringEquals": "succeeded", "Next": "Done"}],
-        "Default": "Failed",
-    }
-    states["Done"] = {"Type": "Succeed"}
-    states["Failed"] = {"Type": "Fail", "ErrorPath": "$.outcome.Error", "CausePath": "$.outcome.Cause"}
-    return states
