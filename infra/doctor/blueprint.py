@@ -23,14 +23,6 @@ GATEWAY_SERVICES = ("s3", "dynamodb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Root:
-    """A launch template's root volume."""
-
-    device: str
-    gib: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerImage:
     """A container image that jobs run.
 
@@ -62,7 +54,6 @@ class Fleet:
         interfaces: network interfaces of the host itself, without that of a gang's container.
         subnet_ids: where an existing VPC's subnets are named.
         zones: where the subnets are our own.
-        root: None on Fargate.
     """
 
     name: str
@@ -72,7 +63,6 @@ class Fleet:
     interfaces: int
     subnet_ids: tuple[str, ...]
     zones: tuple[str, ...]
-    root: Root | None
 
     @property
     def forms_gangs(self) -> bool:
@@ -122,10 +112,6 @@ class Blueprint:
         if "LaunchTemplate" in compute:
             templates = self.resources("AWS::EC2::LaunchTemplate")
             launch = templates[compute["LaunchTemplate"]["LaunchTemplateId"]["Ref"]]["LaunchTemplateData"]
-        roots = [
-            Root(device=mapping["DeviceName"], gib=mapping["Ebs"]["VolumeSize"])
-            for mapping in launch.get("BlockDeviceMappings", ())
-        ]
         return Fleet(
             name=logical_id,
             market=compute["Type"],
@@ -136,7 +122,6 @@ class Blueprint:
             zones=tuple(
                 subnets[subnet["Ref"]]["AvailabilityZone"] for subnet in compute["Subnets"] if not isinstance(subnet, str)
             ),
-            root=next(iter(roots), None),
         )
 
 
