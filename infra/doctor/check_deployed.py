@@ -12,7 +12,6 @@ from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, 
 from infra.doctor.blueprint import COMPUTE_ENVIRONMENT
 
 COMPLETE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "IMPORT_COMPLETE")
-ALIVE = ("RUNNING", "PENDING_REDRIVE")
 JOBS_AT_ONCE = 100
 """Jobs that DescribeJobs takes, and job definitions that DescribeJobDefinitions takes."""
 
@@ -168,14 +167,15 @@ def judge_front(queue: str, job: Mapping[str, Any], since_ms: int, now: datetime
         if code in reason:
             yield problem(f"the queue {queue} is blocked: {meaning}", value=f"{waiting}: {reason}", rule=code, remedy=remedy)
             return
-    if reason and job["status"] == "RUNNABLE":
-        yield warning(
+    yield (
+        warning(
             f"the job at the front of {queue} waits",
             value=f"{waiting}: {reason}",
             remedy=f"aws batch describe-jobs --jobs {job['jobId']}",
         )
-    else:
-        yield ok(f"front of {queue}", waiting)
+        if reason and job["status"] == "RUNNABLE"
+        else ok(f"front of {queue}", waiting)
+    )
 
 
 @check("Batch", "cloudformation:ListStackResources", "batch:DescribeJobDefinitions")
@@ -219,16 +219,17 @@ def schedule(subject: Subject) -> Findings:
     for url in subject.physical(subject.blueprint.pipeline_stack, "AWS::SQS::Queue"):
         name = "ApproximateNumberOfMessages"
         waiting = int(subject.ask("sqs", "GetQueueAttributes", QueueUrl=url, AttributeNames=[name])["Attributes"][name])
-        if waiting:
-            yield problem(
+        yield (
+            problem(
                 "a weekly start could not be delivered",
                 value=f"{waiting} messages in {url.rpartition('/')[2]}",
                 rule="the dead-letter queue is empty",
                 remedy=f"aws sqs receive-message --queue-url {url} --message-attribute-names All says why; "
                 "start the run by hand, then aws sqs purge-queue",
             )
-        else:
-            yield ok("dead-letter queue", "empty")
+            if waiting
+            else ok("dead-letter queue", "empty")
+        )
 
 
 @check("Monitoring", "cloudformation:ListStackResources", "cloudwatch:DescribeAlarms")
@@ -288,14 +289,15 @@ def locks(subject: Subject) -> Findings:
             held = f"registry {registry}: run {run} since {item['since']['S']}"
             execution = subject.seek(("ExecutionDoesNotExist",), "stepfunctions", "DescribeExecution", executionArn=owner)
             status = execution["status"] if execution else "gone"
-            if status in ALIVE:
-                yield ok("lock", f"{held}, {status}")
-            else:
-                yield warning(
+            yield (
+                ok("lock", f"{held}, {status}")
+                if status in ("RUNNING", "PENDING_REDRIVE")
+                else warning(
                     "a lock is held by a run that has ended",
                     value=f"{held}, {status}",
                     rule="it counts as free, and the next run takes it over",
                     remedy=f'nothing; or aws stepfunctions start-execution with {{"run": "{run}"}} resumes that run',
                 )
+            )
         if not items:
             yield ok("lock", "free")

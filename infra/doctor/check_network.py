@@ -37,15 +37,16 @@ def vpc(subject: Subject) -> Findings:
         for attribute, shown in (("enableDnsSupport", "EnableDnsSupport"), ("enableDnsHostnames", "EnableDnsHostnames"))
         if not (on := subject.ask("ec2", "DescribeVpcAttribute", VpcId=vpc_id, Attribute=attribute)[shown]["Value"])
     ]
-    if off:
-        yield problem(
+    yield (
+        problem(
             "DNS is off in the VPC",
             value=f"{vpc_id}: {', '.join(off)}",
             rule="endpoints answer under the services' own names only with both attributes on",
             remedy=f"aws ec2 modify-vpc-attribute --vpc-id {vpc_id} --enable-dns-support; the same with --enable-dns-hostnames",
         )
-    else:
-        yield ok("VPC", f"{vpc_id}, DNS on")
+        if off
+        else ok("VPC", f"{vpc_id}, DNS on")
+    )
 
 
 @check("Network", "ec2:DescribeVpcs", "ec2:DescribeDhcpOptions", "ec2:DescribeSecurityGroups")
