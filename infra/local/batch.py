@@ -24,7 +24,7 @@ from typing import Any
 from infra.local.batch_checks import check_retry, check_submission
 from infra.local.batch_jobs import FINAL_STATES, Attempt, Job, Node, build_job, milliseconds, named
 from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, free_port, start_node, stop_nodes
-from infra.local.definitions import ClientError, JobDefinition, JobQueue
+from infra.local.definitions import ClientError, JobDefinition, JobQueue, refuse_if
 from infra.local.ecs import HostPool
 
 log = logging.getLogger("trnpipe")
@@ -69,8 +69,7 @@ class BatchRunner:
             "terminatejob": self.terminate,
             "listjobs": self.list_jobs,
         }
-        if operation not in operations:
-            raise ClientError(f"the local endpoint does not answer {operation}")
+        refuse_if(operation not in operations, f"the local endpoint does not answer {operation}")
         return operations[operation](request)
 
     def submit(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -89,8 +88,7 @@ class BatchRunner:
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what DescribeJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_DescribeJobs.html)."""
         asked = request.get("jobs", ())
-        if not 1 <= len(asked) <= MOST_DESCRIBED:
-            raise ClientError(f"jobs must have 1 to {MOST_DESCRIBED} ids, found {len(asked)}")
+        refuse_if(not 1 <= len(asked) <= MOST_DESCRIBED, f"jobs must have 1 to {MOST_DESCRIBED} ids, found {len(asked)}")
         found = []
         with self._lock:
             for job_id in asked:
@@ -105,8 +103,7 @@ class BatchRunner:
     def terminate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what TerminateJob does (https://docs.aws.amazon.com/batch/latest/APIReference/API_TerminateJob.html)."""
         reason = request.get("reason", "")
-        if not 1 <= len(reason) <= LONGEST_REASON:
-            raise ClientError(f"reason must have 1 to {LONGEST_REASON} characters")
+        refuse_if(not 1 <= len(reason) <= LONGEST_REASON, f"reason must have 1 to {LONGEST_REASON} characters")
         job = self._jobs.get(request.get("jobId", ""))
         if job is None:
             raise ClientError(f"job {request.get('jobId')!r} does not exist")
@@ -116,8 +113,10 @@ class BatchRunner:
     def list_jobs(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Children of an array job that have one status; or by one filter, a queue's jobs of any status, newest first. Refuses
         what ListJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_ListJobs.html)."""
-        if len({"jobQueue", "arrayJobId", "multiNodeJobId"} & request.keys()) != 1:
-            raise ClientError("exactly one of jobQueue, arrayJobId and multiNodeJobId must be given")
+        refuse_if(
+            len({"jobQueue", "arrayJobId", "multiNodeJobId"} & request.keys()) != 1,
+            "exactly one of jobQueue, arrayJobId and multiNodeJobId must be given",
+        )
         with self._lock:
             if "arrayJobId" in request:
                 parent = self._jobs.get(request["arrayJobId"])

@@ -19,6 +19,16 @@ class ClientError(Exception):
     """A request that AWS Batch or Amazon ECS refuses with `ClientException`."""
 
 
+def refuse_if(wrong: object, why: str) -> None:
+    """Refuse a request where `wrong` is true.
+
+    Raises:
+        ClientError: for this reason.
+    """
+    if wrong:
+        raise ClientError(why)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRule:
     """One entry of `evaluateOnExit`. All given patterns must match; `*` stands at the end only
@@ -75,8 +85,7 @@ class RetryStrategy:
             )
             for rule in lowered.get("evaluateOnExit", ())
         )
-        if rules and "attempts" not in lowered:
-            raise ClientError("evaluateOnExit needs attempts")
+        refuse_if(rules and "attempts" not in lowered, "evaluateOnExit needs attempts")
         return cls(attempts=lowered.get("attempts", 1), rules=rules)
 
 
@@ -172,6 +181,5 @@ def _node_containers(properties: Mapping[str, Any]) -> tuple[Container, ...]:
     for nodes, container in sorted(ranges, key=lambda entry: len(entry[0]), reverse=True):
         containers |= dict.fromkeys(nodes, container)
     for node in range(properties["numNodes"]):
-        if node not in containers:
-            raise ClientError(f"node {node} is in no node range")
+        refuse_if(node not in containers, f"node {node} is in no node range")
     return tuple(containers[node] for node in range(properties["numNodes"]))

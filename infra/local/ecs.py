@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from infra.local.definitions import ACCOUNT, REGION, ClientError
+from infra.local.definitions import ACCOUNT, REGION, ClientError, refuse_if
 
 CLUSTER = "local"
 CLUSTER_ARN = f"arn:aws:ecs:{REGION}:{ACCOUNT}:cluster/{CLUSTER}"
@@ -84,23 +84,25 @@ def call(hosts: HostPool, operation: str, request: dict[str, Any]) -> dict[str, 
     Raises:
         ClientError: ECS refuses the request, or the endpoint does not know the operation.
     """
-    if operation not in MEMBERS:
-        raise ClientError(f"the local endpoint does not answer ecs:{operation}")
+    refuse_if(operation not in MEMBERS, f"the local endpoint does not answer ecs:{operation}")
     if unknown := sorted(set(request) - MEMBERS[operation]):
         raise ClientError(f"unknown parameters: {', '.join(unknown)}")
-    if request.get("cluster", "default") not in (CLUSTER, CLUSTER_ARN):
-        raise ClientError(f"cluster {request.get('cluster', 'default')!r} not found")
+    refuse_if(
+        request.get("cluster", "default") not in (CLUSTER, CLUSTER_ARN),
+        f"cluster {request.get('cluster', 'default')!r} not found",
+    )
     if operation == "DescribeTasks":
         key, known = "tasks", {TASK_ARN + task: host for task, host in dict(hosts.tasks).items()}
     else:
         key, known = "containerInstances", {INSTANCE_ARN + host: host for host in list(hosts.known)}
-    if not request.get(key):
-        raise ClientError(f"{key} must not be empty")
+    refuse_if(not request.get(key), f"{key} must not be empty")
     found = {arn: known[arn] for arn in request[key] if arn in known}
     failures = [{"arn": arn, "reason": "MISSING"} for arn in request[key] if arn not in known]
     if operation == "UpdateContainerInstancesState":
-        if request.get("status") not in ("ACTIVE", "DRAINING"):
-            raise ClientError(f"status must be ACTIVE or DRAINING, found {request.get('status')!r}")
+        refuse_if(
+            request.get("status") not in ("ACTIVE", "DRAINING"),
+            f"status must be ACTIVE or DRAINING, found {request.get('status')!r}",
+        )
         if request["status"] == "DRAINING":
             hosts.drained |= set(found.values())
         else:
