@@ -30,7 +30,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 from unittest import mock
-from urllib.parse import parse_qs
 
 import boto3
 from botocore.config import Config
@@ -39,6 +38,7 @@ from moto.core.base_backend import BackendDict
 from moto.core.config import default_user_config
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
+from werkzeug.wrappers import Request, Response
 
 from infra.local import definitions, ecs
 from infra.local.batch import BatchRunner
@@ -203,7 +203,7 @@ def _guarded(application: WsgiApplication, key: str) -> WsgiApplication:
             return application(environ, start_response)
         else:
             objection = "this endpoint answers the processes of its own run only"
-        return _answer_json(start_response, "403 Forbidden", {"__type": "AccessDeniedException", "message": objection})
+        return _json_response({"__type": "AccessDeniedException", "message": objection}, 403)(environ, start_response)
 
     return answer
 
@@ -237,74 +237,72 @@ class _Application:
         self._dynamodb = dynamodb
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        signed = SIGNED.search(environ.get("HTTP_AUTHORIZATION", ""))
-        service = signed["service"] if signed else ""
-        if service in ("batch", "ecs"):
-            return self._answer_jobs(service, environ, start_response)
-        if not service and ecs.METADATA_PATH.fullmatch(environ["PATH_INFO"]):
-            found = ecs.metadata(self.batch.hosts, environ["PATH_INFO"])
-            return _answer_json(start_response, "404 Not Found" if found is None else "200 OK", found or {})
-        if service == "s3":
-            return self._answer_s3(environ, start_response)
-        if environ.get("HTTP_X_AMZ_TARGET") == STOP_EXECUTION:
-            return self._stop_execution(environ, start_response)
-        if self._dynamodb is not None and MUTATIONS.fullmatch(environ.get("HTTP_X_AMZ_TARGET", "")):
-            body = self._moto(environ, start_response)
-            self._keep_lock_items()
-            return body
-        return self._moto(environ, start_response)
+        return self._choose(Request(environ, populate_request=False))(environ, start_response)
 
-    def _answer_jobs(self, service: str, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        request = json.loads(_body(environ) or b"{}")
+    def _choose(self, request: Request) -> WsgiApplication:
+        """Return what answers a request: a response of our own, or moto."""
+        signed = SIGNED.search(request.headers.get("Authorization", ""))
+        service = signed["service"] if signed else ""
+        target = request.headers.get("X-Amz-Target", "")
+        if service in ("batch", "ecs"):
+            return self._answer_jobs(service, target, request)
+        if not service and ecs.METADATA_PATH.fullmatch(request.path):
+            found = ecs.metadata(self.batch.hosts, request.path)
+            return _json_response(found or {}, 404 if found is None else 200)
+        if service == "s3":
+            return self._answer_s3(request)
+        if target == STOP_EXECUTION:
+            return self._stop_execution(request)
+        if self._dynamodb is not None and MUTATIONS.fullmatch(target):
+            response = self._answer_by_moto(request)
+            self._keep_lock_items()
+            return response
+        return self._moto
+
+    def _answer_by_moto(self, request: Request) -> Response:
+        return Response.from_app(self._moto, request.environ)
+
+    def _answer_jobs(self, service: str, target: str, request: Request) -> Response:
+        asked = json.loads(request.get_data() or b"{}")
         try:
             if service == "batch":
-                answer = self.batch.call(environ["PATH_INFO"].removeprefix("/v1/"), request)
-            else:
-                operation = environ.get("HTTP_X_AMZ_TARGET", "").removeprefix(ECS_TARGET)
-                answer = ecs.call(self.batch.hosts, operation, request)
+                return _json_response(self.batch.call(request.path.removeprefix("/v1/"), asked))
+            return _json_response(ecs.call(self.batch.hosts, target.removeprefix(ECS_TARGET), asked))
         except definitions.ClientError as error:
             # Batch's protocol names the error in a header, that of ECS in the body.
-            answer, header = {"__type": "ClientException", "message": str(error)}, ("x-amzn-ErrorType", "ClientException")
-            return _answer_json(start_response, "400 Bad Request", answer, header)
-        return _answer_json(start_response, "200 OK", answer)
+            kind = "ClientException"
+            return _json_response({"__type": kind, "message": str(error)}, 400, {"x-amzn-ErrorType": kind})
 
-    def _answer_s3(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
-        query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
-        method = environ["REQUEST_METHOD"]
+    def _answer_s3(self, request: Request) -> WsgiApplication:
+        bucket, _, key = request.path.lstrip("/").partition("/")
         if bucket != self._bucket:
-            return self._moto(environ, start_response)
-        if method == "POST" and "delete" in query:
-            body = self._moto(environ, start_response)
+            return self._moto
+        if request.method == "POST" and "delete" in request.args:
+            response = self._answer_by_moto(request)
             self._mirror.store_all()
-            return body
+            return response
         # Parts of an upload change no object until it is completed.
-        changes = {"PUT": "partNumber" not in query, "POST": "uploadId" in query, "DELETE": "uploadId" not in query}
-        if not key or not changes.get(method, False):
-            return self._moto(environ, start_response)
+        part, upload = "partNumber" in request.args, "uploadId" in request.args
+        changes = {"PUT": not part, "POST": upload, "DELETE": not upload}
+        if not key or not changes.get(request.method, False):
+            return self._moto
         # Invariant: one change of a key at a time, so that what a conditional write has checked still holds when it writes.
         with self._keys[key]:
-            if method != "DELETE" and (objection := self._mirror.objection(key)):
-                _body(environ)
-                refusal = f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>".encode()
-                headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(refusal)))]
-                start_response("400 Bad Request", headers)
-                return [refusal]
-            body = self._moto(environ, start_response)
+            if request.method != "DELETE" and (objection := self._mirror.objection(key)):
+                request.get_data()
+                refusal = f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>"
+                return Response(refusal, 400, mimetype="application/xml")
+            response = self._answer_by_moto(request)
             self._mirror.store(key)
-            return body
+            return response
 
-    def _stop_execution(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        asked = _body(environ)
-        statuses: list[str] = []
-
-        def answered(status: str, headers: Any, *rest: Any) -> Any:
-            statuses.append(status)
-            return start_response(status, headers, *rest)
-
-        body = self._moto({**environ, "wsgi.input": io.BytesIO(asked)}, answered)
+    def _stop_execution(self, request: Request) -> Response:
+        asked = request.get_data()
+        request.environ["wsgi.input"] = io.BytesIO(asked)
+        response = self._answer_by_moto(request)
         execution = json.loads(asked)["executionArn"]
-        if statuses == ["200 OK"] and execution.startswith(self._machine_arn.replace(":stateMachine:", ":execution:") + ":"):
+        executions = self._machine_arn.replace(":stateMachine:", ":execution:")
+        if response.status_code == 200 and execution.startswith(f"{executions}:"):
             client = boto3.session.Session().client("stepfunctions")
             # EventBridge reports an execution after its end; moto ends it in its own thread, after it has answered.
             deadline = time.monotonic() + STOP_SECONDS
@@ -314,7 +312,7 @@ class _Application:
                 # moto gives an execution without a name none at all.
                 name = str(uuid.uuid4())
                 client.start_execution(stateMachineArn=watch, name=name, input=json.dumps({"execution": execution}))
-        return body
+        return response
 
     def _keep_lock_items(self) -> None:
         with self._lock_items:
@@ -322,17 +320,9 @@ class _Application:
             write_atomically(self._lock_file, json.dumps(items, indent=1).encode())
 
 
-def _body(environ: Mapping[str, Any]) -> bytes:
-    """Read the body of a request."""
-    body: bytes = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-    return body
-
-
-def _answer_json(start_response: Any, status: str, answer: dict[str, Any], *headers: tuple[str, str]) -> list[bytes]:
-    body = json.dumps(answer).encode()
-    kind = [("Content-Type", "application/json"), ("x-amzn-RequestId", str(uuid.uuid4())), ("Content-Length", str(len(body)))]
-    start_response(status, [*kind, *headers])
-    return [body]
+def _json_response(answer: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    headers = {"x-amzn-RequestId": str(uuid.uuid4()), **(headers or {})}
+    return Response(json.dumps(answer), status, headers, mimetype="application/json")
 
 
 class _QuietHandler(MotoRequestHandler):  # type: ignore[misc]
