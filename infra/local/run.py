@@ -7,14 +7,12 @@ the state folder, puts the input files into its bucket, starts the execution and
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from infra.local import demo
@@ -23,7 +21,7 @@ from infra.local.state_folder import check_space, check_state_folder, owned
 from pipeline.allowed_uris import FILE, is_s3
 from pipeline.config import MODEL_URIS, RunConfig, build_config, load_config_file, merge, parse_settings
 from pipeline.contract import check_run_id, registry_uri
-from pipeline.errors import BadConfig, MissingInput, plain
+from pipeline.errors import BadConfig, MissingInput
 from pipeline.files import write_atomically
 from pipeline.operate.endpoint import NO_USER_FILES, only_environment
 
@@ -61,30 +59,20 @@ def run_local(request: LocalRequest, *, plain: bool = False, program: tuple[str,
         program: replaces `trnpipe` in the jobs' commands; None: this installation.
 
     Returns:
-        0; 67 when the gate refused; the failing stage's exit code; 130 or 143 after Ctrl-C or SIGTERM.
+        0; 67 when the gate refused; the failing stage's exit code.
 
     Raises:
         BadConfig: configuration that cannot work, too little disk space, or another run in the state folder; before anything
             is started.
+        SystemExit: 130 or 143 after Ctrl-C or SIGTERM; jobs are ended and files are closed.
     """
+    from pipeline.commands.terminal import terminable
+
     model = None if request.model is None or is_s3(request.model) else Path(request.model.removeprefix(FILE))
     check_space(request.state, (*request.training, *request.corpus), model)
-
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        raise _Terminated
-
-    # SIGTERM unwinds the stack, so that jobs are ended and files are closed.
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
-        with only_environment(NO_USER_FILES), owned(request.state):
-            return _run(request, plain, program)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except _Terminated:
-        return 128 + signal.SIGTERM
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
+    with terminable(), only_environment(NO_USER_FILES), owned(request.state):
+        return _run(request, plain, program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,13 +226,14 @@ def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) ->
     from rich.console import Console
 
     from infra.local.template import local_context, read_stack, synthesize
+    from pipeline.commands.terminal import note
 
     console = Console()
     state = request.state
-    _say(console, f"state folder: {state}")
+    note(console, f"state folder: {state}")
     released = _names(state / "bucket/data/demo")
-    size = demo.choose_size(state / "demo", released, request.demo_size, partial(_say, console)) if request.demo else None
-    _say(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
+    size = demo.choose_size(state / "demo", released, request.demo_size, partial(note, console)) if request.demo else None
+    note(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
     allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
     with ThreadPoolExecutor(max_workers=1) as pool:
         # Node.js works on the templates while the demo's text is read here, where Ctrl-C interrupts it, and the engine is loaded.
@@ -273,6 +262,7 @@ def _execute(
     plain: bool,
 ) -> int:
     """Start the execution, show it until it ends, and print its outcome."""
+    from pipeline.commands.terminal import note
     from pipeline.operate.outcome import conclude
     from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker
     from pipeline.operate.run_files import LocalFiles
@@ -285,13 +275,13 @@ def _execute(
     arn = client.start_execution(stateMachineArn=stack.state_machine_arn, name=name, input=json.dumps(execution_input))[
         "executionArn"
     ]
-    _say(console, f"run {run_id}: {endpoint.url}, logs in {request.state / 'logs'}")
+    note(console, f"run {run_id}: {endpoint.url}, logs in {request.state / 'logs'}")
     display: Display = LiveDisplay(console) if console.is_terminal and not plain else PlainDisplay(console)
     try:
         with display:
             execution = _watch(client, arn, tracker, display, endpoint.batch)
-    except (KeyboardInterrupt, _Terminated):
-        _say(console, f"stopping run {run_id}; resume it with --run {run_id}")
+    except (KeyboardInterrupt, SystemExit):
+        note(console, f"stopping run {run_id}; resume it with --run {run_id}")
         client.stop_execution(executionArn=arn, cause="stopped at the terminal")
         raise
     return conclude(console, execution, tracker, started, partial(_logs, endpoint.batch))
@@ -394,11 +384,3 @@ def _absolute_paths(value: Any) -> Any:
 
 def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-
-def _say(console: Any, text: str) -> None:
-    console.print(plain(text), markup=False, highlight=False, soft_wrap=True, style="dim")
-
-
-class _Terminated(BaseException):
-    """SIGTERM arrived; like KeyboardInterrupt, no handler of errors catches it."""
