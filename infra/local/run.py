@@ -7,7 +7,7 @@ the state folder, puts the input files into its bucket, starts the execution and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -19,7 +19,7 @@ from infra.local import demo
 from infra.local.inputs import find_inputs
 from infra.local.state_folder import check_space, check_state_folder, owned
 from pipeline.allowed_uris import FILE, is_s3
-from pipeline.config import MODEL_URIS, RunConfig, build_config, load_config_file, merge, parse_settings
+from pipeline.config import MODEL_URIS, RunConfig, build_config, load_config_file, merge, nested, parse_settings
 from pipeline.contract import check_run_id, registry_uri
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.files import write_atomically
@@ -140,7 +140,10 @@ class LocalRequest:
         if run is None:
             run = merge(from_file, over).get("run")
         # A resumed run has an input already; flags with defaults of their own could only contradict its plan.
-        under = _flags(nodes, device, initial, parent) if run is None else merge(_earlier_input(state, run), {"run": run})
+        flags = {"nodes": nodes, "device.kind": device, "model.initial": initial, "model.parent": parent}
+        under = nested({key: value for key, value in flags.items() if value is not None})
+        if run is not None:
+            under = merge(_earlier_input(state, run), {"run": run})
         given = _absolute(merge(merge(from_file, under), over))
         config = build_config(DEPLOYMENT_CONFIG, given)
         if config.device.kind in ONE_NODE_KINDS and "nodes" not in given and run is None:
@@ -195,12 +198,6 @@ class LocalRequest:
         )
 
 
-def _flags(nodes: int | None, device: str | None, initial: str | None, parent: str | None) -> dict[str, Any]:
-    models = {key: uri for key, uri in (("initial", initial), ("parent", parent)) if uri is not None}
-    flags = {"nodes": nodes, "device": None if device is None else {"kind": device}, "model": models or None}
-    return {key: value for key, value in flags.items() if value is not None}
-
-
 def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
     """The execution input of the run to resume, which may have ended before it had a plan.
 
@@ -217,8 +214,7 @@ def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
             rule=f"runs here: {', '.join(known[-10:]) or 'none'}",
             remedy="name one of them, or the state folder that has it with --state",
         )
-    earlier: dict[str, Any] = json.loads(path.read_text())["execution"]
-    return earlier
+    return dict(json.loads(path.read_text())["execution"])
 
 
 def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) -> int:
@@ -329,18 +325,15 @@ def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | 
     """The input of the execution: the user's configuration over the values that a local run fills in."""
     if request.config.run is not None:
         return request.given
-    root = f"s3://{stack.bucket}"
-    filled: dict[str, Any] = {}
-    if size:
-        filled = merge(size.config, {"data": {"train": [f"{root}/data/demo/"]}})
-    # What the options name is beside what the configuration names.
-    named: dict[str, Any] = {}
-    if request.training:
-        named["train"] = [*request.config.data.train, f"{root}/{INPUT}/"]
-    if request.corpus:
-        named["corpus"] = [*request.config.data.corpus, f"{root}/data/corpus/"]
+    root, data = f"s3://{stack.bucket}", request.config.data
+    filled = merge(size.config, {"data": {"train": [f"{root}/data/demo/"]}}) if size else {}
     if request.model is not None and request.config.model.parent is None:
         filled = merge(filled, {"model": {"initial": request.model}})
+    # What the options name is beside what the configuration names.
+    named = {
+        **({"train": [*data.train, f"{root}/{INPUT}/"]} if request.training else {}),
+        **({"corpus": [*data.corpus, f"{root}/data/corpus/"]} if request.corpus else {}),
+    }
     return merge(merge(filled, request.given), {"data": named} if named else {})
 
 
@@ -367,18 +360,21 @@ def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus"))):
         values = given.get(section)
         if isinstance(values, Mapping):
-            named = {key: values[key] for key in keys if key in values}
-            if section == "model":
-                named = {key: demo.named_model(uri) if isinstance(uri, str) else uri for key, uri in named.items()}
-            changed[section] = {key: _absolute_paths(value) for key, value in named.items()}
+            # `demo` is a model, and no file of data.
+            named = demo.named_model if section == "model" else str
+            changed[section] = {key: _absolute_paths(values[key], named) for key in keys if key in values}
     return merge(given, changed)
 
 
-def _absolute_paths(value: Any) -> Any:
+def _absolute_paths(value: Any, named: Callable[[str], str]) -> Any:
+    """
+    Args:
+        named: the path that a name stands for.
+    """
     if isinstance(value, list):
-        return [_absolute_paths(item) for item in value]
+        return [_absolute_paths(item, named) for item in value]
     if isinstance(value, str) and "://" not in value:
-        return str(Path(value).expanduser().absolute())
+        return str(Path(named(value)).expanduser().absolute())
     return value
 
 
