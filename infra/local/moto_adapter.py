@@ -148,20 +148,15 @@ def terminate_abandoned_jobs(undo: ExitStack) -> None:
     def build_sync_resolver(self: Any, env: Any, **others: Any) -> Any:
         job_id = env.stack[-1]["JobId"]
         resolver = build_resolver(self, env=env, **others)
-
-        def resolve() -> Any:
-            return resolver()
-
-        resolve.abandon = lambda: boto_client_for(  # type: ignore[attr-defined]
-            service="batch", region=others["resource_runtime_part"].region
-        ).terminate_job(jobId=job_id, reason="The state that submitted this job ended before it")
-        return resolve
+        resolver.job_id = job_id
+        return resolver
 
     def eval_sync(self: Any, env: Any, sync_resolver: Any, **others: Any) -> Any:
         outcome = wait_for_outcome(self, env=env, sync_resolver=sync_resolver, **others)
         # The job's description when it is over; None or a timeout's outcome when the engine has given up waiting.
         if not isinstance(outcome, dict):
-            sync_resolver.abandon()
+            reason = "The state that submitted this job ended before it"
+            boto_client_for(service="batch", region=REGION).terminate_job(jobId=sync_resolver.job_id, reason=reason)
         return outcome
 
     undo.enter_context(mock.patch.object(StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver))
