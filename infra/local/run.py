@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -309,16 +310,16 @@ def _logs(runner: BatchRunner, line: StageLine, failure: StageFailure | None) ->
             yield str(runner.settings.logs / one.log_stream(attempt, node))
 
 
-def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...] | None) -> LocalEndpoint:
+def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...] | None) -> AbstractContextManager[LocalEndpoint]:
     from infra.local.batch import BatchRunner
     from infra.local.batch_nodes import THIS_INSTALLATION, BatchSettings
-    from infra.local.server import LocalEndpoint
+    from infra.local.server import local_endpoint
 
     def runner(environment: dict[str, str]) -> BatchRunner:
         settings = BatchSettings(logs=request.state / "logs", environment=environment, program=program or THIS_INSTALLATION)
         return BatchRunner(stack.job_definitions, stack.queues, settings)
 
-    return LocalEndpoint(stack, request.state, runner)
+    return local_endpoint(stack, request.state, runner)
 
 
 def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | None) -> dict[str, Any]:

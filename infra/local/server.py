@@ -23,11 +23,11 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -64,97 +64,88 @@ SERVICES = ("s3", "sts", "dynamodb", "sns", "stepfunctions")
 WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalEndpoint:
-    """A context manager: the endpoint is up inside it, with the stack's resources created and the state folder loaded.
+    """A running endpoint.
+
+    Attributes:
+        url, batch: address and Batch service.
+        mirror_folder: the bucket as plain files.
+        session: one for all clients: it reads each of AWS's large descriptions once.
+    """
+
+    url: str
+    batch: BatchRunner
+    mirror_folder: Path
+    session: boto3.session.Session
+    _making: threading.Lock = field(default_factory=threading.Lock)
+
+    def client(self, service: str) -> Any:
+        """A client of this endpoint."""
+        with self._making:
+            return self.session.client(service, config=Config(retries={"max_attempts": 0}))
+
+
+@contextmanager
+def local_endpoint(
+    stack: LocalStack,
+    state: Path,
+    runner: Callable[[dict[str, str]], BatchRunner],
+    front: Callable[[WsgiApplication], WsgiApplication] = lambda application: application,
+) -> Iterator[LocalEndpoint]:
+    """Keep the endpoint up inside the block, with the stack's resources created and the state folder loaded.
 
     Args:
         stack: the resources to create.
         state: the state folder: `bucket/KEY`, `lock.json`. This process holds its lock (infra/local/state_folder.py).
         runner: makes the Batch runner from the variables that job processes need to find the endpoint.
         front: wraps the application that answers every request; how a test makes services fail.
-
-    Attributes:
-        mirror_folder: the bucket as plain files.
-        url, batch: address and Batch service, while the endpoint is up.
     """
+    with ExitStack() as exit_stack:
+        exit_stack.enter_context(mock.patch.dict(default_user_config["stepfunctions"], execute_state_machine=True))
+        # The engine logs every error that the state machine catches; the history has them all.
+        logger = logging.getLogger("moto")
+        exit_stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
+        BackendDict.reset()
+        key = secrets.token_hex(16)
+        application = _Application(stack, state)
+        server = make_server(HOST, 0, _guarded(front(application), key), threaded=True, request_handler=_QuietHandler)
+        url = f"http://{HOST}:{server.server_port}"
+        environment = endpoint_environment(url, key)
+        exit_stack.enter_context(only_environment({**environment, "MOTO_PORT": str(server.server_port)}))
+        batch = application.batch = runner(environment)
+        endpoint = LocalEndpoint(url=url, batch=batch, mirror_folder=state / "bucket", session=boto3.session.Session())
+        exit_stack.enter_context(adapted(batch.pause))
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="local-endpoint", daemon=True)
+        thread.start()
+        exit_stack.callback(server.server_close)
+        exit_stack.callback(thread.join)
+        exit_stack.callback(server.shutdown)
+        exit_stack.callback(batch.close)
+        endpoint.client("s3").create_bucket(Bucket=stack.bucket)
+        endpoint.client("dynamodb").create_table(**stack.table)
+        for topic in stack.topics:
+            endpoint.client("sns").create_topic(Name=topic)
+        machines = {stack.state_machine: stack.definition, **stack.watches}
+        for name, definition in machines.items():
+            endpoint.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
+        exit_stack.callback(_stop_executions, endpoint.client("stepfunctions"), machines)
+        exit_stack.callback(application.watches.clear)
+        application.load(endpoint.client("dynamodb"))
+        record = EndpointRecord(state_machine=stack.state_machine_arn, environment=environment, process=os.getpid())
+        exit_stack.enter_context(announced(state, record))
+        yield endpoint
 
-    def __init__(
-        self,
-        stack: LocalStack,
-        state: Path,
-        runner: Callable[[dict[str, str]], BatchRunner],
-        front: Callable[[WsgiApplication], WsgiApplication] = lambda application: application,
-    ) -> None:
-        self._stack = stack
-        self._state = state
-        self._make_runner = runner
-        self._front = front
-        self._exit = ExitStack()
-        self.mirror_folder = state / "bucket"
-        self.url = ""
-        self.batch: BatchRunner
-        self._session: Any = None
-        self._making = threading.Lock()
 
-    def __enter__(self) -> LocalEndpoint:
-        with ExitStack() as exit_stack:
-            exit_stack.enter_context(mock.patch.dict(default_user_config["stepfunctions"], execute_state_machine=True))
-            # The engine logs every error that the state machine catches; the history has them all.
-            logger = logging.getLogger("moto")
-            exit_stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.CRITICAL)
-            BackendDict.reset()
-            key = secrets.token_hex(16)
-            application = _Application(self._stack, self._state)
-            server = make_server(HOST, 0, _guarded(self._front(application), key), threaded=True, request_handler=_QuietHandler)
-            self.url = f"http://{HOST}:{server.server_port}"
-            environment = endpoint_environment(self.url, key)
-            exit_stack.enter_context(only_environment({**environment, "MOTO_PORT": str(server.server_port)}))
-            # One for all clients: it reads each of AWS's large descriptions once.
-            self._session = boto3.session.Session()
-            self.batch = application.batch = self._make_runner(environment)
-            exit_stack.enter_context(adapted(self.batch.pause))
-            thread = threading.Thread(
-                target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="local-endpoint", daemon=True
-            )
-            thread.start()
-            exit_stack.callback(server.server_close)
-            exit_stack.callback(thread.join)
-            exit_stack.callback(server.shutdown)
-            exit_stack.callback(self.batch.close)
-            stack = self._stack
-            self.client("s3").create_bucket(Bucket=stack.bucket)
-            self.client("dynamodb").create_table(**stack.table)
-            for topic in stack.topics:
-                self.client("sns").create_topic(Name=topic)
-            for name, definition in {stack.state_machine: stack.definition, **stack.watches}.items():
-                self.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
-            exit_stack.callback(self._stop_executions)
-            exit_stack.callback(application.watches.clear)
-            application.load(self.client("dynamodb"))
-            record = EndpointRecord(state_machine=self._stack.state_machine_arn, environment=environment, process=os.getpid())
-            exit_stack.enter_context(announced(self._state, record))
-            self._exit = exit_stack.pop_all()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._exit.close()
-
-    def client(self, service: str) -> Any:
-        """A client of this endpoint."""
-        with self._making:
-            return self._session.client(service, config=Config(retries={"max_attempts": 0}))
-
-    def _stop_executions(self) -> None:
-        """Stop all executions, as a machine that is switched off does: no further state runs, and locks stay."""
-        client = self.client("stepfunctions")
-        machines = [self._stack.state_machine, *self._stack.watches]
-        for machine in machines:
-            running = client.list_executions(stateMachineArn=machine_arn(machine), statusFilter="RUNNING")
-            for execution in running["executions"]:
-                # moto's engine answers with an error where an execution has only just begun.
-                with suppress(ClientError):
-                    client.stop_execution(executionArn=execution["executionArn"])
+def _stop_executions(client: Any, machines: Iterable[str]) -> None:
+    """Stop all executions, as a machine that is switched off does: no further state runs, and locks stay."""
+    for machine in machines:
+        running = client.list_executions(stateMachineArn=machine_arn(machine), statusFilter="RUNNING")
+        for execution in running["executions"]:
+            # moto's engine answers with an error where an execution has only just begun.
+            with suppress(ClientError):
+                client.stop_execution(executionArn=execution["executionArn"])
 
 
 def load_services() -> None:
