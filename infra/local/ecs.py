@@ -91,42 +91,36 @@ def call(hosts: HostPool, operation: str, request: dict[str, Any]) -> dict[str, 
         request.get("cluster", "default") not in (CLUSTER, CLUSTER_ARN),
         f"cluster {request.get('cluster', 'default')!r} not found",
     )
-    if operation == "DescribeTasks":
-        key, known = "tasks", {TASK_ARN + task: host for task, host in dict(hosts.tasks).items()}
-    else:
-        key, known = "containerInstances", {INSTANCE_ARN + host: host for host in list(hosts.known)}
+    key = "tasks" if operation == "DescribeTasks" else "containerInstances"
     refuse_if(not request.get(key), f"{key} must not be empty")
-    found = {arn: known[arn] for arn in request[key] if arn in known}
-    failures = [{"arn": arn, "reason": "MISSING"} for arn in request[key] if arn not in known]
     if operation == "UpdateContainerInstancesState":
-        refuse_if(
-            request.get("status") not in ("ACTIVE", "DRAINING"),
-            f"status must be ACTIVE or DRAINING, found {request.get('status')!r}",
-        )
-        if request["status"] == "DRAINING":
-            hosts.drained |= set(found.values())
-        else:
-            hosts.drained -= set(found.values())
-    if operation == "DescribeTasks":
-        described = [
-            {
-                "taskArn": arn,
+        status = request.get("status")
+        refuse_if(status not in ("ACTIVE", "DRAINING"), f"status must be ACTIVE or DRAINING, found {status!r}")
+        named = {arn.removeprefix(INSTANCE_ARN) for arn in request[key]}.intersection(hosts.known)
+        hosts.drained = hosts.drained | named if status == "DRAINING" else hosts.drained - named
+    known: dict[str, dict[str, dict[str, Any]]] = {
+        "tasks": {
+            TASK_ARN + task: {
+                "taskArn": TASK_ARN + task,
                 "clusterArn": CLUSTER_ARN,
                 "containerInstanceArn": INSTANCE_ARN + host,
                 "lastStatus": "RUNNING",
                 "desiredStatus": "RUNNING",
                 "launchType": "EC2",
             }
-            for arn, host in found.items()
-        ]
-    else:
-        described = [
-            {
-                "containerInstanceArn": arn,
+            for task, host in dict(hosts.tasks).items()
+        },
+        "containerInstances": {
+            INSTANCE_ARN + host: {
+                "containerInstanceArn": INSTANCE_ARN + host,
                 "ec2InstanceId": host,
                 "status": "DRAINING" if host in hosts.drained else "ACTIVE",
                 "agentConnected": True,
             }
-            for arn, host in found.items()
-        ]
-    return {key: described, "failures": failures}
+            for host in list(hosts.known)
+        },
+    }
+    return {
+        key: [known[key][arn] for arn in request[key] if arn in known[key]],
+        "failures": [{"arn": arn, "reason": "MISSING"} for arn in request[key] if arn not in known[key]],
+    }
