@@ -9,7 +9,9 @@ import subprocess
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,14 +42,12 @@ class Node:
 
     def kill(self) -> None:
         """End everything that the node started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def exit_code(self) -> int:
         """The exit code of the ended process as a container reports it: 137 for one that was killed."""
-        code: int = self.process.returncode
+        code = int(self.process.returncode)
         return 128 - code if code < 0 else code
 
 
@@ -142,8 +142,8 @@ class Job:
         nodes = {"numNodes": len(self.definition.containers), "mainNode": self.definition.main_node, "nodeRangeProperties": []}
         array: dict[str, Any] | None = None if self.array_index is None else {"index": self.array_index}
         if self.children:
-            states = [child.status for child in self.children]
-            array = {"size": len(states), "statusSummary": {state: states.count(state) for state in sorted(set(states))}}
+            states = sorted(child.status for child in self.children)
+            array = {"size": len(states), "statusSummary": Counter(states)}
         detail = {
             **self.summary(),
             "jobQueue": self.queue.arn,
