@@ -36,10 +36,10 @@ class ContainerImage:
 
     name: str
     uri: str
-    repository: str | None
-    version: str
-    registry: str | None
-    region: str | None
+    repository: str | None = None
+    version: str = ""
+    registry: str | None = None
+    region: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,23 +169,27 @@ def read_blueprint(assembly: Path, settings: Settings) -> Blueprint:
         bootstrap_version=max(properties["requiresBootstrapStackVersion"] for properties in stacks),
         bootstrap_parameter=stacks[0]["bootstrapStackVersionSsmParameter"],
         endpoint_services=tuple(getattr(ec2.InterfaceVpcEndpointAwsService, name).short_name for name in INTERFACE_ENDPOINTS),
-        containers=_containers(settings),
+        containers=(
+            _container(settings, "neuron", settings.images.neuron),
+            _container(settings, "cpu", settings.images.cpu),
+        ),
     )
 
 
-def _containers(settings: Settings) -> tuple[ContainerImage, ...]:
+def _container(settings: Settings, name: str, uri: str | None) -> ContainerImage:
     from infra.constructs.jobs import PRIVATE_IMAGE
 
-    found = []
-    for name, uri in (("neuron", settings.images.neuron), ("cpu", settings.images.cpu)):
-        private = PRIVATE_IMAGE.match(uri or "")
-        if uri is None:
-            repository, version = f"{settings.name}/{name}", settings.images.tag
-            uri, registry, region = f"{repository}:{version}", None, None
-        elif private is None:
-            repository, version, registry, region = None, "", None, None
-        else:
-            repository, registry, region = private["name"], private["account"], private["region"]
-            version = uri[private.end() + 1 :].rpartition("@")[2] or "latest"
-        found.append(ContainerImage(name=name, uri=uri, repository=repository, version=version, registry=registry, region=region))
-    return tuple(found)
+    if uri is None:
+        repository, tag = f"{settings.name}/{name}", settings.images.tag
+        return ContainerImage(name=name, uri=f"{repository}:{tag}", repository=repository, version=tag)
+    private = PRIVATE_IMAGE.match(uri)
+    if private is None:
+        return ContainerImage(name=name, uri=uri)
+    return ContainerImage(
+        name=name,
+        uri=uri,
+        repository=private["name"],
+        version=uri[private.end() + 1 :].rpartition("@")[2] or "latest",
+        registry=private["account"],
+        region=private["region"],
+    )
