@@ -32,13 +32,8 @@ PARENT_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.
 INGESTED = "ingested/*"
 """Rows and tokens of input shards, shared by all runs: written by ingest alone."""
 
-INGESTED_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH)
-"""prepare asks whether a shard is ingested; publish names the documents without an embedding."""
-
 SEEN = "seen/*"
 """The rows that each run was the first of its lineage to train on: written by train alone."""
-
-SEEN_READERS = (Stage.PREPARE, Stage.PLAN, Stage.TRAIN)
 
 GRAPHS = "graphs/*"
 """Compiled sets, shared by all runs of one configuration: written by compile alone."""
@@ -46,8 +41,15 @@ GRAPHS = "graphs/*"
 COMPILER_CACHE = "graphs/neuron-cache/*"
 """The compiler's persistent cache among them, in which a graph that training meets unannounced is compiled, too."""
 
-GRAPH_READERS = (Stage.PREPARE, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)
-"""Stages that look for compiled sets or load them."""
+READERS: dict[str, tuple[Stage, ...]] = {
+    # Stages that look for compiled sets or load them.
+    GRAPHS: (Stage.PREPARE, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED),
+    # prepare asks whether a shard is ingested; publish names the documents without an embedding.
+    INGESTED: (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH),
+    SEEN: (Stage.PREPARE, Stage.PLAN, Stage.TRAIN),
+    "data/*": (*SHARD_READERS, *PARENT_READERS),
+}
+"""Objects besides the run folders and the registry -> the stages that read them."""
 
 CACHE_WRITERS = (Stage.COMPILE, Stage.TRAIN)
 
@@ -188,13 +190,7 @@ class PipelineStack(Stack):
             Stage.TRAIN: ["runs/*/model/*", SEEN, COMPILER_CACHE],
             Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*"],
         }
-        shared = {
-            GRAPHS: GRAPH_READERS,
-            INGESTED: INGESTED_READERS,
-            SEEN: SEEN_READERS,
-            "data/*": (*SHARD_READERS, *PARENT_READERS),
-        }
-        read = ["runs/*", "registry/*", *(pattern for pattern, readers in shared.items() if stage in readers)]
+        read = ["runs/*", "registry/*", *(pattern for pattern, readers in READERS.items() if stage in readers)]
         own = [f"runs/*/{stage}/*", *written.get(stage, [])]
         _allow(role, ["s3:ListBucket"], [bucket.bucket_arn])
         _allow(role, ["s3:GetObject"], [bucket.arn_for_objects(pattern) for pattern in read])
