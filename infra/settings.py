@@ -533,9 +533,11 @@ class Settings(SettingsSection):
             model: the initial model too.
         """
         config = self.run_config()
-        named = [*self.read]
-        named += [*config.data.train, *config.data.corpus] if shards else []
-        named += [uri for uri in (config.model.initial, config.model.base) if uri] if model else []
+        named = [
+            *self.read,
+            *((*config.data.train, *config.data.corpus) if shards else ()),
+            *((uri for uri in (config.model.initial, config.model.base) if uri) if model else ()),
+        ]
         found = []
         for path in [uri.removeprefix("s3://") for uri in named if is_s3(uri)]:
             if not path.endswith("/") and "/" in path:
