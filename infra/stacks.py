@@ -264,12 +264,11 @@ def _allow_keys(role: iam.IRole, actions: list[str], keys: Sequence[str], *, ser
     """The use of keys through a service that decrypts on behalf of its caller, and for nothing else
     (https://docs.aws.amazon.com/kms/latest/developerguide/conditions-kms.html#conditions-kms-via-service)."""
     for key in keys:
-        region = key.split(":")[3]
         role.add_to_principal_policy(
             iam.PolicyStatement(
                 actions=actions,
                 resources=[key],
-                conditions={"StringEquals": {"kms:ViaService": f"{service}.{region}.amazonaws.com"}},
+                conditions={"StringEquals": {"kms:ViaService": f"{service}.{key.split(':')[3]}.amazonaws.com"}},
             )
         )
 

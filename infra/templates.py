@@ -81,8 +81,12 @@ class Stacks:
     @classmethod
     def read(cls, folder: Path) -> Stacks:
         """Read the stacks of a cloud assembly; the data stack, which is deployed first, is the first."""
-        names = {path.name.removesuffix(".template.json"): path for path in sorted(folder.glob("*.template.json"))}
-        return cls({name: json.loads(path.read_text()) for name, path in names.items()})
+        return cls(
+            {
+                path.name.removesuffix(".template.json"): json.loads(path.read_text())
+                for path in sorted(folder.glob("*.template.json"))
+            }
+        )
 
     def unresolved(self, kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Stack, logical id and properties of every resource of a type, with unresolved references."""

@@ -298,8 +298,7 @@ class Compute(Construct):
         parameter = AMI_PARAMETER.fullmatch(self._settings.ami or "")
         if parameter is None:
             return self._settings.ami
-        reference = f"{parameter['name']}:{parameter['version']}"
-        return CfnDynamicReference(CfnDynamicReferenceService.SSM, reference).to_string()
+        return CfnDynamicReference(CfnDynamicReferenceService.SSM, f"{parameter['name']}:{parameter['version']}").to_string()
 
     def _queue(self, queue: Queue, environment: batch.CfnComputeEnvironment, policy: batch.CfnSchedulingPolicy) -> str:
         return batch.CfnJobQueue(

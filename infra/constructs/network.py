@@ -63,18 +63,19 @@ class Network(Construct):
             if group is not None:
                 _allow_egress(group, settings.vpc)
         if existing is None:
-            # Deleted with the VPC whose traffic it records.
-            rejected = logs.LogGroup(
-                self,
-                "Rejected",
-                retention=RETENTION[settings.retention.log_days],
-                removal_policy=RemovalPolicy.DESTROY,
-                encryption_key=customer_key(self, settings),
-            )
             self.vpc.add_flow_log(
                 "FlowLog",
                 traffic_type=ec2.FlowLogTrafficType.REJECT,
-                destination=ec2.FlowLogDestination.to_cloud_watch_logs(rejected),
+                destination=ec2.FlowLogDestination.to_cloud_watch_logs(
+                    logs.LogGroup(
+                        self,
+                        "Rejected",
+                        retention=RETENTION[settings.retention.log_days],
+                        # Deleted with the VPC whose traffic it records.
+                        removal_policy=RemovalPolicy.DESTROY,
+                        encryption_key=customer_key(self, settings),
+                    )
+                ),
             )
             self._add_endpoints(settings)
 

@@ -144,9 +144,8 @@ def draw(context: Mapping[str, Any]) -> Blueprint:
     Raises:
         BadConfig: the settings are refused.
     """
-    settings = read_settings(context)
     with tempfile.TemporaryDirectory(prefix="trnpipe-doctor-") as folder:
-        return read_blueprint(synthesize(context, folder), settings)
+        return read_blueprint(synthesize(context, folder), read_settings(context))
 
 
 def read_blueprint(assembly: Path, settings: Settings) -> Blueprint:

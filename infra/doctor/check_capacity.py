@@ -66,8 +66,7 @@ def quotas(subject: Subject) -> Findings:
     settings = subject.settings
     for key, need in needs(subject.blueprint.fleets(), max(settings.allowed_nodes)).items():
         service, code, name = QUOTAS[key]
-        quota = subject.ask("service-quotas", "GetServiceQuota", ServiceCode=service, QuotaCode=code)["Quota"]
-        value = int(quota["Value"])
+        value = int(subject.ask("service-quotas", "GetServiceQuota", ServiceCode=service, QuotaCode=code)["Quota"]["Value"])
         if value >= need.most:
             yield ok(f"quota {name}", f"{value} vCPUs, asked for {need.most}")
             continue

@@ -110,8 +110,7 @@ def environments(subject: Subject) -> Findings:
     deployed = subject.physical(subject.blueprint.pipeline_stack, COMPUTE_ENVIRONMENT)
     if not deployed:
         return
-    answer = subject.ask("batch", "DescribeComputeEnvironments", computeEnvironments=deployed)
-    for environment in answer["computeEnvironments"]:
+    for environment in subject.ask("batch", "DescribeComputeEnvironments", computeEnvironments=deployed)["computeEnvironments"]:
         name, status, state = (environment[key] for key in ("computeEnvironmentName", "status", "state"))
         if (status, state) == ("VALID", "ENABLED"):
             yield ok("compute environment", f"{name}: VALID, ENABLED")
@@ -183,9 +182,8 @@ def job_definitions(subject: Subject) -> Findings:
     wanted = subject.physical(subject.blueprint.pipeline_stack, "AWS::Batch::JobDefinition")
     active = set()
     for start in range(0, len(wanted), JOBS_AT_ONCE):
-        some = wanted[start : start + JOBS_AT_ONCE]
-        answer = subject.ask("batch", "DescribeJobDefinitions", jobDefinitions=some)["jobDefinitions"]
-        active |= {definition["jobDefinitionArn"] for definition in answer if definition.get("status") == "ACTIVE"}
+        answer = subject.ask("batch", "DescribeJobDefinitions", jobDefinitions=wanted[start : start + JOBS_AT_ONCE])
+        active |= {one["jobDefinitionArn"] for one in answer["jobDefinitions"] if one.get("status") == "ACTIVE"}
     if gone := [arn for arn in wanted if arn not in active]:
         yield problem(
             "job definitions of the stack are not active",

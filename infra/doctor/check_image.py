@@ -24,8 +24,13 @@ DRIVER_WORDS = re.compile(
 """A driver's version after one of its usual names, as in `aws-neuronx-dkms 2.27.4.0` or `neuron-driver-2.27`."""
 
 KNOWN_OWNERS = ("amazon", "aws-marketplace", "self")
-INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
-MANIFEST_TYPES = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
+MANIFEST_TYPES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+"""Indices of several images, and manifests of single ones."""
 WANTED_PLATFORM = "linux/amd64"
 BUILD = "docker buildx build --platform linux/amd64"
 LARGEST_CONFIG = 1 << 20
@@ -116,7 +121,7 @@ def judge_ami(image: Mapping[str, Any], account: str, now: datetime) -> Findings
         yield warning("the AMI is deprecated", value=f"{named}: since {deprecated}", rule="its owner may remove it", remedy=other)
     if fits:
         yield ok("AMI", f"{named}, owner {owner}")
-    tags = [f"{tag['Key']} {tag['Value']}" for tag in image.get("Tags", ())]
+    tags = (f"{tag['Key']} {tag['Value']}" for tag in image.get("Tags", ()))
     driver = DRIVER_WORDS.search("\n".join([image.get("Name", ""), image.get("Description", ""), *tags]))
     if driver is None:
         yield warning(
@@ -256,7 +261,7 @@ def _manifest(subject: Subject, reference: Mapping[str, str], image: Mapping[str
         "ecr",
         "BatchGetImage",
         imageIds=[dict(image)],
-        acceptedMediaTypes=[*INDEX_TYPES, *MANIFEST_TYPES],
+        acceptedMediaTypes=list(MANIFEST_TYPES),
         **reference,
     )
     if not answer["images"]:
@@ -267,8 +272,8 @@ def _manifest(subject: Subject, reference: Mapping[str, str], image: Mapping[str
 
 def _configuration(subject: Subject, reference: Mapping[str, str], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Download the configuration of a single image."""
-    layer = {"layerDigest": manifest["config"]["digest"], **reference}
-    return dict(json.loads(download(subject.ask("ecr", "GetDownloadUrlForLayer", **layer)["downloadUrl"])))
+    layer = subject.ask("ecr", "GetDownloadUrlForLayer", layerDigest=manifest["config"]["digest"], **reference)
+    return dict(json.loads(download(layer["downloadUrl"])))
 
 
 def _platform(described: Mapping[str, Any]) -> str:

@@ -66,8 +66,7 @@ def resolvers(subject: Subject) -> Findings:
     servers = [value["Value"] for item in configured for value in item["Values"]]
     amazon = {*AMAZON_DNS, str(ipaddress.ip_network(vpc["CidrBlock"])[2])}
     own = [server for server in servers if server not in amazon]
-    allowed = {str(address) for address in subject.settings.vpc.resolvers}
-    if missing := sorted(set(own) - allowed):
+    if missing := sorted(set(own) - {str(address) for address in subject.settings.vpc.resolvers}):
         yield problem(
             "hosts cannot reach the VPC's DNS servers",
             value=f"{vpc['DhcpOptionsId']}: {', '.join(missing)}",
@@ -146,8 +145,7 @@ def subnets(subject: Subject) -> Findings:
                 rule="containers of gangs and hosts with several interfaces get no public address, and would have no way out",
                 remedy="name a private subnet: its way out is a NAT gateway or endpoints",
             )
-    gang = [subnet for subnet in found if subnet["AvailabilityZone"] == subject.settings.zone]
-    if not gang:
+    if all(subnet["AvailabilityZone"] != subject.settings.zone for subnet in found):
         yield problem(
             "no subnet is in the zone of the gangs",
             value=", ".join(f"{subnet['SubnetId']} in {subnet['AvailabilityZone']}" for subnet in found),
@@ -198,10 +196,8 @@ def service_zones(subject: Subject) -> Findings:
     if subject.settings.vpc is not None:
         return
     zones = subject.settings.zones_of_services
-    interfaces = [
-        one for one in subject.blueprint.resources("AWS::EC2::VPCEndpoint").values() if one["VpcEndpointType"] == "Interface"
-    ]
-    names = sorted(one["ServiceName"] for one in interfaces)
+    endpoints = subject.blueprint.resources("AWS::EC2::VPCEndpoint").values()
+    names = sorted(one["ServiceName"] for one in endpoints if one["VpcEndpointType"] == "Interface")
     found = subject.ask("ec2", "DescribeVpcEndpointServices", ServiceNames=names)["ServiceDetails"]
     offered = {one["ServiceName"]: set(one["AvailabilityZones"]) for one in found}
     missing = {name: absent for name in names if (absent := sorted(set(zones) - offered.get(name, set())))}

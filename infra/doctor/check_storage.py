@@ -58,8 +58,7 @@ def buckets(subject: Subject) -> Findings:
 
 @check("Model")
 def initial_model(subject: Subject) -> Findings:
-    model = subject.settings.run_config().model
-    if model.initial is None:
+    if subject.settings.run_config().model.initial is None:
         yield warning(
             "model.initial is not set",
             rule="the first run has no published model to continue from: without an initial one it ends with 64",

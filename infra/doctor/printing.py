@@ -27,12 +27,14 @@ def exit_code(findings: Sequence[DoctorFinding]) -> ExitCode:
 def as_json(findings: Sequence[DoctorFinding]) -> str:
     """One object: the findings, how many there are of each level, and the exit code."""
     count = Counter(finding.level for finding in findings)
-    record = {
-        "findings": [{**asdict(finding), "level": finding.level.value} for finding in findings],
-        "count": {level.value: count[level] for level in Level},
-        "exit_code": int(exit_code(findings)),
-    }
-    return json.dumps(record, indent=2)
+    return json.dumps(
+        {
+            "findings": [{**asdict(finding), "level": finding.level.value} for finding in findings],
+            "count": {level.value: count[level] for level in Level},
+            "exit_code": int(exit_code(findings)),
+        },
+        indent=2,
+    )
 
 
 def show(findings: Sequence[DoctorFinding], console: Console) -> None:

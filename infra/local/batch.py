@@ -246,7 +246,7 @@ class BatchRunner:
             self.hosts.give_back(hosts)
         ended = f"Host EC2 (instance {main.host}) terminated." if main.host_lost else "Essential container in task exited"
         node_codes = {node.index: node.exit_code() for node in nodes if not node.host_lost}
-        attempt = Attempt(
+        return Attempt(
             exit_code=node_codes.get(main.index),
             status_reason=stopped_because or ended,
             started=started,
@@ -254,8 +254,7 @@ class BatchRunner:
             host=main.host,
             log_stream=main.log_stream,
             node_codes=node_codes,
-        )
-        return attempt, stopped_because is None
+        ), stopped_because is None
 
     def _set_status(self, job: Job, status: str) -> None:
         with self._lock:

@@ -72,8 +72,7 @@ def local_context(allowed_nodes: tuple[int, ...], run_config: Mapping[str, Any],
         run_config: the deployment's partial run configuration.
         settings: further settings of infra/settings.py.
     """
-    deployed = (CONTEXT_KEY, ENVIRONMENT_KEY)
-    flags = {key: value for key, value in read_context().items() if key.partition(".")[0] not in deployed}
+    flags = {key: value for key, value in read_context().items() if key.partition(".")[0] not in (CONTEXT_KEY, ENVIRONMENT_KEY)}
     return {
         **flags,
         # Names by construct path, so that names in the state folder are those of the code.
@@ -183,8 +182,9 @@ def _definition(machine: Resource) -> Any:
 
 def _only(what: str, found: list[Resource]) -> Resource:
     if len(found) != 1:
-        names = [item.name for item in found]
-        raise Defect(f"the templates hold {len(found)} resources where one is expected: {what}", value=names)
+        raise Defect(
+            f"the templates hold {len(found)} resources where one is expected: {what}", value=[item.name for item in found]
+        )
     return found[0]
 
 

@@ -273,22 +273,25 @@ def _wait_for_lock() -> States:
 
 
 def _lap(minutes: int) -> State:
-    assign = {"waited.$": f"States.MathAdd($waited, {minutes})"}
-    return {"Type": "Wait", "Seconds": minutes * 60, "Assign": assign, "Next": "ReadLock"}
+    return {
+        "Type": "Wait",
+        "Seconds": minutes * 60,
+        "Assign": {"waited.$": f"States.MathAdd($waited, {minutes})"},
+        "Next": "ReadLock",
+    }
 
 
 def _write_input(targets: Targets, *, then: str) -> States:
     """`input.json`. The body is an object, not a string: Step Functions writes a string with its quotes escaped."""
-    body = {
-        "deployment": dict(targets.deployment),
-        "execution.$": "$.execution",
-        "execution_arn.$": "$$.Execution.Id",
-    }
     parameters = {
         "Bucket": targets.bucket,
         "Key.$": "States.Format('{}/input.json', $.run.key)",
         "ContentType": "application/json",
-        "Body": body,
+        "Body": {
+            "deployment": dict(targets.deployment),
+            "execution.$": "$.execution",
+            "execution_arn.$": "$$.Execution.Id",
+        },
     }
     return call(targets, "WriteInput", "aws-sdk:s3:putObject", parameters, then=then, fields=DISCARD)
 
@@ -362,11 +365,13 @@ def _array(targets: Targets, stage: Stage, children: str, *, then: str, none: st
         none: the next state if there are none; None: there always are some.
     """
     single = f"{stage.value} (single)"
-    nothing = [{"Variable": children, "NumericEquals": 0, "Next": none}] if none else []
     return {
         f"Choose{stage.value.capitalize()}": {
             "Type": "Choice",
-            "Choices": [*nothing, {"Variable": children, "NumericGreaterThanEquals": 2, "Next": stage.value}],
+            "Choices": [
+                *([{"Variable": children, "NumericEquals": 0, "Next": none}] if none else []),
+                {"Variable": children, "NumericGreaterThanEquals": 2, "Next": stage.value},
+            ],
             "Default": single,
         },
         **job(targets, stage, then=then, more={"ArrayProperties": {"Size.$": children}}),

@@ -267,9 +267,16 @@ def read_result(targets: Targets, name: str, stage: Stage, path: str, *, needed:
     parameters = {"Bucket": targets.bucket, "Key.$": f"States.Format('{{}}/{stage.value}/result.json', $.run.key)"}
     key = path.removeprefix("$.")
     check, keep, incomplete = (f"{word}{key.capitalize()}" for word in ("Check", "Keep", "Incomplete"))
-    fields = {"ResultSelector": {"result.$": "States.StringToJson($.Body)"}, "ResultPath": "$.file"}
     return {
-        **call(targets, name, "aws-sdk:s3:getObject", parameters, then=check, fields=fields, started=True),
+        **call(
+            targets,
+            name,
+            "aws-sdk:s3:getObject",
+            parameters,
+            then=check,
+            fields={"ResultSelector": {"result.$": "States.StringToJson($.Body)"}, "ResultPath": "$.file"},
+            started=True,
+        ),
         check: {
             "Type": "Choice",
             "Choices": [
@@ -292,8 +299,8 @@ def read_result(targets: Targets, name: str, stage: Stage, path: str, *, needed:
 def outcome(then: str, **fields: str) -> State:
     """A state that records how the run ends: result, state, Error and Cause, each a text, a path or an intrinsic function."""
     filled = {f"{key}.$" if value.startswith(("$", "States.")) else key: value for key, value in fields.items()}
-    literal = filled.keys() == fields.keys()
-    return {"Type": "Pass", "Result" if literal else "Parameters": filled, "ResultPath": "$.outcome", "Next": then}
+    kind = "Result" if filled.keys() == fields.keys() else "Parameters"
+    return {"Type": "Pass", kind: filled, "ResultPath": "$.outcome", "Next": then}
 
 
 def _catch(
@@ -317,8 +324,10 @@ def _catch(
         "Error": "",
         "Cause": "",
     }
-    keep: State = {"Type": "Pass", "Result": at, "ResultPath": "$.at", "Next": "KeepFailure"}
-    return [{"ErrorEquals": ["States.ALL"], "ResultPath": "$.caught", "Next": failed}], {failed: keep}
+    return (
+        [{"ErrorEquals": ["States.ALL"], "ResultPath": "$.caught", "Next": failed}],
+        {failed: {"Type": "Pass", "Result": at, "ResultPath": "$.at", "Next": "KeepFailure"}},
+    )
 
 
 def _patience_seconds(targets: Targets, stage: Stage) -> int:
