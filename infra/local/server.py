@@ -53,7 +53,6 @@ HOST = "127.0.0.1"
 MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
 SIGNED = re.compile(r"Credential=(?P<key>[^/\s]+)/[^/]+/[^/]+/(?P<service>[^/]+)/aws4_request")
 
-STOP_EXECUTION = "AWSStepFunctions.StopExecution"
 STOP_SECONDS = 10.0
 """After which a stopped execution has ended."""
 ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
@@ -209,10 +208,8 @@ class _Application:
     def __init__(self, stack: LocalStack, state: Path) -> None:
         self.batch: BatchRunner
         self._moto: WsgiApplication = DomainDispatcherApplication(create_backend_app)
-        self._bucket = stack.bucket
+        self._stack = stack
         self._mirror = Mirror(stack.bucket, state / "bucket", state / "tmp")
-        self._table = stack.table["TableName"]
-        self._machine_arn = stack.state_machine_arn
         self.watches = [machine_arn(watch) for watch in stack.watches]
         self._lock_file = state / "lock.json"
         self._lock_items = threading.Lock()
@@ -224,7 +221,7 @@ class _Application:
         self._mirror.load()
         if self._lock_file.is_file():
             for item in json.loads(self._lock_file.read_text()):
-                dynamodb.put_item(TableName=self._table, Item=item)
+                dynamodb.put_item(TableName=self._stack.table["TableName"], Item=item)
         self._dynamodb = dynamodb
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -235,14 +232,15 @@ class _Application:
         signed = SIGNED.search(request.headers.get("Authorization", ""))
         service = signed["service"] if signed else ""
         target = request.headers.get("X-Amz-Target", "")
-        if service in ("batch", "ecs"):
-            return self._answer_jobs(service, target, request)
-        if not service and ecs.METADATA_PATH.fullmatch(request.path):
-            found = ecs.metadata(self.batch.hosts, request.path)
-            return _json_response(found or {}, 404 if found is None else 200)
-        if service == "s3":
-            return self._answer_s3(request)
-        if target == STOP_EXECUTION:
+        match service:
+            case "batch" | "ecs":
+                return self._answer_jobs(service, target, request)
+            case "" if ecs.METADATA_PATH.fullmatch(request.path):
+                found = ecs.metadata(self.batch.hosts, request.path)
+                return _json_response(found or {}, 404 if found is None else 200)
+            case "s3":
+                return self._answer_s3(request)
+        if target == "AWSStepFunctions.StopExecution":
             return self._stop_execution(request)
         if self._dynamodb is not None and MUTATIONS.fullmatch(target):
             response = self._answer_by_moto(request)
@@ -266,7 +264,7 @@ class _Application:
 
     def _answer_s3(self, request: Request) -> WsgiApplication:
         bucket, _, key = request.path.lstrip("/").partition("/")
-        if bucket != self._bucket:
+        if bucket != self._stack.bucket:
             return self._moto
         if request.method == "POST" and "delete" in request.args:
             response = self._answer_by_moto(request)
@@ -292,7 +290,7 @@ class _Application:
         request.environ["wsgi.input"] = io.BytesIO(asked)
         response = self._answer_by_moto(request)
         execution = json.loads(asked)["executionArn"]
-        executions = self._machine_arn.replace(":stateMachine:", ":execution:")
+        executions = self._stack.state_machine_arn.replace(":stateMachine:", ":execution:")
         if response.status_code == 200 and execution.startswith(f"{executions}:"):
             client = boto3.session.Session().client("stepfunctions")
             # EventBridge reports an execution after its end; moto ends it in its own thread, after it has answered.
@@ -307,7 +305,7 @@ class _Application:
 
     def _keep_lock_items(self) -> None:
         with self._lock_items:
-            items = self._dynamodb.scan(TableName=self._table)["Items"]
+            items = self._dynamodb.scan(TableName=self._stack.table["TableName"])["Items"]
             write_atomically(self._lock_file, json.dumps(items, indent=1).encode())
 
 
