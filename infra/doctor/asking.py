@@ -29,8 +29,6 @@ THREADS = 8
 HOME_REGION = "us-east-1"
 """Always enabled: a region that is not enabled knows none of the account's keys, so calls about the account itself go here."""
 
-HOME_SERVICES = frozenset({"account", "sts"})
-
 IAM_PREFIX = {"service-quotas": "servicequotas", "stepfunctions": "states"}
 IAM_ACTION = {
     "budgets:DescribeBudgets": "budgets:ViewBudget",
@@ -152,7 +150,7 @@ class Aws:
             if service not in self._clients:
                 self._clients[service] = self._session.client(
                     service,
-                    region_name=HOME_REGION if service in HOME_SERVICES else self._region,
+                    region_name=HOME_REGION if service in ("account", "sts") else self._region,
                     config=Config(connect_timeout=5, read_timeout=30, retries={"mode": "standard", "max_attempts": 5}),
                 )
             return self._clients[service]
@@ -224,6 +222,18 @@ class Subject:
         """
         listed = self.ask("cloudformation", "ListStackResources", StackName=stack)["StackResourceSummaries"]
         return [one["PhysicalResourceId"] for one in listed if one["ResourceType"] == kind and "PhysicalResourceId" in one]
+
+    def deployed(self, kind: str, service: str, operation: str, parameter: str) -> dict[str, Any]:
+        """Describe the pipeline stack's resources of a type; {} where it has none, as nothing named would mean all there are.
+
+        Args:
+            parameter: name of the parameter that takes their ids.
+
+        Raises:
+            Refused: there is no such stack.
+        """
+        ids = self.physical(self.blueprint.pipeline_stack, kind)
+        return self.ask(service, operation, **{parameter: ids}) if ids else {}
 
 
 Findings = Iterator[DoctorFinding]

@@ -25,7 +25,6 @@ QUOTAS: dict[tuple[str, str], tuple[str, str, str]] = {
 }
 """(market, family) -> service code, quota code and name in Service Quotas. All count vCPUs."""
 
-OPEN_REQUESTS = ("PENDING", "CASE_OPENED")
 SOON = timedelta(days=7)
 
 
@@ -73,7 +72,7 @@ def quotas(subject: Subject) -> Findings:
         requested = subject.ask(
             "service-quotas", "ListRequestedServiceQuotaChangeHistoryByQuota", ServiceCode=service, QuotaCode=code
         )["RequestedQuotas"]
-        pending = [f"{request['DesiredValue']:g}" for request in requested if request["Status"] in OPEN_REQUESTS]
+        pending = [f"{request['DesiredValue']:g}" for request in requested if request["Status"] in ("PENDING", "CASE_OPENED")]
         remedy = (
             f"aws service-quotas request-service-quota-increase --service-code {service} --quota-code {code} "
             f"--desired-value {need.most} --region {settings.region}"

@@ -107,10 +107,8 @@ def differences(deployed: Mapping[str, Any], synthesized: Mapping[str, Any]) -> 
 
 @check("Batch", "cloudformation:ListStackResources", "batch:DescribeComputeEnvironments")
 def environments(subject: Subject) -> Findings:
-    deployed = subject.physical(subject.blueprint.pipeline_stack, COMPUTE_ENVIRONMENT)
-    if not deployed:
-        return
-    for environment in subject.ask("batch", "DescribeComputeEnvironments", computeEnvironments=deployed)["computeEnvironments"]:
+    answer = subject.deployed(COMPUTE_ENVIRONMENT, "batch", "DescribeComputeEnvironments", "computeEnvironments")
+    for environment in answer.get("computeEnvironments", ()):
         name, status, state = (environment[key] for key in ("computeEnvironmentName", "status", "state"))
         if (status, state) == ("VALID", "ENABLED"):
             yield ok("compute environment", f"{name}: VALID, ENABLED")
@@ -132,10 +130,7 @@ def environments(subject: Subject) -> Findings:
     "batch:DescribeJobs",
 )
 def queues(subject: Subject) -> Findings:
-    deployed = subject.physical(subject.blueprint.pipeline_stack, "AWS::Batch::JobQueue")
-    if not deployed:
-        return
-    for queue in subject.ask("batch", "DescribeJobQueues", jobQueues=deployed)["jobQueues"]:
+    for queue in subject.deployed("AWS::Batch::JobQueue", "batch", "DescribeJobQueues", "jobQueues").get("jobQueues", ()):
         name = queue["jobQueueName"]
         if queue.get("status") != "VALID" or queue["state"] != "ENABLED":
             yield problem(
@@ -232,10 +227,10 @@ def schedule(subject: Subject) -> Findings:
 
 @check("Monitoring", "cloudformation:ListStackResources", "cloudwatch:DescribeAlarms")
 def alarms(subject: Subject) -> Findings:
-    deployed = subject.physical(subject.blueprint.pipeline_stack, "AWS::CloudWatch::Alarm")
-    if not deployed:
+    answer = subject.deployed("AWS::CloudWatch::Alarm", "cloudwatch", "DescribeAlarms", "AlarmNames")
+    if not answer:
         return
-    found = subject.ask("cloudwatch", "DescribeAlarms", AlarmNames=deployed).get("MetricAlarms", [])
+    found = answer.get("MetricAlarms", [])
     ringing = [alarm for alarm in found if alarm["StateValue"] == "ALARM"]
     for alarm in ringing:
         yield warning(

@@ -23,7 +23,6 @@ DRIVER_WORDS = re.compile(
 )
 """A driver's version after one of its usual names, as in `aws-neuronx-dkms 2.27.4.0` or `neuron-driver-2.27`."""
 
-KNOWN_OWNERS = ("amazon", "aws-marketplace", "self")
 MANIFEST_TYPES = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
@@ -32,7 +31,6 @@ MANIFEST_TYPES = (
 )
 """Indices of several images, and manifests of single ones."""
 WANTED_PLATFORM = "linux/amd64"
-BUILD = "docker buildx build --platform linux/amd64"
 LARGEST_CONFIG = 1 << 20
 BASE_LABEL = "org.opencontainers.image.base.name"
 DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})$")
@@ -109,7 +107,7 @@ def judge_ami(image: Mapping[str, Any], account: str, now: datetime) -> Findings
             remedy=other,
         )
     owner = image.get("ImageOwnerAlias") or ("self" if image["OwnerId"] == account else image["OwnerId"])
-    if owner not in KNOWN_OWNERS:
+    if owner not in ("amazon", "aws-marketplace", "self"):
         yield warning(
             "another account owns the AMI",
             value=f"{named}: owner {owner}",
@@ -166,7 +164,7 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
     reference, wanted = _reference(container)
     named = f"{container.repository}:{container.version}"
     push = (
-        f"{BUILD} -f containers/{container.name}/Dockerfile --push "
+        f"docker buildx build --platform {WANTED_PLATFORM} -f containers/{container.name}/Dockerfile --push "
         f"-t {container.registry or subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com/{named} ."
     )
     try:

@@ -327,12 +327,10 @@ def route_table(subject: Subject, subnet_id: str, vpc_id: str) -> Mapping[str, A
 
 def way_out(table: Mapping[str, Any]) -> str:
     """The gateway or interface through which a private subnet reaches everything, "" without one."""
-    for route in table.get("Routes", ()):
-        if route.get("DestinationCidrBlock") == ANYWHERE and route.get("State") == "active":
-            for key in ("NatGatewayId", "TransitGatewayId", "NetworkInterfaceId", "VpcPeeringConnectionId"):
-                if key in route:
-                    return str(route[key])
-    return ""
+    active = [route for route in table.get("Routes", ()) if route.get("State") == "active"]
+    outwards = [route for route in active if route.get("DestinationCidrBlock") == ANYWHERE]
+    keys = ("NatGatewayId", "TransitGatewayId", "NetworkInterfaceId", "VpcPeeringConnectionId")
+    return next((str(route[key]) for route in outwards for key in keys if key in route), "")
 
 
 def _covers(rule: Mapping[str, Any], port: int, protocol: str = "tcp") -> bool:
