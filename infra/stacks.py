@@ -78,9 +78,12 @@ class DataStack(Stack):
         for repository in (self.storage.neuron_repository, self.storage.cpu_repository):
             self.export_value(repository.repository_arn)
             self.export_value(repository.repository_name)
-        CfnOutput(self, "BucketName", value=self.storage.bucket.bucket_name)
-        CfnOutput(self, "NeuronRepositoryUri", value=self.storage.neuron_repository.repository_uri)
-        CfnOutput(self, "CpuRepositoryUri", value=self.storage.cpu_repository.repository_uri)
+        for name, value in (
+            ("BucketName", self.storage.bucket.bucket_name),
+            ("NeuronRepositoryUri", self.storage.neuron_repository.repository_uri),
+            ("CpuRepositoryUri", self.storage.cpu_repository.repository_uri),
+        ):
+            CfnOutput(self, name, value=value)
 
 
 class PipelineStack(Stack):
@@ -156,9 +159,12 @@ class PipelineStack(Stack):
         if settings.budget is not None:
             MonthlyBudget(self, "Budget", name=settings.name, usd=settings.budget, topic=topic.topic, topic_key=topic.key)
         self._grant(settings, workflow.state_machine.role, jobs.roles, storage, compute.accelerator_environment_names)
-        CfnOutput(self, "StateMachineArn", value=workflow.state_machine.state_machine_arn)
-        CfnOutput(self, "TopicArn", value=topic.topic.topic_arn)
-        CfnOutput(self, "JobLogGroup", value=storage.job_logs.log_group_name)
+        for name, value in (
+            ("StateMachineArn", workflow.state_machine.state_machine_arn),
+            ("TopicArn", topic.topic.topic_arn),
+            ("JobLogGroup", storage.job_logs.log_group_name),
+        ):
+            CfnOutput(self, name, value=value)
 
     def _grant(
         self,

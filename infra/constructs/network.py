@@ -23,7 +23,6 @@ ADDRESSES = ipaddress.ip_network("10.0.0.0/16")
 SUBNET_PREFIX = 20
 """A trn1.32xlarge takes eight addresses and its container one more: a /20 holds some 450 nodes."""
 
-HARD_CODED_ZONE = "CloudFormation-Validate::W3010"
 INTERFACE_ENDPOINTS = ("ECR", "ECR_DOCKER", "CLOUDWATCH_LOGS", "ECS", "ECS_AGENT", "ECS_TELEMETRY", "BATCH")
 
 
@@ -112,7 +111,9 @@ class Network(Construct):
             map_public_ip_on_launch=False,
         )
         # "Avoid hardcoding availability zones": few have trn1, and looking them up would need the account at synth.
-        Validations.of(own).acknowledge(Acknowledgment(id=HARD_CODED_ZONE, reason="The settings name the zones that have trn1."))
+        Validations.of(own).acknowledge(
+            Acknowledgment(id="CloudFormation-Validate::W3010", reason="The settings name the zones that have trn1.")
+        )
         return own
 
     def _add_endpoints(self, settings: Settings) -> None:

@@ -16,8 +16,6 @@ from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Shape, Stag
 State = dict[str, Any]
 States = dict[str, State]
 
-INCOMPLETE_RESULT = "IncompleteResult"
-
 CALL_SECONDS = 60
 """Timeout of a state that calls a service once."""
 
@@ -289,7 +287,7 @@ def read_result(targets: Targets, name: str, stage: Stage, path: str, *, needed:
             "report",
             result="failed",
             state=name,
-            Error=INCOMPLETE_RESULT,
+            Error="IncompleteResult",
             Cause=f"{stage}/result.json lacks one of the metrics {', '.join(needed)}. rule: the machine chooses by them. "
             "remedy: the image and this deployment are of different versions; deploy the matching ones",
         ),
