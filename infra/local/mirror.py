@@ -42,12 +42,9 @@ class Mirror:
     def load(self) -> None:
         """Put every file under the folder into moto."""
         backend = s3_backends[ACCOUNT]["aws"]
-        for path in sorted(self.folder.rglob("*")):
-            if not path.is_file():
-                continue
+        for path in sorted(filter(Path.is_file, self.folder.rglob("*"))):
             key = path.relative_to(self.folder).as_posix()
-            size = path.stat().st_size
-            if size < KEEP_IN_MEMORY_BYTES:
+            if path.stat().st_size < KEEP_IN_MEMORY_BYTES:
                 backend.put_object(self.bucket, key, path.read_bytes())
             else:
                 _read_from(backend.put_object(self.bucket, key, b""), path)

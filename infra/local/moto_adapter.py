@@ -55,8 +55,6 @@ ended."""
 STOP_SECONDS = 0.1
 """After which a Wait notices that its execution was stopped."""
 
-SERVER_ERROR = 500
-
 
 @contextmanager
 def adapted(pause: Pause) -> Iterator[None]:
@@ -132,7 +130,7 @@ def look_again(undo: ExitStack) -> None:
             try:
                 return resolver()
             except ClientError as error:
-                if error.response["ResponseMetadata"]["HTTPStatusCode"] < SERVER_ERROR:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] < 500:
                     raise
                 return None
 

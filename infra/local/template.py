@@ -26,8 +26,6 @@ from pipeline.config import sections
 from pipeline.errors import BadConfig, Defect
 from pipeline.operate import aws_console
 
-SYNTH_TIMEOUT_SECONDS = 300
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStack:
@@ -118,7 +116,7 @@ def synthesize(folder: Path, context: Mapping[str, Any]) -> Path:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=SYNTH_TIMEOUT_SECONDS,
+        timeout=300,
         check=False,
     )
     if process.returncode == errors.ExitCode.BAD_CONFIG:
