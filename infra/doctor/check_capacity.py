@@ -109,8 +109,9 @@ def zones(subject: Subject) -> Findings:
                 Filters=[{"Name": "instance-type", "Values": [instance_type]}],
             )["InstanceTypeOfferings"]
         }
-        if missing := sorted(asked - offered):
-            yield problem(
+        missing = sorted(asked - offered)
+        yield (
+            problem(
                 f"{', '.join(missing)} does not offer {instance_type}",
                 value=f"offered in: {', '.join(sorted(offered)) or 'no zone of ' + subject.settings.region}",
                 rule="hosts start in the zones of the settings only",
@@ -119,8 +120,9 @@ def zones(subject: Subject) -> Findings:
                 else "choose another region: aws ec2 describe-instance-type-offerings --region REGION "
                 f"--location-type availability-zone --filters Name=instance-type,Values={instance_type}",
             )
-        else:
-            yield ok(f"{instance_type} is offered in", ", ".join(sorted(asked)))
+            if missing
+            else ok(f"{instance_type} is offered in", ", ".join(sorted(asked)))
+        )
 
 
 @check("Capacity")

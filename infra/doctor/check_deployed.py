@@ -200,15 +200,17 @@ def schedule(subject: Subject) -> Findings:
     }
     for physical in subject.physical(subject.blueprint.pipeline_stack, "AWS::Scheduler::Schedule"):
         found = subject.ask("scheduler", "GetSchedule", Name=physical)
-        if other := [f"{key} {found.get(key)}, not {value}" for key, value in asked.items() if found.get(key) != value]:
-            yield problem(
+        other = [f"{key} {found.get(key)}, not {value}" for key, value in asked.items() if found.get(key) != value]
+        yield (
+            problem(
                 "the weekly start is not what the settings say",
                 value=f"{physical}: {', '.join(other)}",
                 rule="the next deployment sets it to trnpipe.schedule",
                 remedy=f"set `schedule` in the environment's file, {CDK} deploy",
             )
-        else:
-            yield ok("weekly start", wanted.described if wanted.enabled else "switched off, as the settings say")
+            if other
+            else ok("weekly start", wanted.described if wanted.enabled else "switched off, as the settings say")
+        )
     for url in subject.physical(subject.blueprint.pipeline_stack, "AWS::SQS::Queue"):
         name = "ApproximateNumberOfMessages"
         waiting = int(subject.ask("sqs", "GetQueueAttributes", QueueUrl=url, AttributeNames=[name])["Attributes"][name])

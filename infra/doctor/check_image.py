@@ -187,10 +187,9 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
             raise
         return
     manifest = _manifest(subject, reference, {"imageDigest": details["imageDigest"]})
-    if "manifests" in manifest:
-        platforms = {_platform(one["platform"]) for one in manifest["manifests"] if "platform" in one}
-    else:
-        platforms = {_platform(_configuration(subject, reference, manifest))}
+    images = manifest.get("manifests")
+    described = [_configuration(subject, reference, manifest)] if images is None else [one.get("platform") for one in images]
+    platforms = {_platform(one) for one in described if one is not None}
     if WANTED_PLATFORM not in platforms:
         yield problem(
             f"the image {named} is for another processor",

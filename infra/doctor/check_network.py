@@ -128,15 +128,16 @@ def subnets(subject: Subject) -> Findings:
             if subnet["SubnetId"] in fleet.subnet_ids
         )
         free = subnet["AvailableIpAddressCount"]
-        if free < needed:
-            yield problem(
+        yield (
+            ok("subnet", f"{named}: {free} addresses free, {needed} needed")
+            if free >= needed
+            else problem(
                 "a subnet has too few free addresses",
                 value=f"{named}: {free} free",
                 rule=f"the widest gang takes {needed}: every EFA interface of every node has one, and every container one more",
                 remedy="name a larger subnet, or lower allowed_nodes",
             )
-        else:
-            yield ok("subnet", f"{named}: {free} addresses free, {needed} needed")
+        )
         table = route_table(subject, subnet["SubnetId"], subnet["VpcId"])
         if gateways := [route["GatewayId"] for route in table.get("Routes", ()) if route.get("GatewayId", "").startswith("igw-")]:
             yield problem(

@@ -55,8 +55,6 @@ def show(findings: Sequence[DoctorFinding], console: Console) -> None:
 def _cell(finding: DoctorFinding) -> Group | Text:
     if finding.level is Level.OK:
         return Text.assemble(shown(finding.what), (f"  {shown(finding.value)}" if finding.value else "", "dim"))
-    parts = [Text(shown(finding.what), style="bold")]
-    for name in ("value", "rule", "remedy"):
-        if text := getattr(finding, name):
-            parts.append(Text.assemble((f"{name}: ", "dim"), shown(text)))
-    return Group(*parts)
+    parts = (("value", finding.value), ("rule", finding.rule), ("remedy", finding.remedy))
+    lines = [Text.assemble((f"{name}: ", "dim"), shown(text)) for name, text in parts if text]
+    return Group(Text(shown(finding.what), style="bold"), *lines)
