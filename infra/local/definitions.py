@@ -40,12 +40,14 @@ class ExitRule:
     on_status_reason: str | None = None
 
     def matches(self, exit_code: int | None, reason: str, status_reason: str) -> bool:
-        conditions = (
-            (self.on_exit_code, "" if exit_code is None else str(exit_code)),
-            (self.on_reason, reason),
-            (self.on_status_reason, status_reason),
+        return all(
+            pattern is None or fnmatchcase(text, pattern)
+            for pattern, text in (
+                (self.on_exit_code, "" if exit_code is None else str(exit_code)),
+                (self.on_reason, reason),
+                (self.on_status_reason, status_reason),
+            )
         )
-        return all(pattern is None or fnmatchcase(text, pattern) for pattern, text in conditions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -85,10 +86,10 @@ class Mirror:
     def _remove(self, path: Path) -> None:
         with self._tree:
             path.unlink(missing_ok=True)
-            for parent in path.parents:
-                if parent == self.folder or not parent.is_dir() or any(parent.iterdir()):
-                    break
-                parent.rmdir()
+            # Up to the first folder that is not empty.
+            with suppress(OSError):
+                for parent in path.relative_to(self.folder).parents[:-1]:
+                    (self.folder / parent).rmdir()
 
 
 class _FileContent:

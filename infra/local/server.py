@@ -55,7 +55,6 @@ SIGNED = re.compile(r"Credential=(?P<key>[^/\s]+)/[^/]+/[^/]+/(?P<service>[^/]+)
 
 STOP_SECONDS = 10.0
 """After which a stopped execution has ended."""
-ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
 
 SERVICES = ("s3", "sts", "dynamodb", "sns", "stepfunctions")
 """Moto's services. It loads each at its first request."""
@@ -256,7 +255,7 @@ class _Application:
         try:
             if service == "batch":
                 return _json_response(self.batch.call(request.path.removeprefix("/v1/"), asked))
-            return _json_response(ecs.call(self.batch.hosts, target.removeprefix(ECS_TARGET), asked))
+            return _json_response(ecs.call(self.batch.hosts, target.removeprefix("AmazonEC2ContainerServiceV20141113."), asked))
         except definitions.ClientError as error:
             # Batch's protocol names the error in a header, that of ECS in the body.
             kind = "ClientException"
@@ -310,8 +309,8 @@ class _Application:
 
 
 def _json_response(answer: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    headers = {"x-amzn-RequestId": str(uuid.uuid4()), **(headers or {})}
-    return Response(json.dumps(answer), status, headers, mimetype="application/json")
+    named = {"x-amzn-RequestId": str(uuid.uuid4()), **(headers or {})}
+    return Response(json.dumps(answer), status, named, mimetype="application/json")
 
 
 class _QuietHandler(MotoRequestHandler):  # type: ignore[misc]

@@ -136,8 +136,9 @@ def read_stack(folder: Path) -> LocalStack:
     stacks = Stacks.read(folder)
     machines = stacks.of_type("AWS::StepFunctions::StateMachine")
     # The state machine that submits jobs runs the stages; the others watch executions.
-    running_stages = [one for one in machines if "batch:submitJob" in json.dumps(_definition(one))]
-    machine = _only("state machine that submits jobs", running_stages)
+    machine = _only(
+        "state machine that submits jobs", [one for one in machines if "batch:submitJob" in json.dumps(_definition(one))]
+    )
     definition = _definition(machine)
     buckets = [resource for resource in stacks.of_type("AWS::S3::Bucket") if resource.name in json.dumps(definition)]
     # What EventBridge's rules do when an execution is aborted, as ARNs; topics among them.
