@@ -178,8 +178,12 @@ class PipelineStack(Stack):
         for role in (machine_role, *stage_roles.values()):
             _allow_keys(role, ["kms:Decrypt", "kms:GenerateDataKey"], own_key)
         # https://docs.aws.amazon.com/amazondynamodb/latest/developerguide/encryption.usagenotes.html
-        locking = ["kms:Decrypt", "kms:DescribeKey", "kms:Encrypt", "kms:GenerateDataKey", "kms:ReEncryptFrom", "kms:ReEncryptTo"]
-        _allow_keys(machine_role, locking, own_key, service="dynamodb")
+        _allow_keys(
+            machine_role,
+            ["kms:Decrypt", "kms:DescribeKey", "kms:Encrypt", "kms:GenerateDataKey", "kms:ReEncryptFrom", "kms:ReEncryptTo"],
+            own_key,
+            service="dynamodb",
+        )
         for stage, role in stage_roles.items():
             self._grant_storage(stage, role, storage)
             if STAGES[stage].queue is not Queue.CPU:

@@ -67,13 +67,12 @@ class Storage(Construct):
                 s3.Transition(storage_class=s3.StorageClass.INTELLIGENT_TIERING, transition_after=Duration.days(keep.cold_days))
             ],
         )
-        # S3 delivers access logs to no bucket with a key of KMS
-        # (https://docs.aws.amazon.com/AmazonS3/latest/userguide/enable-server-access-logging.html).
-        log_bucket = self._bucket("AccessLogs", key=None, lifecycle_rules=[expire])
         self.bucket = self._bucket(
             "Bucket",
             key=self._key,
-            server_access_logs_bucket=log_bucket,
+            # S3 delivers access logs to no bucket with a key of KMS
+            # (https://docs.aws.amazon.com/AmazonS3/latest/userguide/enable-server-access-logging.html).
+            server_access_logs_bucket=self._bucket("AccessLogs", key=None, lifecycle_rules=[expire]),
             server_access_logs_prefix="bucket/",
             lifecycle_rules=[
                 s3.LifecycleRule(

@@ -336,14 +336,14 @@ class Watches(Construct):
         self.machines: dict[str, sfn.StateMachine] = {}
         stack = Stack.of(self)
         watched = state_machine.state_machine_arn
-        executions = [f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"]
+        executions = f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"
         jobs = stack.format_arn(service="batch", resource="job", resource_name="*")
         budget = int(settings.run_config().time_budget.total_seconds())
         notify = [
             (["sns:Publish"], [topic.topic_arn]),
             (["kms:GenerateDataKey", "kms:Decrypt"], [topic_key.key_arn]),
         ]
-        describe = (["states:DescribeExecution"], executions)
+        describe = (["states:DescribeExecution"], [executions])
         self._watch(
             "Overdue", ("RUNNING",), overdue(stack.partition, topic.topic_arn, budget, console), grants=[describe, *notify]
         )
