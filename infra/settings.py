@@ -351,8 +351,10 @@ class Settings(SettingsSection):
                 rule=DRIVER_RULE,
                 remedy="name an image with driver 2.27, by id or by SSM parameter and version",
             )
+        # Nodes communicate by EFA, or without NeuronCores by TCP.
+        meets = bool(self.train_hardware.efa_interfaces) or not self.train_hardware.neuron_devices
         refuse_if(
-            not self.gang_meets and self.allowed_nodes != (1,),
+            not meets and self.allowed_nodes != (1,),
             f"allowed_nodes {list(self.allowed_nodes)}: a {self.instance_type} has no EFA and trains alone",
             remedy="set allowed_nodes: [1], or take instance_type trn1.32xlarge",
         )
@@ -486,11 +488,6 @@ class Settings(SettingsSection):
     def instance_types(self) -> tuple[str, ...]:
         """Types of the hosts that Batch starts, that of the gangs first."""
         return tuple(dict.fromkeys([self.instance_type, self.embed_instance_type]))
-
-    @property
-    def gang_meets(self) -> bool:
-        """Whether nodes of the gangs' type can communicate: by EFA, or without NeuronCores by TCP."""
-        return bool(self.train_hardware.efa_interfaces) or not self.train_hardware.neuron_devices
 
     def minutes(self, stage: Stage) -> int:
         """Minutes after which Batch ends an attempt of a stage."""
