@@ -171,7 +171,7 @@ class BatchRunner:
         with ThreadPoolExecutor(max_workers=min(len(job.children), self.settings.side_by_side)) as pool:
             list(pool.map(self._run_child, job.children))
         failed = any(child.status == "FAILED" for child in job.children)
-        self._finish(job, "Array Child Job failed" if failed else None)
+        self._finish(job, "FAILED" if failed else "SUCCEEDED", "Array Child Job failed" if failed else "")
 
     def _run_child(self, child: Job) -> None:
         with self._slots:
@@ -181,17 +181,15 @@ class BatchRunner:
         for number in count(1):
             self._set_status(job, "RUNNABLE")
             if job.stop_reason is not None:
-                self._finish(job, job.stop_reason)
+                self._finish(job, "FAILED", job.stop_reason)
                 return
             attempt, retryable = self._run_attempt(job, number, side_by_side)
             with self._lock:
                 job.attempts.append(attempt)
-            if attempt.exit_code == 0 and retryable:
-                self._finish(job, None, attempt.status_reason)
-                return
+            succeeded = attempt.exit_code == 0 and retryable
             again = retryable and number < job.retry.attempts and job.retry.again(attempt.exit_code, "", attempt.status_reason)
-            if not again:
-                self._finish(job, attempt.status_reason)
+            if succeeded or not again:
+                self._finish(job, "SUCCEEDED" if succeeded else "FAILED", attempt.status_reason)
                 return
             log.info("job %s: attempt %d ended with %s, the next one follows", job.name, number, attempt.exit_code)
 
@@ -260,11 +258,11 @@ class BatchRunner:
         with self._lock:
             job.status = status
 
-    def _finish(self, job: Job, failure: str | None, status_reason: str = "") -> None:
+    def _finish(self, job: Job, status: str, status_reason: str) -> None:
         with self._lock:
-            job.status_reason = failure or status_reason
+            job.status_reason = status_reason
             job.stopped = milliseconds()
-        self._set_status(job, "SUCCEEDED" if failure is None else "FAILED")
+        self._set_status(job, status)
         job.done.set()
         with self._ended:
             self._ended.notify_all()
