@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from infra.local.batch_jobs import REFERENCE_PATTERN
 from infra.local.definitions import ClientError, JobDefinition, JobQueue, RetryStrategy, refuse_if
 from pipeline.contract import SHARE_PATTERN
 
@@ -47,9 +46,7 @@ def check_submission(
     _check_overrides(request.get("containerOverrides", {}), definition)
     for key, value in request.get("parameters", {}).items():
         refuse_if(not isinstance(value, str), f"parameter {key} must be a string, found {value!r}")
-    words = " ".join(word for container in definition.containers for word in container.command)
-    needed = set(REFERENCE_PATTERN.findall(words))
-    if unknown := sorted(set(request.get("parameters", {})) - set(definition.parameters) - needed):
+    if unknown := sorted(set(request.get("parameters", {})) - set(definition.parameters) - definition.references):
         raise ClientError(f"parameters unknown to job definition {definition.name}: {', '.join(unknown)}")
     timeout = request.get("timeout", {}).get("attemptDurationSeconds", definition.timeout_seconds)
     refuse_if(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -20,7 +19,6 @@ from infra.local import ecs
 from infra.local.definitions import ACCOUNT, REGION, ClientError, JobDefinition, JobQueue, RetryStrategy, environment_of
 
 FINAL_STATES = ("SUCCEEDED", "FAILED")
-REFERENCE_PATTERN = re.compile(r"Ref::([A-Za-z0-9_-]+)")
 Named = TypeVar("Named", JobDefinition, JobQueue)
 
 
@@ -201,8 +199,7 @@ def build_job(request: Mapping[str, Any], definition: JobDefinition, queue: JobQ
         ClientError: a reference in a command has no value.
     """
     parameters = {**definition.parameters, **request.get("parameters", {})}
-    words = [word for container in definition.containers for word in container.command]
-    if missing := sorted({key for word in words for key in REFERENCE_PATTERN.findall(word)} - parameters.keys()):
+    if missing := sorted(definition.references - parameters.keys()):
         raise ClientError(f"no value for {', '.join(f'Ref::{key}' for key in missing)} in the command of {definition.name}")
     job = Job(
         id=str(uuid.uuid4()),

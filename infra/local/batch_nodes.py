@@ -16,7 +16,8 @@ from pathlib import Path
 
 from infra.local import ecs
 from infra.local import node as node_program
-from infra.local.batch_jobs import REFERENCE_PATTERN, Job, Node
+from infra.local.batch_jobs import Job, Node
+from infra.local.definitions import REFERENCE_PATTERN
 
 THIS_INSTALLATION = (sys.executable, "-m", "pipeline.cli")
 POLL_SECONDS = 0.05

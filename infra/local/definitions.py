@@ -6,6 +6,7 @@ request; both have the same structure, one in PascalCase, the other in camelCase
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from typing import Any
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"
+REFERENCE_PATTERN = re.compile(r"Ref::([A-Za-z0-9_-]+)")
 
 
 class ClientError(Exception):
@@ -122,6 +124,11 @@ class JobDefinition:
     @property
     def arn(self) -> str:
         return f"arn:aws:batch:{REGION}:{ACCOUNT}:job-definition/{self.name}:1"
+
+    @property
+    def references(self) -> set[str]:
+        """Names of the parameters that its commands refer to."""
+        return {key for container in self.containers for word in container.command for key in REFERENCE_PATTERN.findall(word)}
 
     @classmethod
     def parse(cls, name: str, properties: Mapping[str, Any]) -> JobDefinition:
