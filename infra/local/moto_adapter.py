@@ -111,13 +111,12 @@ def change_spelling(undo: ExitStack) -> None:
 
 def pass_on_fair_share(undo: ExitStack) -> None:
     supported = batch_module._SUPPORTED_API_PARAM_BINDINGS
-    wider = {"submitjob": supported["submitjob"] | {"ShareIdentifier", "SchedulingPriorityOverride", "PropagateTags"}}
-    undo.enter_context(mock.patch.object(batch_module, "_SUPPORTED_API_PARAM_BINDINGS", {**supported, **wider}))
+    wider = supported["submitjob"] | {"ShareIdentifier", "SchedulingPriorityOverride", "PropagateTags"}
+    undo.enter_context(mock.patch.dict(supported, submitjob=wider))
 
 
 def name_errors(undo: ExitStack) -> None:
-    names = {**aws_sdk_module._SERVICE_ERROR_NAMES, "s3": "S3", "batch": "Batch"}
-    undo.enter_context(mock.patch.object(aws_sdk_module, "_SERVICE_ERROR_NAMES", names))
+    undo.enter_context(mock.patch.dict(aws_sdk_module._SERVICE_ERROR_NAMES, s3="S3", batch="Batch"))
 
 
 def look_again(undo: ExitStack) -> None:
