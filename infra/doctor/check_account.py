@@ -117,11 +117,13 @@ def names(subject: Subject) -> Findings:
     blueprint = subject.blueprint
     if subject.seek(("ValidationError",), "cloudformation", "DescribeStacks", StackName=blueprint.data_stack) is not None:
         return
-    taken = []
-    for properties in blueprint.resources("AWS::ECR::Repository").values():
-        name = properties["RepositoryName"]
-        if subject.seek(("RepositoryNotFoundException",), "ecr", "DescribeRepositories", repositoryNames=[name]) is not None:
-            taken.append(f"image repository {name}")
+    absent = ("RepositoryNotFoundException",)
+    repositories = [properties["RepositoryName"] for properties in blueprint.resources("AWS::ECR::Repository").values()]
+    taken = [
+        f"image repository {name}"
+        for name in repositories
+        if subject.seek(absent, "ecr", "DescribeRepositories", repositoryNames=[name]) is not None
+    ]
     for properties in blueprint.resources("AWS::Logs::LogGroup").values():
         name = properties.get("LogGroupName")
         if isinstance(name, str):

@@ -132,15 +132,16 @@ def environments(subject: Subject) -> Findings:
 def queues(subject: Subject) -> Findings:
     for queue in subject.deployed("AWS::Batch::JobQueue", "batch", "DescribeJobQueues", "jobQueues").get("jobQueues", ()):
         name = queue["jobQueueName"]
-        if queue.get("status") != "VALID" or queue["state"] != "ENABLED":
-            yield problem(
+        yield (
+            ok("queue", f"{name}: VALID, ENABLED")
+            if queue.get("status") == "VALID" and queue["state"] == "ENABLED"
+            else problem(
                 f"the queue {name} is {queue.get('status')}, {queue['state']}",
                 value=queue.get("statusReason", ""),
                 rule="VALID and ENABLED",
                 remedy=f"aws batch update-job-queue --state ENABLED --job-queue {name}",
             )
-        else:
-            yield ok("queue", f"{name}: VALID, ENABLED")
+        )
         snapshot = subject.ask("batch", "GetJobQueueSnapshot", jobQueue=queue["jobQueueArn"])
         for front in snapshot.get("frontOfQueue", {}).get("jobs", ())[:1]:
             for job in subject.ask("batch", "DescribeJobs", jobs=[front["jobArn"].rpartition("/")[2]])["jobs"]:

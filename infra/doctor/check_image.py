@@ -190,17 +190,18 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
     images = manifest.get("manifests")
     described = [_configuration(subject, reference, manifest)] if images is None else [one.get("platform") for one in images]
     platforms = {_platform(one) for one in described if one is not None}
-    if WANTED_PLATFORM not in platforms:
-        yield problem(
+    # ECR gives no size for an index of several images.
+    size = details.get("imageSizeInBytes")
+    yield (
+        ok(f"image {named}", WANTED_PLATFORM + (f", {size / 2**30:.1f} GiB compressed" if size else ""))
+        if WANTED_PLATFORM in platforms
+        else problem(
             f"the image {named} is for another processor",
             value=", ".join(sorted(platforms)) or "it names none",
             rule=f"{WANTED_PLATFORM}: any other ends with `exec format error`",
             remedy=push,
         )
-    else:
-        # ECR gives no size for an index of several images.
-        size = details.get("imageSizeInBytes")
-        yield ok(f"image {named}", WANTED_PLATFORM + (f", {size / 2**30:.1f} GiB compressed" if size else ""))
+    )
 
 
 @check("Images", "ecr:DescribeImages", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")

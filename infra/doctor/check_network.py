@@ -202,16 +202,17 @@ def service_zones(subject: Subject) -> Findings:
     found = subject.ask("ec2", "DescribeVpcEndpointServices", ServiceNames=names)["ServiceDetails"]
     offered = {one["ServiceName"]: set(one["AvailabilityZones"]) for one in found}
     missing = {name: absent for name in names if (absent := sorted(set(zones) - offered.get(name, set())))}
-    if missing:
-        everywhere = sorted(set.intersection(*(offered.get(name, set()) for name in names)))
-        yield problem(
+    everywhere = sorted(set.intersection(*(offered.get(name, set()) for name in names)))
+    yield (
+        problem(
             "endpoints cannot be in the zones of the settings",
             value=", ".join(f"{name} not in {' and '.join(absent)}" for name, absent in missing.items()),
             rule=f"they are to be in {', '.join(zones)}; all zones of the VPC reach them wherever they are",
             remedy=f"set trnpipe.service_zones to some of: {', '.join(everywhere) or 'no zone has all of them'}",
         )
-    else:
-        yield ok("endpoints can be in", ", ".join(zones))
+        if missing
+        else ok("endpoints can be in", ", ".join(zones))
+    )
 
 
 def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any]) -> Findings:

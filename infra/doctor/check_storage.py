@@ -71,8 +71,9 @@ def encryption(subject: Subject) -> Findings:
     settings = subject.settings
     keys = (*settings.kms_keys, *([settings.customer_key] if settings.customer_key else []))
     for name in bucket_names(subject.settings):
+        absent = (*GONE, "ServerSideEncryptionConfigurationNotFoundError")
         try:
-            rules = subject.ask("s3", "GetBucketEncryption", Bucket=name)["ServerSideEncryptionConfiguration"]["Rules"]
+            answer = subject.seek(absent, "s3", "GetBucketEncryption", Bucket=name)
         except Denied:
             yield warning(
                 f"the encryption of the bucket {name} cannot be read",
@@ -80,10 +81,7 @@ def encryption(subject: Subject) -> Findings:
                 remedy=f"aws s3api get-bucket-encryption --bucket {name}, with credentials of its owner",
             )
             continue
-        except Refused as refused:
-            if refused.code not in (*GONE, "ServerSideEncryptionConfigurationNotFoundError"):
-                raise
-            continue
+        rules = answer["ServerSideEncryptionConfiguration"]["Rules"] if answer else []
         used = [rule.get("ApplyServerSideEncryptionByDefault", {}).get("KMSMasterKeyID", "") for rule in rules]
         # Without a key, or with AWS's own, every principal of the account may decrypt through S3.
         for key in (key for key in used if key and "alias/aws/" not in key):
