@@ -331,9 +331,7 @@ class Monitoring(Construct):
     def _lines(self, metric: Metric, period: Duration) -> list[cloudwatch.IMetric]:
         """A line per stage where there are several."""
         stages = METRICS[metric].stages
-        if len(stages) == 1:
-            return [self._metric(metric, period)]
-        return [self._metric(metric, period, stage=stage) for stage in stages]
+        return [self._metric(metric, period, stage=stage) for stage in (stages if len(stages) > 1 else (None,))]
 
 
 def _waiting_messages(queue: sqs.IQueue) -> cloudwatch.Metric:

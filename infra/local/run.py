@@ -301,9 +301,7 @@ def _watch(client: Any, arn: str, tracker: Tracker, display: Display, runner: Ba
 
 def _logs(runner: BatchRunner, line: StageLine, failure: StageFailure | None) -> Iterator[str]:
     """Log files of the failed stage's last attempts: the node that failed first, the main node's where that is unknown."""
-    for job in runner.jobs():
-        if job.id not in line.jobs[-1:]:
-            continue
+    for job in [job for job in runner.jobs() if job.id in line.jobs[-1:]]:
         for one in [one for one in job.children or [job] if one.status == "FAILED" and one.attempts]:
             node = failure.node if failure and failure.node < len(one.definition.containers) else one.definition.main_node
             attempt = failure.attempt if failure and 0 < failure.attempt <= len(one.attempts) else len(one.attempts)

@@ -373,9 +373,8 @@ def _batch_retry(*, refused_only: bool = False) -> list[dict[str, Any]]:
     Args:
         refused_only: whether Batch must have answered, so that the request has had no effect.
     """
-    errors = ["ServerException", "AWSBatchException", "BatchException", "TooManyRequestsException"]
-    if not refused_only:
-        errors.append("SdkClientException")
+    unanswered = [] if refused_only else ["SdkClientException"]
+    errors = ["ServerException", "AWSBatchException", "BatchException", "TooManyRequestsException", *unanswered]
     return [_backoff([f"Batch.{error}" for error in errors])]
 
 
