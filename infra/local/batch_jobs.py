@@ -24,15 +24,10 @@ Named = TypeVar("Named", JobDefinition, JobQueue)
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """A running node: its process, its index in the job and its host.
-
-    Attributes:
-        task: its id in ECS.
-    """
+    """A running node: its process, its index in the job and its host."""
 
     index: int
     host: str
-    task: str
     process: subprocess.Popen[bytes]
     folder: Path
     log_stream: str

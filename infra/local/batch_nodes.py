@@ -140,7 +140,7 @@ def start_node(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Node(index=index, host=host, task=task, process=process, folder=folder, log_stream=log_stream)
+    return Node(index=index, host=host, process=process, folder=folder, log_stream=log_stream)
 
 
 def stop_nodes(nodes: Sequence[Node], grace: timedelta) -> None:
