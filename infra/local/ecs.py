@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from infra.local.definitions import ACCOUNT, REGION, ClientError, refuse_if
@@ -30,6 +31,7 @@ MEMBERS = {
 """Operation -> members of its request (botocore's service model of 2014-11-13)."""
 
 
+@dataclass(slots=True, kw_only=True)
 class HostPool:
     """The instances of the compute environment: the pool reuses free ones, lowest id first, unless they are drained.
 
@@ -40,13 +42,12 @@ class HostPool:
         tasks: ECS task id -> host of every running node.
     """
 
-    def __init__(self) -> None:
-        self.environment: dict[str, dict[str, str]] = {}
-        self.known: list[str] = []
-        self.drained: set[str] = set()
-        self.tasks: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self._busy: set[str] = set()
+    environment: dict[str, dict[str, str]] = field(default_factory=dict)
+    known: list[str] = field(default_factory=list)
+    drained: set[str] = field(default_factory=set)
+    tasks: dict[str, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _busy: set[str] = field(default_factory=set)
 
     def take(self, count: int) -> list[str]:
         with self._lock:

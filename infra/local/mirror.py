@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,21 +93,21 @@ class Mirror:
                     (self.folder / parent).rmdir()
 
 
+@dataclass(slots=True)
 class _FileContent:
     """Replaces a moto object's buffer and reads the mirror's file. Objects of this size are written once."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
+    path: Path
+    position: int = 0
 
     def seek(self, position: int) -> None:
-        self._position = position
+        self.position = position
 
     def read(self, size: int = -1) -> bytes:
-        with open(self._path, "rb") as stream:
-            stream.seek(self._position)
+        with open(self.path, "rb") as stream:
+            stream.seek(self.position)
             data = stream.read(size)
-        self._position += len(data)
+        self.position += len(data)
         return data
 
     def close(self) -> None:
