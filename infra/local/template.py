@@ -136,11 +136,8 @@ def read_stack(folder: Path) -> LocalStack:
     stacks = Stacks.read(folder)
     machines = stacks.of_type("AWS::StepFunctions::StateMachine")
     # The state machine that submits jobs runs the stages; the others watch executions.
-    machine = _only(
-        "state machine that submits jobs", [one for one in machines if "batch:submitJob" in json.dumps(_definition(one))]
-    )
+    machine = _only("state machine that submits jobs", [one for one in machines if "batch:submitJob" in _definition(one)])
     definition = _definition(machine)
-    buckets = [resource for resource in stacks.of_type("AWS::S3::Bucket") if resource.name in json.dumps(definition)]
     # What EventBridge's rules do when an execution is aborted, as ARNs; topics among them.
     started_by_aborts = {
         target["Arn"]
@@ -151,9 +148,12 @@ def read_stack(folder: Path) -> LocalStack:
     table = _only("lock table", [*stacks.of_type("AWS::DynamoDB::Table"), *stacks.of_type("AWS::DynamoDB::GlobalTable")])
     return LocalStack(
         state_machine=machine.name,
-        definition=json.dumps(definition),
+        definition=definition,
         role_arn=machine.properties["RoleArn"],
-        bucket=_only("bucket in the state machine's definition", buckets).name,
+        bucket=_only(
+            "bucket in the state machine's definition",
+            [resource for resource in stacks.of_type("AWS::S3::Bucket") if resource.name in definition],
+        ).name,
         table={
             "TableName": table.name,
             "KeySchema": table.properties["KeySchema"],
@@ -168,15 +168,15 @@ def read_stack(folder: Path) -> LocalStack:
             JobQueue(name=resource.name, fair_share="SchedulingPolicyArn" in resource.properties)
             for resource in stacks.of_type("AWS::Batch::JobQueue")
         ),
-        watches={one.name: json.dumps(_definition(one)) for one in machines if machine_arn(one.name) in started_by_aborts},
+        watches={one.name: _definition(one) for one in machines if machine_arn(one.name) in started_by_aborts},
     )
 
 
-def _definition(machine: Resource) -> Any:
+def _definition(machine: Resource) -> str:
     text = machine.properties["DefinitionString"]
     for key, value in machine.properties.get("DefinitionSubstitutions", {}).items():
         text = text.replace(f"${{{key}}}", str(value))
-    return json.loads(text)
+    return json.dumps(json.loads(text))
 
 
 def _only(what: str, found: list[Resource]) -> Resource:
