@@ -155,6 +155,5 @@ class Stacks:
 
     def _arn(self, stack: str, logical_id: str) -> str:
         kind = self.templates[stack]["Resources"][logical_id]["Type"]
-        service = kind.split("::")[1].lower()
-        pattern: str = ARNS.get(kind, "arn:aws:" + service + ":{region}:{account}:{name}")
+        pattern = ARNS.get(kind, f"arn:aws:{kind.split('::')[1].lower()}:{{region}}:{{account}}:{{name}}")
         return pattern.format(region=REGION, account=ACCOUNT, name=self._name(stack, logical_id))

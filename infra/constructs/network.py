@@ -101,13 +101,12 @@ class Network(Construct):
                 availability_zone=zone,
                 route_table_id=subnet.route_table_id,
             )
-        block = list(ADDRESSES.subnets(new_prefix=SUBNET_PREFIX))[ZONE_LETTERS.index(letter)]
         own = ec2.PrivateSubnet(
             self,
             f"Private{letter.upper()}",
             vpc_id=self.vpc.vpc_id,
             availability_zone=zone,
-            cidr_block=str(block),
+            cidr_block=str(list(ADDRESSES.subnets(new_prefix=SUBNET_PREFIX))[ZONE_LETTERS.index(letter)]),
             map_public_ip_on_launch=False,
         )
         # "Avoid hardcoding availability zones": few have trn1, and looking them up would need the account at synth.

@@ -113,12 +113,13 @@ def environments(subject: Subject) -> Findings:
         if (status, state) == ("VALID", "ENABLED"):
             yield ok("compute environment", f"{name}: VALID, ENABLED")
             continue
-        enable = f"aws batch update-compute-environment --state ENABLED --compute-environment {name}"
         yield problem(
             f"the compute environment {name} is {state if status == 'VALID' else status}",
             value=environment.get("statusReason", ""),
             rule="hosts start in VALID and ENABLED environments only",
-            remedy=enable if status == "VALID" else f"correct what the reason names; then {CDK} deploy",
+            remedy=f"aws batch update-compute-environment --state ENABLED --compute-environment {name}"
+            if status == "VALID"
+            else f"correct what the reason names; then {CDK} deploy",
         )
 
 

@@ -249,8 +249,10 @@ def neuron_base(subject: Subject) -> Findings:
 def _reference(container: ContainerImage) -> tuple[dict[str, str], dict[str, str]]:
     """Repository and image of a container in ECR, as ECR's operations take them."""
     assert container.repository is not None
-    repository = {"repositoryName": container.repository, **({"registryId": container.registry} if container.registry else {})}
-    return repository, {"imageDigest" if container.version.startswith("sha256:") else "imageTag": container.version}
+    return (
+        {"repositoryName": container.repository, **({"registryId": container.registry} if container.registry else {})},
+        {"imageDigest" if container.version.startswith("sha256:") else "imageTag": container.version},
+    )
 
 
 def _manifest(subject: Subject, reference: Mapping[str, str], image: Mapping[str, str]) -> dict[str, Any]:

@@ -62,9 +62,12 @@ class Attempt:
     node_codes: Mapping[int, int]
 
     def describe(self) -> dict[str, Any]:
-        exit_code = {} if self.exit_code is None else {"exitCode": self.exit_code}
         return {
-            "container": {"logStreamName": self.log_stream, "containerInstanceArn": ecs.INSTANCE_ARN + self.host, **exit_code},
+            "container": {
+                "logStreamName": self.log_stream,
+                "containerInstanceArn": ecs.INSTANCE_ARN + self.host,
+                **({} if self.exit_code is None else {"exitCode": self.exit_code}),
+            },
             "startedAt": self.started,
             "stoppedAt": self.stopped,
             "statusReason": self.status_reason,
@@ -167,10 +170,11 @@ class Job:
 
     def _describe_container(self, index: int) -> dict[str, Any]:
         container = self.definition.containers[index]
-        environment = {**container.environment, **self.environment}
         shown: dict[str, Any] = {
             "command": list(container.command),
-            "environment": [{"name": key, "value": value} for key, value in environment.items()],
+            "environment": [
+                {"name": key, "value": value} for key, value in {**container.environment, **self.environment}.items()
+            ],
         }
         if running := self._running(index):
             shown |= {"logStreamName": running.log_stream, "containerInstanceArn": ecs.INSTANCE_ARN + running.host}

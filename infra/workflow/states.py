@@ -263,8 +263,7 @@ def read_result(targets: Targets, name: str, stage: Stage, path: str, *, needed:
             catch, with the lock held: so they are looked for once, here.
     """
     parameters = {"Bucket": targets.bucket, "Key.$": f"States.Format('{{}}/{stage.value}/result.json', $.run.key)"}
-    key = path.removeprefix("$.")
-    check, keep, incomplete = (f"{word}{key.capitalize()}" for word in ("Check", "Keep", "Incomplete"))
+    check, keep, incomplete = (f"{word}{path.removeprefix('$.').capitalize()}" for word in ("Check", "Keep", "Incomplete"))
     return {
         **call(
             targets,
