@@ -260,6 +260,12 @@ def test_listens_on_loopback_and_hides_the_users_aws_settings(machine: Start, mo
     assert os.environ["AWS_PROFILE"] == "production"
 
 
+def test_an_object_is_a_file_whatever_characters_its_key_has(machine: Start) -> None:
+    local, key = machine(), "data/p\u00e4irs \u00fc+%20.jsonl"
+    local.endpoint.client("s3").put_object(Bucket=local.stack.bucket, Key=key, Body=b"rows")
+    assert (local.state / "bucket" / key).read_bytes() == b"rows"
+
+
 def ask(local: Any, path: str, **headers: str) -> int:
     """The status of one request that is good but for the headers given; None leaves one out."""
     port = local.endpoint.url.rpartition(":")[2]
