@@ -35,9 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="KEY=VALUE",
         help="over cdk.json: env=NAME for infra/environments/NAME.yaml, trnpipe.KEY=VALUE for one setting",
     )
-    given = parser.parse_args(arguments).context
     try:
-        context: dict[str, Any] = parse_context(given)
+        context: dict[str, Any] = parse_context(parser.parse_args(arguments).context)
         outdir = None
         if "CDK_OUTDIR" not in os.environ:
             # Without the CDK CLI, which hands over outdir and its own context itself.

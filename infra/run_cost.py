@@ -20,9 +20,6 @@ from pipeline.cost import CURRENCY, cost_of, fargate_hour, instance_hour, most, 
 
 RUNS_A_MONTH = 52 / 12
 
-SPENT_PERCENT = 80
-FORECAST_PERCENT = 100
-
 
 class MonthlyBudget(Construct):
     """A monthly budget on the deployment's tag; it notifies the topic when 80 % is spent, and when the forecast exceeds it."""
@@ -59,7 +56,7 @@ class MonthlyBudget(Construct):
                     ),
                     subscribers=[budgets.CfnBudget.SubscriberProperty(subscription_type="SNS", address=topic.topic_arn)],
                 )
-                for kind, percent in (("ACTUAL", SPENT_PERCENT), ("FORECASTED", FORECAST_PERCENT))
+                for kind, percent in (("ACTUAL", 80), ("FORECASTED", 100))
             ],
         )
         # AWS Budgets checks its permission to publish when the budget is created.

@@ -24,6 +24,16 @@ class InvalidSetting(ValueError):
         self.rule = rule
 
 
+def refuse_if(wrong: object, what: str, *, remedy: str, rule: str = "") -> None:
+    """Refuse a setting where `wrong` is true.
+
+    Raises:
+        InvalidSetting: as `what`, `remedy` and `rule` say.
+    """
+    if wrong:
+        raise InvalidSetting(what, remedy=remedy, rule=rule)
+
+
 class SettingsSection(BaseModel):
     """Base of all sections: immutable, no unknown keys."""
 
@@ -91,13 +101,16 @@ class CapacityReservation(SettingsSection):
 
     @model_validator(mode="after")
     def _one_target(self) -> CapacityReservation:
-        if (self.id is None) == (self.group is None):
-            raise InvalidSetting("names either `id` or `group`", remedy="name one of them, or leave capacity_reservation out")
-        if self.block and (self.id is None or self.placement_group is not None):
-            raise InvalidSetting(
-                "a Capacity Block is named by its id alone: EC2 places its hosts together itself",
-                remedy="name `id` and take `group` and `placement_group` out",
-            )
+        refuse_if(
+            (self.id is None) == (self.group is None),
+            "names either `id` or `group`",
+            remedy="name one of them, or leave capacity_reservation out",
+        )
+        refuse_if(
+            self.block and (self.id is None or self.placement_group is not None),
+            "a Capacity Block is named by its id alone: EC2 places its hosts together itself",
+            remedy="name `id` and take `group` and `placement_group` out",
+        )
         return self
 
 
@@ -175,17 +188,17 @@ class WeeklySchedule(SettingsSection):
 
     @model_validator(mode="after")
     def _period_is_known(self) -> WeeklySchedule:
-        if self.expression is not None and "every_days" not in self.model_fields_set:
-            raise InvalidSetting(
-                f"schedule.expression {self.expression} has no every_days",
-                rule="a watch reports missing runs, and cannot interpret expressions",
-                remedy="set schedule.every_days to the most days between two starts",
-            )
-        if self.expression is None and self.every_days != DAYS_OF_WEEK:
-            raise InvalidSetting(
-                f"schedule.every_days {self.every_days} without an expression: weekday, hour and minute start a run every week",
-                remedy="take schedule.every_days out, or set schedule.expression",
-            )
+        refuse_if(
+            self.expression is not None and "every_days" not in self.model_fields_set,
+            f"schedule.expression {self.expression} has no every_days",
+            rule="a watch reports missing runs, and cannot interpret expressions",
+            remedy="set schedule.every_days to the most days between two starts",
+        )
+        refuse_if(
+            self.expression is None and self.every_days != DAYS_OF_WEEK,
+            f"schedule.every_days {self.every_days} without an expression: weekday, hour and minute start a run every week",
+            remedy="take schedule.every_days out, or set schedule.expression",
+        )
         return self
 
     @property

@@ -16,6 +16,7 @@ from infra.setting_sections import (
     RetentionPeriods,
     SettingsSection,
     WeeklySchedule,
+    refuse_if,
 )
 from pipeline.allowed_uris import is_s3, objection
 from pipeline.config import RunConfig, build_config, merge
@@ -206,63 +207,65 @@ class Settings(SettingsSection):
         if ami is None:
             return None
         remedy = "pin an image with driver 2.27, by id or by SSM parameter and version"
-        if "recommended" in ami or "latest" in ami:
-            raise InvalidSetting("moves without notice", rule=DRIVER_RULE, remedy=remedy)
-        if not AMI_ID.fullmatch(ami) and not AMI_PARAMETER.fullmatch(ami):
-            raise InvalidSetting(
-                "must be an image id (ami-...) or an SSM parameter with its version (ssm:/name:3)",
-                rule=DRIVER_RULE,
-                remedy=remedy,
-            )
+        refuse_if("recommended" in ami or "latest" in ami, "moves without notice", rule=DRIVER_RULE, remedy=remedy)
+        refuse_if(
+            not AMI_ID.fullmatch(ami) and not AMI_PARAMETER.fullmatch(ami),
+            "must be an image id (ami-...) or an SSM parameter with its version (ssm:/name:3)",
+            rule=DRIVER_RULE,
+            remedy=remedy,
+        )
         return ami
 
     @field_validator("zone", mode="before")
     @classmethod
     def _one_zone(cls, zone: object) -> object:
-        if isinstance(zone, (list, tuple)) or (isinstance(zone, str) and "," in zone):
-            raise InvalidSetting(
-                "names several zones, but EFA and a cluster placement group do not cross zones",
-                remedy="name the one zone of the gangs here, and further ones under embed_zones",
-            )
+        refuse_if(
+            isinstance(zone, (list, tuple)) or (isinstance(zone, str) and "," in zone),
+            "names several zones, but EFA and a cluster placement group do not cross zones",
+            remedy="name the one zone of the gangs here, and further ones under embed_zones",
+        )
         return zone
 
     @field_validator("train_market", mode="before")
     @classmethod
     def _never_spot(cls, market: object) -> object:
-        if market == "spot":
-            raise InvalidSetting(
-                "AWS Batch starts no multi-node job on Spot hosts: it would stay RUNNABLE",
-                remedy="leave training on-demand (capacity_reservation holds hosts for it) and set embed_market: spot",
-            )
+        refuse_if(
+            market == "spot",
+            "AWS Batch starts no multi-node job on Spot hosts: it would stay RUNNABLE",
+            remedy="leave training on-demand (capacity_reservation holds hosts for it) and set embed_market: spot",
+        )
         return market
 
     @field_validator("allowed_nodes")
     @classmethod
     def _ascending(cls, nodes: tuple[int, ...]) -> tuple[int, ...]:
-        if not nodes or list(nodes) != sorted(set(nodes)):
-            raise InvalidSetting("node counts ascend without repeats", remedy="list them as in [1, 2, 4]")
+        refuse_if(
+            not nodes or list(nodes) != sorted(set(nodes)),
+            "node counts ascend without repeats",
+            remedy="list them as in [1, 2, 4]",
+        )
         return nodes
 
     @field_validator("shares")
     @classmethod
     def _share_names(cls, shares: dict[str, float]) -> dict[str, float]:
         for share in shares:
-            if not SHARE.fullmatch(share):
-                raise InvalidSetting(
-                    f"share {share!r}: AWS Batch share identifiers are alphanumeric",
-                    remedy="use letters and digits only; a `*` at the end means all shares with that prefix",
-                )
+            refuse_if(
+                not SHARE.fullmatch(share),
+                f"share {share!r}: AWS Batch share identifiers are alphanumeric",
+                remedy="use letters and digits only; a `*` at the end means all shares with that prefix",
+            )
         for prefix in (share.removesuffix("*") for share in shares if share.endswith("*")):
             if covered := sorted(share for share in shares if share != f"{prefix}*" and share.startswith(prefix)):
                 raise InvalidSetting(
                     f"shares {prefix}* and {covered[0]} overlap, and AWS Batch takes one weight for each",
                     remedy=f"remove {covered[0]}, or choose a prefix that does not cover it",
                 )
-        if len(shares) > MOST_SHARES:
-            raise InvalidSetting(
-                f"{len(shares)} shares, and a queue knows {MOST_SHARES}",
-                remedy="join shares of one weight under a prefix, such as team*",
-            )
+        refuse_if(
+            len(shares) > MOST_SHARES,
+            f"{len(shares)} shares, and a queue knows {MOST_SHARES}",
+            remedy="join shares of one weight under a prefix, such as team*",
+        )
         return shares
 
     @field_validator("tags")
@@ -271,29 +274,30 @@ class Settings(SettingsSection):
         """Reserved keys and limits: https://docs.aws.amazon.com/tag-editor/latest/userguide/best-practices-and-strats.html."""
         for key, value in tags.items():
             allowed = re.fullmatch(r"[\w .:/=+@-]{1,128}", key) and re.fullmatch(r"[\w .:/=+@-]{0,256}", value)
-            if not allowed or key.lower().startswith("aws:") or key in OWN_TAGS:
-                raise InvalidSetting(
-                    f"tag {key}={value}: letters, digits, spaces and . : / = + @ _ -, up to 128 and 256 characters; not aws:*, "
-                    f"not {' or '.join(OWN_TAGS)}",
-                    remedy="choose another key or value",
-                )
-        if len(tags) > MOST_TAGS:
-            raise InvalidSetting(
-                f"{len(tags)} tags, and a resource takes {MOST_TAGS} in addition to the deployment's own", remedy="take some out"
+            refuse_if(
+                not allowed or key.lower().startswith("aws:") or key in OWN_TAGS,
+                f"tag {key}={value}: letters, digits, spaces and . : / = + @ _ -, up to 128 and 256 characters; not aws:*, "
+                f"not {' or '.join(OWN_TAGS)}",
+                remedy="choose another key or value",
             )
+        refuse_if(
+            len(tags) > MOST_TAGS,
+            f"{len(tags)} tags, and a resource takes {MOST_TAGS} in addition to the deployment's own",
+            remedy="take some out",
+        )
         return tags
 
     @field_validator("environment")
     @classmethod
     def _free_variables(cls, environment: dict[str, str]) -> dict[str, str]:
         for name in environment:
-            if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-                raise InvalidSetting(
-                    f"{name!r}: invalid name of an environment variable", remedy="use letters, digits and underscores"
-                )
+            refuse_if(
+                not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name),
+                f"{name!r}: invalid name of an environment variable",
+                remedy="use letters, digits and underscores",
+            )
             for pattern, reason in RESERVED_VARIABLES.items():
-                if re.fullmatch(pattern, name):
-                    raise InvalidSetting(f"{name} is reserved: {reason}", remedy=f"leave {name} out")
+                refuse_if(re.fullmatch(pattern, name), f"{name} is reserved: {reason}", remedy=f"leave {name} out")
         return environment
 
     @field_validator("read")
@@ -310,24 +314,23 @@ class Settings(SettingsSection):
     @classmethod
     def _key_arns(cls, keys: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         for key in (keys,) if isinstance(keys, str) else keys or ():
-            if not KEY_ARN.fullmatch(key):
-                raise InvalidSetting(
-                    f"{key!r} is not the ARN of a key, and a policy of IAM takes no alias",
-                    remedy="aws kms describe-key --key-id alias/NAME --query KeyMetadata.Arn prints it",
-                )
+            refuse_if(
+                not KEY_ARN.fullmatch(key),
+                f"{key!r} is not the ARN of a key, and a policy of IAM takes no alias",
+                remedy="aws kms describe-key --key-id alias/NAME --query KeyMetadata.Arn prints it",
+            )
         return keys
 
     @model_validator(mode="after")
     def _zones_exist_for_all(self) -> Settings:
         for key, zones in (("embed_zones", self.embed_zones), ("service_zones", self.service_zones)):
-            if len(set(zones)) != len(zones):
-                raise InvalidSetting(f"{key} {list(zones)} names a zone twice", remedy="name each zone once")
+            refuse_if(len(set(zones)) != len(zones), f"{key} {list(zones)} names a zone twice", remedy="name each zone once")
         for zone in self.zones:
-            if not re.fullmatch(f"{re.escape(self.region)}[{ZONE_LETTERS}]", zone):
-                raise InvalidSetting(
-                    f"zone {zone} is not in region {self.region}",
-                    remedy=f"name zones of {self.region}, such as {self.region}a, or change the region",
-                )
+            refuse_if(
+                not re.fullmatch(f"{re.escape(self.region)}[{ZONE_LETTERS}]", zone),
+                f"zone {zone} is not in region {self.region}",
+                remedy=f"name zones of {self.region}, such as {self.region}a, or change the region",
+            )
         if self.vpc is not None and (absent := sorted(set(self.zones) - self.vpc.subnets.keys())):
             raise InvalidSetting(
                 f"vpc.subnets has none in {', '.join(absent)}",
@@ -337,21 +340,24 @@ class Settings(SettingsSection):
 
     @model_validator(mode="after")
     def _hosts_suffice(self) -> Settings:
-        if self.embed_instance_type not in HARDWARE:
-            raise InvalidSetting(
-                f"embed_instance_type {self.embed_instance_type!r} is none of {sorted(HARDWARE)}", remedy="name one of them"
-            )
+        refuse_if(
+            self.embed_instance_type not in HARDWARE,
+            f"embed_instance_type {self.embed_instance_type!r} is none of {sorted(HARDWARE)}",
+            remedy="name one of them",
+        )
         if self.ami is None and (hosts := [kind for kind in self.instance_types if HARDWARE[kind].neuron_devices]):
             raise InvalidSetting(
                 f"ami: {', '.join(hosts)} would boot an image without a Neuron driver",
                 rule=DRIVER_RULE,
                 remedy="name an image with driver 2.27, by id or by SSM parameter and version",
             )
-        if not self.gang_meets and self.allowed_nodes != (1,):
-            raise InvalidSetting(
-                f"allowed_nodes {list(self.allowed_nodes)}: a {self.instance_type} has no EFA and trains alone",
-                remedy="set allowed_nodes: [1], or take instance_type trn1.32xlarge",
-            )
+        # Nodes communicate by EFA, or without NeuronCores by TCP.
+        meets = bool(self.train_hardware.efa_interfaces) or not self.train_hardware.neuron_devices
+        refuse_if(
+            not meets and self.allowed_nodes != (1,),
+            f"allowed_nodes {list(self.allowed_nodes)}: a {self.instance_type} has no EFA and trains alone",
+            remedy="set allowed_nodes: [1], or take instance_type trn1.32xlarge",
+        )
         widest = max(self.allowed_nodes)
         for key, limit, least, what in (
             ("max_vcpus", self.train_max_vcpus, self.train_hardware.vcpus * widest, f"what {widest} nodes need"),
@@ -362,13 +368,13 @@ class Settings(SettingsSection):
                 spare = f", or leave it out for {self.default_max_vcpus}: one host more" if key == "max_vcpus" else ""
                 raise InvalidSetting(f"{key} {limit} is below {least}, {what}", remedy=f"set {key} to {least} or more{spare}")
             # Batch holds back (reservation / 100) ^ (active shares) of the vCPUs: most while one share is active.
-            if limit * (100 - self.compute_reservation) < least * 100:
-                raise InvalidSetting(
-                    f"compute_reservation {self.compute_reservation} leaves a single share "
-                    f"{limit * (100 - self.compute_reservation) // 100} of {key} {limit}, and {what} is {least}",
-                    remedy=f"set {key} to {-(-least * 100 // (100 - self.compute_reservation))} or more, "
-                    f"or compute_reservation to at most {(limit - least) * 100 // limit}",
-                )
+            refuse_if(
+                limit * (100 - self.compute_reservation) < least * 100,
+                f"compute_reservation {self.compute_reservation} leaves a single share "
+                f"{limit * (100 - self.compute_reservation) // 100} of {key} {limit}, and {what} is {least}",
+                remedy=f"set {key} to {-(-least * 100 // (100 - self.compute_reservation))} or more, "
+                f"or compute_reservation to at most {(limit - least) * 100 // limit}",
+            )
         return self
 
     @model_validator(mode="after")
@@ -376,20 +382,21 @@ class Settings(SettingsSection):
         reserved = self.capacity_reservation
         if reserved is None:
             return self
-        if reserved.block and self.instance_type != BLOCK_TYPE:
-            raise InvalidSetting(
-                f"capacity_reservation.block: no Capacity Blocks of {self.instance_type}", remedy=f"take {BLOCK_TYPE} instead"
-            )
-        if reserved.placement_group is not None and self.train_hardware.efa_interfaces == 0:
-            raise InvalidSetting(
-                f"capacity_reservation.placement_group: a {self.instance_type} trains alone, outside any placement group",
-                remedy="take capacity_reservation.placement_group out",
-            )
-        if reserved.group is not None and f":{self.region}:" not in reserved.group:
-            raise InvalidSetting(
-                f"capacity_reservation.group {reserved.group} is not in region {self.region}",
-                remedy=f"name a resource group of {self.region}",
-            )
+        refuse_if(
+            reserved.block and self.instance_type != BLOCK_TYPE,
+            f"capacity_reservation.block: no Capacity Blocks of {self.instance_type}",
+            remedy=f"take {BLOCK_TYPE} instead",
+        )
+        refuse_if(
+            reserved.placement_group is not None and self.train_hardware.efa_interfaces == 0,
+            f"capacity_reservation.placement_group: a {self.instance_type} trains alone, outside any placement group",
+            remedy="take capacity_reservation.placement_group out",
+        )
+        refuse_if(
+            reserved.group is not None and f":{self.region}:" not in reserved.group,
+            f"capacity_reservation.group {reserved.group} is not in region {self.region}",
+            remedy=f"name a resource group of {self.region}",
+        )
         return self
 
     @model_validator(mode="after")
@@ -407,28 +414,32 @@ class Settings(SettingsSection):
     def _runs_fit(self) -> Settings:
         config = self.run_config()
         for share in (self.schedule.share, config.share):
-            if not any(share == known or (known.endswith("*") and share.startswith(known[:-1])) for known in self.shares):
-                raise InvalidSetting(
-                    f"share {share!r} is none of the declared shares {sorted(self.shares)}",
-                    remedy=f"add {share} to shares, with a weight, or name one of them",
-                )
-        if config.nodes not in self.allowed_nodes:
-            raise InvalidSetting(
-                f"config.nodes {config.nodes} is none of allowed_nodes {list(self.allowed_nodes)}",
-                remedy="add it to allowed_nodes, which makes job definitions for it, or set config.nodes to one of them",
+            refuse_if(
+                not any(share == known or (known.endswith("*") and share.startswith(known[:-1])) for known in self.shares),
+                f"share {share!r} is none of the declared shares {sorted(self.shares)}",
+                remedy=f"add {share} to shares, with a weight, or name one of them",
             )
-        if config.run is not None:
-            raise InvalidSetting(
-                "config.run would send every execution into one run folder", remedy="give `run` per execution, in its input"
-            )
-        if config.model.parent is not None:
-            raise InvalidSetting(
-                f"config.model.parent {config.model.parent}: every run would continue from it, none from what was published",
-                remedy="set config.model.initial, the model of the first run; give model.parent in the input of one execution",
-            )
+        refuse_if(
+            config.nodes not in self.allowed_nodes,
+            f"config.nodes {config.nodes} is none of allowed_nodes {list(self.allowed_nodes)}",
+            remedy="add it to allowed_nodes, which makes job definitions for it, or set config.nodes to one of them",
+        )
+        refuse_if(
+            config.run is not None,
+            "config.run would send every execution into one run folder",
+            remedy="give `run` per execution, in its input",
+        )
+        refuse_if(
+            config.model.parent is not None,
+            f"config.model.parent {config.model.parent}: every run would continue from it, none from what was published",
+            remedy="set config.model.initial, the model of the first run; give model.parent in the input of one execution",
+        )
         local = [f"config.{key} = {uri}" for key, uri in config.uris() if not is_s3(uri)]
-        if local and not self.local_paths:
-            raise InvalidSetting(f"{', '.join(local)}: a local path, which the hosts do not have", remedy="put it on S3")
+        refuse_if(
+            local and not self.local_paths,
+            f"{', '.join(local)}: a local path, which the hosts do not have",
+            remedy="put it on S3",
+        )
         if config.device.kind == "neuron":
             if hosts := [kind for kind in self.instance_types if not HARDWARE[kind].neuron_devices]:
                 raise InvalidSetting(
@@ -439,11 +450,11 @@ class Settings(SettingsSection):
                 ("device.ranks_per_node", config.device.ranks_per_node, self.train_hardware, self.instance_type),
                 ("embed.ranks_per_child", config.embed.ranks_per_child, self.embed_hardware, self.embed_instance_type),
             ):
-                if ranks is not None and ranks > host.cores:
-                    raise InvalidSetting(
-                        f"config.{key} {ranks}: a {kind} has {host.cores} NeuronCores, and a rank takes one",
-                        remedy=f"set config.{key} to {host.cores} or less, or leave it out",
-                    )
+                refuse_if(
+                    ranks is not None and ranks > host.cores,
+                    f"config.{key} {ranks}: a {kind} has {host.cores} NeuronCores, and a rank takes one",
+                    remedy=f"set config.{key} to {host.cores} or less, or leave it out",
+                )
         return self
 
     @property
@@ -477,11 +488,6 @@ class Settings(SettingsSection):
     def instance_types(self) -> tuple[str, ...]:
         """Types of the hosts that Batch starts, that of the gangs first."""
         return tuple(dict.fromkeys([self.instance_type, self.embed_instance_type]))
-
-    @property
-    def gang_meets(self) -> bool:
-        """Whether nodes of the gangs' type can communicate: by EFA, or without NeuronCores by TCP."""
-        return bool(self.train_hardware.efa_interfaces) or not self.train_hardware.neuron_devices
 
     def minutes(self, stage: Stage) -> int:
         """Minutes after which Batch ends an attempt of a stage."""
@@ -524,9 +530,11 @@ class Settings(SettingsSection):
             model: the initial model too.
         """
         config = self.run_config()
-        named = [*self.read]
-        named += [*config.data.train, *config.data.corpus] if shards else []
-        named += [uri for uri in (config.model.initial, config.model.base) if uri] if model else []
+        named = [
+            *self.read,
+            *((*config.data.train, *config.data.corpus) if shards else ()),
+            *((uri for uri in (config.model.initial, config.model.base) if uri) if model else ()),
+        ]
         found = []
         for path in [uri.removeprefix("s3://") for uri in named if is_s3(uri)]:
             if not path.endswith("/") and "/" in path:

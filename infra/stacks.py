@@ -32,13 +32,8 @@ PARENT_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.
 INGESTED = "ingested/*"
 """Rows and tokens of input shards, shared by all runs: written by ingest alone."""
 
-INGESTED_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH)
-"""prepare asks whether a shard is ingested; publish names the documents without an embedding."""
-
 SEEN = "seen/*"
 """The rows that each run was the first of its lineage to train on: written by train alone."""
-
-SEEN_READERS = (Stage.PREPARE, Stage.PLAN, Stage.TRAIN)
 
 GRAPHS = "graphs/*"
 """Compiled sets, shared by all runs of one configuration: written by compile alone."""
@@ -46,8 +41,15 @@ GRAPHS = "graphs/*"
 COMPILER_CACHE = "graphs/neuron-cache/*"
 """The compiler's persistent cache among them, in which a graph that training meets unannounced is compiled, too."""
 
-GRAPH_READERS = (Stage.PREPARE, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)
-"""Stages that look for compiled sets or load them."""
+READERS: dict[str, tuple[Stage, ...]] = {
+    # Stages that look for compiled sets or load them.
+    GRAPHS: (Stage.PREPARE, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED),
+    # prepare asks whether a shard is ingested; publish names the documents without an embedding.
+    INGESTED: (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH),
+    SEEN: (Stage.PREPARE, Stage.PLAN, Stage.TRAIN),
+    "data/*": (*SHARD_READERS, *PARENT_READERS),
+}
+"""Objects besides the run folders and the registry -> the stages that read them."""
 
 CACHE_WRITERS = (Stage.COMPILE, Stage.TRAIN)
 
@@ -76,9 +78,12 @@ class DataStack(Stack):
         for repository in (self.storage.neuron_repository, self.storage.cpu_repository):
             self.export_value(repository.repository_arn)
             self.export_value(repository.repository_name)
-        CfnOutput(self, "BucketName", value=self.storage.bucket.bucket_name)
-        CfnOutput(self, "NeuronRepositoryUri", value=self.storage.neuron_repository.repository_uri)
-        CfnOutput(self, "CpuRepositoryUri", value=self.storage.cpu_repository.repository_uri)
+        for name, value in (
+            ("BucketName", self.storage.bucket.bucket_name),
+            ("NeuronRepositoryUri", self.storage.neuron_repository.repository_uri),
+            ("CpuRepositoryUri", self.storage.cpu_repository.repository_uri),
+        ):
+            CfnOutput(self, name, value=value)
 
 
 class PipelineStack(Stack):
@@ -154,9 +159,12 @@ class PipelineStack(Stack):
         if settings.budget is not None:
             MonthlyBudget(self, "Budget", name=settings.name, usd=settings.budget, topic=topic.topic, topic_key=topic.key)
         self._grant(settings, workflow.state_machine.role, jobs.roles, storage, compute.accelerator_environment_names)
-        CfnOutput(self, "StateMachineArn", value=workflow.state_machine.state_machine_arn)
-        CfnOutput(self, "TopicArn", value=topic.topic.topic_arn)
-        CfnOutput(self, "JobLogGroup", value=storage.job_logs.log_group_name)
+        for name, value in (
+            ("StateMachineArn", workflow.state_machine.state_machine_arn),
+            ("TopicArn", topic.topic.topic_arn),
+            ("JobLogGroup", storage.job_logs.log_group_name),
+        ):
+            CfnOutput(self, name, value=value)
 
     def _grant(
         self,
@@ -170,8 +178,12 @@ class PipelineStack(Stack):
         for role in (machine_role, *stage_roles.values()):
             _allow_keys(role, ["kms:Decrypt", "kms:GenerateDataKey"], own_key)
         # https://docs.aws.amazon.com/amazondynamodb/latest/developerguide/encryption.usagenotes.html
-        locking = ["kms:Decrypt", "kms:DescribeKey", "kms:Encrypt", "kms:GenerateDataKey", "kms:ReEncryptFrom", "kms:ReEncryptTo"]
-        _allow_keys(machine_role, locking, own_key, service="dynamodb")
+        _allow_keys(
+            machine_role,
+            ["kms:Decrypt", "kms:DescribeKey", "kms:Encrypt", "kms:GenerateDataKey", "kms:ReEncryptFrom", "kms:ReEncryptTo"],
+            own_key,
+            service="dynamodb",
+        )
         for stage, role in stage_roles.items():
             self._grant_storage(stage, role, storage)
             if STAGES[stage].queue is not Queue.CPU:
@@ -188,13 +200,7 @@ class PipelineStack(Stack):
             Stage.TRAIN: ["runs/*/model/*", SEEN, COMPILER_CACHE],
             Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*"],
         }
-        shared = {
-            GRAPHS: GRAPH_READERS,
-            INGESTED: INGESTED_READERS,
-            SEEN: SEEN_READERS,
-            "data/*": (*SHARD_READERS, *PARENT_READERS),
-        }
-        read = ["runs/*", "registry/*", *(pattern for pattern, readers in shared.items() if stage in readers)]
+        read = ["runs/*", "registry/*", *(pattern for pattern, readers in READERS.items() if stage in readers)]
         own = [f"runs/*/{stage}/*", *written.get(stage, [])]
         _allow(role, ["s3:ListBucket"], [bucket.bucket_arn])
         _allow(role, ["s3:GetObject"], [bucket.arn_for_objects(pattern) for pattern in read])
@@ -269,12 +275,11 @@ def _allow_keys(role: iam.IRole, actions: list[str], keys: Sequence[str], *, ser
     """The use of keys through a service that decrypts on behalf of its caller, and for nothing else
     (https://docs.aws.amazon.com/kms/latest/developerguide/conditions-kms.html#conditions-kms-via-service)."""
     for key in keys:
-        region = key.split(":")[3]
         role.add_to_principal_policy(
             iam.PolicyStatement(
                 actions=actions,
                 resources=[key],
-                conditions={"StringEquals": {"kms:ViaService": f"{service}.{region}.amazonaws.com"}},
+                conditions={"StringEquals": {"kms:ViaService": f"{service}.{key.split(':')[3]}.amazonaws.com"}},
             )
         )
 

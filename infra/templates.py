@@ -81,8 +81,12 @@ class Stacks:
     @classmethod
     def read(cls, folder: Path) -> Stacks:
         """Read the stacks of a cloud assembly; the data stack, which is deployed first, is the first."""
-        names = {path.name.removesuffix(".template.json"): path for path in sorted(folder.glob("*.template.json"))}
-        return cls({name: json.loads(path.read_text()) for name, path in names.items()})
+        return cls(
+            {
+                path.name.removesuffix(".template.json"): json.loads(path.read_text())
+                for path in sorted(folder.glob("*.template.json"))
+            }
+        )
 
     def unresolved(self, kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Stack, logical id and properties of every resource of a type, with unresolved references."""
@@ -111,23 +115,24 @@ class Stacks:
         return {key: self.resolve(stack, inner) for key, inner in value.items()}
 
     def _call(self, stack: str, function: str, argument: Any) -> Any:
-        if function == "Ref":
-            return self._ref(stack, argument)
-        if function == "Fn::GetAtt":
-            logical_id, attribute = argument
-            if attribute.endswith("Arn"):
-                return self._arn(stack, logical_id)
-            return self._name(stack, logical_id) if attribute.endswith("Name") else f"{logical_id}.{attribute}"
-        if function == "Fn::ImportValue":
-            exporter, value = self._exports[json.dumps(argument)]
-            return self.resolve(exporter, value)
-        arguments = self.resolve(stack, argument)
-        if function == "Fn::Join":
-            return arguments[0].join(map(str, arguments[1]))
-        if function == "Fn::Select":
-            return arguments[1][int(arguments[0])]
-        if function == "Fn::Split":
-            return arguments[1].split(arguments[0])
+        match function:
+            case "Ref":
+                return self._ref(stack, argument)
+            case "Fn::GetAtt":
+                logical_id, attribute = argument
+                if attribute.endswith("Arn"):
+                    return self._arn(stack, logical_id)
+                return self._name(stack, logical_id) if attribute.endswith("Name") else f"{logical_id}.{attribute}"
+            case "Fn::ImportValue":
+                exporter, value = self._exports[json.dumps(argument)]
+                return self.resolve(exporter, value)
+        match function, self.resolve(stack, argument):
+            case "Fn::Join", [separator, parts]:
+                return separator.join(map(str, parts))
+            case "Fn::Select", [index, values]:
+                return values[int(index)]
+            case "Fn::Split", [separator, text]:
+                return text.split(separator)
         raise Defect("the template uses a function that the local endpoint does not know", value=function)
 
     def _ref(self, stack: str, target: str) -> Any:
@@ -150,6 +155,5 @@ class Stacks:
 
     def _arn(self, stack: str, logical_id: str) -> str:
         kind = self.templates[stack]["Resources"][logical_id]["Type"]
-        service = kind.split("::")[1].lower()
-        pattern: str = ARNS.get(kind, "arn:aws:" + service + ":{region}:{account}:{name}")
+        pattern = ARNS.get(kind, f"arn:aws:{kind.split('::')[1].lower()}:{{region}}:{{account}}:{{name}}")
         return pattern.format(region=REGION, account=ACCOUNT, name=self._name(stack, logical_id))

@@ -313,7 +313,7 @@ def tune(
     from rich.console import Console
 
     from pipeline.commands import tune as tuning
-    from pipeline.host.child import terminable
+    from pipeline.commands.terminal import terminable
 
     console = Console(stderr=as_json)
     with terminable():
@@ -390,7 +390,7 @@ def graphs(
 
     from pipeline.commands import graphs as compiled
     from pipeline.commands.graphs_display import show
-    from pipeline.host.child import terminable
+    from pipeline.commands.terminal import terminable
 
     console = Console(stderr=as_json)
     with terminable():

@@ -41,7 +41,7 @@ FARGATE_MEMORY_MIB = 30 * 1024
 FARGATE_DISK_GIB = 200
 """Size of every job on Fargate: ingest, plan and publish hold groups of rows and files in it."""
 
-ROOT_VOLUME_GIB = 500
+ROOT_DEVICE, ROOT_VOLUME_GIB = "/dev/xvda", 500
 """Disk of an accelerator's host: the Neuron image, the row files, a new checkpoint, and an array child's parts at once."""
 
 LONGEST_KEY = 1024

@@ -19,7 +19,7 @@ from constructs import Construct
 
 from infra.setting_sections import CapacityReservation
 from infra.settings import AMI_PARAMETER, COST_TAG, Settings
-from pipeline.contract import ROOT_VOLUME_GIB, Queue
+from pipeline.contract import ROOT_DEVICE, ROOT_VOLUME_GIB, Queue
 from pipeline.cost import HARDWARE
 
 STUCK_REASONS = (
@@ -256,7 +256,7 @@ class Compute(Construct):
                 else None,
                 block_device_mappings=[
                     template.BlockDeviceMappingProperty(
-                        device_name="/dev/xvda",
+                        device_name=ROOT_DEVICE,
                         ebs=template.EbsProperty(
                             volume_size=ROOT_VOLUME_GIB,
                             volume_type="gp3",
@@ -298,8 +298,7 @@ class Compute(Construct):
         parameter = AMI_PARAMETER.fullmatch(self._settings.ami or "")
         if parameter is None:
             return self._settings.ami
-        reference = f"{parameter['name']}:{parameter['version']}"
-        return CfnDynamicReference(CfnDynamicReferenceService.SSM, reference).to_string()
+        return CfnDynamicReference(CfnDynamicReferenceService.SSM, f"{parameter['name']}:{parameter['version']}").to_string()
 
     def _queue(self, queue: Queue, environment: batch.CfnComputeEnvironment, policy: batch.CfnSchedulingPolicy) -> str:
         return batch.CfnJobQueue(

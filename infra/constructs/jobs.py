@@ -225,9 +225,10 @@ class Jobs(Construct):
 
 
 def _linux_parameters(hardware: Hardware, *, gang: bool) -> batch.CfnJobDefinition.LinuxParametersProperty:
-    paths = [f"/dev/neuron{index}" for index in range(hardware.neuron_devices)]
-    if gang:
-        paths += [f"/dev/infiniband/uverbs{index}" for index in range(hardware.efa_interfaces)]
+    paths = [
+        *(f"/dev/neuron{index}" for index in range(hardware.neuron_devices)),
+        *(f"/dev/infiniband/uverbs{index}" for index in range(hardware.efa_interfaces if gang else 0)),
+    ]
     return batch.CfnJobDefinition.LinuxParametersProperty(
         init_process_enabled=True,
         # Ranks of one node exchange gradients and batches through it; the default is 64 MiB.

@@ -55,6 +55,8 @@ PANELS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
 )
 """Panels of the dashboard, two in a row: title, metrics."""
 
+field = events.EventField.from_path
+
 
 class Topic(Construct):
     """The topic of outcomes, notices and alarms.
@@ -99,11 +101,7 @@ class Topic(Construct):
 
 
 class Monitoring(Construct):
-    """Notices, alarms and the dashboard of one deployment.
-
-    Attributes:
-        alarms: by name.
-    """
+    """Notices, alarms and the dashboard of one deployment."""
 
     def __init__(
         self,
@@ -129,7 +127,6 @@ class Monitoring(Construct):
         self._topic = topic
         self._console = console
         self._machine = state_machine
-        self.alarms: dict[str, cloudwatch.Alarm] = {}
         self._notice_unfinished()
         if default_group_id is not None:
             self._notice_default_group(default_group_id)
@@ -146,14 +143,11 @@ class Monitoring(Construct):
             metric_value="1",
             default_value=0,
         ).metric(period=Duration.hours(1), statistic="Sum")
-        self._alarms_of_runs(settings, refused, watches, dead_letters)
-        self._alarms_of_jobs(blocked)
-        self._dashboard(refused, dead_letters)
+        self._dashboard(self._alarms(settings, refused, watches, dead_letters, blocked), refused, dead_letters)
 
     def _notice_unfinished(self) -> None:
-        field = events.EventField.from_path
+        run, execution = field("$.detail.name"), field("$.detail.executionArn")
         for status, name in (("ABORTED", "Aborted"), ("TIMED_OUT", "TimedOut")):
-            run, execution = field("$.detail.name"), field("$.detail.executionArn")
             self._notice(
                 f"{name}Notice",
                 description=f"Executions that ended {status}, without running their last states",
@@ -168,7 +162,6 @@ class Monitoring(Construct):
             )
 
     def _notice_blocked_queues(self, queue_arns: Sequence[str]) -> events.Rule:
-        field = events.EventField.from_path
         return self._notice(
             "QueueBlockedNotice",
             description="Queues whose first job cannot be placed",
@@ -184,7 +177,6 @@ class Monitoring(Construct):
 
     def _notice_default_group(self, group_id: str) -> None:
         """Rules that empty default groups (Security Hub EC2.2 and its remedies) would cut a gang's nodes off from each other."""
-        field = events.EventField.from_path
         self._notice(
             "DefaultGroupNotice",
             description="Rules removed from the VPC's default security group, which gangs' containers have",
@@ -210,15 +202,19 @@ class Monitoring(Construct):
             targets=[targets.SnsTopic(self._topic, message=events.RuleTargetInput.from_text(message))],
         )
 
-    def _alarms_of_runs(
+    def _alarms(
         self,
         settings: Settings,
         refused: cloudwatch.Metric,
         watches: Mapping[str, sfn.StateMachine],
         dead_letters: sqs.IQueue,
-    ) -> None:
-        hours = Duration.hours(1)
-        machine = self._machine
+        blocked: events.Rule,
+    ) -> list[cloudwatch.IAlarm]:
+        """
+        Args:
+            blocked: the rule for blocked queues; Batch has no other count of them.
+        """
+        machine, hours, soon = self._machine, Duration.hours(1), Duration.minutes(5)
         failed = cloudwatch.MathExpression(
             # Where the log did not arrive, a refused run is called failed: nothing goes unnoticed.
             expression="failed - FILL(refused, 0)",
@@ -235,22 +231,6 @@ class Monitoring(Construct):
             period=hours,
             label="Watches that failed",
         )
-        budget = settings.run_config().time_budget.total_seconds()
-        self._alarm("Failed", failed, 1)
-        self._alarm("Refused", refused, 1)
-        self._alarm("Aborted", machine.metric_aborted(period=hours, statistic="Sum"), 1)
-        self._alarm("TimedOut", machine.metric_timed_out(period=hours, statistic="Sum"), 1)
-        # After its end; a watch notifies while it still runs.
-        self._alarm("Overdue", machine.metric("ExecutionTime", period=hours, statistic="Maximum"), budget * 1000)
-        self._alarm("NotStarted", _waiting_messages(dead_letters), 1)
-        self._alarm("WatchFailed", broken, 1)
-
-    def _alarms_of_jobs(self, blocked: events.Rule) -> None:
-        """
-        Args:
-            blocked: the rule for blocked queues; Batch has no other count of them.
-        """
-        soon = Duration.minutes(5)
         notices = cloudwatch.Metric(
             namespace="AWS/Events",
             metric_name="Invocations",
@@ -259,29 +239,38 @@ class Monitoring(Construct):
             period=soon,
             label="Queues that are blocked",
         )
-        self._alarm("QueueBlocked", notices, 1)
-        self._alarm("UnhealthyHost", self._metric(Metric.UNHEALTHY_HOSTS, soon), 1)
-        self._alarm("MemoryErrors", self._metric(Metric.ECC_UNCORRECTED, soon), 1)
-        self._alarm("NewGraphs", self._metric(Metric.NEW_GRAPHS, soon, stage=Stage.TRAIN), 1)
-        self._alarm("CheckpointStall", self._metric(Metric.CHECKPOINT_STALL_SECONDS, soon), CHECKPOINT_STALL_SECONDS)
+        thresholds: dict[str, tuple[cloudwatch.IMetric, float]] = {
+            "Failed": (failed, 1),
+            "Refused": (refused, 1),
+            "Aborted": (machine.metric_aborted(period=hours, statistic="Sum"), 1),
+            "TimedOut": (machine.metric_timed_out(period=hours, statistic="Sum"), 1),
+            # After its end; a watch notifies while it still runs.
+            "Overdue": (
+                machine.metric("ExecutionTime", period=hours, statistic="Maximum"),
+                settings.run_config().time_budget.total_seconds() * 1000,
+            ),
+            "NotStarted": (_waiting_messages(dead_letters), 1),
+            "WatchFailed": (broken, 1),
+            "QueueBlocked": (notices, 1),
+            "UnhealthyHost": (self._metric(Metric.UNHEALTHY_HOSTS, soon), 1),
+            "MemoryErrors": (self._metric(Metric.ECC_UNCORRECTED, soon), 1),
+            "NewGraphs": (self._metric(Metric.NEW_GRAPHS, soon, stage=Stage.TRAIN), 1),
+            "CheckpointStall": (self._metric(Metric.CHECKPOINT_STALL_SECONDS, soon), CHECKPOINT_STALL_SECONDS),
+        }
+        return [self._alarm(name, metric, threshold) for name, (metric, threshold) in thresholds.items()]
 
     def _metric(self, metric: Metric, period: Duration, *, stage: Stage | None = None) -> cloudwatch.Metric:
         """One metric of the catalogue, of all stages together or of one."""
-        spec = METRICS[metric]
-        names = (DEPLOYMENT_DIMENSION,) if stage is None else (DEPLOYMENT_DIMENSION, STAGE_DIMENSION)
-        if names not in spec.dimensions:
-            raise ValueError(f"{metric} is not kept under {names}")
-        values = {DEPLOYMENT_DIMENSION: self._name, STAGE_DIMENSION: stage.value if stage else ""}
         return cloudwatch.Metric(
             namespace=METRICS_NAMESPACE,
             metric_name=metric.value,
-            dimensions_map={name: values[name] for name in names},
-            statistic=spec.statistic,
+            dimensions_map={DEPLOYMENT_DIMENSION: self._name, **({STAGE_DIMENSION: stage.value} if stage else {})},
+            statistic=METRICS[metric].statistic,
             period=period,
             label=stage.value if stage else metric.value,
         )
 
-    def _alarm(self, name: str, metric: cloudwatch.IMetric, threshold: float) -> None:
+    def _alarm(self, name: str, metric: cloudwatch.IMetric, threshold: float) -> cloudwatch.IAlarm:
         alarm = cloudwatch.Alarm(
             self,
             name,
@@ -294,9 +283,9 @@ class Monitoring(Construct):
             treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
         )
         alarm.add_alarm_action(actions.SnsAction(self._topic))
-        self.alarms[name] = alarm
+        return alarm
 
-    def _dashboard(self, refused: cloudwatch.Metric, dead_letters: sqs.IQueue) -> None:
+    def _dashboard(self, alarms: list[cloudwatch.IAlarm], refused: cloudwatch.Metric, dead_letters: sqs.IQueue) -> None:
         day, often, machine = Duration.days(1), Duration.minutes(5), self._machine
         runs = [
             machine.metric_started(period=day, statistic="Sum"),
@@ -308,14 +297,14 @@ class Monitoring(Construct):
         ]
         took = machine.metric("ExecutionTime", period=day, statistic="Maximum")
         panels = [
-            cloudwatch.GraphWidget(
-                title=title, width=12, left=[line for metric in metrics for line in self._lines(metric, often)]
-            )
-            for title, metrics in PANELS
+            *(
+                cloudwatch.GraphWidget(
+                    title=title, width=12, left=[line for metric in metrics for line in self._lines(metric, often)]
+                )
+                for title, metrics in PANELS
+            ),
+            cloudwatch.GraphWidget(title="Starts that could not be delivered", width=12, left=[_waiting_messages(dead_letters)]),
         ]
-        panels.append(
-            cloudwatch.GraphWidget(title="Starts that could not be delivered", width=12, left=[_waiting_messages(dead_letters)])
-        )
         links = {
             "Executions": self._console.machine(machine.state_machine_arn),
             "Log of all jobs": self._console.job_log_group,
@@ -330,7 +319,7 @@ class Monitoring(Construct):
             default_interval=Duration.days(90),
             widgets=[
                 [cloudwatch.TextWidget(markdown=text, width=24, height=3)],
-                [cloudwatch.AlarmStatusWidget(title="Alarms", width=24, height=3, alarms=list(self.alarms.values()))],
+                [cloudwatch.AlarmStatusWidget(title="Alarms", width=24, height=3, alarms=alarms)],
                 [
                     cloudwatch.GraphWidget(title="Runs", width=12, left=runs),
                     cloudwatch.GraphWidget(title="Duration of runs", width=12, left=[took]),
@@ -342,9 +331,7 @@ class Monitoring(Construct):
     def _lines(self, metric: Metric, period: Duration) -> list[cloudwatch.IMetric]:
         """A line per stage where there are several."""
         stages = METRICS[metric].stages
-        if len(stages) == 1:
-            return [self._metric(metric, period)]
-        return [self._metric(metric, period, stage=stage) for stage in stages]
+        return [self._metric(metric, period, stage=stage) for stage in (stages if len(stages) > 1 else (None,))]
 
 
 def _waiting_messages(queue: sqs.IQueue) -> cloudwatch.Metric:

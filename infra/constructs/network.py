@@ -23,7 +23,6 @@ ADDRESSES = ipaddress.ip_network("10.0.0.0/16")
 SUBNET_PREFIX = 20
 """A trn1.32xlarge takes eight addresses and its container one more: a /20 holds some 450 nodes."""
 
-HARD_CODED_ZONE = "CloudFormation-Validate::W3010"
 INTERFACE_ENDPOINTS = ("ECR", "ECR_DOCKER", "CLOUDWATCH_LOGS", "ECS", "ECS_AGENT", "ECS_TELEMETRY", "BATCH")
 
 
@@ -63,18 +62,19 @@ class Network(Construct):
             if group is not None:
                 _allow_egress(group, settings.vpc)
         if existing is None:
-            # Deleted with the VPC whose traffic it records.
-            rejected = logs.LogGroup(
-                self,
-                "Rejected",
-                retention=RETENTION[settings.retention.log_days],
-                removal_policy=RemovalPolicy.DESTROY,
-                encryption_key=customer_key(self, settings),
-            )
             self.vpc.add_flow_log(
                 "FlowLog",
                 traffic_type=ec2.FlowLogTrafficType.REJECT,
-                destination=ec2.FlowLogDestination.to_cloud_watch_logs(rejected),
+                destination=ec2.FlowLogDestination.to_cloud_watch_logs(
+                    logs.LogGroup(
+                        self,
+                        "Rejected",
+                        retention=RETENTION[settings.retention.log_days],
+                        # Deleted with the VPC whose traffic it records.
+                        removal_policy=RemovalPolicy.DESTROY,
+                        encryption_key=customer_key(self, settings),
+                    )
+                ),
             )
             self._add_endpoints(settings)
 
@@ -101,17 +101,18 @@ class Network(Construct):
                 availability_zone=zone,
                 route_table_id=subnet.route_table_id,
             )
-        block = list(ADDRESSES.subnets(new_prefix=SUBNET_PREFIX))[ZONE_LETTERS.index(letter)]
         own = ec2.PrivateSubnet(
             self,
             f"Private{letter.upper()}",
             vpc_id=self.vpc.vpc_id,
             availability_zone=zone,
-            cidr_block=str(block),
+            cidr_block=str(list(ADDRESSES.subnets(new_prefix=SUBNET_PREFIX))[ZONE_LETTERS.index(letter)]),
             map_public_ip_on_launch=False,
         )
         # "Avoid hardcoding availability zones": few have trn1, and looking them up would need the account at synth.
-        Validations.of(own).acknowledge(Acknowledgment(id=HARD_CODED_ZONE, reason="The settings name the zones that have trn1."))
+        Validations.of(own).acknowledge(
+            Acknowledgment(id="CloudFormation-Validate::W3010", reason="The settings name the zones that have trn1.")
+        )
         return own
 
     def _add_endpoints(self, settings: Settings) -> None:

@@ -60,16 +60,19 @@ class Storage(Construct):
             # In a versioned bucket the expiration alone only hides an object.
             noncurrent_version_expiration=Duration.days(1),
         )
-        # Cheaper storage for objects that nothing reads; reading one later costs nothing and takes no longer.
-        tiering = s3.Transition(storage_class=s3.StorageClass.INTELLIGENT_TIERING, transition_after=Duration.days(keep.cold_days))
-        cold = s3.LifecycleRule(id="cold", transitions=[tiering])
-        # S3 delivers access logs to no bucket with a key of KMS
-        # (https://docs.aws.amazon.com/AmazonS3/latest/userguide/enable-server-access-logging.html).
-        log_bucket = self._bucket("AccessLogs", key=None, lifecycle_rules=[expire])
+        cold = s3.LifecycleRule(
+            id="cold",
+            transitions=[
+                # Cheaper storage for objects that nothing reads; reading one later costs nothing and takes no longer.
+                s3.Transition(storage_class=s3.StorageClass.INTELLIGENT_TIERING, transition_after=Duration.days(keep.cold_days))
+            ],
+        )
         self.bucket = self._bucket(
             "Bucket",
             key=self._key,
-            server_access_logs_bucket=log_bucket,
+            # S3 delivers access logs to no bucket with a key of KMS
+            # (https://docs.aws.amazon.com/AmazonS3/latest/userguide/enable-server-access-logging.html).
+            server_access_logs_bucket=self._bucket("AccessLogs", key=None, lifecycle_rules=[expire]),
             server_access_logs_prefix="bucket/",
             lifecycle_rules=[
                 s3.LifecycleRule(

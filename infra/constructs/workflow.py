@@ -91,7 +91,7 @@ class Workflow(Construct):
         jobs = arn(service="batch", resource="job", resource_name="*")
         rule = arn(service="events", resource="rule", resource_name="StepFunctionsGetEventsForBatchJobsRule")
         executions = f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"
-        statements = [
+        for actions, resources in (
             (["batch:SubmitJob"], [*definitions, *queue_arns.values()]),
             (["batch:TagResource", "batch:TerminateJob"], [jobs, *definitions]),
             (["batch:DescribeJobs"], ["*"]),
@@ -104,6 +104,5 @@ class Workflow(Construct):
             (["states:DescribeExecution"], [executions]),
             (["sns:Publish"], [topic.topic_arn]),
             (["kms:GenerateDataKey", "kms:Decrypt"], [topic_key.key_arn]),
-        ]
-        for actions, resources in statements:
+        ):
             self.state_machine.add_to_role_policy(iam.PolicyStatement(actions=actions, resources=resources))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -29,11 +29,12 @@ THREADS = 8
 HOME_REGION = "us-east-1"
 """Always enabled: a region that is not enabled knows none of the account's keys, so calls about the account itself go here."""
 
-HOME_SERVICES = frozenset({"account", "sts"})
-
 IAM_PREFIX = {"service-quotas": "servicequotas", "stepfunctions": "states"}
-IAM_ACTION = {"budgets:DescribeBudgets": "budgets:ViewBudget", "s3:HeadBucket": "s3:ListBucket"}
-IAM_ACTION |= {"s3:GetBucketEncryption": "s3:GetEncryptionConfiguration"}
+IAM_ACTION = {
+    "budgets:DescribeBudgets": "budgets:ViewBudget",
+    "s3:HeadBucket": "s3:ListBucket",
+    "s3:GetBucketEncryption": "s3:GetEncryptionConfiguration",
+}
 """Permissions whose name differs from the operation's (Service Authorization Reference)."""
 
 
@@ -70,8 +71,8 @@ def ok(what: str, value: object = "") -> DoctorFinding:
     return DoctorFinding(level=Level.OK, what=what, value=str(value))
 
 
-def warning(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> DoctorFinding:
-    return DoctorFinding(level=Level.WARNING, what=what, value=str(value), rule=rule, remedy=remedy)
+def warning(what: str, *, value: object = "", rule: str = "", remedy: str = "", transient: bool = False) -> DoctorFinding:
+    return DoctorFinding(level=Level.WARNING, what=what, value=str(value), rule=rule, remedy=remedy, transient=transient)
 
 
 def problem(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> DoctorFinding:
@@ -79,15 +80,7 @@ def problem(what: str, *, value: object = "", rule: str = "", remedy: str = "") 
 
 
 class Denied(Exception):
-    """The credentials lack the permission for a call.
-
-    Attributes:
-        action: the permission that is missing.
-    """
-
-    def __init__(self, action: str) -> None:
-        super().__init__(action)
-        self.action = action
+    """The credentials lack a permission, its only argument."""
 
 
 class NotAuthenticated(Exception):
@@ -157,7 +150,7 @@ class Aws:
             if service not in self._clients:
                 self._clients[service] = self._session.client(
                     service,
-                    region_name=HOME_REGION if service in HOME_SERVICES else self._region,
+                    region_name=HOME_REGION if service in ("account", "sts") else self._region,
                     config=Config(connect_timeout=5, read_timeout=30, retries={"mode": "standard", "max_attempts": 5}),
                 )
             return self._clients[service]
@@ -230,6 +223,18 @@ class Subject:
         listed = self.ask("cloudformation", "ListStackResources", StackName=stack)["StackResourceSummaries"]
         return [one["PhysicalResourceId"] for one in listed if one["ResourceType"] == kind and "PhysicalResourceId" in one]
 
+    def deployed(self, kind: str, service: str, operation: str, parameter: str) -> dict[str, Any]:
+        """Describe the pipeline stack's resources of a type; {} where it has none, as nothing named would mean all there are.
+
+        Args:
+            parameter: name of the parameter that takes their ids.
+
+        Raises:
+            Refused: there is no such stack.
+        """
+        ids = self.physical(self.blueprint.pipeline_stack, kind)
+        return self.ask(service, operation, **{parameter: ids}) if ids else {}
+
 
 Findings = Iterator[DoctorFinding]
 
@@ -262,20 +267,18 @@ class Check:
             return subject.ask(service, operation, **parameters)
 
         try:
-            # One by one, so that those before an error stay.
-            for finding in self.find(dataclasses.replace(subject, ask=ask)):
-                found.append(finding)
+            # Takes them one by one: those before an error stay.
+            found.extend(self.find(dataclasses.replace(subject, ask=ask)))
         except Denied as denied:
             found.append(
                 warning(
-                    f"the check needs the permission {denied.action}",
+                    f"the check needs the permission {denied}",
                     rule="doctor only reads, and skips what it may not read",
                     remedy="trnpipe doctor --policy prints the permissions that it needs",
                 )
             )
         except Unavailable as error:
-            gone = warning("the service does not answer now", value=error, remedy="try again")
-            found.append(dataclasses.replace(gone, transient=True))
+            found.append(warning("the service does not answer now", value=error, remedy="try again", transient=True))
         except Refused as refused:
             found.append(problem("a call failed", value=refused, remedy="read the error's message"))
         return [dataclasses.replace(finding, area=self.area) for finding in found]
@@ -308,5 +311,4 @@ def policy(checks: Iterable[Check], more: Iterable[str] = ()) -> dict[str, Any]:
         more: further calls, as `service:Operation`.
     """
     actions = {permission(need) for one in checks for need in one.needs} | {permission(need) for need in more}
-    statement: Mapping[str, Any] = {"Effect": "Allow", "Action": sorted(actions), "Resource": "*"}
-    return {"Version": "2012-10-17", "Statement": [statement]}
+    return {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": sorted(actions), "Resource": "*"}]}

@@ -23,14 +23,6 @@ GATEWAY_SERVICES = ("s3", "dynamodb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Root:
-    """A launch template's root volume."""
-
-    device: str
-    gib: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerImage:
     """A container image that jobs run.
 
@@ -44,10 +36,10 @@ class ContainerImage:
 
     name: str
     uri: str
-    repository: str | None
-    version: str
-    registry: str | None
-    region: str | None
+    repository: str | None = None
+    version: str = ""
+    registry: str | None = None
+    region: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +54,6 @@ class Fleet:
         interfaces: network interfaces of the host itself, without that of a gang's container.
         subnet_ids: where an existing VPC's subnets are named.
         zones: where the subnets are our own.
-        root: None on Fargate.
     """
 
     name: str
@@ -72,7 +63,6 @@ class Fleet:
     interfaces: int
     subnet_ids: tuple[str, ...]
     zones: tuple[str, ...]
-    root: Root | None
 
     @property
     def forms_gangs(self) -> bool:
@@ -122,10 +112,6 @@ class Blueprint:
         if "LaunchTemplate" in compute:
             templates = self.resources("AWS::EC2::LaunchTemplate")
             launch = templates[compute["LaunchTemplate"]["LaunchTemplateId"]["Ref"]]["LaunchTemplateData"]
-        roots = [
-            Root(device=mapping["DeviceName"], gib=mapping["Ebs"]["VolumeSize"])
-            for mapping in launch.get("BlockDeviceMappings", ())
-        ]
         return Fleet(
             name=logical_id,
             market=compute["Type"],
@@ -136,7 +122,6 @@ class Blueprint:
             zones=tuple(
                 subnets[subnet["Ref"]]["AvailabilityZone"] for subnet in compute["Subnets"] if not isinstance(subnet, str)
             ),
-            root=next(iter(roots), None),
         )
 
 
@@ -159,9 +144,8 @@ def draw(context: Mapping[str, Any]) -> Blueprint:
     Raises:
         BadConfig: the settings are refused.
     """
-    settings = read_settings(context)
     with tempfile.TemporaryDirectory(prefix="trnpipe-doctor-") as folder:
-        return read_blueprint(synthesize(context, folder), settings)
+        return read_blueprint(synthesize(context, folder), read_settings(context))
 
 
 def read_blueprint(assembly: Path, settings: Settings) -> Blueprint:
@@ -184,23 +168,27 @@ def read_blueprint(assembly: Path, settings: Settings) -> Blueprint:
         bootstrap_version=max(properties["requiresBootstrapStackVersion"] for properties in stacks),
         bootstrap_parameter=stacks[0]["bootstrapStackVersionSsmParameter"],
         endpoint_services=tuple(getattr(ec2.InterfaceVpcEndpointAwsService, name).short_name for name in INTERFACE_ENDPOINTS),
-        containers=_containers(settings),
+        containers=(
+            _container(settings, "neuron", settings.images.neuron),
+            _container(settings, "cpu", settings.images.cpu),
+        ),
     )
 
 
-def _containers(settings: Settings) -> tuple[ContainerImage, ...]:
+def _container(settings: Settings, name: str, uri: str | None) -> ContainerImage:
     from infra.constructs.jobs import PRIVATE_IMAGE
 
-    found = []
-    for name, uri in (("neuron", settings.images.neuron), ("cpu", settings.images.cpu)):
-        private = PRIVATE_IMAGE.match(uri or "")
-        if uri is None:
-            repository, version = f"{settings.name}/{name}", settings.images.tag
-            uri, registry, region = f"{repository}:{version}", None, None
-        elif private is None:
-            repository, version, registry, region = None, "", None, None
-        else:
-            repository, registry, region = private["name"], private["account"], private["region"]
-            version = uri[private.end() + 1 :].rpartition("@")[2] or "latest"
-        found.append(ContainerImage(name=name, uri=uri, repository=repository, version=version, registry=registry, region=region))
-    return tuple(found)
+    if uri is None:
+        repository, tag = f"{settings.name}/{name}", settings.images.tag
+        return ContainerImage(name=name, uri=f"{repository}:{tag}", repository=repository, version=tag)
+    private = PRIVATE_IMAGE.match(uri)
+    if private is None:
+        return ContainerImage(name=name, uri=uri)
+    return ContainerImage(
+        name=name,
+        uri=uri,
+        repository=private["name"],
+        version=uri[private.end() + 1 :].rpartition("@")[2] or "latest",
+        registry=private["account"],
+        region=private["region"],
+    )

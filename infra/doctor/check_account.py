@@ -8,11 +8,26 @@ from infra.doctor.blueprint import Blueprint
 
 CREDENTIALS = "Credentials"
 CREDENTIAL_CALLS = ("sts:GetCallerIdentity",)
-ENABLED = ("ENABLED", "ENABLED_BY_DEFAULT")
-NO_STACK = ("ValidationError",)
 
-BATCH_ROLE = ("AWSServiceRoleForBatch", "batch.amazonaws.com")
-SPOT_ROLE = ("AWSServiceRoleForEC2Spot", "spot.amazonaws.com")
+ROLES = (
+    (
+        ("EC2", "SPOT", "FARGATE"),
+        "AWSServiceRoleForBatch",
+        "batch.amazonaws.com",
+        warning,
+        "the service-linked role of Batch is missing",
+        "the first compute environment creates it, if the deploying role may iam:CreateServiceLinkedRole",
+    ),
+    (
+        ("SPOT",),
+        "AWSServiceRoleForEC2Spot",
+        "spot.amazonaws.com",
+        problem,
+        "the service-linked role of EC2 Spot is missing",
+        "a Spot compute environment cannot request hosts without it",
+    ),
+)
+"""Service-linked roles: markets that need it, name, service, and the finding where it is missing."""
 
 
 def not_accepted(error: NotAuthenticated) -> DoctorFinding:
@@ -53,15 +68,16 @@ def region(subject: Subject) -> Findings:
             f"there is no region {name}", value=refused, rule="trnpipe.region", remedy="aws account list-regions names them all"
         )
         return
-    if status in ENABLED:
-        yield ok("region", f"{name}: {status}")
-    else:
-        yield problem(
+    yield (
+        ok("region", f"{name}: {status}")
+        if status in ("ENABLED", "ENABLED_BY_DEFAULT")
+        else problem(
             f"the region {name} is not enabled in this account",
             value=status,
             rule="an opt-in region answers no call before it is enabled",
             remedy=f"aws account enable-region --region-name {name} (takes minutes to hours)",
         )
+    )
 
 
 @check("Account", "ssm:GetParameter")
@@ -87,76 +103,68 @@ def bootstrap(subject: Subject) -> Findings:
 
 @check("Account", "iam:GetRole")
 def service_roles(subject: Subject) -> Findings:
-    spot = any(fleet.market == "SPOT" for fleet in subject.blueprint.fleets())
-    for name, service in (BATCH_ROLE, SPOT_ROLE) if spot else (BATCH_ROLE,):
-        remedy = f"aws iam create-service-linked-role --aws-service-name {service}"
-        if subject.seek(("NoSuchEntity",), "iam", "GetRole", RoleName=name) is not None:
-            yield ok("service-linked role", name)
-        elif service == SPOT_ROLE[1]:
-            yield problem(
-                "the service-linked role of EC2 Spot is missing",
-                value=name,
-                rule="a Spot compute environment cannot request hosts without it",
-                remedy=remedy,
-            )
-        else:
-            yield warning(
-                "the service-linked role of Batch is missing",
-                value=name,
-                rule="the first compute environment creates it, if the deploying role may iam:CreateServiceLinkedRole",
-                remedy=remedy,
-            )
+    markets = {fleet.market for fleet in subject.blueprint.fleets()}
+    for needed_by, name, service, tell, what, rule in ROLES:
+        if markets.intersection(needed_by):
+            remedy = f"aws iam create-service-linked-role --aws-service-name {service}"
+            found = subject.seek(("NoSuchEntity",), "iam", "GetRole", RoleName=name)
+            yield ok("service-linked role", name) if found is not None else tell(what, value=name, rule=rule, remedy=remedy)
 
 
 @check("Account", "cloudformation:DescribeStacks", "ecr:DescribeRepositories", "logs:DescribeLogGroups")
 def names(subject: Subject) -> Findings:
     """Retained resources of a deleted stack block a first deployment if they have fixed names."""
     blueprint = subject.blueprint
-    if subject.seek(NO_STACK, "cloudformation", "DescribeStacks", StackName=blueprint.data_stack) is not None:
+    if subject.seek(("ValidationError",), "cloudformation", "DescribeStacks", StackName=blueprint.data_stack) is not None:
         return
-    taken = []
-    for properties in blueprint.resources("AWS::ECR::Repository").values():
-        name = properties["RepositoryName"]
-        if subject.seek(("RepositoryNotFoundException",), "ecr", "DescribeRepositories", repositoryNames=[name]) is not None:
-            taken.append(f"image repository {name}")
+    absent = ("RepositoryNotFoundException",)
+    repositories = [properties["RepositoryName"] for properties in blueprint.resources("AWS::ECR::Repository").values()]
+    taken = [
+        f"image repository {name}"
+        for name in repositories
+        if subject.seek(absent, "ecr", "DescribeRepositories", repositoryNames=[name]) is not None
+    ]
     for properties in blueprint.resources("AWS::Logs::LogGroup").values():
         name = properties.get("LogGroupName")
         if isinstance(name, str):
             groups = subject.ask("logs", "DescribeLogGroups", logGroupNamePrefix=name)["logGroups"]
             taken += [f"log group {name}" for group in groups if group["logGroupName"] == name]
-    if taken:
-        yield problem(
+    yield (
+        problem(
             "names of the first deployment are taken",
             value=", ".join(taken),
             rule=f"the stack {blueprint.data_stack} does not exist, and cannot create resources that exist",
             remedy=f"{CDK} import {blueprint.data_stack} adopts them; or delete them, or set another trnpipe.name",
         )
-    else:
-        yield ok("names are free", f"for the first deployment of {blueprint.data_stack}")
+        if taken
+        else ok("names are free", f"for the first deployment of {blueprint.data_stack}")
+    )
 
 
 @check("Account", "budgets:DescribeBudgets")
 def budgets(subject: Subject) -> Findings:
     found = subject.ask("budgets", "DescribeBudgets", AccountId=subject.account).get("Budgets", [])
-    if found:
-        yield ok("budgets", ", ".join(budget["BudgetName"] for budget in found))
-    else:
-        yield warning(
+    yield (
+        ok("budgets", ", ".join(budget["BudgetName"] for budget in found))
+        if found
+        else warning(
             "this account has no budget",
             rule="an hour of a gang costs more than a month of everything else here, and no notification would report a runaway",
             remedy="https://console.aws.amazon.com/billing/home#/budgets/create",
         )
+    )
 
 
 @check("Notifications")
 def addressees(subject: Subject) -> Findings:
     addresses = subject.settings.notify
-    if addresses:
-        yield ok("notifications go to", ", ".join(addresses))
-    else:
-        yield warning(
+    yield (
+        ok("notifications go to", ", ".join(addresses))
+        if addresses
+        else warning(
             "no address receives notifications",
             value="notify is empty",
             rule="failures, refusals and alarms go to the addresses in `notify`",
             remedy='put them into the settings: "notify": ["team@example.com"], and deploy',
         )
+    )

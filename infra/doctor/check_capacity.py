@@ -25,7 +25,6 @@ QUOTAS: dict[tuple[str, str], tuple[str, str, str]] = {
 }
 """(market, family) -> service code, quota code and name in Service Quotas. All count vCPUs."""
 
-OPEN_REQUESTS = ("PENDING", "CASE_OPENED")
 SOON = timedelta(days=7)
 
 
@@ -66,15 +65,14 @@ def quotas(subject: Subject) -> Findings:
     settings = subject.settings
     for key, need in needs(subject.blueprint.fleets(), max(settings.allowed_nodes)).items():
         service, code, name = QUOTAS[key]
-        quota = subject.ask("service-quotas", "GetServiceQuota", ServiceCode=service, QuotaCode=code)["Quota"]
-        value = int(quota["Value"])
+        value = int(subject.ask("service-quotas", "GetServiceQuota", ServiceCode=service, QuotaCode=code)["Quota"]["Value"])
         if value >= need.most:
             yield ok(f"quota {name}", f"{value} vCPUs, asked for {need.most}")
             continue
         requested = subject.ask(
             "service-quotas", "ListRequestedServiceQuotaChangeHistoryByQuota", ServiceCode=service, QuotaCode=code
         )["RequestedQuotas"]
-        pending = [f"{request['DesiredValue']:g}" for request in requested if request["Status"] in OPEN_REQUESTS]
+        pending = [f"{request['DesiredValue']:g}" for request in requested if request["Status"] in ("PENDING", "CASE_OPENED")]
         remedy = (
             f"aws service-quotas request-service-quota-increase --service-code {service} --quota-code {code} "
             f"--desired-value {need.most} --region {settings.region}"
@@ -111,8 +109,9 @@ def zones(subject: Subject) -> Findings:
                 Filters=[{"Name": "instance-type", "Values": [instance_type]}],
             )["InstanceTypeOfferings"]
         }
-        if missing := sorted(asked - offered):
-            yield problem(
+        missing = sorted(asked - offered)
+        yield (
+            problem(
                 f"{', '.join(missing)} does not offer {instance_type}",
                 value=f"offered in: {', '.join(sorted(offered)) or 'no zone of ' + subject.settings.region}",
                 rule="hosts start in the zones of the settings only",
@@ -121,22 +120,24 @@ def zones(subject: Subject) -> Findings:
                 else "choose another region: aws ec2 describe-instance-type-offerings --region REGION "
                 f"--location-type availability-zone --filters Name=instance-type,Values={instance_type}",
             )
-        else:
-            yield ok(f"{instance_type} is offered in", ", ".join(sorted(asked)))
+            if missing
+            else ok(f"{instance_type} is offered in", ", ".join(sorted(asked)))
+        )
 
 
 @check("Capacity")
 def headroom(subject: Subject) -> Findings:
     settings = subject.settings
-    if settings.train_max_vcpus < settings.default_max_vcpus:
-        yield warning(
+    yield (
+        ok("hosts of gangs", f"at most {settings.train_max_vcpus} vCPUs, one host more than the widest gang")
+        if settings.train_max_vcpus >= settings.default_max_vcpus
+        else warning(
             "there is no room for one host more than the widest gang",
             value=f"max_vcpus {settings.train_max_vcpus}",
             rule=f"a host that fails its health check counts until it is gone: {settings.default_max_vcpus} lets the retry start",
             remedy="take max_vcpus out of the settings",
         )
-    else:
-        yield ok("hosts of gangs", f"at most {settings.train_max_vcpus} vCPUs, one host more than the widest gang")
+    )
 
 
 @check("Capacity", "ec2:DescribeCapacityReservations", "resource-groups:ListGroupResources", "cloudformation:ListStackResources")
@@ -195,26 +196,27 @@ def _reserved(subject: Subject, wanted: CapacityReservation) -> list[dict[str, A
         ids = [arn.rpartition("/")[2] for arn in arns if ":capacity-reservation/" in arn]
         if not ids:
             raise Refused("EmptyGroup", f"no Capacity Reservation among {len(arns)} resources")
-    found = subject.ask("ec2", "DescribeCapacityReservations", CapacityReservationIds=ids)["CapacityReservations"]
-    return [dict(one) for one in found]
+    return list(subject.ask("ec2", "DescribeCapacityReservations", CapacityReservationIds=ids)["CapacityReservations"])
 
 
 def _unfit(found: Mapping[str, Any], settings: Settings) -> list[tuple[str, str, str]]:
     """(what, value, rule) of everything in which a reservation is not one that a gang can use."""
-    state, kind, where = (found[key] for key in ("State", "InstanceType", "AvailabilityZone"))
-    block = found.get("ReservationType") == "capacity-block"
     assert settings.capacity_reservation is not None
-    wrong = []
-    if state != "active":
-        wrong.append(("the capacity reservation is not active", state, "hosts start in an active reservation only"))
-    if kind != settings.instance_type:
-        rule = f"trnpipe.instance_type is {settings.instance_type}"
-        wrong.append(("the capacity reservation is of another instance type", kind, rule))
-    if where != settings.zone:
-        wrong.append(("the capacity reservation is in another zone", where, f"trnpipe.zone is {settings.zone}"))
-    if block != settings.capacity_reservation.block:
+    expected = (
+        ("State", "active", "is not active", "hosts start in an active reservation only"),
+        (
+            "InstanceType",
+            settings.instance_type,
+            "is of another instance type",
+            f"trnpipe.instance_type is {settings.instance_type}",
+        ),
+        ("AvailabilityZone", settings.zone, "is in another zone", f"trnpipe.zone is {settings.zone}"),
+    )
+    wrong = [(f"the capacity reservation {what}", found[key], rule) for key, value, what, rule in expected if found[key] != value]
+    kind = found.get("ReservationType", "default")
+    if (kind == "capacity-block") != settings.capacity_reservation.block:
         rule = "hosts start in a Capacity Block with trnpipe.capacity_reservation.block: true, and only there"
-        wrong.append(("the capacity reservation is of another kind", found.get("ReservationType", "default"), rule))
+        wrong.append(("the capacity reservation is of another kind", kind, rule))
     return wrong
 
 

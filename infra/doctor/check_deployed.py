@@ -12,7 +12,6 @@ from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, 
 from infra.doctor.blueprint import COMPUTE_ENVIRONMENT
 
 COMPLETE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "IMPORT_COMPLETE")
-ALIVE = ("RUNNING", "PENDING_REDRIVE")
 JOBS_AT_ONCE = 100
 """Jobs that DescribeJobs takes, and job definitions that DescribeJobDefinitions takes."""
 
@@ -108,21 +107,19 @@ def differences(deployed: Mapping[str, Any], synthesized: Mapping[str, Any]) -> 
 
 @check("Batch", "cloudformation:ListStackResources", "batch:DescribeComputeEnvironments")
 def environments(subject: Subject) -> Findings:
-    deployed = subject.physical(subject.blueprint.pipeline_stack, COMPUTE_ENVIRONMENT)
-    if not deployed:
-        return
-    answer = subject.ask("batch", "DescribeComputeEnvironments", computeEnvironments=deployed)
-    for environment in answer["computeEnvironments"]:
+    answer = subject.deployed(COMPUTE_ENVIRONMENT, "batch", "DescribeComputeEnvironments", "computeEnvironments")
+    for environment in answer.get("computeEnvironments", ()):
         name, status, state = (environment[key] for key in ("computeEnvironmentName", "status", "state"))
         if (status, state) == ("VALID", "ENABLED"):
             yield ok("compute environment", f"{name}: VALID, ENABLED")
             continue
-        enable = f"aws batch update-compute-environment --state ENABLED --compute-environment {name}"
         yield problem(
             f"the compute environment {name} is {state if status == 'VALID' else status}",
             value=environment.get("statusReason", ""),
             rule="hosts start in VALID and ENABLED environments only",
-            remedy=enable if status == "VALID" else f"correct what the reason names; then {CDK} deploy",
+            remedy=f"aws batch update-compute-environment --state ENABLED --compute-environment {name}"
+            if status == "VALID"
+            else f"correct what the reason names; then {CDK} deploy",
         )
 
 
@@ -134,20 +131,18 @@ def environments(subject: Subject) -> Findings:
     "batch:DescribeJobs",
 )
 def queues(subject: Subject) -> Findings:
-    deployed = subject.physical(subject.blueprint.pipeline_stack, "AWS::Batch::JobQueue")
-    if not deployed:
-        return
-    for queue in subject.ask("batch", "DescribeJobQueues", jobQueues=deployed)["jobQueues"]:
+    for queue in subject.deployed("AWS::Batch::JobQueue", "batch", "DescribeJobQueues", "jobQueues").get("jobQueues", ()):
         name = queue["jobQueueName"]
-        if queue.get("status") != "VALID" or queue["state"] != "ENABLED":
-            yield problem(
+        yield (
+            ok("queue", f"{name}: VALID, ENABLED")
+            if queue.get("status") == "VALID" and queue["state"] == "ENABLED"
+            else problem(
                 f"the queue {name} is {queue.get('status')}, {queue['state']}",
                 value=queue.get("statusReason", ""),
                 rule="VALID and ENABLED",
                 remedy=f"aws batch update-job-queue --state ENABLED --job-queue {name}",
             )
-        else:
-            yield ok("queue", f"{name}: VALID, ENABLED")
+        )
         snapshot = subject.ask("batch", "GetJobQueueSnapshot", jobQueue=queue["jobQueueArn"])
         for front in snapshot.get("frontOfQueue", {}).get("jobs", ())[:1]:
             for job in subject.ask("batch", "DescribeJobs", jobs=[front["jobArn"].rpartition("/")[2]])["jobs"]:
@@ -168,14 +163,15 @@ def judge_front(queue: str, job: Mapping[str, Any], since_ms: int, now: datetime
         if code in reason:
             yield problem(f"the queue {queue} is blocked: {meaning}", value=f"{waiting}: {reason}", rule=code, remedy=remedy)
             return
-    if reason and job["status"] == "RUNNABLE":
-        yield warning(
+    yield (
+        warning(
             f"the job at the front of {queue} waits",
             value=f"{waiting}: {reason}",
             remedy=f"aws batch describe-jobs --jobs {job['jobId']}",
         )
-    else:
-        yield ok(f"front of {queue}", waiting)
+        if reason and job["status"] == "RUNNABLE"
+        else ok(f"front of {queue}", waiting)
+    )
 
 
 @check("Batch", "cloudformation:ListStackResources", "batch:DescribeJobDefinitions")
@@ -183,9 +179,8 @@ def job_definitions(subject: Subject) -> Findings:
     wanted = subject.physical(subject.blueprint.pipeline_stack, "AWS::Batch::JobDefinition")
     active = set()
     for start in range(0, len(wanted), JOBS_AT_ONCE):
-        some = wanted[start : start + JOBS_AT_ONCE]
-        answer = subject.ask("batch", "DescribeJobDefinitions", jobDefinitions=some)["jobDefinitions"]
-        active |= {definition["jobDefinitionArn"] for definition in answer if definition.get("status") == "ACTIVE"}
+        answer = subject.ask("batch", "DescribeJobDefinitions", jobDefinitions=wanted[start : start + JOBS_AT_ONCE])
+        active |= {one["jobDefinitionArn"] for one in answer["jobDefinitions"] if one.get("status") == "ACTIVE"}
     if gone := [arn for arn in wanted if arn not in active]:
         yield problem(
             "job definitions of the stack are not active",
@@ -207,36 +202,39 @@ def schedule(subject: Subject) -> Findings:
     }
     for physical in subject.physical(subject.blueprint.pipeline_stack, "AWS::Scheduler::Schedule"):
         found = subject.ask("scheduler", "GetSchedule", Name=physical)
-        if other := [f"{key} {found.get(key)}, not {value}" for key, value in asked.items() if found.get(key) != value]:
-            yield problem(
+        other = [f"{key} {found.get(key)}, not {value}" for key, value in asked.items() if found.get(key) != value]
+        yield (
+            problem(
                 "the weekly start is not what the settings say",
                 value=f"{physical}: {', '.join(other)}",
                 rule="the next deployment sets it to trnpipe.schedule",
                 remedy=f"set `schedule` in the environment's file, {CDK} deploy",
             )
-        else:
-            yield ok("weekly start", wanted.described if wanted.enabled else "switched off, as the settings say")
+            if other
+            else ok("weekly start", wanted.described if wanted.enabled else "switched off, as the settings say")
+        )
     for url in subject.physical(subject.blueprint.pipeline_stack, "AWS::SQS::Queue"):
         name = "ApproximateNumberOfMessages"
         waiting = int(subject.ask("sqs", "GetQueueAttributes", QueueUrl=url, AttributeNames=[name])["Attributes"][name])
-        if waiting:
-            yield problem(
+        yield (
+            problem(
                 "a weekly start could not be delivered",
                 value=f"{waiting} messages in {url.rpartition('/')[2]}",
                 rule="the dead-letter queue is empty",
                 remedy=f"aws sqs receive-message --queue-url {url} --message-attribute-names All says why; "
                 "start the run by hand, then aws sqs purge-queue",
             )
-        else:
-            yield ok("dead-letter queue", "empty")
+            if waiting
+            else ok("dead-letter queue", "empty")
+        )
 
 
 @check("Monitoring", "cloudformation:ListStackResources", "cloudwatch:DescribeAlarms")
 def alarms(subject: Subject) -> Findings:
-    deployed = subject.physical(subject.blueprint.pipeline_stack, "AWS::CloudWatch::Alarm")
-    if not deployed:
+    answer = subject.deployed("AWS::CloudWatch::Alarm", "cloudwatch", "DescribeAlarms", "AlarmNames")
+    if not answer:
         return
-    found = subject.ask("cloudwatch", "DescribeAlarms", AlarmNames=deployed).get("MetricAlarms", [])
+    found = answer.get("MetricAlarms", [])
     ringing = [alarm for alarm in found if alarm["StateValue"] == "ALARM"]
     for alarm in ringing:
         yield warning(
@@ -288,14 +286,15 @@ def locks(subject: Subject) -> Findings:
             held = f"registry {registry}: run {run} since {item['since']['S']}"
             execution = subject.seek(("ExecutionDoesNotExist",), "stepfunctions", "DescribeExecution", executionArn=owner)
             status = execution["status"] if execution else "gone"
-            if status in ALIVE:
-                yield ok("lock", f"{held}, {status}")
-            else:
-                yield warning(
+            yield (
+                ok("lock", f"{held}, {status}")
+                if status in ("RUNNING", "PENDING_REDRIVE")
+                else warning(
                     "a lock is held by a run that has ended",
                     value=f"{held}, {status}",
                     rule="it counts as free, and the next run takes it over",
                     remedy=f'nothing; or aws stepfunctions start-execution with {{"run": "{run}"}} resumes that run',
                 )
+            )
         if not items:
             yield ok("lock", "free")

@@ -12,8 +12,9 @@ import urllib3
 
 from infra.app import CDK
 from infra.doctor.asking import Findings, Refused, Subject, Unavailable, check, ok, problem, warning
-from infra.doctor.blueprint import ContainerImage, Fleet
+from infra.doctor.blueprint import ContainerImage
 from infra.settings import AMI_ID, AMI_PARAMETER, DRIVER_RULE, base_repository
+from pipeline.contract import ROOT_DEVICE, ROOT_VOLUME_GIB
 
 DRIVER = (2, 27)
 TOO_NEW = (2, 29)
@@ -22,11 +23,14 @@ DRIVER_WORDS = re.compile(
 )
 """A driver's version after one of its usual names, as in `aws-neuronx-dkms 2.27.4.0` or `neuron-driver-2.27`."""
 
-KNOWN_OWNERS = ("amazon", "aws-marketplace", "self")
-INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
-MANIFEST_TYPES = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
+MANIFEST_TYPES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+"""Indices of several images, and manifests of single ones."""
 WANTED_PLATFORM = "linux/amd64"
-BUILD = "docker buildx build --platform linux/amd64"
 LARGEST_CONFIG = 1 << 20
 BASE_LABEL = "org.opencontainers.image.base.name"
 DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})$")
@@ -72,43 +76,38 @@ def ami(subject: Subject) -> Findings:
             remedy=f"aws ec2 copy-image brings one from another region; its owner shares one with account {subject.account}",
         )
     else:
-        yield from judge_ami(answer["Images"][0], subject.account, subject.blueprint.fleets(), datetime.now(timezone.utc))
+        yield from judge_ami(answer["Images"][0], subject.account, datetime.now(timezone.utc))
 
 
-def judge_ami(image: Mapping[str, Any], account: str, fleets: list[Fleet], now: datetime) -> Findings:
-    """Judge one image of EC2's DescribeImages.
-
-    Args:
-        fleets: their launch templates know the name and the size of its root device.
-    """
-    roots = [fleet.root for fleet in fleets if fleet.root is not None]
+def judge_ami(image: Mapping[str, Any], account: str, now: datetime) -> Findings:
+    """Judge one image of EC2's DescribeImages."""
     named = f"{image['ImageId']} ({image.get('Name', 'without a name')})"
     other = "choose another image: trnpipe.ami"
     fits = True
     for what, value, wanted, why in (
-        ("the AMI is not available", image["State"], {"available"}, "hosts boot from available images only"),
-        ("the AMI is for another processor", image["Architecture"], {"x86_64"}, "Trainium and Inferentia hosts are x86_64"),
+        ("the AMI is not available", image["State"], "available", "hosts boot from available images only"),
+        ("the AMI is for another processor", image["Architecture"], "x86_64", "Trainium and Inferentia hosts are x86_64"),
         (
             "the AMI's root device has another name than the launch template assumes",
             image.get("RootDeviceName", ""),
-            {root.device for root in roots},
+            ROOT_DEVICE,
             "the template would add a second volume and leave the root at the image's size, too small for the container",
         ),
     ):
-        if value not in wanted:
+        if value != wanted:
             fits = False
-            yield problem(what, value=f"{named}: {value}", rule=f"{', '.join(sorted(wanted))}: {why}", remedy=other)
+            yield problem(what, value=f"{named}: {value}", rule=f"{wanted}: {why}", remedy=other)
     sizes = [device["Ebs"].get("VolumeSize", 0) for device in image.get("BlockDeviceMappings", ()) if "Ebs" in device]
-    if max(sizes, default=0) > (room := min(root.gib for root in roots)):
+    if max(sizes, default=0) > ROOT_VOLUME_GIB:
         fits = False
         yield problem(
             "the AMI's volume is larger than the launch template's",
             value=f"{named}: {max(sizes)} GiB",
-            rule=f"EC2 makes no volume smaller than its snapshot; the template has {room} GiB",
+            rule=f"EC2 makes no volume smaller than its snapshot; the template has {ROOT_VOLUME_GIB} GiB",
             remedy=other,
         )
     owner = image.get("ImageOwnerAlias") or ("self" if image["OwnerId"] == account else image["OwnerId"])
-    if owner not in KNOWN_OWNERS:
+    if owner not in ("amazon", "aws-marketplace", "self"):
         yield warning(
             "another account owns the AMI",
             value=f"{named}: owner {owner}",
@@ -120,23 +119,24 @@ def judge_ami(image: Mapping[str, Any], account: str, fleets: list[Fleet], now: 
         yield warning("the AMI is deprecated", value=f"{named}: since {deprecated}", rule="its owner may remove it", remedy=other)
     if fits:
         yield ok("AMI", f"{named}, owner {owner}")
-    tags = [f"{tag['Key']} {tag['Value']}" for tag in image.get("Tags", ())]
+    tags = (f"{tag['Key']} {tag['Value']}" for tag in image.get("Tags", ()))
     driver = DRIVER_WORDS.search("\n".join([image.get("Name", ""), image.get("Description", ""), *tags]))
-    version = (int(driver["major"]), int(driver["minor"])) if driver else None
-    bake = "bake one with driver 2.27"
-    if driver is None or version is None:
+    if driver is None:
         yield warning(
             "the AMI's name, description and tags do not name its Neuron driver",
             value=named,
             rule=f"{DRIVER_RULE}; the first test of health_check reads the driver's version, before anything is trained",
             remedy=f"aws ec2 create-tags --resources {image['ImageId']} --tags Key=neuron-driver,Value=2.27.x names it",
         )
-    elif version >= TOO_NEW:
-        yield problem("the AMI's Neuron driver is too new", value=f"{named}: {driver[0]}", rule=DRIVER_RULE, remedy=bake)
-    elif version != DRIVER:
-        yield warning("the AMI has another Neuron driver", value=f"{named}: {driver[0]}", rule=DRIVER_RULE, remedy=bake)
-    else:
+        return
+    version, found = (int(driver["major"]), int(driver["minor"])), f"{named}: {driver[0]}"
+    bake = "bake one with driver 2.27"
+    if version == DRIVER:
         yield ok("Neuron driver", driver[0])
+    elif version >= TOO_NEW:
+        yield problem("the AMI's Neuron driver is too new", value=found, rule=DRIVER_RULE, remedy=bake)
+    else:
+        yield warning("the AMI has another Neuron driver", value=found, rule=DRIVER_RULE, remedy=bake)
 
 
 @check("Images", "ecr:DescribeImages", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")
@@ -164,7 +164,7 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
     reference, wanted = _reference(container)
     named = f"{container.repository}:{container.version}"
     push = (
-        f"{BUILD} -f containers/{container.name}/Dockerfile --push "
+        f"docker buildx build --platform {WANTED_PLATFORM} -f containers/{container.name}/Dockerfile --push "
         f"-t {container.registry or subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com/{named} ."
     )
     try:
@@ -187,21 +187,21 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
             raise
         return
     manifest = _manifest(subject, reference, {"imageDigest": details["imageDigest"]})
-    if "manifests" in manifest:
-        platforms = {_platform(one["platform"]) for one in manifest["manifests"] if "platform" in one}
-    else:
-        platforms = {_platform(_configuration(subject, reference, manifest))}
-    if WANTED_PLATFORM not in platforms:
-        yield problem(
+    images = manifest.get("manifests")
+    described = [_configuration(subject, reference, manifest)] if images is None else [one.get("platform") for one in images]
+    platforms = {_platform(one) for one in described if one is not None}
+    # ECR gives no size for an index of several images.
+    size = details.get("imageSizeInBytes")
+    yield (
+        ok(f"image {named}", WANTED_PLATFORM + (f", {size / 2**30:.1f} GiB compressed" if size else ""))
+        if WANTED_PLATFORM in platforms
+        else problem(
             f"the image {named} is for another processor",
             value=", ".join(sorted(platforms)) or "it names none",
             rule=f"{WANTED_PLATFORM}: any other ends with `exec format error`",
             remedy=push,
         )
-    else:
-        # ECR gives no size for an index of several images.
-        size = details.get("imageSizeInBytes")
-        yield ok(f"image {named}", WANTED_PLATFORM + (f", {size / 2**30:.1f} GiB compressed" if size else ""))
+    )
 
 
 @check("Images", "ecr:DescribeImages", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")
@@ -234,22 +234,25 @@ def neuron_base(subject: Subject) -> Findings:
             )
             return
         copied = subject.seek(GONE, "ecr", "DescribeImages", repositoryName=mirror, imageIds=[{"imageDigest": digest[1]}])
-        if copied is None:
-            yield problem(
+        yield (
+            ok("base of the Neuron image", f"{mirror}@{digest[1]}")
+            if copied is not None
+            else problem(
                 "the Neuron image's base is not in the deployment's registry",
                 value=f"{mirror}@{digest[1]}",
                 rule="AWS publishes no further release of this base; without a copy the image cannot be built again",
                 remedy=remedy,
             )
-        else:
-            yield ok("base of the Neuron image", f"{mirror}@{digest[1]}")
+        )
 
 
 def _reference(container: ContainerImage) -> tuple[dict[str, str], dict[str, str]]:
     """Repository and image of a container in ECR, as ECR's operations take them."""
     assert container.repository is not None
-    repository = {"repositoryName": container.repository, **({"registryId": container.registry} if container.registry else {})}
-    return repository, {"imageDigest" if container.version.startswith("sha256:") else "imageTag": container.version}
+    return (
+        {"repositoryName": container.repository, **({"registryId": container.registry} if container.registry else {})},
+        {"imageDigest" if container.version.startswith("sha256:") else "imageTag": container.version},
+    )
 
 
 def _manifest(subject: Subject, reference: Mapping[str, str], image: Mapping[str, str]) -> dict[str, Any]:
@@ -258,21 +261,19 @@ def _manifest(subject: Subject, reference: Mapping[str, str], image: Mapping[str
         "ecr",
         "BatchGetImage",
         imageIds=[dict(image)],
-        acceptedMediaTypes=[*INDEX_TYPES, *MANIFEST_TYPES],
+        acceptedMediaTypes=list(MANIFEST_TYPES),
         **reference,
     )
     if not answer["images"]:
         failure = answer["failures"][0]
         raise Refused(f"{failure['failureCode']}Exception", failure.get("failureReason", ""))
-    manifest: dict[str, Any] = json.loads(answer["images"][0]["imageManifest"])
-    return manifest
+    return dict(json.loads(answer["images"][0]["imageManifest"]))
 
 
 def _configuration(subject: Subject, reference: Mapping[str, str], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Download the configuration of a single image."""
-    layer = {"layerDigest": manifest["config"]["digest"], **reference}
-    configuration: dict[str, Any] = json.loads(download(subject.ask("ecr", "GetDownloadUrlForLayer", **layer)["downloadUrl"]))
-    return configuration
+    layer = subject.ask("ecr", "GetDownloadUrlForLayer", layerDigest=manifest["config"]["digest"], **reference)
+    return dict(json.loads(download(layer["downloadUrl"])))
 
 
 def _platform(described: Mapping[str, Any]) -> str:

@@ -37,15 +37,16 @@ def vpc(subject: Subject) -> Findings:
         for attribute, shown in (("enableDnsSupport", "EnableDnsSupport"), ("enableDnsHostnames", "EnableDnsHostnames"))
         if not (on := subject.ask("ec2", "DescribeVpcAttribute", VpcId=vpc_id, Attribute=attribute)[shown]["Value"])
     ]
-    if off:
-        yield problem(
+    yield (
+        problem(
             "DNS is off in the VPC",
             value=f"{vpc_id}: {', '.join(off)}",
             rule="endpoints answer under the services' own names only with both attributes on",
             remedy=f"aws ec2 modify-vpc-attribute --vpc-id {vpc_id} --enable-dns-support; the same with --enable-dns-hostnames",
         )
-    else:
-        yield ok("VPC", f"{vpc_id}, DNS on")
+        if off
+        else ok("VPC", f"{vpc_id}, DNS on")
+    )
 
 
 @check("Network", "ec2:DescribeVpcs", "ec2:DescribeDhcpOptions", "ec2:DescribeSecurityGroups")
@@ -65,8 +66,7 @@ def resolvers(subject: Subject) -> Findings:
     servers = [value["Value"] for item in configured for value in item["Values"]]
     amazon = {*AMAZON_DNS, str(ipaddress.ip_network(vpc["CidrBlock"])[2])}
     own = [server for server in servers if server not in amazon]
-    allowed = {str(address) for address in subject.settings.vpc.resolvers}
-    if missing := sorted(set(own) - allowed):
+    if missing := sorted(set(own) - {str(address) for address in subject.settings.vpc.resolvers}):
         yield problem(
             "hosts cannot reach the VPC's DNS servers",
             value=f"{vpc['DhcpOptionsId']}: {', '.join(missing)}",
@@ -128,15 +128,16 @@ def subnets(subject: Subject) -> Findings:
             if subnet["SubnetId"] in fleet.subnet_ids
         )
         free = subnet["AvailableIpAddressCount"]
-        if free < needed:
-            yield problem(
+        yield (
+            ok("subnet", f"{named}: {free} addresses free, {needed} needed")
+            if free >= needed
+            else problem(
                 "a subnet has too few free addresses",
                 value=f"{named}: {free} free",
                 rule=f"the widest gang takes {needed}: every EFA interface of every node has one, and every container one more",
                 remedy="name a larger subnet, or lower allowed_nodes",
             )
-        else:
-            yield ok("subnet", f"{named}: {free} addresses free, {needed} needed")
+        )
         table = route_table(subject, subnet["SubnetId"], subnet["VpcId"])
         if gateways := [route["GatewayId"] for route in table.get("Routes", ()) if route.get("GatewayId", "").startswith("igw-")]:
             yield problem(
@@ -145,8 +146,7 @@ def subnets(subject: Subject) -> Findings:
                 rule="containers of gangs and hosts with several interfaces get no public address, and would have no way out",
                 remedy="name a private subnet: its way out is a NAT gateway or endpoints",
             )
-    gang = [subnet for subnet in found if subnet["AvailabilityZone"] == subject.settings.zone]
-    if not gang:
+    if all(subnet["AvailabilityZone"] != subject.settings.zone for subnet in found):
         yield problem(
             "no subnet is in the zone of the gangs",
             value=", ".join(f"{subnet['SubnetId']} in {subnet['AvailabilityZone']}" for subnet in found),
@@ -197,23 +197,22 @@ def service_zones(subject: Subject) -> Findings:
     if subject.settings.vpc is not None:
         return
     zones = subject.settings.zones_of_services
-    interfaces = [
-        one for one in subject.blueprint.resources("AWS::EC2::VPCEndpoint").values() if one["VpcEndpointType"] == "Interface"
-    ]
-    names = sorted(one["ServiceName"] for one in interfaces)
+    endpoints = subject.blueprint.resources("AWS::EC2::VPCEndpoint").values()
+    names = sorted(one["ServiceName"] for one in endpoints if one["VpcEndpointType"] == "Interface")
     found = subject.ask("ec2", "DescribeVpcEndpointServices", ServiceNames=names)["ServiceDetails"]
     offered = {one["ServiceName"]: set(one["AvailabilityZones"]) for one in found}
     missing = {name: absent for name in names if (absent := sorted(set(zones) - offered.get(name, set())))}
-    if missing:
-        everywhere = sorted(set.intersection(*(offered.get(name, set()) for name in names)))
-        yield problem(
+    everywhere = sorted(set.intersection(*(offered.get(name, set()) for name in names)))
+    yield (
+        problem(
             "endpoints cannot be in the zones of the settings",
             value=", ".join(f"{name} not in {' and '.join(absent)}" for name, absent in missing.items()),
             rule=f"they are to be in {', '.join(zones)}; all zones of the VPC reach them wherever they are",
             remedy=f"set trnpipe.service_zones to some of: {', '.join(everywhere) or 'no zone has all of them'}",
         )
-    else:
-        yield ok("endpoints can be in", ", ".join(zones))
+        if missing
+        else ok("endpoints can be in", ", ".join(zones))
+    )
 
 
 def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any]) -> Findings:
@@ -330,12 +329,10 @@ def route_table(subject: Subject, subnet_id: str, vpc_id: str) -> Mapping[str, A
 
 def way_out(table: Mapping[str, Any]) -> str:
     """The gateway or interface through which a private subnet reaches everything, "" without one."""
-    for route in table.get("Routes", ()):
-        if route.get("DestinationCidrBlock") == ANYWHERE and route.get("State") == "active":
-            for key in ("NatGatewayId", "TransitGatewayId", "NetworkInterfaceId", "VpcPeeringConnectionId"):
-                if key in route:
-                    return str(route[key])
-    return ""
+    active = [route for route in table.get("Routes", ()) if route.get("State") == "active"]
+    outwards = [route for route in active if route.get("DestinationCidrBlock") == ANYWHERE]
+    keys = ("NatGatewayId", "TransitGatewayId", "NetworkInterfaceId", "VpcPeeringConnectionId")
+    return next((str(route[key]) for route in outwards for key in keys if key in route), "")
 
 
 def _covers(rule: Mapping[str, Any], port: int, protocol: str = "tcp") -> bool:

@@ -58,8 +58,7 @@ def buckets(subject: Subject) -> Findings:
 
 @check("Model")
 def initial_model(subject: Subject) -> Findings:
-    model = subject.settings.run_config().model
-    if model.initial is None:
+    if subject.settings.run_config().model.initial is None:
         yield warning(
             "model.initial is not set",
             rule="the first run has no published model to continue from: without an initial one it ends with 64",
@@ -72,8 +71,9 @@ def encryption(subject: Subject) -> Findings:
     settings = subject.settings
     keys = (*settings.kms_keys, *([settings.customer_key] if settings.customer_key else []))
     for name in bucket_names(subject.settings):
+        absent = (*GONE, "ServerSideEncryptionConfigurationNotFoundError")
         try:
-            rules = subject.ask("s3", "GetBucketEncryption", Bucket=name)["ServerSideEncryptionConfiguration"]["Rules"]
+            answer = subject.seek(absent, "s3", "GetBucketEncryption", Bucket=name)
         except Denied:
             yield warning(
                 f"the encryption of the bucket {name} cannot be read",
@@ -81,10 +81,7 @@ def encryption(subject: Subject) -> Findings:
                 remedy=f"aws s3api get-bucket-encryption --bucket {name}, with credentials of its owner",
             )
             continue
-        except Refused as refused:
-            if refused.code not in (*GONE, "ServerSideEncryptionConfigurationNotFoundError"):
-                raise
-            continue
+        rules = answer["ServerSideEncryptionConfiguration"]["Rules"] if answer else []
         used = [rule.get("ApplyServerSideEncryptionByDefault", {}).get("KMSMasterKeyID", "") for rule in rules]
         # Without a key, or with AWS's own, every principal of the account may decrypt through S3.
         for key in (key for key in used if key and "alias/aws/" not in key):

@@ -52,8 +52,8 @@ AFTER: tuple[Check, ...] = (
 
 def print_policy() -> None:
     """Print the permissions that doctor takes, as an IAM policy."""
-    checks = (check_account.region, *ALWAYS, *BEFORE, *AFTER)
-    sys.stdout.write(json.dumps(policy(checks, check_account.CREDENTIAL_CALLS), indent=2) + "\n")
+    needed = policy((check_account.region, *ALWAYS, *BEFORE, *AFTER), check_account.CREDENTIAL_CALLS)
+    sys.stdout.write(json.dumps(needed, indent=2) + "\n")
 
 
 def run_doctor(context: Sequence[str] = (), environment: str | None = None, *, after: bool = False, as_json: bool = False) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -25,12 +26,15 @@ def exit_code(findings: Sequence[DoctorFinding]) -> ExitCode:
 
 def as_json(findings: Sequence[DoctorFinding]) -> str:
     """One object: the findings, how many there are of each level, and the exit code."""
-    record = {
-        "findings": [{**asdict(finding), "level": finding.level.value} for finding in findings],
-        "count": {level.value: _count(findings, level) for level in Level},
-        "exit_code": int(exit_code(findings)),
-    }
-    return json.dumps(record, indent=2)
+    count = Counter(finding.level for finding in findings)
+    return json.dumps(
+        {
+            "findings": [{**asdict(finding), "level": finding.level.value} for finding in findings],
+            "count": {level.value: count[level] for level in Level},
+            "exit_code": int(exit_code(findings)),
+        },
+        indent=2,
+    )
 
 
 def show(findings: Sequence[DoctorFinding], console: Console) -> None:
@@ -44,19 +48,13 @@ def show(findings: Sequence[DoctorFinding], console: Console) -> None:
             if finding.area == area:
                 table.add_row(Text(finding.level.value, STYLES[finding.level]), _cell(finding))
     console.print(table)
-    counts = ", ".join(f"{_count(findings, level)} {level.value}" for level in reversed(Level))
-    console.print(Text(f"\n{counts}", style="bold"))
+    count = Counter(finding.level for finding in findings)
+    console.print(Text("\n" + ", ".join(f"{count[level]} {level.value}" for level in reversed(Level)), style="bold"))
 
 
 def _cell(finding: DoctorFinding) -> Group | Text:
     if finding.level is Level.OK:
         return Text.assemble(shown(finding.what), (f"  {shown(finding.value)}" if finding.value else "", "dim"))
-    parts = [Text(shown(finding.what), style="bold")]
-    for name in ("value", "rule", "remedy"):
-        if text := getattr(finding, name):
-            parts.append(Text.assemble((f"{name}: ", "dim"), shown(text)))
-    return Group(*parts)
-
-
-def _count(findings: Sequence[DoctorFinding], level: Level) -> int:
-    return sum(finding.level is level for finding in findings)
+    parts = (("value", finding.value), ("rule", finding.rule), ("remedy", finding.remedy))
+    lines = [Text.assemble((f"{name}: ", "dim"), shown(text)) for name, text in parts if text]
+    return Group(Text(shown(finding.what), style="bold"), *lines)

@@ -24,7 +24,7 @@ from typing import Any
 from infra.local.batch_checks import check_retry, check_submission
 from infra.local.batch_jobs import FINAL_STATES, Attempt, Job, Node, build_job, milliseconds, named
 from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, free_port, start_node, stop_nodes
-from infra.local.definitions import ClientError, JobDefinition, JobQueue
+from infra.local.definitions import ClientError, JobDefinition, JobQueue, refuse_if
 from infra.local.ecs import HostPool
 
 log = logging.getLogger("trnpipe")
@@ -69,8 +69,7 @@ class BatchRunner:
             "terminatejob": self.terminate,
             "listjobs": self.list_jobs,
         }
-        if operation not in operations:
-            raise ClientError(f"the local endpoint does not answer {operation}")
+        refuse_if(operation not in operations, f"the local endpoint does not answer {operation}")
         return operations[operation](request)
 
     def submit(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -89,8 +88,7 @@ class BatchRunner:
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what DescribeJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_DescribeJobs.html)."""
         asked = request.get("jobs", ())
-        if not 1 <= len(asked) <= MOST_DESCRIBED:
-            raise ClientError(f"jobs must have 1 to {MOST_DESCRIBED} ids, found {len(asked)}")
+        refuse_if(not 1 <= len(asked) <= MOST_DESCRIBED, f"jobs must have 1 to {MOST_DESCRIBED} ids, found {len(asked)}")
         found = []
         with self._lock:
             for job_id in asked:
@@ -105,8 +103,7 @@ class BatchRunner:
     def terminate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what TerminateJob does (https://docs.aws.amazon.com/batch/latest/APIReference/API_TerminateJob.html)."""
         reason = request.get("reason", "")
-        if not 1 <= len(reason) <= LONGEST_REASON:
-            raise ClientError(f"reason must have 1 to {LONGEST_REASON} characters")
+        refuse_if(not 1 <= len(reason) <= LONGEST_REASON, f"reason must have 1 to {LONGEST_REASON} characters")
         job = self._jobs.get(request.get("jobId", ""))
         if job is None:
             raise ClientError(f"job {request.get('jobId')!r} does not exist")
@@ -116,8 +113,10 @@ class BatchRunner:
     def list_jobs(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Children of an array job that have one status; or by one filter, a queue's jobs of any status, newest first. Refuses
         what ListJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_ListJobs.html)."""
-        if len({"jobQueue", "arrayJobId", "multiNodeJobId"} & request.keys()) != 1:
-            raise ClientError("exactly one of jobQueue, arrayJobId and multiNodeJobId must be given")
+        refuse_if(
+            len({"jobQueue", "arrayJobId", "multiNodeJobId"} & request.keys()) != 1,
+            "exactly one of jobQueue, arrayJobId and multiNodeJobId must be given",
+        )
         with self._lock:
             if "arrayJobId" in request:
                 parent = self._jobs.get(request["arrayJobId"])
@@ -172,7 +171,7 @@ class BatchRunner:
         with ThreadPoolExecutor(max_workers=min(len(job.children), self.settings.side_by_side)) as pool:
             list(pool.map(self._run_child, job.children))
         failed = any(child.status == "FAILED" for child in job.children)
-        self._finish(job, "Array Child Job failed" if failed else None)
+        self._finish(job, "FAILED" if failed else "SUCCEEDED", "Array Child Job failed" if failed else "")
 
     def _run_child(self, child: Job) -> None:
         with self._slots:
@@ -182,17 +181,15 @@ class BatchRunner:
         for number in count(1):
             self._set_status(job, "RUNNABLE")
             if job.stop_reason is not None:
-                self._finish(job, job.stop_reason)
+                self._finish(job, "FAILED", job.stop_reason)
                 return
             attempt, retryable = self._run_attempt(job, number, side_by_side)
             with self._lock:
                 job.attempts.append(attempt)
-            if attempt.exit_code == 0 and retryable:
-                self._finish(job, None, attempt.status_reason)
-                return
+            succeeded = attempt.exit_code == 0 and retryable
             again = retryable and number < job.retry.attempts and job.retry.again(attempt.exit_code, "", attempt.status_reason)
-            if not again:
-                self._finish(job, attempt.status_reason)
+            if succeeded or not again:
+                self._finish(job, "SUCCEEDED" if succeeded else "FAILED", attempt.status_reason)
                 return
             log.info("job %s: attempt %d ended with %s, the next one follows", job.name, number, attempt.exit_code)
 
@@ -247,7 +244,7 @@ class BatchRunner:
             self.hosts.give_back(hosts)
         ended = f"Host EC2 (instance {main.host}) terminated." if main.host_lost else "Essential container in task exited"
         node_codes = {node.index: node.exit_code() for node in nodes if not node.host_lost}
-        attempt = Attempt(
+        return Attempt(
             exit_code=node_codes.get(main.index),
             status_reason=stopped_because or ended,
             started=started,
@@ -255,18 +252,17 @@ class BatchRunner:
             host=main.host,
             log_stream=main.log_stream,
             node_codes=node_codes,
-        )
-        return attempt, stopped_because is None
+        ), stopped_because is None
 
     def _set_status(self, job: Job, status: str) -> None:
         with self._lock:
             job.status = status
 
-    def _finish(self, job: Job, failure: str | None, status_reason: str = "") -> None:
+    def _finish(self, job: Job, status: str, status_reason: str) -> None:
         with self._lock:
-            job.status_reason = failure or status_reason
+            job.status_reason = status_reason
             job.stopped = milliseconds()
-        self._set_status(job, "SUCCEEDED" if failure is None else "FAILED")
+        self._set_status(job, status)
         job.done.set()
         with self._ended:
             self._ended.notify_all()

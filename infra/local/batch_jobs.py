@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,21 +19,15 @@ from infra.local import ecs
 from infra.local.definitions import ACCOUNT, REGION, ClientError, JobDefinition, JobQueue, RetryStrategy, environment_of
 
 FINAL_STATES = ("SUCCEEDED", "FAILED")
-REFERENCE_PATTERN = re.compile(r"Ref::([A-Za-z0-9_-]+)")
 Named = TypeVar("Named", JobDefinition, JobQueue)
 
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """A running node: its process, its index in the job and its host.
-
-    Attributes:
-        task: its id in ECS.
-    """
+    """A running node: its process, its index in the job and its host."""
 
     index: int
     host: str
-    task: str
     process: subprocess.Popen[bytes]
     folder: Path
     log_stream: str
@@ -40,14 +35,12 @@ class Node:
 
     def kill(self) -> None:
         """End everything that the node started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def exit_code(self) -> int:
         """The exit code of the ended process as a container reports it: 137 for one that was killed."""
-        code: int = self.process.returncode
+        code = int(self.process.returncode)
         return 128 - code if code < 0 else code
 
 
@@ -69,9 +62,12 @@ class Attempt:
     node_codes: Mapping[int, int]
 
     def describe(self) -> dict[str, Any]:
-        exit_code = {} if self.exit_code is None else {"exitCode": self.exit_code}
         return {
-            "container": {"logStreamName": self.log_stream, "containerInstanceArn": ecs.INSTANCE_ARN + self.host, **exit_code},
+            "container": {
+                "logStreamName": self.log_stream,
+                "containerInstanceArn": ecs.INSTANCE_ARN + self.host,
+                **({} if self.exit_code is None else {"exitCode": self.exit_code}),
+            },
             "startedAt": self.started,
             "stoppedAt": self.stopped,
             "statusReason": self.status_reason,
@@ -142,8 +138,8 @@ class Job:
         nodes = {"numNodes": len(self.definition.containers), "mainNode": self.definition.main_node, "nodeRangeProperties": []}
         array: dict[str, Any] | None = None if self.array_index is None else {"index": self.array_index}
         if self.children:
-            states = [child.status for child in self.children]
-            array = {"size": len(states), "statusSummary": {state: states.count(state) for state in sorted(set(states))}}
+            states = sorted(child.status for child in self.children)
+            array = {"size": len(states), "statusSummary": Counter(states)}
         detail = {
             **self.summary(),
             "jobQueue": self.queue.arn,
@@ -174,10 +170,11 @@ class Job:
 
     def _describe_container(self, index: int) -> dict[str, Any]:
         container = self.definition.containers[index]
-        environment = {**container.environment, **self.environment}
         shown: dict[str, Any] = {
             "command": list(container.command),
-            "environment": [{"name": key, "value": value} for key, value in environment.items()],
+            "environment": [
+                {"name": key, "value": value} for key, value in {**container.environment, **self.environment}.items()
+            ],
         }
         if running := self._running(index):
             shown |= {"logStreamName": running.log_stream, "containerInstanceArn": ecs.INSTANCE_ARN + running.host}
@@ -201,8 +198,7 @@ def build_job(request: Mapping[str, Any], definition: JobDefinition, queue: JobQ
         ClientError: a reference in a command has no value.
     """
     parameters = {**definition.parameters, **request.get("parameters", {})}
-    words = [word for container in definition.containers for word in container.command]
-    if missing := sorted({key for word in words for key in REFERENCE_PATTERN.findall(word)} - parameters.keys()):
+    if missing := sorted(definition.references - parameters.keys()):
         raise ClientError(f"no value for {', '.join(f'Ref::{key}' for key in missing)} in the command of {definition.name}")
     job = Job(
         id=str(uuid.uuid4()),

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from infra.local import ecs
 from infra.local import node as node_program
-from infra.local.batch_jobs import REFERENCE_PATTERN, Job, Node
+from infra.local.batch_jobs import Job, Node
+from infra.local.definitions import REFERENCE_PATTERN
 
 THIS_INSTALLATION = (sys.executable, "-m", "pipeline.cli")
 POLL_SECONDS = 0.05
@@ -139,7 +140,7 @@ def start_node(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Node(index=index, host=host, task=task, process=process, folder=folder, log_stream=log_stream)
+    return Node(index=index, host=host, process=process, folder=folder, log_stream=log_stream)
 
 
 def stop_nodes(nodes: Sequence[Node], grace: timedelta) -> None:

@@ -6,6 +6,7 @@ request; both have the same structure, one in PascalCase, the other in camelCase
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,10 +14,21 @@ from typing import Any
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"
+REFERENCE_PATTERN = re.compile(r"Ref::([A-Za-z0-9_-]+)")
 
 
 class ClientError(Exception):
     """A request that AWS Batch or Amazon ECS refuses with `ClientException`."""
+
+
+def refuse_if(wrong: object, why: str) -> None:
+    """Refuse a request where `wrong` is true.
+
+    Raises:
+        ClientError: for this reason.
+    """
+    if wrong:
+        raise ClientError(why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +42,14 @@ class ExitRule:
     on_status_reason: str | None = None
 
     def matches(self, exit_code: int | None, reason: str, status_reason: str) -> bool:
-        conditions = (
-            (self.on_exit_code, "" if exit_code is None else str(exit_code)),
-            (self.on_reason, reason),
-            (self.on_status_reason, status_reason),
+        return all(
+            pattern is None or fnmatchcase(text, pattern)
+            for pattern, text in (
+                (self.on_exit_code, "" if exit_code is None else str(exit_code)),
+                (self.on_reason, reason),
+                (self.on_status_reason, status_reason),
+            )
         )
-        return all(pattern is None or fnmatchcase(text, pattern) for pattern, text in conditions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +89,7 @@ class RetryStrategy:
             )
             for rule in lowered.get("evaluateOnExit", ())
         )
-        if rules and "attempts" not in lowered:
-            raise ClientError("evaluateOnExit needs attempts")
+        refuse_if(rules and "attempts" not in lowered, "evaluateOnExit needs attempts")
         return cls(attempts=lowered.get("attempts", 1), rules=rules)
 
 
@@ -111,6 +124,11 @@ class JobDefinition:
     @property
     def arn(self) -> str:
         return f"arn:aws:batch:{REGION}:{ACCOUNT}:job-definition/{self.name}:1"
+
+    @property
+    def references(self) -> set[str]:
+        """Names of the parameters that its commands refer to."""
+        return {key for container in self.containers for word in container.command for key in REFERENCE_PATTERN.findall(word)}
 
     @classmethod
     def parse(cls, name: str, properties: Mapping[str, Any]) -> JobDefinition:
@@ -172,6 +190,5 @@ def _node_containers(properties: Mapping[str, Any]) -> tuple[Container, ...]:
     for nodes, container in sorted(ranges, key=lambda entry: len(entry[0]), reverse=True):
         containers |= dict.fromkeys(nodes, container)
     for node in range(properties["numNodes"]):
-        if node not in containers:
-            raise ClientError(f"node {node} is in no node range")
+        refuse_if(node not in containers, f"node {node} is in no node range")
     return tuple(containers[node] for node in range(properties["numNodes"]))

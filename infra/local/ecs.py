@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from infra.local.definitions import ACCOUNT, REGION, ClientError
+from infra.local.definitions import ACCOUNT, REGION, ClientError, refuse_if
 
 CLUSTER = "local"
 CLUSTER_ARN = f"arn:aws:ecs:{REGION}:{ACCOUNT}:cluster/{CLUSTER}"
@@ -30,6 +31,7 @@ MEMBERS = {
 """Operation -> members of its request (botocore's service model of 2014-11-13)."""
 
 
+@dataclass(slots=True, kw_only=True)
 class HostPool:
     """The instances of the compute environment: the pool reuses free ones, lowest id first, unless they are drained.
 
@@ -40,13 +42,12 @@ class HostPool:
         tasks: ECS task id -> host of every running node.
     """
 
-    def __init__(self) -> None:
-        self.environment: dict[str, dict[str, str]] = {}
-        self.known: list[str] = []
-        self.drained: set[str] = set()
-        self.tasks: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self._busy: set[str] = set()
+    environment: dict[str, dict[str, str]] = field(default_factory=dict)
+    known: list[str] = field(default_factory=list)
+    drained: set[str] = field(default_factory=set)
+    tasks: dict[str, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _busy: set[str] = field(default_factory=set)
 
     def take(self, count: int) -> list[str]:
         with self._lock:
@@ -84,47 +85,43 @@ def call(hosts: HostPool, operation: str, request: dict[str, Any]) -> dict[str, 
     Raises:
         ClientError: ECS refuses the request, or the endpoint does not know the operation.
     """
-    if operation not in MEMBERS:
-        raise ClientError(f"the local endpoint does not answer ecs:{operation}")
+    refuse_if(operation not in MEMBERS, f"the local endpoint does not answer ecs:{operation}")
     if unknown := sorted(set(request) - MEMBERS[operation]):
         raise ClientError(f"unknown parameters: {', '.join(unknown)}")
-    if request.get("cluster", "default") not in (CLUSTER, CLUSTER_ARN):
-        raise ClientError(f"cluster {request.get('cluster', 'default')!r} not found")
-    if operation == "DescribeTasks":
-        key, known = "tasks", {TASK_ARN + task: host for task, host in dict(hosts.tasks).items()}
-    else:
-        key, known = "containerInstances", {INSTANCE_ARN + host: host for host in list(hosts.known)}
-    if not request.get(key):
-        raise ClientError(f"{key} must not be empty")
-    found = {arn: known[arn] for arn in request[key] if arn in known}
-    failures = [{"arn": arn, "reason": "MISSING"} for arn in request[key] if arn not in known]
+    refuse_if(
+        request.get("cluster", "default") not in (CLUSTER, CLUSTER_ARN),
+        f"cluster {request.get('cluster', 'default')!r} not found",
+    )
+    key = "tasks" if operation == "DescribeTasks" else "containerInstances"
+    refuse_if(not request.get(key), f"{key} must not be empty")
     if operation == "UpdateContainerInstancesState":
-        if request.get("status") not in ("ACTIVE", "DRAINING"):
-            raise ClientError(f"status must be ACTIVE or DRAINING, found {request.get('status')!r}")
-        if request["status"] == "DRAINING":
-            hosts.drained |= set(found.values())
-        else:
-            hosts.drained -= set(found.values())
-    if operation == "DescribeTasks":
-        described = [
-            {
-                "taskArn": arn,
+        status = request.get("status")
+        refuse_if(status not in ("ACTIVE", "DRAINING"), f"status must be ACTIVE or DRAINING, found {status!r}")
+        named = {arn.removeprefix(INSTANCE_ARN) for arn in request[key]}.intersection(hosts.known)
+        hosts.drained = hosts.drained | named if status == "DRAINING" else hosts.drained - named
+    known: dict[str, dict[str, dict[str, Any]]] = {
+        "tasks": {
+            TASK_ARN + task: {
+                "taskArn": TASK_ARN + task,
                 "clusterArn": CLUSTER_ARN,
                 "containerInstanceArn": INSTANCE_ARN + host,
                 "lastStatus": "RUNNING",
                 "desiredStatus": "RUNNING",
                 "launchType": "EC2",
             }
-            for arn, host in found.items()
-        ]
-    else:
-        described = [
-            {
-                "containerInstanceArn": arn,
+            for task, host in dict(hosts.tasks).items()
+        },
+        "containerInstances": {
+            INSTANCE_ARN + host: {
+                "containerInstanceArn": INSTANCE_ARN + host,
                 "ec2InstanceId": host,
                 "status": "DRAINING" if host in hosts.drained else "ACTIVE",
                 "agentConnected": True,
             }
-            for arn, host in found.items()
-        ]
-    return {key: described, "failures": failures}
+            for host in list(hosts.known)
+        },
+    }
+    return {
+        key: [known[key][arn] for arn in request[key] if arn in known[key]],
+        "failures": [{"arn": arn, "reason": "MISSING"} for arn in request[key] if arn not in known[key]],
+    }

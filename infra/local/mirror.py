@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,12 +44,9 @@ class Mirror:
     def load(self) -> None:
         """Put every file under the folder into moto."""
         backend = s3_backends[ACCOUNT]["aws"]
-        for path in sorted(self.folder.rglob("*")):
-            if not path.is_file():
-                continue
+        for path in sorted(filter(Path.is_file, self.folder.rglob("*"))):
             key = path.relative_to(self.folder).as_posix()
-            size = path.stat().st_size
-            if size < KEEP_IN_MEMORY_BYTES:
+            if path.stat().st_size < KEEP_IN_MEMORY_BYTES:
                 backend.put_object(self.bucket, key, path.read_bytes())
             else:
                 _read_from(backend.put_object(self.bucket, key, b""), path)
@@ -88,27 +87,27 @@ class Mirror:
     def _remove(self, path: Path) -> None:
         with self._tree:
             path.unlink(missing_ok=True)
-            for parent in path.parents:
-                if parent == self.folder or not parent.is_dir() or any(parent.iterdir()):
-                    break
-                parent.rmdir()
+            # Up to the first folder that is not empty.
+            with suppress(OSError):
+                for parent in path.relative_to(self.folder).parents[:-1]:
+                    (self.folder / parent).rmdir()
 
 
+@dataclass(slots=True)
 class _FileContent:
     """Replaces a moto object's buffer and reads the mirror's file. Objects of this size are written once."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
+    path: Path
+    position: int = 0
 
     def seek(self, position: int) -> None:
-        self._position = position
+        self.position = position
 
     def read(self, size: int = -1) -> bytes:
-        with open(self._path, "rb") as stream:
-            stream.seek(self._position)
+        with open(self.path, "rb") as stream:
+            stream.seek(self.position)
             data = stream.read(size)
-        self._position += len(data)
+        self.position += len(data)
         return data
 
     def close(self) -> None:

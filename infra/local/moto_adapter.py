@@ -55,8 +55,6 @@ ended."""
 STOP_SECONDS = 0.1
 """After which a Wait notices that its execution was stopped."""
 
-SERVER_ERROR = 500
-
 
 @contextmanager
 def adapted(pause: Pause) -> Iterator[None]:
@@ -113,13 +111,12 @@ def change_spelling(undo: ExitStack) -> None:
 
 def pass_on_fair_share(undo: ExitStack) -> None:
     supported = batch_module._SUPPORTED_API_PARAM_BINDINGS
-    wider = {"submitjob": supported["submitjob"] | {"ShareIdentifier", "SchedulingPriorityOverride", "PropagateTags"}}
-    undo.enter_context(mock.patch.object(batch_module, "_SUPPORTED_API_PARAM_BINDINGS", {**supported, **wider}))
+    wider = supported["submitjob"] | {"ShareIdentifier", "SchedulingPriorityOverride", "PropagateTags"}
+    undo.enter_context(mock.patch.dict(supported, submitjob=wider))
 
 
 def name_errors(undo: ExitStack) -> None:
-    names = {**aws_sdk_module._SERVICE_ERROR_NAMES, "s3": "S3", "batch": "Batch"}
-    undo.enter_context(mock.patch.object(aws_sdk_module, "_SERVICE_ERROR_NAMES", names))
+    undo.enter_context(mock.patch.dict(aws_sdk_module._SERVICE_ERROR_NAMES, s3="S3", batch="Batch"))
 
 
 def look_again(undo: ExitStack) -> None:
@@ -132,7 +129,7 @@ def look_again(undo: ExitStack) -> None:
             try:
                 return resolver()
             except ClientError as error:
-                if error.response["ResponseMetadata"]["HTTPStatusCode"] < SERVER_ERROR:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] < 500:
                     raise
                 return None
 
@@ -148,20 +145,15 @@ def terminate_abandoned_jobs(undo: ExitStack) -> None:
     def build_sync_resolver(self: Any, env: Any, **others: Any) -> Any:
         job_id = env.stack[-1]["JobId"]
         resolver = build_resolver(self, env=env, **others)
-
-        def resolve() -> Any:
-            return resolver()
-
-        resolve.abandon = lambda: boto_client_for(  # type: ignore[attr-defined]
-            service="batch", region=others["resource_runtime_part"].region
-        ).terminate_job(jobId=job_id, reason="The state that submitted this job ended before it")
-        return resolve
+        resolver.job_id = job_id
+        return resolver
 
     def eval_sync(self: Any, env: Any, sync_resolver: Any, **others: Any) -> Any:
         outcome = wait_for_outcome(self, env=env, sync_resolver=sync_resolver, **others)
         # The job's description when it is over; None or a timeout's outcome when the engine has given up waiting.
         if not isinstance(outcome, dict):
-            sync_resolver.abandon()
+            reason = "The state that submitted this job ended before it"
+            boto_client_for(service="batch", region=REGION).terminate_job(jobId=sync_resolver.job_id, reason=reason)
         return outcome
 
     undo.enter_context(mock.patch.object(StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver))

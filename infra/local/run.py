@@ -7,23 +7,22 @@ the state folder, puts the input files into its bucket, starts the execution and
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from infra.local import demo
 from infra.local.inputs import find_inputs
 from infra.local.state_folder import check_space, check_state_folder, owned
 from pipeline.allowed_uris import FILE, is_s3
-from pipeline.config import MODEL_URIS, RunConfig, build_config, load_config_file, merge, parse_settings
+from pipeline.config import MODEL_URIS, RunConfig, build_config, load_config_file, merge, nested, parse_settings
 from pipeline.contract import check_run_id, registry_uri
-from pipeline.errors import BadConfig, MissingInput, plain
+from pipeline.errors import BadConfig, MissingInput
 from pipeline.files import write_atomically
 from pipeline.operate.endpoint import NO_USER_FILES, only_environment
 
@@ -61,30 +60,20 @@ def run_local(request: LocalRequest, *, plain: bool = False, program: tuple[str,
         program: replaces `trnpipe` in the jobs' commands; None: this installation.
 
     Returns:
-        0; 67 when the gate refused; the failing stage's exit code; 130 or 143 after Ctrl-C or SIGTERM.
+        0; 67 when the gate refused; the failing stage's exit code.
 
     Raises:
         BadConfig: configuration that cannot work, too little disk space, or another run in the state folder; before anything
             is started.
+        SystemExit: 130 or 143 after Ctrl-C or SIGTERM; jobs are ended and files are closed.
     """
+    from pipeline.commands.terminal import terminable
+
     model = None if request.model is None or is_s3(request.model) else Path(request.model.removeprefix(FILE))
     check_space(request.state, (*request.training, *request.corpus), model)
-
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        raise _Terminated
-
-    # SIGTERM unwinds the stack, so that jobs are ended and files are closed.
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
-        with only_environment(NO_USER_FILES), owned(request.state):
-            return _run(request, plain, program)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except _Terminated:
-        return 128 + signal.SIGTERM
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    # From the first import on: moto asks botocore for a session, which refuses a profile that the user's files do not have.
+    with terminable(), only_environment(NO_USER_FILES), owned(request.state):
+        return _run(request, plain, program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +141,10 @@ class LocalRequest:
         if run is None:
             run = merge(from_file, over).get("run")
         # A resumed run has an input already; flags with defaults of their own could only contradict its plan.
-        under = _flags(nodes, device, initial, parent) if run is None else merge(_earlier_input(state, run), {"run": run})
+        flags = {"nodes": nodes, "device.kind": device, "model.initial": initial, "model.parent": parent}
+        under = nested({key: value for key, value in flags.items() if value is not None})
+        if run is not None:
+            under = merge(_earlier_input(state, run), {"run": run})
         given = _absolute(merge(merge(from_file, under), over))
         config = build_config(DEPLOYMENT_CONFIG, given)
         if config.device.kind in ONE_NODE_KINDS and "nodes" not in given and run is None:
@@ -207,12 +199,6 @@ class LocalRequest:
         )
 
 
-def _flags(nodes: int | None, device: str | None, initial: str | None, parent: str | None) -> dict[str, Any]:
-    models = {key: uri for key, uri in (("initial", initial), ("parent", parent)) if uri is not None}
-    flags = {"nodes": nodes, "device": None if device is None else {"kind": device}, "model": models or None}
-    return {key: value for key, value in flags.items() if value is not None}
-
-
 def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
     """The execution input of the run to resume, which may have ended before it had a plan.
 
@@ -229,8 +215,7 @@ def _earlier_input(state: Path, run: Any) -> dict[str, Any]:
             rule=f"runs here: {', '.join(known[-10:]) or 'none'}",
             remedy="name one of them, or the state folder that has it with --state",
         )
-    earlier: dict[str, Any] = json.loads(path.read_text())["execution"]
-    return earlier
+    return dict(json.loads(path.read_text())["execution"])
 
 
 def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) -> int:
@@ -238,13 +223,14 @@ def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) ->
     from rich.console import Console
 
     from infra.local.template import local_context, read_stack, synthesize
+    from pipeline.commands.terminal import note
 
     console = Console()
     state = request.state
-    _say(console, f"state folder: {state}")
+    note(console, f"state folder: {state}")
     released = _names(state / "bucket/data/demo")
-    size = demo.choose_size(state / "demo", released, request.demo_size, partial(_say, console)) if request.demo else None
-    _say(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
+    size = demo.choose_size(state / "demo", released, request.demo_size, partial(note, console)) if request.demo else None
+    note(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
     allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
     with ThreadPoolExecutor(max_workers=1) as pool:
         # Node.js works on the templates while the demo's text is read here, where Ctrl-C interrupts it, and the engine is loaded.
@@ -273,6 +259,7 @@ def _execute(
     plain: bool,
 ) -> int:
     """Start the execution, show it until it ends, and print its outcome."""
+    from pipeline.commands.terminal import note
     from pipeline.operate.outcome import conclude
     from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker
     from pipeline.operate.run_files import LocalFiles
@@ -285,13 +272,13 @@ def _execute(
     arn = client.start_execution(stateMachineArn=stack.state_machine_arn, name=name, input=json.dumps(execution_input))[
         "executionArn"
     ]
-    _say(console, f"run {run_id}: {endpoint.url}, logs in {request.state / 'logs'}")
+    note(console, f"run {run_id}: {endpoint.url}, logs in {request.state / 'logs'}")
     display: Display = LiveDisplay(console) if console.is_terminal and not plain else PlainDisplay(console)
     try:
         with display:
             execution = _watch(client, arn, tracker, display, endpoint.batch)
-    except (KeyboardInterrupt, _Terminated):
-        _say(console, f"stopping run {run_id}; resume it with --run {run_id}")
+    except (KeyboardInterrupt, SystemExit):
+        note(console, f"stopping run {run_id}; resume it with --run {run_id}")
         client.stop_execution(executionArn=arn, cause="stopped at the terminal")
         raise
     return conclude(console, execution, tracker, started, partial(_logs, endpoint.batch))
@@ -314,43 +301,38 @@ def _watch(client: Any, arn: str, tracker: Tracker, display: Display, runner: Ba
 
 def _logs(runner: BatchRunner, line: StageLine, failure: StageFailure | None) -> Iterator[str]:
     """Log files of the failed stage's last attempts: the node that failed first, the main node's where that is unknown."""
-    for job in runner.jobs():
-        if job.id not in line.jobs[-1:]:
-            continue
+    for job in [job for job in runner.jobs() if job.id in line.jobs[-1:]]:
         for one in [one for one in job.children or [job] if one.status == "FAILED" and one.attempts]:
             node = failure.node if failure and failure.node < len(one.definition.containers) else one.definition.main_node
             attempt = failure.attempt if failure and 0 < failure.attempt <= len(one.attempts) else len(one.attempts)
             yield str(runner.settings.logs / one.log_stream(attempt, node))
 
 
-def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...] | None) -> LocalEndpoint:
+def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...] | None) -> AbstractContextManager[LocalEndpoint]:
     from infra.local.batch import BatchRunner
     from infra.local.batch_nodes import THIS_INSTALLATION, BatchSettings
-    from infra.local.server import LocalEndpoint
+    from infra.local.server import local_endpoint
 
     def runner(environment: dict[str, str]) -> BatchRunner:
         settings = BatchSettings(logs=request.state / "logs", environment=environment, program=program or THIS_INSTALLATION)
         return BatchRunner(stack.job_definitions, stack.queues, settings)
 
-    return LocalEndpoint(stack, request.state, runner)
+    return local_endpoint(stack, request.state, runner)
 
 
 def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | None) -> dict[str, Any]:
     """The input of the execution: the user's configuration over the values that a local run fills in."""
     if request.config.run is not None:
         return request.given
-    root = f"s3://{stack.bucket}"
-    filled: dict[str, Any] = {}
-    if size:
-        filled = merge(size.config, {"data": {"train": [f"{root}/data/demo/"]}})
-    # What the options name is beside what the configuration names.
-    named: dict[str, Any] = {}
-    if request.training:
-        named["train"] = [*request.config.data.train, f"{root}/{INPUT}/"]
-    if request.corpus:
-        named["corpus"] = [*request.config.data.corpus, f"{root}/data/corpus/"]
+    root, data = f"s3://{stack.bucket}", request.config.data
+    filled = merge(size.config, {"data": {"train": [f"{root}/data/demo/"]}}) if size else {}
     if request.model is not None and request.config.model.parent is None:
         filled = merge(filled, {"model": {"initial": request.model}})
+    # What the options name is beside what the configuration names.
+    named = {
+        **({"train": [*data.train, f"{root}/{INPUT}/"]} if request.training else {}),
+        **({"corpus": [*data.corpus, f"{root}/data/corpus/"]} if request.corpus else {}),
+    }
     return merge(merge(filled, request.given), {"data": named} if named else {})
 
 
@@ -377,28 +359,23 @@ def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus"))):
         values = given.get(section)
         if isinstance(values, Mapping):
-            named = {key: values[key] for key in keys if key in values}
-            if section == "model":
-                named = {key: demo.named_model(uri) if isinstance(uri, str) else uri for key, uri in named.items()}
-            changed[section] = {key: _absolute_paths(value) for key, value in named.items()}
+            # `demo` is a model, and no file of data.
+            named = demo.named_model if section == "model" else str
+            changed[section] = {key: _absolute_paths(values[key], named) for key in keys if key in values}
     return merge(given, changed)
 
 
-def _absolute_paths(value: Any) -> Any:
+def _absolute_paths(value: Any, named: Callable[[str], str]) -> Any:
+    """
+    Args:
+        named: the path that a name stands for.
+    """
     if isinstance(value, list):
-        return [_absolute_paths(item) for item in value]
+        return [_absolute_paths(item, named) for item in value]
     if isinstance(value, str) and "://" not in value:
-        return str(Path(value).expanduser().absolute())
+        return str(Path(named(value)).expanduser().absolute())
     return value
 
 
 def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-
-def _say(console: Any, text: str) -> None:
-    console.print(plain(text), markup=False, highlight=False, soft_wrap=True, style="dim")
-
-
-class _Terminated(BaseException):
-    """SIGTERM arrived; like KeyboardInterrupt, no handler of errors catches it."""

@@ -23,14 +23,13 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from unittest import mock
-from urllib.parse import parse_qs
 
 import boto3
 from botocore.config import Config
@@ -39,6 +38,7 @@ from moto.core.base_backend import BackendDict
 from moto.core.config import default_user_config
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
+from werkzeug.wrappers import Request, Response
 
 from infra.local import definitions, ecs
 from infra.local.batch import BatchRunner
@@ -53,10 +53,8 @@ HOST = "127.0.0.1"
 MUTATIONS = re.compile(r"DynamoDB_\d+\.(PutItem|UpdateItem|DeleteItem|BatchWriteItem|TransactWriteItems)")
 SIGNED = re.compile(r"Credential=(?P<key>[^/\s]+)/[^/]+/[^/]+/(?P<service>[^/]+)/aws4_request")
 
-STOP_EXECUTION = "AWSStepFunctions.StopExecution"
 STOP_SECONDS = 10.0
 """After which a stopped execution has ended."""
-ECS_TARGET = "AmazonEC2ContainerServiceV20141113."
 
 SERVICES = ("s3", "sts", "dynamodb", "sns", "stepfunctions")
 """Moto's services. It loads each at its first request."""
@@ -64,97 +62,88 @@ SERVICES = ("s3", "sts", "dynamodb", "sns", "stepfunctions")
 WsgiApplication = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalEndpoint:
-    """A context manager: the endpoint is up inside it, with the stack's resources created and the state folder loaded.
+    """A running endpoint.
+
+    Attributes:
+        url, batch: address and Batch service.
+        mirror_folder: the bucket as plain files.
+        session: one for all clients: it reads each of AWS's large descriptions once.
+    """
+
+    url: str
+    batch: BatchRunner
+    mirror_folder: Path
+    session: boto3.session.Session
+    _making: threading.Lock = field(default_factory=threading.Lock)
+
+    def client(self, service: str) -> Any:
+        """A client of this endpoint."""
+        with self._making:
+            return self.session.client(service, config=Config(retries={"max_attempts": 0}))
+
+
+@contextmanager
+def local_endpoint(
+    stack: LocalStack,
+    state: Path,
+    runner: Callable[[dict[str, str]], BatchRunner],
+    front: Callable[[WsgiApplication], WsgiApplication] = lambda application: application,
+) -> Iterator[LocalEndpoint]:
+    """Keep the endpoint up inside the block, with the stack's resources created and the state folder loaded.
 
     Args:
         stack: the resources to create.
         state: the state folder: `bucket/KEY`, `lock.json`. This process holds its lock (infra/local/state_folder.py).
         runner: makes the Batch runner from the variables that job processes need to find the endpoint.
         front: wraps the application that answers every request; how a test makes services fail.
-
-    Attributes:
-        mirror_folder: the bucket as plain files.
-        url, batch: address and Batch service, while the endpoint is up.
     """
+    with ExitStack() as exit_stack:
+        exit_stack.enter_context(mock.patch.dict(default_user_config["stepfunctions"], execute_state_machine=True))
+        # The engine logs every error that the state machine catches; the history has them all.
+        logger = logging.getLogger("moto")
+        exit_stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
+        BackendDict.reset()
+        key = secrets.token_hex(16)
+        application = _Application(stack, state)
+        server = make_server(HOST, 0, _guarded(front(application), key), threaded=True, request_handler=_QuietHandler)
+        url = f"http://{HOST}:{server.server_port}"
+        environment = endpoint_environment(url, key)
+        exit_stack.enter_context(only_environment({**environment, "MOTO_PORT": str(server.server_port)}))
+        batch = application.batch = runner(environment)
+        endpoint = LocalEndpoint(url=url, batch=batch, mirror_folder=state / "bucket", session=boto3.session.Session())
+        exit_stack.enter_context(adapted(batch.pause))
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="local-endpoint", daemon=True)
+        thread.start()
+        exit_stack.callback(server.server_close)
+        exit_stack.callback(thread.join)
+        exit_stack.callback(server.shutdown)
+        exit_stack.callback(batch.close)
+        endpoint.client("s3").create_bucket(Bucket=stack.bucket)
+        endpoint.client("dynamodb").create_table(**stack.table)
+        for topic in stack.topics:
+            endpoint.client("sns").create_topic(Name=topic)
+        machines = {stack.state_machine: stack.definition, **stack.watches}
+        for name, definition in machines.items():
+            endpoint.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
+        exit_stack.callback(_stop_executions, endpoint.client("stepfunctions"), machines)
+        exit_stack.callback(application.watches.clear)
+        application.load(endpoint.client("dynamodb"))
+        record = EndpointRecord(state_machine=stack.state_machine_arn, environment=environment, process=os.getpid())
+        exit_stack.enter_context(announced(state, record))
+        yield endpoint
 
-    def __init__(
-        self,
-        stack: LocalStack,
-        state: Path,
-        runner: Callable[[dict[str, str]], BatchRunner],
-        front: Callable[[WsgiApplication], WsgiApplication] = lambda application: application,
-    ) -> None:
-        self._stack = stack
-        self._state = state
-        self._make_runner = runner
-        self._front = front
-        self._exit = ExitStack()
-        self.mirror_folder = state / "bucket"
-        self.url = ""
-        self.batch: BatchRunner
-        self._session: Any = None
-        self._making = threading.Lock()
 
-    def __enter__(self) -> LocalEndpoint:
-        with ExitStack() as exit_stack:
-            exit_stack.enter_context(mock.patch.dict(default_user_config["stepfunctions"], execute_state_machine=True))
-            # The engine logs every error that the state machine catches; the history has them all.
-            logger = logging.getLogger("moto")
-            exit_stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.CRITICAL)
-            BackendDict.reset()
-            key = secrets.token_hex(16)
-            application = _Application(self._stack, self._state)
-            server = make_server(HOST, 0, _guarded(self._front(application), key), threaded=True, request_handler=_QuietHandler)
-            self.url = f"http://{HOST}:{server.server_port}"
-            environment = endpoint_environment(self.url, key)
-            exit_stack.enter_context(only_environment({**environment, "MOTO_PORT": str(server.server_port)}))
-            # One for all clients: it reads each of AWS's large descriptions once.
-            self._session = boto3.session.Session()
-            self.batch = application.batch = self._make_runner(environment)
-            exit_stack.enter_context(adapted(self.batch.pause))
-            thread = threading.Thread(
-                target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="local-endpoint", daemon=True
-            )
-            thread.start()
-            exit_stack.callback(server.server_close)
-            exit_stack.callback(thread.join)
-            exit_stack.callback(server.shutdown)
-            exit_stack.callback(self.batch.close)
-            stack = self._stack
-            self.client("s3").create_bucket(Bucket=stack.bucket)
-            self.client("dynamodb").create_table(**stack.table)
-            for topic in stack.topics:
-                self.client("sns").create_topic(Name=topic)
-            for name, definition in {stack.state_machine: stack.definition, **stack.watches}.items():
-                self.client("stepfunctions").create_state_machine(name=name, definition=definition, roleArn=stack.role_arn)
-            exit_stack.callback(self._stop_executions)
-            exit_stack.callback(application.watches.clear)
-            application.load(self.client("dynamodb"))
-            record = EndpointRecord(state_machine=self._stack.state_machine_arn, environment=environment, process=os.getpid())
-            exit_stack.enter_context(announced(self._state, record))
-            self._exit = exit_stack.pop_all()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._exit.close()
-
-    def client(self, service: str) -> Any:
-        """A client of this endpoint."""
-        with self._making:
-            return self._session.client(service, config=Config(retries={"max_attempts": 0}))
-
-    def _stop_executions(self) -> None:
-        """Stop all executions, as a machine that is switched off does: no further state runs, and locks stay."""
-        client = self.client("stepfunctions")
-        machines = [self._stack.state_machine, *self._stack.watches]
-        for machine in machines:
-            running = client.list_executions(stateMachineArn=machine_arn(machine), statusFilter="RUNNING")
-            for execution in running["executions"]:
-                # moto's engine answers with an error where an execution has only just begun.
-                with suppress(ClientError):
-                    client.stop_execution(executionArn=execution["executionArn"])
+def _stop_executions(client: Any, machines: Iterable[str]) -> None:
+    """Stop all executions, as a machine that is switched off does: no further state runs, and locks stay."""
+    for machine in machines:
+        running = client.list_executions(stateMachineArn=machine_arn(machine), statusFilter="RUNNING")
+        for execution in running["executions"]:
+            # moto's engine answers with an error where an execution has only just begun.
+            with suppress(ClientError):
+                client.stop_execution(executionArn=execution["executionArn"])
 
 
 def load_services() -> None:
@@ -203,7 +192,7 @@ def _guarded(application: WsgiApplication, key: str) -> WsgiApplication:
             return application(environ, start_response)
         else:
             objection = "this endpoint answers the processes of its own run only"
-        return _answer_json(start_response, "403 Forbidden", {"__type": "AccessDeniedException", "message": objection})
+        return _json_response({"__type": "AccessDeniedException", "message": objection}, 403)(environ, start_response)
 
     return answer
 
@@ -218,10 +207,8 @@ class _Application:
     def __init__(self, stack: LocalStack, state: Path) -> None:
         self.batch: BatchRunner
         self._moto: WsgiApplication = DomainDispatcherApplication(create_backend_app)
-        self._bucket = stack.bucket
+        self._stack = stack
         self._mirror = Mirror(stack.bucket, state / "bucket", state / "tmp")
-        self._table = stack.table["TableName"]
-        self._machine_arn = stack.state_machine_arn
         self.watches = [machine_arn(watch) for watch in stack.watches]
         self._lock_file = state / "lock.json"
         self._lock_items = threading.Lock()
@@ -233,78 +220,77 @@ class _Application:
         self._mirror.load()
         if self._lock_file.is_file():
             for item in json.loads(self._lock_file.read_text()):
-                dynamodb.put_item(TableName=self._table, Item=item)
+                dynamodb.put_item(TableName=self._stack.table["TableName"], Item=item)
         self._dynamodb = dynamodb
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        signed = SIGNED.search(environ.get("HTTP_AUTHORIZATION", ""))
-        service = signed["service"] if signed else ""
-        if service in ("batch", "ecs"):
-            return self._answer_jobs(service, environ, start_response)
-        if not service and ecs.METADATA_PATH.fullmatch(environ["PATH_INFO"]):
-            found = ecs.metadata(self.batch.hosts, environ["PATH_INFO"])
-            return _answer_json(start_response, "404 Not Found" if found is None else "200 OK", found or {})
-        if service == "s3":
-            return self._answer_s3(environ, start_response)
-        if environ.get("HTTP_X_AMZ_TARGET") == STOP_EXECUTION:
-            return self._stop_execution(environ, start_response)
-        if self._dynamodb is not None and MUTATIONS.fullmatch(environ.get("HTTP_X_AMZ_TARGET", "")):
-            body = self._moto(environ, start_response)
-            self._keep_lock_items()
-            return body
-        return self._moto(environ, start_response)
+        return self._choose(Request(environ, populate_request=False))(environ, start_response)
 
-    def _answer_jobs(self, service: str, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        request = json.loads(_body(environ) or b"{}")
+    def _choose(self, request: Request) -> WsgiApplication:
+        """Return what answers a request: a response of our own, or moto."""
+        signed = SIGNED.search(request.headers.get("Authorization", ""))
+        service = signed["service"] if signed else ""
+        target = request.headers.get("X-Amz-Target", "")
+        match service:
+            case "batch" | "ecs":
+                return self._answer_jobs(service, target, request)
+            case "" if ecs.METADATA_PATH.fullmatch(request.path):
+                found = ecs.metadata(self.batch.hosts, request.path)
+                return _json_response(found or {}, 404 if found is None else 200)
+            case "s3":
+                return self._answer_s3(request)
+        if target == "AWSStepFunctions.StopExecution":
+            return self._stop_execution(request)
+        if self._dynamodb is not None and MUTATIONS.fullmatch(target):
+            response = self._answer_by_moto(request)
+            self._keep_lock_items()
+            return response
+        return self._moto
+
+    def _answer_by_moto(self, request: Request) -> Response:
+        return Response.from_app(self._moto, request.environ)
+
+    def _answer_jobs(self, service: str, target: str, request: Request) -> Response:
+        asked = json.loads(request.get_data() or b"{}")
         try:
             if service == "batch":
-                answer = self.batch.call(environ["PATH_INFO"].removeprefix("/v1/"), request)
-            else:
-                operation = environ.get("HTTP_X_AMZ_TARGET", "").removeprefix(ECS_TARGET)
-                answer = ecs.call(self.batch.hosts, operation, request)
+                return _json_response(self.batch.call(request.path.removeprefix("/v1/"), asked))
+            return _json_response(ecs.call(self.batch.hosts, target.removeprefix("AmazonEC2ContainerServiceV20141113."), asked))
         except definitions.ClientError as error:
             # Batch's protocol names the error in a header, that of ECS in the body.
-            answer, header = {"__type": "ClientException", "message": str(error)}, ("x-amzn-ErrorType", "ClientException")
-            return _answer_json(start_response, "400 Bad Request", answer, header)
-        return _answer_json(start_response, "200 OK", answer)
+            kind = "ClientException"
+            return _json_response({"__type": kind, "message": str(error)}, 400, {"x-amzn-ErrorType": kind})
 
-    def _answer_s3(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
-        query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
-        method = environ["REQUEST_METHOD"]
-        if bucket != self._bucket:
-            return self._moto(environ, start_response)
-        if method == "POST" and "delete" in query:
-            body = self._moto(environ, start_response)
+    def _answer_s3(self, request: Request) -> WsgiApplication:
+        bucket, _, key = request.path.lstrip("/").partition("/")
+        if bucket != self._stack.bucket:
+            return self._moto
+        if request.method == "POST" and "delete" in request.args:
+            response = self._answer_by_moto(request)
             self._mirror.store_all()
-            return body
+            return response
         # Parts of an upload change no object until it is completed.
-        changes = {"PUT": "partNumber" not in query, "POST": "uploadId" in query, "DELETE": "uploadId" not in query}
-        if not key or not changes.get(method, False):
-            return self._moto(environ, start_response)
+        part, upload = "partNumber" in request.args, "uploadId" in request.args
+        changes = {"PUT": not part, "POST": upload, "DELETE": not upload}
+        if not key or not changes.get(request.method, False):
+            return self._moto
         # Invariant: one change of a key at a time, so that what a conditional write has checked still holds when it writes.
         with self._keys[key]:
-            if method != "DELETE" and (objection := self._mirror.objection(key)):
-                _body(environ)
-                refusal = f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>".encode()
-                headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(refusal)))]
-                start_response("400 Bad Request", headers)
-                return [refusal]
-            body = self._moto(environ, start_response)
+            if request.method != "DELETE" and (objection := self._mirror.objection(key)):
+                request.get_data()
+                refusal = f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>"
+                return Response(refusal, 400, mimetype="application/xml")
+            response = self._answer_by_moto(request)
             self._mirror.store(key)
-            return body
+            return response
 
-    def _stop_execution(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        asked = _body(environ)
-        statuses: list[str] = []
-
-        def answered(status: str, headers: Any, *rest: Any) -> Any:
-            statuses.append(status)
-            return start_response(status, headers, *rest)
-
-        body = self._moto({**environ, "wsgi.input": io.BytesIO(asked)}, answered)
+    def _stop_execution(self, request: Request) -> Response:
+        asked = request.get_data()
+        request.environ["wsgi.input"] = io.BytesIO(asked)
+        response = self._answer_by_moto(request)
         execution = json.loads(asked)["executionArn"]
-        if statuses == ["200 OK"] and execution.startswith(self._machine_arn.replace(":stateMachine:", ":execution:") + ":"):
+        executions = self._stack.state_machine_arn.replace(":stateMachine:", ":execution:")
+        if response.status_code == 200 and execution.startswith(f"{executions}:"):
             client = boto3.session.Session().client("stepfunctions")
             # EventBridge reports an execution after its end; moto ends it in its own thread, after it has answered.
             deadline = time.monotonic() + STOP_SECONDS
@@ -314,25 +300,17 @@ class _Application:
                 # moto gives an execution without a name none at all.
                 name = str(uuid.uuid4())
                 client.start_execution(stateMachineArn=watch, name=name, input=json.dumps({"execution": execution}))
-        return body
+        return response
 
     def _keep_lock_items(self) -> None:
         with self._lock_items:
-            items = self._dynamodb.scan(TableName=self._table)["Items"]
+            items = self._dynamodb.scan(TableName=self._stack.table["TableName"])["Items"]
             write_atomically(self._lock_file, json.dumps(items, indent=1).encode())
 
 
-def _body(environ: Mapping[str, Any]) -> bytes:
-    """Read the body of a request."""
-    body: bytes = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-    return body
-
-
-def _answer_json(start_response: Any, status: str, answer: dict[str, Any], *headers: tuple[str, str]) -> list[bytes]:
-    body = json.dumps(answer).encode()
-    kind = [("Content-Type", "application/json"), ("x-amzn-RequestId", str(uuid.uuid4())), ("Content-Length", str(len(body)))]
-    start_response(status, [*kind, *headers])
-    return [body]
+def _json_response(answer: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    named = {"x-amzn-RequestId": str(uuid.uuid4()), **(headers or {})}
+    return Response(json.dumps(answer), status, named, mimetype="application/json")
 
 
 class _QuietHandler(MotoRequestHandler):  # type: ignore[misc]

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from pipeline.errors import BadConfig
 from pipeline.operate.endpoint import make_private
@@ -96,7 +95,6 @@ def owned(state: Path) -> Iterator[None]:
     Raises:
         BadConfig: the folder cannot be made or written to, or another run holds the lock.
     """
-    holder: IO[str]
     with _usable(state):
         make_private(state)
         holder = open(state / "owner.pid", "a+")  # noqa: SIM115 - closed below

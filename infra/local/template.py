@@ -26,8 +26,6 @@ from pipeline.config import sections
 from pipeline.errors import BadConfig, Defect
 from pipeline.operate import aws_console
 
-SYNTH_TIMEOUT_SECONDS = 300
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStack:
@@ -72,8 +70,7 @@ def local_context(allowed_nodes: tuple[int, ...], run_config: Mapping[str, Any],
         run_config: the deployment's partial run configuration.
         settings: further settings of infra/settings.py.
     """
-    deployed = (CONTEXT_KEY, ENVIRONMENT_KEY)
-    flags = {key: value for key, value in read_context().items() if key.partition(".")[0] not in deployed}
+    flags = {key: value for key, value in read_context().items() if key.partition(".")[0] not in (CONTEXT_KEY, ENVIRONMENT_KEY)}
     return {
         **flags,
         # Names by construct path, so that names in the state folder are those of the code.
@@ -119,7 +116,7 @@ def synthesize(folder: Path, context: Mapping[str, Any]) -> Path:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=SYNTH_TIMEOUT_SECONDS,
+        timeout=300,
         check=False,
     )
     if process.returncode == errors.ExitCode.BAD_CONFIG:
@@ -139,10 +136,8 @@ def read_stack(folder: Path) -> LocalStack:
     stacks = Stacks.read(folder)
     machines = stacks.of_type("AWS::StepFunctions::StateMachine")
     # The state machine that submits jobs runs the stages; the others watch executions.
-    running_stages = [one for one in machines if "batch:submitJob" in json.dumps(_definition(one))]
-    machine = _only("state machine that submits jobs", running_stages)
+    machine = _only("state machine that submits jobs", [one for one in machines if "batch:submitJob" in _definition(one)])
     definition = _definition(machine)
-    buckets = [resource for resource in stacks.of_type("AWS::S3::Bucket") if resource.name in json.dumps(definition)]
     # What EventBridge's rules do when an execution is aborted, as ARNs; topics among them.
     started_by_aborts = {
         target["Arn"]
@@ -153,9 +148,12 @@ def read_stack(folder: Path) -> LocalStack:
     table = _only("lock table", [*stacks.of_type("AWS::DynamoDB::Table"), *stacks.of_type("AWS::DynamoDB::GlobalTable")])
     return LocalStack(
         state_machine=machine.name,
-        definition=json.dumps(definition),
+        definition=definition,
         role_arn=machine.properties["RoleArn"],
-        bucket=_only("bucket in the state machine's definition", buckets).name,
+        bucket=_only(
+            "bucket in the state machine's definition",
+            [resource for resource in stacks.of_type("AWS::S3::Bucket") if resource.name in definition],
+        ).name,
         table={
             "TableName": table.name,
             "KeySchema": table.properties["KeySchema"],
@@ -170,21 +168,22 @@ def read_stack(folder: Path) -> LocalStack:
             JobQueue(name=resource.name, fair_share="SchedulingPolicyArn" in resource.properties)
             for resource in stacks.of_type("AWS::Batch::JobQueue")
         ),
-        watches={one.name: json.dumps(_definition(one)) for one in machines if machine_arn(one.name) in started_by_aborts},
+        watches={one.name: _definition(one) for one in machines if machine_arn(one.name) in started_by_aborts},
     )
 
 
-def _definition(machine: Resource) -> Any:
+def _definition(machine: Resource) -> str:
     text = machine.properties["DefinitionString"]
     for key, value in machine.properties.get("DefinitionSubstitutions", {}).items():
         text = text.replace(f"${{{key}}}", str(value))
-    return json.loads(text)
+    return json.dumps(json.loads(text))
 
 
 def _only(what: str, found: list[Resource]) -> Resource:
     if len(found) != 1:
-        names = [item.name for item in found]
-        raise Defect(f"the templates hold {len(found)} resources where one is expected: {what}", value=names)
+        raise Defect(
+            f"the templates hold {len(found)} resources where one is expected: {what}", value=[item.name for item in found]
+        )
     return found[0]
 
 

@@ -50,32 +50,30 @@ LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 def definition(targets: Targets) -> dict[str, Any]:
     """The state machine in the Amazon States Language (JSONPath)."""
-    states: States = {}
-    states |= _input_states(targets, then="NeedsLock")
-    states |= _lock_states(targets, then="WriteInput")
-    states |= _write_input(targets, then="prepare")
-    states |= job(targets, Stage.PREPARE, then="ReadInputs")
-    children = ("ingest_children",)
-    states |= read_result(targets, "ReadInputs", Stage.PREPARE, "$.inputs", needed=children, then="ChooseIngest")
-    states |= _array(targets, Stage.INGEST, "$.inputs.metrics.ingest_children", then="plan", none="plan")
-    states |= job(targets, Stage.PLAN, then="ReadPlan")
-    needed = ("nodes", "embed_children")
-    states |= read_result(targets, "ReadPlan", Stage.PLAN, "$.plan", needed=needed, then="ChooseGang")
-    states |= _choose_gang(targets, then="health_check")
-    states |= gang(targets, Stage.HEALTH_CHECK, then="ChooseCompile")
-    states |= _choose_compile(missing="compile", complete="train")
-    states |= gang(targets, Stage.COMPILE, then="train")
-    states |= gang(targets, Stage.TRAIN, then="evaluate")
-    states |= job(targets, Stage.EVALUATE, then="ReadScorecard")
-    states |= _gate(targets, accepted="ChooseEmbed", refused="Refused")
-    states |= _array(targets, Stage.EMBED, "$.plan.metrics.embed_children", then="publish")
-    states |= job(targets, Stage.PUBLISH, then="Succeeded")
-    states |= _outcomes(targets, then="report")
-    states |= _ending(targets)
     return {
         "Comment": "One weekly run: retrain a text encoder, judge it, embed the corpus, publish both together.",
         "StartAt": "ReadInput",
-        "States": states,
+        "States": {
+            **_input_states(targets, then="NeedsLock"),
+            **_lock_states(targets, then="WriteInput"),
+            **_write_input(targets, then="prepare"),
+            **job(targets, Stage.PREPARE, then="ReadInputs"),
+            **read_result(targets, "ReadInputs", Stage.PREPARE, "$.inputs", needed=("ingest_children",), then="ChooseIngest"),
+            **_array(targets, Stage.INGEST, "$.inputs.metrics.ingest_children", then="plan", none="plan"),
+            **job(targets, Stage.PLAN, then="ReadPlan"),
+            **read_result(targets, "ReadPlan", Stage.PLAN, "$.plan", needed=("nodes", "embed_children"), then="ChooseGang"),
+            **_choose_gang(targets, then="health_check"),
+            **gang(targets, Stage.HEALTH_CHECK, then="ChooseCompile"),
+            **_choose_compile(missing="compile", complete="train"),
+            **gang(targets, Stage.COMPILE, then="train"),
+            **gang(targets, Stage.TRAIN, then="evaluate"),
+            **job(targets, Stage.EVALUATE, then="ReadScorecard"),
+            **_gate(targets, accepted="ChooseEmbed", refused="Refused"),
+            **_array(targets, Stage.EMBED, "$.plan.metrics.embed_children", then="publish"),
+            **job(targets, Stage.PUBLISH, then="Succeeded"),
+            **_outcomes(targets, then="report"),
+            **_ending(targets),
+        },
     }
 
 
@@ -275,22 +273,25 @@ def _wait_for_lock() -> States:
 
 
 def _lap(minutes: int) -> State:
-    assign = {"waited.$": f"States.MathAdd($waited, {minutes})"}
-    return {"Type": "Wait", "Seconds": minutes * 60, "Assign": assign, "Next": "ReadLock"}
+    return {
+        "Type": "Wait",
+        "Seconds": minutes * 60,
+        "Assign": {"waited.$": f"States.MathAdd($waited, {minutes})"},
+        "Next": "ReadLock",
+    }
 
 
 def _write_input(targets: Targets, *, then: str) -> States:
     """`input.json`. The body is an object, not a string: Step Functions writes a string with its quotes escaped."""
-    body = {
-        "deployment": dict(targets.deployment),
-        "execution.$": "$.execution",
-        "execution_arn.$": "$$.Execution.Id",
-    }
     parameters = {
         "Bucket": targets.bucket,
         "Key.$": "States.Format('{}/input.json', $.run.key)",
         "ContentType": "application/json",
-        "Body": body,
+        "Body": {
+            "deployment": dict(targets.deployment),
+            "execution.$": "$.execution",
+            "execution_arn.$": "$$.Execution.Id",
+        },
     }
     return call(targets, "WriteInput", "aws-sdk:s3:putObject", parameters, then=then, fields=DISCARD)
 
@@ -336,9 +337,8 @@ def _choose_compile(*, missing: str, complete: str) -> States:
 
 def _gate(targets: Targets, *, accepted: str, refused: str) -> States:
     verdict, reason = "gate.verdict", "gate.reason"
-    needed = (verdict, reason)
     return {
-        **read_result(targets, "ReadScorecard", Stage.EVALUATE, "$.scorecard", needed=needed, then="Gate"),
+        **read_result(targets, "ReadScorecard", Stage.EVALUATE, "$.scorecard", needed=(verdict, reason), then="Gate"),
         "Gate": {
             "Type": "Choice",
             "Choices": [
@@ -365,11 +365,13 @@ def _array(targets: Targets, stage: Stage, children: str, *, then: str, none: st
         none: the next state if there are none; None: there always are some.
     """
     single = f"{stage.value} (single)"
-    nothing = [{"Variable": children, "NumericEquals": 0, "Next": none}] if none else []
     return {
         f"Choose{stage.value.capitalize()}": {
             "Type": "Choice",
-            "Choices": [*nothing, {"Variable": children, "NumericGreaterThanEquals": 2, "Next": stage.value}],
+            "Choices": [
+                *([{"Variable": children, "NumericEquals": 0, "Next": none}] if none else []),
+                {"Variable": children, "NumericGreaterThanEquals": 2, "Next": stage.value},
+            ],
             "Default": single,
         },
         **job(targets, stage, then=then, more={"ArrayProperties": {"Size.$": children}}),
@@ -469,7 +471,6 @@ def _failure_words(targets: Targets, *, then: str) -> States:
 
 def _ending(targets: Targets) -> States:
     """report, unlock, notify, end. Nothing here masks the outcome: after a failure each state continues with the next."""
-    states = job(targets, Stage.REPORT, then="OwnsLock", on_error="OwnsLock")
     release = {
         "TableName": targets.lock_table,
         "Key": {"name": {"S.$": "$.registry"}},
@@ -497,18 +498,20 @@ def _ending(targets: Targets) -> States:
         "Message.$": f"States.Format('{text}', {', '.join(values)})",
         "MessageAttributes": {"result": {"DataType": "String", "StringValue.$": "$.outcome.result"}},
     }
-    states["OwnsLock"] = {
-        "Type": "Choice",
-        "Choices": [{"Variable": "$.registry", "IsNull": True, "Next": "Notify"}],
-        "Default": "ReleaseLock",
+    return {
+        **job(targets, Stage.REPORT, then="OwnsLock", on_error="OwnsLock"),
+        "OwnsLock": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.registry", "IsNull": True, "Next": "Notify"}],
+            "Default": "ReleaseLock",
+        },
+        **call(targets, "ReleaseLock", "dynamodb:deleteItem", release, then="Notify", on_error="Notify", fields=DISCARD),
+        **call(targets, "Notify", "sns:publish", message, then="Outcome", on_error="Outcome", fields=DISCARD),
+        "Outcome": {
+            "Type": "Choice",
+            "Choices": [{"Variable": "$.outcome.result", "StringEquals": "succeeded", "Next": "Done"}],
+            "Default": "Failed",
+        },
+        "Done": {"Type": "Succeed"},
+        "Failed": {"Type": "Fail", "ErrorPath": "$.outcome.Error", "CausePath": "$.outcome.Cause"},
     }
-    states |= call(targets, "ReleaseLock", "dynamodb:deleteItem", release, then="Notify", on_error="Notify", fields=DISCARD)
-    states |= call(targets, "Notify", "sns:publish", message, then="Outcome", on_error="Outcome", fields=DISCARD)
-    states["Outcome"] = {
-        "Type": "Choice",
-        "Choices": [{"Variable": "$.outcome.result", "StringEquals": "succeeded", "Next": "Done"}],
-        "Default": "Failed",
-    }
-    states["Done"] = {"Type": "Succeed"}
-    states["Failed"] = {"Type": "Fail", "ErrorPath": "$.outcome.Error", "CausePath": "$.outcome.Cause"}
-    return states

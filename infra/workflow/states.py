@@ -16,8 +16,6 @@ from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Shape, Stag
 State = dict[str, Any]
 States = dict[str, State]
 
-INCOMPLETE_RESULT = "IncompleteResult"
-
 CALL_SECONDS = 60
 """Timeout of a state that calls a service once."""
 
@@ -265,11 +263,17 @@ def read_result(targets: Targets, name: str, stage: Stage, path: str, *, needed:
             catch, with the lock held: so they are looked for once, here.
     """
     parameters = {"Bucket": targets.bucket, "Key.$": f"States.Format('{{}}/{stage.value}/result.json', $.run.key)"}
-    key = path.removeprefix("$.")
-    check, keep, incomplete = (f"{word}{key.capitalize()}" for word in ("Check", "Keep", "Incomplete"))
-    fields = {"ResultSelector": {"result.$": "States.StringToJson($.Body)"}, "ResultPath": "$.file"}
+    check, keep, incomplete = (f"{word}{path.removeprefix('$.').capitalize()}" for word in ("Check", "Keep", "Incomplete"))
     return {
-        **call(targets, name, "aws-sdk:s3:getObject", parameters, then=check, fields=fields, started=True),
+        **call(
+            targets,
+            name,
+            "aws-sdk:s3:getObject",
+            parameters,
+            then=check,
+            fields={"ResultSelector": {"result.$": "States.StringToJson($.Body)"}, "ResultPath": "$.file"},
+            started=True,
+        ),
         check: {
             "Type": "Choice",
             "Choices": [
@@ -282,7 +286,7 @@ def read_result(targets: Targets, name: str, stage: Stage, path: str, *, needed:
             "report",
             result="failed",
             state=name,
-            Error=INCOMPLETE_RESULT,
+            Error="IncompleteResult",
             Cause=f"{stage}/result.json lacks one of the metrics {', '.join(needed)}. rule: the machine chooses by them. "
             "remedy: the image and this deployment are of different versions; deploy the matching ones",
         ),
@@ -292,8 +296,8 @@ def read_result(targets: Targets, name: str, stage: Stage, path: str, *, needed:
 def outcome(then: str, **fields: str) -> State:
     """A state that records how the run ends: result, state, Error and Cause, each a text, a path or an intrinsic function."""
     filled = {f"{key}.$" if value.startswith(("$", "States.")) else key: value for key, value in fields.items()}
-    literal = filled.keys() == fields.keys()
-    return {"Type": "Pass", "Result" if literal else "Parameters": filled, "ResultPath": "$.outcome", "Next": then}
+    kind = "Result" if filled.keys() == fields.keys() else "Parameters"
+    return {"Type": "Pass", kind: filled, "ResultPath": "$.outcome", "Next": then}
 
 
 def _catch(
@@ -317,8 +321,10 @@ def _catch(
         "Error": "",
         "Cause": "",
     }
-    keep: State = {"Type": "Pass", "Result": at, "ResultPath": "$.at", "Next": "KeepFailure"}
-    return [{"ErrorEquals": ["States.ALL"], "ResultPath": "$.caught", "Next": failed}], {failed: keep}
+    return (
+        [{"ErrorEquals": ["States.ALL"], "ResultPath": "$.caught", "Next": failed}],
+        {failed: {"Type": "Pass", "Result": at, "ResultPath": "$.at", "Next": "KeepFailure"}},
+    )
 
 
 def _patience_seconds(targets: Targets, stage: Stage) -> int:
@@ -366,9 +372,8 @@ def _batch_retry(*, refused_only: bool = False) -> list[dict[str, Any]]:
     Args:
         refused_only: whether Batch must have answered, so that the request has had no effect.
     """
-    errors = ["ServerException", "AWSBatchException", "BatchException", "TooManyRequestsException"]
-    if not refused_only:
-        errors.append("SdkClientException")
+    unanswered = [] if refused_only else ["SdkClientException"]
+    errors = ["ServerException", "AWSBatchException", "BatchException", "TooManyRequestsException", *unanswered]
     return [_backoff([f"Batch.{error}" for error in errors])]
 
 

@@ -123,12 +123,17 @@ def cleanup(partition: str, topic: str, queues: Mapping[Queue, str], console: Co
         queues: ARN of each queue that it submits to.
     """
     run = "$.seen.input.run"
-    looks = [{"stage": stage.value, "queue": queues[spec.queue]} for stage, spec in STAGES.items()]
     return {
         "Comment": "Ends the jobs that an execution left behind.",
         "StartAt": "Begin",
         "States": {
-            "Begin": {"Type": "Pass", "Result": looks, "ResultPath": "$.looks", "Assign": {"looked": 0}, "Next": "Look"},
+            "Begin": {
+                "Type": "Pass",
+                "Result": [{"stage": stage.value, "queue": queues[spec.queue]} for stage, spec in STAGES.items()],
+                "ResultPath": "$.looks",
+                "Assign": {"looked": 0},
+                "Next": "Look",
+            },
             **_look(partition, then="StillEnded", more={"input.$": "States.StringToJson($.Input)"}),
             "StillEnded": {
                 "Type": "Choice",
@@ -287,19 +292,20 @@ def _notify(partition: str, topic: str, *, subject: str, message: str, then: str
 
 def _call(partition: str, action: str) -> dict[str, Any]:
     """A call that is retried for hours: only an alarm watches this state machine."""
-    retry = {
-        "ErrorEquals": ["States.ALL"],
-        "IntervalSeconds": 5,
-        "BackoffRate": 2,
-        "MaxAttempts": 10,
-        "MaxDelaySeconds": 1800,
-        "JitterStrategy": "FULL",
-    }
     return {
         "Type": "Task",
         "Resource": f"arn:{partition}:states:::{action}",
         "TimeoutSeconds": CALL_SECONDS,
-        "Retry": [retry],
+        "Retry": [
+            {
+                "ErrorEquals": ["States.ALL"],
+                "IntervalSeconds": 5,
+                "BackoffRate": 2,
+                "MaxAttempts": 10,
+                "MaxDelaySeconds": 1800,
+                "JitterStrategy": "FULL",
+            }
+        ],
     }
 
 
@@ -330,14 +336,14 @@ class Watches(Construct):
         self.machines: dict[str, sfn.StateMachine] = {}
         stack = Stack.of(self)
         watched = state_machine.state_machine_arn
-        executions = [f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"]
+        executions = f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"
         jobs = stack.format_arn(service="batch", resource="job", resource_name="*")
         budget = int(settings.run_config().time_budget.total_seconds())
         notify = [
             (["sns:Publish"], [topic.topic_arn]),
             (["kms:GenerateDataKey", "kms:Decrypt"], [topic_key.key_arn]),
         ]
-        describe = (["states:DescribeExecution"], executions)
+        describe = (["states:DescribeExecution"], [executions])
         self._watch(
             "Overdue", ("RUNNING",), overdue(stack.partition, topic.topic_arn, budget, console), grants=[describe, *notify]
         )
@@ -382,9 +388,15 @@ class Watches(Construct):
         stack = Stack.of(self)
         # A rule without a name of its own begins with its stack's; its ARN itself would need the rule, which needs the role.
         rules = stack.format_arn(service="events", resource="rule", resource_name=f"{stack.stack_name}-*")
-        conditions = {"StringEquals": {"aws:SourceAccount": stack.account}, "ArnLike": {"aws:SourceArn": rules}}
-        principal = iam.ServicePrincipal("events.amazonaws.com", conditions=conditions)
-        role = iam.Role(self, f"{name}Events", assumed_by=principal, description=f"Starts {self._name}-{name.lower()}")
+        role = iam.Role(
+            self,
+            f"{name}Events",
+            assumed_by=iam.ServicePrincipal(
+                "events.amazonaws.com",
+                conditions={"StringEquals": {"aws:SourceAccount": stack.account}, "ArnLike": {"aws:SourceArn": rules}},
+            ),
+            description=f"Starts {self._name}-{name.lower()}",
+        )
         events.Rule(
             self,
             f"{name}Rule",

@@ -1,14 +1,35 @@
-"""Printing for all commands: whole lines, tables, times and counts."""
+"""For all commands: printing of whole lines, tables, times and counts; and their end by a signal."""
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
 from pipeline.errors import plain
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Exit with 130 after Ctrl-C and with 143 after SIGTERM, both as an exception, so that what runs ends too."""
+
+    def terminate(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

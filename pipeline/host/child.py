@@ -7,11 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from pipeline import store
@@ -113,22 +111,6 @@ def sentence(what: str, value: Any) -> str:
     """Return a failure in one line."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return f"{what}: {first}" if first else what
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Exit with 130 after Ctrl-C and with 143 after SIGTERM, both as an exception, so that a running stage ends too."""
-
-    def terminate(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _alone(environment: Mapping[str, str]) -> dict[str, str]:

@@ -8,12 +8,14 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from infra.local import batch, batch_nodes, server
+from infra.local.server import local_endpoint
 from pipeline.cli import main
 from tests.chain.front import Front
 from tests.infra.calls import Call, Recorder
@@ -28,23 +30,23 @@ def start(command: Sequence[str], *, env: dict[str, str], **others: Any) -> subp
     return subprocess.Popen(command, env={**env, "AWS_SDK_UA_APP_ID": f"job-{env['TRNPIPE_STAGE']}"}, **others)
 
 
-class RecordingEndpoint(server.LocalEndpoint):
+@contextmanager
+def recording_endpoint(
+    calls: Path, stack: Any, state: Path, runner: Callable[[dict[str, str]], batch.BatchRunner]
+) -> Iterator[server.LocalEndpoint]:
     """An endpoint that appends to a file what was asked of it, when it goes down."""
-
-    def __init__(self, calls: Path, stack: Any, state: Path, runner: Callable[[dict[str, str]], batch.BatchRunner]) -> None:
-        front = Front()
-        self._calls, self._recorder = calls, Recorder(cluster="local")
-        front.disturb(self._recorder)
-        super().__init__(stack, state, runner, front)
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        with self._calls.open("a") as stream:
-            stream.writelines(json.dumps(dataclasses.asdict(call)) + "\n" for call in sorted(self._recorder.calls))
+    front, recorder = Front(), Recorder(cluster="local")
+    front.disturb(recorder)
+    try:
+        with local_endpoint(stack, state, runner, front) as endpoint:
+            yield endpoint
+    finally:
+        with calls.open("a") as stream:
+            stream.writelines(json.dumps(dataclasses.asdict(call)) + "\n" for call in sorted(recorder.calls))
 
 
 if __name__ == "__main__":
     # Where `trnpipe local` looks for them when it starts.
-    server.LocalEndpoint = partial(RecordingEndpoint, Path(sys.argv.pop(1)))  # type: ignore[misc,assignment]
+    server.local_endpoint = partial(recording_endpoint, Path(sys.argv.pop(1)))
     batch_nodes.BatchSettings = partial(batch_nodes.BatchSettings, start=start)  # type: ignore[misc,assignment]
     main()

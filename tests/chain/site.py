@@ -27,7 +27,7 @@ from moto.stepfunctions.parser.asl.component.state.exec.state_task.service impor
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import THIS_INSTALLATION, BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
-from infra.local.server import LocalEndpoint
+from infra.local.server import LocalEndpoint, local_endpoint
 from infra.local.template import LocalStack, local_context, read_stack, synthesize
 from pipeline.contract import RunPaths
 from tests.chain.front import OF_JOBS, Front
@@ -287,7 +287,7 @@ def open_site(depth: Depth, folder: Path, templates: Path, context: Mapping[str,
         undo.enter_context(_quick_engine())
         nursery = Nursery(light=depth is ORCHESTRATION)
         undo.callback(nursery.close)
-        endpoint = undo.enter_context(LocalEndpoint(stack, folder / "state", runner, front))
+        endpoint = undo.enter_context(local_endpoint(stack, folder / "state", runner, front))
         boto3.DEFAULT_SESSION = None
         site = Site(depth, folder, stack, endpoint, front)
         site.put(site.shard, site.data.text.encode())

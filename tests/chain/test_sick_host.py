@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
 from infra.local.run import DEPLOYMENT_CONFIG
-from infra.local.server import LocalEndpoint
+from infra.local.server import local_endpoint
 from infra.local.template import LocalStack, read_stack
 from pipeline import store
 from pipeline.contract import STAGES, RunPaths, Stage
@@ -35,17 +36,16 @@ EagerDevice.all_reduce = spoilt
 
 
 @pytest.fixture
-def endpoint(tmp_path: Path, templates: Path) -> Iterator[LocalEndpoint]:
+def endpoint(tmp_path: Path, templates: Path) -> Iterator[Any]:
     stack = read_stack(templates)
 
     def runner(environment: dict[str, str]) -> FaultyBatchRunner:
         settings = BatchSettings(logs=tmp_path / "logs", environment=environment)
         return FaultyBatchRunner(stack.job_definitions, stack.queues, settings)
 
-    with LocalEndpoint(stack, tmp_path / "state", runner) as endpoint:
-        endpoint.stack = stack  # type: ignore[attr-defined]
+    with local_endpoint(stack, tmp_path / "state", runner) as endpoint:
         store._s3_client_of.cache_clear()
-        yield endpoint
+        yield SimpleNamespace(stack=stack, batch=endpoint.batch)
     store._s3_client_of.cache_clear()
 
 

@@ -15,7 +15,7 @@ from moto.sns.models import sns_backends
 
 from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
-from infra.local.server import LocalEndpoint
+from infra.local.server import LocalEndpoint, local_endpoint
 from infra.runbook import RUNBOOK
 from infra.workflow.watches import ENDED, ENDED_BADLY, LOOK_AGAIN_SECONDS, LOOKS, cleanup, overdue, week
 from pipeline.contract import STAGES, Queue
@@ -195,7 +195,7 @@ def account(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Account]
         },
     }
     stack = stack_around(watched, watches={"trnpipe-watch": watch})
-    with LocalEndpoint(stack, tmp_path / "state", lambda _: NoBatch()) as endpoint:  # type: ignore[arg-type,return-value]
+    with local_endpoint(stack, tmp_path / "state", lambda _: NoBatch()) as endpoint:  # type: ignore[arg-type,return-value]
         yield Account(endpoint)
 
 

@@ -20,7 +20,7 @@ from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sns.models import sns_backends
 
 from infra.local.definitions import ACCOUNT, REGION
-from infra.local.server import LocalEndpoint
+from infra.local.server import LocalEndpoint, local_endpoint
 from infra.settings import DEFAULT_MINUTES
 from infra.workflow.machine import LONG_WAIT_MINUTES, definition
 from infra.workflow.watches import cleanup
@@ -315,8 +315,8 @@ def account(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Account]
     watch = cleanup("aws", TOPIC, queues, CONSOLE)
     stack = stack_around(machine, watches={"trnpipe-cleanup": watch})
     batch = ScriptedBatch(put=lambda key, body: account.client("s3").put_object(Bucket=BUCKET, Key=key, Body=body))
-    endpoint = LocalEndpoint(stack, tmp_path / "state", lambda environment: batch)  # type: ignore[arg-type,return-value]
-    with endpoint, quick_engine():
+    opened = local_endpoint(stack, tmp_path / "state", lambda environment: batch)  # type: ignore[arg-type,return-value]
+    with opened as endpoint, quick_engine():
         sent = sns_backends[DEFAULT_ACCOUNT_ID][REGION].topics[TOPIC].sent_notifications
         account = Account(endpoint=endpoint, batch=batch, machine_arn=stack.state_machine_arn, notices=_Notices(sent))
         yield account

@@ -23,7 +23,7 @@ from moto.sns.models import sns_backends
 from moto.stepfunctions.parser.models import stepfunctions_parser_backends
 
 from infra.local.definitions import REGION
-from infra.local.server import LocalEndpoint, WsgiApplication
+from infra.local.server import LocalEndpoint, WsgiApplication, local_endpoint
 from infra.workflow.machine import definition
 from pipeline.contract import StageFailure, now
 from tests.chain.front import Request
@@ -235,7 +235,7 @@ class Walker:
     def open(self, folder: Path) -> Iterator[Walker]:
         stack = stack_around(self.machine)
         batch: Any = self.batch
-        with LocalEndpoint(stack, folder, lambda _: batch, self._front) as endpoint, quick_engine(self._timeout):
+        with local_endpoint(stack, folder, lambda _: batch, self._front) as endpoint, quick_engine(self._timeout):
             self.endpoint = endpoint
             self._clients = {name: endpoint.client(name) for name in ("s3", "dynamodb", "stepfunctions")}
             self._arn = stack.state_machine_arn

@@ -7,14 +7,13 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 
 from infra.doctor import check_image
 from infra.doctor.asking import Refused, Unavailable
-from infra.doctor.blueprint import Blueprint, Fleet
+from infra.doctor.blueprint import Blueprint
 
 AMI = {
     "ImageId": "ami-0123456789abcdef0",
@@ -77,15 +76,6 @@ def test_an_ami_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: An
 def test_ami_by_parameter(blueprint: Blueprint, look: Any, bad: Any, parameter: Any, expected: Any) -> None:
     answers = {"ssm:GetParameter": parameter, "ec2:DescribeImages": {"Images": [AMI]}}
     assert bad(look(check_image.ami, blueprint, answers)) == expected
-
-
-def test_judging_an_ami_takes_the_launch_templates_as_the_measure(blueprint: Blueprint) -> None:
-    def on_sda(fleet: Fleet) -> Fleet:
-        return dataclasses.replace(fleet, root=fleet.root and dataclasses.replace(fleet.root, device="/dev/sda1"))
-
-    now = datetime.now(timezone.utc)
-    whats = [one.what for one in check_image.judge_ami(AMI, "123456789012", [on_sda(fleet) for fleet in blueprint.fleets()], now)]
-    assert "the AMI's root device has another name than the launch template assumes" in whats
 
 
 DETAILS = {"imageDigest": "sha256:aa", "imageTags": ["0.1.0"], "imageSizeInBytes": 3 << 30}

@@ -15,7 +15,7 @@ import pytest
 from moto.stepfunctions.parser.asl.component.state.exec.state_task.service import state_task_service_callback as callback_module
 
 from infra.local.batch_nodes import BatchSettings
-from infra.local.server import LocalEndpoint
+from infra.local.server import LocalEndpoint, local_endpoint
 from infra.local.template import LocalStack, read_stack
 from tests.infra.faulty_batch import FaultyBatchRunner
 
@@ -33,8 +33,8 @@ def stack(templates: Path) -> LocalStack:
 class Machine:
     """A running endpoint with the real state machine whose jobs run the test's stage program."""
 
-    def __init__(self, endpoint: LocalEndpoint, stack: LocalStack, state: Path) -> None:
-        self.endpoint, self.stack, self.state = endpoint, stack, state
+    def __init__(self, endpoint: LocalEndpoint, stack: LocalStack, state: Path, close: Callable[[], None] = lambda: None) -> None:
+        self.endpoint, self.stack, self.state, self.close = endpoint, stack, state, close
         self.client = endpoint.client("stepfunctions")
 
     def start(self, name: str, execution_input: Any = None) -> str:
@@ -72,8 +72,8 @@ def machine(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             endpoints.close()
             monkeypatch.setenv("TRNPIPE_TEST_SCRIPT", json.dumps(script or {}))
             monkeypatch.setattr(callback_module, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", LOOK_SECONDS)
-            endpoint = LocalEndpoint(stack, state, runner_of(stack, state))
-            return Machine(endpoints.enter_context(endpoint), stack, state)
+            endpoint = local_endpoint(stack, state, runner_of(stack, state))
+            return Machine(endpoints.enter_context(endpoint), stack, state, endpoints.close)
 
         yield start
 

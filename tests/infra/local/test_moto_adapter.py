@@ -20,7 +20,7 @@ from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
 from infra.local.definitions import Container, JobDefinition, JobQueue
 from infra.local.moto_adapter import CHANGES, Change, adapted
-from infra.local.server import LocalEndpoint, WsgiApplication
+from infra.local.server import LocalEndpoint, WsgiApplication, local_endpoint
 from infra.local.template import LocalStack
 from tests.infra.faulty_batch import FaultyBatchRunner
 
@@ -63,7 +63,7 @@ def endpoint_on(
     )
     settings = BatchSettings(logs=state / "logs")
     runner = lambda _: FaultyBatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
-    with LocalEndpoint(stack, state, runner, front) as endpoint:
+    with local_endpoint(stack, state, runner, front) as endpoint:
         endpoint.client("s3").put_object(Bucket="bucket", Key="file.json", Body=b'{"is": "here"}')
         yield endpoint
 

@@ -150,7 +150,7 @@ def test_a_refused_and_a_failed_run_end_with_their_codes_and_reasons(machine: St
 
     up = [(row["run"], row["result"], row["stage"], row["reason"]) for row in listed(local.state)]
     assert up == [("bad", "failed", "train", "train cannot go on"), ("worse", "refused", "", "it fell")]
-    local.endpoint.__exit__(None, None, None)
+    local.close()
     assert [(row["run"], row["result"], row["stage"], row["reason"]) for row in listed(local.state)] == up
     # As wide as its content where there is no terminal.
     table = trnpipe("runs", "--limit", "1", state=local.state).stdout
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_only_the_watching_and_a_run_that_takes_its_endpoint_along_i
 
     process = watching("watch", "on", state=local.state)
     read_until(process, "report        started")
-    local.endpoint.__exit__(None, None, None)
+    local.close()
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0, rest
     assert f"run         {local.state}/bucket/runs/on" in rest
@@ -230,7 +230,7 @@ def test_the_key_of_a_local_run_is_its_owner_s_and_goes_with_it(machine: Start) 
                 find(site, absent)
         with pytest.raises(BadConfig, match="belongs to another state machine"):
             find(site, "arn:aws:states:us-east-1:123456789012:execution:another:absent")
-    local.endpoint.__exit__(None, None, None)
+    local.close()
     assert not path.exists()
     with pytest.raises(MissingInput, match="no local run is in progress"), open_site("", local.state):
         pass

@@ -256,8 +256,14 @@ def test_listens_on_loopback_and_hides_the_users_aws_settings(machine: Start, mo
     assert "the real one" not in os.environ.values()
     assert "AWS_PROFILE" not in os.environ
     assert local.run("hidden")["status"] == "SUCCEEDED"
-    local.endpoint.__exit__(None, None, None)
+    local.close()
     assert os.environ["AWS_PROFILE"] == "production"
+
+
+def test_an_object_is_a_file_whatever_characters_its_key_has(machine: Start) -> None:
+    local, key = machine(), "data/p\u00e4irs \u00fc+%20.jsonl"
+    local.endpoint.client("s3").put_object(Bucket=local.stack.bucket, Key=key, Body=b"rows")
+    assert (local.state / "bucket" / key).read_bytes() == b"rows"
 
 
 def ask(local: Any, path: str, **headers: str) -> int:
@@ -361,10 +367,10 @@ def test_a_killed_process_leaves_whole_objects_and_no_job_processes(templates: P
             from pathlib import Path
             sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[3])]!r}
             from conftest import Machine, runner_of
-            from infra.local.server import LocalEndpoint
+            from infra.local.server import local_endpoint
             from infra.local.template import read_stack
             stack, state = read_stack(Path({str(templates)!r})), Path({str(tmp_path / "state")!r})
-            with LocalEndpoint(stack, state, runner_of(stack, state)) as endpoint:
+            with local_endpoint(stack, state, runner_of(stack, state)) as endpoint:
                 machine = Machine(endpoint, stack, state)
                 machine.start("killed")
                 while not (jobs := endpoint.batch.jobs()) or not jobs[-1].nodes or "train" not in jobs[-1].name:
