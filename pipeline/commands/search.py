@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -26,6 +25,7 @@ from pipeline.allowed_uris import AllowedUris
 from pipeline.contract import RunPaths, check_registry, registry_uri
 from pipeline.errors import BadConfig, BadData, MissingInput, StorageRefused, one_line, plain
 from pipeline.files import replacing
+from pipeline.log import log
 from pipeline.plan import RunPlan
 from pipeline.run.find_run import mirrored, read_plan
 from pipeline.run.registry import read_pointer
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeline.dataset.corpus import CorpusReader
-
-log = logging.getLogger("trnpipe")
 
 BLOCK_ROWS = 65_536
 """Embeddings that are scored at once: 100 MB of the matrix at 384 dimensions."""

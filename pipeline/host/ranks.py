@@ -8,7 +8,6 @@ failures.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -27,12 +26,11 @@ from pipeline.errors import Defect, ExitCode, FailureKind, Transient, TrnpipeErr
 from pipeline.host.exhaustion import MEMORY_REMEDY, kernel_kills
 from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
+from pipeline.log import log
 from pipeline.run import failure, processes, tether
 from pipeline.run.world import ROOT_COMM_PORT
 from pipeline.sdk import neuron_launch
 from pipeline.sdk.known_errors import Action, LogFinding
-
-log = logging.getLogger("trnpipe")
 
 POLL_SECONDS = 0.1
 STACKS_SECONDS = 5.0

@@ -16,7 +16,6 @@ It loads no framework, so that it starts at once and survives its ranks.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import resource
 import signal
@@ -65,14 +64,13 @@ from pipeline.host.deadlines import Deadlines
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.launch import RankLaunch
 from pipeline.host.ranks import Ranks, start
+from pipeline.log import log
 from pipeline.run import failure
 from pipeline.run.cloudwatch import EmbeddedMetrics
 from pipeline.run.heartbeat import Stall, Watchdog
 from pipeline.run.logs import configure_logging
 from pipeline.run.world import NodeWorld
 from pipeline.sdk import neuron_launch
-
-log = logging.getLogger("trnpipe")
 
 TICK_SECONDS = 0.1
 

@@ -8,7 +8,6 @@ and then [W2, I, -I], since x = relu(x) - relu(-x). `head.safetensors` keeps the
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +24,6 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder, family_of, new_encoder
 from pipeline.model.inventory import check_model_type, read_json, read_modules, transformer_folder, weight_files
 from pipeline.model.weights import fill, read_weights
-
-log = logging.getLogger("trnpipe")
 
 WEIGHTS = "model.safetensors"
 HEAD = "head.safetensors"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +16,11 @@ from pipeline import store
 from pipeline.allowed_uris import is_inside
 from pipeline.config import ModelConfig
 from pipeline.errors import BadData
+from pipeline.log import log
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import CONFIG_FILES, WEIGHTS, inspect_folder, load_encoder, save_folder
 from pipeline.model.inventory import local_model, model_files
 from pipeline.model.weights import fill, read_weights
-
-log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ that wrappers left (`module.`, `0.auto_model.`, `bert.`, ...). Pickles are read 
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.log import log
 from pipeline.model.encoder import Encoder
-
-log = logging.getLogger("trnpipe")
 
 Weights = dict[str, Tensor]
 

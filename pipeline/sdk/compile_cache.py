@@ -14,7 +14,6 @@ Documents: AWS Neuron SDK 2.29.1, "PyTorch NeuronX neuron_parallel_compile CLI" 
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import selectors
@@ -30,12 +29,11 @@ from typing import IO
 from pipeline import store
 from pipeline.contract import Stage, attempt_seconds, now
 from pipeline.errors import BadConfig, Defect, MissingInput, NoProgress, StorageRefused, Transient, TrnpipeError, one_line
+from pipeline.log import log
 from pipeline.run import tether
 from pipeline.run.processes import end_group
 from pipeline.run.world import NodeWorld
 from pipeline.sdk import known_errors
-
-log = logging.getLogger("trnpipe")
 
 TOOL = "neuron_parallel_compile"
 HLO_FILE, FLAGS_FILE, NEFF_FILE, DONE_FILE, LOG_FILE = (

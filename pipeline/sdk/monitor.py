@@ -9,7 +9,6 @@ the tool is absent or prints an unknown format, training continues without it.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import threading
@@ -24,11 +23,10 @@ from typing import Any
 from pipeline import store
 from pipeline.contract import Metric
 from pipeline.errors import MissingInput, TrnpipeError, UnhealthyHost, one_line
+from pipeline.log import log
 from pipeline.run.context import StageContext
 from pipeline.run.processes import end_group
 from pipeline.sdk.neuron_tools import HOST, ToolError, find_tool, tool_environment
-
-log = logging.getLogger("trnpipe")
 
 PERIOD_SECONDS = 5
 """neuron-monitor's own default."""

@@ -16,7 +16,6 @@ Facts: AWS Neuron SDK 2.29.1 (setup-trn1-multi-node-execution.rst, nrt-configura
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import platform
 import re
@@ -29,11 +28,10 @@ from pathlib import Path
 
 from pipeline.contract import Queue, Shape, Stage, StageSpec
 from pipeline.errors import BadConfig
+from pipeline.log import log
 from pipeline.run import ecs_metadata
 from pipeline.run.world import ROOT_COMM_PORT
 from pipeline.sdk.graph_variables import GRAPH_VARIABLES, REDUCE_BUCKET
-
-log = logging.getLogger("trnpipe")
 
 PROCESSES, TORCHRUN = "processes", "torchrun"
 LAUNCHERS = (PROCESSES, TORCHRUN)

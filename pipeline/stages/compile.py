@@ -9,7 +9,6 @@ that the plan names are complete afterwards; where they exist already, the state
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -33,6 +32,7 @@ from pipeline.contract import attempt_seconds
 from pipeline.errors import BadConfig, Defect, ExitCode, FailureKind, TrnpipeError
 from pipeline.graphs.compiled import GraphSet, missing_sets, read_set, require_faithful, set_uri, traces_uri, write_set
 from pipeline.host import gang
+from pipeline.log import log
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import inspect_folder
 from pipeline.model.inference import encode_shapes, inference_form
@@ -41,8 +41,6 @@ from pipeline.run.context import NODE_FOLDER, StageContext, StageOutput
 from pipeline.sdk import compile_cache, known_errors, neuron_launch
 from pipeline.training.setup import gang_device
 from pipeline.training.trial import run_trial
-
-log = logging.getLogger("trnpipe")
 
 JOIN_SECONDS = 900
 """For the torchruns of all nodes to find each other; hosts of a gang start minutes apart."""

@@ -8,7 +8,6 @@ with everything its ranks measured; a node that fails a test ends the stage with
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -30,8 +29,6 @@ from pipeline.health.neuron_host import DRIVER, compiler_environment, host_tests
 from pipeline.health.results import NodeReport, TestRecord
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.sdk.neuron_tools import HOST
-
-log = logging.getLogger("trnpipe")
 
 BANDWIDTH_REPEATS = 3
 MEMORY_CHUNK_ELEMENTS = 1 << 18

@@ -19,14 +19,13 @@ from pipeline.contract import STAGES_WITHOUT_PLAN, RunPaths, Stage, StageResult,
 from pipeline.errors import BadConfig, ExitCode, MissingInput, TrnpipeError, first_line
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.host import versions
+from pipeline.log import log
 from pipeline.run import failure, tether
 from pipeline.run.context import StageContext, StageOutput, node_folder
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.logs import configure_logging
 from pipeline.run.world import World
 from pipeline.stages import stage_function
-
-log = logging.getLogger("trnpipe")
 
 PEER_TROUBLE = ("gloo/transport", "connection closed by peer", "connection reset by peer", "timed out waiting", "nccl")
 """Parts of gloo's and NCCL's plain RuntimeErrors when another rank went away (torch 2.9: gloo/transport/tcp/*.cc)."""

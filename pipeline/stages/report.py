@@ -7,7 +7,6 @@ Reads whatever the run folder holds; a piece that is missing or unreadable is sh
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,11 +22,10 @@ from pipeline.config import Deployment, RunInput
 from pipeline.contract import STAGES, Artifact, RunPaths, Stage, StageFailure, StageResult, now
 from pipeline.cost import Bill, NodeAttempt, StageUse, stage_use
 from pipeline.errors import ExitCode, TrnpipeError
+from pipeline.log import log
 from pipeline.plan import RunPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.stages.charts import LARGEST, Bar, LineChart, bar, line_chart
-
-log = logging.getLogger("trnpipe")
 
 TEMPLATE = "report.html.j2"
 SHOWN_SHARDS = 50

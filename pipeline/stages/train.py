@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,6 @@ from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.setup import gang_device, load_state
 from pipeline.training.state import Progress
-
-log = logging.getLogger("trnpipe")
 
 
 def run(context: StageContext) -> StageOutput | None:

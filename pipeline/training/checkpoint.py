@@ -10,7 +10,6 @@ of pipeline/training/host_state; nothing here loads a framework.
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,10 +21,9 @@ from pipeline import store
 from pipeline.allowed_uris import is_inside
 from pipeline.contract import RunPaths, now
 from pipeline.errors import BadData, MissingInput
+from pipeline.log import log
 from pipeline.training.metrics import EVENTS_FOLDER, METRICS_FILE, VALIDATION_FOLDER
 from pipeline.training.state import Progress
-
-log = logging.getLogger("trnpipe")
 
 PROGRESS_FILE = "progress.json"
 MANIFEST_FILE = "manifest.json"

@@ -10,7 +10,6 @@ time, validation: {metric: value}}`. What each query got at an evaluation stands
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import time
 from collections.abc import Mapping
@@ -22,8 +21,6 @@ from pipeline.run.cloudwatch import EmbeddedMetrics
 
 if TYPE_CHECKING:
     from pipeline.evaluation.query_values import QueryValues
-
-log = logging.getLogger("trnpipe")
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"

@@ -6,16 +6,14 @@ number of ranks which examples have been used, as long as ranks x batch size x a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 from pipeline import store
 from pipeline.config import KeyRole, ModelConfig, TrainConfig, keys_of
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig
+from pipeline.log import log
 from pipeline.plan import ResumedRun, RunPlan
-
-log = logging.getLogger("trnpipe")
 
 FREE = frozenset(keys_of(KeyRole.RESUMABLE, TrainConfig))
 """Settings of `train` that may differ: what they decide is compared by itself, or changes nothing of what is computed."""

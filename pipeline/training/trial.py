@@ -7,7 +7,6 @@ rate rises and falls as in a run: were it in the graph, the trial would notice a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from pipeline.evaluation.holdout import Holdout
 from pipeline.evaluation.retrieval import Relevant
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import meet_graphs
+from pipeline.log import log
 from pipeline.model.encoder import Encoder
 from pipeline.model.inference import encode, for_encoding, texts_of_every_shape
 from pipeline.model.loss import DocumentRole
@@ -36,8 +36,6 @@ from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.setup import load_state
 from pipeline.training.state import Progress
-
-log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True)
