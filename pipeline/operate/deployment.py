@@ -228,11 +228,6 @@ class S3Files:
                 for item in page.get("Contents", ())
             ]
 
-    def has(self, prefix: str) -> bool:
-        start = self._key_of(prefix)
-        with self._site.asking(f"s3://{self._bucket}/{start}"):
-            return bool(self._site.client("s3").list_objects_v2(Bucket=self._bucket, Prefix=start, MaxKeys=1).get("Contents"))
-
     def as_typed(self, text: str) -> str:
         return text
 
