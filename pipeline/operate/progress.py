@@ -325,12 +325,7 @@ class LiveDisplay(Live):
                 bar = Table.grid(padding=(0, 1))
                 bar.add_row(ProgressBar(total=1.0, completed=line.share, width=BAR_WIDTH), words)
                 words = bar
-            table.add_row(
-                marks[line.state],
-                Text(line.stage.value, style=style),
-                Text(clock(line.elapsed) if line.started else "", style="dim"),
-                words,
-            )
+            table.add_row(marks[line.state], Text(line.stage.value, style=style), elapsed, words)
         for note in filter(None, (self._tracker.waiting, self._tracker.trouble)):
             table.add_row("", Text(note, style="yellow"), "", "")
         return table
