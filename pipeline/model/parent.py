@@ -17,10 +17,8 @@ from pipeline.allowed_uris import is_inside
 from pipeline.config import ModelConfig
 from pipeline.errors import BadData
 from pipeline.log import log
-from pipeline.model.encoder import new_encoder
-from pipeline.model.folder import CONFIG_FILES, WEIGHTS, inspect_folder, load_encoder, save_folder
+from pipeline.model.folder import CONFIG_FILES, WEIGHTS, load_encoder, save_folder
 from pipeline.model.inventory import local_model, model_files
-from pipeline.model.weights import fill, read_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +64,9 @@ def resolve_parent(uri: str, config: ModelConfig, scratch: Path) -> ResolvedPare
 
 
 def _convert(files: list[Path], base: Path, config: ModelConfig, scratch: Path) -> ResolvedParent:
-    backbone, _ = inspect_folder(base, config)
-    encoder = new_encoder(backbone, config)
-    weights = {name: tensor for path in files for name, tensor in read_weights(path, config.weights_key).items()}
-    fill(encoder, weights, files[0])
     folder = scratch / "converted"
-    save_folder(encoder, folder, base)
-    log.info("converted %s with %d tensors into a model folder", files[0].name, len(weights))
+    save_folder(load_encoder(base, config, files), folder, base)
+    log.info("converted %s into a model folder", files[0].name)
     return ResolvedParent(folder, _digest(files), converted=True)
 
 

@@ -391,32 +391,25 @@ def compiler_log(cache: str, key: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-WORDS_KEPT:]
 
 
-def clear_stale_locks(cache: str, *, in_use: bool, older_seconds: float | None = None) -> list[str]:
+def clear_locks(cache: str, *, in_use: bool) -> list[str]:
     """Remove locks that a killed node left behind, or every later run waits for a compiler that does not exist.
 
     Args:
-        in_use: another run uses the cache: nothing is removed, since its lock may be young by its clock.
-        older_seconds: age from which on a lock is stale; by default as for `others`.
+        in_use: another run uses the cache, and a lock may be its own: nothing is removed.
 
     Returns:
         The URIs removed.
     """
-    older_seconds = attempt_seconds(Stage.COMPILE) if older_seconds is None else older_seconds
-    moment = time.time()
-    stale = [
-        info.uri
-        for info in store.list_objects(cache)
-        if info.uri.endswith(LOCK_SUFFIX) and CACHE_KEY.search(info.uri) and moment - info.modified > older_seconds
-    ]
+    locks = [info.uri for info in store.list_objects(cache) if info.uri.endswith(LOCK_SUFFIX) and CACHE_KEY.search(info.uri)]
     if in_use:
-        if stale:
-            log.warning("%d old locks stay in %s: other runs use it", len(stale), cache)
+        if locks:
+            log.warning("%d locks stay in %s: other runs use it", len(locks), cache)
         return []
-    for uri in stale:
+    for uri in locks:
         store.delete(uri)
-    if stale:
-        log.warning("removed %d locks older than %g seconds from %s", len(stale), older_seconds, cache)
-    return stale
+    if locks:
+        log.warning("removed %d locks from %s that an earlier attempt left", len(locks), cache)
+    return locks
 
 
 # The runs that use the cache: one small object per run, in a folder next to it.
@@ -435,17 +428,14 @@ def unregister(cache: str, run: str) -> None:
         log.warning("the record of use stays: %s", one_line(error))
 
 
-def others(cache: str, run: str, *, older_seconds: float | None = None) -> list[str]:
+def others(cache: str, run: str) -> list[str]:
     """Return the other runs that use the cache. Of two that begin together each sees the other, if both register first.
 
-    Args:
-        older_seconds: age from which on a note is left over from a run that was killed; by default an attempt's length,
-            because every compiler ends with its stage.
+    A note that is older than an attempt is left over from a run that was killed: every compiler ends with its stage.
     """
-    older_seconds = attempt_seconds(Stage.COMPILE) if older_seconds is None else older_seconds
-    folder = _note(cache, run).rsplit("/", 1)[0]
-    moment = time.time()
-    names = [info.uri.rsplit("/", 1)[-1] for info in store.list_objects(folder) if moment - info.modified <= older_seconds]
+    oldest = time.time() - attempt_seconds(Stage.COMPILE)
+    notes = [info.uri for info in store.list_objects(_note(cache, run).rsplit("/", 1)[0]) if info.modified >= oldest]
+    names = [uri.rsplit("/", 1)[-1] for uri in notes]
     return [name.removesuffix(".json") for name in names if name.endswith(".json") and name != f"{run}.json"]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import IO, Any
 
 from pipeline import store
 from pipeline.contract import Metric
@@ -26,7 +26,7 @@ from pipeline.errors import MissingInput, TrnpipeError, UnhealthyHost, one_line
 from pipeline.log import log
 from pipeline.run.context import StageContext
 from pipeline.run.processes import end_group
-from pipeline.sdk.neuron_tools import HOST, ToolError, find_tool, tool_environment
+from pipeline.sdk.neuron_tools import HOST, ToolError, find_tool, tool_environment, whole_number
 
 PERIOD_SECONDS = 5
 """neuron-monitor's own default."""
@@ -87,9 +87,9 @@ def parse_report(line: bytes | str) -> Reading:
             _read_process(process, reading)
         system = report["system_data"]
         if memory := _group(system, "memory_info", reading):
-            reading.host_memory = _whole(memory["memory_used_bytes"])
+            reading.host_memory = whole_number(memory["memory_used_bytes"])
         if (counters := _group(system, "neuron_hw_counters", reading)) and (devices := counters["neuron_devices"]):
-            reading.ecc = {name: sum(_whole(device[name]) for device in devices) for name in ECC_COUNTERS}
+            reading.ecc = {name: sum(whole_number(device[name]) for device in devices) for name in ECC_COUNTERS}
     except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return reading
@@ -108,10 +108,10 @@ def _read_process(process: Mapping[str, Any], reading: Reading) -> None:
             # Every process lists every core of the host; only one of them holds it.
             reading.utilization[int(core)] = max(share, reading.utilization.get(int(core), 0.0))
     if memory := _group(report, "memory_used", reading):
-        reading.device_memory = (reading.device_memory or 0) + _whole(memory["neuron_runtime_used_bytes"]["neuron_device"])
+        reading.device_memory = (reading.device_memory or 0) + whole_number(memory["neuron_runtime_used_bytes"]["neuron_device"])
     if stats := _group(report, "execution_stats", reading):
         for kind, count in stats["error_summary"].items():
-            reading.errors[kind] = reading.errors.get(kind, 0) + _whole(count)
+            reading.errors[kind] = reading.errors.get(kind, 0) + whole_number(count)
 
 
 def _group(groups: Mapping[str, Any], name: str, reading: Reading) -> Mapping[str, Any] | None:
@@ -123,20 +123,6 @@ def _group(groups: Mapping[str, Any], name: str, reading: Reading) -> Mapping[st
         reading.gaps.append(f"{name}: {group['error']}")
         return None
     return dict(group)
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-        raise TypeError(f"a whole number was expected, found {value!r}")
-    return int(value)
-
-
-@dataclass(kw_only=True)
-class _Interval:
-    """The readings since the last line, and the new memory errors among them, counted."""
-
-    readings: list[Reading] = field(default_factory=list)
-    ecc: Counter[str] = field(default_factory=Counter)
 
 
 class HostMonitor:
@@ -165,7 +151,9 @@ class HostMonitor:
         self._root = root
         self._lock = threading.Lock()
         self._latest = Reading()
-        self._interval = _Interval()
+        self._readings: list[Reading] = []
+        self._new_ecc: Counter[str] = Counter()
+        """The readings since the last line, and the new memory errors among them."""
         self._ecc: dict[str, int] = {}
         self._fatal: list[str] = []
         self._said: set[str] = set()
@@ -195,7 +183,7 @@ class HostMonitor:
             self._say_once(f"training continues without a monitor: {error}")
             return self
         self._threads = [
-            threading.Thread(target=self._read, args=(self._process,), name="neuron-monitor", daemon=True),
+            threading.Thread(target=self._read, args=(self._process, self._process.stdout), name="neuron-monitor", daemon=True),
             threading.Thread(target=self._publish_regularly, name="monitor-upload", daemon=True),
         ]
         for thread in self._threads:
@@ -206,11 +194,10 @@ class HostMonitor:
         if self._process is None:
             return
         self._stopping.set()
-        end_group(self._process)
-        for thread in self._threads:
-            thread.join(STOP_SECONDS)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        with self._process:
+            end_group(self._process)
+            for thread in self._threads:
+                thread.join(STOP_SECONDS)
         self._publish()
 
     def latest(self) -> dict[str, float]:
@@ -241,22 +228,19 @@ class HostMonitor:
         Raises:
             UnhealthyHost: hardware failed since the monitor was entered.
         """
-        with self._lock:
-            fatal = list(self._fatal)
-        if fatal:
+        if self._fatal:
             node = self._context.world.node
             raise UnhealthyHost(
                 f"the hardware of node {node.node} ({node.host}) fails",
-                value=fatal,
+                value=list(self._fatal),
                 rule="no uncorrected memory errors and no hardware errors while training",
                 remedy="the run is retried on another host from its newest checkpoint; terminate this one",
             )
 
     # In the reading thread.
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+    def _read(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
+        for line in output:
             if not line.strip():
                 continue
             try:
@@ -289,8 +273,8 @@ class HostMonitor:
             self._say_once(f"neuron-monitor could not collect everything: {gap}")
         with self._lock:
             self._latest = reading
-            self._interval.readings.append(reading)
-            self._interval.ecc.update(events)
+            self._readings.append(reading)
+            self._new_ecc.update(events)
             self._ecc |= reading.ecc
             self._fatal += fatal
 
@@ -316,20 +300,21 @@ class HostMonitor:
 
     def _publish(self) -> None:
         with self._lock:
-            interval, self._interval = self._interval, _Interval()
+            readings, self._readings = self._readings, []
+            new_ecc, self._new_ecc = self._new_ecc, Counter()
             reading, ecc = self._latest, dict(self._ecc)
         shares: defaultdict[int, list[float]] = defaultdict(list)
         errors: Counter[str] = Counter()
-        for each in interval.readings:
+        for each in readings:
             errors.update(each.errors)
             for core, share in each.utilization.items():
                 shares[core].append(share)
         means = {core: fmean(values) for core, values in sorted(shares.items())}
         if not means and reading.host_memory is None:
             return
-        uncorrected = sum(interval.ecc[name] for name in FATAL_ECC)
+        uncorrected = sum(new_ecc[name] for name in FATAL_ECC)
         values: dict[Metric, float] = {
-            Metric.ECC_CORRECTED: interval.ecc.total() - uncorrected,
+            Metric.ECC_CORRECTED: new_ecc.total() - uncorrected,
             Metric.ECC_UNCORRECTED: uncorrected,
         }
         if means:

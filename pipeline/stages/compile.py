@@ -139,7 +139,7 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
                 others = compile_cache.others(graphs.cache, run_id)
                 # No compiler of this gang is at work before all nodes' ranks have met, so every lock that is there is an earlier
                 # attempt's, however young.
-                compile_cache.clear_stale_locks(graphs.cache, in_use=bool(others), older_seconds=0)
+                compile_cache.clear_locks(graphs.cache, in_use=bool(others))
             summary = compile_training(context)
             node = context.world.node
             record = {**asdict(summary), "attempt": node.attempt, "job": node.job}

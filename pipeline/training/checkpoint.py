@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,7 @@ class Checkpoint:
         return self.folder / METRICS_FILE
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes checkpoints of one run in the background, one at a time: training waits only for the copy that it makes itself.
 
     Args:
@@ -107,9 +108,6 @@ class CheckpointWriter:
         self._scores: dict[int, float | None] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

@@ -82,9 +82,10 @@ def load_state(context: StageContext, device: Device) -> TrainState:
 @contextmanager
 def gang_device(context: StageContext, plan: RunPlan) -> Iterator[Device]:
     """Yield this rank's device, which leaves the gang at the end."""
-    threads = plan.config.device.threads_per_rank
-    loader = plan.config.device.loader
-    device = open_device(plan.world.kind, plan.world.precision, context.world, threads=threads, loader=loader)
+    settings = plan.config.device
+    device = open_device(
+        plan.world.kind, plan.world.precision, context.world, threads=settings.threads_per_rank, loader=settings.loader
+    )
     try:
         yield device
     finally:
