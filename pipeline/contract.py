@@ -463,6 +463,9 @@ class Record:
                 remedy="restore an earlier version of it, or delete it and run its stage again",
             ) from error
 
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()  # type: ignore[call-overload]
+
 
 @dataclass(frozen=True, slots=True)
 class Artifact(Record):
@@ -505,7 +508,7 @@ class StageResult(Record):
         Raises:
             ValueError: larger than RESULT_LIMIT_BYTES; long lists belong in separate files.
         """
-        data = json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+        data = super(StageResult, self).to_json()
         if len(data) > RESULT_LIMIT_BYTES:
             raise ValueError(f"{self.stage}/result.json has {len(data)} bytes; the limit is {RESULT_LIMIT_BYTES}")
         return data
@@ -533,6 +536,3 @@ class StageFailure(Record):
     attempt: int = 1
     host: str = ""
     time: str = ""
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()

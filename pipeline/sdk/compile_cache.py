@@ -16,21 +16,21 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import IO
+from pathlib import Path
 
 from pipeline import store
 from pipeline.contract import Stage, attempt_seconds, now
 from pipeline.errors import BadConfig, Defect, MissingInput, NoProgress, StorageRefused, Transient, TrnpipeError, one_line
 from pipeline.log import log
 from pipeline.run import tether
+from pipeline.run.growing_file import GrowingFile
 from pipeline.run.processes import end_group
 from pipeline.run.world import NodeWorld
 from pipeline.sdk import known_errors
@@ -49,10 +49,7 @@ IN_USE = "in-use"
 STOP_SECONDS = 10.0
 """From SIGTERM to SIGKILL for the tool and all it has started."""
 
-DRAIN_SECONDS = 5.0
-"""For output that is still in the pipe when the tool has ended; a compiler left behind may hold the pipe open."""
-
-READ_BYTES = 1 << 16
+POLL_SECONDS = 0.2
 KEPT_LINES = 2000
 WORDS_KEPT = 12
 """Last lines of the compiler that go into a failure: it ends with the reason."""
@@ -142,7 +139,7 @@ def parallel_compile(
         cache: URI of the persistent cache.
         parallel: compilers at a time.
         timeout: seconds for everything.
-        on_line: called with every line of output, and about once a second with "" while there is none.
+        on_line: called with every line of output, and often with "" while there is none.
         retries: further attempts of each graph whose compilation failed, e.g. because memory ran out while others compiled.
 
     Returns:
@@ -209,55 +206,32 @@ def _run(
     """Return the exit status and the lines worth keeping, at most KEPT_LINES."""
     kept: list[str] = []
 
-    def take(line: str) -> None:
-        on_line(line)
-        if _speaks(line, kept):
-            kept.append(line[: 4 * known_errors.LINE_CHARACTERS])
+    def take(lines: list[bytes]) -> None:
+        for line in [raw.decode("utf-8", "replace").rstrip("\r") for raw in lines] or [""]:
+            on_line(line)
+            if _speaks(line, kept):
+                kept.append(line[: 4 * known_errors.LINE_CHARACTERS])
 
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        if not _read_lines(process, process.stdout, time.monotonic() + timeout, take):
-            raise NoProgress(
-                "compilation, or a step with the compiled graphs, took too long",
-                value=f"{timeout:g} seconds; last line: {kept[-1] if kept else ''}",
-                rule="all graphs are compiled before the stage's time is over, and then run once in seconds",
-                remedy="the run is retried and continues from the compiled graphs; raise compile.parallel",
-            )
-        return process.wait(), kept
-    finally:
-        end_group(process, grace_seconds=STOP_SECONDS)
-        if process.stdout:
-            process.stdout.close()
-
-
-def _read_lines(process: subprocess.Popen[bytes], stream: IO[bytes], deadline: float, take: Callable[[str], None]) -> bool:
-    """Give every line to `take` until the process has ended; False if the deadline came first."""
-    os.set_blocking(stream.fileno(), False)
-    rest = b""
-    give_up = deadline
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        while True:
-            ready = selector.select(1.0)
-            chunk = os.read(stream.fileno(), READ_BYTES) if ready else b""
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                take(line.decode("utf-8", "replace").rstrip("\r"))
-            if not ready:
-                take("")
-            ended = process.poll() is not None
-            if ended:
-                give_up = min(give_up, time.monotonic() + DRAIN_SECONDS)
-            late = time.monotonic() > give_up
-            if late or (not chunk and (ready or ended)):
-                break
-    if rest:
-        take(rest.decode("utf-8", "replace"))
-    # The tool may close its output before it ends.
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.0, deadline - time.monotonic()))
-    return process.poll() is not None
+    deadline = time.monotonic() + timeout
+    # A file, because a pipe stays open as long as a compiler that was left behind holds it.
+    with tempfile.NamedTemporaryFile(prefix="trnpipe-compile-") as stream:
+        output = GrowingFile(Path(stream.name))
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise NoProgress(
+                        "compilation, or a step with the compiled graphs, took too long",
+                        value=f"{timeout:g} seconds; last line: {kept[-1] if kept else ''}",
+                        rule="all graphs are compiled before the stage's time is over, and then run once in seconds",
+                        remedy="the run is retried and continues from the compiled graphs; raise compile.parallel",
+                    )
+                take(output.read())
+                time.sleep(POLL_SECONDS)
+        finally:
+            end_group(process, grace_seconds=STOP_SECONDS)
+            take(output.read(end=True))
+    return process.returncode, kept
 
 
 def _speaks(line: str, kept: list[str]) -> bool:

@@ -139,7 +139,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             score: of the validation at this step, higher is better; None: there was none.
         """
         folder = self._scratch / f"step-{progress.step:08d}"
-        (folder / PROGRESS_FILE).write_text(progress.to_json(), encoding="utf-8")
+        (folder / PROGRESS_FILE).write_bytes(progress.to_json())
         self._running = self._thread.submit(self._write, folder, progress.step, write, score)
 
     def check(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from pipeline.contract import Record
 
@@ -60,6 +59,3 @@ class Progress(Counts):
     loss: float | None = None
     data_digest: str = ""
     window: MetricsWindow = field(default_factory=MetricsWindow)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
