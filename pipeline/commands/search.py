@@ -143,8 +143,7 @@ def open_search(
     allowed.check((("the registry's model", model), ("the registry's embeddings", manifest)), BadData)
     published = read_manifest(manifest, mirror)
     allowed.check((("a part", part.uri) for part in published.parts), BadData)
-    paths = RunPaths(store.join(bucket_root, "runs", pointer.run))
-    plan = read_plan(paths)
+    plan = read_plan(RunPaths(store.join(bucket_root, "runs", pointer.run)))
     folder = (_user_cache(bucket_root) if bucket else state / "search") / registry / published.sha256
     try:
         if not (folder / MATRIX).is_file():

@@ -304,8 +304,7 @@ def require_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, ca
             source = f"a job gets of a {NEURON_HOST}" if world.kind == "neuron" else "this host has"
             rules.append(f"at most {gib(budget.limit)} per {place} (device.host_memory_gib, or what {source})")
         lines.append(f"{budget.stage}, per {place} {budget.moment}: {gib(budget.total)}")
-        largest = sorted(budget.items.items(), key=lambda item: -item[1])[:4]
-        lines += (f"  {name}: {gib(size)}" for name, size in largest)
+        lines += (f"  {name}: {gib(size)}" for name, size in sorted(budget.items.items(), key=lambda item: -item[1])[:4])
     raise BadConfig(
         "the plan needs more memory than there is",
         value=lines,

@@ -135,9 +135,8 @@ class Ranks(ABC):
         if not line.is_cause and (found.kind is FailureKind.LOST_PEER or line.row.action is not Action.FOLLOW):
             return found
         log.error("rank %d ended with: %s", found.rank, found.what)
-        record = self._describe(line.error(self._launch.node), rank)
         # The moment is the failure's: lines that other ranks print later explain it, but came from it.
-        return replace(record, time=found.time)
+        return replace(self._describe(line.error(self._launch.node), rank), time=found.time)
 
     def finding(self, rank: int) -> LogFinding | None:
         """Return the line of the node's output that explains why this rank stalls, or says what it waits for."""

@@ -168,8 +168,7 @@ def _read_pickle(path: Path) -> Any:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        message = str(error)
-        wanted = [line.strip() for line in message.splitlines() if "GLOBAL" in line or "Unsupported class" in line]
+        wanted = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported class" in line]
         if wanted:
             raise BadConfig(
                 "the weight file was refused: it is a pickle that wants to run code",

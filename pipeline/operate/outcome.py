@@ -77,13 +77,10 @@ def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
     if str(execution.get("error", "")).endswith(OUT_OF_TIME):
         return ExitCode.TRANSIENT
     try:
-        job = json.loads(execution.get("cause") or "")
-        ended = [attempt["Container"].get("ExitCode") for attempt in job["Attempts"]]
+        ended = [attempt["Container"].get("ExitCode") for attempt in json.loads(execution.get("cause") or "")["Attempts"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ExitCode.DEFECT
-    if not ended or ended[-1] is None:
-        return ExitCode.TRANSIENT
-    return ExitCode.of(ended[-1])
+    return ExitCode.TRANSIENT if not ended or ended[-1] is None else ExitCode.of(ended[-1])
 
 
 def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailure | None:

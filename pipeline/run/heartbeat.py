@@ -109,8 +109,7 @@ class Watchdog:
         self._startup_seconds = startup_seconds
         self._progress_seconds = progress_seconds
         self._patience_seconds = patience_seconds
-        started = time.monotonic()
-        self._seen: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, started))
+        self._seen: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, time.monotonic()))
         """rank -> version of its heartbeat file (0: none yet) and when that version was first seen."""
 
     def stalls(self, running: Sequence[int]) -> list[Stall]:

@@ -136,18 +136,16 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
         compile_cache.register(graphs.cache, run_id)
         try:
             if leader:
-                others = compile_cache.others(graphs.cache, run_id)
                 # No compiler of this gang is at work before all nodes' ranks have met, so every lock that is there is an earlier
                 # attempt's, however young.
-                compile_cache.clear_locks(graphs.cache, in_use=bool(others))
+                compile_cache.clear_locks(graphs.cache, in_use=bool(compile_cache.others(graphs.cache, run_id)))
             summary = compile_training(context)
             node = context.world.node
             record = {**asdict(summary), "attempt": node.attempt, "job": node.job}
             store.write_json(context.paths.compiled_node(node.node), record)
             wait_for_nodes(context)
             if leader:
-                own = cached_graphs(graphs.cache, summary.modules)
-                trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=own)
+                trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=cached_graphs(graphs.cache, summary.modules))
             metrics["loading_seconds"] = load_training(context)
         finally:
             if leader:
@@ -360,8 +358,7 @@ def trace_encoders(context: StageContext) -> dict[str, GraphDescription | None]:
     names: dict[str, GraphDescription | None] = {}
     for shape in shapes:
         context.heartbeat.beat(note=f"tracing the encoder for {shape[0]} x {shape[1]} tokens", patience=patience)
-        flags = plan.graphs.infer_compiler_flags.split()
-        (path,) = trace_encoder(packed, [shape], folder, flags=flags)
+        (path,) = trace_encoder(packed, [shape], folder, flags=plan.graphs.infer_compiler_flags.split())
         names[path.name] = None
     context.heartbeat.beat(note="comparing traced encoders with the encoder on the host", patience=patience)
     # The Neuron runtime keeps a core until its process ends, and the next ranks on this node need all of them.

@@ -410,9 +410,7 @@ def _time(text: str) -> datetime | None:
 
 def _number(value: Any, digits: int = 0) -> str:
     """1234.5 as `1,234` or, with digits, `1,234.50`; a dash for what is not a number."""
-    if not _is_number(value):
-        return "–"
-    return f"{value:,.{digits}f}".replace("-", "−")
+    return f"{value:,.{digits}f}".replace("-", "−") if _is_number(value) else "–"
 
 
 def _is_number(value: Any) -> bool:

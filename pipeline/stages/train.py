@@ -46,8 +46,7 @@ def run(context: StageContext) -> StageOutput | None:
     with gang_device(context, plan) as device, ExitStack() as stack:
         # All ranks have the same graphs: one of them asks the storage for what was recorded and what is new.
         known = known_graphs(context) if context.world.is_leader else None
-        stop = config.compile.new_graphs == "stop"
-        watch = GraphWatch(device=device, known=known, stop=stop, cloudwatch=context.cloudwatch)
+        watch = GraphWatch(device=device, known=known, stop=config.compile.new_graphs == "stop", cloudwatch=context.cloudwatch)
         quick_check(context, device, config.health_check)
         monitor = stack.enter_context(HostMonitor(context, device.kind))
         context.heartbeat.beat(note="fetching rows")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -170,8 +170,7 @@ class TrainingBatches:
         self.steps_per_epoch = len(self._order(0))
 
     def _order(self, epoch: int) -> npt.NDArray[np.int32]:
-        order: npt.NDArray[np.int32] = np.lib.format.open_memmap(self._folder / order_file(epoch), mode="r")
-        return order
+        return cast(npt.NDArray[np.int32], np.lib.format.open_memmap(self._folder / order_file(epoch), mode="r"))
 
     def _batches(self, start: int, stop: int) -> Iterator[tuple[int, int, Rows]]:
         """Yield the number, the bucket and the rows of the global batch of each of the steps start, ..., stop - 1."""
@@ -229,8 +228,7 @@ class TrainingBatches:
     def _tokens(self, tower: str, column: TokenColumn, rows: Rows, length: int) -> dict[str, torch.Tensor]:
         # Fillers stand at the end of a batch, so the lists that are there keep their places.
         lists = column.lists(rows[rows != MASKED])
-        static = self._padding is Padding.STATIC
-        tokens, mask = pad(lists, len(rows), length if static else max(map(len, lists), default=1))
+        tokens, mask = pad(lists, len(rows), length if self._padding is Padding.STATIC else max(map(len, lists), default=1))
         made = {f"{tower}_tokens": tokens, f"{tower}_mask": mask}
         if self._padding is Padding.NONE:
             made[f"{tower}_places"] = mask.flatten().nonzero().flatten()
