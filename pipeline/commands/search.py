@@ -200,10 +200,6 @@ class PublishedEmbeddings:
     dimension: int
     parts: tuple[Part, ...]
 
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
 
 def read_manifest(uri: str, mirror: str | None) -> PublishedEmbeddings:
     """Return a manifest of embeddings.
@@ -238,7 +234,8 @@ def write_cache(folder: Path, published: PublishedEmbeddings, plan: RunPlan) -> 
     from pipeline.dataset.parts import read_part
 
     schema = pa.schema({"id": pa.string(), "locale": pa.string()})
-    header = {"descr": "<f4", "fortran_order": False, "shape": (published.rows, published.dimension)}
+    rows = sum(part.rows for part in published.parts)
+    header = {"descr": "<f4", "fortran_order": False, "shape": (rows, published.dimension)}
     # The matrix appears last: where it is, the rest is.
     with replacing(folder / MATRIX) as matrix, tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
         np.lib.format.write_array_header_1_0(matrix, header)

@@ -206,21 +206,17 @@ class HostMonitor:
             return {}
         with self._lock:
             reading, ecc = self._latest, dict(self._ecc)
-        metrics: dict[str, float] = {}
-        if shares := reading.utilization.values():
-            metrics |= {
-                "core_utilization": sum(shares) / len(shares),
-                "core_utilization_min": min(shares),
-                "core_utilization_max": max(shares),
-            }
-        if reading.device_memory is not None:
-            metrics["device_memory_gib"] = reading.device_memory / (1 << 30)
-        if reading.host_memory is not None:
-            metrics["host_memory_gib"] = reading.host_memory / (1 << 30)
-        if ecc:
-            metrics["ecc_corrected"] = sum(count for name, count in ecc.items() if name not in FATAL_ECC)
-            metrics["ecc_uncorrected"] = sum(ecc[name] for name in FATAL_ECC)
-        return metrics
+        shares = list(reading.utilization.values())
+        values = {
+            "core_utilization": fmean(shares) if shares else None,
+            "core_utilization_min": min(shares, default=None),
+            "core_utilization_max": max(shares, default=None),
+            "device_memory_gib": None if reading.device_memory is None else reading.device_memory / (1 << 30),
+            "host_memory_gib": None if reading.host_memory is None else reading.host_memory / (1 << 30),
+            "ecc_corrected": sum(count for name, count in ecc.items() if name not in FATAL_ECC) if ecc else None,
+            "ecc_uncorrected": sum(ecc[name] for name in FATAL_ECC) if ecc else None,
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
     def check(self) -> None:
         """Call it now and then, e.g. whenever metrics are logged.
@@ -313,22 +309,20 @@ class HostMonitor:
         if not means and reading.host_memory is None:
             return
         uncorrected = sum(new_ecc[name] for name in FATAL_ECC)
-        values: dict[Metric, float] = {
-            Metric.ECC_CORRECTED: new_ecc.total() - uncorrected,
-            Metric.ECC_UNCORRECTED: uncorrected,
-        }
-        if means:
-            values[Metric.CORE_UTILIZATION] = fmean(means.values())
-        self._context.cloudwatch.write(values)
-        node = self._context.world.node
-        line: dict[str, Any] = {"time": time.time(), "attempt": node.attempt, "host": node.host}
-        if means:
-            line["utilization"] = {
-                "mean": round(fmean(means.values()), 2),
-                "min": round(min(means.values()), 2),
-                "max": round(max(means.values()), 2),
+        self._context.cloudwatch.write(
+            {
+                Metric.ECC_CORRECTED: new_ecc.total() - uncorrected,
+                Metric.ECC_UNCORRECTED: uncorrected,
+                **({Metric.CORE_UTILIZATION: fmean(means.values())} if means else {}),
             }
-        line |= {
+        )
+        node = self._context.world.node
+        used = {"mean": fmean(means.values()), "min": min(means.values()), "max": max(means.values())} if means else {}
+        line = {
+            "time": time.time(),
+            "attempt": node.attempt,
+            "host": node.host,
+            **({"utilization": {name: round(share, 2) for name, share in used.items()}} if used else {}),
             "cores": {str(core): round(mean, 2) for core, mean in means.items()},
             "device_memory_bytes": reading.device_memory,
             "host_memory_bytes": reading.host_memory,
