@@ -365,7 +365,8 @@ from pipeline.run.world import World
 from pipeline.stages import embed, evaluate
 from pipeline.stages.compile import trace_encoders
 
-RUNS = {Stage.COMPILE: lambda context: trace_encoders(context, context.plan.graphs), Stage.EVALUATE: evaluate.run, Stage.EMBED: embed.run}
+RUNS = {Stage.EVALUATE: evaluate.run, Stage.EMBED: embed.run}
+RUNS[Stage.COMPILE] = lambda context: trace_encoders(context, context.plan.graphs)
 
 def run(stage, root):
     scratch = Path(sys.argv[3]) / str(len(os.listdir(sys.argv[3])))
