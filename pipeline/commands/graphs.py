@@ -6,8 +6,6 @@ plan's real number of ranks, lowered to HLO without a gang (their collectives co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,9 +78,10 @@ def find(run: str, console: Console, *, bucket: str | None = None, state: Path, 
     met = [read_stage(paths, stage, known) for stage in STAGES_THAT_MEET] if plan.graphs else []
     lowered = None
     if lower:
-        with _progress(console) as on_progress:
-            on_progress("lowering")
-            lowered = lower_plan(plan, root, on_progress)
+        if not console.is_terminal:
+            say(console, "lowering ...")
+        with console.status("lowering") as status:
+            lowered = lower_plan(plan, root, status.update)
     world = plan.world
     return Findings(
         run=plan.run,
@@ -94,22 +93,3 @@ def find(run: str, console: Console, *, bucket: str | None = None, state: Path, 
         stages=tuple(stage for stage in met if stage is not None),
         lowered=lowered,
     )
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show the progress: one line that changes on a terminal; elsewhere a line whenever another part begins."""
-    if console.is_terminal:
-        with console.status("") as status:
-            yield lambda words: status.update(words)
-        return
-    said = ""
-
-    def tell(words: str) -> None:
-        nonlocal said
-        part = words.split(":", 1)[0]
-        if part != said:
-            said = part
-            say(console, f"{part} ...")
-
-    yield tell

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from pipeline.config.sections import (
@@ -106,7 +106,7 @@ class RunConfig(Section):
         "current", description="Name under which the run publishes; null: nowhere."
     )
     time_budget: Annotated[timedelta, KeyRole.BOOKKEEPING, KeyRole.EXECUTION] = Field(
-        timedelta(hours=12), description="Time after which the run is overdue (an alarm, not a stop)."
+        timedelta(hours=12), gt=timedelta(0), description="Time after which the run is overdue (an alarm, not a stop)."
     )
     nodes: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(
         1, description="Nodes of the gang that checks, compiles and trains."
@@ -154,13 +154,6 @@ class RunConfig(Section):
     def adds_up(self, kind: str) -> bool:
         """Return whether several backward passes of a step add up their gradients there."""
         return self.train.accumulation > 1 or self.cuts_batches(kind)
-
-    @field_validator("time_budget")
-    @classmethod
-    def _positive_budget(cls, budget: timedelta) -> timedelta:
-        if budget <= timedelta(0):
-            raise ValueError("must be positive")
-        return budget
 
     @model_validator(mode="after")
     def _query_fits(self) -> RunConfig:

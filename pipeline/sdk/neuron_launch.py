@@ -124,11 +124,9 @@ def environment(
             found.pop(name, None)
     # Empty in a job definition means not set.
     found = {**defaults, **{name: value for name, value in found.items() if value or name not in defaults}}
-    found |= {**graphs, "PJRT_DEVICE": "NEURON"}
-    for name, value in (("NEURON_CC_FLAGS", flags), ("NEURON_COMPILE_CACHE_URL", cache)):
-        found.pop(name, None)
-        if value:
-            found[name] = value
+    compiler = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": cache}
+    found |= {**graphs, "PJRT_DEVICE": "NEURON", **compiler}
+    found = {name: value for name, value in found.items() if value or name not in compiler}
     if nodes == 1:
         found = {name: value for name, value in found.items() if not name.startswith("FI_")}
     else:

@@ -21,7 +21,6 @@ from pipeline.evaluation.retrieval import Relevant
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import meet_graphs
 from pipeline.log import log
-from pipeline.model.encoder import Encoder
 from pipeline.model.inference import encode, for_encoding, texts_of_every_shape
 from pipeline.model.loss import DocumentRole
 from pipeline.run.context import StageContext
@@ -110,7 +109,8 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
     state = load_state(context, device)
     log.info("trial: made-up batches, whose losses and metrics mean nothing")
     context.heartbeat.beat(note="trial: encoding every shape")
-    encode_all_shapes(state.encoder, device, config)
+    shapes = config.embed.buckets, config.embed.tokens_per_batch
+    encode(for_encoding(state.encoder, compiles=device.compiles), device, texts_of_every_shape(*shapes), *shapes)
     infer = device.graphs()
     meet_graphs(device)
     each = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
@@ -168,9 +168,3 @@ def trial_validation(config: RunConfig, world: World) -> Holdout:
         candidates=[text for text in texts for _ in range(world.size)],
         relevant=Relevant.of([{number: 1.0} for number in range(len(queries))]),
     )
-
-
-def encode_all_shapes(encoder: Encoder, device: Device, config: RunConfig) -> None:
-    """Encode in every shape that evaluate and embed use."""
-    shapes = config.embed.buckets, config.embed.tokens_per_batch
-    encode(for_encoding(encoder, compiles=device.compiles), device, texts_of_every_shape(*shapes), *shapes)
