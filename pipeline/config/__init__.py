@@ -12,6 +12,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -296,11 +297,8 @@ def build_config(*layers: Mapping[str, Any]) -> RunConfig:
     Raises:
         BadConfig: unknown key (with the nearest valid name), wrong type, or a value out of range.
     """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        merged = merge(merged, layer)
     try:
-        return RunConfig.model_validate(merged)
+        return RunConfig.model_validate(reduce(merge, ({}, *layers)))
     except ValidationError as error:
         found = error.errors()
         if unknown := [_nearest(item["loc"]) for item in found if item["type"] in ("extra_forbidden", "invalid_key")]:

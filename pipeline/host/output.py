@@ -60,7 +60,8 @@ class Output:
                     if is_record(line):
                         continue  # metrics, whose names resemble errors
                     self._last[rank].append(line[: known_errors.LINE_CHARACTERS])
-                    self._findings[rank] = known_errors.better(self._findings[rank], known_errors.match(line, nodes=self._nodes))
+                    found = known_errors.match(line, nodes=self._nodes)
+                    self._findings[rank] = known_errors.clearest((self._findings[rank], found))
 
     def finding(self, rank: int) -> tuple[int, LogFinding] | None:
         """Return the line that explains this rank's failure, and its rank: its own if that is a cause, else the node's best."""

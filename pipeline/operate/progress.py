@@ -205,12 +205,14 @@ class Tracker:
         done, total, rate = (sum(number(record, key) or 0 for record in records) for key in ("done", "total", "rate"))
         finished, whole = (sum(numbers) for numbers in zip(*map(_work, records), strict=True))
         line.share = finished / whole if whole else line.share
-        words = [f"{done:,.0f}/{total:,.0f}" if total else ""]
-        words.append(f"{rate:,.1f} {records[0].get('unit', '')}/s" if rate else "")
         # Array children work side by side, so the slowest one's time remains; one that just began or had nothing to do says none.
         longest = max(self._remaining(*item) for item in found.items())
-        words.append(f"{clock(timedelta(seconds=longest))} left" if longest else "")
-        words.append(str(records[0].get("note", "")))
+        words = [
+            f"{done:,.0f}/{total:,.0f}" if total else "",
+            f"{rate:,.1f} {records[0].get('unit', '')}/s" if rate else "",
+            f"{clock(timedelta(seconds=longest))} left" if longest else "",
+            str(records[0].get("note", "")),
+        ]
         return plain(", ".join(word for word in words if word))
 
     def _progress(self, file: Listed) -> dict[str, Any]:

@@ -148,9 +148,7 @@ def _row(site: Site, execution: Execution) -> RunRow:
         failure = read_failure(files, Stage(stage))
         if failure is not None and _within(failure.time, execution.started, execution.stopped):
             reason = failure.what
-    share = execution.given.get("share")
-    if share is None:
-        share = site.machine.deployment.config.get("share", "manual")
+    share = execution.given.get("share") or site.machine.deployment.config.get("share", "manual")
     stopped = execution.stopped or datetime.now(timezone.utc)
     return RunRow(
         run=execution.run,

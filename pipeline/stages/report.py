@@ -117,8 +117,7 @@ class RunRecord:
             return RunVerdict(kind="failed", headline=headline, reason=failure.what, stage=stage)
         if gate.get("verdict") == "refused":
             return RunVerdict(kind="refused", headline="Refused", reason=str(gate.get("reason", "")), stage=Stage.EVALUATE)
-        left_out = {Stage.REPORT, *self.skipped}
-        missing = [stage for stage in Stage if stage not in self.results and stage not in left_out]
+        missing = [stage for stage in Stage if stage not in {*self.results, *self.skipped, Stage.REPORT}]
         return RunVerdict(
             kind="unfinished",
             headline="Not finished",

@@ -61,15 +61,14 @@ def run(context: StageContext) -> StageOutput | None:
             local = context.scratch / "train"
             resumed = state.checkpoint.metrics if state.checkpoint else None
             metrics = stack.enter_context(MetricsLog(local / "logs", resumed, progress.step, context.cloudwatch))
-            retention = CheckpointRetention(
-                newest=config.train.keep_checkpoints, every=config.train.keep_every, best=config.train.keep_best
-            )
             checkpoints = stack.enter_context(
                 CheckpointWriter(
                     context.paths,
                     local,
                     plan.fingerprint,
-                    retention,
+                    CheckpointRetention(
+                        newest=config.train.keep_checkpoints, every=config.train.keep_every, best=config.train.keep_best
+                    ),
                     graphs=plan.graphs.train if plan.graphs else "",
                     resumed=resumed_from,
                 )

@@ -244,10 +244,9 @@ class TrainingBatches:
             slots = tokens + 2 * (len(batch) - len(rows))
         if self._padding is Padding.LONGEST:
             # Every rank's batches have lengths of their own. Fillers stand at the end.
-            slots = 0
-            for lengths in (query_lengths, document_lengths):
-                shares = np.pad(lengths, (0, len(batch) - len(rows)), constant_values=1).reshape(-1, self._batch_size)
-                slots += self._batch_size * int(shares.max(axis=1).sum())
+            towers = np.stack([query_lengths, document_lengths])
+            shares = np.pad(towers, ((0, 0), (0, len(batch) - len(rows))), constant_values=1).reshape(2, -1, self._batch_size)
+            slots = self._batch_size * int(shares.max(axis=2).sum())
         if not self._world.is_leader:
             return StepFacts(len(rows), tokens, slots)
         query_hash, document_hash = self._hashes(rows)
