@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -162,45 +162,33 @@ def start(launch: RankLaunch) -> Ranks:
     return TorchrunRanks(launch) if launch.launcher == neuron_launch.TORCHRUN else ProcessRanks(launch)
 
 
-@dataclass(slots=True)
-class _Process:
-    """One rank's process and how it ended."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    ended: bool = False
-    failure: StageFailure | None = None
-
-
 class ProcessRanks(Ranks):
     """Ranks that are children of the supervisor."""
 
     def __init__(self, launch: RankLaunch) -> None:
-        self._logs = launch.folder / "output" if launch.kind == "neuron" else None
-        output = None
-        if self._logs:
+        self._logs = launch.folder / "output"
+        captured = launch.kind == "neuron"
+        super().__init__(launch, Output(launch.ranks, self._paths, nodes=launch.nodes) if captured else None)
+        if captured:
             self._logs.mkdir()
-            output = Output(launch.ranks, self._paths, nodes=launch.nodes)
-        super().__init__(launch, output)
-        if launch.kind == "neuron":
             neuron_launch.check_port(self._port)
-        self._processes = [self._start(local_rank, self._port) for local_rank in range(launch.ranks_per_node)]
+        self._processes = {launch.rank(number): self._start(number, self._port) for number in range(launch.ranks_per_node)}
+        self._ended: dict[int, StageFailure | None] = {}
 
     def _paths(self, rank: int) -> tuple[Path, Path]:
-        assert self._logs is not None
         return self._logs / f"{rank}.out", self._logs / f"{rank}.err"
 
-    def _start(self, local_rank: int, port: int) -> _Process:
-        launch = self._launch
-        command = [sys.executable, "-m", *launch.program()]
-        environment = launch.environment(local_rank, port, os.environ)
+    def _start(self, local_rank: int, port: int) -> subprocess.Popen[bytes]:
+        rank = self._launch.rank(local_rank)
+        command = [sys.executable, "-m", *self._launch.program()]
+        environment = self._launch.environment(local_rank, port, os.environ)
         with ExitStack() as files:
             streams: list[IO[bytes] | None] = [None, None]
-            if self._logs:
-                streams = [files.enter_context(open(path, "wb")) for path in self._paths(launch.rank(local_rank))]
+            if self._output:
+                streams = [files.enter_context(open(path, "wb")) for path in self._paths(rank)]
             process = subprocess.Popen(command, env=environment, stdout=streams[0], stderr=streams[1])
-        log.info("rank %d is process %d", launch.rank(local_rank), process.pid)
-        return _Process(launch.rank(local_rank), process)
+        log.info("rank %d is process %d", rank, process.pid)
+        return process
 
     @property
     def ended(self) -> bool:
@@ -208,22 +196,20 @@ class ProcessRanks(Ranks):
 
     @property
     def succeeded(self) -> bool:
-        return all(rank.process.poll() == 0 for rank in self._processes)
+        return all(process.poll() == 0 for process in self._processes.values())
 
     def running(self) -> list[int]:
         """The first call after a rank's end turns it into a failure or none."""
         self._pump()
-        for rank in self._processes:
-            code = None if rank.ended else rank.process.poll()
-            if code is not None:
-                rank.ended = True
+        for rank, process in self._processes.items():
+            if rank not in self._ended and process.poll() is not None:
                 self._pump()
-                rank.failure = self._failure(rank, code)
-        return [rank.rank for rank in self._processes if not rank.ended]
+                self._ended[rank] = self._failure(rank, process.returncode)
+        return [rank for rank in self._processes if rank not in self._ended]
 
     def failures(self) -> list[StageFailure]:
         self.running()
-        return [rank.failure for rank in self._processes if rank.failure is not None]
+        return [found for found in self._ended.values() if found is not None]
 
     def kill(self) -> None:
         for rank, pid in self._living().items():
@@ -233,16 +219,15 @@ class ProcessRanks(Ranks):
         self._pump(end=True)
 
     def _living(self) -> dict[int, int]:
-        running = self.running()
-        return {rank.rank: rank.process.pid for rank in self._processes if rank.rank in running}
+        return {rank: self._processes[rank].pid for rank in self.running()}
 
-    def _failure(self, rank: _Process, code: int) -> StageFailure | None:
+    def _failure(self, rank: int, code: int) -> StageFailure | None:
         if code == 0:
             return None
-        left = failure.read_failure(self._launch.folder, rank.rank)
-        if rank.rank in self._stopped:
+        left = failure.read_failure(self._launch.folder, rank)
+        if rank in self._stopped:
             return left
-        return self._unexplained(rank.rank, code) if left is None else self.explained(left)
+        return self._unexplained(rank, code) if left is None else self.explained(left)
 
 
 class TorchrunRanks(Ranks):
