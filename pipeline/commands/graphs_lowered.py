@@ -162,8 +162,7 @@ def _answers(request: dict[str, Any], log: Path, variables: Mapping[str, str]) -
         ) as child,
     ):
         try:
-            assert child.stdout is not None
-            for line in child.stdout:
+            for line in child.stdout or ():
                 yield json.loads(line)
         finally:
             if child.poll() is None and sys.exc_info()[0] is not None:

@@ -89,10 +89,11 @@ class Ranks(ABC):
         Args:
             first: ranks to begin with.
         """
-        for rank, pid in sorted(self._living().items(), key=lambda item: _place(item[0], first)):
+        living = self._living()
+        for rank in dict.fromkeys((*(rank for rank in first if rank in living), *sorted(living))):
             log.error("stacks of rank %d:", rank)
             # A process that was stopped sees the signal only when it continues.
-            self._signal(rank, pid, signal.SIGABRT, signal.SIGCONT)
+            self._signal(rank, living[rank], signal.SIGABRT, signal.SIGCONT)
             if not _until(lambda rank=rank: rank not in self.running(), STACKS_SECONDS):  # type: ignore[misc]
                 log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank)
             self._pump()
@@ -382,11 +383,6 @@ def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> Trnp
             remedy="see the logs of the other nodes; the run is retried",
         )
     )
-
-
-def _place(rank: int, first: Sequence[int]) -> tuple[int, int]:
-    """Return the sort key of a rank when some come first, in their order."""
-    return (first.index(rank) if rank in first else len(first), rank)
 
 
 def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> TrnpipeError:

@@ -90,15 +90,12 @@ def _verify_manifest(folder: Path) -> None:
         files = json.loads(path.read_text())["files"]
         if outside := [name for name in files if not is_inside(name)]:
             raise ValueError(f"files outside of the folder: {outside}")
-        changed = [name for name, entry in files.items() if not _is_whole(folder / name, entry["sha256"])]
+        present = {name: store.sha256_file(folder / name) for name in files if (folder / name).is_file()}
+        changed = [name for name, entry in files.items() if present.get(name) != entry["sha256"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadData("the checkpoint's manifest cannot be read", value=f"{path}: {error}") from error
     if changed:
         raise BadData("the checkpoint's files are not what its manifest says", value=[str(folder / name) for name in changed])
-
-
-def _is_whole(path: Path, sha256: str) -> bool:
-    return path.is_file() and store.sha256_file(path) == sha256
 
 
 def _digest(files: list[Path]) -> str:

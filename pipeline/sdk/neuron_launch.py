@@ -201,7 +201,7 @@ FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid:
 def first_failed_rank(launcher_log: str) -> tuple[int, int] | None:
     """Return (local rank, exit status or minus signal) of the rank that torchrun saw fail first, None if it names none."""
     found = FAILED_RANK.search(launcher_log)
-    return (int(found.group(2)), int(found.group(1))) if found else None
+    return (int(found[2]), int(found[1])) if found else None
 
 
 # What the host is and allows.
