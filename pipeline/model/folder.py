@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from pipeline.config import HeadConfig, ModelConfig
 from pipeline.dataset.tokens import refuse_code
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.model.encoder import Encoder, family_of, new_encoder
+from pipeline.model.encoder import Encoder, ResidualHead, family_of, new_encoder
 from pipeline.model.inventory import check_model_type, read_json, read_modules, transformer_folder, weight_files
 from pipeline.model.weights import fill, read_weights
 
@@ -75,8 +75,8 @@ def load_encoder(folder: Path, config: ModelConfig, weights_from: list[Path] | N
     files = weights_from or weight_files(transformer_folder(folder))
     weights = {name: tensor for path in files for name, tensor in read_weights(path, config.weights_key).items()}
     fill(encoder, weights, files[0])
-    if has_head and not weights_from:
-        _load_head(encoder, folder / HEAD)
+    if encoder.head and has_head and not weights_from:
+        _load_head(encoder.head, folder / HEAD)
     return encoder.eval()
 
 
@@ -251,11 +251,10 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _load_head(encoder: Encoder, path: Path) -> None:
-    assert encoder.head is not None
+def _load_head(head: ResidualHead, path: Path) -> None:
     stored = read_weights(path)
     names = {"w1": "inner.weight", "b1": "inner.bias", "w2": "outer.weight", "b2": "outer.bias"}
-    expected = encoder.head.state_dict()
+    expected = head.state_dict()
     problems = [
         f"{name}: {tuple(stored[name].shape) if name in stored else 'missing'}, expected {tuple(expected[own].shape)}"
         for name, own in names.items()
@@ -268,7 +267,7 @@ def _load_head(encoder: Encoder, path: Path) -> None:
             rule="model.head.hidden is the width of the parent's head",
             remedy="set model.head.hidden accordingly",
         )
-    encoder.head.load_state_dict({own: stored[name].float() for name, own in names.items()})
+    head.load_state_dict({own: stored[name].float() for name, own in names.items()})
 
 
 def _under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -191,8 +191,7 @@ class Tracker:
 
     def _doing(self, line: StageLine) -> str:
         """Return the running stage's progress: the main node's, or the sum of an array's children."""
-        assert line.started is not None
-        since = line.started.timestamp()
+        since = line.started.timestamp() if line.started else 0.0
         # Files of an earlier execution of this run say nothing about this one.
         prefix = IN_FOLDER.progress(line.stage, 0).removesuffix("00000.json")
         fresh = [file for file in self.files.listed(prefix) if file.modified >= since]

@@ -60,16 +60,12 @@ def persistently(uri: str, call: Callable[[], Answer]) -> Answer:
         except Transient as error:
             pause = random.uniform(0.5, 1.0) * min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt)
             waited = time.monotonic() - started
-            if waited + pause > patience_seconds():
+            if waited + pause > float(os.environ.get("TRNPIPE_STORAGE_SECONDS") or PATIENCE_SECONDS):
                 error.value = [error.value, f"given up after {attempt} attempts in {waited:.0f} seconds"]
                 raise
             log.warning("%s: %s; trying again in %.1f seconds", error.what, error.value, pause)
             time.sleep(pause)
     raise AssertionError("unreachable")
-
-
-def patience_seconds() -> float:
-    return float(os.environ.get("TRNPIPE_STORAGE_SECONDS") or PATIENCE_SECONDS)
 
 
 @contextmanager
