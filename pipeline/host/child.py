@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from pipeline import store
-from pipeline.contract import RunPaths, Stage, StageFailure
+from pipeline.contract import RunPaths, Stage
 from pipeline.errors import MissingInput
 from pipeline.run.processes import signal_group, tree_memory
 from pipeline.sdk.neuron_launch import LAUNCHER_NAMES
@@ -107,14 +106,6 @@ def progress_note(paths: RunPaths, stage: Stage) -> str:
     return f"{record.get('note') or 'starting'}{done}"
 
 
-def read_failure(paths: RunPaths, stage: Stage) -> StageFailure | None:
-    """Return why a stage failed, None without a record."""
-    try:
-        return StageFailure.from_json(store.read_bytes(paths.failure(stage)))
-    except MissingInput:
-        return None
-
-
 def sentence(what: str, value: Any) -> str:
     """Return a failure in one line."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
@@ -125,10 +116,7 @@ def sentence(what: str, value: Any) -> str:
 def terminable() -> Iterator[None]:
     """Exit with 130 after Ctrl-C and with 143 after SIGTERM, both as an exception, so that a running stage ends too."""
 
-    def terminate(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         yield
     except KeyboardInterrupt:
