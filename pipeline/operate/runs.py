@@ -194,14 +194,14 @@ def _numbers(files: RunFiles, until: datetime | None, *, over: bool) -> dict[str
     }
     scores, publication, report = (metrics.get(stage, {}) for stage in results)
     published = bool(publication.get("published")) if Stage.PUBLISH in metrics else False if scores and over else None
-    replaced = publication.get("replaced")
+    replaced, usd = publication.get("replaced"), number(report, "cost", "usd")
     return {
         "baseline": number(scores, "baseline", SHOWN_METRIC),
         "new": number(scores, "new", SHOWN_METRIC),
         "published": published,
         "replaced": replaced if published and isinstance(replaced, str) else None,
-        "usd": number(report, "cost", "usd"),
-        "at_most": bool(number(report, "cost", "at_most")),
+        "usd": usd,
+        "at_most": usd is not None and bool(number(report, "cost", "at_most")),
     }
 
 
