@@ -367,6 +367,13 @@ def graphs(
     lower: Annotated[
         bool, typer.Option("--lower/--no-lower", help="Lower a training step's graphs at the plan's real number of ranks.")
     ] = True,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Run the real stages on torch-xla for a few steps; also for a plan that never ran.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Steps that --prove trains; by default as few as meet everything.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Empty folder that keeps the run of --prove.")] = None,
     bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
     state: StateOption = DEFAULT_STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -387,7 +394,7 @@ def graphs(
 
     console = Console(stderr=as_json)
     with terminable():
-        found = compiled.find(run, console, bucket=bucket, state=state, lower=lower)
+        found = compiled.find(run, console, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep)
     show(found, console, as_json=as_json)
     raise typer.Exit(int(found.exit_code))
 

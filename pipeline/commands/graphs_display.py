@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.commands.graphs import Findings
 from pipeline.commands.graphs_lowered import Lowered
+from pipeline.commands.graphs_proof import Proof
 from pipeline.commands.graphs_recorded import StageGraphs
 from pipeline.commands.terminal import counted, left, right, say, simple_table
 from pipeline.contract import EAGER_KINDS
+
+if TYPE_CHECKING:
+    from pipeline.commands.graphs import Findings
 
 FINGERPRINT_SHOWN = 12
 CAUSES_SHOWN = 20
@@ -42,13 +46,15 @@ def show(findings: Findings, console: Console, *, as_json: bool = False) -> None
         _stages(findings.stages, console)
     if findings.lowered:
         _lowered(findings.lowered, console, other_kind=findings.lowered.kind != findings.kind)
+    if findings.proof:
+        _proof(findings.proof, console)
     problems = findings.problems
     for problem in problems:
         say(console, problem, style="bold red")
     if problems:
         return
     agreement = {
-        "no stage met a graph that compile had not met": bool(findings.stages),
+        "no stage met a graph that compile had not met": bool(findings.stages or findings.proof),
         "all ranks compile the same graphs": findings.lowered is not None and findings.ranks > 1,
         "compile has yet to make the missing sets": any(one.graphs is None for one in findings.sets),
     }
@@ -100,3 +106,16 @@ def _lowered(lowered: Lowered, console: Console, *, other_kind: bool) -> None:
     for bucket in lowered.buckets:
         if bucket.difference:
             say(console, f"{bucket.bucket} tokens, rank {lowered.ranks - 1}: {bucket.difference}", style="red")
+
+
+def _proof(proof: Proof, console: Console) -> None:
+    lengths = ", ".join(map(str, proof.buckets))
+    partial = f"a last batch of {counted(proof.partial_rows, 'row')}" if proof.partial_rows else "no partial batch (of one row)"
+    say(
+        console,
+        f"Proof on torch-xla, {proof.precision}, 1 rank: the trial met {proof.recorded} graphs; then {proof.steps} steps over "
+        f"documents of {lengths} tokens, {partial}, and again from the checkpoint of step {proof.checkpoint}:",
+    )
+    if proof.without_rows:
+        say(console, f"No row of the run has a length of {', '.join(map(str, proof.without_rows))} tokens.", style="yellow")
+    _stages(proof.stages, console)

@@ -76,11 +76,12 @@ def read_sets(paths: RunPaths, plan: GraphsPlan) -> tuple[list[CompiledSet], Kno
     return found, known if all(one.graphs is not None for one in found) else None
 
 
-def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None) -> StageGraphs | None:
+def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name: str = "") -> StageGraphs | None:
     """Return the graphs that the processes of a stage met, None if none has reported.
 
     Args:
         known: all recorded graphs; None: do not compare them with the reports.
+        name: shown instead of the stage's own.
 
     Raises:
         BadData: a report cannot be read.
@@ -108,7 +109,7 @@ def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None) -> Stag
         new += reported
         new += [ReportedGraph(key=key, number=number, step=last, cause=NOT_REPORTED) for key in sorted(silent)]
     return StageGraphs(
-        name=stage.value,
+        name=name or stage.value,
         processes=len(uris),
         compiled=compiled,
         last_compiled_step=last,

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from pipeline import store
 from pipeline.commands.tune_table import Row, Settings, Table
 from pipeline.config import RunConfig, build_config, flattened, nested
-from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageFailure, StageResult
+from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageResult
 from pipeline.dataset.row_files import SCHEMAS, read_table, token_lengths
 from pipeline.dataset.steps import order_file, write_orders
 from pipeline.errors import BadConfig, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_variant
 from pipeline.graphs.compiled import read_set, set_uri
-from pipeline.host.child import progress_note, run_stage, sentence
+from pipeline.host.child import progress_note, read_failure, run_stage, sentence
 from pipeline.plan import RunPlan
 from pipeline.run.find_run import mirrored
 
@@ -127,8 +127,7 @@ class Bench:
             ended = run_stage(stage, paths.root, log=log, timeout_seconds=self.timeout_seconds, on_poll=report, keep_open=keep)
             memory = max(memory, ended.memory_bytes)
             if ended.code:
-                said = paths.failure(stage)
-                failed = StageFailure.from_json(store.read_bytes(said)) if store.exists(said) else None
+                failed = read_failure(paths, stage)
                 if ended.timed_out:
                     why = f"{stage} took longer than {self.timeout_seconds / 60:g} minutes"
                 elif failed is None:

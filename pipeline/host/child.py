@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import store
-from pipeline.contract import RunPaths, Stage
+from pipeline.contract import RunPaths, Stage, StageFailure
 from pipeline.errors import MissingInput
 from pipeline.run.processes import signal_group, tree_memory
 from pipeline.sdk.neuron_launch import LAUNCHER_NAMES
@@ -104,6 +104,14 @@ def progress_note(paths: RunPaths, stage: Stage) -> str:
         return "starting"
     done = f" {record['done']:.0f} of {record['total']:.0f}" if record.get("total") else ""
     return f"{record.get('note') or 'starting'}{done}"
+
+
+def read_failure(paths: RunPaths, stage: Stage) -> StageFailure | None:
+    """Return why a stage failed, None without a record."""
+    try:
+        return StageFailure.from_json(store.read_bytes(paths.failure(stage)))
+    except MissingInput:
+        return None
 
 
 def sentence(what: str, value: Any) -> str:

@@ -1,15 +1,19 @@
-"""`trnpipe graphs`: the graphs of 64 ranks, and what is said of planted new ones."""
+"""`trnpipe graphs`: the proof by real stages on torch-xla, the graphs of 64 ranks, and what is said of planted new ones."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -18,10 +22,14 @@ from pipeline.backends.hlo import GraphDescription
 from pipeline.commands.graphs import Findings, find
 from pipeline.commands.graphs_display import show
 from pipeline.commands.graphs_lowered import BucketGraphs, Graph, Lowered, rank_difference
+from pipeline.commands.graphs_proof import choose_rows, proof_config
+from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage
 from pipeline.dataset.ingested import DOCUMENTS
+from pipeline.dataset.sampler import MASKED
+from pipeline.dataset.steps import write_orders
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.errors import BadData, ExitCode, MissingInput
+from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.graphs.compiled import GraphSet, set_uri, write_set
 from pipeline.plan import RunPlan
 from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
@@ -66,23 +74,53 @@ def plan_for_neuron(state: Path) -> RunPaths:
     return paths
 
 
-# ---- a run with reports ------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def proved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunPaths, dict[str, Any]]]:
+    """The folder of a run that --prove made, and the whole answer."""
+    root = tmp_path_factory.mktemp("graphs")
+    before = plan_for_neuron(root / "state")
+    files = sorted(info.uri for info in store.list_objects(before.root))
+    done = graphs("week-01", "--state", root / "state", "--no-lower", "--prove", "--keep", root / "kept", "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert sorted(info.uri for info in store.list_objects(before.root)) == files
+    answer = json.loads(done.stdout)
+    yield RunPaths(answer["proof"]["run"]), answer
+    shutil.rmtree(root)
 
 
-def test_a_planted_new_graph_ends_with_69(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = plan_for_neuron(tmp_path)
+# ---- a real run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_every_graph_of_a_short_real_run_was_met_by_the_trial(proved: tuple[RunPaths, dict[str, Any]]) -> None:
+    paths, answer = proved
+    proof = answer["proof"]
+    assert answer["problems"] == []
+    assert (answer["lowered"], [one["graphs"] for one in answer["sets"]]) == (None, [None, None])
+    assert [stage["name"] for stage in proof["stages"]] == ["train", "train from step 4", "evaluate", "embed"]
+    assert [stage["new"] for stage in proof["stages"]] == [[], [], [], []]
+    assert all(stage["compiled"] > 0 for stage in proof["stages"])
+    assert [stage["fallbacks"] for stage in proof["stages"]] == [{}, {}, {}, {}]
+    assert (proof["steps"], proof["checkpoint"], proof["precision"]) == (8, 4, "fp32")
+    assert (proof["buckets"], proof["without_rows"], proof["partial_rows"]) == ([16, 32], [], 2)
+
     plan = RunPlan.from_json(store.read_bytes(paths.plan))
-    assert plan.graphs is not None
-    for name, fingerprint in (("train", plan.graphs.train), ("infer", plan.graphs.infer)):
-        keys = {f"MODULE_{name}": None}
-        write_set(set_uri(paths.bucket_root, name, fingerprint), GraphSet(fingerprint=fingerprint, run="week-01", graphs=keys))
-    true = {"keys": ["MODULE_train", "MODULE_infer"], "new": [], "compiled": 2, "last_compiled_step": 3, "fallbacks": {}}
-    for stage in (Stage.TRAIN, Stage.EVALUATE, Stage.EMBED):
-        store.write_json(paths.graphs(stage), true)
+    assert (plan.world.kind, plan.world.ranks, plan.config.device.kind) == ("xla", 1, "xla")
+    # What it promises to cover, from what the run left.
+    lines = [json.loads(line) for line in store.read_bytes(paths.metrics).splitlines()]
+    assert {line["step"] for line in lines} >= {0, 4, 8}
+    assert plan.train.warmup_steps == 2 < plan.train.steps
+    assert {path.name for path in Path(paths.checkpoints).iterdir()} == {"step-00000004", "step-00000008"}
+    assert len(list(Path(paths.root, "embed").glob("part-*.parquet"))) == 1
+
+
+@pytest.mark.long
+def test_a_planted_new_graph_ends_with_69(proved: tuple[RunPaths, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    paths, _ = proved
 
     def reported(*, as_json: bool = True) -> int:
         console = Console(stderr=as_json)
-        found = find(paths.root, console, state=tmp_path, lower=False)
+        found = find(paths.root, console, state=Path(paths.bucket_root), lower=False)
         show(found, console, as_json=as_json)
         return found.exit_code
 
@@ -90,22 +128,25 @@ def test_a_planted_new_graph_ends_with_69(tmp_path: Path, capsys: pytest.Capture
     found = json.loads(capsys.readouterr().out)
     assert [one["graphs"] > 0 for one in found["sets"]] == [True, True]
     assert [stage["name"] for stage in found["stages"]] == ["train", "evaluate", "embed"]
-    assert [stage["new"] for stage in found["stages"]] == [[], [], []]
 
-    report = paths.graphs(Stage.TRAIN)
+    report = f"{paths.root}/train/graphs-00000.json"
+    true = store.read_json(report)
     planted = {"key": "abc", "step": 3, "cause": "other constants: new f32 0.25, instead of f32 0.125"}
     store.write_json(report, {**true, "new": [planted]})
-    assert reported(as_json=False) == ExitCode.DEFECT
-    said = capsys.readouterr().out
-    assert "train met 1 graph that compile did not" in said
-    assert "step 3: abc: other constants: new f32 0.25" in said
-    # Nor is a stage believed that says nothing of what it met.
-    store.write_json(report, {**true, "keys": [*true["keys"], "unheard-of"]})  # type: ignore[misc]
-    assert reported() == ExitCode.DEFECT
-    assert [graph["key"] for graph in json.loads(capsys.readouterr().out)["stages"][0]["new"]] == ["unheard-of"]
-    store.write_json(report, {"keys": 3})
-    with pytest.raises(BadData, match="report of its graphs"):
-        reported()
+    try:
+        assert reported(as_json=False) == ExitCode.DEFECT
+        said = capsys.readouterr().out
+        assert "train met 1 graph that compile did not" in said
+        assert "step 3: abc: other constants: new f32 0.25" in said
+        # Nor is a stage believed that says nothing of what it met.
+        store.write_json(report, {**true, "keys": [*true["keys"], "unheard-of"]})
+        assert reported() == ExitCode.DEFECT
+        assert [graph["key"] for graph in json.loads(capsys.readouterr().out)["stages"][0]["new"]] == ["unheard-of"]
+        store.write_json(report, {"keys": 3})
+        with pytest.raises(BadData, match="report of its graphs"):
+            reported()
+    finally:
+        store.write_json(report, true)
 
 
 @pytest.mark.long
@@ -127,6 +168,15 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="no such run"):
         find("week-99", Console(quiet=True), state=tmp_path)
     paths = plan_for_neuron(tmp_path)
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"steps": 9}, "belong to the proof"),
+        ({"keep": tmp_path / "kept"}, "belong to the proof"),
+        ({"prove": True, "steps": 4}, "too few steps"),
+        ({"prove": True, "keep": tmp_path}, "not empty"),
+    ]
+    for options, words in asked:
+        with pytest.raises(BadConfig, match=words):
+            find(paths.root, Console(quiet=True), state=tmp_path, lower=False, **options)
     store.write_bytes(paths.plan, b"{}")
     with pytest.raises(BadData, match="plan cannot be read"):
         find(paths.root, Console(quiet=True), state=tmp_path, lower=False)
@@ -176,6 +226,33 @@ def test_ranks_that_disagree_end_with_69() -> None:
     assert words == "other constants: new f32 64; instead of f32 1"
     bucket = BucketGraphs(bucket=32, graphs=(first, first), difference=words)
     lowered = Lowered(kind="neuron", precision="compiler", ranks=64, buckets=(bucket,))
-    found = Findings(run="w", uri="u", kind="neuron", precision="compiler", ranks=64, sets=(), stages=(), lowered=lowered)
+    found = Findings(
+        run="w", uri="u", kind="neuron", precision="compiler", ranks=64, sets=(), stages=(), lowered=lowered, proof=None
+    )
     assert found.problems == ["rank 63 would compile other graphs than rank 0"]
     assert found.exit_code == ExitCode.DEFECT
+
+
+def test_an_execution_of_several_steps_ends_at_the_checkpoint_and_another_follows(tmp_path: Path) -> None:
+    plan = RunPlan.from_json(store.read_bytes(plan_for_neuron(tmp_path).plan))
+    device = {"sync_points": 1, "loader": {"batches_per_execution": 8}}
+    train = {"buckets": [32], "micro_batch": None, "log_every": 8, "validate_every": 8, "checkpoint_every": 8}
+    config = build_config(plan.config.model_dump(mode="json"), {"train": train, "device": device})
+    found = proof_config(plan.model_copy(update={"config": config}), None, np.array([30] * 20, np.int32))
+    assert (found.train.checkpoint_every, found.train.steps) == (16, 17)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7])
+def test_few_rows_make_every_kind_of_batch(batch: int, tmp_path: Path) -> None:
+    """Whole batches of every bucket that has rows, however few it has, and a partial one."""
+    plan = RunPlan.from_json(store.read_bytes(plan_for_neuron(tmp_path).plan))
+    config = build_config(plan.config.model_dump(mode="json"), {"train": {"batch_size": batch, "buckets": [8, 16, 24, 32]}})
+    lengths = np.array([5] * 40 + [14] * 2 + [30] * 9, np.int32)
+    chosen = choose_rows(lengths, config)
+    found = proof_config(plan.model_copy(update={"config": config}), None, lengths[chosen])
+    write_orders(tmp_path, [lengths[chosen]], found, 1)
+    assert found.train.steps is not None
+    assert 0 < found.train.checkpoint_every < found.train.steps
+    batches = np.concatenate([np.load(path) for path in sorted(tmp_path.glob("order-*.npy"))])[: found.train.steps]
+    assert set(batches[:, 0].tolist()) == {8, 16, 32}
+    assert (batches == MASKED).any() == (batch > 1)
