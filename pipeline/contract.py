@@ -1,7 +1,7 @@
 """The contract of the stages, the infrastructure and the operator commands: stages, run folder, result files.
 
-It names all that crosses a process boundary, in the words of docs/glossary.md. Standard library only, so that `cdk synth` and
-the local Batch runner load no framework.
+It names all that crosses a process boundary, in the words of docs/glossary.md. It loads no framework, because `cdk synth` and the
+local Batch runner import it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
+
+import msgspec
 
 from pipeline.errors import BadConfig, BadData, FailureKind
 
@@ -285,6 +287,16 @@ def stage_command(stage: Stage) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Inside:
+    """A URI with a fixed name inside the run folder, an attribute of RunPaths."""
+
+    name: str
+
+    def __get__(self, paths: RunPaths, _owner: type[RunPaths]) -> str:
+        return f"{paths.root}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
 class RunPaths:
     """URIs inside one run folder.
 
@@ -293,6 +305,27 @@ class RunPaths:
     """
 
     root: str
+
+    input = _Inside("input.json")
+    """The state machine's input, `{deployment, execution, execution_arn}`, written by its first states."""
+    inputs = _Inside("prepare/inputs.json")
+    """Everything that prepare decided, and the shards that it found: `pipeline.plan.RunInputs`, written once."""
+    plan = _Inside("plan.json")
+    rows = _Inside("plan/rows")
+    """The run's own tokenized rows and the order of its batches, as the plan stage fixed them."""
+    quarantine = _Inside("plan/quarantine.jsonl")
+    """One JSON line per refused input row: `{at: "file:line", reason, row}`."""
+    checkpoints = _Inside("train/checkpoints")
+    metrics = _Inside("train/metrics.jsonl")
+    tensorboard = _Inside("train/tensorboard")
+    validations = _Inside("train/validation")
+    model = _Inside("model")
+    """The finished model as a Hugging Face / sentence-transformers folder."""
+    scorecard = _Inside("evaluate/scorecard.json")
+    query_values = _Inside("evaluate/queries.parquet")
+    """Every metric of every hold-out query with the new model: Parquet, see pipeline/evaluation/query_values."""
+    embed_manifest = _Inside("embed/manifest.json")
+    report = _Inside("report/index.html")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", self.root.rstrip("/"))
@@ -306,23 +339,9 @@ class RunPaths:
         """The folder that holds `runs/` and `registry/`."""
         return self.root.rsplit("/", 2)[0]
 
-    @property
-    def input(self) -> str:
-        """The state machine's input, `{deployment, execution, execution_arn}`, written by its first states."""
-        return f"{self.root}/input.json"
-
-    @property
-    def inputs(self) -> str:
-        """Everything that prepare decided, and the shards that it found: `pipeline.plan.RunInputs`, written once."""
-        return f"{self.root}/prepare/inputs.json"
-
     def deletions(self, digest: str) -> str:
         """What `data.delete` named when the run began (pipeline/dataset/deletions)."""
         return f"{self.root}/prepare/deletions-{digest}.json"
-
-    @property
-    def plan(self) -> str:
-        return f"{self.root}/plan.json"
 
     def stage(self, stage: Stage) -> str:
         return f"{self.root}/{stage.value}"
@@ -360,56 +379,16 @@ class RunPaths:
         """Report of one node's compiler."""
         return f"{self.root}/compile/node-{node:05d}.json"
 
-    @property
-    def rows(self) -> str:
-        """The run's own tokenized rows and the order of its batches, as the plan stage fixed them."""
-        return f"{self.root}/plan/rows"
-
-    @property
-    def quarantine(self) -> str:
-        """One JSON line per refused input row: `{at: "file:line", reason, row}`."""
-        return f"{self.root}/plan/quarantine.jsonl"
-
-    @property
-    def checkpoints(self) -> str:
-        return f"{self.root}/train/checkpoints"
-
     def checkpoint(self, step: int) -> str:
         return f"{self.checkpoints}/step-{step:08d}"
-
-    @property
-    def metrics(self) -> str:
-        return f"{self.root}/train/metrics.jsonl"
 
     def host_monitor(self, node: int) -> str:
         """Load and memory of one node's host while training, a JSON line per minute (pipeline/sdk/monitor.py)."""
         return f"{self.root}/train/monitor/node-{node:05d}.jsonl"
 
-    @property
-    def tensorboard(self) -> str:
-        return f"{self.root}/train/tensorboard"
-
-    @property
-    def validations(self) -> str:
-        return f"{self.root}/train/validation"
-
     def validation(self, step: int) -> str:
         """Every metric of every query after `step` steps: Parquet, see pipeline/evaluation/query_values."""
         return f"{self.validations}/step-{step:08d}.parquet"
-
-    @property
-    def model(self) -> str:
-        """The finished model as a Hugging Face / sentence-transformers folder."""
-        return f"{self.root}/model"
-
-    @property
-    def scorecard(self) -> str:
-        return f"{self.root}/evaluate/scorecard.json"
-
-    @property
-    def query_values(self) -> str:
-        """Every metric of every hold-out query with the new model: Parquet, see pipeline/evaluation/query_values."""
-        return f"{self.root}/evaluate/queries.parquet"
 
     def part(self, index: int, count: int) -> str:
         """One part of the embeddings: Parquet with `id`, `embedding` (fixed-size list) and `locale`."""
@@ -422,14 +401,6 @@ class RunPaths:
     def part_quarantine(self, index: int, count: int) -> str:
         """The documents of a part that have no embedding, where there are any: a JSON line each, `{row, id, reason}`."""
         return f"{self.root}/embed/part-{index:05d}-of-{count:05d}.quarantine.jsonl"
-
-    @property
-    def embed_manifest(self) -> str:
-        return f"{self.root}/embed/manifest.json"
-
-    @property
-    def report(self) -> str:
-        return f"{self.root}/report/index.html"
 
 
 def retention_tags(key: str) -> dict[str, str]:
@@ -472,13 +443,17 @@ class Record:
     def from_json(cls: type[R], data: bytes) -> R:
         """Return the record from the JSON object that it was written as, every value of the type that its field has.
 
-        Not by pydantic, which refuses texts with half of a surrogate pair: JSON can hold them, and failures quote data.
+        Not by pydantic, nor by msgspec's own decoder, which refuse texts with half of a surrogate pair: JSON can hold them, and
+        failures quote data.
 
         Raises:
             BadData: no JSON, no object, a field too many or too few, or a value of another type.
         """
         try:
-            record: R = _typed(cls, json.loads(data), cls.__name__)
+            values = json.loads(data)
+            if isinstance(values, dict) and (unknown := sorted(values.keys() - {item.name for item in fields(cls)})):  # type: ignore[arg-type]
+                raise ValueError(f"unknown fields: {', '.join(unknown[:10])}")
+            return msgspec.convert(values, cls)
         except (ValueError, RecursionError) as error:
             raise BadData(
                 "a record cannot be read",
@@ -486,43 +461,9 @@ class Record:
                 rule=f"a JSON object with the fields of {cls.__name__}",
                 remedy="restore an earlier version of it, or delete it and run its stage again",
             ) from error
-        return record
 
-
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """Return the value, if it has this type; make the objects of dataclasses.
-
-    Raises:
-        ValueError: another type; `where` names the value.
-    """
-    if kind is Any:
-        return value
-    if is_dataclass(kind):
-        return _filled(kind, value, where)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is dict and isinstance(value, dict):
-        return {key: _typed(inner[1], item, f"{where}.{key}") for key, item in value.items()}
-    if origin is list and isinstance(value, list):
-        return [_typed(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if origin is None:
-        wanted = (int, float) if kind is float else (kind,)
-        if isinstance(value, wanted) and (kind is bool or not isinstance(value, bool)):
-            return value
-    elif type(None) in inner:
-        return None if value is None else _typed(inner[0], value, where)
-    raise ValueError(f"{where}: {getattr(kind, '__name__', kind)} was expected, found {type(value).__name__}")
-
-
-def _filled(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: an object was expected, found {type(value).__name__}")
-    types = get_type_hints(kind)
-    needed = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
-    if wrong := sorted((value.keys() - types.keys()) | (needed - value.keys())):
-        raise ValueError(f"{where}: fields that are unknown or missing: {', '.join(wrong[:10])}")
-    return kind(**{name: _typed(types[name], item, f"{where}.{name}") for name, item in value.items()})
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,7 +507,7 @@ class StageResult(Record):
         Raises:
             ValueError: larger than RESULT_LIMIT_BYTES; long lists belong in separate files.
         """
-        data = json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+        data = super(StageResult, self).to_json()
         if len(data) > RESULT_LIMIT_BYTES:
             raise ValueError(f"{self.stage}/result.json has {len(data)} bytes; the limit is {RESULT_LIMIT_BYTES}")
         return data
@@ -594,6 +535,3 @@ class StageFailure(Record):
     attempt: int = 1
     host: str = ""
     time: str = ""
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()

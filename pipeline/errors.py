@@ -115,11 +115,7 @@ class TrnpipeError(Exception):
             lines += [_line("value: ", value) for value in values[:20]]
             if len(values) > 20:
                 lines.append(f"value:  ... and {len(values) - 20} more")
-        if self.rule:
-            lines.append(_line("rule:  ", self.rule))
-        if self.remedy:
-            lines.append(_line("remedy:", self.remedy))
-        return lines
+        return lines + [_line(name, text) for name, text in (("rule:  ", self.rule), ("remedy:", self.remedy)) if text]
 
 
 def _line(name: str, text: object) -> str:

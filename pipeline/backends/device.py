@@ -238,13 +238,12 @@ def resolve_precision(kind: str, precision: str) -> str:
         )
     if precision != "auto":
         return precision
-    if kind == "neuron":
-        return "bf16"
-    if kind == "cpu":
-        return "bf16" if processor_computes_bf16() else "fp32"
-    if kind == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "fp32"
+    computes_bf16 = (
+        kind == "neuron"
+        or (kind == "cpu" and processor_computes_bf16())
+        or (kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+    )
+    return "bf16" if computes_bf16 else "fp32"
 
 
 def processor_computes_bf16() -> bool:
@@ -256,8 +255,4 @@ def processor_computes_bf16() -> bool:
 
 def default_ranks_per_node(kind: str) -> int:
     """Ranks that use all of a host: 32 NeuronCores of a trn1.32xlarge, every GPU, one CPU process."""
-    if kind == "neuron":
-        return 32
-    if kind == "cuda":
-        return max(1, torch.cuda.device_count())
-    return 1
+    return {"neuron": 32, "cuda": max(1, torch.cuda.device_count())}.get(kind, 1)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -71,15 +71,12 @@ class EagerDevice:
         return value
 
     def autocast(self) -> AbstractContextManager[None]:
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.torch_device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.torch_device.type, dtype=torch.bfloat16, enabled=self.precision != "fp32")
 
     def gather(self, rows: Tensor) -> Tensor:
         if self.world.size == 1:
             return rows
-        gathered: Tensor = _EagerGather.apply(rows, self.world)  # type: ignore[no-untyped-call]
-        return gathered
+        return cast(Tensor, _EagerGather.apply(rows, self.world))  # type: ignore[no-untyped-call]
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         if self.world.size == 1:
@@ -89,10 +86,8 @@ class EagerDevice:
             flat = torch.cat([gradient.reshape(-1) for gradient in group])
             dist.all_reduce(flat)
             flat /= self.world.size
-            offset = 0
-            for gradient in group:
-                gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
-                offset += gradient.numel()
+            for gradient, mean in zip(group, torch.split(flat, [gradient.numel() for gradient in group]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
 
     def checkpointed(self) -> Callable[..., Any]:
         return partial(checkpoint, use_reentrant=False)
@@ -191,40 +186,15 @@ def _groups(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 def _ahead(batches: Iterable[Batch], depth: int) -> Iterator[Batch]:
     """Iterate in a background thread, `depth` items ahead; its exceptions surface here."""
-    ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
-    stop = threading.Event()
-    end = object()
-
-    def put(item: Any) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def produce() -> None:
-        try:
-            for batch in batches:
-                if not put(batch):
-                    return
-            put(end)
-        except BaseException as error:  # noqa: BLE001 - handed over to the consumer, which raises it
-            put(error)
-
-    thread = threading.Thread(target=produce, name="batches", daemon=True)
-    thread.start()
+    iterator = iter(batches)
+    pool = ThreadPoolExecutor(1, "batches")
+    ready = deque(pool.submit(next, iterator, None) for _ in range(depth))
     try:
-        while True:
-            item = ready.get()
-            if item is end:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        while (batch := ready.popleft().result()) is not None:
+            ready.append(pool.submit(next, iterator, None))
+            yield batch
     finally:
-        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _store(world: World, timeout: timedelta) -> Store:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -109,9 +109,6 @@ class GraphDescription:
     operations: dict[str, int]
     collectives: dict[str, int]
 
-    def to_record(self) -> dict[str, dict[str, int]]:
-        return asdict(self)
-
     @property
     def size(self) -> int:
         return sum(self.operations.values())
@@ -166,19 +163,19 @@ def difference(new: GraphDescription, known: list[GraphDescription]) -> str:
     """
     if not known:
         return "no known graph to compare it with"
-    fields = ("inputs", "outputs", "constants", "operations")
+    parts = {
+        "inputs": "inputs of other shapes or types",
+        "constants": "other constants",
+        "outputs": "other outputs",
+        "operations": "other operations",
+    }
 
     def distance(other: GraphDescription) -> int:
-        pairs = [(Counter(getattr(new, name)), Counter(getattr(other, name))) for name in fields]
+        pairs = [(Counter(getattr(new, name)), Counter(getattr(other, name))) for name in parts]
         return sum(((here - there) + (there - here)).total() for here, there in pairs)
 
     nearest = min(known, key=distance)
-    for name, what in (
-        ("inputs", "inputs of other shapes or types"),
-        ("constants", "other constants"),
-        ("outputs", "other outputs"),
-        ("operations", "other operations"),
-    ):
+    for name, what in parts.items():
         here, there = Counter(getattr(new, name)), Counter(getattr(nearest, name))
         if here != there:
             added, removed = _listed(here - there), _listed(there - here)

@@ -65,8 +65,7 @@ class LoweringDevice(LazyDevice):
         if pending:
             self.graphs_lowered.append(lower(pending))
         for tensor in pending:
-            fresh = torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.torch_device)
-            tensor.data = fresh
+            tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.torch_device)
         torch_xla._XLAC._set_all_reduce_token(str(self.torch_device), None)
 
 

@@ -6,6 +6,8 @@ of a frozen module's linear layers (torch/_inductor/fx_passes/mkldnn_fusion.py, 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,8 +32,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., features in) bf16 to (..., features out) bf16."""
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, *self._after)
-        return result
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, *self._after))
 
 
 def can_pack() -> bool:

@@ -11,6 +11,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 os.environ["PJRT_DEVICE"] = "CPU"
@@ -27,8 +28,15 @@ from pipeline.config import LoaderConfig
 from pipeline.run.context import NODE_FOLDER
 from pipeline.run.world import World
 
-_executables: Path | None = None
-"""Folder in which XLA leaves one file per graph; a process can choose it only once."""
+
+@lru_cache
+def _executables() -> Path:
+    """Return the folder in which XLA leaves one file per graph; a process can choose it only once."""
+    # In the node folder the supervisor removes it; a rank ends without cleaning up.
+    folder = Path(tempfile.mkdtemp(prefix="trnpipe-graphs-", dir=os.environ.get(NODE_FOLDER)))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    xr.initialize_cache(str(folder))
+    return folder
 
 
 class XlaDevice(LazyDevice):
@@ -39,12 +47,10 @@ class XlaDevice(LazyDevice):
         return super().place(module)
 
     def graphs(self) -> set[str]:
-        assert _executables is not None
-        return {path.name for path in _executables.iterdir()}
+        return {path.name for path in _executables().iterdir()}
 
     def graph_module(self, key: str) -> bytes | None:
-        assert _executables is not None
-        return module_of_executable((_executables / key).read_bytes())
+        return module_of_executable((_executables() / key).read_bytes())
 
 
 def open_device(
@@ -59,11 +65,6 @@ def open_device(
     Raises:
         BadConfig: more than one rank.
     """
-    global _executables
     require_world("xla", world.size)
-    if _executables is None:
-        # In the node folder the supervisor removes it; a rank ends without cleaning up.
-        _executables = Path(tempfile.mkdtemp(prefix="trnpipe-graphs-", dir=os.environ.get(NODE_FOLDER)))
-        atexit.register(shutil.rmtree, _executables, ignore_errors=True)
-        xr.initialize_cache(str(_executables))
+    _executables()
     return XlaDevice(resolve_precision("xla", precision), world, loader)

@@ -53,13 +53,12 @@ def show(findings: Findings, console: Console, *, as_json: bool = False) -> None
         say(console, problem, style="bold red")
     if problems:
         return
-    agreed = []
-    if findings.stages or findings.proof:
-        agreed.append("no stage met a graph that compile had not met")
-    if findings.lowered and findings.ranks > 1:
-        agreed.append("all ranks compile the same graphs")
-    if findings.sets and not all(one.graphs is not None for one in findings.sets):
-        agreed.append("compile has yet to make the missing sets")
+    agreement = {
+        "no stage met a graph that compile had not met": bool(findings.stages or findings.proof),
+        "all ranks compile the same graphs": findings.lowered is not None and findings.ranks > 1,
+        "compile has yet to make the missing sets": any(one.graphs is None for one in findings.sets),
+    }
+    agreed = [words for words, holds in agreement.items() if holds]
     say(console, "; ".join(agreed) or "nothing was compared", style="bold green")
 
 

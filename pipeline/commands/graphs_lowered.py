@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -162,8 +162,7 @@ def _answers(request: dict[str, Any], log: Path, variables: Mapping[str, str]) -
         ) as child,
     ):
         try:
-            assert child.stdout is not None
-            for line in child.stdout:
+            for line in child.stdout or ():
                 yield json.loads(line)
         finally:
             if child.poll() is None and sys.exc_info()[0] is not None:
@@ -193,9 +192,9 @@ def _lower_here(request: dict[str, Any]) -> None:
         world = World(rank=rank, size=request["ranks"])
         # Weights are inputs of the graphs, so any will do.
         encoder = new_encoder(backbone, config.model)
-        for step in lower_training(encoder, config, request["precision"], world):
-            graphs = [{"fingerprint": one.fingerprint, "description": one.description.to_record()} for one in step.graphs]
-            sys.stdout.write(json.dumps({"rank": rank, "bucket": step.bucket, "graphs": graphs}) + "\n")
+        for bucket, lowered in lower_training(encoder, config, request["precision"], world):
+            graphs = [{"fingerprint": one.fingerprint, "description": asdict(one.description)} for one in lowered]
+            sys.stdout.write(json.dumps({"rank": rank, "bucket": bucket, "graphs": graphs}) + "\n")
             sys.stdout.flush()
         del encoder
         gc.collect()

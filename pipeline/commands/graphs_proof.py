@@ -158,8 +158,7 @@ def choose_rows(lengths: NDArray[np.int32], config: RunConfig) -> NDArray[np.int
     bucket_of = np.searchsorted(np.asarray(config.train.buckets), lengths)
     used = np.unique(bucket_of)
     whole = [np.resize(np.flatnonzero(bucket_of == bucket), BATCHES_PER_BUCKET * batch) for bucket in used]
-    longest = np.flatnonzero(bucket_of == used[-1])
-    return np.concatenate([*whole, np.resize(longest, batch // 2)])
+    return np.concatenate([*whole, np.resize(np.flatnonzero(bucket_of == used[-1]), batch // 2)])
 
 
 def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -> RunConfig:
@@ -173,8 +172,7 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
     """
     config = plan.config
     joined = config.device.loader.batches_per_execution
-    epoch = count_steps([lengths], config, 1).steps_per_epoch
-    least = max(LEAST_STEPS, epoch, 2 * joined + 1)
+    least = max(LEAST_STEPS, count_steps([lengths], config, 1).steps_per_epoch, 2 * joined + 1)
     if steps is not None and steps < least:
         raise BadConfig(
             "too few steps to meet every graph of a run",

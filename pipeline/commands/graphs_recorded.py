@@ -10,6 +10,7 @@ from pipeline.contract import RunPaths, Stage
 from pipeline.errors import BadData
 from pipeline.graphs.compiled import KnownGraphs, read_set
 from pipeline.graphs.fingerprint import set_uri
+from pipeline.graphs.graph_watch import UnrecordedGraph
 from pipeline.plan import GraphsPlan
 
 STAGES_THAT_MEET = (Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)
@@ -34,19 +35,10 @@ class CompiledSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedGraph:
-    """A graph that a stage met and compile did not.
+class ReportedGraph(UnrecordedGraph):
+    """A graph that a stage met and compile did not; `number` is the node's, or the array child's."""
 
-    Attributes:
-        number: the node's, or the array child's.
-        step: steps done when the stage noticed it.
-        cause: its difference from the most similar graph.
-    """
-
-    key: str
     number: int
-    step: int
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,8 +128,7 @@ class Parity:
             name = evaluation.name
             for metric, found in evaluation.metrics.items():
                 values = [f"{found.a:.5f}", f"{found.b:.5f}", f"{found.difference:+.5f}", f"{found.low:+.5f} {found.high:+.5f}"]
-                exceeds = found.exceeds(self.tolerance)
-                style = ("yellow" if found.is_chance else "red") if exceeds else ""
+                style = ("yellow" if found.is_chance else "red") if found.exceeds(self.tolerance) else ""
                 table.add_row(name, metric, *values, style=f"{style} bold".strip() if metric == self.metric else style)
                 name = ""
             table.add_section()
@@ -221,8 +220,10 @@ def judge(evaluations: Sequence[Evaluation], metric: str, tolerance: float) -> t
         reason = f"{at}, tolerance {tolerance:g}; {len(beyond)} of {len(found)} evaluations exceed it, none by more than chance"
     else:
         verdict = ParityVerdict.WITHIN
-        most = f"{metric} differs by at most {abs(largest.difference):.5f} ({name})"
-        reason = f"{most}, tolerance {tolerance:g}, {len(found)} evaluations"
+        reason = (
+            f"{metric} differs by at most {abs(largest.difference):.5f} ({name}), tolerance {tolerance:g}, "
+            f"{len(found)} evaluations"
+        )
     queries = min(evaluation.queries for evaluation in evaluations)
     if queries < MIN_QUERIES:
         reason += f"; {queries} queries cannot show 0.1 %, {MIN_QUERIES} can"

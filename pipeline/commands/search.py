@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -26,6 +25,7 @@ from pipeline.allowed_uris import AllowedUris
 from pipeline.contract import RunPaths, check_registry, registry_uri
 from pipeline.errors import BadConfig, BadData, MissingInput, StorageRefused, one_line, plain
 from pipeline.files import replacing
+from pipeline.log import log
 from pipeline.plan import RunPlan
 from pipeline.run.find_run import mirrored, read_plan
 from pipeline.run.registry import read_pointer
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeline.dataset.corpus import CorpusReader
-
-log = logging.getLogger("trnpipe")
 
 BLOCK_ROWS = 65_536
 """Embeddings that are scored at once: 100 MB of the matrix at 384 dimensions."""
@@ -145,8 +143,7 @@ def open_search(
     allowed.check((("the registry's model", model), ("the registry's embeddings", manifest)), BadData)
     published = read_manifest(manifest, mirror)
     allowed.check((("a part", part.uri) for part in published.parts), BadData)
-    paths = RunPaths(store.join(bucket_root, "runs", pointer.run))
-    plan = read_plan(paths)
+    plan = read_plan(RunPaths(store.join(bucket_root, "runs", pointer.run)))
     folder = (_user_cache(bucket_root) if bucket else state / "search") / registry / published.sha256
     try:
         if not (folder / MATRIX).is_file():
@@ -203,10 +200,6 @@ class PublishedEmbeddings:
     dimension: int
     parts: tuple[Part, ...]
 
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
 
 def read_manifest(uri: str, mirror: str | None) -> PublishedEmbeddings:
     """Return a manifest of embeddings.
@@ -241,7 +234,8 @@ def write_cache(folder: Path, published: PublishedEmbeddings, plan: RunPlan) -> 
     from pipeline.dataset.parts import read_part
 
     schema = pa.schema({"id": pa.string(), "locale": pa.string()})
-    header = {"descr": "<f4", "fortran_order": False, "shape": (published.rows, published.dimension)}
+    rows = sum(part.rows for part in published.parts)
+    header = {"descr": "<f4", "fortran_order": False, "shape": (rows, published.dimension)}
     # The matrix appears last: where it is, the rest is.
     with replacing(folder / MATRIX) as matrix, tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
         np.lib.format.write_array_header_1_0(matrix, header)

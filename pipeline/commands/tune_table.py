@@ -126,10 +126,8 @@ class Table:
     def worse_by(self, row: Row) -> float | None:
         """Return by which share the loss is above the first one on the same batches (below: negative), None if it is that one."""
         first = next(other for other in self.rows if other.status == "done" and other.batches == row.batches)
-        if first is row:
+        if first is row or row.loss is None or first.loss is None:
             return None
-        assert row.loss is not None
-        assert first.loss is not None
         return (row.loss - first.loss) / max(abs(first.loss), 1e-12)
 
     def verdict(self, row: Row, tolerance: float) -> str:

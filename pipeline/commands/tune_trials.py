@@ -97,8 +97,7 @@ class Bench:
             "keep_checkpoints": 1,
             "validation_queries": 1,
         }
-        base = base_config(self.plan.config).model_dump(mode="json")
-        config = build_config(base, nested(settings), {"train": short})
+        config = build_config(base_config(self.plan.config).model_dump(mode="json"), nested(settings), {"train": short})
         planned = max(self.plan.config.train.buckets)
         if max(config.train.buckets) != planned:
             raise BadConfig(

@@ -12,12 +12,13 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from pipeline.config.sections import (
@@ -106,7 +107,7 @@ class RunConfig(Section):
         "current", description="Name under which the run publishes; null: nowhere."
     )
     time_budget: Annotated[timedelta, KeyRole.BOOKKEEPING, KeyRole.EXECUTION] = Field(
-        timedelta(hours=12), description="Time after which the run is overdue (an alarm, not a stop)."
+        timedelta(hours=12), gt=timedelta(0), description="Time after which the run is overdue (an alarm, not a stop)."
     )
     nodes: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(
         1, description="Nodes of the gang that checks, compiles and trains."
@@ -154,13 +155,6 @@ class RunConfig(Section):
     def adds_up(self, kind: str) -> bool:
         """Return whether several backward passes of a step add up their gradients there."""
         return self.train.accumulation > 1 or self.cuts_batches(kind)
-
-    @field_validator("time_budget")
-    @classmethod
-    def _positive_budget(cls, budget: timedelta) -> timedelta:
-        if budget <= timedelta(0):
-            raise ValueError("must be positive")
-        return budget
 
     @model_validator(mode="after")
     def _query_fits(self) -> RunConfig:
@@ -305,11 +299,8 @@ def build_config(*layers: Mapping[str, Any]) -> RunConfig:
     Raises:
         BadConfig: unknown key (with the nearest valid name), wrong type, or a value out of range.
     """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        merged = merge(merged, layer)
     try:
-        return RunConfig.model_validate(merged)
+        return RunConfig.model_validate(reduce(merge, ({}, *layers)))
     except ValidationError as error:
         found = error.errors()
         if unknown := [_nearest(item["loc"]) for item in found if item["type"] in ("extra_forbidden", "invalid_key")]:

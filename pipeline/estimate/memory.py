@@ -293,18 +293,17 @@ def require_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, ca
     refused = [budget for budget in budgets if not budget.fits]
     if not refused:
         return budgets
+    source = f"a job gets of a {NEURON_HOST}" if world.kind == "neuron" else "this host has"
+    places = {
+        "device": ("rank's device", f"device.memory_gib, or what {world.kind} has"),
+        "host": ("node's host", f"device.host_memory_gib, or what {source}"),
+    }
     lines, rules = [], []
     for budget in refused:
-        if budget.place == "device":
-            place = "rank's device"
-            rules.append(f"at most {gib(budget.limit)} per {place} (device.memory_gib, or what {world.kind} has)")
-        else:
-            place = "node's host"
-            source = f"a job gets of a {NEURON_HOST}" if world.kind == "neuron" else "this host has"
-            rules.append(f"at most {gib(budget.limit)} per {place} (device.host_memory_gib, or what {source})")
+        place, origin = places[budget.place]
+        rules.append(f"at most {gib(budget.limit)} per {place} ({origin})")
         lines.append(f"{budget.stage}, per {place} {budget.moment}: {gib(budget.total)}")
-        largest = sorted(budget.items.items(), key=lambda item: -item[1])[:4]
-        lines += (f"  {name}: {gib(size)}" for name, size in largest)
+        lines += (f"  {name}: {gib(size)}" for name, size in sorted(budget.items.items(), key=lambda item: -item[1])[:4])
     raise BadConfig(
         "the plan needs more memory than there is",
         value=lines,

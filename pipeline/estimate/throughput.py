@@ -183,8 +183,7 @@ class Estimator:
         cores = HARDWARE[host].cores
         parts = part_count(work.corpus_rows, self.config.embed.rows_per_part, children * cores)
         children = min(children, parts)
-        ranks = children * cores
-        rows = math.ceil(parts / ranks) * work.corpus_rows / parts
+        rows = math.ceil(parts / (children * cores)) * work.corpus_rows / parts
         family = host.partition(".")[0]
         computing = text_flops(self.shape, work.embed_lengths) / (CORE_FLOPS * self.rates.embed[family])
         waiting = 0.0 if family in self.rates.with_input else max(0.0, 1 / READ_ROWS - computing)

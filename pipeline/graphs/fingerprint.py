@@ -131,11 +131,8 @@ def versions(*, neuron: bool) -> dict[str, str]:
 
 def neuron_pins() -> dict[str, str]:
     """Return package -> version, as the extra `neuron` of this package pins them."""
-    pins = {}
-    for requirement in metadata.requires("trnpipe") or []:
-        if match := re.match(r"([\w-]+)==([\w.+]+)\s*;.*extra == ['\"]neuron['\"]", requirement):
-            pins[match[1]] = match[2]
-    return pins
+    pattern = re.compile(r"([\w-]+)==([\w.+]+)\s*;.*extra == ['\"]neuron['\"]")
+    return {match[1]: match[2] for match in map(pattern.match, metadata.requires("trnpipe") or []) if match}
 
 
 def set_uri(bucket_root: str, kind: str, fingerprint: str) -> str:

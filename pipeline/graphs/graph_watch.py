@@ -7,7 +7,6 @@ has risen.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,10 +17,9 @@ from pipeline.backends.hlo import GraphDescription, describe, difference
 from pipeline.contract import Metric
 from pipeline.errors import Defect
 from pipeline.graphs.compiled import KnownGraphs
+from pipeline.log import log
 from pipeline.run.cloudwatch import EmbeddedMetrics
 from pipeline.run.context import StageContext
-
-log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports inside the package are absolute"
-            assert node.module is not None
+            assert node.module is not None, "imports inside the package are absolute"
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 

@@ -6,7 +6,6 @@ The stage health_check uses it and, in short form, training.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ from pipeline.contract import now
 from pipeline.errors import UnhealthyHost
 from pipeline.files import write_atomically
 from pipeline.host.own_job import instance_id
+from pipeline.log import log
 from pipeline.run.context import StageContext
-
-log = logging.getLogger("trnpipe")
 
 POLL_SECONDS = 0.02
 

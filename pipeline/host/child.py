@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pipeline import store
 from pipeline.contract import RunPaths, Stage, StageFailure
 from pipeline.errors import MissingInput
 from pipeline.run.processes import signal_group, tree_memory
+from pipeline.sdk.neuron_launch import LAUNCHER_NAMES
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 40.0
@@ -63,7 +64,12 @@ def run_stage(
             stdout=stream,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=_alone(os.environ),
+            # Alone: without the variables of a Batch job or a torchrun gang.
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if name not in LAUNCHER_NAMES and not name.startswith("AWS_BATCH_")
+            },
             start_new_session=True,
             pass_fds=keep_open,
         )
@@ -111,12 +117,6 @@ def sentence(what: str, value: Any) -> str:
     """Return a failure in one line."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return f"{what}: {first}" if first else what
-
-
-def _alone(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of a Batch job or a torchrun gang."""
-    gang = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    return {name: value for name, value in environment.items() if name not in gang and not name.startswith("AWS_BATCH_")}
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int | None:

@@ -42,8 +42,18 @@ def write_progress(paths: RunPaths, stage: Stage, node: NodeWorld, heartbeat: di
     Args:
         heartbeat: the newest one of the node's first rank, may be empty.
     """
-    record = {"done": 0, "total": 0, "unit": "", "rate": 0.0, "note": "", **heartbeat}
-    record |= {"time": time.time(), "node": node.index, "attempt": node.attempt, "job": node.job}
+    record = {
+        "done": 0,
+        "total": 0,
+        "unit": "",
+        "rate": 0.0,
+        "note": "",
+        **heartbeat,
+        "time": time.time(),
+        "node": node.index,
+        "attempt": node.attempt,
+        "job": node.job,
+    }
     store.write_json(paths.progress(stage, node.index), record)
 
 

@@ -13,48 +13,12 @@ from pathlib import Path
 from typing import IO
 
 from pipeline.run.cloudwatch import is_record
+from pipeline.run.growing_file import GrowingFile
 from pipeline.sdk import known_errors
 from pipeline.sdk.known_errors import LogFinding
 
-CHUNK_BYTES = 1 << 16
 KEPT_LINES = 20
 """Last lines of a rank, for an unexplained failure."""
-
-
-class _Stream:
-    """One growing file, from its beginning on."""
-
-    def __init__(self, path: Path, target: IO[str]) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 - as long as the ranks live
-        self._target = target
-        self._rest = b""
-
-    def read(self) -> list[bytes]:
-        """Return the lines completed since the last call, which are already written to the target."""
-        lines = []
-        while chunk := self._file.read(CHUNK_BYTES):
-            *whole, self._rest = (self._rest + chunk).split(b"\n")
-            # Progress bars and binary data may have no end of line.
-            if len(self._rest) > CHUNK_BYTES:
-                whole.append(self._rest)
-                self._rest = b""
-            lines += whole
-        self._pass_on(lines)
-        return lines
-
-    def close(self) -> list[bytes]:
-        lines = self.read()
-        if self._rest:
-            lines.append(self._rest)
-            self._pass_on(lines[-1:])
-            self._rest = b""
-        return lines
-
-    def _pass_on(self, lines: list[bytes]) -> None:
-        if lines:
-            self._target.flush()
-            self._target.buffer.write(b"\n".join(lines) + b"\n")  # type: ignore[attr-defined]
-            self._target.flush()
 
 
 class Output:
@@ -69,7 +33,7 @@ class Output:
     def __init__(self, ranks: Sequence[int], find: Callable[[int], tuple[Path, Path] | None], *, nodes: int) -> None:
         self._find = find
         self._nodes = nodes
-        self._streams: dict[int, list[_Stream]] = {rank: [] for rank in ranks}
+        self._streams: dict[int, list[tuple[GrowingFile, IO[str]]]] = {rank: [] for rank in ranks}
         self._findings: dict[int, LogFinding | None] = dict.fromkeys(ranks)
         self._last: dict[int, deque[str]] = {rank: deque(maxlen=KEPT_LINES) for rank in ranks}
 
@@ -84,14 +48,20 @@ class Output:
                 paths = self._find(rank)
                 if paths is None or not all(path.exists() for path in paths):
                     continue
-                streams += [_Stream(paths[0], sys.stdout), _Stream(paths[1], sys.stderr)]
-            for stream in streams:
-                for raw in stream.close() if end else stream.read():
+                streams += zip(map(GrowingFile, paths), (sys.stdout, sys.stderr), strict=True)
+            for file, target in streams:
+                lines = file.read(end=end)
+                if lines:
+                    target.flush()
+                    target.buffer.write(b"\n".join(lines) + b"\n")  # type: ignore[attr-defined]
+                    target.flush()
+                for raw in lines:
                     line = raw.decode("utf-8", "replace")
                     if is_record(line):
                         continue  # metrics, whose names resemble errors
                     self._last[rank].append(line[: known_errors.LINE_CHARACTERS])
-                    self._findings[rank] = known_errors.better(self._findings[rank], known_errors.match(line, nodes=self._nodes))
+                    found = known_errors.match(line, nodes=self._nodes)
+                    self._findings[rank] = known_errors.clearest((self._findings[rank], found))
 
     def finding(self, rank: int) -> tuple[int, LogFinding] | None:
         """Return the line that explains this rank's failure, and its rank: its own if that is a cause, else the node's best."""

@@ -7,7 +7,6 @@ containers from it, because it also hands out the host's role (infra/constructs/
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +16,9 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from pipeline.contract import RUN_PARAMETER
 from pipeline.errors import BadConfig, Transient, one_line
+from pipeline.log import log
 from pipeline.run import ecs_metadata
 from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code
-
-log = logging.getLogger("trnpipe")
 
 RULE = f"Batch replaces Ref::{RUN_PARAMETER} in the command, or the job can read its own parameters"
 ATTEMPTS = 8

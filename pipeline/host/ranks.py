@@ -8,7 +8,6 @@ failures.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -16,9 +15,9 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -27,14 +26,13 @@ from pipeline.errors import Defect, ExitCode, FailureKind, Transient, TrnpipeErr
 from pipeline.host.exhaustion import MEMORY_REMEDY, kernel_kills
 from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
+from pipeline.log import log
 from pipeline.run import failure, processes, tether
 from pipeline.run.world import ROOT_COMM_PORT
 from pipeline.sdk import neuron_launch
 from pipeline.sdk.known_errors import Action, LogFinding
 
-log = logging.getLogger("trnpipe")
-
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.02
 STACKS_SECONDS = 5.0
 """Writing every Python stack takes milliseconds; a process that cannot do it in this time does not react to signals."""
 
@@ -54,6 +52,10 @@ class Ranks(ABC):
         self._launch = launch
         self._output = output
         self._kills_before = kernel_kills()
+        # Outside a gang no other host needs to know the port, and other runs on this host must not use it.
+        self._port = launch.node.port if launch.nodes > 1 else free_port()
+        self._stopped: set[int] = set()
+        """Ranks that the supervisor has signalled, whose end is therefore no failure."""
 
     @property
     @abstractmethod
@@ -78,16 +80,35 @@ class Ranks(ABC):
         """Send SIGKILL to all processes that are left."""
 
     @abstractmethod
+    def _living(self) -> dict[int, int]:
+        """Return the processes by rank that have started and not ended."""
+
     def abort_with_stacks(self, first: Sequence[int]) -> None:
         """End every rank by SIGABRT, which writes its Python stacks to the log, one rank after another so that they stay legible.
 
         Args:
             first: ranks to begin with.
         """
+        living = self._living()
+        for rank in dict.fromkeys((*(rank for rank in first if rank in living), *sorted(living))):
+            log.error("stacks of rank %d:", rank)
+            # A process that was stopped sees the signal only when it continues.
+            self._signal(rank, living[rank], signal.SIGABRT, signal.SIGCONT)
+            if not _until(lambda rank=rank: rank not in self.running(), STACKS_SECONDS):  # type: ignore[misc]
+                log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank)
+            self._pump()
+        self.kill()
 
-    @abstractmethod
     def interrupt(self) -> None:
         """Send SIGTERM to the ranks alone, which end in their own time."""
+        for rank, pid in self._living().items():
+            self._signal(rank, pid, signal.SIGTERM)
+
+    def _signal(self, rank: int, pid: int, *signals: signal.Signals) -> None:
+        self._stopped.add(rank)
+        for number in signals:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _terminate(self) -> None:
         """Send SIGTERM to all processes that are left."""
@@ -95,12 +116,7 @@ class Ranks(ABC):
 
     def wait(self, seconds: float) -> bool:
         """Give the ranks time to end; return whether all have."""
-        deadline = time.monotonic() + seconds
-        while not self.ended:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-        return True
+        return _until(lambda: self.ended, seconds)
 
     def stop(self, grace_seconds: float) -> None:
         """Send SIGTERM to all running ranks, and SIGKILL to those that still run after the grace period."""
@@ -120,9 +136,8 @@ class Ranks(ABC):
         if not line.is_cause and (found.kind is FailureKind.LOST_PEER or line.row.action is not Action.FOLLOW):
             return found
         log.error("rank %d ended with: %s", found.rank, found.what)
-        record = self._describe(line.error(self._launch.node), rank)
         # The moment is the failure's: lines that other ranks print later explain it, but came from it.
-        return replace(record, time=found.time)
+        return replace(self._describe(line.error(self._launch.node), rank), time=found.time)
 
     def finding(self, rank: int) -> LogFinding | None:
         """Return the line of the node's output that explains why this rank stalls, or says what it waits for."""
@@ -148,48 +163,33 @@ def start(launch: RankLaunch) -> Ranks:
     return TorchrunRanks(launch) if launch.launcher == neuron_launch.TORCHRUN else ProcessRanks(launch)
 
 
-@dataclass(slots=True)
-class _Process:
-    """One rank's process and how it ended."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    ended: bool = False
-    stopped: bool = False
-    failure: StageFailure | None = None
-
-
 class ProcessRanks(Ranks):
     """Ranks that are children of the supervisor."""
 
     def __init__(self, launch: RankLaunch) -> None:
-        self._logs = launch.folder / "output" if launch.kind == "neuron" else None
-        output = None
-        if self._logs:
+        self._logs = launch.folder / "output"
+        captured = launch.kind == "neuron"
+        super().__init__(launch, Output(launch.ranks, self._paths, nodes=launch.nodes) if captured else None)
+        if captured:
             self._logs.mkdir()
-            output = Output(launch.ranks, self._paths, nodes=launch.nodes)
-        super().__init__(launch, output)
-        # Outside a gang no other host needs to know the port, and other runs on this host must not use it.
-        port = launch.node.port if launch.nodes > 1 else free_port()
-        if launch.kind == "neuron":
-            neuron_launch.check_port(port)
-        self._processes = [self._start(local_rank, port) for local_rank in range(launch.ranks_per_node)]
+            neuron_launch.check_port(self._port)
+        self._processes = {launch.rank(number): self._start(number, self._port) for number in range(launch.ranks_per_node)}
+        self._ended: dict[int, StageFailure | None] = {}
 
     def _paths(self, rank: int) -> tuple[Path, Path]:
-        assert self._logs is not None
         return self._logs / f"{rank}.out", self._logs / f"{rank}.err"
 
-    def _start(self, local_rank: int, port: int) -> _Process:
-        launch = self._launch
-        command = [sys.executable, "-m", *launch.program()]
-        environment = launch.environment(local_rank, port, os.environ)
+    def _start(self, local_rank: int, port: int) -> subprocess.Popen[bytes]:
+        rank = self._launch.rank(local_rank)
+        command = [sys.executable, "-m", *self._launch.program()]
+        environment = self._launch.environment(local_rank, port, os.environ)
         with ExitStack() as files:
             streams: list[IO[bytes] | None] = [None, None]
-            if self._logs:
-                streams = [files.enter_context(open(path, "wb")) for path in self._paths(launch.rank(local_rank))]
+            if self._output:
+                streams = [files.enter_context(open(path, "wb")) for path in self._paths(rank)]
             process = subprocess.Popen(command, env=environment, stdout=streams[0], stderr=streams[1])
-        log.info("rank %d is process %d", launch.rank(local_rank), process.pid)
-        return _Process(launch.rank(local_rank), process)
+        log.info("rank %d is process %d", rank, process.pid)
+        return process
 
     @property
     def ended(self) -> bool:
@@ -197,68 +197,38 @@ class ProcessRanks(Ranks):
 
     @property
     def succeeded(self) -> bool:
-        return all(rank.process.poll() == 0 for rank in self._processes)
+        return all(process.poll() == 0 for process in self._processes.values())
 
     def running(self) -> list[int]:
         """The first call after a rank's end turns it into a failure or none."""
         self._pump()
-        for rank in self._processes:
-            code = None if rank.ended else rank.process.poll()
-            if code is not None:
-                rank.ended = True
+        for rank, process in self._processes.items():
+            if rank not in self._ended and process.poll() is not None:
                 self._pump()
-                rank.failure = self._failure(rank, code)
-        return [rank.rank for rank in self._processes if not rank.ended]
+                self._ended[rank] = self._failure(rank, process.returncode)
+        return [rank for rank in self._processes if rank not in self._ended]
 
     def failures(self) -> list[StageFailure]:
         self.running()
-        return [rank.failure for rank in self._processes if rank.failure is not None]
+        return [found for found in self._ended.values() if found is not None]
 
     def kill(self) -> None:
-        self._signal(self._living(), signal.SIGKILL)
-        deadline = time.monotonic() + KILL_SECONDS
-        for rank in self._processes:
-            try:
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                log.error("rank %d outlives SIGKILL: it hangs in the kernel or in a driver", rank.rank)
-        self.running()
+        for rank, pid in self._living().items():
+            self._signal(rank, pid, signal.SIGKILL)
+        if not self.wait(KILL_SECONDS):
+            log.error("ranks %s outlive SIGKILL: they hang in the kernel or in a driver", self.running())
         self._pump(end=True)
 
-    def abort_with_stacks(self, first: Sequence[int]) -> None:
-        for rank in sorted(self._living(), key=lambda rank: _place(rank.rank, first)):
-            log.error("stacks of rank %d:", rank.rank)
-            # A process that was stopped sees the signal only when it continues.
-            self._signal([rank], signal.SIGABRT, signal.SIGCONT)
-            try:
-                rank.process.wait(STACKS_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank.rank)
-            self._pump()
-        self.kill()
+    def _living(self) -> dict[int, int]:
+        return {rank: self._processes[rank].pid for rank in self.running()}
 
-    def interrupt(self) -> None:
-        self._signal(self._living(), signal.SIGTERM)
-
-    def _living(self) -> list[_Process]:
-        running = set(self.running())
-        return [rank for rank in self._processes if rank.rank in running]
-
-    def _signal(self, ranks: Sequence[_Process], *signals: signal.Signals) -> None:
-        for rank in ranks:
-            rank.stopped = True
-            for number in signals:
-                rank.process.send_signal(number)
-
-    def _failure(self, rank: _Process, code: int) -> StageFailure | None:
+    def _failure(self, rank: int, code: int) -> StageFailure | None:
         if code == 0:
             return None
-        left = failure.read_failure(self._launch.folder, rank.rank)
-        if rank.stopped:
+        left = failure.read_failure(self._launch.folder, rank)
+        if rank in self._stopped:
             return left
-        if left is not None:
-            return self.explained(left)
-        return self._unexplained(rank.rank, code)
+        return self._unexplained(rank, code) if left is None else self.explained(left)
 
 
 class TorchrunRanks(Ranks):
@@ -270,21 +240,19 @@ class TorchrunRanks(Ranks):
     def __init__(self, launch: RankLaunch) -> None:
         self._logs = launch.folder / "torchrun"
         self._logs.mkdir()
-        # As for single processes: a gang agrees on the port, a single node must not meet other runs on its host.
-        port = launch.node.port if launch.nodes > 1 else free_port()
+        first = launch.rank(0)
+        super().__init__(
+            launch, Output(launch.ranks, lambda rank: neuron_launch.rank_output(self._logs, rank - first), nodes=launch.nodes)
+        )
         command = neuron_launch.torchrun_command(
             launch.program(),
             nodes=launch.nodes,
             node=launch.node.node if launch.nodes > 1 else 0,
             ranks_per_node=launch.ranks_per_node,
             leader=launch.leader,
-            port=port,
+            port=self._port,
             join_seconds=launch.join_seconds,
             log_dir=self._logs,
-        )
-        first = launch.rank(0)
-        super().__init__(
-            launch, Output(launch.ranks, lambda rank: neuron_launch.rank_output(self._logs, rank - first), nodes=launch.nodes)
         )
         environment = {"OMP_NUM_THREADS": "1", **launch.common_environment(os.environ)}
         for name in list(environment):
@@ -296,7 +264,6 @@ class TorchrunRanks(Ranks):
             self._process = subprocess.Popen(tether.tied(command), env=environment, stdout=out, stderr=err)
         log.info("torchrun is process %d", self._process.pid)
         self._pids: dict[int, int] = {}
-        self._stopped = False
         self._found: dict[int, StageFailure] = {}
         self._failures: list[StageFailure] | None = None
 
@@ -321,58 +288,32 @@ class TorchrunRanks(Ranks):
         self._poll()
         if self._failures is not None:
             return self._failures
-        gone = [rank for rank, pid in self._pids.items() if not processes.lives(pid)]
-        return self._left(gone)
+        return self._left([rank for rank, pid in self._pids.items() if not processes.lives(pid)])
 
     def kill(self) -> None:
-        self._stopped = True
+        self._stopped.update(self.numbers)
         self._find()
         # torchrun first: it must start no more ranks.
         self._process.kill()
-        for pid in self._pids.values():
-            if processes.lives(pid):
-                # Its session, because a compiler or a loader that it started would outlive it.
-                processes.signal_group(pid, signal.SIGKILL)
+        for pid in self._living().values():
+            # Its session, because a compiler or a loader that it started would outlive it.
+            processes.signal_group(pid, signal.SIGKILL)
         self._process.wait()
-        deadline = time.monotonic() + KILL_SECONDS
-        while any(processes.lives(pid) for pid in self._pids.values()):
-            if time.monotonic() > deadline:
-                left = [rank for rank, pid in self._pids.items() if processes.lives(pid)]
-                log.error("ranks %s outlive SIGKILL: they hang in the kernel or in a driver", left)
-                break
-            time.sleep(POLL_SECONDS / 10)
+        if not _until(lambda: not self._living(), KILL_SECONDS):
+            log.error("ranks %s outlive SIGKILL: they hang in the kernel or in a driver", list(self._living()))
         self._poll()
 
     def abort_with_stacks(self, first: Sequence[int]) -> None:
-        self._stopped = True
-        self._find()
         # torchrun would end the other ranks once the first one is gone, before they have shown their stacks.
         self._process.send_signal(signal.SIGSTOP)
-        for rank in sorted(self._pids, key=lambda rank: _place(rank, first)):
-            if not processes.lives(self._pids[rank]):
-                continue
-            log.error("stacks of rank %d:", rank)
-            for number in (signal.SIGABRT, signal.SIGCONT):
-                with suppress(ProcessLookupError):
-                    os.kill(self._pids[rank], number)
-            deadline = time.monotonic() + STACKS_SECONDS
-            while processes.lives(self._pids[rank]) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS / 10)
-            if processes.lives(self._pids[rank]):
-                log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank)
-            self._pump()
-        self.kill()
+        super().abort_with_stacks(first)
 
-    def interrupt(self) -> None:
-        self._stopped = True
+    def _living(self) -> dict[int, int]:
         self._find()
-        # Not through torchrun, which kills its ranks half a minute later.
-        for pid in filter(processes.lives, self._pids.values()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+        return {rank: pid for rank, pid in self._pids.items() if processes.lives(pid)}
 
     def _terminate(self) -> None:
-        self._stopped = True
+        self._stopped.update(self.numbers)
         if self._process.poll() is None:
             # It forwards the signal to its ranks.
             self._process.send_signal(signal.SIGTERM)
@@ -402,7 +343,7 @@ class TorchrunRanks(Ranks):
         for rank in ranks:
             left = None if rank in self._found else failure.read_failure(self._launch.folder, rank)
             if left is not None:
-                self._found[rank] = left if self._stopped else self.explained(left)
+                self._found[rank] = left if rank in self._stopped else self.explained(left)
         return [self._found[rank] for rank in ranks if rank in self._found]
 
     def _judge(self, code: int) -> list[StageFailure]:
@@ -426,32 +367,22 @@ def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> Trnp
     Args:
         started: it had started ranks.
     """
-    error: TrnpipeError
     if code < 0:
-        error = Transient(
-            f"torchrun was killed by {signal.Signals(-code).name}",
-            value=f"signal {-code}",
-            rule="a killed process may do better in a new attempt",
-            remedy="SIGKILL usually comes from the host's out-of-memory killer; see the log above",
-        )
-    elif code != 1 or started:
+        return _killed("torchrun", code, "SIGKILL usually comes from the host's out-of-memory killer; see the log above")
+    if code != 1 or started:
         # It refused its command line, or ended in an unknown way.
         value = [f"exit status {code}", *last_lines[-5:]]
-        error = Defect("torchrun ended without naming a failed rank", value=value, remedy="report it with the log above")
-    else:
-        error = Transient(
+        return _unexpected(
+            Defect("torchrun ended without naming a failed rank", value=value, remedy="report it with the log above")
+        )
+    return _unexpected(
+        Transient(
             "torchrun ended before its ranks had started",
             value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
             rule="the torchruns of all nodes meet at the main node's address",
             remedy="see the logs of the other nodes; the run is retried",
         )
-    error.kind = FailureKind.UNEXPECTED
-    return error
-
-
-def _place(rank: int, first: Sequence[int]) -> tuple[int, int]:
-    """Return the sort key of a rank when some come first, in their order."""
-    return (first.index(rank) if rank in first else len(first), rank)
+    )
 
 
 def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> TrnpipeError:
@@ -460,31 +391,44 @@ def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> Trn
     Args:
         out_of_memory: the kernel has killed processes out of memory while the ranks ran.
     """
-    error: TrnpipeError
     if code == -signal.SIGKILL and out_of_memory:
-        error = Transient(
-            f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
-            value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
-            rule="all ranks of a node and what they prefetch fit the memory of the job",
-            remedy=f"{MEMORY_REMEDY}; the run is retried from its last checkpoint or part",
+        return _unexpected(
+            Transient(
+                f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
+                value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
+                rule="all ranks of a node and what they prefetch fit the memory of the job",
+                remedy=f"{MEMORY_REMEDY}; the run is retried from its last checkpoint or part",
+            )
         )
-    elif code < 0:
-        name = signal.Signals(-code).name
-        error = Transient(
-            f"rank {rank} was killed by {name}",
-            value=f"signal {-code}",
-            rule="a killed process may do better in a new attempt",
-            remedy=f"SIGKILL usually comes from the host's out-of-memory killer: {MEMORY_REMEDY}"
-            if name == "SIGKILL"
-            else "see the log above",
-        )
-    else:
-        error = Defect(
-            f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
-        )
-        error.exit_code = ExitCode.of(code)
+    if code < 0:
+        killer = f"SIGKILL usually comes from the host's out-of-memory killer: {MEMORY_REMEDY}"
+        return _killed(f"rank {rank}", code, killer if code == -signal.SIGKILL else "see the log above")
+    error = Defect(
+        f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
+    )
+    error.exit_code = ExitCode.of(code)
+    return _unexpected(error)
+
+
+def _killed(who: str, code: int, remedy: str) -> TrnpipeError:
+    rule = "a killed process may do better in a new attempt"
+    what = f"{who} was killed by {signal.Signals(-code).name}"
+    return _unexpected(Transient(what, value=f"signal {-code}", rule=rule, remedy=remedy))
+
+
+def _unexpected(error: TrnpipeError) -> TrnpipeError:
     error.kind = FailureKind.UNEXPECTED
     return error
+
+
+def _until(done: Callable[[], bool], seconds: float) -> bool:
+    """Wait until this is done; return whether it was in time."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def free_port() -> int:

@@ -16,7 +16,6 @@ It loads no framework, so that it starts at once and survives its ranks.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import resource
 import signal
@@ -65,14 +64,13 @@ from pipeline.host.deadlines import Deadlines
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.launch import RankLaunch
 from pipeline.host.ranks import Ranks, start
+from pipeline.log import log
 from pipeline.run import failure
 from pipeline.run.cloudwatch import EmbeddedMetrics
 from pipeline.run.heartbeat import Stall, Watchdog
 from pipeline.run.logs import configure_logging
 from pipeline.run.world import NodeWorld
 from pipeline.sdk import neuron_launch
-
-log = logging.getLogger("trnpipe")
 
 TICK_SECONDS = 0.1
 
@@ -162,9 +160,8 @@ class Supervisor:
             # This node's own failure: its disk is full, most likely.
             log.exception("the supervisor cannot continue")
             ended = self._describe(exhaustion(error) or failure.unexpected(error))
-        reached = True
-        if self._in_gang:
-            reached = self._best_effort(lambda: gang.write_exit(self._paths, self._stage, self._node, ended))
+        told = partial(gang.write_exit, self._paths, self._stage, self._node, ended)
+        reached = not self._in_gang or self._best_effort(told)
         if ended and ended.exit_code == ExitCode.UNHEALTHY_HOST and ended.node == self._node.index:
             from pipeline.host.own_job import leave_cluster  # no retry lands on this host
 
@@ -269,11 +266,9 @@ class Supervisor:
                 reporter.stop(wait=self._peers is not None and self._signal is None)
 
     def _tell_start(self) -> None:
-        if not self._node.is_main:
-            return
-        if self._node.attempt > 1:
+        if self._node.is_main and self._node.attempt > 1:
             self._cloudwatch.write({Metric.RETRIES: 1})
-        if self._cloudwatch.enabled and self._stage in METRICS[Metric.QUEUE_WAIT_SECONDS].stages:
+        if self._node.is_main and self._cloudwatch.enabled and self._stage in METRICS[Metric.QUEUE_WAIT_SECONDS].stages:
             # In a thread: Batch may be slow to answer.
             threading.Thread(target=self._tell_queue_wait, name="queue-wait", daemon=True).start()
 
@@ -489,13 +484,7 @@ class PlanNumbers(Record):
             BadData: it cannot be read.
         """
         try:
-            data = store.read_bytes(paths.plan)
-        except MissingInput:
-            if stage in STAGES_WITHOUT_PLAN:
-                return cls()
-            raise
-        try:
-            plan = json.loads(data)
+            plan = json.loads(store.read_bytes(paths.plan))
             graphs = plan.get("graphs") or {"compiler_flags": "", "cache": "", "environment": {}}
             numbers = {
                 "fingerprint": plan["fingerprint"],
@@ -504,9 +493,11 @@ class PlanNumbers(Record):
                 **{name: graphs[name] for name in ("compiler_flags", "cache", "environment")},
             }
             return cls.from_json(json.dumps(numbers).encode())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (MissingInput, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if stage in STAGES_WITHOUT_PLAN:
-                return cls()  # plan refuses it with its own message, which the report shows
+                return cls()  # plan refuses one that cannot be read with its own message, which the report shows
+            if isinstance(error, MissingInput):
+                raise
             raise BadData(
                 "the run's plan cannot be read",
                 value=f"{paths.plan}: {error!r}",

@@ -8,7 +8,6 @@ and then [W2, I, -I], since x = relu(x) - relu(-x). `head.safetensors` keeps the
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,11 +21,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from pipeline.config import HeadConfig, ModelConfig
 from pipeline.dataset.tokens import refuse_code
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.model.encoder import Encoder, family_of, new_encoder
+from pipeline.model.encoder import Encoder, ResidualHead, family_of, new_encoder
 from pipeline.model.inventory import check_model_type, read_json, read_modules, transformer_folder, weight_files
 from pipeline.model.weights import fill, read_weights
-
-log = logging.getLogger("trnpipe")
 
 WEIGHTS = "model.safetensors"
 HEAD = "head.safetensors"
@@ -59,13 +56,14 @@ POOLING_KEYS = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_toke
 """The older of two forms of a pooling module's configuration, which every version reads."""
 
 
-def load_encoder(folder: Path, config: ModelConfig) -> Encoder:
+def load_encoder(folder: Path, config: ModelConfig, weights_from: list[Path] | None = None) -> Encoder:
     """The encoder of a model folder, on the host in fp32.
 
     Args:
         folder: in the form of sentence-transformers, or a plain Hugging Face model (which says nothing about pooling).
         config: pooling, normalization and head; must agree with what the folder says. A head that the folder does not have yet
             starts as one that changes nothing.
+        weights_from: files with all its weights, a head's too; None: the folder's own.
 
     Raises:
         MissingInput: no config.json, or no weights.
@@ -74,11 +72,11 @@ def load_encoder(folder: Path, config: ModelConfig) -> Encoder:
     """
     backbone, has_head = inspect_folder(folder, config)
     encoder = new_encoder(backbone, config)
-    files = weight_files(transformer_folder(folder))
+    files = weights_from or weight_files(transformer_folder(folder))
     weights = {name: tensor for path in files for name, tensor in read_weights(path, config.weights_key).items()}
     fill(encoder, weights, files[0])
-    if has_head:
-        _load_head(encoder, folder / HEAD)
+    if encoder.head and has_head and not weights_from:
+        _load_head(encoder.head, folder / HEAD)
     return encoder.eval()
 
 
@@ -100,7 +98,7 @@ def inspect_folder(folder: Path, config: ModelConfig) -> tuple[PreTrainedConfig,
             "the model has a head that the configuration does not know",
             value=str(folder),
             rule="model.head says how wide the head is; dropping it would change every embedding",
-            remedy=f"set model.head.hidden to {_read_head(folder / HEAD)['w1'].shape[0]}",
+            remedy=f"set model.head.hidden to {read_weights(folder / HEAD)['w1'].shape[0]}",
         )
     return backbone, has_head
 
@@ -119,7 +117,7 @@ def own_form(folder: Path, config: ModelConfig) -> ModelConfig:
         MissingInput, BadConfig, BadData: as `inspect_folder`.
     """
     modules, has_head = read_modules(folder), (folder / HEAD).is_file()
-    found: dict[str, Any] = {"head": HeadConfig(hidden=_read_head(folder / HEAD)["w1"].shape[0]) if has_head else None}
+    found: dict[str, Any] = {"head": HeadConfig(hidden=read_weights(folder / HEAD)["w1"].shape[0]) if has_head else None}
     if modules:
         _check_modules(folder, modules, has_head)
         found |= {"pooling": _pooling(folder, modules), "normalize": _normalizes(modules)}
@@ -253,15 +251,10 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _read_head(path: Path) -> dict[str, Tensor]:
-    return read_weights(path)
-
-
-def _load_head(encoder: Encoder, path: Path) -> None:
-    assert encoder.head is not None
-    stored = _read_head(path)
+def _load_head(head: ResidualHead, path: Path) -> None:
+    stored = read_weights(path)
     names = {"w1": "inner.weight", "b1": "inner.bias", "w2": "outer.weight", "b2": "outer.bias"}
-    expected = encoder.head.state_dict()
+    expected = head.state_dict()
     problems = [
         f"{name}: {tuple(stored[name].shape) if name in stored else 'missing'}, expected {tuple(expected[own].shape)}"
         for name, own in names.items()
@@ -274,7 +267,7 @@ def _load_head(encoder: Encoder, path: Path) -> None:
             rule="model.head.hidden is the width of the parent's head",
             remedy="set model.head.hidden accordingly",
         )
-    encoder.head.load_state_dict({own: stored[name].float() for name, own in names.items()})
+    head.load_state_dict({own: stored[name].float() for name, own in names.items()})
 
 
 def _under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

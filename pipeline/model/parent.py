@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +16,9 @@ from pipeline import store
 from pipeline.allowed_uris import is_inside
 from pipeline.config import ModelConfig
 from pipeline.errors import BadData
-from pipeline.model.encoder import new_encoder
-from pipeline.model.folder import CONFIG_FILES, WEIGHTS, inspect_folder, load_encoder, save_folder
+from pipeline.log import log
+from pipeline.model.folder import CONFIG_FILES, WEIGHTS, load_encoder, save_folder
 from pipeline.model.inventory import local_model, model_files
-from pipeline.model.weights import fill, read_weights
-
-log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +64,9 @@ def resolve_parent(uri: str, config: ModelConfig, scratch: Path) -> ResolvedPare
 
 
 def _convert(files: list[Path], base: Path, config: ModelConfig, scratch: Path) -> ResolvedParent:
-    backbone, _ = inspect_folder(base, config)
-    encoder = new_encoder(backbone, config)
-    weights = {name: tensor for path in files for name, tensor in read_weights(path, config.weights_key).items()}
-    fill(encoder, weights, files[0])
     folder = scratch / "converted"
-    save_folder(encoder, folder, base)
-    log.info("converted %s with %d tensors into a model folder", files[0].name, len(weights))
+    save_folder(load_encoder(base, config, files), folder, base)
+    log.info("converted %s into a model folder", files[0].name)
     return ResolvedParent(folder, _digest(files), converted=True)
 
 
@@ -98,15 +90,12 @@ def _verify_manifest(folder: Path) -> None:
         files = json.loads(path.read_text())["files"]
         if outside := [name for name in files if not is_inside(name)]:
             raise ValueError(f"files outside of the folder: {outside}")
-        changed = [name for name, entry in files.items() if not _is_whole(folder / name, entry["sha256"])]
+        present = {name: store.sha256_file(folder / name) for name in files if (folder / name).is_file()}
+        changed = [name for name, entry in files.items() if present.get(name) != entry["sha256"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadData("the checkpoint's manifest cannot be read", value=f"{path}: {error}") from error
     if changed:
         raise BadData("the checkpoint's files are not what its manifest says", value=[str(folder / name) for name in changed])
-
-
-def _is_whole(path: Path, sha256: str) -> bool:
-    return path.is_file() and store.sha256_file(path) == sha256
 
 
 def _digest(files: list[Path]) -> str:

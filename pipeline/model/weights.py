@@ -6,7 +6,6 @@ that wrappers left (`module.`, `0.auto_model.`, `bert.`, ...). Pickles are read 
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.log import log
 from pipeline.model.encoder import Encoder
-
-log = logging.getLogger("trnpipe")
 
 Weights = dict[str, Tensor]
 
@@ -170,8 +168,7 @@ def _read_pickle(path: Path) -> Any:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        message = str(error)
-        wanted = [line.strip() for line in message.splitlines() if "GLOBAL" in line or "Unsupported class" in line]
+        wanted = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported class" in line]
         if wanted:
             raise BadConfig(
                 "the weight file was refused: it is a pickle that wants to run code",

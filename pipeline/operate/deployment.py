@@ -113,8 +113,7 @@ class Site:
         """A client of one service; may be used from several threads."""
         if service not in self._clients:
             with self.asking(service):
-                session = boto3.session.Session()
-                self._clients[service] = session.client(service, config=LOCAL_CONFIG if self.state else CONFIG)
+                self._clients[service] = boto3.session.Session().client(service, config=LOCAL_CONFIG if self.state else CONFIG)
         return self._clients[service]
 
     def files(self, run: str) -> RunFiles:
@@ -128,9 +127,7 @@ class Site:
 
     def console_link(self, execution_arn: str) -> str | None:
         """Return the URL that shows the execution in a browser; None for a local run."""
-        if self.state is not None:
-            return None
-        return aws_console.execution(execution_arn.split(":")[3], execution_arn)
+        return None if self.state else aws_console.execution(execution_arn.split(":")[3], execution_arn)
 
     def log_of(self, stream: str) -> str:
         """Return where to read a job's output."""
@@ -227,11 +224,6 @@ class S3Files:
                 for page in pages
                 for item in page.get("Contents", ())
             ]
-
-    def has(self, prefix: str) -> bool:
-        start = self._key_of(prefix)
-        with self._site.asking(f"s3://{self._bucket}/{start}"):
-            return bool(self._site.client("s3").list_objects_v2(Bucket=self._bucket, Prefix=start, MaxKeys=1).get("Contents"))
 
     def as_typed(self, text: str) -> str:
         return text

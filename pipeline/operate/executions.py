@@ -134,12 +134,11 @@ def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
         running: only those that run.
     """
     asked = {"stateMachineArn": site.machine_arn, **({"statusFilter": "RUNNING"} if running else {})}
-    found: list[Mapping[str, Any]] = []
+    size = {"MaxItems": limit, "PageSize": min(limit, FIRST_PAGE)}
     with site.asking("executions"):
-        pages = site.client("stepfunctions").get_paginator("list_executions")
-        for page in pages.paginate(**asked, PaginationConfig={"MaxItems": limit, "PageSize": min(limit, FIRST_PAGE)}):
-            found += page["executions"]
-    return [describe(site, one["executionArn"]) for one in found]
+        pages = site.client("stepfunctions").get_paginator("list_executions").paginate(**asked, PaginationConfig=size)
+        found = [one["executionArn"] for page in pages for one in page["executions"]]
+    return [describe(site, arn) for arn in found]
 
 
 def stop(site: Site, execution: Execution, reason: str) -> None:

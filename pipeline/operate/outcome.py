@@ -18,7 +18,7 @@ from pipeline.contract import RunPaths, Stage, StageFailure
 from pipeline.errors import ExitCode, TrnpipeError, plain, shown
 from pipeline.operate import run_files
 from pipeline.operate.progress import StageLine, Tracker
-from pipeline.operate.run_files import IN_FOLDER, RunFiles, read_metrics
+from pipeline.operate.run_files import IN_FOLDER, RunFiles, number, read_metrics
 
 GATE_REFUSED = "GateRefused"
 ERROR_CODES = {
@@ -77,13 +77,10 @@ def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
     if str(execution.get("error", "")).endswith(OUT_OF_TIME):
         return ExitCode.TRANSIENT
     try:
-        job = json.loads(execution.get("cause") or "")
-        ended = [attempt["Container"].get("ExitCode") for attempt in job["Attempts"]]
+        ended = [attempt["Container"].get("ExitCode") for attempt in json.loads(execution.get("cause") or "")["Attempts"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ExitCode.DEFECT
-    if not ended or ended[-1] is None:
-        return ExitCode.TRANSIENT
-    return ExitCode.of(ended[-1])
+    return ExitCode.TRANSIENT if not ended or ended[-1] is None else ExitCode.of(ended[-1])
 
 
 def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailure | None:
@@ -127,8 +124,7 @@ def print_outcome(console: Console, execution: Mapping[str, Any], tracker: Track
     metrics = {stage: read_metrics(tracker.files, stage) for stage in Stage}
     if scores := metrics[Stage.EVALUATE]:
         console.print(_quality(scores))
-    gate = scores.get("gate", {}) if scores else {}
-    if gate:
+    if gate := scores.get("gate"):
         say(console, plain(f"gate: {gate.get('verdict')}: {gate.get('reason')}"))
     published = execution["status"] == "SUCCEEDED" and bool(metrics[Stage.PUBLISH].get("published"))
     # Lines, not a table: a table cuts paths to the width of the terminal, and they are for copying.
@@ -156,9 +152,9 @@ def print_failure(console: Console, execution: Mapping[str, Any], tracker: Track
 def _quality(scores: Mapping[str, Any]) -> Table:
     columns = Column("metric"), *map(right, ("baseline", "new", "difference"))
     table = Table(*columns, title="hold-out", title_justify="left", box=None, pad_edge=False)
-    for metric, baseline in scores.get("baseline", {}).items():
-        new = scores.get("new", {}).get(metric)
-        if isinstance(baseline, (int, float)) and isinstance(new, (int, float)):
+    for metric in scores.get("baseline", {}):
+        baseline, new = (number(scores, model, metric) for model in ("baseline", "new"))
+        if baseline is not None and new is not None:
             table.add_row(metric, f"{baseline:.4f}", f"{new:.4f}", f"{new - baseline:+.4f}")
     return table
 
@@ -169,17 +165,14 @@ def _numbers(metrics: Mapping[Stage, Mapping[str, Any]], tracker: Tracker) -> It
         yield "train", f"{train.get('steps', 0):,} steps, {train.get('pairs_per_second', 0):,.1f} pairs/s"
     if embed:
         yield "embed", f"{embed.get('documents', 0):,} documents, {embed.get('documents_per_second', 0):,.1f} documents/s"
-    ended = [line for line in tracker.lines.values() if line.started and line.ended]
-    if ended:
-        first = min(line.started for line in ended if line.started)
-        last = max(line.ended for line in ended if line.ended)
-        yield "time", clock(last - first)
+    if spans := [(line.started, line.ended) for line in tracker.lines.values() if line.started and line.ended]:
+        yield "time", clock(max(end for _, end in spans) - min(start for start, _ in spans))
 
 
 def _locations(files: RunFiles, *, published: bool) -> Iterator[tuple[str, str]]:
     root = RunPaths(files.root)
     for name, path in (("model", IN_FOLDER.model), ("embeddings", IN_FOLDER.stage(Stage.EMBED)), ("report", IN_FOLDER.report)):
-        if files.has(path):
+        if files.listed(path):
             yield name, root.root + path
     yield "run", root.root
     if published:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from types import TracebackType
@@ -24,7 +25,7 @@ from rich.text import Text
 from pipeline.commands.terminal import clock, say
 from pipeline.contract import STAGES, Shape, Stage
 from pipeline.errors import plain
-from pipeline.operate.run_files import IN_FOLDER, Listed, RunFiles, json_object, read_metrics
+from pipeline.operate.run_files import IN_FOLDER, Listed, RunFiles, json_object, number, read_metrics
 
 PLAIN_PROGRESS = timedelta(seconds=15)
 LIVE_REFRESH_PER_SECOND = 4
@@ -90,7 +91,7 @@ class Tracker:
     trouble: str = ""
     _seen: int = 0
     _task_failed: bool = False
-    _paces: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    _paces: dict[str, tuple[float, float, float | None]] = field(default_factory=dict)
     """Progress file and attempt -> time, work and `total` as first seen, which give the pace: `rate` counts unequal rows."""
     _records: dict[str, tuple[Listed, dict[str, Any]]] = field(default_factory=dict)
     _metrics_seen: Listed | None = None
@@ -190,8 +191,7 @@ class Tracker:
 
     def _doing(self, line: StageLine) -> str:
         """Return the running stage's progress: the main node's, or the sum of an array's children."""
-        assert line.started is not None
-        since = line.started.timestamp()
+        since = line.started.timestamp() if line.started else 0.0
         # Files of an earlier execution of this run say nothing about this one.
         prefix = IN_FOLDER.progress(line.stage, 0).removesuffix("00000.json")
         fresh = [file for file in self.files.listed(prefix) if file.modified >= since]
@@ -201,15 +201,17 @@ class Tracker:
         records = list(found.values())
         if not records:
             return "starting"
-        done, total, rate = (sum(_number(record, key) for record in records) for key in ("done", "total", "rate"))
+        done, total, rate = (sum(number(record, key) or 0 for record in records) for key in ("done", "total", "rate"))
         finished, whole = (sum(numbers) for numbers in zip(*map(_work, records), strict=True))
         line.share = finished / whole if whole else line.share
-        words = [f"{done:,.0f}/{total:,.0f}" if total else ""]
-        words.append(f"{rate:,.1f} {records[0].get('unit', '')}/s" if rate else "")
         # Array children work side by side, so the slowest one's time remains; one that just began or had nothing to do says none.
         longest = max(self._remaining(*item) for item in found.items())
-        words.append(f"{clock(timedelta(seconds=longest))} left" if longest else "")
-        words.append(str(records[0].get("note", "")))
+        words = [
+            f"{done:,.0f}/{total:,.0f}" if total else "",
+            f"{rate:,.1f} {records[0].get('unit', '')}/s" if rate else "",
+            f"{clock(timedelta(seconds=longest))} left" if longest else "",
+            str(records[0].get("note", "")),
+        ]
         return plain(", ".join(word for word in words if word))
 
     def _progress(self, file: Listed) -> dict[str, Any]:
@@ -233,16 +235,13 @@ class Tracker:
             found: dict[str, float] = {}
             for text in (self.files.read(IN_FOLDER.metrics, last=METRICS_TAIL_BYTES) or b"").splitlines():
                 record = json_object(text)  # the first line may be cut
-                if isinstance(record.get("loss"), (int, float)):
-                    found["loss"] = record["loss"]
-                validation = record.get("validation")
-                if isinstance(validation, dict) and isinstance(validation.get(SHOWN_METRIC), (int, float)):
-                    found[SHOWN_METRIC] = validation[SHOWN_METRIC]
+                values = {"loss": number(record, "loss"), SHOWN_METRIC: number(record, "validation", SHOWN_METRIC)}
+                found |= {name: value for name, value in values.items() if value is not None}
             line.numbers = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
     def _remaining(self, name: str, record: Mapping[str, Any]) -> float:
         """Return the seconds that a progress file's process still needs, by the times in the file; 0 while unknown."""
-        moment, rows, (done, total) = _number(record, "time"), _number(record, "total"), _work(record)
+        moment, rows, (done, total) = number(record, "time") or 0.0, number(record, "total"), _work(record)
         attempt = f"{name}, attempt {record.get('attempt')}"
         began, before, expected = self._paces.get(attempt, (moment, done, -1.0))
         if total and (done < before or rows != expected):
@@ -252,7 +251,7 @@ class Tracker:
         return 0.0
 
 
-class PlainDisplay:
+class PlainDisplay(AbstractContextManager["PlainDisplay"]):
     """Lines for logs and pipes: when a stage starts or ends, and its progress from time to time.
 
     Args:
@@ -266,9 +265,6 @@ class PlainDisplay:
         self._states: dict[Stage, str] = {}
         self._progress_at = time.monotonic()
         self._notes = ("", "")
-
-    def __enter__(self) -> PlainDisplay:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Do nothing."""
@@ -296,8 +292,7 @@ class PlainDisplay:
             self._progress_at = time.monotonic()
 
     def _line(self, text: str) -> None:
-        elapsed = clock(timedelta(seconds=time.monotonic() - self._began))
-        say(self._console, f"{elapsed:>8}  {text}")
+        say(self._console, f"{clock(timedelta(seconds=time.monotonic() - self._began)):>8}  {text}")
 
 
 class LiveDisplay(Live):
@@ -324,14 +319,14 @@ class LiveDisplay(Live):
                 "skipped": Text("–", style="dim"),
             }
             style = {"pending": "dim", "running": "bold", "failed": "red", "skipped": "dim"}.get(line.state, "")
-            elapsed = clock(line.elapsed) if line.started else ""
+            elapsed = Text(clock(line.elapsed) if line.started else "", style="dim")
             doing = {"running": line.doing, "skipped": f"skipped: {line.doing}"}.get(line.state, "")
             words: RenderableType = Text("; ".join(([doing] if doing else []) + _found(line)), no_wrap=True, overflow="ellipsis")
             if line.state == "running" and line.share is not None:
                 bar = Table.grid(padding=(0, 1))
                 bar.add_row(ProgressBar(total=1.0, completed=line.share, width=BAR_WIDTH), words)
                 words = bar
-            table.add_row(marks[line.state], Text(line.stage.value, style=style), Text(elapsed, style="dim"), words)
+            table.add_row(marks[line.state], Text(line.stage.value, style=style), elapsed, words)
         for note in filter(None, (self._tracker.waiting, self._tracker.trouble)):
             table.add_row("", Text(note, style="yellow"), "", "")
         return table
@@ -373,8 +368,7 @@ def _held_back(job: Mapping[str, Any]) -> str:
     if any(children.get(state) for state in ("RUNNING", "SUCCEEDED", "FAILED")):
         return ""
     if children:
-        counted = ", ".join(f"{count} {state}" for state, count in sorted(children.items()) if count)
-        return f"waiting for hosts, {counted}"
+        return "waiting for hosts, " + ", ".join(f"{count} {state}" for state, count in sorted(children.items()) if count)
     return f"waiting for hosts, {job['status']}" if job["status"] in WAITING_FOR_HOSTS else ""
 
 
@@ -390,8 +384,8 @@ def submitted_job(event: Mapping[str, Any]) -> str | None:
 
 def quality(metrics: Mapping[str, Any], metric: str = SHOWN_METRIC) -> str:
     """Return `ndcg@10 0.6673 → 0.7468`, the baseline's and the new model's, from evaluate's metrics; empty without them."""
-    old, new = (metrics.get(name, {}).get(metric) for name in ("baseline", "new"))
-    return f"{metric} {old:.4f} → {new:.4f}" if isinstance(old, (int, float)) and isinstance(new, (int, float)) else ""
+    old, new = (number(metrics, name, metric) for name in ("baseline", "new"))
+    return f"{metric} {old:.4f} → {new:.4f}" if old is not None and new is not None else ""
 
 
 def _found(line: StageLine) -> list[str]:
@@ -399,12 +393,7 @@ def _found(line: StageLine) -> list[str]:
     return [*([line.numbers] if line.numbers else []), *waited]
 
 
-def _number(record: Mapping[str, Any], key: str) -> float:
-    value = record.get(key)
-    return value if isinstance(value, (int, float)) else 0
-
-
 def _work(record: Mapping[str, Any]) -> tuple[float, float]:
     """Return the work done and in all: in tokens where the stage counts them, else in what it counts."""
-    names = ("work", "total_work") if _number(record, "total_work") else ("done", "total")
-    return _number(record, names[0]), _number(record, names[1])
+    done, total = ("work", "total_work") if number(record, "total_work") else ("done", "total")
+    return number(record, done) or 0, number(record, total) or 0

@@ -6,6 +6,7 @@ Standard library only: the local run shows its progress from the same files with
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,9 +49,6 @@ class RunFiles(Protocol):
     def listed(self, prefix: str) -> list[Listed]:
         """Return the files whose names have the prefix, sorted by name."""
 
-    def has(self, prefix: str) -> bool:
-        """Return whether any file's name has the prefix."""
-
     def as_typed(self, text: str) -> str:
         """Return a message with the paths that the user typed in place of the URIs of their copies."""
 
@@ -89,9 +87,6 @@ class LocalFiles:
                 continue
         return found
 
-    def has(self, prefix: str) -> bool:
-        return bool(self.listed(prefix))
-
     def as_typed(self, text: str) -> str:
         typed = self.folder.parents[2] / TYPED_PATHS
         for uri, path in json_object(typed.read_bytes() if typed.is_file() else None).items():
@@ -106,6 +101,14 @@ def json_object(data: bytes | str | None) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def number(record: Mapping[str, Any], *keys: str) -> float | None:
+    """Return the number under these keys, one object inside the other; None where there is none."""
+    found: Any = record
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return float(found) if isinstance(found, (int, float)) else None
 
 
 def read_result(files: RunFiles, stage: Stage) -> StageResult | None:

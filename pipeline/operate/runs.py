@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -22,7 +23,7 @@ from pipeline.operate.endpoint import read_endpoint
 from pipeline.operate.executions import Execution, History
 from pipeline.operate.outcome import GATE_REFUSED, judge
 from pipeline.operate.progress import SHOWN_METRIC, Tracker
-from pipeline.operate.run_files import IN_FOLDER, LocalFiles, RunFiles, json_object, read_failure, read_result
+from pipeline.operate.run_files import IN_FOLDER, LocalFiles, RunFiles, json_object, number, read_failure, read_result
 
 ASKED_AT_ONCE = 8
 LONGEST_REASON = 60
@@ -78,15 +79,12 @@ def runs(stack: str, state: Path | None, limit: int) -> list[RunRow]:
             return _executions(site, limit)
     live: list[RunRow] = []
     if read_endpoint(state) is not None:
-        try:
-            with open_site(stack, state) as site:
-                live = _executions(site, limit)
-        except EndpointGone:
-            # The local run was killed and left its file behind.
-            live = []
+        # A local run that was killed leaves its file behind.
+        with suppress(EndpointGone), open_site(stack, state) as site:
+            live = _executions(site, limit)
     seen = {row.execution for row in live}
-    stored = [row for row in _stored(state) if row.execution not in seen]
-    return sorted([*live, *stored], key=lambda row: row.started, reverse=True)[:limit]
+    found = [*live, *(row for row in _stored(state) if row.execution not in seen)]
+    return sorted(found, key=lambda row: row.started, reverse=True)[:limit]
 
 
 def table(rows: list[RunRow]) -> Table:
@@ -142,17 +140,15 @@ def _row(site: Site, execution: Execution) -> RunRow:
         history, tracker = History(site, execution.arn), Tracker(files)
         history.update()
         tracker.update(history.events)
-        now = tracker.running.stage.value if tracker.running else tracker.waiting and "lock"
-        result, stage, reason = "running", now, ""
+        result, reason = "running", ""
+        stage = tracker.running.stage.value if tracker.running else tracker.waiting and "lock"
     else:
         result, stage, reason = _ended(execution)
     if result == "failed" and stage in set(Stage):
         failure = read_failure(files, Stage(stage))
         if failure is not None and _within(failure.time, execution.started, execution.stopped):
             reason = failure.what
-    share = execution.given.get("share")
-    if share is None:
-        share = site.machine.deployment.config.get("share", "manual")
+    share = execution.given.get("share") or site.machine.deployment.config.get("share", "manual")
     stopped = execution.stopped or datetime.now(timezone.utc)
     return RunRow(
         run=execution.run,
@@ -190,27 +186,23 @@ def _numbers(files: RunFiles, until: datetime | None, *, over: bool) -> dict[str
         until: the execution's end; None: there is no later one.
         over: the execution has ended, so it publishes nothing more.
     """
-    metrics: dict[Stage, dict[str, Any]] = {}
-    for stage in (Stage.EVALUATE, Stage.PUBLISH, Stage.REPORT):
-        result = read_result(files, stage)
-        if result is not None and (until is None or _within(result.finished, None, until)):
-            metrics[stage] = result.metrics
-    scores = metrics.get(Stage.EVALUATE, {})
-    found: dict[str, Any] = {}
-    for name in ("baseline", "new"):
-        values = scores.get(name)
-        if isinstance(values, Mapping) and isinstance(values.get(SHOWN_METRIC), (int, float)):
-            found[name] = float(values[SHOWN_METRIC])
-    if Stage.PUBLISH in metrics:
-        found["published"] = bool(metrics[Stage.PUBLISH].get("published"))
-        replaced = metrics[Stage.PUBLISH].get("replaced")
-        found["replaced"] = replaced if found["published"] and isinstance(replaced, str) else None
-    elif scores and over:
-        found["published"] = False
-    cost = metrics.get(Stage.REPORT, {}).get("cost")
-    if isinstance(cost, Mapping) and isinstance(cost.get("usd"), (int, float)):
-        found |= {"usd": float(cost["usd"]), "at_most": bool(cost.get("at_most"))}
-    return found
+    results = {stage: read_result(files, stage) for stage in (Stage.EVALUATE, Stage.PUBLISH, Stage.REPORT)}
+    metrics = {
+        stage: result.metrics
+        for stage, result in results.items()
+        if result and (until is None or _within(result.finished, None, until))
+    }
+    scores, publication, report = (metrics.get(stage, {}) for stage in results)
+    published = bool(publication.get("published")) if Stage.PUBLISH in metrics else False if scores and over else None
+    replaced, usd = publication.get("replaced"), number(report, "cost", "usd")
+    return {
+        "baseline": number(scores, "baseline", SHOWN_METRIC),
+        "new": number(scores, "new", SHOWN_METRIC),
+        "published": published,
+        "replaced": replaced if published and isinstance(replaced, str) else None,
+        "usd": usd,
+        "at_most": usd is not None and bool(number(report, "cost", "at_most")),
+    }
 
 
 def _within(moment: str, first: datetime | None, last: datetime | None) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.allowed_uris import AllowedUris
-from pipeline.config import build_config, load_config_file, merge, parse_settings
+from pipeline.config import build_config, load_config_file, merge, nested, parse_settings
 from pipeline.contract import check_run_id
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.operate import executions
@@ -44,14 +44,9 @@ def execution_input(
         BadConfig: no deployment could run it.
         MissingInput: no such file.
     """
-    flags: dict[str, Any] = {}
-    if run is not None:
-        flags["run"] = check_run_id(run)
-    if share is not None:
-        flags["share"] = share
-    if wait_lock is not None:
-        flags["lock"] = {"wait_minutes": wait_lock}
-    given = merge(merge(load_config_file(config_file) if config_file else {}, flags), parse_settings(settings))
+    flags = {"run": None if run is None else check_run_id(run), "share": share, "lock.wait_minutes": wait_lock}
+    named = nested({key: value for key, value in flags.items() if value is not None})
+    given = merge(merge(load_config_file(config_file) if config_file else {}, named), parse_settings(settings))
     # Checked alone first: mistakes are reported without a request to AWS.
     build_config(given)
     if name is not None:
@@ -80,8 +75,8 @@ def start(site: Site, given: Mapping[str, Any], name: str | None = None) -> Exec
                 rule=f"nodes is one of {', '.join(map(str, sorted(deployment.allowed_nodes)))}",
                 remedy="choose one of them, or add it to allowed_nodes and deploy",
             )
-        own = f"s3://{site.machine.bucket}"
-        AllowedUris(own=own, read=deployment.read, local_paths=deployment.local_paths).check(config.uris())
+        allowed = AllowedUris(own=f"s3://{site.machine.bucket}", read=deployment.read, local_paths=deployment.local_paths)
+        allowed.check(config.uris())
     elif site.files(config.run).read(IN_FOLDER.input) is None:
         raise MissingInput(
             "there is no such run to resume",

@@ -55,8 +55,7 @@ class EmbeddedMetrics:
     ) -> EmbeddedMetrics:
         """Return the metrics of this process: silent outside a deployment's containers."""
         in_container = environment.get(EXECUTION_VARIABLE, "").startswith("AWS_ECS")
-        deployment = environment.get(DEPLOYMENT_VARIABLE, "") if in_container else ""
-        return cls(deployment=deployment, stage=stage, run=run, node=node)
+        return cls(deployment=environment.get(DEPLOYMENT_VARIABLE, "") if in_container else "", stage=stage, run=run, node=node)
 
     @property
     def enabled(self) -> bool:

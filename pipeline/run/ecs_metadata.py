@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
+
+import urllib3
 
 VARIABLE = "ECS_CONTAINER_METADATA_URI_V4"
 """Set by ECS in every container (agent 1.39 and later)."""
 SECONDS = 2.0
-TROUBLE = (OSError, http.client.HTTPException, ValueError, KeyError)
+TROUBLE = (OSError, urllib3.exceptions.HTTPError, ValueError, KeyError)
 """No answer, or another than the documented one."""
 
 
@@ -20,22 +19,14 @@ def read_metadata(path: str = "", environment: Mapping[str, str] = os.environ) -
     """Return the metadata of this container, or with the path `/task` of its task; None outside ECS.
 
     Raises:
-        OSError, http.client.HTTPException, ValueError: no answer, or another than the documented one.
+        urllib3.exceptions.HTTPError, ValueError: no answer, or another than the documented one.
     """
-    parts = urlsplit(environment.get(VARIABLE, ""))
-    if not parts.netloc:
+    uri = environment.get(VARIABLE)
+    if not uri:
         return None
     # Past every proxy: the address is the host's own.
-    connection = http.client.HTTPConnection(parts.netloc, timeout=SECONDS)
-    try:
-        connection.request("GET", parts.path + path)
-        response = connection.getresponse()
-        body = response.read()
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise ValueError(f"{parts.geturl()}{path} answered {response.status}")
-    loaded = json.loads(body)
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{parts.geturl()}{path} answered no JSON object")
+    answer = urllib3.PoolManager().request("GET", uri + path, timeout=SECONDS, retries=False)
+    loaded = answer.json()
+    if answer.status != 200 or not isinstance(loaded, dict):
+        raise ValueError(f"{uri}{path} answered {answer.status} and not the documented JSON object")
     return loaded

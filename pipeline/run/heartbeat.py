@@ -65,9 +65,16 @@ class Heartbeat:
         if moment - self._written < HEARTBEAT_SECONDS and done != total and patience == self._patience:
             return
         self._written, self._patience = moment, patience
-        record = {"time": time.time(), "done": done, "total": total, "unit": unit, "rate": rate, "note": note}
-        record |= {"work": work, "total_work": total_work} if total_work else {}
-        record |= {"patience": patience} if patience else {}
+        record = {
+            "time": time.time(),
+            "done": done,
+            "total": total,
+            "unit": unit,
+            "rate": rate,
+            "note": note,
+            **({"work": work, "total_work": total_work} if total_work else {}),
+            **({"patience": patience} if patience else {}),
+        }
         write_atomically(self._path, json.dumps(record).encode())
 
 
@@ -109,8 +116,7 @@ class Watchdog:
         self._startup_seconds = startup_seconds
         self._progress_seconds = progress_seconds
         self._patience_seconds = patience_seconds
-        started = time.monotonic()
-        self._seen: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, started))
+        self._seen: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, time.monotonic()))
         """rank -> version of its heartbeat file (0: none yet) and when that version was first seen."""
 
     def stalls(self, running: Sequence[int]) -> list[Stall]:

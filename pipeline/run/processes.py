@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
 import time
 from pathlib import Path
 
-log = logging.getLogger("trnpipe")
+from pipeline.log import log
 
 PROC = Path("/proc")
 POLL_SECONDS = 0.05

@@ -14,28 +14,26 @@ Documents: AWS Neuron SDK 2.29.1, "PyTorch NeuronX neuron_parallel_compile CLI" 
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import selectors
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import IO
+from pathlib import Path
 
 from pipeline import store
 from pipeline.contract import Stage, attempt_seconds, now
 from pipeline.errors import BadConfig, Defect, MissingInput, NoProgress, StorageRefused, Transient, TrnpipeError, one_line
+from pipeline.log import log
 from pipeline.run import tether
+from pipeline.run.growing_file import GrowingFile
 from pipeline.run.processes import end_group
 from pipeline.run.world import NodeWorld
 from pipeline.sdk import known_errors
-
-log = logging.getLogger("trnpipe")
 
 TOOL = "neuron_parallel_compile"
 HLO_FILE, FLAGS_FILE, NEFF_FILE, DONE_FILE, LOG_FILE = (
@@ -51,10 +49,7 @@ IN_USE = "in-use"
 STOP_SECONDS = 10.0
 """From SIGTERM to SIGKILL for the tool and all it has started."""
 
-DRAIN_SECONDS = 5.0
-"""For output that is still in the pipe when the tool has ended; a compiler left behind may hold the pipe open."""
-
-READ_BYTES = 1 << 16
+POLL_SECONDS = 0.2
 KEPT_LINES = 2000
 WORDS_KEPT = 12
 """Last lines of the compiler that go into a failure: it ends with the reason."""
@@ -144,7 +139,7 @@ def parallel_compile(
         cache: URI of the persistent cache.
         parallel: compilers at a time.
         timeout: seconds for everything.
-        on_line: called with every line of output, and about once a second with "" while there is none.
+        on_line: called with every line of output, and often with "" while there is none.
         retries: further attempts of each graph whose compilation failed, e.g. because memory ran out while others compiled.
 
     Returns:
@@ -211,55 +206,32 @@ def _run(
     """Return the exit status and the lines worth keeping, at most KEPT_LINES."""
     kept: list[str] = []
 
-    def take(line: str) -> None:
-        on_line(line)
-        if _speaks(line, kept):
-            kept.append(line[: 4 * known_errors.LINE_CHARACTERS])
+    def take(lines: list[bytes]) -> None:
+        for line in [raw.decode("utf-8", "replace").rstrip("\r") for raw in lines] or [""]:
+            on_line(line)
+            if _speaks(line, kept):
+                kept.append(line[: 4 * known_errors.LINE_CHARACTERS])
 
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        if not _read_lines(process, process.stdout, time.monotonic() + timeout, take):
-            raise NoProgress(
-                "compilation, or a step with the compiled graphs, took too long",
-                value=f"{timeout:g} seconds; last line: {kept[-1] if kept else ''}",
-                rule="all graphs are compiled before the stage's time is over, and then run once in seconds",
-                remedy="the run is retried and continues from the compiled graphs; raise compile.parallel",
-            )
-        return process.wait(), kept
-    finally:
-        end_group(process, grace_seconds=STOP_SECONDS)
-        if process.stdout:
-            process.stdout.close()
-
-
-def _read_lines(process: subprocess.Popen[bytes], stream: IO[bytes], deadline: float, take: Callable[[str], None]) -> bool:
-    """Give every line to `take` until the process has ended; False if the deadline came first."""
-    os.set_blocking(stream.fileno(), False)
-    rest = b""
-    give_up = deadline
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        while True:
-            ready = selector.select(1.0)
-            chunk = os.read(stream.fileno(), READ_BYTES) if ready else b""
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                take(line.decode("utf-8", "replace").rstrip("\r"))
-            if not ready:
-                take("")
-            ended = process.poll() is not None
-            if ended:
-                give_up = min(give_up, time.monotonic() + DRAIN_SECONDS)
-            late = time.monotonic() > give_up
-            if late or (not chunk and (ready or ended)):
-                break
-    if rest:
-        take(rest.decode("utf-8", "replace"))
-    # The tool may close its output before it ends.
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.0, deadline - time.monotonic()))
-    return process.poll() is not None
+    deadline = time.monotonic() + timeout
+    # A file, because a pipe stays open as long as a compiler that was left behind holds it.
+    with tempfile.NamedTemporaryFile(prefix="trnpipe-compile-") as stream:
+        output = GrowingFile(Path(stream.name))
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise NoProgress(
+                        "compilation, or a step with the compiled graphs, took too long",
+                        value=f"{timeout:g} seconds; last line: {kept[-1] if kept else ''}",
+                        rule="all graphs are compiled before the stage's time is over, and then run once in seconds",
+                        remedy="the run is retried and continues from the compiled graphs; raise compile.parallel",
+                    )
+                take(output.read())
+                time.sleep(POLL_SECONDS)
+        finally:
+            end_group(process, grace_seconds=STOP_SECONDS)
+            take(output.read(end=True))
+    return process.returncode, kept
 
 
 def _speaks(line: str, kept: list[str]) -> bool:
@@ -393,32 +365,25 @@ def compiler_log(cache: str, key: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-WORDS_KEPT:]
 
 
-def clear_stale_locks(cache: str, *, in_use: bool, older_seconds: float | None = None) -> list[str]:
+def clear_locks(cache: str, *, in_use: bool) -> list[str]:
     """Remove locks that a killed node left behind, or every later run waits for a compiler that does not exist.
 
     Args:
-        in_use: another run uses the cache: nothing is removed, since its lock may be young by its clock.
-        older_seconds: age from which on a lock is stale; by default as for `others`.
+        in_use: another run uses the cache, and a lock may be its own: nothing is removed.
 
     Returns:
         The URIs removed.
     """
-    older_seconds = attempt_seconds(Stage.COMPILE) if older_seconds is None else older_seconds
-    moment = time.time()
-    stale = [
-        info.uri
-        for info in store.list_objects(cache)
-        if info.uri.endswith(LOCK_SUFFIX) and CACHE_KEY.search(info.uri) and moment - info.modified > older_seconds
-    ]
+    locks = [info.uri for info in store.list_objects(cache) if info.uri.endswith(LOCK_SUFFIX) and CACHE_KEY.search(info.uri)]
     if in_use:
-        if stale:
-            log.warning("%d old locks stay in %s: other runs use it", len(stale), cache)
+        if locks:
+            log.warning("%d locks stay in %s: other runs use it", len(locks), cache)
         return []
-    for uri in stale:
+    for uri in locks:
         store.delete(uri)
-    if stale:
-        log.warning("removed %d locks older than %g seconds from %s", len(stale), older_seconds, cache)
-    return stale
+    if locks:
+        log.warning("removed %d locks from %s that an earlier attempt left", len(locks), cache)
+    return locks
 
 
 # The runs that use the cache: one small object per run, in a folder next to it.
@@ -437,17 +402,14 @@ def unregister(cache: str, run: str) -> None:
         log.warning("the record of use stays: %s", one_line(error))
 
 
-def others(cache: str, run: str, *, older_seconds: float | None = None) -> list[str]:
+def others(cache: str, run: str) -> list[str]:
     """Return the other runs that use the cache. Of two that begin together each sees the other, if both register first.
 
-    Args:
-        older_seconds: age from which on a note is left over from a run that was killed; by default an attempt's length,
-            because every compiler ends with its stage.
+    A note that is older than an attempt is left over from a run that was killed: every compiler ends with its stage.
     """
-    older_seconds = attempt_seconds(Stage.COMPILE) if older_seconds is None else older_seconds
-    folder = _note(cache, run).rsplit("/", 1)[0]
-    moment = time.time()
-    names = [info.uri.rsplit("/", 1)[-1] for info in store.list_objects(folder) if moment - info.modified <= older_seconds]
+    oldest = time.time() - attempt_seconds(Stage.COMPILE)
+    notes = [info.uri for info in store.list_objects(_note(cache, run).rsplit("/", 1)[0]) if info.modified >= oldest]
+    names = [uri.rsplit("/", 1)[-1] for uri in notes]
     return [name.removesuffix(".json") for name in names if name.endswith(".json") and name != f"{run}.json"]
 
 

@@ -112,16 +112,11 @@ def match(line: str, *, nodes: int = 1) -> LogFinding | None:
     return None
 
 
-def better(first: LogFinding | None, second: LogFinding | None) -> LogFinding | None:
-    """Return the finding that explains the other; the first one of two equals."""
-    if first is None or second is None:
-        return first or second
-    return second if second.row.place < first.row.place else first
+def clearest(findings: Iterable[LogFinding | None]) -> LogFinding | None:
+    """Return the finding that explains the others; the first one of equals."""
+    return min(filter(None, findings), key=lambda finding: finding.row.place, default=None)
 
 
 def classify(lines: Iterable[str], *, nodes: int = 1) -> LogFinding | None:
     """Return the line that explains the others, or None where no line is known."""
-    found = None
-    for line in lines:
-        found = better(found, match(line, nodes=nodes))
-    return found
+    return clearest(match(line, nodes=nodes) for line in lines)

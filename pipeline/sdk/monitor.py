@@ -9,7 +9,6 @@ the tool is absent or prints an unknown format, training continues without it.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import threading
@@ -19,16 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import IO, Any
 
 from pipeline import store
 from pipeline.contract import Metric
 from pipeline.errors import MissingInput, TrnpipeError, UnhealthyHost, one_line
+from pipeline.log import log
 from pipeline.run.context import StageContext
 from pipeline.run.processes import end_group
-from pipeline.sdk.neuron_tools import HOST, ToolError, find_tool, tool_environment
-
-log = logging.getLogger("trnpipe")
+from pipeline.sdk.neuron_tools import HOST, ToolError, find_tool, tool_environment, whole_number
 
 PERIOD_SECONDS = 5
 """neuron-monitor's own default."""
@@ -89,9 +87,9 @@ def parse_report(line: bytes | str) -> Reading:
             _read_process(process, reading)
         system = report["system_data"]
         if memory := _group(system, "memory_info", reading):
-            reading.host_memory = _whole(memory["memory_used_bytes"])
+            reading.host_memory = whole_number(memory["memory_used_bytes"])
         if (counters := _group(system, "neuron_hw_counters", reading)) and (devices := counters["neuron_devices"]):
-            reading.ecc = {name: sum(_whole(device[name]) for device in devices) for name in ECC_COUNTERS}
+            reading.ecc = {name: sum(whole_number(device[name]) for device in devices) for name in ECC_COUNTERS}
     except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return reading
@@ -110,10 +108,10 @@ def _read_process(process: Mapping[str, Any], reading: Reading) -> None:
             # Every process lists every core of the host; only one of them holds it.
             reading.utilization[int(core)] = max(share, reading.utilization.get(int(core), 0.0))
     if memory := _group(report, "memory_used", reading):
-        reading.device_memory = (reading.device_memory or 0) + _whole(memory["neuron_runtime_used_bytes"]["neuron_device"])
+        reading.device_memory = (reading.device_memory or 0) + whole_number(memory["neuron_runtime_used_bytes"]["neuron_device"])
     if stats := _group(report, "execution_stats", reading):
         for kind, count in stats["error_summary"].items():
-            reading.errors[kind] = reading.errors.get(kind, 0) + _whole(count)
+            reading.errors[kind] = reading.errors.get(kind, 0) + whole_number(count)
 
 
 def _group(groups: Mapping[str, Any], name: str, reading: Reading) -> Mapping[str, Any] | None:
@@ -125,20 +123,6 @@ def _group(groups: Mapping[str, Any], name: str, reading: Reading) -> Mapping[st
         reading.gaps.append(f"{name}: {group['error']}")
         return None
     return dict(group)
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-        raise TypeError(f"a whole number was expected, found {value!r}")
-    return int(value)
-
-
-@dataclass(kw_only=True)
-class _Interval:
-    """The readings since the last line, and the new memory errors among them, counted."""
-
-    readings: list[Reading] = field(default_factory=list)
-    ecc: Counter[str] = field(default_factory=Counter)
 
 
 class HostMonitor:
@@ -167,7 +151,9 @@ class HostMonitor:
         self._root = root
         self._lock = threading.Lock()
         self._latest = Reading()
-        self._interval = _Interval()
+        self._readings: list[Reading] = []
+        self._new_ecc: Counter[str] = Counter()
+        """The readings since the last line, and the new memory errors among them."""
         self._ecc: dict[str, int] = {}
         self._fatal: list[str] = []
         self._said: set[str] = set()
@@ -197,7 +183,7 @@ class HostMonitor:
             self._say_once(f"training continues without a monitor: {error}")
             return self
         self._threads = [
-            threading.Thread(target=self._read, args=(self._process,), name="neuron-monitor", daemon=True),
+            threading.Thread(target=self._read, args=(self._process, self._process.stdout), name="neuron-monitor", daemon=True),
             threading.Thread(target=self._publish_regularly, name="monitor-upload", daemon=True),
         ]
         for thread in self._threads:
@@ -208,11 +194,10 @@ class HostMonitor:
         if self._process is None:
             return
         self._stopping.set()
-        end_group(self._process)
-        for thread in self._threads:
-            thread.join(STOP_SECONDS)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        with self._process:
+            end_group(self._process)
+            for thread in self._threads:
+                thread.join(STOP_SECONDS)
         self._publish()
 
     def latest(self) -> dict[str, float]:
@@ -221,21 +206,17 @@ class HostMonitor:
             return {}
         with self._lock:
             reading, ecc = self._latest, dict(self._ecc)
-        metrics: dict[str, float] = {}
-        if shares := reading.utilization.values():
-            metrics |= {
-                "core_utilization": sum(shares) / len(shares),
-                "core_utilization_min": min(shares),
-                "core_utilization_max": max(shares),
-            }
-        if reading.device_memory is not None:
-            metrics["device_memory_gib"] = reading.device_memory / (1 << 30)
-        if reading.host_memory is not None:
-            metrics["host_memory_gib"] = reading.host_memory / (1 << 30)
-        if ecc:
-            metrics["ecc_corrected"] = sum(count for name, count in ecc.items() if name not in FATAL_ECC)
-            metrics["ecc_uncorrected"] = sum(ecc[name] for name in FATAL_ECC)
-        return metrics
+        shares = list(reading.utilization.values())
+        values = {
+            "core_utilization": fmean(shares) if shares else None,
+            "core_utilization_min": min(shares, default=None),
+            "core_utilization_max": max(shares, default=None),
+            "device_memory_gib": None if reading.device_memory is None else reading.device_memory / (1 << 30),
+            "host_memory_gib": None if reading.host_memory is None else reading.host_memory / (1 << 30),
+            "ecc_corrected": sum(count for name, count in ecc.items() if name not in FATAL_ECC) if ecc else None,
+            "ecc_uncorrected": sum(ecc[name] for name in FATAL_ECC) if ecc else None,
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
     def check(self) -> None:
         """Call it now and then, e.g. whenever metrics are logged.
@@ -243,22 +224,19 @@ class HostMonitor:
         Raises:
             UnhealthyHost: hardware failed since the monitor was entered.
         """
-        with self._lock:
-            fatal = list(self._fatal)
-        if fatal:
+        if self._fatal:
             node = self._context.world.node
             raise UnhealthyHost(
                 f"the hardware of node {node.node} ({node.host}) fails",
-                value=fatal,
+                value=list(self._fatal),
                 rule="no uncorrected memory errors and no hardware errors while training",
                 remedy="the run is retried on another host from its newest checkpoint; terminate this one",
             )
 
     # In the reading thread.
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
+    def _read(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
+        for line in output:
             if not line.strip():
                 continue
             try:
@@ -291,8 +269,8 @@ class HostMonitor:
             self._say_once(f"neuron-monitor could not collect everything: {gap}")
         with self._lock:
             self._latest = reading
-            self._interval.readings.append(reading)
-            self._interval.ecc.update(events)
+            self._readings.append(reading)
+            self._new_ecc.update(events)
             self._ecc |= reading.ecc
             self._fatal += fatal
 
@@ -318,34 +296,33 @@ class HostMonitor:
 
     def _publish(self) -> None:
         with self._lock:
-            interval, self._interval = self._interval, _Interval()
+            readings, self._readings = self._readings, []
+            new_ecc, self._new_ecc = self._new_ecc, Counter()
             reading, ecc = self._latest, dict(self._ecc)
         shares: defaultdict[int, list[float]] = defaultdict(list)
         errors: Counter[str] = Counter()
-        for each in interval.readings:
+        for each in readings:
             errors.update(each.errors)
             for core, share in each.utilization.items():
                 shares[core].append(share)
         means = {core: fmean(values) for core, values in sorted(shares.items())}
         if not means and reading.host_memory is None:
             return
-        uncorrected = sum(interval.ecc[name] for name in FATAL_ECC)
-        values: dict[Metric, float] = {
-            Metric.ECC_CORRECTED: interval.ecc.total() - uncorrected,
-            Metric.ECC_UNCORRECTED: uncorrected,
-        }
-        if means:
-            values[Metric.CORE_UTILIZATION] = fmean(means.values())
-        self._context.cloudwatch.write(values)
-        node = self._context.world.node
-        line: dict[str, Any] = {"time": time.time(), "attempt": node.attempt, "host": node.host}
-        if means:
-            line["utilization"] = {
-                "mean": round(fmean(means.values()), 2),
-                "min": round(min(means.values()), 2),
-                "max": round(max(means.values()), 2),
+        uncorrected = sum(new_ecc[name] for name in FATAL_ECC)
+        self._context.cloudwatch.write(
+            {
+                Metric.ECC_CORRECTED: new_ecc.total() - uncorrected,
+                Metric.ECC_UNCORRECTED: uncorrected,
+                **({Metric.CORE_UTILIZATION: fmean(means.values())} if means else {}),
             }
-        line |= {
+        )
+        node = self._context.world.node
+        used = {"mean": fmean(means.values()), "min": min(means.values()), "max": max(means.values())} if means else {}
+        line = {
+            "time": time.time(),
+            "attempt": node.attempt,
+            "host": node.host,
+            **({"utilization": {name: round(share, 2) for name, share in used.items()}} if used else {}),
             "cores": {str(core): round(mean, 2) for core, mean in means.items()},
             "device_memory_bytes": reading.device_memory,
             "host_memory_bytes": reading.host_memory,

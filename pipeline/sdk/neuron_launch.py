@@ -16,7 +16,6 @@ Facts: AWS Neuron SDK 2.29.1 (setup-trn1-multi-node-execution.rst, nrt-configura
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import platform
 import re
@@ -29,11 +28,10 @@ from pathlib import Path
 
 from pipeline.contract import Queue, Shape, Stage, StageSpec
 from pipeline.errors import BadConfig
+from pipeline.log import log
 from pipeline.run import ecs_metadata
 from pipeline.run.world import ROOT_COMM_PORT
 from pipeline.sdk.graph_variables import GRAPH_VARIABLES, REDUCE_BUCKET
-
-log = logging.getLogger("trnpipe")
 
 PROCESSES, TORCHRUN = "processes", "torchrun"
 LAUNCHERS = (PROCESSES, TORCHRUN)
@@ -126,11 +124,9 @@ def environment(
             found.pop(name, None)
     # Empty in a job definition means not set.
     found = {**defaults, **{name: value for name, value in found.items() if value or name not in defaults}}
-    found |= {**graphs, "PJRT_DEVICE": "NEURON"}
-    for name, value in (("NEURON_CC_FLAGS", flags), ("NEURON_COMPILE_CACHE_URL", cache)):
-        found.pop(name, None)
-        if value:
-            found[name] = value
+    compiler = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": cache}
+    found |= {**graphs, "PJRT_DEVICE": "NEURON", **compiler}
+    found = {name: value for name, value in found.items() if value or name not in compiler}
     if nodes == 1:
         found = {name: value for name, value in found.items() if not name.startswith("FI_")}
     else:
@@ -205,7 +201,7 @@ FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid:
 def first_failed_rank(launcher_log: str) -> tuple[int, int] | None:
     """Return (local rank, exit status or minus signal) of the rank that torchrun saw fail first, None if it names none."""
     found = FAILED_RANK.search(launcher_log)
-    return (int(found.group(2)), int(found.group(1))) if found else None
+    return (int(found[2]), int(found[1])) if found else None
 
 
 # What the host is and allows.

@@ -234,14 +234,14 @@ def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronLsDevice]:
 
 
 def _neuron_device(entry: dict[str, Any]) -> NeuronLsDevice:
-    cores = [_whole(core) for core in _list(entry["neuroncore_ids"])]
-    if len(cores) != _whole(entry["nc_count"]):
+    cores = [whole_number(core) for core in _list(entry["neuroncore_ids"])]
+    if len(cores) != whole_number(entry["nc_count"]):
         raise ValueError(f"nc_count {entry['nc_count']} with cores {cores}")
     return NeuronLsDevice(
-        index=_whole(entry["neuron_device"]),
+        index=whole_number(entry["neuron_device"]),
         cores=tuple(cores),
-        memory=_whole(entry["memory_size"]),
-        processes=tuple(f"{_whole(process['pid'])} {process['command']}" for process in _list(entry["neuron_processes"])),
+        memory=whole_number(entry["memory_size"]),
+        processes=tuple(f"{whole_number(process['pid'])} {process['command']}" for process in _list(entry["neuron_processes"])),
     )
 
 
@@ -251,10 +251,15 @@ def _list(value: Any) -> list[Any]:
     return value
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+def whole_number(value: Any) -> int:
+    """Return a number of a tool's output that counts something.
+
+    Raises:
+        TypeError: not a whole number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 != 0:
         raise TypeError(f"a whole number was expected, found {value!r}")
-    return value
+    return int(value)
 
 
 # Collectives within the host.
@@ -292,7 +297,9 @@ def nccom_test(operation: str, ranks: int, size: int, *, seconds: float, root: P
             raise ToolError(f"nccom-test: {line.strip()}")
         try:
             results = _list(json.loads(report.read_text())["results"])
-            rates = [float(result["busbw(GB/s)"]) for result in results if result["type"] == "fp32" and _whole(result["size(B)"])]
+            rates = [
+                float(result["busbw(GB/s)"]) for result in results if result["type"] == "fp32" and whole_number(result["size(B)"])
+            ]
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ToolError(f"nccom-test left no report of the known form ({type(error).__name__}: {error})") from error
     if len(rates) != 1 or len(results) != 1 or not math.isfinite(rates[0]) or rates[0] <= 0:

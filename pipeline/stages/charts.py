@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 Points = Sequence[tuple[float, float]]
+
+Chart = dict[str, Any]
+"""The values of the template's macro `line`: a chart in a WIDTH x HEIGHT view box, plotted between the margins."""
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 10, 42
@@ -18,50 +21,7 @@ LARGEST = 1e200
 """Larger numbers overflow in differences and sums; no measured value is that large."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """One mark on an axis: its pixel position and label."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One series as SVG polyline points, with its last point for a dot."""
-
-    name: str
-    points: str
-    end: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineChart:
-    """A chart of lines in a WIDTH x HEIGHT view box, plotted between the margins."""
-
-    x_label: str
-    y_label: str
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
-    lines: list[Line]
-    averaged: int
-    width: int = WIDTH
-    height: int = HEIGHT
-    left: int = LEFT
-    right: int = WIDTH - RIGHT
-    top: int = TOP
-    bottom: int = HEIGHT - BOTTOM
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One bar of the timeline, in percent of its width."""
-
-    left: float
-    width: float
-
-
-def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> LineChart | None:
+def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> Chart | None:
     """Lay out lines over a common pair of axes.
 
     Args:
@@ -89,22 +49,28 @@ def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> L
     lines = []
     for name, points in drawn.items():
         placed = [place(x, y) for x, y in points]
-        lines.append(Line(name, " ".join(f"{x},{y}" for x, y in placed), placed[-1]))
-    return LineChart(
-        x_label=x_label,
-        y_label=y_label,
-        x_ticks=[Tick(place(value, y_low)[0], label) for value, label in x_ticks],
-        y_ticks=[Tick(place(x_low, value)[1], label) for value, label in y_ticks],
-        lines=lines,
-        averaged=averaged,
-    )
+        lines.append({"name": name, "points": " ".join(f"{x},{y}" for x, y in placed), "end": placed[-1]})
+    return {
+        "x_label": x_label,
+        "y_label": y_label,
+        "x_ticks": [{"at": place(value, y_low)[0], "label": label} for value, label in x_ticks],
+        "y_ticks": [{"at": place(x_low, value)[1], "label": label} for value, label in y_ticks],
+        "lines": lines,
+        "averaged": averaged,
+        "width": WIDTH,
+        "height": HEIGHT,
+        "left": LEFT,
+        "right": WIDTH - RIGHT,
+        "top": TOP,
+        "bottom": HEIGHT - BOTTOM,
+    }
 
 
-def bar(start: float, stop: float, low: float, high: float) -> Bar:
-    """Place [start, stop] within [low, high]; the bar always stays visible."""
+def bar(start: float, stop: float, low: float, high: float) -> dict[str, float]:
+    """Place [start, stop] within [low, high], in percent of the timeline's width; the bar always stays visible."""
     extent = max(high - low, 1e-9)
-    left = 100 * (start - low) / extent
-    return Bar(left=round(min(left, 99.6), 3), width=round(max(100 * (stop - start) / extent, 0.4), 3))
+    left, width = 100 * (start - low) / extent, 100 * (stop - start) / extent
+    return {"left": round(min(left, 99.6), 3), "width": round(max(width, 0.4), 3)}
 
 
 def _thin(points: Points, group: int) -> Points:

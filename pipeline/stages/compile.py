@@ -9,7 +9,6 @@ that the plan names are complete afterwards; where they exist already, the state
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -34,16 +33,16 @@ from pipeline.errors import BadConfig, Defect, ExitCode, FailureKind, TrnpipeErr
 from pipeline.graphs.compiled import GraphSet, read_set, require_faithful, traces_uri, write_set
 from pipeline.graphs.fingerprint import missing_sets, set_uri
 from pipeline.host import gang
+from pipeline.log import log
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import inspect_folder
 from pipeline.model.inference import encode_shapes, inference_form
+from pipeline.plan import GraphsPlan
 from pipeline.run import failure
 from pipeline.run.context import NODE_FOLDER, StageContext, StageOutput
 from pipeline.sdk import compile_cache, known_errors, neuron_launch
 from pipeline.training.setup import gang_device
 from pipeline.training.trial import run_trial
-
-log = logging.getLogger("trnpipe")
 
 JOIN_SECONDS = 900
 """For the torchruns of all nodes to find each other; hosts of a gang start minutes apart."""
@@ -72,14 +71,14 @@ def run(context: StageContext) -> StageOutput | None:
     if not missing_sets(context.paths.bucket_root, plan.graphs):
         return _nothing(context, "both compiled sets are there")
     if plan.world.kind != "neuron":
-        return compile_here(context)
+        return compile_here(context, plan.graphs)
     if compile_cache.extraction_mode() or LOADING in os.environ:
         # One rank of a trial: below neuron_parallel_compile, which compiles what the ranks wrote down when they have ended, or
         # after it, with the compiled graphs.
         with gang_device(context, plan) as device:
             run_trial(context, device, loading=device.computes)
         return None
-    return compile_on_neuron(context)
+    return compile_on_neuron(context, plan.graphs)
 
 
 def _nothing(context: StageContext, reason: str) -> StageOutput | None:
@@ -89,10 +88,8 @@ def _nothing(context: StageContext, reason: str) -> StageOutput | None:
     return StageOutput(metrics={"compiles": False, "graphs": 0, "reason": reason})
 
 
-def compile_here(context: StageContext) -> StageOutput | None:
+def compile_here(context: StageContext, graphs: GraphsPlan) -> StageOutput | None:
     """Run the trial in this process and record what it met (`xla`)."""
-    graphs = context.plan.graphs
-    assert graphs is not None
     began = time.monotonic()
     with gang_device(context, context.plan) as device:
         trial = run_trial(context, device)
@@ -120,7 +117,7 @@ def compile_here(context: StageContext) -> StageOutput | None:
 # Neuron: one process per node runs this stage; the trial's ranks are its own, below neuron_parallel_compile.
 
 
-def compile_on_neuron(context: StageContext) -> StageOutput | None:
+def compile_on_neuron(context: StageContext, graphs: GraphsPlan) -> StageOutput | None:
     """Fill the persistent cache with training's graphs, all nodes together, and trace the encoder on the first one.
 
     Raises:
@@ -128,8 +125,6 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
         Defect: a graph that could not be compiled, with the compiler's words.
         TrnpipeError: graphs that do not run, see `load_training`.
     """
-    graphs = context.plan.graphs
-    assert graphs is not None
     began = time.monotonic()
     root, run_id, leader = context.paths.bucket_root, context.paths.run_id, context.world.is_leader
     train_uri, infer_uri = set_uri(root, "train", graphs.train), set_uri(root, "infer", graphs.infer)
@@ -139,18 +134,16 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
         compile_cache.register(graphs.cache, run_id)
         try:
             if leader:
-                others = compile_cache.others(graphs.cache, run_id)
                 # No compiler of this gang is at work before all nodes' ranks have met, so every lock that is there is an earlier
                 # attempt's, however young.
-                compile_cache.clear_stale_locks(graphs.cache, in_use=bool(others), older_seconds=0)
-            summary = compile_training(context)
+                compile_cache.clear_locks(graphs.cache, in_use=bool(compile_cache.others(graphs.cache, run_id)))
+            summary = compile_training(context, graphs)
             node = context.world.node
             record = {**asdict(summary), "attempt": node.attempt, "job": node.job}
             store.write_json(context.paths.compiled_node(node.node), record)
             wait_for_nodes(context)
             if leader:
-                own = cached_graphs(graphs.cache, summary.modules)
-                trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=own)
+                trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=cached_graphs(graphs.cache, summary.modules))
             metrics["loading_seconds"] = load_training(context)
         finally:
             if leader:
@@ -159,7 +152,7 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
     if not leader:
         return None
     if not store.exists(infer_uri):
-        write_set(infer_uri, GraphSet(fingerprint=graphs.infer, run=run_id, graphs=trace_encoders(context)))
+        write_set(infer_uri, GraphSet(fingerprint=graphs.infer, run=run_id, graphs=trace_encoders(context, graphs)))
     if trained:
         # Last of all: with it, the run's sets are complete.
         write_set(train_uri, trained)
@@ -176,20 +169,18 @@ def compile_on_neuron(context: StageContext) -> StageOutput | None:
     )
 
 
-def compile_training(context: StageContext) -> compile_cache.Summary:
+def compile_training(context: StageContext, graphs: GraphsPlan) -> compile_cache.Summary:
     """Run neuron_parallel_compile around this node's share of the trial.
 
     Raises:
         TrnpipeError: why a rank of the trial failed; see also `neuron_compile.parallel_compile` and `require_compiled`.
     """
-    plan = context.plan
-    assert plan.graphs is not None
     with trial_folder(context, "extracting") as ranks:
         summary = compile_cache.parallel_compile(
             trial_command(context),
-            flags=plan.graphs.compiler_flags,
-            cache=plan.graphs.cache,
-            parallel=plan.config.compile.parallel,
+            flags=graphs.compiler_flags,
+            cache=graphs.cache,
+            parallel=context.plan.config.compile.parallel,
             timeout=compile_seconds(context),
             on_line=_beat(context, "neuron_parallel_compile"),
             environment={**os.environ, NODE_FOLDER: str(ranks)},
@@ -343,7 +334,7 @@ def cached_graphs(cache: str, own: Collection[str]) -> dict[str, GraphDescriptio
     return {key: describe(store.read_bytes(store.join(cache, key, compile_cache.HLO_FILE))) for key in states}
 
 
-def trace_encoders(context: StageContext) -> dict[str, GraphDescription | None]:
+def trace_encoders(context: StageContext, graphs: GraphsPlan) -> dict[str, GraphDescription | None]:
     """Trace the encoder for every shape of evaluate and embed and store the forms; return their names (no programs are kept).
 
     Raises:
@@ -352,7 +343,6 @@ def trace_encoders(context: StageContext) -> dict[str, GraphDescription | None]:
     from pipeline.backends import neuron
 
     plan, config = context.plan, context.plan.config
-    assert plan.graphs is not None
     neuron.require_neuron()
     context.heartbeat.beat(note="tracing encoders")
     backbone, _ = inspect_folder(store.local_folder(plan.parent.folder, context.scratch / "parent"), config.model)
@@ -363,15 +353,14 @@ def trace_encoders(context: StageContext) -> dict[str, GraphDescription | None]:
     names: dict[str, GraphDescription | None] = {}
     for shape in shapes:
         context.heartbeat.beat(note=f"tracing the encoder for {shape[0]} x {shape[1]} tokens", patience=patience)
-        flags = plan.graphs.infer_compiler_flags.split()
-        (path,) = trace_encoder(packed, [shape], folder, flags=flags)
+        (path,) = trace_encoder(packed, [shape], folder, flags=graphs.infer_compiler_flags.split())
         names[path.name] = None
     context.heartbeat.beat(note="comparing traced encoders with the encoder on the host", patience=patience)
     # The Neuron runtime keeps a core until its process ends, and the next ranks on this node need all of them.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         least = process.submit(check_traces, folder, backbone, config.model, shapes).result()
     log.info("least cosine of traced encoders to the encoder on the host: %s", least)
-    store.upload_folder(folder, traces_uri(context.paths.bucket_root, plan.graphs.infer))
+    store.upload_folder(folder, traces_uri(context.paths.bucket_root, graphs.infer))
     return names
 
 

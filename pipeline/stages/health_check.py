@@ -8,7 +8,6 @@ with everything its ranks measured; a node that fails a test ends the stage with
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -30,8 +29,6 @@ from pipeline.health.neuron_host import DRIVER, compiler_environment, host_tests
 from pipeline.health.results import NodeReport, TestRecord
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.sdk.neuron_tools import HOST
-
-log = logging.getLogger("trnpipe")
 
 BANDWIDTH_REPEATS = 3
 MEMORY_CHUNK_ELEMENTS = 1 << 18
@@ -156,15 +153,14 @@ def known_answers(device: Device, config: HealthCheckConfig) -> Iterator[TestRec
         for operation in (matmul_error, sum_error, exp_error, gather_error):
             began = time.monotonic()
             error = operation(device, dtype, bits, config.matmul_size)
-            kind = operation.__name__.removesuffix("_error")
-            # A value that is not a number is within no bound.
-            passed = error <= (0.0 if operation is gather_error else tolerance)
+            ceiling = 0.0 if operation is gather_error else tolerance
             yield TestRecord(
-                name=f"{kind}_{name}",
+                name=f"{operation.__name__.removesuffix('_error')}_{name}",
                 rank=device.world.rank,
-                passed=passed,
+                # A value that is not a number is within no bound.
+                passed=error <= ceiling,
                 value=error,
-                ceiling=0.0 if operation is gather_error else tolerance,
+                ceiling=ceiling,
                 unit="relative error",
                 seconds=time.monotonic() - began,
             )
@@ -176,8 +172,7 @@ def matmul_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> fl
     left = sequence(size * size, -half, half).reshape(size, size)
     right = sequence(size * size, -half, half, offset=size * size).reshape(size, size)
     product = on_device(device, left, dtype, bits) @ on_device(device, right, dtype, bits)
-    expected = left.astype(np.float64) @ right.astype(np.float64) / (1 << 2 * bits)
-    return largest_error(device, product, expected)
+    return largest_error(device, product, left.astype(np.float64) @ right.astype(np.float64) / (1 << 2 * bits))
 
 
 def sum_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float:
@@ -190,9 +185,8 @@ def sum_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float
 
 def exp_error(device: Device, dtype: torch.dtype, bits: int, size: int) -> float:
     """Return the largest relative error of exp over [-4, 4); the reference is fp64."""
-    half = 1 << (bits - 1)
-    values = sequence(size * size, -half, half)
     shift = bits - 3
+    values = sequence(size * size, -4 << shift, 4 << shift)
     return largest_error(
         device, torch.exp(on_device(device, values, dtype, shift)), np.exp(values / (1 << shift)), relative_to="each"
     )
@@ -326,8 +320,7 @@ def all_reduce(device: Device, elements: int) -> Measured:
     base = _base(elements * size)
     mine = _placed(device, base + device.world.rank)
     error = _largest(device, device.all_reduce(mine) - _placed(device, _sum_of_all(base, size)))
-    seconds = _best_seconds(device, lambda: device.all_reduce(mine))
-    return error, f"{size} ranks", seconds, 2 * (size - 1) / size
+    return error, f"{size} ranks", _best_seconds(device, lambda: device.all_reduce(mine)), 2 * (size - 1) / size
 
 
 def all_gather(device: Device, elements: int) -> Measured:
@@ -351,8 +344,7 @@ def reduce_scatter(device: Device, elements: int) -> Measured:
     mine = _placed(device, base + rank)
     own = _placed(device, _sum_of_all(base, size)[rank * elements : (rank + 1) * elements])
     error = _largest(device, device.reduce_scatter(mine) - own)
-    seconds = _best_seconds(device, lambda: device.reduce_scatter(mine))
-    return error, f"{size} ranks", seconds, (size - 1) / size
+    return error, f"{size} ranks", _best_seconds(device, lambda: device.reduce_scatter(mine)), (size - 1) / size
 
 
 def _base(elements: int) -> npt.NDArray[np.int64]:

@@ -6,12 +6,12 @@ output, and turns every exception into `failure-RANK.json` in the node folder pl
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline import store
@@ -19,6 +19,7 @@ from pipeline.contract import STAGES_WITHOUT_PLAN, RunPaths, Stage, StageResult,
 from pipeline.errors import BadConfig, ExitCode, MissingInput, TrnpipeError, first_line
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.host import versions
+from pipeline.log import log
 from pipeline.run import failure, tether
 from pipeline.run.context import StageContext, StageOutput, node_folder
 from pipeline.run.heartbeat import Heartbeat
@@ -26,27 +27,21 @@ from pipeline.run.logs import configure_logging
 from pipeline.run.world import World
 from pipeline.stages import stage_function
 
-log = logging.getLogger("trnpipe")
-
 PEER_TROUBLE = ("gloo/transport", "connection closed by peer", "connection reset by peer", "timed out waiting", "nccl")
 """Parts of gloo's and NCCL's plain RuntimeErrors when another rank went away (torch 2.9: gloo/transport/tcp/*.cc)."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.stages.rank")
-    parser.add_argument("stage", type=Stage)
-    parser.add_argument("run")
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str]) -> int:
+    stage, paths = Stage(arguments[0]), RunPaths(arguments[1])
     tether.tie_to_parent()
     world = World.from_environment()
-    paths = RunPaths(options.run)
     configure_logging(f"{paths.run_id} node {world.node.index} rank {world.rank}")
     try:
-        run_stage(options.stage, paths, world)
+        run_stage(stage, paths, world)
     except BaseException as error:
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             raise
-        return fail(options.stage, paths, world, error)
+        return fail(stage, paths, world, error)
     return ExitCode.DONE
 
 
@@ -135,7 +130,7 @@ if __name__ == "__main__":
     # Daemon threads of the framework must not outlive a failed rank: leave at once, with everything flushed. NeuronCores are free
     # when the process is gone: the driver stops their queues and gives locks and memory back while it closes the process's files
     # (ncdev_flush, https://github.com/aws-neuron/aws-neuron-driver/blob/master/neuron_cdev.c).
-    code = main()
+    code = main(sys.argv[1:])
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,13 +7,14 @@ Reads whatever the run folder holds; a piece that is missing or unreadable is sh
 from __future__ import annotations
 
 import json
-import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import jinja2
@@ -23,11 +24,10 @@ from pipeline.config import Deployment, RunInput
 from pipeline.contract import STAGES, Artifact, RunPaths, Stage, StageFailure, StageResult, now
 from pipeline.cost import Bill, NodeAttempt, StageUse, stage_use
 from pipeline.errors import ExitCode, TrnpipeError
+from pipeline.log import log
 from pipeline.plan import RunPlan
 from pipeline.run.context import StageContext, StageOutput
-from pipeline.stages.charts import LARGEST, Bar, LineChart, bar, line_chart
-
-log = logging.getLogger("trnpipe")
+from pipeline.stages.charts import LARGEST, Chart, bar, line_chart
 
 TEMPLATE = "report.html.j2"
 SHOWN_SHARDS = 50
@@ -77,81 +77,6 @@ class RunVerdict:
     stage: Stage | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageState:
-    """One stage on the timeline."""
-
-    stage: Stage
-    status: str
-    started: datetime | None = None
-    finished: datetime | None = None
-    bar: Bar | None = None
-
-    @property
-    def duration(self) -> timedelta | None:
-        return self.finished - self.started if self.started and self.finished else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostUse:
-    """The use of one node's host while training (pipeline/sdk/monitor.py).
-
-    Attributes:
-        hosts: names, in the order in which attempts used them.
-        utilization: (time, percent) of its cores, a point per line.
-        low, high: the least and most used core's percent, over all lines.
-        device_memory, host_memory: most bytes in use; None: not known.
-        corrected, uncorrected: memory errors that the devices counted.
-        errors: kind of failed execution -> count, without the zeros.
-    """
-
-    node: int
-    hosts: list[str]
-    utilization: list[tuple[float, float]]
-    low: float | None
-    high: float | None
-    device_memory: int | None
-    host_memory: int | None
-    corrected: int
-    uncorrected: int
-    errors: dict[str, int]
-
-    @property
-    def mean(self) -> float | None:
-        return sum(share for _, share in self.utilization) / len(self.utilization) if self.utilization else None
-
-    @classmethod
-    def parse(cls, node: int, data: bytes) -> HostUse:
-        """Read a node's lines.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError, ArithmeticError: not the lines of a monitor.
-        """
-        lines = _json_lines(data)
-        used = [(float(line["time"]), line["utilization"]) for line in lines if "utilization" in line]
-        errors: dict[str, int] = {}
-        worst: dict[tuple[str, str], int] = {}
-        for line in lines:
-            for kind, count in line["errors"].items():
-                errors[kind] = errors.get(kind, 0) + int(count)
-            for counter, count in line["ecc"].items():
-                # Counters only rise on one host, and start anew on the next.
-                worst[line["host"], counter] = max(int(count), worst.get((line["host"], counter), 0))
-        uncorrected = sum(count for (_, counter), count in worst.items() if counter.endswith("_uncorrected"))
-        return cls(
-            node=node,
-            hosts=list(dict.fromkeys(str(line["host"]) for line in lines)),
-            utilization=[(moment, float(shares["mean"])) for moment, shares in used],
-            low=min((float(shares["min"]) for _, shares in used), default=None),
-            high=max((float(shares["max"]) for _, shares in used), default=None),
-            device_memory=max((int(line["device_memory_bytes"]) for line in lines if line["device_memory_bytes"]), default=None),
-            host_memory=max((int(line["host_memory_bytes"]) for line in lines if line["host_memory_bytes"]), default=None),
-            corrected=sum(worst.values()) - uncorrected,
-            uncorrected=uncorrected,
-            errors={kind: count for kind, count in errors.items() if count},
-        )
-
-
 @dataclass(kw_only=True)
 class RunRecord:
     """The content of the run folder, as far as it could be read.
@@ -168,7 +93,7 @@ class RunRecord:
     scorecard: dict[str, Any] = field(default_factory=dict)
     training: list[dict[str, Any]] = field(default_factory=list)
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    hosts: list[HostUse] = field(default_factory=list)
+    hosts: list[dict[str, Any]] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     deployment: Deployment = field(default_factory=Deployment)
@@ -192,8 +117,7 @@ class RunRecord:
             return RunVerdict(kind="failed", headline=headline, reason=failure.what, stage=stage)
         if gate.get("verdict") == "refused":
             return RunVerdict(kind="refused", headline="Refused", reason=str(gate.get("reason", "")), stage=Stage.EVALUATE)
-        left_out = {Stage.REPORT, *self.skipped}
-        missing = [stage for stage in Stage if stage not in self.results and stage not in left_out]
+        missing = [stage for stage in Stage if stage not in {*self.results, *self.skipped, Stage.REPORT}]
         return RunVerdict(
             kind="unfinished",
             headline="Not finished",
@@ -240,8 +164,8 @@ def read_run(paths: RunPaths) -> RunRecord:
     nodes = record.plan.world.nodes if record.plan else 1
     health = (read(paths.node_health(node), _node_health) for node in range(nodes))
     record.nodes = [{"node": node, **found} for node, found in enumerate(health) if found]
-    monitors = (read(paths.host_monitor(node), partial(HostUse.parse, node)) for node in range(nodes))
-    record.hosts = [found for found in monitors if found and found.hosts]
+    monitors = (read(paths.host_monitor(node), partial(host_use, node)) for node in range(nodes))
+    record.hosts = [found for found in monitors if found and found["hosts"]]
     started_with = read(paths.input, RunInput.model_validate_json)
     record.deployment = started_with.deployment if started_with else record.deployment
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
@@ -253,32 +177,70 @@ def read_run(paths: RunPaths) -> RunRecord:
     return record
 
 
-def states(record: RunRecord) -> list[StageState]:
-    """Return the stages in their order, placed on one time axis."""
-    ended = record.verdict.stage
-    found = []
+def host_use(node: int, data: bytes) -> dict[str, Any]:
+    """Return the use of one node's host while training, from its lines (pipeline/sdk/monitor.py).
+
+    Returns:
+        hosts: names, in the order in which attempts used them; utilization: (time, percent) of its cores, a point per line, and
+        their mean; low, high: the least and most used core's percent, over all lines; device_memory, host_memory: most bytes in
+        use, None: not known; corrected, uncorrected: memory errors that the devices counted; errors: kind of failed execution ->
+        count, without the zeros.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, ArithmeticError: not the lines of a monitor.
+    """
+    lines = _json_lines(data)
+    used = [(float(line["time"]), line["utilization"]) for line in lines if "utilization" in line]
+    utilization = [(moment, float(shares["mean"])) for moment, shares in used]
+    errors: Counter[str] = Counter()
+    worst: dict[tuple[str, str], int] = {}
+    for line in lines:
+        errors.update({kind: int(count) for kind, count in line["errors"].items()})
+        for counter, count in line["ecc"].items():
+            # Counters only rise on one host, and start anew on the next.
+            worst[line["host"], counter] = max(int(count), worst.get((line["host"], counter), 0))
+    uncorrected = sum(count for (_, counter), count in worst.items() if counter.endswith("_uncorrected"))
+    return {
+        "node": node,
+        "hosts": list(dict.fromkeys(str(line["host"]) for line in lines)),
+        "utilization": utilization,
+        "mean": fmean(share for _, share in utilization) if utilization else None,
+        "low": min((float(shares["min"]) for _, shares in used), default=None),
+        "high": max((float(shares["max"]) for _, shares in used), default=None),
+        "device_memory": max((int(line["device_memory_bytes"]) for line in lines if line["device_memory_bytes"]), default=None),
+        "host_memory": max((int(line["host_memory_bytes"]) for line in lines if line["host_memory_bytes"]), default=None),
+        "corrected": sum(worst.values()) - uncorrected,
+        "uncorrected": uncorrected,
+        "errors": {kind: count for kind, count in errors.items() if count},
+    }
+
+
+def states(record: RunRecord) -> list[dict[str, Any]]:
+    """Return stage, status, duration and place on one time axis of the stages in their order, None where unknown."""
+    verdict, spans = record.verdict, {}
     for stage in Stage:
         result, failure = record.results.get(stage), record.failures.get(stage)
         if stage is Stage.REPORT:
             continue
         if result:
-            refused = record.verdict.kind == "refused" and stage is ended
-            status, started, finished = "refused" if refused else "done", _time(result.started), _time(result.finished)
+            refused = verdict.kind == "refused" and stage is verdict.stage
+            spans[stage] = "refused" if refused else "done", _time(result.started), _time(result.finished)
         elif failure:
-            status, started, finished = "failed", None, _time(failure.time)
+            spans[stage] = "failed", None, _time(failure.time)
         elif stage in record.skipped:
-            status, started, finished = "skipped", None, None
+            spans[stage] = "skipped", None, None
         else:
-            status, started, finished = "not finished" if stage is ended else "not reached", None, None
-        found.append(StageState(stage=stage, status=status, started=started, finished=finished))
-    moments = [moment.timestamp() for state in found for moment in (state.started, state.finished) if moment]
-    placed = []
-    for state in found:
-        if stop := state.finished or state.started:
-            start = state.started or stop
-            state = replace(state, bar=bar(start.timestamp(), stop.timestamp(), min(moments), max(moments)))
-        placed.append(state)
-    return placed
+            spans[stage] = "not finished" if stage is verdict.stage else "not reached", None, None
+    moments = [moment.timestamp() for _, *span in spans.values() for moment in span if moment]
+    found = []
+    for stage, (status, started, finished) in spans.items():
+        begin, end = started or finished, finished or started
+        placed = bar(begin.timestamp(), end.timestamp(), min(moments), max(moments)) if begin and end else None
+        took = finished - started if started and finished else None
+        found.append(
+            {"stage": stage, "status": status, "started": started, "finished": finished, "duration": took, "bar": placed}
+        )
+    return found
 
 
 def render(record: RunRecord) -> str:
@@ -295,7 +257,7 @@ def render(record: RunRecord) -> str:
     environment.filters.update(hours=_hours)
     plan, scores = record.plan, record.scorecard or record.metrics(Stage.EVALUATE)
     timeline = states(record)
-    moments = [moment for state in timeline for moment in (state.started, state.finished) if moment]
+    moments = [moment for state in timeline for moment in (state["started"], state["finished"]) if moment]
     return environment.get_template(TEMPLATE).render(
         title=(plan.config.report.title if plan else None) or f"Run {record.paths.run_id}",
         record=record,
@@ -325,30 +287,27 @@ def render(record: RunRecord) -> str:
     )
 
 
-def training_charts(logged: list[dict[str, Any]], metric: str) -> list[LineChart]:
+def training_charts(logged: list[dict[str, Any]], metric: str) -> list[Chart]:
     """Return the curves of training: the loss, and the gate's metric on part of the hold-out, as far as they were logged."""
-    loss: list[tuple[float, float]] = []
-    validation: list[tuple[float, float]] = []
-    for line in logged:
-        step, measured = line.get("step"), line.get("validation")
-        if not isinstance(step, int):
-            continue
-        if isinstance(line.get("loss"), float):
-            loss.append((step, line["loss"]))
-        if isinstance(measured, dict) and isinstance(measured.get(metric), float):
-            validation.append((step, measured[metric]))
+    steps = [line for line in logged if isinstance(line.get("step"), int)]
+    loss = [(line["step"], line.get("loss")) for line in steps]
+    validation = [(line["step"], line["validation"].get(metric)) for line in steps if isinstance(line.get("validation"), dict)]
     charts = (
-        line_chart({"loss": loss}, x_label="step", y_label="Training loss"),
-        line_chart({metric: validation}, x_label="step", y_label=f"{metric} on part of the hold-out"),
+        line_chart({"loss": _measured(loss)}, x_label="step", y_label="Training loss"),
+        line_chart({metric: _measured(validation)}, x_label="step", y_label=f"{metric} on part of the hold-out"),
     )
     return [chart for chart in charts if chart]
 
 
-def utilization_chart(hosts: list[HostUse]) -> LineChart | None:
+def _measured(points: list[tuple[int, Any]]) -> list[tuple[float, float]]:
+    return [(step, value) for step, value in points if isinstance(value, float)]
+
+
+def utilization_chart(hosts: list[dict[str, Any]]) -> Chart | None:
     """Return the utilization of the cores: a line per node, or for many nodes the least busy one, the mean and the busiest."""
-    start = min((moment for host in hosts for moment, _ in host.utilization), default=0.0)
+    start = min((moment for host in hosts for moment, _ in host["utilization"]), default=0.0)
     series: dict[str, list[tuple[float, float]]] = {
-        f"node {host.node}": [((moment - start) / 60, share) for moment, share in host.utilization] for host in hosts
+        f"node {host['node']}": [((moment - start) / 60, share) for moment, share in host["utilization"]] for host in hosts
     }
     if len(series) > MOST_LINES:
         minutes: dict[int, list[float]] = {}
@@ -450,9 +409,7 @@ def _time(text: str) -> datetime | None:
 
 def _number(value: Any, digits: int = 0) -> str:
     """1234.5 as `1,234` or, with digits, `1,234.50`; a dash for what is not a number."""
-    if not _is_number(value):
-        return "–"
-    return f"{value:,.{digits}f}".replace("-", "−")
+    return f"{value:,.{digits}f}".replace("-", "−") if _is_number(value) else "–"
 
 
 def _is_number(value: Any) -> bool:

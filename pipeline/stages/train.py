@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,8 +27,6 @@ from pipeline.training.metrics import MetricsLog
 from pipeline.training.setup import gang_device, load_state
 from pipeline.training.state import Progress
 
-log = logging.getLogger("trnpipe")
-
 
 def run(context: StageContext) -> StageOutput | None:
     """Train all of the plan's steps, from the newest checkpoint or the parent.
@@ -49,8 +46,7 @@ def run(context: StageContext) -> StageOutput | None:
     with gang_device(context, plan) as device, ExitStack() as stack:
         # All ranks have the same graphs: one of them asks the storage for what was recorded and what is new.
         known = known_graphs(context) if context.world.is_leader else None
-        stop = config.compile.new_graphs == "stop"
-        watch = GraphWatch(device=device, known=known, stop=stop, cloudwatch=context.cloudwatch)
+        watch = GraphWatch(device=device, known=known, stop=config.compile.new_graphs == "stop", cloudwatch=context.cloudwatch)
         quick_check(context, device, config.health_check)
         monitor = stack.enter_context(HostMonitor(context, device.kind))
         context.heartbeat.beat(note="fetching rows")
@@ -65,15 +61,14 @@ def run(context: StageContext) -> StageOutput | None:
             local = context.scratch / "train"
             resumed = state.checkpoint.metrics if state.checkpoint else None
             metrics = stack.enter_context(MetricsLog(local / "logs", resumed, progress.step, context.cloudwatch))
-            retention = CheckpointRetention(
-                newest=config.train.keep_checkpoints, every=config.train.keep_every, best=config.train.keep_best
-            )
             checkpoints = stack.enter_context(
                 CheckpointWriter(
                     context.paths,
                     local,
                     plan.fingerprint,
-                    retention,
+                    CheckpointRetention(
+                        newest=config.train.keep_checkpoints, every=config.train.keep_every, best=config.train.keep_best
+                    ),
                     graphs=plan.graphs.train if plan.graphs else "",
                     resumed=resumed_from,
                 )

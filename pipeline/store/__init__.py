@@ -12,10 +12,9 @@ import hashlib
 import io
 import json
 import mimetypes
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,8 +136,9 @@ def read_range(uri: str, start: int, stop: int) -> bytes:
         return b""
     if is_s3(uri):
         bucket, key = split(uri)
-        span = f"bytes={start}-{stop - 1}"
-        data = persistently(uri, lambda: s3_client().get_object(Bucket=bucket, Key=key, Range=span)["Body"].read())
+        data = persistently(
+            uri, lambda: s3_client().get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}")["Body"].read()
+        )
     else:
         with translated(uri), open(_local(uri), "rb") as stream:
             stream.seek(start)
@@ -167,12 +167,8 @@ def write_bytes(uri: str, data: bytes, *, if_absent: bool = False, if_match: str
         condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
         arguments = {"ContentType": content_type(uri), **s3.tagging(key), **condition}
 
-        def write() -> str:
-            answer = s3_client().put_object(Bucket=bucket, Key=key, Body=data, **arguments)
-            return str(answer["ETag"])
-
         try:
-            return persistently(uri, write)
+            return str(persistently(uri, lambda: s3_client().put_object(Bucket=bucket, Key=key, Body=data, **arguments))["ETag"])
         except MissingInput as error:
             if if_match:
                 raise Conflict(uri) from error
@@ -321,8 +317,8 @@ def one_version(uri: str, version: str, size: int, cache: Path, beat: Callable[[
         return
     path = _local(uri)
     try:
-        with translated(uri), open(path, "rb") as source, open(os.devnull, "wb") as nowhere:
-            digest = _copy(_counted(_chunks(source), beat), nowhere)
+        with translated(uri), open(path, "rb") as source:
+            digest = _copy(_counted(_chunks(source), beat))
         yield path, digest
     finally:
         found = stat(uri)
@@ -342,8 +338,7 @@ def upload_folder(folder: Path, uri: str) -> dict[str, Artifact]:
         done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
         for future in futures.values():
             future.cancel()
-        failed = next((future for future in done if future.exception()), None)
-        if failed is not None:
+        for failed in filter(Future.exception, done):
             failed.result()
         return {name: future.result() for name, future in futures.items()}
 
@@ -399,12 +394,12 @@ def local_file(uri: str, cache: Path) -> Path:
 def sha256(uri: str) -> str:
     """Return the SHA-256 of an object in hex, streamed."""
     with open_read(uri) as stream:
-        return _digest(stream)
+        return _copy(_chunks(stream))
 
 
 def sha256_file(path: Path) -> str:
     with open(path, "rb") as stream:
-        return _digest(stream)
+        return _copy(_chunks(stream))
 
 
 def content_type(uri: str) -> str:
@@ -442,17 +437,11 @@ def _counted(chunks: Iterator[bytes], beat: Callable[[int], None]) -> Iterator[b
         beat(done)
 
 
-def _copy(chunks: Iterator[bytes], target: BinaryIO) -> str:
-    """Write the chunks; return their hash."""
+def _copy(chunks: Iterator[bytes], target: BinaryIO | None = None) -> str:
+    """Write the chunks, if there is a target; return their SHA-256 in hex."""
     digest = hashlib.sha256()
     for chunk in chunks:
-        target.write(chunk)
         digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _digest(stream: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    for chunk in _chunks(stream):
-        digest.update(chunk)
+        if target:
+            target.write(chunk)
     return digest.hexdigest()

@@ -7,7 +7,6 @@ are botocore's, s3transfer's, urllib3's and the file system's.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import time
@@ -21,9 +20,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from pipeline.errors import BadConfig, MissingInput, StorageRefused, Transient
+from pipeline.log import log
 from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, error_text
-
-log = logging.getLogger("trnpipe")
 
 PATIENCE_SECONDS = 180.0
 """Time from a call's first failure until it gives up, plus one last request (at most REQUEST_SECONDS of s3.py).
@@ -62,16 +60,12 @@ def persistently(uri: str, call: Callable[[], Answer]) -> Answer:
         except Transient as error:
             pause = random.uniform(0.5, 1.0) * min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt)
             waited = time.monotonic() - started
-            if waited + pause > patience_seconds():
+            if waited + pause > float(os.environ.get("TRNPIPE_STORAGE_SECONDS") or PATIENCE_SECONDS):
                 error.value = [error.value, f"given up after {attempt} attempts in {waited:.0f} seconds"]
                 raise
             log.warning("%s: %s; trying again in %.1f seconds", error.what, error.value, pause)
             time.sleep(pause)
     raise AssertionError("unreachable")
-
-
-def patience_seconds() -> float:
-    return float(os.environ.get("TRNPIPE_STORAGE_SECONDS") or PATIENCE_SECONDS)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -170,8 +170,7 @@ class TrainingBatches:
         self.steps_per_epoch = len(self._order(0))
 
     def _order(self, epoch: int) -> npt.NDArray[np.int32]:
-        order: npt.NDArray[np.int32] = np.lib.format.open_memmap(self._folder / order_file(epoch), mode="r")
-        return order
+        return cast(npt.NDArray[np.int32], np.lib.format.open_memmap(self._folder / order_file(epoch), mode="r"))
 
     def _batches(self, start: int, stop: int) -> Iterator[tuple[int, int, Rows]]:
         """Yield the number, the bucket and the rows of the global batch of each of the steps start, ..., stop - 1."""
@@ -229,8 +228,7 @@ class TrainingBatches:
     def _tokens(self, tower: str, column: TokenColumn, rows: Rows, length: int) -> dict[str, torch.Tensor]:
         # Fillers stand at the end of a batch, so the lists that are there keep their places.
         lists = column.lists(rows[rows != MASKED])
-        static = self._padding is Padding.STATIC
-        tokens, mask = pad(lists, len(rows), length if static else max(map(len, lists), default=1))
+        tokens, mask = pad(lists, len(rows), length if self._padding is Padding.STATIC else max(map(len, lists), default=1))
         made = {f"{tower}_tokens": tokens, f"{tower}_mask": mask}
         if self._padding is Padding.NONE:
             made[f"{tower}_places"] = mask.flatten().nonzero().flatten()
@@ -246,10 +244,9 @@ class TrainingBatches:
             slots = tokens + 2 * (len(batch) - len(rows))
         if self._padding is Padding.LONGEST:
             # Every rank's batches have lengths of their own. Fillers stand at the end.
-            slots = 0
-            for lengths in (query_lengths, document_lengths):
-                shares = np.pad(lengths, (0, len(batch) - len(rows)), constant_values=1).reshape(-1, self._batch_size)
-                slots += self._batch_size * int(shares.max(axis=1).sum())
+            towers = np.stack([query_lengths, document_lengths])
+            shares = np.pad(towers, ((0, 0), (0, len(batch) - len(rows))), constant_values=1).reshape(2, -1, self._batch_size)
+            slots = self._batch_size * int(shares.max(axis=2).sum())
         if not self._world.is_leader:
             return StepFacts(len(rows), tokens, slots)
         query_hash, document_hash = self._hashes(rows)

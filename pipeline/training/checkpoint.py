@@ -10,11 +10,11 @@ of pipeline/training/host_state; nothing here loads a framework.
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +22,9 @@ from pipeline import store
 from pipeline.allowed_uris import is_inside
 from pipeline.contract import RunPaths, now
 from pipeline.errors import BadData, MissingInput
+from pipeline.log import log
 from pipeline.training.metrics import EVENTS_FOLDER, METRICS_FILE, VALIDATION_FOLDER
 from pipeline.training.state import Progress
-
-log = logging.getLogger("trnpipe")
 
 PROGRESS_FILE = "progress.json"
 MANIFEST_FILE = "manifest.json"
@@ -76,7 +75,7 @@ class Checkpoint:
         return self.folder / METRICS_FILE
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes checkpoints of one run in the background, one at a time: training waits only for the copy that it makes itself.
 
     Args:
@@ -110,9 +109,6 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
@@ -143,7 +139,7 @@ class CheckpointWriter:
             score: of the validation at this step, higher is better; None: there was none.
         """
         folder = self._scratch / f"step-{progress.step:08d}"
-        (folder / PROGRESS_FILE).write_text(progress.to_json(), encoding="utf-8")
+        (folder / PROGRESS_FILE).write_bytes(progress.to_json())
         self._running = self._thread.submit(self._write, folder, progress.step, write, score)
 
     def check(self) -> None:

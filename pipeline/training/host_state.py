@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,27 +19,20 @@ from pipeline.model.folder import save_folder
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANDOM_FILE = "random.safetensors"
 
+Tensors = dict[str, Tensor]
 
-@dataclass(frozen=True, slots=True)
-class HostState:
-    """What a checkpoint keeps of a model in training, in host memory.
 
-    Attributes:
-        weights: the encoder's state.
-        optimizer: the optimizer's tensors as `NAME/KIND`, e.g. `head.inner.weight/exp_avg`.
+def host_state(encoder: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> tuple[Tensors, Tensors]:
+    """Copy a model in training to the host, in one go.
+
+    Returns:
+        The encoder's state, and the optimizer's tensors as `NAME/KIND`, e.g. `head.inner.weight/exp_avg`.
     """
-
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-
-
-def host_state(encoder: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> HostState:
-    """Copy weights and optimizer to the host, in one go."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in encoder.named_parameters()}
     state = {f"{names[parameter]}/{kind}": value for parameter, kinds in optimizer.state.items() for kind, value in kinds.items()}
     weights = encoder.state_dict()
     copies = device.to_host({**{f"w:{name}": tensor for name, tensor in weights.items()}, **state})
-    return HostState({name: copies[f"w:{name}"] for name in weights}, {name: copies[name].contiguous() for name in state})
+    return {name: copies[f"w:{name}"] for name in weights}, {name: copies[name].contiguous() for name in state}
 
 
 def checkpoint_files(
@@ -51,12 +43,12 @@ def checkpoint_files(
     Args:
         model_source: a model folder with the tokenizer.
     """
-    state = host_state(encoder, optimizer, device)
+    weights, moments = host_state(encoder, optimizer, device)
     drawn = random_states(device)
 
     def write(folder: Path) -> None:
-        save_folder(encoder, folder, model_source, state.weights)
-        save_file(state.optimizer, folder / OPTIMIZER_FILE)
+        save_folder(encoder, folder, model_source, weights)
+        save_file(moments, folder / OPTIMIZER_FILE)
         save_file(drawn, folder / RANDOM_FILE)
 
     return write

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pipeline.errors import BadData, Transient
 from pipeline.evaluation.holdout import Holdout
 from pipeline.evaluation.validation import validate
 from pipeline.graphs.graph_watch import GraphWatch
+from pipeline.log import log
 from pipeline.model.encoder import Encoder
 from pipeline.run.context import Heartbeat
 from pipeline.run.heartbeat import FIRST_STEP_PATIENCE
@@ -31,8 +31,6 @@ from pipeline.training.metrics import MetricsLog
 from pipeline.training.micro_batches import cut
 from pipeline.training.state import MetricsWindow, Progress
 from pipeline.training.step import RecentLosses, require_equal_weights, step_seed, train_step
-
-log = logging.getLogger("trnpipe")
 
 FIRST_STEPS = 32
 """Steps of an attempt in which every bucket has come up, and with it every graph has been loaded."""

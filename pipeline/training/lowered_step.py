@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,21 +17,8 @@ from pipeline.training.step import RecentLosses, build_optimizer, prepare_encode
 from pipeline.training.trial import TrialBatches
 
 
-@dataclass(frozen=True, slots=True)
-class LoweredStep:
-    """The graphs of one step.
-
-    Attributes:
-        bucket: static document length in tokens.
-        graphs: in the order of the sync points.
-    """
-
-    bucket: int
-    graphs: list[LoweredGraph]
-
-
-def lower_training(encoder: Encoder, config: RunConfig, precision: str, world: World) -> Iterator[LoweredStep]:
-    """One step for every bucket.
+def lower_training(encoder: Encoder, config: RunConfig, precision: str, world: World) -> Iterator[tuple[int, list[LoweredGraph]]]:
+    """Yield every bucket, a static document length in tokens, with the graphs of its step in the order of the sync points.
 
     Args:
         encoder: on the host; it is moved to the lowering device.
@@ -64,7 +50,7 @@ def lower_training(encoder: Encoder, config: RunConfig, precision: str, world: W
                 sync_points=config.device.sync_points,
             )
             device.sync()
-        yield LoweredStep(bucket, list(device.graphs_lowered))
+        yield bucket, list(device.graphs_lowered)
 
 
 def _results(encoder: Encoder, optimizer: torch.optim.Optimizer, losses: RecentLosses) -> Iterator[Tensor]:

@@ -10,10 +10,10 @@ time, validation: {metric: value}}`. What each query got at an evaluation stands
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,6 @@ from pipeline.run.cloudwatch import EmbeddedMetrics
 
 if TYPE_CHECKING:
     from pipeline.evaluation.query_values import QueryValues
-
-log = logging.getLogger("trnpipe")
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
@@ -38,7 +36,7 @@ WATCHED = {
 }
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """The files of one attempt; use as a context manager.
 
     Args:
@@ -59,9 +57,6 @@ class MetricsLog:
             shutil.copyfile(resumed, folder / METRICS_FILE)
         self._lines = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as this object
         self._events = SummaryWriter(str(folder / EVENTS_FOLDER), purge_step=step + 1 if resumed else 0)  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> MetricsLog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._lines.close()

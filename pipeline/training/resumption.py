@@ -6,16 +6,12 @@ number of ranks which examples have been used, as long as ranks x batch size x a
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 from pipeline import store
 from pipeline.config import KeyRole, ModelConfig, TrainConfig, keys_of
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig
+from pipeline.log import log
 from pipeline.plan import ResumedRun, RunPlan
-
-log = logging.getLogger("trnpipe")
 
 FREE = frozenset(keys_of(KeyRole.RESUMABLE, TrainConfig))
 """Settings of `train` that may differ: what they decide is compared by itself, or changes nothing of what is computed."""
@@ -32,7 +28,8 @@ def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
     if name is None:
         return None
     earlier = RunPlan.from_json(store.read_bytes(RunPaths(f"{paths.bucket_root}/runs/{name}").plan))
-    differences = list(_differences(earlier, plan))
+    before, now = _training_facts(earlier), _training_facts(plan)
+    differences = [f"{name}: {value} there, {now[name]} here" for name, value in before.items() if value != now[name]]
     if differences:
         raise BadConfig(
             "the run that train.resume names trained something else",
@@ -47,22 +44,15 @@ def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
     return ResumedRun(run=name, fingerprint=earlier.fingerprint)
 
 
-def _differences(earlier: RunPlan, plan: RunPlan) -> Iterator[str]:
-    for name in sorted(type(plan.config.train).model_fields.keys() - FREE):
-        yield from _difference(f"train.{name}", getattr(earlier.config.train, name), getattr(plan.config.train, name))
-    for name in keys_of(KeyRole.LEARNED, ModelConfig):
-        yield from _difference(f"model.{name}", getattr(earlier.config.model, name), getattr(plan.config.model, name))
-    yield from _difference("seed", earlier.config.seed, plan.config.seed)
-    yield from _difference("parent's weights (sha256)", earlier.parent.sha256, plan.parent.sha256)
-    yield from _difference("training rows (sha256)", *(one.row_files["train.arrow"].sha256 for one in (earlier, plan)))
-    yield from _difference("steps", earlier.train.steps, plan.train.steps)
-    yield from _difference("global batch", _global_batch(earlier), _global_batch(plan))
-
-
-def _difference(name: str, before: object, now: object) -> Iterator[str]:
-    if before != now:
-        yield f"{name}: {before} there, {now} here"
-
-
-def _global_batch(plan: RunPlan) -> int:
-    return plan.world.ranks * plan.config.train.batch_size * plan.config.train.accumulation
+def _training_facts(plan: RunPlan) -> dict[str, object]:
+    """Return name -> value of everything that must be the same."""
+    config, train = plan.config, plan.config.train
+    return {
+        **{f"train.{name}": getattr(train, name) for name in sorted(type(train).model_fields.keys() - FREE)},
+        **{f"model.{name}": getattr(config.model, name) for name in keys_of(KeyRole.LEARNED, ModelConfig)},
+        "seed": config.seed,
+        "parent's weights (sha256)": plan.parent.sha256,
+        "training rows (sha256)": plan.row_files["train.arrow"].sha256,
+        "steps": plan.train.steps,
+        "global batch": plan.world.ranks * train.batch_size * train.accumulation,
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pipeline import store
 from pipeline.backends.device import Device, open_device
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig
+from pipeline.log import log
 from pipeline.model.encoder import Encoder, require_length
 from pipeline.model.folder import load_encoder
 from pipeline.plan import RunPlan
@@ -24,8 +24,6 @@ from pipeline.training.checkpoint import Checkpoint, fetch_checkpoint, find_chec
 from pipeline.training.host_state import OPTIMIZER_FILE, RANDOM_FILE, load_optimizer, restore_random_states
 from pipeline.training.state import Progress
 from pipeline.training.step import build_optimizer, prepare_encoder, require_equal
-
-log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +82,10 @@ def load_state(context: StageContext, device: Device) -> TrainState:
 @contextmanager
 def gang_device(context: StageContext, plan: RunPlan) -> Iterator[Device]:
     """Yield this rank's device, which leaves the gang at the end."""
-    threads = plan.config.device.threads_per_rank
-    loader = plan.config.device.loader
-    device = open_device(plan.world.kind, plan.world.precision, context.world, threads=threads, loader=loader)
+    settings = plan.config.device
+    device = open_device(
+        plan.world.kind, plan.world.precision, context.world, threads=settings.threads_per_rank, loader=settings.loader
+    )
     try:
         yield device
     finally:

@@ -7,7 +7,6 @@ rate rises and falls as in a run: were it in the graph, the trial would notice a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,7 @@ from pipeline.evaluation.holdout import Holdout
 from pipeline.evaluation.retrieval import Relevant
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import meet_graphs
-from pipeline.model.encoder import Encoder
+from pipeline.log import log
 from pipeline.model.inference import encode, for_encoding, texts_of_every_shape
 from pipeline.model.loss import DocumentRole
 from pipeline.run.context import StageContext
@@ -36,8 +35,6 @@ from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.setup import load_state
 from pipeline.training.state import Progress
-
-log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,8 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
     state = load_state(context, device)
     log.info("trial: made-up batches, whose losses and metrics mean nothing")
     context.heartbeat.beat(note="trial: encoding every shape")
-    encode_all_shapes(state.encoder, device, config)
+    shapes = config.embed.buckets, config.embed.tokens_per_batch
+    encode(for_encoding(state.encoder, compiles=device.compiles), device, texts_of_every_shape(*shapes), *shapes)
     infer = device.graphs()
     meet_graphs(device)
     each = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
@@ -170,9 +168,3 @@ def trial_validation(config: RunConfig, world: World) -> Holdout:
         candidates=[text for text in texts for _ in range(world.size)],
         relevant=Relevant.of([{number: 1.0} for number in range(len(queries))]),
     )
-
-
-def encode_all_shapes(encoder: Encoder, device: Device, config: RunConfig) -> None:
-    """Encode in every shape that evaluate and embed use."""
-    shapes = config.embed.buckets, config.embed.tokens_per_batch
-    encode(for_encoding(encoder, compiles=device.compiles), device, texts_of_every_shape(*shapes), *shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import asdict
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_describe(modules: dict[str, bytes]) -> None:
     assert found.operations.items() >= {"constant": 2, "dot": 1, "transpose": 1, "add": 1}.items()
     assert found.collectives == {}
     assert found.size == sum(found.operations.values())
-    assert GraphDescription(**found.to_record()) == found
+    assert GraphDescription(**asdict(found)) == found
 
 
 def test_values_are_no_difference(modules: dict[str, bytes]) -> None:

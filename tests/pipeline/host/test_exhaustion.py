@@ -105,9 +105,7 @@ class _Sleeping(ProcessRanks):
     """A rank that does nothing, to be killed."""
 
     def _start(self, local_rank: int, port: int):  # type: ignore[no-untyped-def]
-        from pipeline.host import ranks
-
-        return ranks._Process(0, subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
 
 @pytest.fixture
@@ -131,7 +129,7 @@ def test_a_rank_killed_by_the_kernel_is_told_from_one_killed_by_a_process(
     ranks = sleeping()
     if counted:
         counter.write_text(counter.read_text().replace("oom_kill 3", "oom_kill 4"))
-    ranks._processes[0].process.kill()
+    ranks._processes[0].kill()
     assert ranks.wait(30)
     [failure] = ranks.failures()
     assert failure.exit_code == 75
@@ -160,9 +158,9 @@ def test_a_rank_killed_in_a_group_without_memory_is_explained(sleeping: Callable
     process = subprocess.Popen([sys.executable, "-c", eater], stdin=subprocess.PIPE)
     try:
         (group / "cgroup.procs").write_text(str(process.pid))
-        ranks._processes[0].process.kill()
-        ranks._processes[0].process.wait()
-        ranks._processes[0].process = process
+        ranks._processes[0].kill()
+        ranks._processes[0].wait()
+        ranks._processes[0] = process
         process.communicate(b"x", timeout=60)
         [failure] = ranks.failures()
         assert "out of memory" in failure.what

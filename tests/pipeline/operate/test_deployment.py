@@ -109,7 +109,7 @@ def test_a_run_folder_on_s3_reads_as_one_on_disk(s3_root: str) -> None:
     found = files.listed("/train/progress-")
     assert [one.name for one in found] == ["train/progress-00000.json", "train/progress-00001.json"]
     assert found[0].version != found[1].version
-    assert (files.has("/train/"), files.has("/model")) == (True, False)
+    assert (bool(files.listed("/train/")), bool(files.listed("/model"))) == (True, False)
     client.put_object(Bucket=bucket, Key="runs/a/train/empty", Body=b"")
     assert files.read("train/empty", last=4) == b""
 

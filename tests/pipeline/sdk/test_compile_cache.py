@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline import store
+from pipeline.contract import ATTEMPT_VARIABLE
 from pipeline.errors import BadConfig, ExitCode, MissingInput, NoProgress, TrnpipeError
 from pipeline.host.ranks import free_port
 from pipeline.sdk import compile_cache, neuron_launch
@@ -204,27 +205,28 @@ def test_a_cache_that_is_not_there_is_no_empty_cache(s3_root: str) -> None:
         compile_cache.modules("s3://no-such-bucket-anywhere/graphs")
 
 
-def test_only_old_locks_go_and_only_when_no_other_host_is_there(s3_root: str) -> None:
+def test_locks_go_only_when_no_other_run_is_there(s3_root: str) -> None:
     cache = f"{s3_root}/graphs/neuron-cache"
     lock = f"{cache}/{COMPILER}/{GOOD}/model.hlo_module.pb.lock"
     for uri in (lock, f"{cache}/{COMPILER}/{GOOD}/model.hlo_module.pb", f"{cache}/other.lock"):
         store.write_bytes(uri, b"")
-    assert compile_cache.clear_stale_locks(cache, in_use=False) == []
-    assert compile_cache.clear_stale_locks(cache, in_use=True, older_seconds=-5) == []
+    assert compile_cache.clear_locks(cache, in_use=True) == []
     assert store.exists(lock)
-    assert compile_cache.clear_stale_locks(cache, in_use=False, older_seconds=-5) == [lock]
+    assert compile_cache.clear_locks(cache, in_use=False) == [lock]
     assert compile_cache.modules(cache) == {f"{COMPILER}/{GOOD}": GraphState.COLLECTED}
     assert store.exists(f"{cache}/other.lock")
 
 
-def test_runs_see_each_other_at_the_cache(s3_root: str) -> None:
+def test_runs_see_each_other_at_the_cache(s3_root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = f"{s3_root}/graphs/neuron-cache"
     for run in ("week-1", "week-2"):
         compile_cache.register(cache, run)
     assert store.exists(f"{s3_root}/graphs/in-use/week-1.json")
     assert compile_cache.others(cache, "week-1") == ["week-2"]
     # A run that was killed cannot take its note away.
-    assert compile_cache.others(cache, "week-1", older_seconds=-5) == []
+    with monkeypatch.context() as later:
+        later.setenv(ATTEMPT_VARIABLE, "-5")
+        assert compile_cache.others(cache, "week-1") == []
     compile_cache.unregister(cache, "week-2")
     assert compile_cache.others(cache, "week-1") == []
     # A bucket that is one cache keeps its notes inside.

@@ -365,7 +365,8 @@ from pipeline.run.world import World
 from pipeline.stages import embed, evaluate
 from pipeline.stages.compile import trace_encoders
 
-RUNS = {Stage.COMPILE: trace_encoders, Stage.EVALUATE: evaluate.run, Stage.EMBED: embed.run}
+RUNS = {Stage.EVALUATE: evaluate.run, Stage.EMBED: embed.run}
+RUNS[Stage.COMPILE] = lambda context: trace_encoders(context, context.plan.graphs)
 
 def run(stage, root):
     scratch = Path(sys.argv[3]) / str(len(os.listdir(sys.argv[3])))
@@ -491,7 +492,8 @@ def compile_here(account: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def compile_here(paths: RunPaths, **tool: Any) -> StageOutput | None:
         monkeypatch.setenv("STANDIN_TOOL", json.dumps({"trial": False, **tool}))
         monkeypatch.setenv("PYTHONPATH", account.environment["PYTHONPATH"])
-        return compile_on_neuron(context_of(paths, Stage.COMPILE, tmp_path))
+        context = context_of(paths, Stage.COMPILE, tmp_path)
+        return compile_on_neuron(context, graphs_of(context.plan))
 
     return compile_here
 

@@ -527,12 +527,12 @@ def test_many_hosts_are_drawn_as_lowest_mean_and_highest() -> None:
     hosts = []
     for node in range(5):
         lines = monitor_lines(4, utilization={"mean": 10.0 * node, "min": 0.0, "max": 100.0})
-        hosts.append(report.HostUse.parse(node, "".join(json.dumps(line) + "\n" for line in lines).encode()))
+        hosts.append(report.host_use(node, "".join(json.dumps(line) + "\n" for line in lines).encode()))
     chart = report.utilization_chart(hosts)
     assert chart is not None
-    assert [line.name for line in chart.lines] == ["lowest node", "mean", "highest node"]
+    assert [line["name"] for line in chart["lines"]] == ["lowest node", "mean", "highest node"]
     # Down is up in SVG.
-    lowest, mean, highest = (line.end[1] for line in chart.lines)
+    lowest, mean, highest = (line["end"][1] for line in chart["lines"])
     assert lowest > mean > highest
     assert report.utilization_chart([]) is None
 

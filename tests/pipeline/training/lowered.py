@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,8 @@ def lower(folder: Path, rank: int, ranks: int, settings: dict[str, Any], precisi
     backbone, _ = inspect_folder(folder, config.model)
     steps = lower_training(new_encoder(backbone, config.model), config, precision, World(rank=rank, size=ranks))
     return {
-        found.bucket: [
-            {"fingerprint": graph.fingerprint, **graph.description.to_record(), "text": graph.text} for graph in found.graphs
-        ]
-        for found in steps
+        bucket: [{"fingerprint": graph.fingerprint, **asdict(graph.description), "text": graph.text} for graph in graphs]
+        for bucket, graphs in steps
     }
 
 

@@ -53,9 +53,9 @@ def reload(folder: str) -> dict[str, Any]:
     weights = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     optimizer = build_optimizer(device.place(encoder), TrainConfig(), device)
     load_optimizer(encoder, optimizer, device, checkpoint / OPTIMIZER_FILE)
-    state = host_state(encoder, optimizer, device)
+    weights, moments = host_state(encoder, optimizer, device)
     expected = {**{f"w:{name}": tensor for name, tensor in weights.items()}, **load_file(checkpoint / OPTIMIZER_FILE)}
-    found = {**{f"w:{name}": tensor for name, tensor in state.weights.items()}, **state.optimizer}
+    found = {**{f"w:{name}": tensor for name, tensor in weights.items()}, **moments}
     assert expected.keys() == found.keys()
     changed = [name for name in expected if not torch.equal(expected[name], found[name])]
     return {"tensors": len(found), "changed": changed, "compiled": device.graph_counts().compiled}
