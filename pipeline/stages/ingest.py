@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.contract import Artifact
-from pipeline.dataset.blocks import Block, id_hashes, normalized_hashes, read_blocks, shard_columns
 from pipeline.dataset.columns import Columns
+from pipeline.dataset.ids import id_hash
 from pipeline.dataset.ingested import (
     DOCUMENTS,
     FILE_ROWS,
@@ -46,6 +46,7 @@ from pipeline.dataset.ingested import (
     write_profile,
 )
 from pipeline.dataset.refusals import Refusals
+from pipeline.dataset.rows import Block, normalized_hashes, read_blocks, shard_columns
 from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
 from pipeline.errors import BadData, Transient
 from pipeline.model.inventory import transformer_folder
@@ -209,7 +210,7 @@ class Made:
             self._count(name, {str(1 << bound): count for bound, count in zip(bounds.tolist(), counts.tolist(), strict=True)})
 
     def write_rows(self, rows: pa.Table, holdout_by: str) -> pa.Array:
-        """Write one more file of rows, see blocks.SCHEMAS; return their order."""
+        """Write one more file of rows, see rows.SCHEMAS; return their order."""
         kind = self.shard.kind
         table = _pairs(rows, holdout_by) if kind == PAIRS else _documents(rows)
         table = table.append_column("row", pa.array(np.arange(len(rows))))
@@ -375,7 +376,8 @@ def _documents(rows: pa.Table) -> pa.Table:
     none = pa.ListArray.from_arrays(pa.array(np.zeros(len(rows) + 1), pa.int32()), pa.array([], pa.string()))
     facts = rows.select(["document_hash", "id", "locale", "line"])
     texts = _lists(rows["document"].combine_chunks(), 1)
-    return _with(facts, key=id_hashes(rows["id"]), texts=texts, negatives=none, group=pa.nulls(len(rows), pa.string()))
+    key = np.fromiter(map(id_hash, rows["id"].to_pylist()), np.uint64, len(rows))
+    return _with(facts, key=key, texts=texts, negatives=none, group=pa.nulls(len(rows), pa.string()))
 
 
 def _with(table: pa.Table, **columns: pa.Array | NDArray[np.uint64]) -> pa.Table:

@@ -35,10 +35,9 @@ import pyarrow.parquet as pq
 from pipeline import store
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage, now
-from pipeline.dataset.blocks import read_blocks
 from pipeline.dataset.ids import id_hash
 from pipeline.dataset.ingested import PAIRS, rows_name, tokens_name
-from pipeline.dataset.rows import TrainingRow, normalized_hash, read_training_rows
+from pipeline.dataset.rows import normalized_hash, read_blocks
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.plan import InputShard, Parent, PlannedWorld, RunInputs, TokenizerPlan
 from pipeline.run.context import StageContext
@@ -46,6 +45,7 @@ from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
 from pipeline.stages import ingest
 from tests.benchmarks.checkpoints import BUCKET, endpoint
+from tests.benchmarks.row_by_row import TrainingRow, read_training_rows
 
 ROOT = f"s3://{BUCKET}"
 LONGEST = 2000
