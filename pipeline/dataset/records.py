@@ -9,10 +9,10 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -69,6 +69,7 @@ about a megabyte."""
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Record = dict[str, Any]
+DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
 Column: TypeAlias = "pa.Array | list[Any]"
 
 
@@ -181,44 +182,43 @@ def values_at(column: Column, places: Sequence[int]) -> list[Any]:
 
 
 def _json_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
-    # Whole records, so that it finds whatever is wrong with a line.
-    decode = msgspec.json.Decoder(dict[str, Any]).decode
-
-    def decoded(line: bytes | None) -> Record | None:
-        if line is None or len(line) > LARGE_LINE_BYTES:
-            return None
-        try:
-            return decode(line)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            return None
-
     first = 1
-    for lines in _line_blocks(uri, path):
-        found: dict[int, Record] = {}
-        refused = []
-        for number, (line, record) in enumerate(zip(lines, map(decoded, lines), strict=True), first):
-            # What msgspec refuses, json may take.
-            exact = record if record is not None else _json_record(uri, number, line)
-            if isinstance(exact, BadRow):
-                refused.append((number, exact))
-            elif exact is not None:
-                found[number] = exact
-        records = list(found.values())
+    for block in _line_blocks(uri, path):
+        found = _decoded_block(block) or [_json_record(uri, number, line) for number, line in enumerate(_split(block), first)]
+        lines = [number for number, record in enumerate(found, first) if isinstance(record, dict)]
+        records = [record for record in found if isinstance(record, dict)]
         yield Records(
-            lines=np.array(list(found), np.int64),
+            lines=np.array(lines, np.int64),
             columns={field: [record.get(field) for record in records] for field in columns.wanted},
-            refused=refused,
+            refused=[(number, record) for number, record in enumerate(found, first) if isinstance(record, BadRow)],
             record=records.__getitem__,
         )
-        first += len(lines)
+        first += len(found)
 
 
-def _json_record(uri: str, number: int, line: bytes | None) -> Record | BadRow | None:
+def _decoded_block(block: bytes) -> Sequence[Record | BadRow | None]:
+    """Return the records of a block of lines; none if not every line is certain to hold one."""
+    content = np.frombuffer(block, np.uint8)
+    ends = np.flatnonzero(content == ord("\n"))
+    starts = np.append(0, ends + 1)[: len(ends)]
+    # Every line from brace to brace, and as many records as lines: no record on two lines, and no line with two records.
+    whole = len(ends) and ends[-1] == len(block) - 1 and (ends - starts).max() <= LARGE_LINE_BYTES
+    if whole and (content[starts] == ord("{")).all() and (content[ends - 1] == ord("}")).all():
+        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            records = DECODER.decode_lines(block)
+            return records if len(records) == len(ends) else []
+    return []
+
+
+def _json_record(uri: str, number: int, line: bytes) -> Record | BadRow | None:
     """Return the record of a line, or why it has none; None for a blank line."""
-    if line is None:
+    if len(line) > MAX_ROW_BYTES:
         return bad_row(uri, number, f"is longer than {MAX_ROW_BYTES >> 20} MiB", "")
     if not line or line.isspace():
         return None
+    if len(line) <= LARGE_LINE_BYTES:
+        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            return cast(Record, DECODER.decode(line))
     excerpt = line[: 4 * EXCERPT_CHARACTERS].decode(errors="replace")
     if len(line) > LARGE_LINE_BYTES and _has_many_elements(line):
         return bad_row(uri, number, f"has more than {MAX_ELEMENTS:,} keys and list items", excerpt)
@@ -242,32 +242,35 @@ def _has_many_elements(line: bytes) -> bool:
     return b"".join(unescaped.split(b'"')[::2]).count(b",") > MAX_ELEMENTS
 
 
-def _first_lines(uri: str, path: str) -> Iterator[bytes | None]:
+def _first_lines(uri: str, path: str) -> Iterator[bytes]:
     size = 0
     for line in islice(_lines(uri, path), FIRST_ROWS):
         yield line
-        size += len(line or b"")
+        size += len(line)
         if size > READ_BYTES:
             return
 
 
-def _lines(uri: str, path: str = "") -> Iterator[bytes | None]:
-    """Yield lines without their ends; None for a line that is too long."""
-    for lines in _line_blocks(uri, path):
-        yield from lines
+def _lines(uri: str, path: str = "") -> Iterator[bytes]:
+    """Yield lines without their ends; of one that is too long only the beginning."""
+    for block in _line_blocks(uri, path):
+        yield from _split(block)
 
 
-def _line_blocks(uri: str, path: str) -> Iterator[list[bytes | None]]:
-    """Yield the lines of about BLOCK_BYTES together, as `_lines` does."""
+def _split(block: bytes) -> list[bytes]:
+    return block.removesuffix(b"\n").split(b"\n")
+
+
+def _line_blocks(uri: str, path: str) -> Iterator[bytes]:
+    """Yield the text of whole lines, about BLOCK_BYTES together; of a line that is too long only the beginning."""
     with store.open_read(path or uri) as stream:
         reader = io.BufferedReader(Unpacked(pieces(uri, stream)), READ_BYTES)
         while block := reader.read(BLOCK_BYTES):
             # To the end of the last line, but no further than any line may reach.
             block += reader.readline(MAX_ROW_BYTES + 1)
-            lines = [None if len(line) > MAX_ROW_BYTES else line for line in block.removesuffix(b"\n").split(b"\n")]
-            while lines[-1] is None and block and not block.endswith(b"\n"):
-                block = reader.readline(READ_BYTES)
-            yield lines
+            yield block
+            while not block.endswith(b"\n") and (block := reader.readline(READ_BYTES)):
+                pass
 
 
 def delimiter(uri: str) -> str | None:

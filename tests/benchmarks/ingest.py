@@ -172,7 +172,7 @@ def write_rows(name: str) -> None:
         with store.one_version(info.uri, info.version, info.size, Path(folder) / "input", lambda _: None) as (path, _):
             for rows in ingest.files_of(block.rows for block in read_blocks(info.uri, PAIRS, {}, str(path))):
                 made.write_rows(rows, "document")
-        store.upload_folder(made.rows_folder, f"{ROOT}/ingested/rows")
+        store.send_folder(made.rows_folder, f"{ROOT}/ingested/rows")
 
 
 def run_stage(name: str) -> None:
