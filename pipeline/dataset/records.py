@@ -121,7 +121,8 @@ def file_columns(uri: str, path: str = "") -> list[str]:
     if delimiter(uri):
         with _csv_reader(uri, path, [], []) as reader:
             return list(reader.schema.names)
-    records = (_json_record(uri, number, line) for number, line in enumerate(_first_lines(uri, path), 1))
+    lines = _split(next(_line_blocks(uri, path), b""))[:FIRST_ROWS]
+    records = (_json_record(uri, number, line) for number, line in enumerate(lines, 1))
     return list(dict.fromkeys(key for record in records if isinstance(record, dict) for key in record))
 
 
@@ -240,21 +241,6 @@ def _has_many_elements(line: bytes) -> bool:
     if unescaped.count(b'"') > 4 * MAX_ELEMENTS:
         return True
     return b"".join(unescaped.split(b'"')[::2]).count(b",") > MAX_ELEMENTS
-
-
-def _first_lines(uri: str, path: str) -> Iterator[bytes]:
-    size = 0
-    for line in islice(_lines(uri, path), FIRST_ROWS):
-        yield line
-        size += len(line)
-        if size > READ_BYTES:
-            return
-
-
-def _lines(uri: str, path: str = "") -> Iterator[bytes]:
-    """Yield lines without their ends; of one that is too long only the beginning."""
-    for block in _line_blocks(uri, path):
-        yield from _split(block)
 
 
 def _split(block: bytes) -> list[bytes]:
@@ -466,14 +452,14 @@ def _arrow_records(
     lists = [column for column in columns.values() if isinstance(column, list)]
     wrong = sorted({place for column in lists for place, value in enumerate(column) if isinstance(value, UnicodeDecodeError)})
     if wrong:
-        record = partial(_record, columns)
-        bad = [(int(lines[place]), bad_row(uri, int(lines[place]), "is not UTF-8", str(record(place)))) for place in wrong]
-        good = np.delete(np.arange(len(lines)), wrong).tolist()
-        kept = {
-            name: values_at(column, good) if isinstance(column, list) else column.take(pa.array(good, pa.int64()))
+        bad = ((int(lines[place]), str(_record(columns, place))) for place in wrong)
+        refused = [*refused, *((line, bad_row(uri, line, "is not UTF-8", row)) for line, row in bad)]
+        good = pa.array(np.delete(np.arange(len(lines)), wrong))
+        lines = lines[good]
+        columns = {
+            name: values_at(column, good.to_pylist()) if isinstance(column, list) else column.take(good)
             for name, column in columns.items()
         }
-        return Records(lines[good], kept, [*refused, *bad], partial(_record, kept))
     return Records(lines, columns, refused, partial(_record, columns))
 
 

@@ -7,9 +7,9 @@ them for certain.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import string
+import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -113,31 +113,31 @@ def normalized_hash(text: str) -> int:
 def normalized_hashes(texts: pa.Array) -> Hashes:
     """Return `normalized_hash` of each text, (rows,)."""
     step = max(1, HASHED_BYTES * len(texts) // max(texts.nbytes, 1))
-    return np.concatenate(
-        [np.empty(0, np.uint64), *(_normalized_hashes(texts.slice(start, step)) for start in range(0, len(texts), step))]
-    )
-
-
-def _normalized_hashes(texts: pa.Array) -> Hashes:
-    content, offsets = _content(texts)
-    lowered = np.frombuffer(content.tobytes().translate(NORMAL), np.uint8)
-    # In ASCII, case folding and collapsing white space is this: lower case, and no space behind another one.
-    spaces = np.append(lowered == ord(" "), True)
-    kept = np.ones(len(lowered), np.bool_)
-    np.logical_and(spaces[1:-1], spaces[:-2], out=kept[1:])
-    dropped = np.flatnonzero(kept[1:]) + 1
-    np.logical_not(kept[1:], out=kept[1:])
-    collapsed: Any = memoryview((lowered[kept] if len(dropped) else lowered).data)
-    moved = (offsets - np.searchsorted(dropped, offsets)).tolist()
+    pieces = [_ascii_digests(texts.slice(start, step)) for start in range(0, len(texts), step)]
+    found = np.frombuffer(b"".join(digests for digests, _ in pieces), ">u8").astype(np.uint64)
+    others = np.flatnonzero(~np.concatenate([np.empty(0, np.bool_), *(simple for _, simple in pieces)]))
     # Python's own functions know the rest: other characters, and white space around a text.
-    simple = (np.diff(offsets) > 0) & ~spaces[offsets[:-1]] & ~spaces[offsets[1:] - 1]
-    simple[np.searchsorted(offsets, np.flatnonzero(lowered >= 0x80), "right") - 1] = False
-    sha256 = hashlib.sha256
-    digests = [sha256(collapsed[start:stop]).digest()[:8] for start, stop in pairwise(moved)]
-    found = np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
-    others = np.flatnonzero(~simple)
     found[others] = [normalized_hash(text) for text in texts.take(pa.array(others)).to_pylist()]
     return found
+
+
+def _ascii_digests(texts: pa.Array) -> tuple[bytes, NDArray[np.bool_]]:
+    """Return 8 bytes of the SHA-256 of each normalized text, and for which of them they are right."""
+    content, offsets = _content(texts)
+    folded = content.tobytes().translate(NORMAL)
+    lowered = np.frombuffer(folded, np.uint8)
+    # In ASCII, case folding and collapsing white space is this: lower case, and no space behind another one.
+    spaces = lowered == ord(" ")
+    repeated = spaces[1:] & spaces[:-1]
+    dropped = np.flatnonzero(repeated) + 1
+    collapsed = lowered[np.append(True, ~repeated)].tobytes() if len(dropped) else folded
+    moved = (offsets - np.searchsorted(dropped, offsets)).tolist()
+    first, last = _ends(texts)
+    simple = _is_printable(first) & _is_printable(last)
+    if not folded.isascii():
+        simple[np.searchsorted(offsets, np.flatnonzero(lowered >= 0x80), "right") - 1] = False
+    sha256 = hashlib.sha256
+    return b"".join([sha256(collapsed[start:stop]).digest()[:8] for start, stop in pairwise(moved)]), simple
 
 
 def _content(texts: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
@@ -298,13 +298,9 @@ def _labels(column: Column) -> Checked:
 def _label(value: Any, column: str) -> float:
     if value is None:
         return 1.0
-    try:
-        label = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
-    except OverflowError:
-        label = math.inf
-    if not math.isfinite(label):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise RefusedRow(f"{column!r} is not a number")
-    return max(-LARGEST, min(label, LARGEST))
+    return float(max(-LARGEST, min(value, LARGEST)))
 
 
 def _lists(column: Column) -> Checked:
