@@ -238,9 +238,7 @@ def _json_record(uri: str, number: int, line: bytes) -> Record | BadRow | None:
 def _has_many_elements(line: bytes) -> bool:
     unescaped = line.replace(rb"\\", b"").replace(rb"\"", b"")
     # Each element has a quote or a comma outside of quotes; counting quotes first bounds the split.
-    if unescaped.count(b'"') > 4 * MAX_ELEMENTS:
-        return True
-    return b"".join(unescaped.split(b'"')[::2]).count(b",") > MAX_ELEMENTS
+    return unescaped.count(b'"') > 4 * MAX_ELEMENTS or b"".join(unescaped.split(b'"')[::2]).count(b",") > MAX_ELEMENTS
 
 
 def _split(block: bytes) -> list[bytes]:
@@ -261,8 +259,7 @@ def _line_blocks(uri: str, path: str) -> Iterator[bytes]:
 
 def delimiter(uri: str) -> str | None:
     """Return the delimiter of a CSV or TSV file, None for other files."""
-    name = uri.removesuffix(".gz").removesuffix(".zst")
-    return CSV_DELIMITERS.get(name[-4:])
+    return CSV_DELIMITERS.get(uri.removesuffix(".gz").removesuffix(".zst")[-4:])
 
 
 @contextmanager
@@ -367,7 +364,7 @@ def _batches(file: pq.ParquetFile, dictionaries: pq.ParquetFile, columns: Sequen
     """
     for group in range(file.num_row_groups):
         first = next(dictionaries.iter_batches(1, row_groups=[group], columns=columns), None)
-        columns_read = [column for column in first.columns if _is_dictionary(column)] if first else []
+        columns_read = [column for column in first.columns if pa.types.is_dictionary(column.type)] if first else []
         largest = max((int(_text_lengths(column.dictionary).max(initial=1)) for column in columns_read), default=1)
         row_group = file.metadata.row_group(group)
         mean = row_group.total_byte_size // max(row_group.num_rows, 1)
@@ -398,19 +395,15 @@ def _check_chunks(uri: str, metadata: pq.FileMetaData, columns: Sequence[str]) -
                 )
 
 
-def _is_dictionary(column: pa.Array) -> bool:
-    return bool(pa.types.is_dictionary(column.type))
-
-
 def _is_list(kind: pa.DataType) -> bool:
     """Return whether values are lists of text."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
     item = kind.value_type
-    return is_text(item.value_type if pa.types.is_dictionary(item) else item)
+    return _is_text(item.value_type if pa.types.is_dictionary(item) else item)
 
 
-def is_text(kind: pa.DataType) -> bool:
+def _is_text(kind: pa.DataType) -> bool:
     """Return whether values are text or bytes."""
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(is_kind(kind) for is_kind in kinds)
@@ -421,8 +414,8 @@ def _text_lengths(column: pa.Array) -> NDArray[np.int64]:
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         ends = np.concatenate([[0], np.cumsum(_text_lengths(column.values) + ITEM_BYTES)])[np.asarray(column.offsets)]
         return np.where(np.asarray(column.is_valid()), np.diff(ends), 0)
-    values = column.dictionary if _is_dictionary(column) else column
-    if not is_text(values.type):
+    values = column.dictionary if pa.types.is_dictionary(column.type) else column
+    if not _is_text(values.type):
         return np.zeros(len(column), np.int64)
     lengths = pc.binary_length(values)
     if values is not column:
@@ -454,10 +447,10 @@ def _arrow_records(
     if wrong:
         bad = ((int(lines[place]), str(_record(columns, place))) for place in wrong)
         refused = [*refused, *((line, bad_row(uri, line, "is not UTF-8", row)) for line, row in bad)]
-        good = pa.array(np.delete(np.arange(len(lines)), wrong))
+        good = np.delete(np.arange(len(lines)), wrong)
         lines = lines[good]
         columns = {
-            name: values_at(column, good.to_pylist()) if isinstance(column, list) else column.take(good)
+            name: values_at(column, good.tolist()) if isinstance(column, list) else column.take(pa.array(good))
             for name, column in columns.items()
         }
     return Records(lines, columns, refused, partial(_record, columns))
@@ -470,11 +463,11 @@ def _record(columns: Mapping[str, Column], place: int) -> Record:
 def _decoded(column: pa.Array) -> Column:
     """Return a column with its texts as valid UTF-8 in Arrow, else in Python values, where an exception is in place of other
     bytes."""
-    if _is_dictionary(column):
+    if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if column.type.num_fields:
         return _lists(column)
-    if not is_text(column.type):
+    if not _is_text(column.type):
         return column
     try:
         texts = column.cast(pa.string())

@@ -6,7 +6,6 @@ them for certain.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import string
 import sys
@@ -14,8 +13,9 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -107,7 +107,7 @@ def normalized_hash(text: str) -> int:
     if not text.isascii():  # NFKC leaves ASCII unchanged
         text = unicodedata.normalize("NFKC", text)
     normalized = " ".join(text.casefold().split())
-    return int.from_bytes(hashlib.sha256(normalized.encode()).digest()[:8], "big")
+    return int.from_bytes(sha256(normalized.encode()).digest()[:8], "big")
 
 
 def normalized_hashes(texts: pa.Array) -> Hashes:
@@ -136,7 +136,6 @@ def _ascii_digests(texts: pa.Array) -> tuple[bytes, NDArray[np.bool_]]:
     simple = _is_printable(first) & _is_printable(last)
     if not folded.isascii():
         simple[np.searchsorted(offsets, np.flatnonzero(lowered >= 0x80), "right") - 1] = False
-    sha256 = hashlib.sha256
     return b"".join([sha256(collapsed[start:stop]).digest()[:8] for start, stop in pairwise(moved)]), simple
 
 
@@ -165,15 +164,9 @@ def _block(uri: str, kind: str, columns: Columns, records: Records) -> Block:
     made = {"line": pa.array(records.lines)}
     for name, (convert, check) in CHECKS.items():
         if name in columns.names:
-            column = columns.names[name]
-            ours = "document" if name == "text" else name
-            made[ours] = _checked(
-                values.get(column, [None] * count),
-                SCHEMAS[kind].field(ours).type,
-                convert,
-                partial(check, column=column),
-                reasons,
-            )
+            ours, column = "document" if name == "text" else name, columns.names[name]
+            exact = partial(check, column=column)
+            made[ours] = _checked(values.get(column, [None] * count), SCHEMAS[kind].field(ours).type, convert, exact, reasons)
     bad = list(records.refused)
     for place, reason in reasons.items():
         line, record = int(records.lines[place]), records.record(place)
@@ -218,6 +211,11 @@ def _checked(
     return pa.array(exact, kind)
 
 
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise RefusedRow(reason)
+
+
 def _strings(column: Column) -> Checked:
     texts = pa.array(column, pa.string()) if isinstance(column, list) else column
     if not pa.types.is_string(texts.type) and not pa.types.is_null(texts.type):
@@ -226,9 +224,8 @@ def _strings(column: Column) -> Checked:
 
 
 def _optional_text(value: Any, column: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise RefusedRow(f"{column!r} is not text")
-    return value
+    _require(value is None or isinstance(value, str), f"{column!r} is not text")
+    return cast(str | None, value)
 
 
 def _texts(column: Column) -> Checked:
@@ -241,14 +238,10 @@ def _texts(column: Column) -> Checked:
 
 
 def _text(value: Any, column: str) -> str:
-    if value is None:
-        raise RefusedRow(f"lacks the field {column!r}")
-    if not isinstance(value, str):
-        raise RefusedRow(f"{column!r} is not text")
-    text = value.strip()
-    if not text.strip(CONTROL + " "):
-        raise RefusedRow(f"{column!r} is empty")
-    return text
+    _require(value is not None, f"lacks the field {column!r}")
+    _require(isinstance(value, str), f"{column!r} is not text")
+    _require(value.strip().strip(CONTROL + " ") != "", f"{column!r} is empty")
+    return str(value.strip())
 
 
 def _array(column: Column) -> pa.Array:
@@ -268,22 +261,17 @@ def _ids(column: Column) -> Checked:
 
 
 def _identifier(value: Any, column: str) -> str:
-    if value is None:
-        raise RefusedRow(f"lacks the field {column!r}")
+    _require(value is not None, f"lacks the field {column!r}")
     identifier = _written(value, column)
-    if not identifier.strip():
-        raise RefusedRow(f"{column!r} is empty")
-    if len(identifier) > MAX_ID_CHARACTERS:
-        raise RefusedRow(f"{column!r} is longer than {MAX_ID_CHARACTERS} characters")
+    _require(identifier.strip() != "", f"{column!r} is empty")
+    _require(len(identifier) <= MAX_ID_CHARACTERS, f"{column!r} is longer than {MAX_ID_CHARACTERS} characters")
     # Ids are keys of other systems' files, where a NUL ends a string and a line break ends a row.
-    if CONTROL_CHARACTER.search(identifier):
-        raise RefusedRow(f"{column!r} has a control character")
+    _require(not CONTROL_CHARACTER.search(identifier), f"{column!r} has a control character")
     return identifier
 
 
 def _written(value: Any, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise RefusedRow(f"{column!r} is neither text nor an integer")
+    _require(isinstance(value, (str, int)) and not isinstance(value, bool), f"{column!r} is neither text nor an integer")
     return str(value)
 
 
@@ -298,8 +286,8 @@ def _labels(column: Column) -> Checked:
 def _label(value: Any, column: str) -> float:
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise RefusedRow(f"{column!r} is not a number")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    _require(is_number, f"{column!r} is not a number")
     return float(max(-LARGEST, min(value, LARGEST)))
 
 
@@ -313,9 +301,10 @@ def _lists(column: Column) -> Checked:
 def _negatives(value: Any, column: str) -> list[str]:
     if value is None:
         return []
-    if not isinstance(value, (str, list)) or not all(isinstance(one, str) for one in value):
-        raise RefusedRow(f"{column!r} is neither text nor a list of texts")
-    return [_text(one, column) for one in ([value] if isinstance(value, str) else value)]
+    texts = [value] if isinstance(value, str) else value
+    is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    _require(is_list, f"{column!r} is neither text nor a list of texts")
+    return [_text(text, column) for text in texts]
 
 
 def _groups(column: Column) -> Checked:
