@@ -222,7 +222,7 @@ class Made:
             labels = table["label"].to_numpy()
             self.positive_rows += int((labels > 0).sum())
             self.statistics["labels"] += float(labels.sum(dtype=np.float64))
-            self.statistics["repeated"] += len(rows) - len(np.unique(table["version"].to_numpy()))
+            self.statistics["repeated"] += len(rows) - pc.count_distinct(table["version"]).as_py()
         return order
 
     def _count(self, name: str, counts: Mapping[str, int]) -> None:
