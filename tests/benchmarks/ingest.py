@@ -6,11 +6,12 @@ The rows are docstrings of the installed packages: a first line as the query, th
 one in twenty is there twice. They come from a local S3 endpoint (moto, a process of its own). Each figure is of a process of its
 own, without its start, the best of the rounds, which take turns.
 
-`scan` reads, checks and hashes the rows one by one (id and document) and keeps nothing; `hash and scan` reads the file once more
-before, for its SHA-256. `columns` reads, checks and hashes them in columns, the query too, and the file's SHA-256; `rows` also
-writes the ingested rows to storage. `ingest` is the whole stage, with tokens; `datasets` is `load_dataset` and `map` with the
-same tokenizer, which write a cache, where that library is installed. Last, the whole stage in one child and in two at the same
-time: in seconds of the clock, which say something on an idle machine only, and of the processor of the busiest child.
+`scan` is the former reader (row_by_row.py), which reads, checks and hashes the rows one by one (id and document) and keeps
+nothing; `hash and scan` reads the file once more before, for its SHA-256. `columns` reads, checks and hashes them in columns, the
+query too, and the file's SHA-256; `rows` also writes the ingested rows to storage. `ingest` is the whole stage, with tokens;
+`datasets` is `load_dataset` and `map` with the same tokenizer, which write a cache, where that library is installed. Last, the
+whole stage in one child and in two at the same time: in seconds of the clock, which say something on an idle machine only, and of
+the processor of the busiest child.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ def write_rows(name: str) -> None:
 def run_stage(name: str) -> None:
     """The whole stage, as one child of the array, over a file or the shards of a folder."""
     child, children, _, name = (*name.split("-", 3),) if name[0].isdigit() else ("0", "1", "", name)
-    paths, scratch = RunPaths(f"{ROOT}/runs/run"), Path(tempfile.mkdtemp())
+    # A run of its own: children at the same time would replace the inputs that others read.
+    paths, scratch = RunPaths(f"{ROOT}/runs/run-{os.getpid()}"), Path(tempfile.mkdtemp())
     tokenizer = TokenizerPlan.model_validate_json(store.read_bytes(f"{ROOT}/tokenizer.json"))
     infos = store.list_objects(f"{ROOT}/{name}") if name == "shards" else [store.stat(f"{ROOT}/{name}")]
     shards = []
