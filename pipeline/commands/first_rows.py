@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline import store
 from pipeline.config import DataConfig, RunConfig
 from pipeline.dataset.columns import check_columns
-from pipeline.dataset.ingested import SLICES
-from pipeline.dataset.records import BadRow
+from pipeline.dataset.ingested import DOCUMENTS, PAIRS, SLICES
 from pipeline.dataset.refusals import Refusals
-from pipeline.dataset.rows import CorpusRow, TrainingRow, normalized_hash, read_corpus_rows, read_training_rows
+from pipeline.dataset.rows import SCHEMAS, Block, read_blocks
 from pipeline.dataset.selection import holdout_slices
 from pipeline.dataset.shards import find_shards
 from pipeline.errors import BadData
@@ -34,13 +36,13 @@ class FirstRows:
 
     Attributes:
         shards: those that were read.
-        rows: the good rows.
+        rows: the good rows, see `rows.SCHEMAS`.
         refusals: the others.
         complete: these are all rows of all shards.
     """
 
     shards: tuple[store.ObjectInfo, ...]
-    rows: list[TrainingRow | CorpusRow]
+    rows: pa.Table
     refusals: Refusals
     complete: bool
 
@@ -57,23 +59,38 @@ def read_first_rows(shards: Sequence[store.ObjectInfo], columns: Mapping[str, st
     """
     step = max(1.0, len(shards) / LOOK_FILES)
     chosen = tuple(shards[int(index * step)] for index in range(min(len(shards), LOOK_FILES)))
-    good: list[TrainingRow | CorpusRow] = []
+    kind = DOCUMENTS if source == "corpus" else PAIRS
+    good = [SCHEMAS[kind].empty_table()]
     refusals, complete = Refusals(), len(chosen) == len(shards)
-    share = max(1, len(chosen))
     for shard in chosen:
-        found: Iterator[TrainingRow | CorpusRow | BadRow]
-        found = read_corpus_rows(shard.uri, columns) if source == "corpus" else read_training_rows(shard.uri, columns)
-        characters = 0
-        for row in islice(found, LOOK_ROWS // share):
-            if isinstance(row, BadRow):
+        rows, characters = LOOK_ROWS // len(chosen), LOOK_CHARACTERS // len(chosen)
+        for block in filter(_size, read_blocks(shard.uri, kind, columns)):
+            first, read = _beginning(block, rows, characters)
+            good.append(first.rows)
+            for row in first.bad:
                 refusals.add(row)
-                continue
-            good.append(row)
-            characters += sum(len(text) for text in row if isinstance(text, str))
-            if characters > LOOK_CHARACTERS // share:
+            rows, characters = rows - _size(first), characters - read
+            if _size(first) < _size(block):
+                complete = False
                 break
-        complete = complete and next(found, None) is None
-    return FirstRows(shards=chosen, rows=good, refusals=refusals, complete=complete)
+    return FirstRows(shards=chosen, rows=pa.concat_tables(good), refusals=refusals, complete=complete)
+
+
+def _size(block: Block) -> int:
+    return len(block.rows) + len(block.bad)
+
+
+def _beginning(block: Block, rows: int, characters: int) -> tuple[Block, int]:
+    """Return the first rows of a block, so many or up to the one that exceeds the characters, and their characters."""
+    good = np.asarray(block.rows["line"])
+    bad = np.array([int(row.at.rpartition(":")[2]) for row in block.bad], np.int64)
+    texts = [np.asarray(pc.utf8_length(block.rows[name])) for name in ("document", "query") if name in block.rows.column_names]
+    read = np.cumsum(sum(texts))
+    # Lines behind these are cut off.
+    last = [*np.sort(np.concatenate([good, bad]))[:rows][-1:], *good[read > characters][:1]]
+    limit = min(last) if rows > 0 and characters >= 0 else 0
+    count = int((good <= limit).sum())
+    return Block(block.rows.slice(0, count), block.bad[: int((bad <= limit).sum())]), int(read[count - 1]) if count else 0
 
 
 def check_first_rows(
@@ -98,9 +115,9 @@ def check_first_rows(
         refuse_bad_rows(first, config.data.max_bad_fraction)
         if earlier is not None and first.complete:
             before = read_first_rows(find_shards(earlier, "data.train"), columns)
-            rows = [*first.rows, *before.rows]
+            rows = pa.concat_tables([first.rows, before.rows])
             # Without a positive row there is nothing to hold out: prepare names that cause.
-            if before.complete and any(isinstance(row, TrainingRow) and row.label > 0 for row in rows):
+            if before.complete and (np.asarray(rows["label"]) > 0).any():
                 check_holdout(held_out_queries(rows, config.data), config.gate)
 
 
@@ -123,9 +140,13 @@ def refuse_bad_rows(first: FirstRows, limit: float) -> None:
         )
 
 
-def held_out_queries(rows: Sequence[TrainingRow | CorpusRow], data: DataConfig) -> int:
-    """Return how many distinct queries of these rows the hold-out has, counted as plan does."""
-    limit, by_query = holdout_slices(data.holdout_fraction), data.holdout_by == "query"
-    pairs = [row for row in rows if isinstance(row, TrainingRow) and row.label > 0]
-    held = [row for row in pairs if normalized_hash(row.query if by_query else row.document) * SLICES >> 64 < limit]
-    return len({(normalized_hash(row.query), row.locale) for row in held})
+def held_out_queries(rows: pa.Table, data: DataConfig) -> int:
+    """Return how many distinct queries of these pairs the hold-out has, counted as plan does."""
+    keys = np.asarray(rows["query_hash" if data.holdout_by == "query" else "document_hash"])
+    held = keys // np.uint64((1 << 64) // SLICES) < holdout_slices(data.holdout_fraction)
+    return distinct(rows.filter(pa.array(held & (np.asarray(rows["label"]) > 0))), "query_hash", "locale")
+
+
+def distinct(rows: pa.Table, *columns: str) -> int:
+    """Return the number of distinct rows in some columns."""
+    return int(rows.group_by(list(columns)).aggregate([]).num_rows)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pipeline.commands.first_rows import FirstRows, held_out_queries, read_first_rows, refuse_bad_rows
+from pipeline.commands.first_rows import FirstRows, distinct, held_out_queries, read_first_rows, refuse_bad_rows
 from pipeline.config import DataConfig, RunConfig, build_config
 from pipeline.dataset.columns import TRAINING_COLUMNS, check_columns, fields_of, resolve
 from pipeline.dataset.records import estimate_rows, file_columns
-from pipeline.dataset.rows import TrainingRow, normalized_hash
 from pipeline.dataset.shards import find_shards
 from pipeline.errors import BadConfig
 from pipeline.files import write_atomically
@@ -85,7 +85,6 @@ class DataFacts:
         files: shards, and their size in bytes.
         rows: how many they have in all, estimated unless all were read.
         first: those that were read.
-        pairs: the good ones among them.
         columns: ours -> those of the first file that are read for them.
         unused: its other columns.
         queries, documents: lengths of a sample in tokens.
@@ -95,7 +94,6 @@ class DataFacts:
     size: int
     rows: int
     first: FirstRows
-    pairs: list[TrainingRow]
     columns: dict[str, str]
     unused: tuple[str, ...]
     queries: NDArray[np.int64]
@@ -139,7 +137,6 @@ def read_data(inputs: Sequence[str], columns: dict[str, str], model: ModelFacts)
     shards = find_shards(inputs, "--input")
     first = read_first_rows(shards, columns)
     refuse_bad_rows(first, RunConfig().data.max_bad_fraction)
-    pairs = [row for row in first.rows if isinstance(row, TrainingRow)]
     present = file_columns(first.shards[0].uri)
     chosen = resolve(first.shards[0].uri, TRAINING_COLUMNS, columns, present)
     size = sum(shard.size for shard in shards)
@@ -147,17 +144,16 @@ def read_data(inputs: Sequence[str], columns: dict[str, str], model: ModelFacts)
     if not first.complete:
         known = sum(shard.size for shard in first.shards)
         rows = max(rows, round(sum(estimate_rows(shard.uri, shard.size) for shard in first.shards) * size / known))
-    sample = pairs[:: max(1, len(pairs) // SAMPLED_ROWS)]
+    sample = first.rows.take(pa.array(np.arange(0, len(first.rows), max(1, len(first.rows) // SAMPLED_ROWS))))
     return DataFacts(
         files=len(shards),
         size=size,
         rows=rows,
         first=first,
-        pairs=pairs,
         columns={ours: name for ours, name in chosen.names.items() if set(fields_of(name)) <= set(present)},
         unused=tuple(column for column in present if column not in chosen.wanted),
-        queries=model.count([row.query[:LONGEST_SAMPLED] for row in sample]),
-        documents=model.count([row.document[:LONGEST_SAMPLED] for row in sample]),
+        queries=model.count([text[:LONGEST_SAMPLED] for text in sample["query"].to_pylist()]),
+        documents=model.count([text[:LONGEST_SAMPLED] for text in sample["document"].to_pylist()]),
     )
 
 
@@ -198,7 +194,8 @@ def describe(data: DataFacts, model: ModelFacts) -> Iterator[tuple[str, str]]:
     if "id" not in data.columns:
         yield "", "no id: documents with the same text are one"
     yield "languages", _languages(data)
-    pairs, documents = _repeated(data.pairs, queries=True), _repeated(data.pairs, queries=False)
+    rows = data.first.rows
+    pairs, documents = (len(rows) - distinct(rows, *columns) for columns in (("document_hash", "query_hash"), ("document_hash",)))
     yield "duplicates", f"{pairs:,} rows repeat an earlier pair, {documents:,} an earlier document"
     how = "" if model.counted else f", at {CHARACTERS_PER_TOKEN} characters a token: the model has no tokenizer.json"
     for name, lengths in (("queries", data.queries), ("documents", data.documents)):
@@ -216,7 +213,7 @@ def write_config(path: Path, chosen: dict[str, Any], data: DataFacts) -> None:
     config = build_config(chosen)
     fraction, train = config.data.holdout_fraction, config.train
     steps = round(data.rows * (1 - fraction) / train.batch_size * train.epochs)
-    queries = held_out_queries(data.first.rows, config.data) * data.rows / max(1, len(data.pairs))
+    queries = held_out_queries(data.first.rows, config.data) * data.rows / max(1, len(data.first.rows))
     cut = (data.documents > train.buckets[-1]).mean(), (data.queries > train.query_length).mean()
     reasons = {
         "data.train": "files, or folders of them; later files go here, into the folder, or after --input",
@@ -269,7 +266,7 @@ def _estimate_tokens(texts: Sequence[str]) -> NDArray[np.int64]:
 def _holdout(data: DataFacts) -> tuple[float, bool]:
     """Return the smallest fraction that holds out enough queries, and whether there is one."""
     needed = RunConfig().gate.min_queries
-    scale = data.rows / max(1, len(data.pairs)) if not data.first.complete else 1.0
+    scale = data.rows / max(1, len(data.first.rows)) if not data.first.complete else 1.0
     for hundredths in range(2, round(100 * LARGEST_HOLDOUT) + 1):
         found = held_out_queries(data.first.rows, DataConfig(holdout_fraction=hundredths / 100)) * scale
         if found >= needed * (1 if data.first.complete else SPARE_QUERIES):
@@ -279,18 +276,14 @@ def _holdout(data: DataFacts) -> tuple[float, bool]:
 
 def _languages(data: DataFacts) -> str:
     """The rows' locales, or the scripts of their letters if no row has a locale."""
-    locales = Counter(row.locale for row in data.pairs if row.locale is not None)
+    locales = Counter(data.first.rows["locale"].drop_null().to_pylist())
     if locales:
-        return ", ".join(f"{locale} {count / len(data.pairs):.0%}" for locale, count in locales.most_common(10))
-    letters = (letter for row in data.pairs[:SAMPLED_ROWS] for letter in row.document[:200] if letter.isalpha())
+        return ", ".join(f"{locale} {count / len(data.first.rows):.0%}" for locale, count in locales.most_common(10))
+    documents = data.first.rows["document"][:SAMPLED_ROWS].to_pylist()
+    letters = (letter for document in documents for letter in document[:200] if letter.isalpha())
     scripts = Counter(unicodedata.name(letter, "?").partition(" ")[0].capitalize() for letter in letters)
     found = ", ".join(f"{script} {count / scripts.total():.0%}" for script, count in scripts.most_common(5))
     return f"no locale; script {found}"
-
-
-def _repeated(pairs: Sequence[TrainingRow], *, queries: bool) -> int:
-    seen = {(normalized_hash(row.document), normalized_hash(row.query) if queries else 0) for row in pairs}
-    return len(pairs) - len(seen)
 
 
 def _up(length: float, step: int) -> int:

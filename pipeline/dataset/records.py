@@ -1,4 +1,4 @@
-"""Read the records of shards: JSON Lines, CSV and TSV (plain, gzip, zstd) and Parquet as one stream of dicts and refused rows.
+"""Read the records of shards in columns: JSON Lines, CSV and TSV (plain, gzip, zstd) and Parquet, some thousand rows at a time.
 
 A shard is never held in memory as a whole, and no row of it, however it is packed, can fill the memory.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -67,6 +69,8 @@ about a megabyte."""
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Record = dict[str, Any]
+DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Record)
+Column: TypeAlias = "pa.Array | list[Any]"
 
 
 class BadRow(NamedTuple):
@@ -77,27 +81,21 @@ class BadRow(NamedTuple):
     row: str
 
 
-class RawRows(NamedTuple):
-    """Consecutive rows of a CSV or Parquet file as it has them.
+class Records(NamedTuple):
+    """Consecutive records of a shard, in columns.
 
     Attributes:
-        lines: numbers of the rows in `columns`.
-        columns: those that are wanted.
-        refused: rows among them that are not in `columns`, with their numbers.
-        types: column that is not read -> its type, which stands for every value.
-        numbers: column whose texts are numbers, where they can be: CSV knows none.
+        lines: their numbers, (rows,): lines of JSON Lines, rows of other files, from 1.
+        columns: the wanted ones that the file has, (rows,) each: texts in Arrow are valid UTF-8, lists hold Python values. The
+            type of a column that cannot be rows stands for each of its values.
+        refused: other rows among them, with their numbers.
+        record: returns a record by its place in the columns.
     """
 
     lines: NDArray[np.int64]
-    columns: pa.RecordBatch
+    columns: dict[str, Column]
     refused: list[tuple[int, BadRow]]
-    types: Mapping[str, pa.DataType] = {}
-    numbers: str = ""
-
-    def values(self, name: str) -> list[Any]:
-        """Return a column's Python values, see `column_values`."""
-        found = column_values(self.columns.column(name))
-        return list(map(_number, found)) if name == self.numbers else found
+    record: Callable[[int], Record]
 
 
 def is_shard(uri: str) -> bool:
@@ -123,8 +121,9 @@ def file_columns(uri: str, path: str = "") -> list[str]:
     if delimiter(uri):
         with _csv_reader(uri, path, [], []) as reader:
             return list(reader.schema.names)
-    first = json_records(uri, enumerate(_first_lines(uri, path), 1))
-    return list(dict.fromkeys(key for _, record in first if isinstance(record, dict) for key in record))
+    lines = _split(next(_line_blocks(uri, path), b""))[:FIRST_ROWS]
+    records = (_json_record(uri, number, line) for number, line in enumerate(lines, 1))
+    return list(dict.fromkeys(key for record in records if isinstance(record, dict) for key in record))
 
 
 def estimate_rows(uri: str, size: int) -> int:
@@ -149,139 +148,118 @@ def estimate_rows(uri: str, size: int) -> int:
         return lines - bool(lines and delimiter(uri))
 
 
-def read_records(uri: str, columns: Columns) -> Iterator[tuple[int, Record | BadRow]]:
-    """Yield every record of a shard with its number (lines of JSON Lines, rows of other files), in the file's order.
+def read_records(uri: str, columns: Columns, path: str = "") -> Iterator[Records]:
+    """Yield all records of a shard, in the file's order.
+
+    Args:
+        path: see `file_columns`.
 
     Raises:
         BadData: the file is cut off, damaged, or a Parquet or CSV file without a column.
         MissingInput, Transient: it cannot be read.
     """
-    if uri.endswith(".parquet") or delimiter(uri):
-        return (row for raw in raw_rows(uri, columns) for row in raw_records(uri, raw))
-    return json_records(uri, enumerate(_lines(uri), 1))
+    if not (uri.endswith(".parquet") or delimiter(uri)):
+        return _json_records(uri, path, columns)
+    _refuse_missing(uri, columns)
+    return _parquet_records(uri, path, columns) if uri.endswith(".parquet") else _csv_records(uri, path, columns)
 
 
-def raw_rows(uri: str, columns: Columns, path: str = "") -> Iterator[RawRows]:
-    """Yield the rows of a CSV or Parquet file; arguments and errors as of `read_records` and `file_columns`."""
-    return _parquet_rows(uri, path, columns) if uri.endswith(".parquet") else _csv_rows(uri, path, columns)
+def _refuse_missing(uri: str, columns: Columns) -> None:
+    if columns.missing:
+        raise BadData(
+            "a file lacks a column",
+            value=[
+                f"{uri}: {columns.names[name]}{columns.hints[f'lacks the field {columns.names[name]!r}']}"
+                for name in columns.missing
+            ],
+            rule="every file has the columns of its rows",
+            remedy="name the file's column under data.columns, or remove the file from the folder",
+        )
 
 
-def raw_records(uri: str, raw: RawRows) -> Iterator[tuple[int, Record | BadRow]]:
-    """Yield the rows one by one, with the refused ones in their places."""
-    refused = iter(raw.refused)
-    next_refused = next(refused, None)
-    names = raw.columns.schema.names
-    for line, *row in zip(raw.lines.tolist(), *map(raw.values, names), strict=True):
-        while next_refused and next_refused[0] < line:
-            yield next_refused
-            next_refused = next(refused, None)
-        record = {**raw.types, **dict(zip(names, row, strict=True))}
-        if any(isinstance(value, UnicodeDecodeError) for value in row):
-            yield line, bad_row(uri, line, "is not UTF-8", str(record))
-        else:
-            yield line, record
-    if next_refused:
-        yield next_refused
-        yield from refused
+def values_at(column: Column, places: Sequence[int]) -> list[Any]:
+    """Return the Python values of some rows."""
+    return [column[place] for place in places] if isinstance(column, list) else _values(column.take(pa.array(places, pa.int64())))
 
 
-def json_records(uri: str, lines: Iterable[tuple[int, bytes | None]]) -> Iterator[tuple[int, Record | BadRow]]:
-    """Yield the records of numbered lines, without blank ones.
+def _json_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
+    first = 1
+    for block in _line_blocks(uri, path):
+        found = _decoded_block(block) or [_json_record(uri, number, line) for number, line in enumerate(_split(block), first)]
+        lines = [number for number, record in enumerate(found, first) if isinstance(record, dict)]
+        records = [record for record in found if isinstance(record, dict)]
+        yield Records(
+            lines=np.array(lines, np.int64),
+            columns={field: [record.get(field) for record in records] for field in columns.wanted},
+            refused=[(number, record) for number, record in enumerate(found, first) if isinstance(record, BadRow)],
+            record=records.__getitem__,
+        )
+        first += len(found)
 
-    Args:
-        lines: None for one that is too long.
-    """
-    for number, line in lines:
-        if line is None:
-            yield number, bad_row(uri, number, f"is longer than {MAX_ROW_BYTES >> 20} MiB", "")
-            continue
-        if not line or line.isspace():
-            continue
-        if len(line) > LARGE_LINE_BYTES and _has_many_elements(line):
-            yield (
-                number,
-                bad_row(uri, number, f"has more than {MAX_ELEMENTS:,} keys and list items", line.decode(errors="replace")),
-            )
-            continue
-        try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            if SURROGATE_ESCAPE.search(line):
-                # Half of an escaped surrogate pair parses, but is no text that can be written down again.
-                json.dumps(record, ensure_ascii=False).encode()
-        except UnicodeError:
-            yield number, bad_row(uri, number, "is not UTF-8", line.decode(errors="replace"))
-        except (ValueError, RecursionError) as error:
-            yield number, bad_row(uri, number, f"is not JSON: {error}", line.decode(errors="replace"))
-        else:
-            is_object = isinstance(record, dict)
-            yield number, record if is_object else bad_row(uri, number, "is not a JSON object", line.decode())
+
+def _decoded_block(block: bytes) -> Sequence[Record | BadRow | None]:
+    """Return the records of a block of lines; none if not every line is certain to hold one."""
+    content = np.frombuffer(block, np.uint8)
+    ends = np.flatnonzero(content == ord("\n"))
+    starts = np.append(0, ends + 1)[: len(ends)]
+    # Every line from brace to brace, and as many records as lines: no record on two lines, and no line with two records.
+    whole = len(ends) and ends[-1] == len(block) - 1 and (ends - starts).max() <= LARGE_LINE_BYTES
+    if whole and (content[starts] == ord("{")).all() and (content[ends - 1] == ord("}")).all():
+        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            records = DECODER.decode_lines(block)
+            return records if len(records) == len(ends) else []
+    return []
+
+
+def _json_record(uri: str, number: int, line: bytes) -> Record | BadRow | None:
+    """Return the record of a line, or why it has none; None for a blank line."""
+    if len(line) > MAX_ROW_BYTES:
+        return bad_row(uri, number, f"is longer than {MAX_ROW_BYTES >> 20} MiB", "")
+    if not line or line.isspace():
+        return None
+    if len(line) <= LARGE_LINE_BYTES:
+        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            return cast(Record, DECODER.decode(line))
+    excerpt = line[: 4 * EXCERPT_CHARACTERS].decode(errors="replace")
+    if len(line) > LARGE_LINE_BYTES and _has_many_elements(line):
+        return bad_row(uri, number, f"has more than {MAX_ELEMENTS:,} keys and list items", excerpt)
+    try:
+        record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        if SURROGATE_ESCAPE.search(line):
+            # Half of an escaped surrogate pair parses, but is no text that can be written down again.
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeError:
+        return bad_row(uri, number, "is not UTF-8", excerpt)
+    except (ValueError, RecursionError) as error:
+        return bad_row(uri, number, f"is not JSON: {error}", excerpt)
+    return record if isinstance(record, dict) else bad_row(uri, number, "is not a JSON object", excerpt)
 
 
 def _has_many_elements(line: bytes) -> bool:
     unescaped = line.replace(rb"\\", b"").replace(rb"\"", b"")
     # Each element has a quote or a comma outside of quotes; counting quotes first bounds the split.
-    if unescaped.count(b'"') > 4 * MAX_ELEMENTS:
-        return True
-    return b"".join(unescaped.split(b'"')[::2]).count(b",") > MAX_ELEMENTS
+    return unescaped.count(b'"') > 4 * MAX_ELEMENTS or b"".join(unescaped.split(b'"')[::2]).count(b",") > MAX_ELEMENTS
 
 
-def _first_lines(uri: str, path: str) -> Iterator[bytes | None]:
-    size = 0
-    for line in islice(_lines(uri, path), FIRST_ROWS):
-        yield line
-        size += len(line or b"")
-        if size > READ_BYTES:
-            return
+def _split(block: bytes) -> list[bytes]:
+    return block.removesuffix(b"\n").split(b"\n")
 
 
-def _lines(uri: str, path: str = "") -> Iterator[bytes | None]:
-    """Yield lines without their ends; None for a line that is too long."""
-    for block in line_blocks(uri, path):
-        if block is None:
-            yield None
-        else:
-            yield from block.removesuffix(b"\n").split(b"\n")
-
-
-def line_blocks(uri: str, path: str = "", least: int = 1) -> Iterator[bytes | None]:
-    """Yield whole lines with their ends; None for a line that is too long.
-
-    Args:
-        path: see `file_columns`.
-        least: bytes that are yielded together; the last ones, and those before a line that is too long, are fewer.
-    """
+def _line_blocks(uri: str, path: str) -> Iterator[bytes]:
+    """Yield the text of whole lines, about BLOCK_BYTES together; of a line that is too long only the beginning."""
     with store.open_read(path or uri) as stream:
-        tail: bytes | None = b""
-        whole: list[bytes] = []
-        for piece in pieces(uri, stream):
-            first, newline, rest = piece.partition(b"\n")
-            if tail is not None:
-                tail += first
-                if len(tail) > MAX_ROW_BYTES:
-                    tail = None
-            if not newline:
-                continue
-            if tail is None:
-                yield from filter(None, [b"".join(whole)])
-                yield None
-                whole = []
-            else:
-                whole += (tail, newline)
-            end = rest.rfind(newline) + 1
-            whole.append(rest[:end])
-            tail = rest[end:]
-            if sum(map(len, whole)) >= least:
-                yield b"".join(whole)
-                whole = []
-        yield from filter(None, [b"".join([*whole, tail or b""])])
-        if tail is None:
-            yield None
+        reader = io.BufferedReader(Unpacked(pieces(uri, stream)), READ_BYTES)
+        while block := reader.read(BLOCK_BYTES):
+            # To the end of the last line, but no further than any line may reach.
+            block += reader.readline(MAX_ROW_BYTES + 1)
+            yield block
+            while not block.endswith(b"\n") and (block := reader.readline(READ_BYTES)):
+                pass
 
 
 def delimiter(uri: str) -> str | None:
     """Return the delimiter of a CSV or TSV file, None for other files."""
-    name = uri.removesuffix(".gz").removesuffix(".zst")
-    return CSV_DELIMITERS.get(name[-4:])
+    return CSV_DELIMITERS.get(uri.removesuffix(".gz").removesuffix(".zst")[-4:])
 
 
 @contextmanager
@@ -315,53 +293,35 @@ def _csv_reader(uri: str, path: str, columns: Sequence[str], invalid: list[csv.I
         yield reader
 
 
-def _csv_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
+def _csv_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
     """Yield the rows in the file's order, numbered from 1 after the row that names the columns."""
-    _refuse_missing(uri, columns)
     present = set(file_columns(uri, path))
     wanted = [name for name in columns.wanted if name in present]
-    number = columns.names.get("label", "")
     invalid: list[csv.InvalidRow] = []
     line = 0
-
-    def refused_here() -> Iterator[tuple[int, BadRow]]:
-        nonlocal line
-        while invalid and invalid[0].number == line + 2:  # Arrow counts the row of names too
-            row = invalid.pop(0)
-            line += 1
-            yield line, bad_row(uri, line, f"has {row.actual_columns} values, not {row.expected_columns}", row.text)
-
     with _csv_reader(uri, path, wanted, invalid) as reader:
         for batch in reader:
-            lines = np.empty(len(batch), np.int64)
-            refused: list[tuple[int, BadRow]] = []
-            done = 0
-            while done < len(batch):
-                refused += refused_here()
-                # Good rows until the next refused one.
-                run = min(len(batch) - done, invalid[0].number - line - 2 if invalid else len(batch))
-                lines[done : done + run] = np.arange(line + 1, line + run + 1)
-                done, line = done + run, line + run
-            yield RawRows(lines, batch, refused, numbers=number)
-        if refused := list(refused_here()):
-            yield RawRows(np.empty(0, np.int64), pa.RecordBatch.from_pylist([], reader.schema), refused)
+            # Arrow counts the row of names, too, and has read ahead.
+            numbers = np.setdiff1d(np.arange(1, 1 + len(batch) + len(invalid)) + line, [row.number - 1 for row in invalid])
+            lines = numbers[: len(batch)]
+            line = int(lines[-1]) if len(lines) else line
+            passed = sum(row.number <= line for row in invalid)
+            yield _arrow_records(uri, lines, batch, _invalid_rows(uri, invalid[:passed]), number=columns.names.get("label", ""))
+            del invalid[:passed]
+        yield Records(np.empty(0, np.int64), {}, _invalid_rows(uri, invalid), lambda _: {})
 
 
-def _refuse_missing(uri: str, columns: Columns) -> None:
-    if columns.missing:
-        raise BadData(
-            "a file lacks a column",
-            value=[
-                f"{uri}: {columns.names[name]}{columns.hints[f'lacks the field {columns.names[name]!r}']}"
-                for name in columns.missing
-            ],
-            rule="every file has the columns of its rows",
-            remedy="name the file's column under data.columns, or remove the file from the folder",
+def _invalid_rows(uri: str, rows: Sequence[csv.InvalidRow]) -> list[tuple[int, BadRow]]:
+    return [
+        (
+            row.number - 1,
+            bad_row(uri, row.number - 1, f"has {row.actual_columns} values, not {row.expected_columns}", row.text),
         )
+        for row in rows
+    ]
 
 
-def _parquet_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
-    _refuse_missing(uri, columns)
+def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
     with store.open_read(path or uri) as stream, arrow_errors(uri):
         metadata = pq.read_metadata(stream)
         schema = metadata.schema.to_arrow_schema()
@@ -392,7 +352,7 @@ def _parquet_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
                 rows, good = batch.slice(start, stop - start), kept[start:stop]
                 too_long = f"is longer than {MAX_ROW_BYTES >> 20} MiB"
                 refused = [(number, bad_row(uri, number, too_long, "")) for number in lines[~good].tolist()]
-                yield RawRows(lines[good], rows if good.all() else rows.filter(pa.array(good)), refused, nested)
+                yield _arrow_records(uri, lines[good], rows if good.all() else rows.filter(pa.array(good)), refused, nested)
             line += len(batch)
 
 
@@ -404,7 +364,7 @@ def _batches(file: pq.ParquetFile, dictionaries: pq.ParquetFile, columns: Sequen
     """
     for group in range(file.num_row_groups):
         first = next(dictionaries.iter_batches(1, row_groups=[group], columns=columns), None)
-        columns_read = [column for column in first.columns if _is_dictionary(column)] if first else []
+        columns_read = [column for column in first.columns if pa.types.is_dictionary(column.type)] if first else []
         largest = max((int(_text_lengths(column.dictionary).max(initial=1)) for column in columns_read), default=1)
         row_group = file.metadata.row_group(group)
         mean = row_group.total_byte_size // max(row_group.num_rows, 1)
@@ -435,19 +395,15 @@ def _check_chunks(uri: str, metadata: pq.FileMetaData, columns: Sequence[str]) -
                 )
 
 
-def _is_dictionary(column: pa.Array) -> bool:
-    return bool(pa.types.is_dictionary(column.type))
-
-
 def _is_list(kind: pa.DataType) -> bool:
     """Return whether values are lists of text."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
     item = kind.value_type
-    return is_text(item.value_type if pa.types.is_dictionary(item) else item)
+    return _is_text(item.value_type if pa.types.is_dictionary(item) else item)
 
 
-def is_text(kind: pa.DataType) -> bool:
+def _is_text(kind: pa.DataType) -> bool:
     """Return whether values are text or bytes."""
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(is_kind(kind) for is_kind in kinds)
@@ -458,8 +414,8 @@ def _text_lengths(column: pa.Array) -> NDArray[np.int64]:
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         ends = np.concatenate([[0], np.cumsum(_text_lengths(column.values) + ITEM_BYTES)])[np.asarray(column.offsets)]
         return np.where(np.asarray(column.is_valid()), np.diff(ends), 0)
-    values = column.dictionary if _is_dictionary(column) else column
-    if not is_text(values.type):
+    values = column.dictionary if pa.types.is_dictionary(column.type) else column
+    if not _is_text(values.type):
         return np.zeros(len(column), np.int64)
     lengths = pc.binary_length(values)
     if values is not column:
@@ -467,27 +423,75 @@ def _text_lengths(column: pa.Array) -> NDArray[np.int64]:
     return np.asarray(lengths.fill_null(0), np.int64)
 
 
-def column_values(column: pa.Array) -> list[Any]:
-    """Return Python values: for text that is not UTF-8 the exception, for values that Python cannot hold their type."""
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return _lists(column)
-    if _is_dictionary(column):
+def _arrow_records(
+    uri: str,
+    lines: NDArray[np.int64],
+    batch: pa.RecordBatch,
+    refused: list[tuple[int, BadRow]],
+    types: Mapping[str, pa.DataType] = {},
+    number: str = "",
+) -> Records:
+    """Return the rows of a CSV or Parquet file, without those whose text is not UTF-8.
+
+    Args:
+        batch: the wanted columns.
+        types: column that is not read -> its type.
+        number: column whose texts are numbers, where they can be: CSV knows none.
+    """
+    columns: dict[str, Column] = {name: [kind] * len(lines) for name, kind in types.items()}
+    columns |= {name: _decoded(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+    if number in columns:
+        columns[number] = list(map(_number, values_at(columns[number], range(len(lines)))))
+    lists = [column for column in columns.values() if isinstance(column, list)]
+    wrong = sorted({place for column in lists for place, value in enumerate(column) if isinstance(value, UnicodeDecodeError)})
+    if wrong:
+        bad = ((int(lines[place]), str(_record(columns, place))) for place in wrong)
+        refused = [*refused, *((line, bad_row(uri, line, "is not UTF-8", row)) for line, row in bad)]
+        good = np.delete(np.arange(len(lines)), wrong)
+        lines = lines[good]
+        columns = {
+            name: values_at(column, good.tolist()) if isinstance(column, list) else column.take(pa.array(good))
+            for name, column in columns.items()
+        }
+    return Records(lines, columns, refused, partial(_record, columns))
+
+
+def _record(columns: Mapping[str, Column], place: int) -> Record:
+    return {name: values_at(column, [place])[0] for name, column in columns.items()}
+
+
+def _decoded(column: pa.Array) -> Column:
+    """Return a column with its texts as valid UTF-8 in Arrow, else in Python values, where an exception is in place of other
+    bytes."""
+    if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
-        return [_decoded(value) for value in column.to_pylist()]
+    if column.type.num_fields:
+        return _lists(column)
+    if not _is_text(column.type):
+        return column
     try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [_decoded(value) for value in column.cast(pa.large_binary()).to_pylist()]
-    except (ValueError, OverflowError):  # times outside of Python's calendar or finer than its clock
-        return [column.type if valid else None for valid in column.is_valid().to_pylist()]
+        texts = column.cast(pa.string())
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        return [_text(value) for value in column.cast(pa.large_binary()).to_pylist()]
+    return texts
 
 
 def _lists(column: pa.Array) -> list[Any]:
-    items, lengths = iter(column_values(column.flatten())), pc.list_value_length(column).to_pylist()
+    """Return lists of texts, or an exception in place of one with bytes that are not UTF-8."""
+    flat = _decoded(column.flatten())
+    items, lengths = iter(values_at(flat, range(len(flat)))), pc.list_value_length(column).to_pylist()
     rows = [None if length is None else list(islice(items, length)) for length in lengths]
     wrong = ([item for item in row or () if isinstance(item, UnicodeDecodeError)] for row in rows)
     return [found[0] if found else row for row, found in zip(rows, wrong, strict=True)]
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Return Python values, the type in place of those that Python cannot hold."""
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError):  # times outside of Python's calendar or finer than its clock
+        return [column.type if valid else None for valid in column.is_valid().to_pylist()]
 
 
 def _number(value: Any) -> Any:
@@ -497,7 +501,7 @@ def _number(value: Any) -> Any:
         return value
 
 
-def _decoded(value: bytes | None) -> str | UnicodeDecodeError | None:
+def _text(value: bytes | None) -> str | UnicodeDecodeError | None:
     try:
         return None if value is None else value.decode()
     except UnicodeDecodeError as error:

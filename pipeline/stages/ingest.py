@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.contract import Artifact
-from pipeline.dataset.blocks import Block, id_hashes, normalized_hashes, read_blocks, shard_columns
 from pipeline.dataset.columns import Columns
 from pipeline.dataset.deletions import Deletions
+from pipeline.dataset.ids import id_hash
 from pipeline.dataset.ingested import (
     DOCUMENTS,
     FACTS,
@@ -51,6 +51,7 @@ from pipeline.dataset.ingested import (
     write_profile,
 )
 from pipeline.dataset.refusals import Refusals
+from pipeline.dataset.rows import Block, normalized_hashes, read_blocks, shard_columns
 from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
 from pipeline.errors import BadData, Transient
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
@@ -213,12 +214,10 @@ class Made:
             self._count(name, {str(1 << bound): count for bound, count in zip(bounds.tolist(), counts.tolist(), strict=True)})
 
     def write_rows(self, rows: pa.Table, holdout_by: str) -> pa.Array:
-        """Write one more file of rows, see blocks.SCHEMAS; return their order."""
+        """Write one more file of rows, see rows.SCHEMAS; return their order."""
         kind = self.shard.kind
-        table = _pairs(rows, holdout_by) if kind == PAIRS else _documents(rows)
-        table = table.append_column("row", pa.array(np.arange(len(rows))))
-        file, ordered = write_file(self.rows_folder, len(self.files), kind, table)
-        self.files.append(file)
+        table, order = _pairs(rows, holdout_by) if kind == PAIRS else _documents(rows)
+        self.files.append(write_file(self.rows_folder, len(self.files), kind, table)[0])
         for name, column in (("locales", "locale"), ("tasks", "task")):
             if column in table.column_names:
                 found = table[column].value_counts().to_pylist()
@@ -229,8 +228,8 @@ class Made:
             labels = table["label"].to_numpy()
             self.positive_rows += int((labels > 0).sum())
             self.statistics["labels"] += float(labels.sum(dtype=np.float64))
-            self.statistics["repeated"] += len(rows) - len(np.unique(table["version"].to_numpy()))
-        return ordered["row"].combine_chunks()
+            self.statistics["repeated"] += len(rows) - pc.count_distinct(table["version"]).as_py()
+        return order
 
     def _count(self, name: str, counts: Mapping[str, int]) -> None:
         """Add to a count of values, of which the first NAMED_VALUES have names."""
@@ -413,8 +412,8 @@ def files_of(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(pending)
 
 
-def _pairs(rows: pa.Table, holdout_by: str) -> pa.Table:
-    """Return the rows with the columns of ingested pairs."""
+def _pairs(rows: pa.Table, holdout_by: str) -> tuple[pa.Table, pa.Array]:
+    """Return the rows with the columns of ingested pairs, sorted by their key, and their order."""
     query, document = (rows[name].to_numpy() for name in ("query_hash", "document_hash"))
     labels = rows["label"].to_numpy()
     versions = row_versions(query, document, string_hashes(rows["locale"]), string_hashes(rows["task"]), labels)
@@ -423,18 +422,22 @@ def _pairs(rows: pa.Table, holdout_by: str) -> pa.Table:
         group = rows["group"].combine_chunks()
         # Rows without a group are held out with the others of their document.
         key = np.where(np.asarray(group.is_valid()), normalized_hashes(group.fill_null("")), document)
-    texts = pa.concat_arrays([rows[name].combine_chunks() for name in ("query", "document")])
-    pairs = np.arange(2 * len(rows)).reshape(2, -1).T.ravel()
-    facts = rows.select(["query_hash", "document_hash", "id", "label", "locale", "task", "line", "negatives", "group"])
-    return _with(facts, key=key, version=versions, texts=_lists(texts.take(pa.array(pairs)), 2))
+    order = np.argsort(key, kind="stable")
+    # Texts are large: they are copied once, to their places.
+    texts = pa.concat_arrays([*rows["query"].chunks, *rows["document"].chunks])
+    pairs = _lists(texts.take(pa.array(np.stack([order, order + len(rows)], axis=1).ravel())), 2)
+    table = _with(rows.drop_columns(["query", "document"]), key=key, version=versions)
+    return _with(table.take(pa.array(order)), texts=pairs), pa.array(order)
 
 
-def _documents(rows: pa.Table) -> pa.Table:
-    """Return the rows with the columns of ingested documents."""
+def _documents(rows: pa.Table) -> tuple[pa.Table, pa.Array]:
+    """Return the rows with the columns of ingested documents, sorted by their key, and their order."""
+    key = np.fromiter(map(id_hash, rows["id"].to_pylist()), np.uint64, len(rows))
+    order = pa.array(np.argsort(key, kind="stable"))
     none = pa.ListArray.from_arrays(pa.array(np.zeros(len(rows) + 1), pa.int32()), pa.array([], pa.string()))
-    facts = rows.select(["document_hash", "id", "locale", "line"])
-    texts = _lists(rows["document"].combine_chunks(), 1)
-    return _with(facts, key=id_hashes(rows["id"]), texts=texts, negatives=none, group=pa.nulls(len(rows), pa.string()))
+    texts = _lists(rows["document"].combine_chunks().take(order), 1)
+    table = _with(rows.select(["document_hash", "id", "locale", "line"]), key=key).take(order)
+    return _with(table, texts=texts, negatives=none, group=pa.nulls(len(rows), pa.string())), order
 
 
 def _with(table: pa.Table, **columns: pa.Array | NDArray[np.uint64]) -> pa.Table:

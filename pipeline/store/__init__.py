@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, TypeVar, cast
 
 from pipeline.allowed_uris import FILE, check_name, is_s3
 from pipeline.contract import Artifact
@@ -50,6 +50,7 @@ __all__ = [
     "read_range",
     "read_versioned",
     "s3_client",
+    "send_folder",
     "sha256",
     "sha256_file",
     "split",
@@ -59,6 +60,8 @@ __all__ = [
     "write_bytes",
     "write_json",
 ]
+
+SentT = TypeVar("SentT")
 
 CHUNK_BYTES = 1 << 20
 UPLOADS_AT_ONCE = 4
@@ -252,14 +255,23 @@ def delete_folder(uri: str) -> None:
 
 def upload(path: Path, uri: str) -> Artifact:
     """Copy a local file to `uri` (on S3 in parallel parts), hashing it meanwhile; return the object."""
-    size = path.stat().st_size
     if is_s3(uri):
         with ThreadPoolExecutor(1, "hash") as hashing:
             digest = hashing.submit(sha256_file, path)
-            s3.send_file(path, uri, content_type(uri))
-            return Artifact(uri, digest.result(), size)
+            return Artifact(uri, size=_send(path, uri), sha256=digest.result())
+    size = path.stat().st_size
     with translated(uri), replacing(_local(uri)) as stream, open(path, "rb") as source:
         return Artifact(uri, _copy(_chunks(source), stream), size)
+
+
+def _send(path: Path, uri: str) -> int:
+    """Copy a local file to `uri` without hashing it; return its size in bytes."""
+    if is_s3(uri):
+        s3.send_file(path, uri, content_type(uri))
+    else:
+        with translated(uri), replacing(_local(uri)) as stream, open(path, "rb") as source:
+            shutil.copyfileobj(source, stream, CHUNK_BYTES)
+    return path.stat().st_size
 
 
 def download(uri: str, path: Path, *, sha256: str | None = None, size: int | None = None) -> Path:
@@ -327,14 +339,23 @@ def one_version(uri: str, version: str, size: int, cache: Path, beat: Callable[[
 
 
 def upload_folder(folder: Path, uri: str) -> dict[str, Artifact]:
-    """Copy a local folder's files under `uri`; return relative name -> object.
+    """Copy a local folder's files under `uri`, see `send_folder`; return relative name -> object."""
+    return _each_file(folder, uri, upload)
+
+
+def send_folder(folder: Path, uri: str) -> dict[str, int]:
+    """Copy a local folder's files under `uri` without hashing them; return relative name -> bytes.
 
     Uploads run in parallel and end in any order: the caller writes the manifest that completes the folder afterwards. After a
     failure no further upload begins.
     """
+    return _each_file(folder, uri, _send)
+
+
+def _each_file(folder: Path, uri: str, send: Callable[[Path, str], SentT]) -> dict[str, SentT]:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload") as pool:
-        futures = {name: pool.submit(upload, folder / name, join(uri, name)) for name in names}
+        futures = {name: pool.submit(send, folder / name, join(uri, name)) for name in names}
         done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
         for future in futures.values():
             future.cancel()

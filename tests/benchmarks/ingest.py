@@ -6,11 +6,12 @@ The rows are docstrings of the installed packages: a first line as the query, th
 one in twenty is there twice. They come from a local S3 endpoint (moto, a process of its own). Each figure is of a process of its
 own, without its start, the best of the rounds, which take turns.
 
-`scan` reads, checks and hashes the rows one by one (id and document) and keeps nothing; `hash and scan` reads the file once more
-before, for its SHA-256. `columns` reads, checks and hashes them in columns, the query too, and the file's SHA-256; `rows` also
-writes the ingested rows to storage. `ingest` is the whole stage, with tokens; `datasets` is `load_dataset` and `map` with the
-same tokenizer, which write a cache, where that library is installed. Last, the whole stage in one child and in two at the same
-time: in seconds of the clock, which say something on an idle machine only, and of the processor of the busiest child.
+`scan` is the former reader (row_by_row.py), which reads, checks and hashes the rows one by one (id and document) and keeps
+nothing; `hash and scan` reads the file once more before, for its SHA-256. `columns` reads, checks and hashes them in columns, the
+query too, and the file's SHA-256; `rows` also writes the ingested rows to storage. `ingest` is the whole stage, with tokens;
+`datasets` is `load_dataset` and `map` with the same tokenizer, which write a cache, where that library is installed. Last, the
+whole stage in one child and in two at the same time: in seconds of the clock, which say something on an idle machine only, and of
+the processor of the busiest child.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ import pyarrow.parquet as pq
 from pipeline import store
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage, now
-from pipeline.dataset.blocks import read_blocks
 from pipeline.dataset.ids import id_hash
 from pipeline.dataset.ingested import PAIRS, rows_name, tokens_name
-from pipeline.dataset.rows import TrainingRow, normalized_hash, read_training_rows
+from pipeline.dataset.rows import normalized_hash, read_blocks
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.plan import InputShard, Parent, PlannedWorld, RunInputs, TokenizerPlan
 from pipeline.run.context import StageContext
@@ -46,6 +46,7 @@ from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
 from pipeline.stages import ingest
 from tests.benchmarks.checkpoints import BUCKET, endpoint
+from tests.benchmarks.row_by_row import TrainingRow, read_training_rows
 from tests.chain.light.mathematics import SHAPE
 
 ROOT = f"s3://{BUCKET}"
@@ -173,13 +174,14 @@ def write_rows(name: str) -> None:
         with store.one_version(info.uri, info.version, info.size, Path(folder) / "input", lambda _: None) as (path, _):
             for rows in ingest.files_of(block.rows for block in read_blocks(info.uri, PAIRS, {}, str(path))):
                 made.write_rows(rows, "document")
-        store.upload_folder(made.rows_folder, f"{ROOT}/ingested/rows")
+        store.send_folder(made.rows_folder, f"{ROOT}/ingested/rows")
 
 
 def run_stage(name: str) -> None:
     """The whole stage, as one child of the array, over a file or the shards of a folder."""
     child, children, _, name = (*name.split("-", 3),) if name[0].isdigit() else ("0", "1", "", name)
-    paths, scratch = RunPaths(f"{ROOT}/runs/run"), Path(tempfile.mkdtemp())
+    # A run of its own: children at the same time would replace the inputs that others read.
+    paths, scratch = RunPaths(f"{ROOT}/runs/run-{os.getpid()}"), Path(tempfile.mkdtemp())
     tokenizer = TokenizerPlan.model_validate_json(store.read_bytes(f"{ROOT}/tokenizer.json"))
     infos = store.list_objects(f"{ROOT}/{name}") if name == "shards" else [store.stat(f"{ROOT}/{name}")]
     shards = []

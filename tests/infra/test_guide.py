@@ -33,8 +33,8 @@ from infra.local.demo import Pair
 from infra.settings import Settings
 from pipeline.cli import app
 from pipeline.config import RunConfig, RunInput, build_config, merge, parse_settings
-from pipeline.dataset.rows import TrainingRow, read_training_rows
 from pipeline.errors import BadConfig
+from tests.pipeline.read_rows import TrainingRow, read_training_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / "infra" / "environments"

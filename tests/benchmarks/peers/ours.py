@@ -76,14 +76,15 @@ def read(corpus: Path, model: Path, length: int) -> dict[str, Any]:
 
     import numpy as np
 
-    from pipeline.dataset.rows import CorpusRow, read_corpus_rows
+    from pipeline.dataset.ingested import DOCUMENTS
+    from pipeline.dataset.rows import read_blocks
     from pipeline.dataset.tokens import TextTokenizer
     from pipeline.model.inference import pad, plan_batches
     from pipeline.stages.embed import WINDOW_ROWS
 
     tokenizer = TextTokenizer(model)
     begun = time.perf_counter()
-    texts = (row.text for row in read_corpus_rows(str(corpus), {}) if isinstance(row, CorpusRow))
+    texts = (text for block in read_blocks(str(corpus), DOCUMENTS, {}) for text in block.rows["document"].to_pylist())
     rows = tokens = 0
     while window := list(islice(texts, WINDOW_ROWS)):
         lists = tokenizer.encode(window, length)

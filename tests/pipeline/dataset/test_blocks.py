@@ -21,13 +21,13 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.dataset import blocks as blocks_module
 from pipeline.dataset import records as records_module
-from pipeline.dataset.blocks import SPACE, Block, normalized_hashes, read_blocks
+from pipeline.dataset import rows as rows_module
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS
 from pipeline.dataset.records import BadRow
-from pipeline.dataset.rows import normalized_hash, read_corpus_rows, read_training_rows
+from pipeline.dataset.rows import SCHEMAS, SPACE, Block, normalized_hash, normalized_hashes, read_blocks
 from pipeline.errors import TrnpipeError
+from tests.benchmarks.row_by_row import read_corpus_rows, read_training_rows
 from tests.pipeline.fuzz.mutations import documents, files, texts, values
 from tests.pipeline.fuzz.test_fuzz_rows import COLUMNS, SAMPLES
 
@@ -61,7 +61,7 @@ def rows_of(found: Sequence[Block], kind: str) -> list[tuple[Any, ...]]:
     """The good rows of blocks, as the exact readers have them."""
     rows: list[tuple[Any, ...]] = []
     for block in found:
-        assert block.rows.schema == blocks_module.SCHEMAS[kind]
+        assert block.rows.schema == SCHEMAS[kind]
         block.rows.validate(full=True)
         for row in block.rows.to_pylist():
             assert row["document_hash"] == normalized_hash(row["document"])
@@ -171,8 +171,8 @@ def test_each_line_alone(folder: Path, line: bytes) -> None:
 def test_lines_of_every_size_are_divided_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.dataset.unpack.READ_BYTES", 100)
     monkeypatch.setattr(records_module, "MAX_ROW_BYTES", 2000)
-    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(blocks_module, "LARGE_LINE_BYTES", 500)
+    monkeypatch.setattr(records_module, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(records_module, "LARGE_LINE_BYTES", 500)
     path = tmp_path / "s.jsonl"
     sizes = [10, 90, 400, 1000, 1900, 2500, 20, 2001, 30, 5000]
     path.write_bytes(b"\n".join(json.dumps({**ROW, "document": "x" * size}).encode() for size in sizes))
@@ -183,14 +183,13 @@ def test_lines_of_every_size_are_divided_well(tmp_path: Path, monkeypatch: pytes
 
 def test_most_rows_are_not_looked_at_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    exact = blocks_module.checked
+    exact = rows_module.values_at
 
-    def counted(uri: str, columns: Any, make: Any, records: Any) -> Any:
-        found = list(records)
-        looked.append(len(found))
-        return exact(uri, columns, make, found)
+    def counted(column: Any, places: Sequence[int]) -> list[Any]:
+        looked.append(len(places))
+        return exact(column, places)
 
-    monkeypatch.setattr(blocks_module, "checked", counted)
+    monkeypatch.setattr(rows_module, "values_at", counted)
     rows = [{**ROW, "id": number, "more": {"x": "ü"}, "group": None, "negatives": None} for number in range(2000)]
     rows[1000]["query"] = ""
     (tmp_path / "s.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -269,7 +268,7 @@ def test_one_large_value_in_every_list_does_not_fill_the_memory(tmp_path: Path) 
     assert path.stat().st_size < 4 << 20
     program = (
         "import resource, sys\n"
-        "from pipeline.dataset.blocks import read_blocks\n"
+        "from pipeline.dataset.rows import read_blocks\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "print(sum(len(block.rows) for block in read_blocks(sys.argv[1], 'pairs', {})), (peak() - before) >> 10)"

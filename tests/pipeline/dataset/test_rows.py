@@ -24,14 +24,9 @@ from pipeline import store
 from pipeline.dataset import records as records_module
 from pipeline.dataset.columns import check_columns
 from pipeline.dataset.records import BadRow, file_columns
-from pipeline.dataset.rows import (
-    CorpusRow,
-    TrainingRow,
-    normalized_hash,
-    read_corpus_rows,
-    read_training_rows,
-)
+from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadConfig, BadData, MissingInput
+from tests.pipeline.read_rows import CorpusRow, TrainingRow, read_corpus_rows, read_training_rows
 
 RECORDS: list[dict[str, Any]] = [
     {"id": "a", "query": " first query ", "document": "Erstes Dokument – größer", "locale": "de", "label": 2, "other": [1]},
@@ -297,10 +292,11 @@ def test_one_large_value_in_every_row_of_a_parquet_file_does_not_fill_the_memory
     pq.write_table(pa.table({"id": ids, "query": ["q"] * rows, "document": documents}), path, compression="zstd")
     program = (
         "import resource, sys\n"
-        "from pipeline.dataset.rows import read_training_rows\n"
+        "from pipeline.dataset.rows import read_blocks\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
-        "print(sum(len(row.document) for row in read_training_rows(sys.argv[1], {})), peak() - before)"
+        "blocks = (block.rows['document'].to_pylist() for block in read_blocks(sys.argv[1], 'pairs', {}))\n"
+        "print(sum(len(document) for documents in blocks for document in documents), peak() - before)"
     )
     out = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True).stdout
     characters, peak_kib = map(int, out.split())
@@ -364,7 +360,7 @@ def test_lines_are_the_same_whatever_the_size_of_the_pieces(lines: list[bytes], 
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(records_module, "pieces", lambda uri, stream: iter(pieces))
-        found = list(records_module._lines(__file__))
+        found = [line for block in records_module._line_blocks(__file__, "") for line in records_module._split(block)]
     expected = data.split(b"\n")
     assert found == (expected if expected[-1] else expected[:-1])
 

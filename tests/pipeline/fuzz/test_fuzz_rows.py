@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from pipeline.dataset.columns import check_columns
 from pipeline.dataset.records import MAX_ROW_BYTES, BadRow
-from pipeline.dataset.rows import CorpusRow, TrainingRow, read_corpus_rows, read_training_rows
 from pipeline.errors import BadConfig, BadData
 from tests.pipeline.fuzz.mutations import files, texts, values
+from tests.pipeline.read_rows import CorpusRow, TrainingRow, read_corpus_rows, read_training_rows
 
 ROW = {"id": "a", "query": "what is it", "document": "it is this", "locale": "en", "task": None, "label": 1.0}
 PACKED = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.ZstdCompressor().compress}
