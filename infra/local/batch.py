@@ -11,7 +11,6 @@ batch_jobs.py has the jobs.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
@@ -26,8 +25,7 @@ from infra.local.batch_jobs import FINAL_STATES, Attempt, Job, Node, build_job, 
 from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, free_port, start_node, stop_nodes
 from infra.local.definitions import ClientError, JobDefinition, JobQueue, refuse_if
 from infra.local.ecs import HostPool
-
-log = logging.getLogger("trnpipe")
+from pipeline.log import log
 
 MOST_DESCRIBED = 100
 LONGEST_REASON = 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from functools import cache
 from typing import Any
 
 from pipeline.errors import BadConfig, BadData
-
-log = logging.getLogger("trnpipe")
+from pipeline.log import log
 
 TRAINING_COLUMNS = ("id", "query", "document", "locale", "task", "label", "negatives", "group")
-CORPUS_COLUMNS = ("id", "text", "locale")
-OPTIONAL_COLUMNS = frozenset({"id", "locale", "task", "label", "negatives", "group"})
+CORPUS_COLUMNS = ("id", "text", "locale", "deleted")
+OPTIONAL_COLUMNS = frozenset({"id", "locale", "task", "label", "negatives", "group", "deleted"})
 
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "query": ("query", "anchor", "question"),
@@ -144,10 +142,12 @@ def resolve(uri: str, ours: Sequence[str], given: Mapping[str, str], present: Se
             )
     if names["id"] == "id" and present and "id" not in present and "id" not in given:
         del names["id"]
+    # A delta may have nothing but deletions.
+    optional = OPTIONAL_COLUMNS | ({"text"} if names.get("deleted") in present else set())
     missing = tuple(
         name
         for name, column in names.items()
-        if (name not in OPTIONAL_COLUMNS or name in given) and present and not set(fields_of(column)) <= set(present)
+        if (name not in optional or name in given) and present and not set(fields_of(column)) <= set(present)
     )
     used = {field for name, column in names.items() if name not in missing for field in fields_of(column)}
     unused = [column for column in present if column not in used]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from pipeline import store
 from pipeline.dataset.shards import find_shards
 from pipeline.errors import MissingInput
-
-log = logging.getLogger("trnpipe")
+from pipeline.log import log
 
 SETTING = "data.corpus"
 MARKER = "_SUCCESS"

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,9 +37,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipeline import store
 from pipeline.dataset.ids import id_hash
 from pipeline.errors import BadData, MissingInput
+from pipeline.log import log
 from pipeline.plan import InputShard, TokenizerPlan
-
-log = logging.getLogger("trnpipe")
 
 SCHEMA_VERSION = 1
 """Of everything below, and of the rules of rows.py: a change of either makes new names."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.config import DataLimits
 from pipeline.dataset.ingested import Profile
 from pipeline.errors import BadData
+from pipeline.log import log
 from pipeline.plan import DataProfile
-
-log = logging.getLogger("trnpipe")
 
 WARNED = DataLimits(
     rows=3.0,

@@ -5,6 +5,7 @@ A shard is never held in memory as a whole, and no row of it, however it is pack
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
@@ -18,13 +19,13 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as csv
+import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.dataset.columns import Columns
-from pipeline.dataset.unpack import READ_BYTES, Unpacked, arrow_errors, pieces
+from pipeline.dataset.unpack import READ_BYTES, Unpacked, arrow_errors, damaged, pieces
 from pipeline.errors import BadConfig, BadData
 
 PACKED = ("", ".gz", ".zst")
@@ -119,8 +120,7 @@ def file_columns(uri: str, path: str = "") -> list[str]:
         with store.open_read(path or uri) as stream, arrow_errors(uri):
             return list(pq.read_schema(stream).names)
     if delimiter(uri):
-        with _csv_reader(uri, path, [], []) as reader:
-            return list(reader.schema.names)
+        return _csv_header(uri, path)
     lines = _split(next(_line_blocks(uri, path), b""))[:FIRST_ROWS]
     records = (_json_record(uri, number, line) for number, line in enumerate(lines, 1))
     return list(dict.fromkeys(key for record in records if isinstance(record, dict) for key in record))
@@ -262,8 +262,26 @@ def delimiter(uri: str) -> str | None:
     return CSV_DELIMITERS.get(uri.removesuffix(".gz").removesuffix(".zst")[-4:])
 
 
+def _csv_header(uri: str, path: str) -> list[str]:
+    """Return the columns that the first row of a CSV file names."""
+    with store.open_read(path or uri) as stream:
+        data = io.BufferedReader(Unpacked(pieces(uri, stream))).read(READ_BYTES)
+    try:
+        # Not by Arrow, whose threads read on in a Python file, and may find the interpreter at its end.
+        lines = io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline="")
+        header = next(filter(None, csv.reader(lines, delimiter=cast(str, delimiter(uri)))), None)
+        "".join(header or ()).encode()
+    except (csv.Error, UnicodeEncodeError) as error:
+        raise damaged(uri, f"the row of names: {error}") from error
+    if header is None:
+        raise damaged(uri, "the file is empty")
+    return header
+
+
 @contextmanager
-def _csv_reader(uri: str, path: str, columns: Sequence[str], invalid: list[csv.InvalidRow]) -> Iterator[csv.CSVStreamingReader]:
+def _csv_reader(
+    uri: str, path: str, columns: Sequence[str], invalid: list[arrow_csv.InvalidRow]
+) -> Iterator[arrow_csv.CSVStreamingReader]:
     """Open a CSV file; its first row names the columns, all values are bytes, empty ones null.
 
     Args:
@@ -272,17 +290,17 @@ def _csv_reader(uri: str, path: str, columns: Sequence[str], invalid: list[csv.I
         invalid: gets rows with another number of values than there are columns.
     """
 
-    def skip(row: csv.InvalidRow) -> str:
+    def skip(row: arrow_csv.InvalidRow) -> str:
         invalid.append(row)
         return "skip"
 
     with store.open_read(path or uri) as stream, arrow_errors(uri):
-        reader = csv.open_csv(
+        reader = arrow_csv.open_csv(
             pa.PythonFile(io.BufferedReader(Unpacked(pieces(uri, stream))), "r"),
             # Rows have numbers only where one thread parses them.
-            read_options=csv.ReadOptions(use_threads=False, block_size=MAX_ROW_BYTES),
-            parse_options=csv.ParseOptions(delimiter=delimiter(uri), newlines_in_values=True, invalid_row_handler=skip),
-            convert_options=csv.ConvertOptions(
+            read_options=arrow_csv.ReadOptions(use_threads=False, block_size=MAX_ROW_BYTES),
+            parse_options=arrow_csv.ParseOptions(delimiter=delimiter(uri), newlines_in_values=True, invalid_row_handler=skip),
+            convert_options=arrow_csv.ConvertOptions(
                 include_columns=columns,
                 column_types=dict.fromkeys(columns, pa.binary()),
                 check_utf8=False,
@@ -297,7 +315,7 @@ def _csv_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
     """Yield the rows in the file's order, numbered from 1 after the row that names the columns."""
     present = set(file_columns(uri, path))
     wanted = [name for name in columns.wanted if name in present]
-    invalid: list[csv.InvalidRow] = []
+    invalid: list[arrow_csv.InvalidRow] = []
     line = 0
     with _csv_reader(uri, path, wanted, invalid) as reader:
         for batch in reader:
@@ -311,7 +329,7 @@ def _csv_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
         yield Records(np.empty(0, np.int64), {}, _invalid_rows(uri, invalid), lambda _: {})
 
 
-def _invalid_rows(uri: str, rows: Sequence[csv.InvalidRow]) -> list[tuple[int, BadRow]]:
+def _invalid_rows(uri: str, rows: Sequence[arrow_csv.InvalidRow]) -> list[tuple[int, BadRow]]:
     return [
         (
             row.number - 1,

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.dataset.columns import CORPUS_COLUMNS, TRAINING_COLUMNS, Columns, filled, resolve
-from pipeline.dataset.ingested import DOCUMENTS, PAIRS, Hashes
+from pipeline.dataset.ingested import DOCUMENTS, PAIRS, TOMBSTONE, Hashes
 from pipeline.dataset.records import BadRow, Column, Records, bad_row, file_columns, read_records, values_at, written
 
 MAX_ID_CHARACTERS = 1024
@@ -33,7 +33,7 @@ CONTROL_CHARACTER = re.compile(f"[{re.escape(CONTROL)}]")
 
 _TEXTS = [("id", pa.string()), ("document", pa.string()), ("locale", pa.string()), ("line", pa.int64())]
 SCHEMAS = {
-    DOCUMENTS: pa.schema([*_TEXTS, ("document_hash", pa.uint64())]),
+    DOCUMENTS: pa.schema([*_TEXTS, ("deleted", pa.bool_()), ("document_hash", pa.uint64())]),
     PAIRS: pa.schema(
         [
             *_TEXTS,
@@ -48,7 +48,8 @@ SCHEMAS = {
     ),
 }
 """Columns of a block of each kind of rows. Texts are stripped and not empty, `document` is also the text of a corpus row, `line`
-counts from 1 (CSV and Parquet: the row's number), `negatives` do not answer the query, hashes are `normalized_hash`."""
+counts from 1 (CSV and Parquet: the row's number), `negatives` do not answer the query, hashes are `normalized_hash`. A `deleted`
+row has no text, and TOMBSTONE for its hash."""
 
 SPACE = (
     "\t\n\x0b\x0c\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
@@ -165,8 +166,15 @@ def _block(uri: str, kind: str, columns: Columns, records: Records) -> Block:
     for name, (convert, check) in CHECKS.items():
         if name in columns.names:
             ours, column = "document" if name == "text" else name, columns.names[name]
-            exact = partial(check, column=column)
-            made[ours] = _checked(values.get(column, [None] * count), SCHEMAS[kind].field(ours).type, convert, exact, reasons)
+            exact, taken = partial(check, column=column), values.get(column, [None] * count)
+            if name == "text" and made["deleted"].true_count:
+                # Any text will do.
+                given = zip(values_at(taken, range(count)), made["deleted"].to_pylist(), strict=True)
+                taken = ["deleted" if gone else text for text, gone in given]
+            made[ours] = _checked(taken, SCHEMAS[kind].field(ours).type, convert, exact, reasons)
+    if "id" not in columns.names and kind == DOCUMENTS:
+        for place in np.flatnonzero(made["deleted"]).tolist():
+            reasons.setdefault(place, "lacks the field 'id'")
     bad = list(records.refused)
     for place, reason in reasons.items():
         line, record = int(records.lines[place]), records.record(place)
@@ -182,6 +190,9 @@ def _block(uri: str, kind: str, columns: Columns, records: Records) -> Block:
     if "id" not in made:
         # So that equal documents are one.
         made["id"] = pa.array([f"{value:016x}" for value in made["document_hash"].to_pylist()], pa.string())
+    if kind == DOCUMENTS and made["deleted"].true_count:
+        for name, nothing in (("document", ""), ("document_hash", pa.scalar(TOMBSTONE, pa.uint64()))):
+            made[name] = pc.if_else(made["deleted"], nothing, made[name])
     return Block(pa.table([made[name] for name in SCHEMAS[kind].names], schema=SCHEMAS[kind]), [row for _, row in sorted(bad)])
 
 
@@ -330,7 +341,23 @@ def _is_printable(characters: NDArray[np.uint8]) -> NDArray[np.bool_]:
     return (characters > ord(" ")) & (characters < ord("\x7f"))
 
 
+def _flags(column: Column) -> Checked:
+    values = pa.array(column) if isinstance(column, list) else column
+    if not (pa.types.is_boolean(values.type) or pa.types.is_null(values.type)):
+        raise TypeError
+    return values.cast(pa.bool_()).fill_null(False), np.ones(len(values), np.bool_)
+
+
+def _flag(value: Any, column: str) -> bool:
+    # CSV has texts only.
+    known = value.strip().casefold() if isinstance(value, str) else value
+    _require(known in FLAGS and not isinstance(known, float), f"{column!r} is neither true nor false")
+    return FLAGS[known]
+
+
+FLAGS = {None: False, False: False, True: True, "": False, "false": False, "true": True, "0": False, "1": True}
 CHECKS: Mapping[str, tuple[Callable[[Column], Checked], Callable[..., Any]]] = {
+    "deleted": (_flags, _flag),
     "query": (_texts, _text),
     "document": (_texts, _text),
     "text": (_texts, _text),

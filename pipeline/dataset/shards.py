@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from pipeline import store
 from pipeline.dataset.records import SUFFIXES, is_shard
 from pipeline.errors import BadConfig, MissingInput
-
-log = logging.getLogger("trnpipe")
+from pipeline.log import log
 
 
 def find_shards(uris: Sequence[str], setting: str) -> list[store.ObjectInfo]:

@@ -7,8 +7,6 @@ float32, the kind of device and its precision, the lengths, the compiled forms, 
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -21,10 +19,9 @@ from pipeline.dataset.ingested import part_range
 from pipeline.dataset.parts import read_batches
 from pipeline.errors import BadData, MissingInput, one_line
 from pipeline.host.host import versions
+from pipeline.log import log
 from pipeline.plan import Published, RunPlan, own_parts
 from pipeline.run.context import StageContext
-
-log = logging.getLogger("trnpipe")
 
 MOST_ROWS_READ = 20
 """Rows of parts per candidate: reading more of them takes longer than encoding it."""

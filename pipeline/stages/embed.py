@@ -9,7 +9,6 @@ listed next to its part, up to a share of the corpus. The child that finds all p
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,12 +33,11 @@ from pipeline.dataset.tokens import cut
 from pipeline.errors import BadData, Transient
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
+from pipeline.log import log
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode
 from pipeline.plan import own_parts
 from pipeline.run.context import StageContext, StageOutput
-
-log = logging.getLogger("trnpipe")
 
 WINDOW_ROWS = 16_384
 """Rows that are sorted by length together, and make one row group. More would pad less and hold more: with 384 dimensions in fp32

@@ -11,7 +11,6 @@ published with the published model is not computed again (pipeline/evaluation/re
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,12 +34,11 @@ from pipeline.evaluation.reuse import published_vectors
 from pipeline.evaluation.statistics import Values, bootstrap
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
+from pipeline.log import log
 from pipeline.model.folder import WEIGHTS, inspect_folder, load_encoder, own_form
 from pipeline.model.inference import TokenList, encode
 from pipeline.plan import own_parts
 from pipeline.run.context import StageContext, StageOutput
-
-log = logging.getLogger("trnpipe")
 
 PerQuery = dict[str, Values]
 """Metric -> its value for every query, in the order of `Holdout.queries`."""

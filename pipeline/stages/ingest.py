@@ -10,7 +10,6 @@ complete speaks for the stage.
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,11 +53,10 @@ from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.rows import Block, normalized_hashes, read_blocks, shard_columns
 from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
 from pipeline.errors import BadData, Transient
+from pipeline.log import log
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.plan import InputShard, RunInputs
 from pipeline.run.context import StageContext, StageOutput
-
-log = logging.getLogger("trnpipe")
 
 FILE_BYTES = 128 << 20
 """Text of a file's rows. Sorted, written and tokenized they are in memory some five times."""

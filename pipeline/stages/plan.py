@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,6 +34,7 @@ from pipeline.estimate.requirements import attempt_minutes, over, refuse, requir
 from pipeline.estimate.workload import Workload
 from pipeline.evaluation.gate import check_holdout
 from pipeline.graphs.fingerprint import missing_sets
+from pipeline.log import log
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.plan import (
     DataProfile,
@@ -52,8 +52,6 @@ from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.request import read_request
 from pipeline.stages.plan_rows import PlannedRows
 from pipeline.training.resumption import resumed_run
-
-log = logging.getLogger("trnpipe")
 
 LISTED_SHARDS = 20
 """Shards named in result.json, which must stay small; all of them are in the plan."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,6 +27,7 @@ from pipeline.errors import BadConfig, BadData
 from pipeline.estimate.memory import known_capacity, require_memory, totals
 from pipeline.estimate.variant import plan_world
 from pipeline.graphs.fingerprint import missing_sets, plan_graphs
+from pipeline.log import log
 from pipeline.model.folder import text_positions
 from pipeline.model.parent import resolve_parent
 from pipeline.model.shape import read_shape
@@ -36,8 +36,6 @@ from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.registry import read_pointer
 from pipeline.run.request import read_request
 from pipeline.stages.prepare_parent import check_parent, find_lineage, find_origin, place_parent, plan_published
-
-log = logging.getLogger("trnpipe")
 
 NOT_PLANNED = frozenset(keys_of(KeyRole.EXECUTION, RunConfig))
 """Settings of how an execution is carried out, not of what it computes: they may differ when a run resumes."""

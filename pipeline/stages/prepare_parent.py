@@ -5,7 +5,6 @@ Reads the registry's pointer, records of earlier runs and the models' folders; d
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +18,13 @@ from pipeline.dataset.seen import read_record
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.graphs.fingerprint import plan_graphs
+from pipeline.log import log
 from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, text_positions
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.model.parent import ResolvedParent
 from pipeline.plan import GraphsPlan, Parent, PlannedWorld, Published
 from pipeline.run.context import StageContext
 from pipeline.run.registry import Pointer
-
-log = logging.getLogger("trnpipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,9 +27,8 @@ from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.ingested import Hashes, part_range
 from pipeline.dataset.parts import PartRecord, part_schema, quarantine_from_json, read_batches
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
+from pipeline.log import log
 from pipeline.run.context import StageContext, StageOutput
-
-log = logging.getLogger("trnpipe")
 
 READERS = 4
 """Parts that are fetched and read at once, so that waiting for storage overlaps."""

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from pipeline import store
 from pipeline.dataset import records as records_module
 from pipeline.dataset.columns import check_columns
+from pipeline.dataset.ingested import DOCUMENTS, TOMBSTONE
 from pipeline.dataset.records import BadRow, file_columns
-from pipeline.dataset.rows import normalized_hash
+from pipeline.dataset.rows import normalized_hash, read_blocks
 from pipeline.errors import BadConfig, BadData, MissingInput
 from tests.pipeline.read_rows import CorpusRow, TrainingRow, read_corpus_rows, read_training_rows
 
@@ -451,3 +452,28 @@ def test_normalized_hash() -> None:
     assert normalized_hash("  Hello\t\nWORLD ") == normalized_hash("hello world")
     assert normalized_hash("Ｓtraße") == normalized_hash("strasse")  # full width S, sharp s
     assert normalized_hash("hello worlds") != normalized_hash("hello world")
+
+
+def test_a_row_may_say_that_a_document_is_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"id": "a", "text": "one"}\n{"id": "b", "deleted": true}\n{"id": "c", "text": "three", "deleted": false}\n'
+        '{"id": "d", "deleted": "yes"}\n{"deleted": true}\n{"id": "e", "deleted": null}\n'
+        '{"id": "f", "text": 1, "deleted": "TRUE"}\n'
+    )
+    [block] = read_blocks(str(path), DOCUMENTS, {})
+    found = [(row["id"], row["document"], row["deleted"], row["document_hash"] == TOMBSTONE) for row in block.rows.to_pylist()]
+    assert found == [("a", "one", False, False), ("b", "", True, True), ("c", "three", False, False), ("f", "", True, True)]
+    assert [(bad.at.rpartition(":")[2], bad.reason) for bad in block.bad] == [
+        ("4", "'deleted' is neither true nor false"),
+        ("5", "lacks the field 'id'"),
+        ("6", "lacks the field 'text'"),
+    ]
+    only = tmp_path / "b.csv"
+    only.write_text("id,deleted\nx,true\n")
+    [block, _] = read_blocks(str(only), DOCUMENTS, {})
+    assert block.rows["deleted"].to_pylist() == [True]
+    # Without ids nothing can be named.
+    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"deleted": true}\n')
+    [block] = read_blocks(str(tmp_path / "c.jsonl"), DOCUMENTS, {})
+    assert [bad.reason for bad in block.bad] == ["lacks the field 'id'"]

@@ -146,7 +146,7 @@ def test_parquet_and_csv_of_a_corpus(bench: Bench) -> None:
     assert (one.profile.bad_rows, two.profile.bad_rows) == (1, 1)
     assert table(two, "texts")["texts"].to_pylist() == [["four, and more"]]
     assert store.exists(f"{two.rows_uri}/quarantine.jsonl")
-    assert one.profile.columns == {"id": "id", "text": "text", "locale": "locale"}
+    assert one.profile.columns == {name: name for name in ("id", "text", "locale", "deleted")}
 
 
 @pytest.mark.parametrize("by", ["query", "group"])
@@ -438,7 +438,7 @@ def test_what_must_not_be_used_is_removed_from_what_is_ingested(bucket: Bench, m
     assert bucket.prepare("three", with_deletions(bucket, "row5", "row31")).metrics["ingest_children"] == 0
 
 
-@pytest.mark.parametrize("broken", ["write_bytes", "delete", "delete_folder", "upload_folder"])
+@pytest.mark.parametrize("broken", ["write_bytes", "delete", "delete_folder", "send_folder"])
 def test_an_interrupted_deletion_is_done_again(bench: Bench, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.shard("a.jsonl", rows(0, 40))
     bench.prepare("one")
