@@ -468,7 +468,8 @@ class EmbedConfig(Section):
         4, description="Array size: independent jobs that divide the parts among themselves."
     )
     ranks_per_child: Annotated[PositiveInt | None, KeyRole.LEARNED] = Field(
-        None, description="Ranks of a child's host, which may differ from training's. None: device.ranks_per_node."
+        None,
+        description="Ranks of a host that embeds or evaluates, which may differ from training's. None: device.ranks_per_node.",
     )
     rows_per_part: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(100_000, description="Documents of an output file.")
     max_bad_fraction: Annotated[Fraction, KeyRole.LEARNED] = Field(

@@ -78,14 +78,18 @@ def test_a_stage_writes_its_own_part_of_a_run_only(deployment: Any, stage: Stage
         ("seen", Stage.TRAIN, {"prepare", "plan", "train"}),
     ],
 )
-def test_ingested_shards_and_seen_rows_have_one_writer_and_are_never_removed(
+def test_ingested_shards_and_seen_rows_have_one_writer_and_rows_are_removed_by_ingest_alone(
     deployment: Any, stage: Stage, folder: str, writer: Stage, readers: set[str]
 ) -> None:
     granted_for = {
         action: any(found.startswith(f"/{folder}/") for found in granted(deployment, role_of(stage), action))
         for action in ("s3:PutObject", "s3:GetObject", "s3:DeleteObject")
     }
-    expected = {"s3:PutObject": stage is writer, "s3:GetObject": stage.value in readers, "s3:DeleteObject": False}
+    expected = {
+        "s3:PutObject": stage is writer,
+        "s3:GetObject": stage.value in readers,
+        "s3:DeleteObject": folder == "ingested" and stage is writer,
+    }
     assert granted_for == expected
 
 
