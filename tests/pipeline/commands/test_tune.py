@@ -24,7 +24,7 @@ from pipeline.backends.device import resolve_precision
 from pipeline.commands import tune_space, tune_trials
 from pipeline.commands.tune import search
 from pipeline.commands.tune_table import Row, Table, describe_basis, describe_best, grid
-from pipeline.config import build_config, load_config_file
+from pipeline.config import build_config, load_config_file, nested
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_world
@@ -124,12 +124,14 @@ def test_tries_keeps_resumes(training_run: PlanTraining, tmp_path: Path, s3_root
         assert (each["compile_seconds"], each["graphs"]) == (None, None)
     assert (compiler["status"], compiler["exit_code"]) == ("refused", 64)
     assert "compiler" in compiler["what"]
-    assert compiler["settings"] == {"train.batch_size": 64, "device.precision": "compiler"}
+    # Larger batches are faster, unless the machine has other work just then.
+    winner = max(base, larger, key=lambda each: each["samples_per_second"])
+    assert compiler["settings"] == {**winner["settings"], "device.precision": "compiler"}
     assert (cuda["status"], cuda["exit_code"]) == ("failed", 64)
     assert cuda["what"].startswith("train: ")
-    assert found["best"]["name"] == larger["name"]
-    assert found["config"] == {"train": {"batch_size": 64}} == load_config_file(out)
-    assert "loss not judged" in out.read_text()
+    assert found["best"]["name"] == winner["name"]
+    assert found["config"] == nested(winner["settings"]) == load_config_file(out)
+    assert ("loss not judged" in out.read_text()) == (winner is larger)
     assert found["basis"]["machine"]["kind"] == "cpu"
     assert found["table"].startswith(f"{s3_root}/runs/week-01/tune/steps-0008-")
     assert store.read_json(found["table"])["rows"] == found["rows"]

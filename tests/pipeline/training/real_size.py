@@ -81,7 +81,7 @@ def main(folder: Path) -> None:
         train(training(context, device, encoder, optimizer, steps=1), progress)
         # What CheckpointWriter leaves in its scratch folder; it would copy the files twice more, and read them as often.
         checkpoint_files(encoder, optimizer, device, parent)(checkpoint)
-        (checkpoint / PROGRESS_FILE).write_text(progress.to_json())
+        (checkpoint / PROGRESS_FILE).write_bytes(progress.to_json())
         train(training(context, device, encoder, optimizer, steps=STEPS), progress)
         found["whole"] = [progress.step, progress.loss, host_digest(encoder).tolist()]
         found["peak"] = process_bytes("VmHWM")
