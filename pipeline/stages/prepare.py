@@ -148,7 +148,7 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     capacity = known_capacity(config, world.kind, here=not store.is_s3(paths.root))
     memory = MemoryPlan(**totals(require_memory(shape, config, world, capacity)))
     planned_tokenizer = tokenizer.plan(text_positions(backbone))
-    deletions = plan_deletions(paths, config, request.deployment.noncurrent_days)
+    deletions = keep_deletions(paths, config, request.deployment.noncurrent_days)
     inputs = RunInputs(
         run=paths.run_id,
         created=now(),
@@ -171,7 +171,7 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     return write_inputs(paths, inputs.model_copy(update={"ingest_children": children}))
 
 
-def plan_deletions(paths: RunPaths, config: RunConfig, noncurrent_days: int | None) -> Deletions:
+def keep_deletions(paths: RunPaths, config: RunConfig, noncurrent_days: int | None) -> Deletions:
     """Read what the run must not use, and keep it with the run.
 
     Args:

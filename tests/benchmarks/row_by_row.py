@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from pipeline import store
 from pipeline.dataset import records as limits
 from pipeline.dataset.columns import CORPUS_COLUMNS, TRAINING_COLUMNS, Columns, filled, resolve
-from pipeline.dataset.records import BadRow, bad_row, delimiter, file_columns
-from pipeline.dataset.rows import normalized_hash
+from pipeline.dataset.records import BadRow, _number, bad_row, delimiter, file_columns, written
+from pipeline.dataset.rows import RefusedRow, normalized_hash
 from pipeline.dataset.unpack import READ_BYTES, Unpacked, arrow_errors, pieces
 
 LARGE_LINE_BYTES = 1 << 20
@@ -80,10 +80,6 @@ class CorpusRow(NamedTuple):
 
 
 RowT = TypeVar("RowT", TrainingRow, CorpusRow)
-
-
-class RefusedRow(Exception):
-    """The reason why a record is not a row."""
 
 
 def read_training_rows(uri: str, columns: Mapping[str, str]) -> Iterator[TrainingRow | BadRow]:
@@ -565,22 +561,8 @@ def _lists(column: pa.Array) -> list[Any]:
     return [found[0] if found else row for row, found in zip(rows, wrong, strict=True)]
 
 
-def _number(value: Any) -> Any:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return value
-
-
 def _decoded(value: bytes | None) -> str | UnicodeDecodeError | None:
     try:
         return None if value is None else value.decode()
     except UnicodeDecodeError as error:
         return error
-
-
-def written(record: Record) -> str:
-    try:
-        return json.dumps(record, ensure_ascii=False, default=str)
-    except (ValueError, RecursionError):  # too deeply nested, or too long a number
-        return ""

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS
 from pipeline.dataset.records import BadRow
 from pipeline.dataset.rows import read_blocks
-
-
-class TrainingRow(NamedTuple):
-    id: str
-    query: str
-    document: str
-    locale: str | None
-    task: str | None
-    label: float
-    line: int
-    negatives: tuple[str, ...] = ()
-    group: str | None = None
-
-
-class CorpusRow(NamedTuple):
-    id: str
-    text: str
-    locale: str | None
-    line: int
+from tests.benchmarks.row_by_row import CorpusRow, TrainingRow
 
 
 def read_training_rows(uri: str, columns: Mapping[str, str]) -> Iterator[TrainingRow | BadRow]:
