@@ -310,6 +310,8 @@ class RunPaths:
     """The state machine's input, `{deployment, execution, execution_arn}`, written by its first states."""
     inputs = _Inside("prepare/inputs.json")
     """Everything that prepare decided, and the shards that it found: `pipeline.plan.RunInputs`, written once."""
+    missing = _Inside("prepare/missing.json")
+    """Which of these shards are to be ingested: `pipeline.plan.MissingShards`, written by every prepare of the run."""
     plan = _Inside("plan.json")
     rows = _Inside("plan/rows")
     """The run's own tokenized rows and the order of its batches, as the plan stage fixed them."""

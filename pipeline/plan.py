@@ -354,7 +354,6 @@ class RunInputs(PlanSection):
 
     Attributes:
         shards: the input files, sorted by kind and URI. What arrives later is the next run's.
-        ingest_children: jobs that share the shards which are not ingested yet; 0: all of them are.
         shape: of the model.
         tokenizer: of the parent, and so of the ingested tokens.
         lineage, identity: as in `RunPlan`.
@@ -373,7 +372,6 @@ class RunInputs(PlanSection):
     shape: ModelShape
     tokenizer: TokenizerPlan
     shards: tuple[InputShard, ...]
-    ingest_children: int
     lineage: tuple[str, ...] = ()
     published_lineage: tuple[str, ...] = ()
     identity: str
@@ -408,6 +406,18 @@ class RunInputs(PlanSection):
             BadData: not a run's inputs, or those of another version of trnpipe.
         """
         return _read(cls, data, "the run's inputs cannot be read", "prepare/inputs.json")
+
+
+class MissingShards(PlanSection):
+    """`prepare/missing.json`: what ingest has to make. Every prepare of a run writes it anew; ingest looks at nothing else.
+
+    Attributes:
+        rows: names of the ingested rows.
+        children: jobs that share the files.
+    """
+
+    rows: tuple[str, ...]
+    children: int
 
 
 class DataProfile(PlanSection):

@@ -1,7 +1,7 @@
 """The documents to embed, as the ingested shards hold them: one part with its tokens, or one text.
 
 Of the rows of one id, the first counts: of the newest generation, then in the order in which the shards are listed. If it is a
-tombstone, the document is gone. The plan has refused ids with one hash, so a key stands for an id.
+tombstone, the document is gone. Ids with one hash are refused, so a key stands for an id.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property, partial
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.dataset.ids import id_hash
@@ -30,18 +31,13 @@ Cut = Callable[[pa.ListArray], pa.ListArray]
 File = tuple[IngestedShard, int]
 
 
-def winners(keys: Hashes, documents: Hashes) -> tuple[Mask, Mask]:
-    """Return which rows are the first of their key, and which have another document than the first of their key.
-
-    Rows that repeat a key with the same document, as several queries for one document do, are neither.
-    """
+def leaders(keys: Hashes) -> NDArray[np.int64]:
+    """Return the first row that has the key of each row, (rows,)."""
     order = np.argsort(keys, kind="stable")
     begins = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]) != 0)
-    leaders = np.repeat(order[begins], np.diff(begins, append=len(order)))
-    first, conflicts = np.empty(len(keys), np.bool_), np.empty(len(keys), np.bool_)
-    first[order] = order == leaders
-    conflicts[order] = documents[order] != documents[leaders]
-    return first, conflicts
+    found = np.empty(len(keys), np.int64)
+    found[order] = np.repeat(order[begins], np.diff(begins, append=len(order)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -75,13 +71,16 @@ class CorpusReader:
 
         Raises:
             MissingInput: an ingested shard is gone.
+            BadData: two ids with one hash.
         """
         with ThreadPoolExecutor(READERS, "documents") as readers:
             begins, tables = zip(*readers.map(partial(_facts, index, count), self.files), strict=True)
             facts = pa.concat_tables(tables)
             keys = facts["key"].to_numpy()
-            hashes = facts["document_hash"].to_numpy()
-            first = winners(keys, hashes)[0] & (hashes != TOMBSTONE)
+            leader = leaders(keys)
+            first = leader == np.arange(len(keys))
+            _check_ids(facts["id"].filter(pa.array(~first)), facts["id"].take(pa.array(leader[~first])))
+            first &= facts["document_hash"].to_numpy() != TOMBSTONE
             order = np.argsort(keys[first])
             documents = facts.filter(pa.array(first)).take(pa.array(order))
             if cut is None or not documents.num_rows:
@@ -104,7 +103,7 @@ class CorpusReader:
         def find(file: File) -> list[int]:
             shard, number = file
             start, stop = shard.rows_in(number, place, place + 1)
-            found: list[int] = (start + np.flatnonzero(shard.hashes(number, start, stop) == key)).tolist()
+            found: list[int] = (start + np.flatnonzero(shard.hashes(number, start, stop)["key"] == key)).tolist()
             return found
 
         with ThreadPoolExecutor(READERS, "texts") as readers:
@@ -117,6 +116,16 @@ class CorpusReader:
             value=identifier,
             rule="the plan lists the shards of every document that it embeds",
             remedy="name the bucket of the run that published it",
+        )
+
+
+def _check_ids(ids: pa.ChunkedArray, leaders: pa.ChunkedArray) -> None:
+    for row in np.flatnonzero(np.asarray(pc.not_equal(ids, leaders)))[:1].tolist():
+        raise BadData(
+            "two ids have the same hash",
+            value=[ids[row].as_py(), leaders[row].as_py()],
+            rule="documents are told apart by the first 64 bits of BLAKE2b of their ids",
+            remedy="change one of the ids",
         )
 
 

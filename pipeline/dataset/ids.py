@@ -1,9 +1,8 @@
-"""A digest that proves a set of ids complete without the ids, and that parts can add up; and a search for repeated ids."""
+"""A digest that proves a set of ids complete without the ids, and that parts can add up."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,16 +58,3 @@ class IdDigest:
 def id_hash(identifier: str) -> int:
     """Return the first 8 bytes of the id's BLAKE2b hash as an integer."""
     return int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=8).digest(), "big")
-
-
-def repeated(hashes: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
-    """Return the values that occur more than once in all arrays together, ascending and each once.
-
-    Needs 16 bytes a value: the arrays and one sorted copy. Two different ids share a 64-bit hash about once in 2^65 / n^2
-    corpora of n ids, so callers confirm the result on the ids themselves.
-    """
-    if not hashes:
-        return np.empty(0, np.uint64)
-    ordered = np.concatenate(hashes)
-    ordered.sort()
-    return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])

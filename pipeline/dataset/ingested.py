@@ -7,7 +7,7 @@ profile is replaced by one that names that folder, and the files before it are r
 
     ingested/rows/NAME/    facts-00000.arrow    what decides about a row: hashes, id, label, locale, task, line
                            texts-00000.arrow    its texts
-                           hashes-00000.bin     one 64-bit hash of each row: `version` of pairs, `key` of documents
+                           hashes-00000.bin     its 64-bit hashes by which plan decides, see HASHES
                            quarantine.jsonl     refused rows, if there are any
                            profile.json         Profile
     ingested/tokens/ROWS/NAME/
@@ -36,11 +36,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import store
 from pipeline.dataset.ids import id_hash
+from pipeline.dataset.reading import read_records
 from pipeline.errors import BadData, MissingInput
 from pipeline.log import log
 from pipeline.plan import InputShard, TokenizerPlan
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of everything below, and of the rules of rows.py: a change of either makes new names."""
 
 SLICES = 1024
@@ -52,7 +53,8 @@ READ_BATCHES = 64
 """Batches of one request: some megabytes."""
 
 PAIRS, DOCUMENTS = "pairs", "documents"
-HASHES = {PAIRS: "version", DOCUMENTS: "key"}
+HASHES = {PAIRS: np.dtype([("version", np.uint64)]), DOCUMENTS: np.dtype([("key", np.uint64), ("document_hash", np.uint64)])}
+"""Of each row, side by side: 8 bytes of a pair, 16 of a document."""
 
 FACTS = {
     PAIRS: pa.schema(
@@ -300,10 +302,13 @@ class IngestedShard:
         slices = self.profile.files[file].slices
         return slices[first_slice], slices[last_slice]
 
-    def hashes(self, file: int, start: int, stop: int) -> Hashes:
-        """Return the hash (see HASHES) of the rows [start, stop) of a file."""
-        data = store.read_range(self._file(f"hashes-{file:05d}.bin"), 8 * start, 8 * stop)
-        return np.frombuffer(data, np.uint64)
+    def hashes(self, file: int, start: int, stop: int, cache: Path | None = None) -> NDArray[Any]:
+        """Return the hashes (see HASHES) of the rows [start, stop) of a file.
+
+        Args:
+            cache: local folder, where the file is kept: of one that is read in many ranges.
+        """
+        return read_records(self._file(f"hashes-{file:05d}.bin"), HASHES[self.shard.kind], start, stop, cache)
 
     def facts(self, file: int, start: int, stop: int) -> Iterator[pa.Table]:
         """Yield the facts of the rows [start, stop) of a file, some thousand rows at a time."""
@@ -407,7 +412,10 @@ def write_file(folder: Path, number: int, kind: str, table: pa.Table) -> tuple[I
         facts=write_batches(folder / f"facts-{number:05d}.arrow", table.select(FACTS[kind].names).cast(FACTS[kind])),
         texts=write_batches(folder / f"texts-{number:05d}.arrow", table.select(TEXTS.names).cast(TEXTS)),
     )
-    (folder / f"hashes-{number:05d}.bin").write_bytes(table[HASHES[kind]].to_numpy().tobytes())
+    hashes = np.empty(len(table), HASHES[kind])
+    for name in HASHES[kind].names or ():
+        hashes[name] = table[name].to_numpy()
+    hashes.tofile(folder / f"hashes-{number:05d}.bin")
     return file, table
 
 

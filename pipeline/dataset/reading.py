@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline import store
 
 R = TypeVar("R")
 
@@ -17,3 +24,22 @@ def in_threads(read: Callable[[Any], R], items: Sequence[Any]) -> Iterator[R]:
     with ThreadPoolExecutor(READERS, "read") as pool:
         for start in range(0, len(items), 2 * READERS):
             yield from pool.map(read, items[start : start + 2 * READERS])
+
+
+def read_records(uri: str, kind: np.dtype[Any], start: int, stop: int, cache: Path | None = None) -> NDArray[Any]:
+    """Return the records [start, stop) of a file that has nothing else.
+
+    Args:
+        cache: local folder, where a copy of the object is kept: however many ranges of it are read, it is fetched once.
+
+    Raises:
+        MissingInput, StorageRefused, Transient.
+        BadData: the file ends before `stop`.
+    """
+    if cache is not None and store.is_s3(uri) and start < stop:
+        path = cache / hashlib.sha256(uri.encode()).hexdigest()
+        if not path.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            store.download(uri, path)
+        uri = str(path)
+    return np.frombuffer(store.read_range(uri, kind.itemsize * start, kind.itemsize * stop), kind)

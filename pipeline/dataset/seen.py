@@ -22,7 +22,7 @@ from pipeline import store
 from pipeline.contract import seen_uri
 from pipeline.dataset.external_sort import ExternalSort
 from pipeline.dataset.ingested import SLICES, Hashes
-from pipeline.dataset.reading import in_threads
+from pipeline.dataset.reading import in_threads, read_records
 from pipeline.dataset.row_files import read_table
 from pipeline.dataset.sampler import MASKED
 from pipeline.dataset.steps import order_file
@@ -91,12 +91,14 @@ class SeenRows:
     Args:
         holdout_by: of the run that asks. Keys of a run that held out by something else tell nothing, and its versions are sorted
             by other keys, so that all of them are in memory.
+        cache: local folder for the versions, which are fetched once.
     """
 
-    def __init__(self, bucket_root: str, runs: Sequence[str], holdout_by: str) -> None:
+    def __init__(self, bucket_root: str, runs: Sequence[str], holdout_by: str, cache: Path | None = None) -> None:
         self._bucket_root = bucket_root
         self._runs = runs
         self._holdout_by = holdout_by
+        self._cache = cache
 
     @cached_property
     def records(self) -> list[SeenRecord]:
@@ -125,8 +127,8 @@ class SeenRows:
         return list(in_threads(lambda record: self._range(name, record, first, last), own))
 
     def _range(self, name: str, record: SeenRecord, first: int, last: int) -> Hashes:
-        uri = store.join(seen_uri(self._bucket_root, record.run), name)
-        return np.frombuffer(store.read_range(uri, 8 * record.slices[first], 8 * record.slices[last]), np.uint64)
+        uri, cache = store.join(seen_uri(self._bucket_root, record.run), name), self._cache if name == VERSIONS else None
+        return read_records(uri, np.dtype(np.uint64), record.slices[first], record.slices[last], cache)
 
 
 def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch: Path) -> SeenRecord:

@@ -70,7 +70,7 @@ class HashedRows:
         shards: ingested shards of pairs, in the order in which they were listed.
         seen: rows of the lineage.
         max_repeats: `data.max_repeats`.
-        cache: local folder for the hashes, which are read from storage once.
+        cache: local folder for the hashes, which are fetched once.
     """
 
     def __init__(self, shards: Sequence[IngestedShard], seen: SeenRows, max_repeats: int, cache: Path) -> None:
@@ -99,34 +99,23 @@ class HashedRows:
         def hashes(one: tuple[int, int, int, int]) -> Hashes:
             number, file, start, stop = one
             # A file keeps the order of lines among equal rows: the last one is the newest.
-            return self._shards[number].hashes(file, start, stop)[::-1]
+            found: Hashes = self._shards[number].hashes(file, start, stop, self._cache)["version"][::-1]
+            return found
 
-        def every() -> Hashes:
-            return np.concatenate([np.empty(0, np.uint64), *in_threads(hashes, ranges)])
-
-        versions = self._cached(f"own-{first}-{last}.bin", every)
+        versions = np.concatenate([np.empty(0, np.uint64), *in_threads(hashes, ranges)])
         order, repeat = _counted(versions, self._max_repeats)
-        owner = np.repeat(np.arange(len(ranges)), [stop - start for _, _, start, stop in ranges])[order]
-        numbers, files, starts, stops = (np.array([one[part] for one in ranges], np.int64) for part in range(4))
-        ends = np.cumsum(stops - starts)
-        row = (stops[owner] - 1 - order + (ends - (stops - starts))[owner]) if len(order) else order
+        # As the hashes, each range from its end.
+        shard, file, row = located([(*place, stop - 1, start - 1) for *place, start, stop in ranges], order)
         versions = versions[order]
         return Group(
-            shard=numbers[owner],
-            file=files[owner],
+            shard=shard,
+            file=file,
             row=row,
             slices=self._slices(ranges, first, last)[order],
             versions=versions,
             repeat=repeat,
-            seen=np.isin(versions, self._cached(f"seen-{first}-{last}.bin", lambda: self._seen.versions(first, last))),
+            seen=np.isin(versions, self._seen.versions(first, last)),
         )
-
-    def _cached(self, name: str, read: Callable[[], Hashes]) -> Hashes:
-        path = self._cache / name
-        if not path.exists():
-            self._cache.mkdir(parents=True, exist_ok=True)
-            read().tofile(path)
-        return np.fromfile(path, np.uint64)
 
     def _slices(self, ranges: Sequence[tuple[int, int, int, int]], first: int, last: int) -> Numbers:
         counted = np.arange(first, last)
@@ -240,14 +229,27 @@ def groups(per_slice: Numbers, first: int, last: int, most: int | None = None) -
         yield begin, last
 
 
-def pieces(group: Group) -> Iterator[tuple[int, int, Numbers, Numbers]]:
-    """Yield what a reader of files reads at once: shard, file, rows of that file, and their places in the group.
+def located(ranges: Sequence[tuple[int, ...]], rows: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return where rows are: numbers of shard and file, and the row in the file.
 
     Args:
-        group: ordered by shard, file and row.
+        ranges: numbers of shard and file, first row, and the one behind the last; backwards where that is smaller.
+        rows: places in the rows of all ranges, one range behind the other.
     """
-    whole = BATCH_ROWS * READ_BATCHES
-    keys = np.stack([group.shard, group.file, group.row // whole])
-    begins = np.flatnonzero(np.any(np.diff(keys, prepend=-1) != 0, axis=0)) if len(group) else np.empty(0, np.int64)
-    for start, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(group)], strict=False):
-        yield int(group.shard[start]), int(group.file[start]), group.row[start:stop], np.arange(start, stop)
+    shard, file, start, stop = np.array(ranges, np.int64).reshape(-1, 4).T
+    ends = np.cumsum(abs(stop - start))
+    owner = np.searchsorted(ends, rows, "right")
+    within = rows - (ends - abs(stop - start))[owner]
+    return shard[owner], file[owner], start[owner] + within * np.sign(stop - start)[owner]
+
+
+def pieces(shard: Numbers, file: Numbers, row: Numbers) -> Iterator[tuple[int, int, Numbers, Numbers]]:
+    """Yield what a reader of files reads at once: shard, file, rows of that file, and their places among all.
+
+    Args:
+        shard, file, row: where the rows are, in this order. All arrays are (rows,).
+    """
+    keys = np.stack([shard, file, row // (BATCH_ROWS * READ_BATCHES)])
+    begins = np.flatnonzero(np.any(np.diff(keys, prepend=-1) != 0, axis=0)) if len(row) else np.empty(0, np.int64)
+    for start, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(row)], strict=False):
+        yield int(shard[start]), int(file[start]), row[start:stop], np.arange(start, stop)

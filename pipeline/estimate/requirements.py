@@ -22,7 +22,7 @@ CANDIDATE_BYTES, QUERY_BYTES, RANKING_BYTES = 256, 512, 5120
 """In each rank of evaluate: a candidate; a query. In one of the ranks: a query's best candidates while they are measured."""
 
 HASH_BYTES = 16
-"""Of each row of the history: its own version and a seen one, which plan keeps on its disk."""
+"""On plan's disk: of each row of the history its own version and a seen one, of each document its two hashes."""
 
 ROW_FILE_BYTES, ID_BYTES = 64, 24
 """A row in plan's files without its tokens; an id in the embeddings."""
@@ -99,7 +99,8 @@ def requirements(
     shards = "name fewer shards in data.train"
     files = (work.train_rows + work.queries) * (ROW_FILE_BYTES + 4 * tokens) + candidates * (16 + 4 * work.document_tokens)
     remedy = f"{shards}, lower data.replay_fraction, or shorten train.buckets"
-    yield Requirement("plan, disk: row files", files + HASH_BYTES * work.known_rows, FARGATE_DISK_GIB * GIB, remedy)
+    hashes = HASH_BYTES * (work.known_rows + work.corpus_rows)
+    yield Requirement("plan, disk: row files and hashes", files + hashes, FARGATE_DISK_GIB * GIB, remedy)
     what = "train, disk of a node: row files and two checkpoints"
     yield Requirement(what, files + 2 * 3 * FP32 * shape.parameters, ROOT_VOLUME_GIB * GIB, remedy)
 

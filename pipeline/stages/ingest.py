@@ -1,7 +1,8 @@
 """ingest: one child of the array that reads each new input file once, and writes its rows and tokens for all runs to come.
 
-Reads `prepare/inputs.json` and the input files that it names; writes `ingested/rows` and `ingested/tokens`
-(pipeline/dataset/ingested). What is complete is left alone, so a child that is interrupted loses at most the file it was in.
+Reads `prepare/inputs.json`, `prepare/missing.json` and the input files that the latter names; writes `ingested/rows` and
+`ingested/tokens` (pipeline/dataset/ingested). What is complete is left alone, so a child that is interrupted loses at most the
+file it was in.
 Where only the tokens are missing, because the tokenizer is another one, they are made from the ingested texts. Rows that
 `data.delete` names are left out, and removed from what is ingested already. The child that finds the files of all children
 complete speaks for the stage.
@@ -55,7 +56,7 @@ from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
 from pipeline.errors import BadData, Transient
 from pipeline.log import log
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
-from pipeline.plan import InputShard, RunInputs
+from pipeline.plan import InputShard, MissingShards, RunInputs
 from pipeline.run.context import StageContext, StageOutput
 
 FILE_BYTES = 128 << 20
@@ -79,19 +80,21 @@ def run(context: StageContext) -> StageOutput | None:
         Transient: a file has changed, and this is the job's first attempt.
     """
     inputs = RunInputs.from_json(store.read_bytes(context.paths.inputs))
-    child, children, begun = context.world.node.array_index, max(inputs.ingest_children, 1), time.monotonic()
+    listed = MissingShards.model_validate_json(store.read_bytes(context.paths.missing))
+    child, begun, names = context.world.node.array_index, time.monotonic(), set(listed.rows)
+    missing = [shard for shard in inputs.shards if shard.rows in names]
     files: dict[tuple[str, str], list[InputShard]] = {}
-    for shard in inputs.shards:
+    for shard in missing:
         files.setdefault((shard.uri, shard.version), []).append(shard)
-    own = list(files.values())[child::children]
-    todo = [(shards, [one for one in shards if not _ingested(context, one).is_ingested()]) for shards in own]
-    todo = [(shards, missing) for shards, missing in todo if missing]
-    log.info("ingest: child %d of %d: %d of its %d files are to do", child, children, len(todo), len(own))
+    own = list(files.values())[child :: listed.children or 1]
+    # This child, or another run, may have made some of them by now.
+    todo = [left for shards in own if (left := [one for one in shards if not _ingested(context, one).is_ingested()])]
+    log.info("ingest: child %d of %d: %d of its %d files are to do", child, listed.children, len(todo), len(own))
     if todo:
         worker = open_ingester(context, inputs)
-        for _, missing in todo:
-            ingest_file(worker, missing)
-    return stage_output(context, inputs, time.monotonic() - begun)
+        for shards in todo:
+            ingest_file(worker, shards)
+    return stage_output(context, missing, time.monotonic() - begun)
 
 
 def _ingested(context: StageContext, shard: InputShard) -> IngestedShard:
@@ -449,11 +452,11 @@ def _lists(values: pa.Array, width: int) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(np.arange(0, len(values) + 1, width), pa.int32()), values)
 
 
-def stage_output(context: StageContext, inputs: RunInputs, seconds: float) -> StageOutput | None:
-    """Return the output of the whole array, or None while files are missing."""
+def stage_output(context: StageContext, shards: Sequence[InputShard], seconds: float) -> StageOutput | None:
+    """Return the output of the whole array, or None while some of these shards are missing."""
     context.heartbeat.beat(note="looking at the other children's files")
     with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
-        ingested = [_ingested(context, shard) for shard in inputs.shards]
+        ingested = [_ingested(context, shard) for shard in shards]
         if not all(pool.map(IngestedShard.is_ingested, ingested)):
             log.info("ingest: this child is done; others still run")
             return None

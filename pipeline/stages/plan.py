@@ -42,6 +42,7 @@ from pipeline.plan import (
     EmbedPlan,
     ExpectedCost,
     HoldoutPlan,
+    MissingShards,
     RowFile,
     RunInputs,
     RunPlan,
@@ -124,6 +125,7 @@ def new_plan(context: StageContext) -> RunPlan:
             documents,
             config.embed.rows_per_part,
             config.embed.children * (config.embed.ranks_per_child or world.ranks_per_node),
+            scratch / "hashes",
             quarantine.refuse,
             partial(beat, "counting documents"),
         )
@@ -132,7 +134,7 @@ def new_plan(context: StageContext) -> RunPlan:
         check_bad_rows(inputs, pairs, documents, counted, rows.new_shards, quarantine)
     check_selection(inputs, rows, pairs)
     embed = plan_embedding(inputs, documents, counted)
-    profile = check_profile(paths, inputs, [pairs[number].profile for number in rows.new_shards], embed)
+    profile = check_profile(context, inputs, [pairs[number].profile for number in rows.new_shards], embed)
     check_data = partial(check_amounts, inputs, deployment)
     check_data(rows, pairs, embed)
     rows.write_holdout()
@@ -301,17 +303,17 @@ def plan_embedding(inputs: RunInputs, documents: Sequence[IngestedShard], counte
     )
 
 
-def check_profile(paths: RunPaths, inputs: RunInputs, new: Sequence[Profile], embed: EmbedPlan) -> DataProfile:
+def check_profile(context: StageContext, inputs: RunInputs, new: Sequence[Profile], embed: EmbedPlan) -> DataProfile:
     """Compare the data with that of the parent's run, as far as its plan is still there.
 
     Raises:
         BadData: a limit of `data.limits` is exceeded.
     """
-    last = None
+    paths, last = context.paths, None
     if inputs.lineage:
         with suppress(MissingInput, BadData):  # removed, or of another version
             last = RunPlan.from_json(store.read_bytes(RunPaths(f"{paths.bucket_root}/runs/{inputs.lineage[-1]}").plan))
-    gone = documents_gone(paths.bucket_root, last.embed.shards, embed.shards) if last else None
+    gone = documents_gone(paths.bucket_root, last.embed.shards, embed.shards, context.scratch / "hashes") if last else None
     if last and gone is not None:
         gone += max(embed.removed - last.embed.removed, 0)
     profile = profile_of(new, embed.rows, gone)
@@ -437,7 +439,8 @@ def _shard(number: int, shard: IngestedShard, rows: PlannedRows) -> Shard:
 def expect_cost(inputs: RunInputs, paths: RunPaths, children: int, deployment: Deployment) -> ExpectedCost:
     """Estimate the run's cost: as much as the one published last, and at most what its time budget allows."""
     prices = deployment.prices.by_queue()
-    at_once = {Stage.INGEST: inputs.ingest_children, Stage.EMBED: min(children, deployment.embed_hosts or children)}
+    ingesting = MissingShards.model_validate_json(store.read_bytes(paths.missing)).children
+    at_once = {Stage.INGEST: ingesting, Stage.EMBED: min(children, deployment.embed_hosts or children)}
     at_most = most(prices, nodes=inputs.config.nodes, children=at_once, time_budget=inputs.config.time_budget)
     last = inputs.published.run if inputs.published else None
     used = used_by(paths, last) if last else {}

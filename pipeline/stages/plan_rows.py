@@ -69,9 +69,10 @@ class PlannedRows:
         self._published = published
         self._beat = beat
         compared = tuple(dict.fromkeys((*inputs.lineage, *inputs.published_lineage)))
-        seen = SeenRows(bucket_root, inputs.lineage, self._config.data.holdout_by)
-        self._compared = SeenRows(bucket_root, compared, self._config.data.holdout_by)
-        self._source = HashedRows(shards, seen, self._config.data.max_repeats, folder.with_name("hashes"))
+        cache = folder.with_name("hashes")
+        seen = SeenRows(bucket_root, inputs.lineage, self._config.data.holdout_by, cache)
+        self._compared = SeenRows(bucket_root, compared, self._config.data.holdout_by, cache)
+        self._source = HashedRows(shards, seen, self._config.data.max_repeats, cache)
         self._lengths = Lengths.of(self._config)
         known = seen.shards
         self.new_shards = [number for number, one in enumerate(shards) if one.shard.rows not in known]
@@ -226,7 +227,7 @@ def read_pairs(
         valid = pc.and_(pc.is_valid(table["query_tokens"]), pc.is_valid(table["document_tokens"]))
         return table.filter(valid), places[np.asarray(valid)]
 
-    return in_threads(read, list(pieces(group)))
+    return in_threads(read, list(pieces(group.shard, group.file, group.row)))
 
 
 def _within(table: pa.Table, known: set[tuple[int, str | None]], most: int) -> Mask:

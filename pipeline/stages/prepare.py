@@ -1,7 +1,8 @@
 """prepare: decide all that needs no row, and list the input files. Reads input.json and the parent; writes prepare/inputs.json.
 
 Cheap refusals first: configuration, URIs, parent (prepare_parent), memory. The list of files is the run's input: what arrives
-later is the next run's. The file is written only if there is none: a run that resumes keeps what it has.
+later is the next run's. The file is written only if there is none: a run that resumes keeps what it has. Which files are to be
+ingested is looked up every time, and written to prepare/missing.json.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pipeline.log import log
 from pipeline.model.folder import text_positions
 from pipeline.model.parent import resolve_parent
 from pipeline.model.shape import read_shape
-from pipeline.plan import GraphsPlan, InputShard, MemoryPlan, Published, RunInputs, TokenizerPlan
+from pipeline.plan import GraphsPlan, InputShard, MemoryPlan, MissingShards, Published, RunInputs, TokenizerPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.registry import read_pointer
 from pipeline.run.request import read_request
@@ -48,8 +49,9 @@ def run(context: StageContext) -> StageOutput:
     """Decide the run's inputs, or keep those that are there."""
     request = read_request(context.paths)
     inputs = kept_inputs(context.paths, request) or new_inputs(context, request)
-    children = max(inputs.ingest_children, 1) if missing_shards(context.paths, inputs) else 0
-    metrics = {**inputs.summary(), "ingest_children": children}
+    missing = missing_shards(context.paths, inputs)
+    store.write_bytes(context.paths.missing, missing.model_dump_json().encode())
+    metrics = {**inputs.summary(), "ingest_children": missing.children}
     for name, value in metrics.items():
         log.info("prepare: %s = %s", name, value)
     models = {"parent": inputs.parent, "published": inputs.published}
@@ -161,14 +163,12 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
         shape=shape,
         tokenizer=planned_tokenizer,
         shards=list_shards(config, planned_tokenizer, deletions.digest),
-        ingest_children=0,
         lineage=lineage,
         published_lineage=() if published_lineage == lineage else published_lineage,
         identity=identity,
         deletions=deletions.digest,
     )
-    children = min(config.data.ingest_children, missing_shards(paths, inputs))
-    return write_inputs(paths, inputs.model_copy(update={"ingest_children": children}))
+    return write_inputs(paths, inputs)
 
 
 def keep_deletions(paths: RunPaths, config: RunConfig, noncurrent_days: int | None) -> Deletions:
@@ -231,11 +231,14 @@ def _named(config: RunConfig, tokenizer: TokenizerPlan, kind: str, info: store.O
     return InputShard(**file, modified=info.modified, kind=kind, rows=rows, tokens=tokens_name(rows, tokenizer), **more)
 
 
-def missing_shards(paths: RunPaths, inputs: RunInputs) -> int:
-    """Return how many files are not ingested yet."""
+def missing_shards(paths: RunPaths, inputs: RunInputs) -> MissingShards:
+    """Return what is not ingested yet."""
     with ThreadPoolExecutor(LOOKS_AT_ONCE, "look") as pool:
         found = pool.map(lambda shard: IngestedShard(paths.bucket_root, shard).is_ingested(), inputs.shards)
-        return len({(shard.uri, shard.version) for shard, there in zip(inputs.shards, found, strict=True) if not there})
+        missing = [shard for shard, there in zip(inputs.shards, found, strict=True) if not there]
+    files = {(shard.uri, shard.version) for shard in missing}
+    children = min(inputs.config.data.ingest_children, len(files))
+    return MissingShards(rows=tuple(shard.rows for shard in missing), children=children)
 
 
 def write_inputs(paths: RunPaths, inputs: RunInputs) -> RunInputs:

@@ -9,40 +9,31 @@ import numpy as np
 import pytest
 
 from pipeline import store
-from pipeline.dataset.corpus import CorpusReader, winners
+from pipeline.dataset.corpus import CorpusReader, leaders
 from pipeline.dataset.ids import id_hash
 from pipeline.dataset.ingested import DOCUMENTS, SLICES, part_range
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData, MissingInput
 from pipeline.plan import InputShard
+from tests.pipeline import ingesting
 from tests.pipeline.conftest import make_texts
 from tests.pipeline.ingesting import ingest, name_shard, tokenizer_plan
 from tests.tiny import make_model
 
 
 @pytest.mark.parametrize(
-    ("keys", "documents", "first", "conflicts"),
-    [
-        ([], [], [], []),
-        ([3, 1, 2], [7, 7, 7], [1, 1, 1], [0, 0, 0]),
-        ([3, 1, 3, 1, 3], [7, 8, 7, 9, 6], [1, 1, 0, 0, 0], [0, 0, 0, 1, 1]),
-        # The last one repeats the document of a conflict, and not the first one's.
-        ([0, 0, 0, 2**64 - 1], [5, 6, 6, 5], [1, 0, 0, 1], [0, 1, 1, 0]),
-    ],
+    ("keys", "first"),
+    [([], []), ([3, 1, 2], [0, 1, 2]), ([3, 1, 3, 1, 3], [0, 1, 0, 1, 0]), ([0, 0, 2**64 - 1, 0], [0, 0, 2, 0])],
 )
-def test_the_first_of_a_key_wins(keys: list[int], documents: list[int], first: list[int], conflicts: list[int]) -> None:
-    found = winners(np.array(keys, np.uint64), np.array(documents, np.uint64))
-    assert [mask.astype(int).tolist() for mask in found] == [first, conflicts]
+def test_the_first_row_of_a_key_leads(keys: list[int], first: list[int]) -> None:
+    assert leaders(np.array(keys, np.uint64)).tolist() == first
 
 
-def test_winners_are_those_of_a_dictionary() -> None:
-    rng = np.random.default_rng(0)
-    keys, documents = rng.integers(0, 2000, 5000).astype(np.uint64), rng.integers(0, 2, 5000).astype(np.uint64)
+def test_leaders_are_those_of_a_dictionary() -> None:
+    keys = np.random.default_rng(0).integers(0, 2000, 5000).astype(np.uint64)
     known: dict[int, int] = {}
-    expected = [(key not in known, known.setdefault(key, text) != text) for key, text in zip(keys, documents, strict=True)]
-    first, conflicts = winners(keys, documents)
-    assert list(zip(first.tolist(), conflicts.tolist(), strict=True)) == expected
+    assert leaders(keys).tolist() == [known.setdefault(key, place) for place, key in enumerate(keys.tolist())]
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +147,13 @@ def test_what_is_not_there_is_refused(root: str, tokenizer: TextTokenizer) -> No
     store.delete_folder(store.join(root, "ingested"))
     with pytest.raises(MissingInput):
         CorpusReader(root, [shard]).read_part(0, 1)
+
+
+def test_two_ids_with_one_hash_are_refused(tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingesting, "id_hash", len)
+    root = str(tmp_path / "bucket")
+    shards = [ingest_documents(root, "a.jsonl", [("aa", "same", None)], tokenizer)]
+    shards += [ingest_documents(root, "b.jsonl", [("b", "other", None), ("bb", "same", None)], tokenizer, generation=1)]
+    with pytest.raises(BadData, match="two ids have the same hash") as caught:
+        CorpusReader(root, shards).read_part(0, 1)
+    assert caught.value.value == ["aa", "bb"]

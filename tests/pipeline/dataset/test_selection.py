@@ -26,7 +26,7 @@ from pipeline.dataset.ingested import (
     write_profile,
 )
 from pipeline.dataset.seen import KEYS, RECORD, VERSIONS, SeenRecord, SeenRows
-from pipeline.dataset.selection import Group, HashedRows, Selection, groups, holdout_slices, pieces, select
+from pipeline.dataset.selection import HashedRows, Selection, groups, holdout_slices, pieces, select
 from pipeline.plan import InputShard
 
 Pair = tuple[int, int]
@@ -146,13 +146,11 @@ def test_the_newest_of_equal_identities_counts(tmp_path: Path) -> None:
 
 def test_pieces_are_what_one_request_returns() -> None:
     row = np.array([0, 16383, 16384, 5, 6], np.int64)
-    nothing = np.zeros(5, np.int64)
     shard, file = np.array([0, 0, 0, 0, 2]), np.array([0, 0, 0, 1, 1])
-    rest: dict[str, Any] = dict.fromkeys(("slices", "versions", "repeat", "seen"), nothing)
-    group = Group(shard=shard, file=file, row=row, **rest)
-    found = [(shard, file, rows.tolist(), places.tolist()) for shard, file, rows, places in pieces(group)]
+    found = [(shard, file, rows.tolist(), places.tolist()) for shard, file, rows, places in pieces(shard, file, row)]
     assert found == [(0, 0, [0, 16383], [0, 1]), (0, 0, [16384], [2]), (0, 1, [5], [3]), (2, 1, [6], [4])]
-    assert list(pieces(group.take(np.empty(0, np.int64)))) == []
+    nothing = np.empty(0, np.int64)
+    assert list(pieces(nothing, nothing, nothing)) == []
 
 
 PROGRAM = """

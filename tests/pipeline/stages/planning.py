@@ -18,7 +18,7 @@ from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.seen import SeenRecord, write_seen
 from pipeline.dataset.selection import holdout_slices
 from pipeline.errors import TrnpipeError
-from pipeline.plan import RunInputs, RunPlan
+from pipeline.plan import MissingShards, RunInputs, RunPlan
 from pipeline.run.context import Heartbeat, StageContext, StageOutput
 from pipeline.run.world import NodeWorld, World
 from pipeline.stages import stage_function
@@ -86,7 +86,7 @@ class Bench:
 
     def ingest(self, run: str) -> None:
         """All children of ingest."""
-        for child in range(self.inputs(run).ingest_children):
+        for child in range(self.missing(run).children):
             self.stage(Stage.INGEST, run, child)
 
     def start(self, run: str, execution: Config | None = None) -> StageOutput:
@@ -113,6 +113,9 @@ class Bench:
 
     def inputs(self, run: str) -> RunInputs:
         return RunInputs.from_json(store.read_bytes(self.paths(run).inputs))
+
+    def missing(self, run: str) -> MissingShards:
+        return MissingShards.model_validate_json(store.read_bytes(self.paths(run).missing))
 
     def plan(self, run: str) -> RunPlan:
         return RunPlan.from_json(store.read_bytes(self.paths(run).plan))

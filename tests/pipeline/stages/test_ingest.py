@@ -100,7 +100,7 @@ def test_rows_and_tokens_of_a_file(bucket: Bench, model: Path) -> None:
     # Ten documents are there with three labels, tasks or locales, of which the identity has the last two.
     assert len(set(versions.tolist())) == len(good)
     assert len(set(identities(versions).tolist())) == len(good)
-    stored = np.concatenate([pairs.hashes(number, 0, file.rows) for number, file in enumerate(pairs.profile.files)])
+    stored = np.concatenate([pairs.hashes(number, 0, file.rows)["version"] for number, file in enumerate(pairs.profile.files)])
     assert (stored == versions).all()
 
     profile = pairs.profile
@@ -187,7 +187,7 @@ def test_children_share_the_files_and_the_last_one_speaks(bucket: Bench, caplog:
         bucket.shard(f"{number}.jsonl", rows(20 * number, 20 * number + 20))
     bucket.config["data"]["ingest_children"] = 3
     bucket.prepare("run")
-    assert bucket.inputs("run").ingest_children == 3
+    assert bucket.missing("run").children == 3
     assert bucket.stage(Stage.INGEST, "run", 2) is None
     assert bucket.stage(Stage.INGEST, "run", 0) is None
     assert "child 0 of 3: 2 of its 2 files are to do" in caplog.text
@@ -203,8 +203,8 @@ def test_children_share_the_files_and_the_last_one_speaks(bucket: Bench, caplog:
     caplog.clear()
     bucket.prepare("next")
     bucket.ingest("next")
-    assert caplog.text.count("files are to do") == bucket.inputs("next").ingest_children == 1
-    assert "child 0 of 1: 1 of its 6 files are to do" in caplog.text
+    assert caplog.text.count("files are to do") == bucket.missing("next").children == 1
+    assert "child 0 of 1: 1 of its 1 files are to do" in caplog.text
     assert before.items() < content(bucket).items()
 
 

@@ -15,7 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.contract import Stage, StageResult
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, ingested_tokens_uri
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
-from pipeline.plan import Published
+from pipeline.plan import MissingShards, Published
 from tests.pipeline.stages.planning import Bench, Config, refusal, rows
 from tests.tiny import make_model
 
@@ -38,7 +38,7 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
     assert (inputs.published, inputs.lineage, inputs.published_lineage) == (None, (), ())
     tokenizer = inputs.tokenizer
     assert (tokenizer.cap, tokenizer.prefix, tokenizer.suffix, tokenizer.side) == (48, 1, 1, "right")
-    assert inputs.ingest_children == 2
+    assert bench.missing("first") == MissingShards(rows=tuple(shard.rows for shard in inputs.shards), children=2)
     assert output.metrics == {**inputs.summary(), "ingest_children": 2}
     assert output.metrics["computes"] == "cpu in fp32"
     assert output.outputs["inputs"].sha256 == store.sha256(bench.paths("first").inputs)
