@@ -46,10 +46,10 @@ SCHEMA_VERSION = 2
 
 SLICES = 1024
 FILE_ROWS = 1 << 18
-BATCH_ROWS = 256
+BATCH_ROWS = 64
 """Rows of a record batch, the smallest piece that is read."""
 
-READ_BATCHES = 64
+READ_BATCHES = 256
 """Batches of one request: some megabytes."""
 
 PAIRS, DOCUMENTS = "pairs", "documents"

@@ -26,6 +26,9 @@ from pipeline.dataset.seen import SeenRows
 Mask = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
 
+LONGEST_GAP = 1 << 10
+"""Rows that are read in vain rather than in a request of its own: about a megabyte."""
+
 GROUP_ROWS = 1 << 20
 """Rows whose hashes are in memory at a time: with everything computed from them about 100 MB."""
 
@@ -250,6 +253,7 @@ def pieces(shard: Numbers, file: Numbers, row: Numbers) -> Iterator[tuple[int, i
         shard, file, row: where the rows are, in this order. All arrays are (rows,).
     """
     keys = np.stack([shard, file, row // (BATCH_ROWS * READ_BATCHES)])
-    begins = np.flatnonzero(np.any(np.diff(keys, prepend=-1) != 0, axis=0)) if len(row) else np.empty(0, np.int64)
+    apart = np.any(np.diff(keys, prepend=-1) != 0, axis=0) | (np.diff(row, prepend=0) > LONGEST_GAP)
+    begins = np.flatnonzero(apart)
     for start, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(row)], strict=False):
         yield int(shard[start]), int(file[start]), row[start:stop], np.arange(start, stop)
