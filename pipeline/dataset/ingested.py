@@ -49,7 +49,7 @@ FILE_ROWS = 1 << 18
 BATCH_ROWS = 64
 """Rows of a record batch, the smallest piece that is read."""
 
-READ_BATCHES = 256
+READ_BATCHES = 64
 """Batches of one request: some megabytes."""
 
 PAIRS, DOCUMENTS = "pairs", "documents"

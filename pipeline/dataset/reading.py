@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline import store
+
+# Arrow's own allocator keeps what threads have freed: plan took twice the memory.
+pa.set_memory_pool(pa.system_memory_pool())
 
 R = TypeVar("R")
 

@@ -29,8 +29,8 @@ Numbers = NDArray[np.int64]
 LONGEST_GAP = 1 << 10
 """Rows that are read in vain rather than in a request of its own: about a megabyte."""
 
-GROUP_ROWS = 1 << 20
-"""Rows whose hashes are in memory at a time: with everything computed from them about 100 MB."""
+GROUP_ROWS = 1 << 18
+"""Rows whose hashes are in memory at a time, if a slice has not more: with everything computed from them some 30 MB."""
 
 
 def holdout_slices(fraction: float) -> int:
