@@ -8,7 +8,8 @@
 tokens; one row in twenty is there twice. The bucket is on a local S3 endpoint (moto). Each stage is a process of its own, and
 counts the bytes of what it gets from storage. What training leaves (`seen/`, the registry's pointer) is written in its place. The
 hold-out has as many queries and candidates as the first week brings, as that of a long history has its limits.
-Printed for each week: bytes that the three stages read, without 16 for each row of the history; and their seconds.
+Printed for each week: bytes that the three stages read, without 16 for each row of the history (a pair that is a document too is
+two rows, as each is ingested); and their seconds.
 
 `size`: one week of so many pairs and documents in 30 files, of 12 to some 60 tokens, in a folder. Two children ingest. Parts are
 written with made-up embeddings of four values, and publish proves them. Printed for each stage: seconds of the clock and of the
@@ -97,7 +98,7 @@ def measure_history(options: argparse.Namespace) -> None:
             request(root, name, held, ingest_children=1)
             steps = [step(one, root, name) for one in STAGES]
             step("train", root, name)
-            read, history = sum(one["bytes"] for one in steps), options.rows * (week - 1)
+            read, history = sum(one["bytes"] for one in steps), 2 * options.rows * (week - 1)
             found[week] = (read, read - PER_ROW * history, sum(one["seconds"] for one in steps))
             print(f"{week:>4}{history:>14,}{read:>14,}{found[week][1]:>16,}{found[week][2]:>9.1f}", flush=True)
     last, second = found[options.weeks], found[2]
