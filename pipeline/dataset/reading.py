@@ -1,10 +1,12 @@
-"""Read many small ranges of objects at a time."""
+"""Read many small ranges of objects at a time, in bounded memory."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,13 +16,25 @@ from numpy.typing import NDArray
 
 from pipeline import store
 
-# Arrow's own allocator keeps what threads have freed: plan took twice the memory.
-pa.set_memory_pool(pa.system_memory_pool())
-
 R = TypeVar("R")
 
 READERS = 16
 """Ranges that are read at a time: on S3, each waits for tens of milliseconds."""
+
+
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
+
+
+def return_memory() -> None:
+    """Let this process return large buffers to the system as soon as they are freed.
+
+    Arrow's own allocator keeps what ended threads had, and glibc's raises the size from which on it returns them, up to 32 MiB:
+    plan took 900 MiB instead of 260. For stages that compute with such buffers again and again, this is slower.
+    """
+    pa.set_memory_pool(pa.system_memory_pool())
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
 
 
 def in_threads(read: Callable[[Any], R], items: Sequence[Any]) -> Iterator[R]:

@@ -50,6 +50,7 @@ from pipeline.dataset.ingested import (
     write_file,
     write_profile,
 )
+from pipeline.dataset.reading import return_memory
 from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.rows import Block, normalized_hashes, read_blocks, shard_columns
 from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
@@ -79,6 +80,7 @@ def run(context: StageContext) -> StageOutput | None:
         BadData: a file is damaged, or has changed since the run began.
         Transient: a file has changed, and this is the job's first attempt.
     """
+    return_memory()
     inputs = RunInputs.from_json(store.read_bytes(context.paths.inputs))
     listed = MissingShards.model_validate_json(store.read_bytes(context.paths.missing))
     child, begun, names = context.world.node.array_index, time.monotonic(), set(listed.rows)

@@ -24,7 +24,7 @@ from pipeline.dataset.corpus_plan import CountedDocuments, count_documents, docu
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard, Profile
 from pipeline.dataset.profile import check_limits, profile_of
-from pipeline.dataset.reading import in_threads
+from pipeline.dataset.reading import in_threads, return_memory
 from pipeline.dataset.records import BadRow
 from pipeline.dataset.refusals import LISTED_REASONS, Refusals
 from pipeline.dataset.row_files import PUBLISHED, Lengths
@@ -63,6 +63,7 @@ SHORTEST_TEXT = 3
 
 def run(context: StageContext) -> StageOutput:
     """Plan the run, or keep the plan that is there."""
+    return_memory()
     plan = kept_plan(context.paths) or new_plan(context)
     for name, value in plan.summary().items():
         log.info("plan: %s = %s", name, value)
