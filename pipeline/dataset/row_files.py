@@ -102,12 +102,12 @@ def token_lengths(column: pa.ChunkedArray) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class DocumentLengths:
-    """Number of tokens of each row's document in a mapped `train.arrow`, piece by piece, as often as they are asked for."""
+    """Number of tokens of each row's document in `train.arrow`, piece by piece, as often as they are asked for."""
 
-    table: pa.Table
+    path: Path
 
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
-        for chunk in self.table["document_tokens"].chunks:
+        for chunk in read_table(self.path)["document_tokens"].chunks:
             yield np.diff(chunk.offsets.to_numpy())
 
 

@@ -97,8 +97,7 @@ def write_order(path: Path, lengths: Lengths, layout: Layout, seed: int, epoch: 
             sorts[owner].add(key=_keys(rows, salts[owner]), row=rows)
         first += len(piece)
 
-    order = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(layout.steps, 1 + layout.global_batch))
-    order[:] = MASKED
+    np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(layout.steps, 1 + layout.global_batch)).flush()
     places = np.argsort(_keys(np.arange(layout.steps), _salt(seed, epoch, 0)))
     done = 0
     waiting = np.empty(0, np.int32)
@@ -109,16 +108,17 @@ def write_order(path: Path, lengths: Lengths, layout: Layout, seed: int, epoch: 
         for records in sort:
             waiting = np.concatenate([waiting, records["row"]])
             whole = min(len(waiting), missing) // layout.global_batch * layout.global_batch
-            done += _put(order, places[done:], bucket, waiting[:whole])
+            done += _put(path, places[done:], bucket, waiting[:whole])
             waiting, missing = waiting[whole:], missing - whole
         if missing:
-            done += _put(order, places[done:], bucket, waiting)
+            done += _put(path, places[done:], bucket, waiting)
             waiting = waiting[:0]
-    order.flush()
 
 
-def _put(order: NDArray[np.int32], places: NDArray[np.int64], bucket: int, rows: NDArray[np.int32]) -> int:
+def _put(path: Path, places: NDArray[np.int64], bucket: int, rows: NDArray[np.int32]) -> int:
     """Write consecutive batches to their places; return how many there are."""
+    # Mapped anew each time: pages that were written are no longer this process's memory.
+    order = np.lib.format.open_memmap(path, mode="r+")
     size = order.shape[1] - 1
     batches: int = -(-len(rows) // size)
     filled = np.full(batches * size, MASKED, np.int32)

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from pipeline.dataset.ingested import SLICES, IngestedShard
 from pipeline.dataset.reading import in_threads
-from pipeline.dataset.row_files import HOLDOUT_FILES, PUBLISHED, DocumentLengths, Lengths, RowWriter, read_table
+from pipeline.dataset.row_files import HOLDOUT_FILES, PUBLISHED, DocumentLengths, Lengths, RowWriter
 from pipeline.dataset.seen import SeenRows
 from pipeline.dataset.selection import Group, HashedRows, Mask, Numbers, Selection, groups, holdout_slices, pieces, select
 from pipeline.dataset.steps import StepCounts, order_file, write_orders
@@ -191,7 +191,7 @@ class PlannedRows:
                     writer.add("train.arrow", table)
                     self._beat("writing training rows", writer.rows["train.arrow"])
         self.rows |= writer.rows
-        train = DocumentLengths(read_table(self._folder / "train.arrow"))
+        train = DocumentLengths(self._folder / "train.arrow")
         counts = write_orders(self._folder, train, self._config, ranks)
         for epoch in range(-(-counts.steps // counts.steps_per_epoch)):
             self.rows[order_file(epoch)] = counts.steps_per_epoch

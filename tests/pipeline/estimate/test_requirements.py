@@ -16,7 +16,7 @@ from transformers import BertConfig
 
 from pipeline.config import ModelConfig, build_config
 from pipeline.contract import Stage
-from pipeline.dataset.row_files import SCHEMAS, DocumentLengths, RowWriter, read_table
+from pipeline.dataset.row_files import SCHEMAS, DocumentLengths, RowWriter
 from pipeline.dataset.steps import write_orders
 from pipeline.errors import BadConfig
 from pipeline.estimate import requirements as limits
@@ -56,7 +56,7 @@ def test_row_files_are_as_large_as_allowed_for_and_a_rank_holds_none_of_their_ro
     }
     with RowWriter(tmp_path, 1 << 20, ["train.arrow"]) as writer:
         writer.add("train.arrow", pa.table(columns))
-    lengths = DocumentLengths(read_table(tmp_path / "train.arrow"))
+    lengths = DocumentLengths(tmp_path / "train.arrow")
     write_orders(tmp_path, lengths, build_config({"train": {"batch_size": 32, "query_length": 8, "buckets": [8]}}), 1)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert size / rows == pytest.approx(limits.ROW_FILE_BYTES + 4 * (4 + 6), rel=0.1)

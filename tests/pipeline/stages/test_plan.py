@@ -74,7 +74,7 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
             assert found[f"{name}_tokens"] == tokenizer.encode([row[name]], longest)[0].tolist()
     # The stored order has the plan's numbers, and every row once.
     order = np.load(folder / "order-00000.npy")
-    layout = lay_out(DocumentLengths(train), (16, 32), 16)
+    layout = lay_out(DocumentLengths(folder / "train.arrow"), (16, 32), 16)
     assert plan.train.steps_per_epoch == plan.train.steps == len(order) == layout.steps
     assert plan.train.bucket_rows == {str(bucket): count for bucket, count in layout.bucket_rows.items()}
     assert sorted(order[:, 1:][order[:, 1:] != MASKED].tolist()) == list(range(len(kept)))

@@ -36,7 +36,7 @@ def open_batches(
         ordered.mkdir()
         (ordered / "train.arrow").symlink_to(folder / "train.arrow")
         train = {"batch_size": batch_size, "accumulation": accumulation, "buckets": [16, 32], "epochs": 2}
-        lengths = DocumentLengths(read_table(folder / "train.arrow"))
+        lengths = DocumentLengths(folder / "train.arrow")
         write_orders(ordered, lengths, build_config({"seed": 3, "train": train}), size)
     return TrainingBatches(
         ordered,
