@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from botocore.exceptions import ClientError
-
 from pipeline.contract import RUN_ID_PATTERN, check_run_id
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.operate.deployment import Site
@@ -71,8 +69,7 @@ def describe(site: Site, arn: str) -> Execution:
     Raises:
         MissingInput: there is no such execution.
     """
-    found = _described(site, arn)
-    if found is None:
+    if (found := _described(site, arn)) is None:
         raise _no_such_run(site, arn)
     return found
 
@@ -89,15 +86,14 @@ def find(site: Site, wanted: str | None) -> Execution:
         MissingInput: there is none.
     """
     if wanted is None:
-        running = newest(site, 1, running=True)
-        if not running:
-            raise MissingInput(
-                "nothing is running",
-                value=site.option,
-                rule="without an ID the newest running execution is meant",
-                remedy="start one, or name an earlier one: `trnpipe runs` lists them",
-            )
-        return running[0]
+        if running := newest(site, 1, running=True):
+            return running[0]
+        raise MissingInput(
+            "nothing is running",
+            value=site.option,
+            rule="without an ID the newest running execution is meant",
+            remedy="start one, or name an earlier one: `trnpipe runs` lists them",
+        )
     if wanted.startswith("arn:"):
         if not wanted.startswith(site.execution_arn("")):
             raise BadConfig(
@@ -120,10 +116,9 @@ def find(site: Site, wanted: str | None) -> Execution:
             rule="one name, one execution",
             remedy="give the full ARN of one of them",
         )
-    found = [one for one in (by_run, by_name) if one is not None]
-    if not found:
-        raise _no_such_run(site, wanted)
-    return max(found, key=lambda one: (one.running, one.started))
+    if found := [one for one in (by_run, by_name) if one is not None]:
+        return max(found, key=lambda one: (one.running, one.started))
+    raise _no_such_run(site, wanted)
 
 
 def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
@@ -143,8 +138,7 @@ def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
 
 def stop(site: Site, execution: Execution, reason: str) -> None:
     """Stop an execution; one that has ended stays unchanged."""
-    with site.asking(execution.name):
-        site.client("stepfunctions").stop_execution(executionArn=execution.arn, error="Stopped", cause=reason)
+    site.ask(execution.name, "stepfunctions", "stop_execution", executionArn=execution.arn, error="Stopped", cause=reason)
 
 
 def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Execution:
@@ -153,19 +147,15 @@ def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Executio
     Raises:
         BadConfig: there is an execution of this name.
     """
-    with site.asking(name):
-        client = site.client("stepfunctions")
-        try:
-            answer = client.start_execution(stateMachineArn=site.machine_arn, name=name, input=json.dumps(execution_input))
-        except ClientError as error:
-            if error.response["Error"]["Code"] != "ExecutionAlreadyExists":
-                raise
-            raise BadConfig(
-                "there is an execution of this name already",
-                value=name,
-                rule="names are unique for 90 days",
-                remedy=f"choose another --name, or resume that run with --run {name}",
-            ) from error
+    given = {"stateMachineArn": site.machine_arn, "name": name, "input": json.dumps(execution_input)}
+    answer = site.ask(name, "stepfunctions", "start_execution", ("ExecutionAlreadyExists",), **given)
+    if answer is None:
+        raise BadConfig(
+            "there is an execution of this name already",
+            value=name,
+            rule="names are unique for 90 days",
+            remedy=f"choose another --name, or resume that run with --run {name}",
+        )
     return describe(site, answer["executionArn"])
 
 
@@ -196,14 +186,8 @@ class History:
 
 
 def _described(site: Site, arn: str) -> Execution | None:
-    with site.asking(arn):
-        client = site.client("stepfunctions")
-        try:
-            return Execution.parse(client.describe_execution(executionArn=arn))
-        except ClientError as error:
-            if error.response["Error"]["Code"] not in ("ExecutionDoesNotExist", "InvalidArn"):
-                raise
-            return None
+    answer = site.ask(arn, "stepfunctions", "describe_execution", ("ExecutionDoesNotExist", "InvalidArn"), executionArn=arn)
+    return None if answer is None else Execution.parse(answer)
 
 
 def _no_such_run(site: Site, wanted: str) -> MissingInput:

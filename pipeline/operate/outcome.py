@@ -86,9 +86,7 @@ def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
 def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailure | None:
     """Return the stage's failure file, if this execution wrote it."""
     failure = run_files.read_failure(files, stage)
-    if failure is None or (failure.time and datetime.fromisoformat(failure.time) < started):
-        return None
-    return failure
+    return None if failure and failure.time and datetime.fromisoformat(failure.time) < started else failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,8 @@ Job = Mapping[str, Any]
 def describe(site: Site, ids: Sequence[str]) -> list[Job]:
     """Return the jobs as DescribeJobs describes them, without those that Batch has forgotten (a week after their end)."""
     found: list[Job] = []
-    with site.asking("jobs"):
-        for first in range(0, len(ids), DESCRIBED_AT_ONCE):
-            found += site.client("batch").describe_jobs(jobs=list(ids[first : first + DESCRIBED_AT_ONCE]))["jobs"]
+    for first in range(0, len(ids), DESCRIBED_AT_ONCE):
+        found += site.ask("jobs", "batch", "describe_jobs", jobs=list(ids[first : first + DESCRIBED_AT_ONCE]))["jobs"]
     return found
 
 
@@ -50,8 +49,7 @@ def alive(site: Site, execution: Execution) -> list[Job]:
 
 def terminate(site: Site, job: Job, reason: str) -> None:
     """Terminate a job; one that has ended meanwhile stays unchanged."""
-    with site.asking(job["jobName"]):
-        site.client("batch").terminate_job(jobId=job["jobId"], reason=reason)
+    site.ask(job["jobName"], "batch", "terminate_job", jobId=job["jobId"], reason=reason)
 
 
 def failed_logs(site: Site, job_id: str, failure: StageFailure | None) -> Iterator[str]:
@@ -74,8 +72,7 @@ def _one(site: Site, job_id: str | None) -> Job | None:
 
 
 def _failed_child(site: Site, job_id: str) -> str | None:
-    with site.asking("an array's children"):
-        answer = site.client("batch").list_jobs(arrayJobId=job_id, jobStatus="FAILED")
+    answer = site.ask("an array's children", "batch", "list_jobs", arrayJobId=job_id, jobStatus="FAILED")
     return next((str(child["jobId"]) for child in answer["jobSummaryList"]), None)
 
 
