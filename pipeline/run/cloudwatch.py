@@ -71,9 +71,8 @@ class EmbeddedMetrics:
         finite = {metric: value for metric, value in values.items() if math.isfinite(value)}
         if not self.enabled or not finite:
             return
-        line = json.dumps(self._document(finite, properties), separators=(",", ":"))
         # In one piece, and shorter than a pipe takes at once: other processes of the container write to the same one.
-        sys.stdout.write(line + "\n")
+        sys.stdout.write(json.dumps(self._document(finite, properties), separators=(",", ":")) + "\n")
         sys.stdout.flush()
 
     def _document(self, values: Mapping[Metric, float], properties: Mapping[str, int | str]) -> dict[str, Any]:

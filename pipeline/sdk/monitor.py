@@ -116,8 +116,7 @@ def _read_process(process: Mapping[str, Any], reading: Reading) -> None:
 
 def _group(groups: Mapping[str, Any], name: str, reading: Reading) -> Mapping[str, Any] | None:
     """A metric group, None where neuron-monitor left it out (its period is not over) or could not collect it."""
-    group = groups.get(name)
-    if group is None:
+    if (group := groups.get(name)) is None:
         return None
     if group.get("error"):
         reading.gaps.append(f"{name}: {group['error']}")
@@ -243,8 +242,8 @@ class HostMonitor:
                 reading = parse_report(line)
             except ValueError as error:
                 self._say_once(f"skipped a line of neuron-monitor that has an undocumented form: {error}: {line[:200]!r}")
-                continue
-            self._take(reading)
+            else:
+                self._take(reading)
         self._ended.set()
         if not self._stopping.is_set():
             self._say_once(f"neuron-monitor ended with status {process.wait()}: training continues without a monitor")

@@ -135,8 +135,7 @@ def environment(
             defaults["FI_EFA_FORK_SAFE"] = "1"
         found |= {name: value for name, value in defaults.items() if not found.get(name)}
         if not found.get("CCOM_SOCKET_IFNAME"):
-            interface = interface_to(leader)
-            if interface:
+            if interface := interface_to(leader):
                 found["CCOM_SOCKET_IFNAME"] = interface
             else:
                 log.warning("no interface leads to the main node %s: CCOM_SOCKET_IFNAME is left to the collectives", leader)

@@ -92,12 +92,11 @@ def run_tool(name: str, *arguments: str, seconds: float, root: Path = HOST, fold
     Raises:
         ToolError: no such tool, an exit status other than 0, or no end in time.
     """
-    command = [find_tool(name, root), *arguments]
     # Files, because a pipe stays open as long as any of the tool's own children holds it.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         try:
             process = subprocess.Popen(
-                command,
+                [find_tool(name, root), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -166,8 +165,7 @@ def runtime_version(root: Path = HOST, *, seconds: float) -> str:
     Raises:
         ToolError: neither names one.
     """
-    named = re.fullmatch(r"libnrt\.so\.(\d+(?:\.\d+){2,3})", (root / RUNTIME_LIBRARY).resolve().name)
-    if named:
+    if named := re.fullmatch(r"libnrt\.so\.(\d+(?:\.\d+){2,3})", (root / RUNTIME_LIBRARY).resolve().name):
         return named[1]
     try:
         stdout, _ = run_tool("dpkg-query", "-W", "-f=${Version}", RUNTIME_PACKAGE, seconds=seconds, root=root)
@@ -188,9 +186,7 @@ def driver_objection(driver: Version, runtime: Version, accepted: Sequence[str])
         return "a driver 2.29 or newer needs a runtime 2.33 or newer"
     if driver[:2] <= (2, 26) and runtime[:2] >= (2, 32):
         return "a runtime 2.32 or newer refuses drivers up to 2.26"
-    if f"{driver[0]}.{driver[1]}" not in accepted:
-        return f"health_check.driver_versions accepts {', '.join(accepted)}"
-    return None
+    return None if f"{driver[0]}.{driver[1]}" in accepted else f"health_check.driver_versions accepts {', '.join(accepted)}"
 
 
 # Devices.
@@ -281,13 +277,10 @@ def nccom_test(operation: str, ranks: int, size: int, *, seconds: float, root: P
     with tempfile.TemporaryDirectory(prefix="trnpipe-nccom-") as name:
         folder = Path(name)
         report = folder / "report.json"
-        arguments = ("-r", str(ranks), NCCOM_OPERATIONS[operation], "-b", str(size), "-e", str(size), "-d", "fp32", "--check")
         stdout, stderr = run_tool(
             "nccom-test",
-            *arguments,
-            "--non-interactive",
-            "--report-to-json-file",
-            str(report),
+            *("-r", str(ranks), NCCOM_OPERATIONS[operation], "-b", str(size), "-e", str(size), "-d", "fp32", "--check"),
+            *("--non-interactive", "--report-to-json-file", str(report)),
             seconds=seconds,
             root=root,
             folder=folder,
