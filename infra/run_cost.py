@@ -131,8 +131,7 @@ def expectation(settings: Settings) -> Iterator[str]:
         price, usd = _figure(prices.get(spec.queue), 4), _figure(cost_of({stage: nodes * hours}, prices), 2)
         yield f"  {stage:<14}{nodes:>6}  {names[spec.queue]:<16}{price:>9}{hours:>7.1f}{usd:>11}"
     yield f"  hours: the longest that one attempt may take, and no longer than time_budget ({budget_hours:g} h)."
-    total = most(prices, nodes=gang, children=children, time_budget=config.time_budget)
-    if total is None:
+    if (total := most(prices, nodes=gang, children=children, time_budget=config.time_budget)) is None:
         unknown = dict.fromkeys(name for queue, name in names.items() if queue not in prices)
         yield f"  No total: the price of {' and '.join(unknown)} in {settings.region} is not known. remedy: the setting `prices`."
         return

@@ -146,8 +146,7 @@ class Stacks:
 
     def _name(self, stack: str, logical_id: str) -> str:
         resource = self.templates[stack]["Resources"][logical_id]
-        given = resource.get("Properties", {}).get(NAME_PROPERTIES.get(resource["Type"], ""))
-        if given is not None:
+        if (given := resource.get("Properties", {}).get(NAME_PROPERTIES.get(resource["Type"], ""))) is not None:
             return str(self.resolve(stack, given))
         # People know it by its path in the construct tree; valid as a bucket's name, too.
         path = resource.get("Metadata", {}).get("aws:cdk:path", f"{stack}/{logical_id}").removesuffix("/Resource")

@@ -143,8 +143,7 @@ def headroom(subject: Subject) -> Findings:
 @check("Capacity", "ec2:DescribeCapacityReservations", "resource-groups:ListGroupResources", "cloudformation:ListStackResources")
 def reservation(subject: Subject) -> Findings:
     settings = subject.settings
-    wanted = settings.capacity_reservation
-    if wanted is None:
+    if (wanted := settings.capacity_reservation) is None:
         return
     try:
         reserved = _reserved(subject, wanted)
@@ -193,8 +192,7 @@ def _reserved(subject: Subject, wanted: CapacityReservation) -> list[dict[str, A
     if wanted.group is not None:
         members = subject.ask("resource-groups", "ListGroupResources", Group=wanted.group)["Resources"]
         arns = [member["Identifier"]["ResourceArn"] for member in members]
-        ids = [arn.rpartition("/")[2] for arn in arns if ":capacity-reservation/" in arn]
-        if not ids:
+        if not (ids := [arn.rpartition("/")[2] for arn in arns if ":capacity-reservation/" in arn]):
             raise Refused("EmptyGroup", f"no Capacity Reservation among {len(arns)} resources")
     return list(subject.ask("ec2", "DescribeCapacityReservations", CapacityReservationIds=ids)["CapacityReservations"])
 

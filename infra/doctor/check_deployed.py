@@ -73,8 +73,7 @@ def stacks(subject: Subject) -> Findings:
                 remedy=f"aws cloudformation describe-stack-resource-drifts --stack-name {name}",
             )
         body = subject.ask("cloudformation", "GetTemplate", StackName=name)["TemplateBody"]
-        deployed = json.loads(body) if isinstance(body, str) else body
-        if differing := differences(deployed, template):
+        if differing := differences(json.loads(body) if isinstance(body, str) else body, template):
             yield warning(
                 f"the stack {name} is not what these settings would deploy",
                 value=", ".join(differing),
@@ -231,8 +230,7 @@ def schedule(subject: Subject) -> Findings:
 
 @check("Monitoring", "cloudformation:ListStackResources", "cloudwatch:DescribeAlarms")
 def alarms(subject: Subject) -> Findings:
-    answer = subject.deployed("AWS::CloudWatch::Alarm", "cloudwatch", "DescribeAlarms", "AlarmNames")
-    if not answer:
+    if not (answer := subject.deployed("AWS::CloudWatch::Alarm", "cloudwatch", "DescribeAlarms", "AlarmNames")):
         return
     found = answer.get("MetricAlarms", [])
     ringing = [alarm for alarm in found if alarm["StateValue"] == "ALARM"]

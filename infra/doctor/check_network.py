@@ -164,8 +164,7 @@ def endpoints(subject: Subject) -> Findings:
     by_service = {endpoint["ServiceName"].partition(f"{region}.")[2]: endpoint for endpoint in found}
     subnet_ids = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
     tables = {subnet: route_table(subject, subnet, vpc_id) for subnet in subnet_ids}
-    without_way_out = {subnet: table for subnet, table in tables.items() if not way_out(table)}
-    if not without_way_out:
+    if not (without_way_out := {subnet: table for subnet, table in tables.items() if not way_out(table)}):
         yield ok("services are reached through", ", ".join(sorted({way_out(table) for table in tables.values()})))
     missing = []
     for service in GATEWAY_SERVICES:
@@ -174,8 +173,7 @@ def endpoints(subject: Subject) -> Findings:
         if cut_off and by_service.get(service, {}).get("VpcEndpointType") != "Interface":
             missing.append(f"{service} (gateway, in the route tables of {', '.join(cut_off)})")
     for service in subject.blueprint.endpoint_services:
-        endpoint = by_service.get(service)
-        if endpoint is None:
+        if (endpoint := by_service.get(service)) is None:
             missing += [service] if without_way_out else []
         else:
             yield from _judge_endpoint(subject, service, endpoint)
@@ -228,8 +226,7 @@ def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any])
             rule="agents and SDKs call the service's own name, which private DNS leads to the endpoint",
             remedy=f"aws ec2 modify-vpc-endpoint --vpc-endpoint-id {endpoint['VpcEndpointId']} --private-dns-enabled",
         )
-    group_ids = sorted(group["GroupId"] for group in endpoint.get("Groups", ()))
-    if not group_ids:
+    if not (group_ids := sorted(group["GroupId"] for group in endpoint.get("Groups", ()))):
         return
     assert subject.settings.vpc is not None
     default = subject.settings.vpc.default_security_group_id

@@ -102,8 +102,7 @@ class BatchRunner:
         """Refuses what TerminateJob does (https://docs.aws.amazon.com/batch/latest/APIReference/API_TerminateJob.html)."""
         reason = request.get("reason", "")
         refuse_if(not 1 <= len(reason) <= LONGEST_REASON, f"reason must have 1 to {LONGEST_REASON} characters")
-        job = self._jobs.get(request.get("jobId", ""))
-        if job is None:
+        if (job := self._jobs.get(request.get("jobId", ""))) is None:
             raise ClientError(f"job {request.get('jobId')!r} does not exist")
         self._stop(job, reason)
         return {}
@@ -165,7 +164,7 @@ class BatchRunner:
         if not job.children:
             self._run_attempts(job, side_by_side=len(job.definition.containers))
             return
-        self._set_status(job, "PENDING")
+        job.status = "PENDING"
         with ThreadPoolExecutor(max_workers=min(len(job.children), self.settings.side_by_side)) as pool:
             list(pool.map(self._run_child, job.children))
         failed = any(child.status == "FAILED" for child in job.children)
@@ -177,7 +176,7 @@ class BatchRunner:
 
     def _run_attempts(self, job: Job, *, side_by_side: int) -> None:
         for number in count(1):
-            self._set_status(job, "RUNNABLE")
+            job.status = "RUNNABLE"
             if job.stop_reason is not None:
                 self._finish(job, "FAILED", job.stop_reason)
                 return
@@ -215,14 +214,15 @@ class BatchRunner:
 
         # Before they start: a container asks for its task's metadata at once.
         self.hosts.tasks |= dict(zip(tasks, hosts, strict=True))
-        self._set_status(job, "STARTING")
+        job.status = "STARTING"
         started = milliseconds()
         deadline = None if job.timeout_seconds is None else time.monotonic() + job.timeout_seconds
         stopped_because = None
         try:
             main = start(job.definition.main_node)
-            job.started = started
-            self._set_status(job, "RUNNING")
+            with self._lock:
+                job.started = started
+                job.status = "RUNNING"
             for index in range(len(hosts)):
                 if index != main.index:
                     start(index)
@@ -252,15 +252,11 @@ class BatchRunner:
             node_codes=node_codes,
         ), stopped_because is None
 
-    def _set_status(self, job: Job, status: str) -> None:
-        with self._lock:
-            job.status = status
-
     def _finish(self, job: Job, status: str, status_reason: str) -> None:
         with self._lock:
             job.status_reason = status_reason
             job.stopped = milliseconds()
-        self._set_status(job, status)
+            job.status = status
         job.done.set()
         with self._ended:
             self._ended.notify_all()

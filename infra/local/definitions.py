@@ -169,9 +169,7 @@ def camel(value: Any) -> Any:
     """The same structure with every key's first letter lowered: CloudFormation's spelling as the API's."""
     if isinstance(value, Mapping):
         return {key[:1].lower() + key[1:]: camel(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [camel(inner) for inner in value]
-    return value
+    return [camel(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _container(properties: Mapping[str, Any]) -> Container:

@@ -231,10 +231,10 @@ def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) ->
     released = _names(state / "bucket/data/demo")
     size = demo.choose_size(state / "demo", released, request.demo_size, partial(note, console)) if request.demo else None
     note(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
-    allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
+    context = local_context(tuple(sorted({1, 2, request.config.nodes})), DEPLOYMENT_CONFIG)
     with ThreadPoolExecutor(max_workers=1) as pool:
         # Node.js works on the templates while the demo's text is read here, where Ctrl-C interrupts it, and the engine is loaded.
-        synthesis = pool.submit(synthesize, state / "cdk.out", local_context(allowed_nodes, DEPLOYMENT_CONFIG))
+        synthesis = pool.submit(synthesize, state / "cdk.out", context)
         from infra.local.server import load_services
 
         load_services()
@@ -372,9 +372,7 @@ def _absolute_paths(value: Any, named: Callable[[str], str]) -> Any:
     """
     if isinstance(value, list):
         return [_absolute_paths(item, named) for item in value]
-    if isinstance(value, str) and "://" not in value:
-        return str(Path(named(value)).expanduser().absolute())
-    return value
+    return str(Path(named(value)).expanduser().absolute()) if isinstance(value, str) and "://" not in value else value
 
 
 def _names(folder: Path) -> set[str]:

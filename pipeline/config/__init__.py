@@ -76,6 +76,7 @@ __all__ = [
     "nested",
     "parse_settings",
     "read_yaml",
+    "section_of",
 ]
 
 LONGEST_KEY = 100
@@ -213,9 +214,15 @@ def keys_of(role: KeyRole, section: type[BaseModel]) -> tuple[str, ...]:
     for name, field in section.model_fields.items():
         if role in field.metadata:
             keys.append(name)
-        elif inner := _section_of(field.annotation):
+        elif inner := section_of(field.annotation):
             keys += (f"{name}.{key}" for key in keys_of(role, inner))
     return tuple(keys)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section in a field's annotation, `Section` or `Section | None`; None where it has none."""
+    candidates = (annotation, *getattr(annotation, "__args__", ()))
+    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def is_below(key: str, keys: Iterable[str]) -> bool:
@@ -255,8 +262,7 @@ class Prices(Section):
 
     def by_queue(self) -> dict[Queue, float]:
         """Return the known prices."""
-        found = {queue: getattr(self, queue.value) for queue in Queue}
-        return {queue: price for queue, price in found.items() if price is not None}
+        return {queue: price for queue in Queue if (price := getattr(self, queue.value)) is not None}
 
 
 class Deployment(Section):
@@ -397,17 +403,10 @@ def _nearest(path: Sequence[str | int]) -> str:
     return here + (f" (did you mean {near[0]}?)" if near else "")
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
 def _all_keys(section: type[BaseModel], path: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield f"{path}{name}"
-        if inner := _section_of(field.annotation):
+        if inner := section_of(field.annotation):
             yield from _all_keys(inner, f"{path}{name}.")
 
 

@@ -340,8 +340,7 @@ class CompileConfig(Section):
 
 def largest_divisor(number: int, limit: int) -> int:
     """Return the largest divisor of a positive number up to `limit` and MICRO_BATCH_TOKENS; at least 1."""
-    candidates = range(min(number, limit, MICRO_BATCH_TOKENS), 0, -1)
-    return next((size for size in candidates if number % size == 0), 1)
+    return next((size for size in range(min(number, limit, MICRO_BATCH_TOKENS), 0, -1) if number % size == 0), 1)
 
 
 class TrainConfig(Section):
