@@ -123,8 +123,7 @@ def prove_graphs(
     meet(Stage.EVALUATE, "evaluate")
     if proof.embed.parts:
         meet(Stage.EMBED, "embed")
-    expected = 4 if proof.embed.parts else 3
-    if len(stages) != expected:
+    if len(stages) != (4 if proof.embed.parts else 3):
         raise Defect("a stage has not reported which graphs it met", value=", ".join(stage.name for stage in stages))
     used = np.unique(np.searchsorted(np.asarray(config.train.buckets), lengths))
     buckets = tuple(config.train.buckets[index] for index in used)
@@ -291,14 +290,15 @@ def one_part(plan: EmbedPlan, base: str, bucket_root: str, folder: Path) -> Embe
         shard.profile.model_copy(update={"files": (file,), "rows": file.rows, "folder": ""}),
     )
     ids = str(IdDigest.of(documents["key"].to_numpy()))
-    changes = {
-        "shards": (shard.shard,),
-        "parts": (PartPlan(rows=file.rows, ids=ids),),
-        "rows": file.rows,
-        "ids": ids,
-        "children": 1,
-    }
-    return plan.model_copy(update=changes)
+    return plan.model_copy(
+        update={
+            "shards": (shard.shard,),
+            "parts": (PartPlan(rows=file.rows, ids=ids),),
+            "rows": file.rows,
+            "ids": ids,
+            "children": 1,
+        }
+    )
 
 
 def _forget_after(paths: RunPaths, step: int) -> None:
@@ -329,10 +329,13 @@ def _run(stage: Stage, paths: RunPaths, log: Path, on_progress: Callable[[str], 
         return
     failed = read_failure(paths, stage)
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-    words = [sentence(failed.what, failed.value)] if failed else said
     error = TrnpipeError(
         f"{stage} failed on torch-xla",
-        value=[f"exit code {ended.code}", *([f"longer than {STAGE_MINUTES:g} minutes"] if ended.timed_out else []), *words],
+        value=[
+            f"exit code {ended.code}",
+            *([f"longer than {STAGE_MINUTES:g} minutes"] if ended.timed_out else []),
+            *([sentence(failed.what, failed.value)] if failed else said),
+        ],
         rule="the real stages run on the plan's own model, settings and rows, with one rank",
         remedy=f"with --keep FOLDER the run and its logs stay ({log.name})",
     )

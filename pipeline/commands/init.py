@@ -276,8 +276,7 @@ def _holdout(data: DataFacts) -> tuple[float, bool]:
 
 def _languages(data: DataFacts) -> str:
     """The rows' locales, or the scripts of their letters if no row has a locale."""
-    locales = Counter(data.first.rows["locale"].drop_null().to_pylist())
-    if locales:
+    if locales := Counter(data.first.rows["locale"].drop_null().to_pylist()):
         return ", ".join(f"{locale} {count / len(data.first.rows):.0%}" for locale, count in locales.most_common(10))
     documents = data.first.rows["document"][:SAMPLED_ROWS].to_pylist()
     letters = (letter for document in documents for letter in document[:200] if letter.isalpha())

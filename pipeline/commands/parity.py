@@ -271,8 +271,7 @@ def compare_values(a: QueryValues, b: QueryValues, step: int | None) -> Evaluati
 def _require_same_training(a: RunPlan, b: RunPlan) -> None:
     first, second = (_training_facts(plan) for plan in (a, b))
     absent = object()
-    names = [name for name in {**first, **second} if first.get(name, absent) != second.get(name, absent)]
-    if names:
+    if names := [name for name in {**first, **second} if first.get(name, absent) != second.get(name, absent)]:
         raise BadConfig(
             "the runs are not the same training",
             value=[f"{name}: {first.get(name)} | {second.get(name)}" for name in names],
@@ -339,8 +338,7 @@ def _validation_steps(run: RunPaths) -> set[int]:
 def _compare_data(a: RunPaths, b: RunPaths) -> tuple[str, str]:
     """Return how the batches differ, empty where they do not, and a note on how far they are equal."""
     first, second = (_data_digests(run) for run in (a, b))
-    common = sorted(first.keys() & second.keys())
-    if not common:
+    if not (common := sorted(first.keys() & second.keys())):
         return "", "batches were not compared: the runs have no digests of their data at a common step"
     before = 0
     for step in common:

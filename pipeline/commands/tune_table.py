@@ -134,8 +134,7 @@ class Table:
         """Return the comparison of the losses in words."""
         if row.status != "done":
             return f"{row.status}, {row.exit_code}: {row.what}"
-        worse = self.worse_by(row)
-        if worse is None:
+        if (worse := self.worse_by(row)) is None:
             return "base" if row is self.rows[0] else "loss not judged: other batches than the base's"
         return f"loss {worse:+.1%}" + (" WORSE" if worse > tolerance else "")
 

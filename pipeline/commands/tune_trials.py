@@ -67,8 +67,7 @@ class Bench:
 
     def row_of(self, settings: Settings, on_progress: Callable[[str], None]) -> Row:
         """Return the variant's row, from the table or by running it."""
-        known = self.table.find(settings, self.timeout_seconds)
-        if known is not None:
+        if (known := self.table.find(settings, self.timeout_seconds)) is not None:
             return known
         name = f"{self.plan.run[:70]}-tune-{self.table.number(settings):03d}"
         try:

@@ -290,8 +290,7 @@ def require_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, ca
         BadConfig: the plan cannot fit; names the largest items and changes with which it does.
     """
     budgets = estimate_memory(shape, config, world, capacity)
-    refused = [budget for budget in budgets if not budget.fits]
-    if not refused:
+    if not (refused := [budget for budget in budgets if not budget.fits]):
         return budgets
     source = f"a job gets of a {NEURON_HOST}" if world.kind == "neuron" else "this host has"
     places = {

@@ -143,8 +143,7 @@ def known_graphs(context: StageContext) -> KnownGraphs | None:
         MissingInput: a set is gone.
         BadData: it cannot be read.
     """
-    plan = context.plan.graphs
-    if plan is None:
+    if (plan := context.plan.graphs) is None:
         return None
     root = context.paths.bucket_root
     try:

@@ -122,8 +122,7 @@ class GraphWatch:
         self._seen |= keys
         found = []
         for key in sorted(keys - self.known.keys()):
-            module = self.device.graph_module(key)
-            if module is None:
+            if (module := self.device.graph_module(key)) is None:
                 found.append(UnrecordedGraph(key, step, "its program is not kept"))
                 continue
             description = describe(module)

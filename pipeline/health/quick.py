@@ -91,8 +91,7 @@ def meet_graphs(device: Device) -> None:
 @contextmanager
 def uncast() -> Iterator[None]:
     """Compile the graphs met inside without the compiler's casts, whatever training uses. Flags are part of a graph's key."""
-    flags = os.environ.get(FLAGS_VARIABLE)
-    if flags is None:
+    if (flags := os.environ.get(FLAGS_VARIABLE)) is None:
         yield
         return
     os.environ[FLAGS_VARIABLE] = without_casts(flags)

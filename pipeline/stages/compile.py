@@ -139,8 +139,9 @@ def compile_on_neuron(context: StageContext, graphs: GraphsPlan) -> StageOutput 
                 compile_cache.clear_locks(graphs.cache, in_use=bool(compile_cache.others(graphs.cache, run_id)))
             summary = compile_training(context, graphs)
             node = context.world.node
-            record = {**asdict(summary), "attempt": node.attempt, "job": node.job}
-            store.write_json(context.paths.compiled_node(node.node), record)
+            store.write_json(
+                context.paths.compiled_node(node.node), {**asdict(summary), "attempt": node.attempt, "job": node.job}
+            )
             wait_for_nodes(context)
             if leader:
                 trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=cached_graphs(graphs.cache, summary.modules))

@@ -124,9 +124,8 @@ def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
     count = len(context.plan.embed.parts)
     rows = 0
     parts = []
-    deletions = None
-    if found := context.plan.deletions:
-        deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(found.digest)))
+    found = context.plan.deletions
+    deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(found.digest))) if found else None
     with ThreadPoolExecutor(READERS, "parts") as readers:
         for part in readers.map(lambda index: check_part(context, model, index, deletions), range(count)):
             parts.append(part)
@@ -260,8 +259,7 @@ def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedP
     embedded = IdDigest()
     for part in parts:
         embedded.merge(IdDigest.parse(part.record.ids))
-    count = len(parts)
-    lists = [paths.part_quarantine(part.index, count) for part in parts if part.record.quarantined]
+    lists = [paths.part_quarantine(part.index, len(parts)) for part in parts if part.record.quarantined]
     return {
         "run": plan.run,
         "model": {"uri": paths.model, "sha256": model.sha256},

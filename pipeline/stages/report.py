@@ -133,8 +133,7 @@ class RunRecord:
 
     def metrics(self, stage: Stage) -> dict[str, Any]:
         """A stage's metrics, empty if it has no result."""
-        result = self.results.get(stage)
-        return result.metrics if result else {}
+        return self.results[stage].metrics if stage in self.results else {}
 
 
 def read_run(paths: RunPaths) -> RunRecord:
@@ -227,10 +226,9 @@ def states(record: RunRecord) -> list[dict[str, Any]]:
             spans[stage] = "refused" if refused else "done", _time(result.started), _time(result.finished)
         elif failure:
             spans[stage] = "failed", None, _time(failure.time)
-        elif stage in record.skipped:
-            spans[stage] = "skipped", None, None
         else:
-            spans[stage] = "not finished" if stage is verdict.stage else "not reached", None, None
+            status = "skipped" if stage in record.skipped else "not finished" if stage is verdict.stage else "not reached"
+            spans[stage] = status, None, None
     moments = [moment.timestamp() for _, *span in spans.values() for moment in span if moment]
     found = []
     for stage, (status, started, finished) in spans.items():
@@ -253,8 +251,7 @@ def render(record: RunRecord) -> str:
         lstrip_blocks=True,
     )
     environment.tests.update(measured=_is_number)
-    environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment, short=_short, gib=_gib)
-    environment.filters.update(hours=_hours)
+    environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment, short=_short, gib=_gib, hours=_hours)
     plan, scores = record.plan, record.scorecard or record.metrics(Stage.EVALUATE)
     timeline = states(record)
     moments = [moment for state in timeline for moment in (state["started"], state["finished"]) if moment]
