@@ -90,10 +90,12 @@ class Stacks:
 
     def unresolved(self, kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Stack, logical id and properties of every resource of a type, with unresolved references."""
-        for stack, template in self.templates.items():
-            for logical_id, resource in template.get("Resources", {}).items():
-                if resource["Type"] == kind:
-                    yield stack, logical_id, resource.get("Properties", {})
+        return (
+            (stack, logical_id, resource.get("Properties", {}))
+            for stack, template in self.templates.items()
+            for logical_id, resource in template.get("Resources", {}).items()
+            if resource["Type"] == kind
+        )
 
     def of_type(self, kind: str) -> list[Resource]:
         """Every resource of a type, resolved."""

@@ -164,7 +164,7 @@ class BatchRunner:
         if not job.children:
             self._run_attempts(job, side_by_side=len(job.definition.containers))
             return
-        job.status = "PENDING"
+        self._set_status(job, "PENDING")
         with ThreadPoolExecutor(max_workers=min(len(job.children), self.settings.side_by_side)) as pool:
             list(pool.map(self._run_child, job.children))
         failed = any(child.status == "FAILED" for child in job.children)
@@ -176,7 +176,7 @@ class BatchRunner:
 
     def _run_attempts(self, job: Job, *, side_by_side: int) -> None:
         for number in count(1):
-            job.status = "RUNNABLE"
+            self._set_status(job, "RUNNABLE")
             if job.stop_reason is not None:
                 self._finish(job, "FAILED", job.stop_reason)
                 return
@@ -214,15 +214,14 @@ class BatchRunner:
 
         # Before they start: a container asks for its task's metadata at once.
         self.hosts.tasks |= dict(zip(tasks, hosts, strict=True))
-        job.status = "STARTING"
+        self._set_status(job, "STARTING")
         started = milliseconds()
         deadline = None if job.timeout_seconds is None else time.monotonic() + job.timeout_seconds
         stopped_because = None
         try:
             main = start(job.definition.main_node)
-            with self._lock:
-                job.started = started
-                job.status = "RUNNING"
+            job.started = started
+            self._set_status(job, "RUNNING")
             for index in range(len(hosts)):
                 if index != main.index:
                     start(index)
@@ -252,11 +251,15 @@ class BatchRunner:
             node_codes=node_codes,
         ), stopped_because is None
 
+    def _set_status(self, job: Job, status: str) -> None:
+        with self._lock:
+            job.status = status
+
     def _finish(self, job: Job, status: str, status_reason: str) -> None:
         with self._lock:
             job.status_reason = status_reason
             job.stopped = milliseconds()
-            job.status = status
+        self._set_status(job, status)
         job.done.set()
         with self._ended:
             self._ended.notify_all()

@@ -67,10 +67,8 @@ class RetryStrategy:
             reason: the container's, e.g. `OutOfMemoryError: ...`.
             status_reason: the attempt's, e.g. `Host EC2 (instance i-...) terminated.`.
         """
-        for rule in self.rules:
-            if rule.matches(exit_code, reason, status_reason):
-                return rule.action.upper() == "RETRY"
-        return True
+        matching = (rule for rule in self.rules if rule.matches(exit_code, reason, status_reason))
+        return next((rule.action.upper() == "RETRY" for rule in matching), True)
 
     @classmethod
     def parse(cls, properties: Mapping[str, Any]) -> RetryStrategy:

@@ -142,9 +142,8 @@ class LocalRequest:
             run = merge(from_file, over).get("run")
         # A resumed run has an input already; flags with defaults of their own could only contradict its plan.
         flags = {"nodes": nodes, "device.kind": device, "model.initial": initial, "model.parent": parent}
-        under = nested({key: value for key, value in flags.items() if value is not None})
-        if run is not None:
-            under = merge(_earlier_input(state, run), {"run": run})
+        named = nested({key: value for key, value in flags.items() if value is not None})
+        under = named if run is None else merge(_earlier_input(state, run), {"run": run})
         given = _absolute(merge(merge(from_file, under), over))
         config = build_config(DEPLOYMENT_CONFIG, given)
         if config.device.kind in ONE_NODE_KINDS and "nodes" not in given and run is None:
@@ -172,8 +171,8 @@ class LocalRequest:
         training, model = tuple(find_inputs(inputs)), None
         if run is None:
             # Those that jobs read where they are, which prepare would refuse as well.
-            named = [uri for uri in (*config.data.train, *config.data.corpus) if not is_s3(uri)]
-            list(find_inputs([Path(uri.removeprefix(FILE)) for uri in named]))
+            local = [uri for uri in (*config.data.train, *config.data.corpus) if not is_s3(uri)]
+            list(find_inputs([Path(uri.removeprefix(FILE)) for uri in local]))
             published = config.registry is not None and Path(registry_uri(str(state / "bucket"), config.registry)).is_file()
             model = config.model.parent or (None if published else config.model.initial or str(demo.initial_folder()))
         return cls(
@@ -314,8 +313,11 @@ def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...]
     from infra.local.server import local_endpoint
 
     def runner(environment: dict[str, str]) -> BatchRunner:
-        settings = BatchSettings(logs=request.state / "logs", environment=environment, program=program or THIS_INSTALLATION)
-        return BatchRunner(stack.job_definitions, stack.queues, settings)
+        return BatchRunner(
+            stack.job_definitions,
+            stack.queues,
+            BatchSettings(logs=request.state / "logs", environment=environment, program=program or THIS_INSTALLATION),
+        )
 
     return local_endpoint(stack, request.state, runner)
 
