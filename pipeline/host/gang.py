@@ -61,16 +61,18 @@ def write_progress(paths: RunPaths, stage: Stage, node: NodeWorld, heartbeat: di
 
 def write_exit(paths: RunPaths, stage: Stage, node: NodeWorld, failure: StageFailure | None) -> None:
     """Record how this node ended."""
-    record = NodeExit(
-        exit_code=failure.exit_code if failure else 0,
-        time=failure.time if failure else now(),
-        failure=failure,
-        node=node.node,
-        attempt=node.attempt,
-        job=node.job,
-        host=node.host,
+    store.write_bytes(
+        paths.node_exit(stage, node.attempt, node.node),
+        NodeExit(
+            exit_code=failure.exit_code if failure else 0,
+            time=failure.time if failure else now(),
+            failure=failure,
+            node=node.node,
+            attempt=node.attempt,
+            job=node.job,
+            host=node.host,
+        ).to_json(),
     )
-    store.write_json(paths.node_exit(stage, node.attempt, node.node), asdict(record))
 
 
 ASK_SECONDS = 10.0

@@ -181,9 +181,9 @@ class ProcessRanks(Ranks):
     def _start(self, local_rank: int, port: int) -> subprocess.Popen[bytes]:
         rank = self._launch.rank(local_rank)
         with ExitStack() as files:
-            streams: list[IO[bytes] | None] = [None, None]
-            if self._output:
-                streams = [files.enter_context(open(path, "wb")) for path in self._paths(rank)]
+            streams: list[IO[bytes] | None] = (
+                [files.enter_context(open(path, "wb")) for path in self._paths(rank)] if self._output else [None, None]
+            )
             process = subprocess.Popen(
                 [sys.executable, "-m", *self._launch.program()],
                 env=self._launch.environment(local_rank, port, os.environ),
@@ -374,14 +374,14 @@ def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> Trnp
         return _killed("torchrun", code, "SIGKILL usually comes from the host's out-of-memory killer; see the log above")
     if code != 1 or started:
         # It refused its command line, or ended in an unknown way.
-        return _unexpected(
+        return failure.as_unexpected(
             Defect(
                 "torchrun ended without naming a failed rank",
                 value=[f"exit status {code}", *last_lines[-5:]],
                 remedy="report it with the log above",
             )
         )
-    return _unexpected(
+    return failure.as_unexpected(
         Transient(
             "torchrun ended before its ranks had started",
             value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
@@ -398,7 +398,7 @@ def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> Trn
         out_of_memory: the kernel has killed processes out of memory while the ranks ran.
     """
     if code == -signal.SIGKILL and out_of_memory:
-        return _unexpected(
+        return failure.as_unexpected(
             Transient(
                 f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
                 value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
@@ -413,11 +413,11 @@ def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> Trn
         f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
     )
     error.exit_code = ExitCode.of(code)
-    return _unexpected(error)
+    return failure.as_unexpected(error)
 
 
 def _killed(who: str, code: int, remedy: str) -> TrnpipeError:
-    return _unexpected(
+    return failure.as_unexpected(
         Transient(
             f"{who} was killed by {signal.Signals(-code).name}",
             value=f"signal {-code}",
@@ -425,11 +425,6 @@ def _killed(who: str, code: int, remedy: str) -> TrnpipeError:
             remedy=remedy,
         )
     )
-
-
-def _unexpected(error: TrnpipeError) -> TrnpipeError:
-    error.kind = FailureKind.UNEXPECTED
-    return error
 
 
 def until(done: Callable[[], bool], seconds: float) -> bool:

@@ -125,9 +125,8 @@ class Supervisor:
         self._deadlines = deadlines
         self._in_gang = STAGES[stage].shape == Shape.GANG and node.nodes > 1
         self._cloudwatch = EmbeddedMetrics.from_environment(stage, paths.run_id, node)
-        self._peers: gang.Peers | None = None
-        if self._in_gang and node.is_main:
-            self._peers = gang.Peers(
+        self._peers = (
+            gang.Peers(
                 paths,
                 stage,
                 node,
@@ -135,6 +134,9 @@ class Supervisor:
                 start_seconds=deadlines.peer_start_seconds,
                 ended=_ended_nodes,
             )
+            if self._in_gang and node.is_main
+            else None
+        )
         self._signal: signal.Signals | None = None
         self._started = now()
         # The main node's end is the gang's, and its leader writes the checkpoint while all ranks still take part.

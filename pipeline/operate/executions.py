@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -105,10 +105,10 @@ def find(site: Site, wanted: str | None) -> Execution:
         return describe(site, wanted)
     by_name = _described(site, site.execution_arn(check_run_id(wanted)))
     newest_arn = json_object(site.files(wanted).read(IN_FOLDER.input)).get("execution_arn")
-    by_run = None
-    if isinstance(newest_arn, str) and (by_name is None or newest_arn != by_name.arn):
-        # Only the files know of a local run that is over.
-        by_run = _described(site, newest_arn)
+    # Only the files know of a local run that is over.
+    by_run = (
+        _described(site, newest_arn) if isinstance(newest_arn, str) and (by_name is None or newest_arn != by_name.arn) else None
+    )
     if by_name and by_run and by_name.running and by_run.running:
         raise BadConfig(
             "two executions of this run are in progress",
@@ -159,6 +159,7 @@ def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Executio
     return describe(site, answer["executionArn"])
 
 
+@dataclass(slots=True)
 class History:
     """The events of an execution so far, oldest first.
 
@@ -166,19 +167,18 @@ class History:
         events: as GetExecutionHistory gives them.
     """
 
-    def __init__(self, site: Site, arn: str) -> None:
-        self.events: list[Mapping[str, Any]] = []
-        self._site = site
-        self._arn = arn
+    site: Site
+    arn: str
+    events: list[Mapping[str, Any]] = field(default_factory=list)
 
     def update(self) -> None:
         """Fetch the new events, newest first, so that a long history is read once and not at every look."""
         last = self.events[-1]["id"] if self.events else 0
         new: dict[int, Mapping[str, Any]] = {}
-        with self._site.asking("the execution's history"):
-            pages = self._site.client("stepfunctions").get_paginator("get_execution_history")
+        with self.site.asking("the execution's history"):
+            pages = self.site.client("stepfunctions").get_paginator("get_execution_history")
             size = {"PageSize": NEXT_PAGE if last else FIRST_PAGE}
-            for page in pages.paginate(executionArn=self._arn, reverseOrder=last > 0, PaginationConfig=size):
+            for page in pages.paginate(executionArn=self.arn, reverseOrder=last > 0, PaginationConfig=size):
                 new.update({event["id"]: event for event in page["events"] if event["id"] > last})
                 if last and any(event["id"] <= last for event in page["events"]):
                     break

@@ -28,7 +28,6 @@ from pipeline.errors import plain
 from pipeline.operate.run_files import IN_FOLDER, Listed, RunFiles, json_object, number, read_metrics
 
 PLAIN_PROGRESS = timedelta(seconds=15)
-WAITING_STATES = ("Wait", "WaitLong")
 SKIPPED = {Stage.PLAN: (Stage.INGEST, "no new shard"), Stage.TRAIN: (Stage.COMPILE, "nothing to compile")}
 """Stage -> the stage that the state machine may go past just before it, and why."""
 
@@ -159,7 +158,7 @@ class Tracker:
             line.jobs.append(job)
 
     def _enter(self, state: str, moment: datetime) -> None:
-        self.waiting = "waiting for the lock" if state in WAITING_STATES else ""
+        self.waiting = "waiting for the lock" if state in ("Wait", "WaitLong") else ""
         # States of a stage are called `train`, `train (wait)`, `embed (single)`, `train failed`.
         name = state.partition(" ")[0]
         stage = Stage(name) if name in set(Stage) else None

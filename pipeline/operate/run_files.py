@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,11 +81,8 @@ class LocalFiles:
         folder, _, start = prefix.lstrip("/").rpartition("/")
         found = []
         for path in sorted((self.folder / folder).glob(f"{start}*")):
-            try:
+            with suppress(FileNotFoundError):  # it was removed since the folder was listed
                 found.append(Listed(path.relative_to(self.folder).as_posix(), path.stat().st_mtime))
-            except FileNotFoundError:
-                # Removed since the folder was listed.
-                continue
         return found
 
     def as_typed(self, text: str) -> str:

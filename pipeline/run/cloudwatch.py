@@ -32,8 +32,6 @@ from pipeline.run.world import NodeWorld
 EXECUTION_VARIABLE = "AWS_EXECUTION_ENV"
 """ECS sets it in every container: AWS_ECS_EC2 or AWS_ECS_FARGATE (Amazon ECS Developer Guide, "Environment variables")."""
 
-BEGINNING = '{"_aws":'
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedMetrics:
@@ -105,4 +103,4 @@ class EmbeddedMetrics:
 
 def is_record(line: str) -> bool:
     """Whether a line of output is one that `EmbeddedMetrics` wrote."""
-    return line.startswith(BEGINNING)
+    return line.startswith('{"_aws":')

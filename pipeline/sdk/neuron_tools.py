@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,10 +26,8 @@ HOST = Path("/")
 TOOLS_FOLDER = "opt/aws/neuron/bin"
 RUNTIME_LIBRARY = "opt/aws/neuron/lib/libnrt.so.1"
 """The runtime's library as programs load it: a link to libnrt.so.VERSION."""
-RUNTIME_PACKAGE = "aws-neuronx-runtime-lib"
 DRIVER_VERSION = "sys/module/neuron/version"
 """Version of the driver that is loaded. `modinfo neuron` names the one on disk, which may be another (nrt-troubleshoot.rst)."""
-SYSFS_DEVICES = "sys/devices/virtual/neuron_device"
 
 UNCORRECTED = ("mem_ecc_uncorrected", "mem_ecc_repairable_uncorrected", "sram_ecc_uncorrected")
 """Counters of a device since its driver was loaded, in `neuronN/stats/hardware`."""
@@ -74,8 +73,7 @@ def find_tool(name: str, root: Path = HOST) -> str:
     Raises:
         ToolError: it is in neither.
     """
-    found = shutil.which(name) or shutil.which(name, path=str(root / TOOLS_FOLDER))
-    if found is None:
+    if (found := shutil.which(name) or shutil.which(name, path=str(root / TOOLS_FOLDER))) is None:
         raise ToolError(f"{name} is neither on PATH nor in /{TOOLS_FOLDER}")
     return found
 
@@ -141,8 +139,7 @@ def parse_version(text: str) -> Version:
     Raises:
         ToolError: no version.
     """
-    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text.strip())
-    if found is None:
+    if (found := re.match(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text.strip())) is None:
         raise ToolError(f"not a version: {text.strip()!r}")
     return int(found[1]), int(found[2]), int(found[3])
 
@@ -168,7 +165,7 @@ def runtime_version(root: Path = HOST, *, seconds: float) -> str:
     if named := re.fullmatch(r"libnrt\.so\.(\d+(?:\.\d+){2,3})", (root / RUNTIME_LIBRARY).resolve().name):
         return named[1]
     try:
-        stdout, _ = run_tool("dpkg-query", "-W", "-f=${Version}", RUNTIME_PACKAGE, seconds=seconds, root=root)
+        stdout, _ = run_tool("dpkg-query", "-W", "-f=${Version}", "aws-neuronx-runtime-lib", seconds=seconds, root=root)
     except ToolError as error:
         raise ToolError(f"the Neuron runtime is not known: no /{RUNTIME_LIBRARY}, and {error}") from error
     return stdout.strip()
@@ -204,15 +201,14 @@ def uncorrected_errors(devices: int, root: Path = HOST) -> dict[str, int]:
         ToolError: a counter is missing or not a number.
     """
     counts = {}
-    for device in range(devices):
-        for name in UNCORRECTED:
-            file = root / SYSFS_DEVICES / f"neuron{device}" / "stats" / "hardware" / name
-            # The guide draws counters as folders with a file `total`; the driver makes these plain files.
-            file = file / "total" if file.is_dir() else file
-            try:
-                counts[f"neuron{device} {name}"] = int(file.read_text())
-            except (OSError, ValueError) as error:
-                raise ToolError(f"the error counter of neuron{device} cannot be read: {error}") from error
+    for device, name in product(range(devices), UNCORRECTED):
+        file = root / f"sys/devices/virtual/neuron_device/neuron{device}/stats/hardware" / name
+        # The guide draws counters as folders with a file `total`; the driver makes these plain files.
+        file = file / "total" if file.is_dir() else file
+        try:
+            counts[f"neuron{device} {name}"] = int(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ToolError(f"the error counter of neuron{device} cannot be read: {error}") from error
     return counts
 
 
