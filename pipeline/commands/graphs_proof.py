@@ -35,7 +35,6 @@ from pipeline.run.find_run import mirrored
 LEAST_STEPS = 8
 """Enough for a rise of the learning rate, a peak and a fall, with a checkpoint in the middle."""
 
-WARMUP_FRACTION = 0.25
 BATCHES_PER_BUCKET = 2
 HOLDOUT_ROWS = 48
 DOCUMENTS = 256
@@ -196,7 +195,7 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
         "compile": {"enabled": True, "new_graphs": "report", "auto_cast": None},
         "train": {
             "steps": total,
-            "warmup_fraction": WARMUP_FRACTION,
+            "warmup_fraction": 0.25,
             "validate_every": middle,
             "checkpoint_every": middle,
             "keep_checkpoints": 3,
@@ -267,8 +266,7 @@ def one_part(plan: EmbedPlan, base: str, bucket_root: str, folder: Path) -> Embe
         bucket_root: gets one of the same name, with these documents and without their texts.
         folder: for its files.
     """
-    index = next((index for index, part in enumerate(plan.parts) if part.rows), None)
-    if index is None:
+    if (index := next((index for index, part in enumerate(plan.parts) if part.rows), None)) is None:
         return plan.model_copy(update={"parts": (), "rows": 0, "children": 1})
     reader = CorpusReader(base, plan.shards)
     documents = reader.read_part(index, len(plan.parts), lambda tokens: tokens).slice(0, DOCUMENTS)

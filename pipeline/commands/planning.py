@@ -323,8 +323,14 @@ def report(
             document_tokens=document_tokens,
         )
         found = estimate(shape, config, measured, work, assumptions, deadline_hours)
-    budgets = estimate_memory(shape, config, world, capacity)
-    return PlanReport(shape=shape, config=config, world=world, capacity=capacity, budgets=budgets, estimate=found)
+    return PlanReport(
+        shape=shape,
+        config=config,
+        world=world,
+        capacity=capacity,
+        budgets=estimate_memory(shape, config, world, capacity),
+        estimate=found,
+    )
 
 
 def estimate(
@@ -424,8 +430,10 @@ def _unit_costs(estimator: Estimator, work: Workload) -> dict[str, dict[str, flo
     if estimator.config.train.steps is None:
         rows, tokens = work.train_rows * estimator.config.train.epochs, work.query_tokens + work.document_tokens
         costs[f"pairs trained on, {TRAIN_HOST}"] = (estimator.train(work, 1), rows, tokens)
-    for name in EMBED_HOSTS:
-        costs[f"documents embedded, {name}"] = (estimator.embed(work, name, 1), work.corpus_rows, work.document_tokens)
+    costs |= {
+        f"documents embedded, {name}": (estimator.embed(work, name, 1), work.corpus_rows, work.document_tokens)
+        for name in EMBED_HOSTS
+    }
     return {
         name: {"million_rows": option.usd / rows * 1e6, "billion_tokens": option.usd / rows / tokens * 1e9}
         for name, (option, rows, tokens) in costs.items()

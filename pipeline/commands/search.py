@@ -214,11 +214,14 @@ def read_manifest(uri: str, mirror: str | None) -> PublishedEmbeddings:
     data = store.read_bytes(uri)
     try:
         manifest = json.loads(data)
-        parts = tuple(
-            Part(mirrored(str(part["uri"]), mirror), int(part["rows"]), int(part.get("quarantined", 0)))
-            for part in manifest["parts"]
+        return PublishedEmbeddings(
+            sha256=hashlib.sha256(data).hexdigest(),
+            dimension=int(manifest["dimension"]),
+            parts=tuple(
+                Part(mirrored(str(part["uri"]), mirror), int(part["rows"]), int(part.get("quarantined", 0)))
+                for part in manifest["parts"]
+            ),
         )
-        return PublishedEmbeddings(hashlib.sha256(data).hexdigest(), int(manifest["dimension"]), parts)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadData("the manifest of the embeddings cannot be read", value=f"{uri}: {error!r}") from error
 

@@ -211,7 +211,9 @@ def describe_best(table: Table, best: Row, objective: str, tolerance: float) -> 
     ]
     if best.batches != base.batches:
         lines.append("Other batches than the base's: only a whole run shows whether the model learns as much from them.")
-    for row in table.rows:
-        if row.status == "done" and not table.counts(row, tolerance):
-            lines.append(f"Not chosen, loss worse: {describe_settings(row.settings)} ({row.samples_per_second:.1f} samples/s)")
+    lines += (
+        f"Not chosen, loss worse: {describe_settings(row.settings)} ({row.samples_per_second:.1f} samples/s)"
+        for row in table.rows
+        if row.status == "done" and not table.counts(row, tolerance)
+    )
     return "".join(f"# {line}\n" for line in lines)

@@ -104,8 +104,9 @@ class Bench:
                 value=f"train.buckets = {list(config.train.buckets)}",
                 rule=f"the rows are tokenized for {planned}",
             )
-        root = str(self.folder)
-        return plan_variant(self.plan, config, run=name, parent=self.parent, lengths=self.lengths, bucket_root=root).sealed()
+        return plan_variant(
+            self.plan, config, run=name, parent=self.parent, lengths=self.lengths, bucket_root=str(self.folder)
+        ).sealed()
 
     def _run(self, settings: Settings, plan: RunPlan, on_progress: Callable[[str], None]) -> Row:
         folder = self.folder / "runs" / plan.run

@@ -123,8 +123,11 @@ def read_set(uri: str) -> GraphSet:
     """
     try:
         record = json.loads(store.read_bytes(uri))
-        graphs = {key: GraphDescription(**graph) if graph else None for key, graph in record["graphs"].items()}
-        return GraphSet(fingerprint=record["fingerprint"], run=record["run"], graphs=graphs)
+        return GraphSet(
+            fingerprint=record["fingerprint"],
+            run=record["run"],
+            graphs={key: GraphDescription(**graph) if graph else None for key, graph in record["graphs"].items()},
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise BadData(
             "a compiled set cannot be read", value=f"{uri}: {error!r}", remedy="delete it: the next run compiles it again"

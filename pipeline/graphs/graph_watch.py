@@ -111,8 +111,10 @@ class GraphWatch:
             "last_compiled_step": self.last_compiled_step,
             "fallbacks": dict(self._counts.fallbacks),
         }
-        record = {**counts, "new": [asdict(graph) for graph in self.new], "keys": sorted(self._seen)}
-        store.write_json(context.paths.graphs(context.stage, context.world.node.index), record)
+        store.write_json(
+            context.paths.graphs(context.stage, context.world.node.index),
+            {**counts, "new": [asdict(graph) for graph in self.new], "keys": sorted(self._seen)},
+        )
         return counts
 
     def _new_graphs(self, step: int) -> list[UnrecordedGraph]:

@@ -137,12 +137,12 @@ def _cores(config: HealthCheckConfig, root: Path, record: TestRecord, *, idle: b
     if absent := sorted(set(range(config.neuron_devices)) - {device.index for device in devices}):
         wrong.append(f"devices missing: {', '.join(map(str, absent))}")
     for device in devices:
-        if len(device.cores) != config.cores_per_device:
-            wrong.append(f"device {device.index} has {len(device.cores)} cores")
-        if device.memory < config.device_memory_gib << 30:
-            wrong.append(f"device {device.index} has {device.memory / (1 << 30):.1f} GiB")
-        if idle and device.processes:
-            wrong.append(f"device {device.index} is held by {', '.join(device.processes)}")
+        objections = (
+            (len(device.cores) != config.cores_per_device, f"has {len(device.cores)} cores"),
+            (device.memory < config.device_memory_gib << 30, f"has {device.memory / (1 << 30):.1f} GiB"),
+            (idle and device.processes, f"is held by {', '.join(device.processes)}"),
+        )
+        wrong += [f"device {device.index} {objection}" for applies, objection in objections if applies]
     return replace(
         record,
         passed=not wrong,
