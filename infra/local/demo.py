@@ -218,8 +218,7 @@ def next_weeks(shards: list[Path], released: Iterable[str]) -> list[Path]:
         MissingInput: there are no more weeks.
     """
     names = set(released)
-    coming = [shard for shard in shards if shard.name not in names]
-    if not coming:
+    if not (coming := [shard for shard in shards if shard.name not in names]):
         raise MissingInput(
             "the demo has no further week",
             value=f"{len(shards)} weeks have been trained on",
