@@ -55,7 +55,7 @@ def published_vectors(
         }
         reason = ", ".join(f"different {name}" for name, (found, expected) in facts.items() if found != expected)
         if not reason:
-            kept = np.load(store.local_file(paths.vectors, context.scratch / "kept"), mmap_mode="r")
+            kept = np.lib.format.open_memmap(store.local_file(paths.vectors, context.scratch / "kept"), mode="r")
             place = dict(zip(kept["key"].tolist(), range(len(kept)), strict=True))
             return np.array([place.get(key, -1) for key in _keys(texts)], np.int64), kept["vector"]
     except (MissingInput, BadData) as error:
