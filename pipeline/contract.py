@@ -327,6 +327,8 @@ class RunPaths:
     scorecard = _Inside("evaluate/scorecard.json")
     query_values = _Inside("evaluate/queries.parquet")
     """Every metric of every hold-out query with the new model: Parquet, see pipeline/evaluation/query_values."""
+    vectors = _Inside("evaluate/vectors.npy")
+    """The new model's vectors of all hold-out texts, see pipeline/evaluation/reuse."""
     embed_manifest = _Inside("embed/manifest.json")
     report = _Inside("report/index.html")
 
