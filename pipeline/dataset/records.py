@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import msgspec
@@ -185,19 +186,27 @@ def values_at(column: Column, places: Sequence[int]) -> list[Any]:
 def _json_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
     first = 1
     for block in _line_blocks(uri, path):
-        found = _decoded_block(block) or [_json_record(uri, number, line) for number, line in enumerate(_split(block), first)]
-        lines = [number for number, record in enumerate(found, first) if isinstance(record, dict)]
-        records = [record for record in found if isinstance(record, dict)]
-        yield Records(
-            lines=np.array(lines, np.int64),
-            columns={field: [record.get(field) for record in records] for field in columns.wanted},
-            refused=[(number, record) for number, record in enumerate(found, first) if isinstance(record, BadRow)],
-            record=records.__getitem__,
-        )
-        first += len(found)
+        records = _decoded_block(block)
+        lines, refused, behind = np.arange(first, first + len(records)), list[tuple[int, BadRow]](), first + len(records)
+        if not records:
+            found = [(number, _json_record(uri, number, line)) for number, line in enumerate(_split(block), first)]
+            lines = np.array([number for number, record in found if isinstance(record, dict)], np.int64)
+            records = [record for _, record in found if isinstance(record, dict)]
+            refused = [(number, record) for number, record in found if isinstance(record, BadRow)]
+            behind = first + len(found)
+        fields = {field: _values_of(records, field) for field in columns.wanted}
+        yield Records(lines=lines, columns=fields, refused=refused, record=records.__getitem__)
+        first = behind
 
 
-def _decoded_block(block: bytes) -> Sequence[Record | BadRow | None]:
+def _values_of(records: Sequence[Record], field: str) -> list[Any]:
+    try:
+        return list(map(itemgetter(field), records))
+    except KeyError:
+        return [record.get(field) for record in records]
+
+
+def _decoded_block(block: bytes) -> list[Record]:
     """Return the records of a block of lines; none if not every line is certain to hold one."""
     content = np.frombuffer(block, np.uint8)
     ends = np.flatnonzero(content == ord("\n"))
@@ -206,7 +215,7 @@ def _decoded_block(block: bytes) -> Sequence[Record | BadRow | None]:
     whole = len(ends) and ends[-1] == len(block) - 1 and (ends - starts).max() <= LARGE_LINE_BYTES
     if whole and (content[starts] == ord("{")).all() and (content[ends - 1] == ord("}")).all():
         with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-            records = DECODER.decode_lines(block)
+            records = cast(list[Record], DECODER.decode_lines(block))
             return records if len(records) == len(ends) else []
     return []
 

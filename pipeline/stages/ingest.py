@@ -60,8 +60,8 @@ from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.plan import InputShard, MissingShards, RunInputs
 from pipeline.run.context import StageContext, StageOutput
 
-FILE_BYTES = 128 << 20
-"""Text of a file's rows. Sorted, written and tokenized they are in memory some five times."""
+FILE_BYTES = 32 << 20
+"""Text of a file's rows. Sorted, written and tokenized they are in memory some three times."""
 
 QUARANTINE = "quarantine.jsonl"
 NAMED_VALUES = 1000
@@ -120,20 +120,20 @@ class Ingester:
 
     def encode(self, column: pa.ChunkedArray) -> EncodedColumn:
         """Return the token ids of a column of texts, equal ones of which are encoded once."""
-        encoded = column.combine_chunks().dictionary_encode()
-        lengths, missing, found = [0], [], []
+        encoded = column.dictionary_encode().combine_chunks()
+        kind = token_schema(DOCUMENTS, self.tokenizer.vocabulary).field(0).type
+        distinct = [pa.array([], kind)]
         for start in range(0, len(encoded.dictionary), TEXTS_AT_ONCE):
             texts = encoded.dictionary.slice(start, TEXTS_AT_ONCE).to_pylist()
-            for tokens in self.tokenizer.encode_each(texts, self.inputs.tokenizer.cap):
-                missing.append(isinstance(tokens, str))
-                if not isinstance(tokens, str):
-                    found.append(tokens)
-                lengths.append(0 if isinstance(tokens, str) else len(tokens))
+            found = self.tokenizer.encode_each(texts, self.inputs.tokenizer.cap)
+            missing = pa.array([isinstance(tokens, str) for tokens in found])
+            tokens = [np.empty(0, np.int32) if isinstance(each, str) else each for each in found]
+            offsets = pa.array(np.cumsum([0, *map(len, tokens)]), pa.int32())
+            # At once in Arrow: as arrays of their own, the tokens of a file would take several times its text.
+            values = pa.array(np.concatenate(tokens), kind.value_type)
+            distinct.append(pa.ListArray.from_arrays(offsets, values, mask=missing))
             self.beat(0, "tokenizing")
-        kind = token_schema(DOCUMENTS, self.tokenizer.vocabulary).field(0).type.value_type
-        values = pa.array(np.concatenate(found) if found else [], kind)
-        offsets = pa.array(np.cumsum(lengths), pa.int32())
-        return EncodedColumn(pa.ListArray.from_arrays(offsets, values, mask=pa.array(missing, pa.bool_())), encoded.indices)
+        return EncodedColumn(pa.concat_arrays(distinct), encoded.indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,11 +392,13 @@ def read_rows(worker: Ingester, made: Sequence[Made], path: Path, quarantine: Pa
                 yield kept
 
         for rows in files_of(good(read_blocks(shard.uri, source, config.columns, str(path)))):
+            # Each step leaves little behind: the texts, sorted, are gone when tokens are made, and all is before the next file.
+            orders = [one.write_rows(rows, config.holdout_by) for one in made]
             encoded = {name: worker.encode(rows[name]) for name in ("query", "document") if name in rows.column_names}
-            for one in made:
-                order = one.write_rows(rows, config.holdout_by)
+            for one, order in zip(made, orders, strict=True):
                 wanted = [name.removesuffix("_tokens") for name in TOKENS[one.shard.kind]]
                 one.write_tokens([encoded[name].take(order) for name in wanted], worker.tokenizer.vocabulary)
+            del rows, encoded
     return shard_columns(shard.uri, source, config.columns, str(path)), refusals
 
 
