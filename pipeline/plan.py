@@ -280,12 +280,14 @@ class DeletionPlan(PlanSection):
 class HoldoutPlan(PlanSection):
     """The hold-out set, over all shards of all weeks: `queries` distinct ones against `candidates` documents.
 
-    A query is a text and a locale, and counts if one of its documents is relevant (label above 0).
+    A query is a text and a locale, and counts if one of its documents is relevant (label above 0). `decides` says in words what
+    differences the gate can tell with so many queries.
     """
 
     rows: int
     queries: int
     candidates: int
+    decides: str = ""
 
 
 class RowFile(PlanSection):
@@ -513,6 +515,7 @@ class RunPlan(PlanSection):
             "not_positive_rows": self.train.not_positive,
             "holdout_queries": self.holdout.queries,
             "holdout_candidates": self.holdout.candidates,
+            "gate": self.holdout.decides,
             "deleted_rows": self.deletions.rows if self.deletions else 0,
             "corpus_rows": self.embed.rows,
             "embed_parts": len(self.embed.parts),

@@ -120,7 +120,7 @@ def require_refusal(typed: str, code: int, words: tuple[str, ...], folder: Path)
     return text
 
 
-GOOD = "local --input good.jsonl --set gate.allow_small=true --set data.holdout_fraction=0.5"
+GOOD = "local --input good.jsonl --set gate.undecided=accept --set data.holdout_fraction=0.5"
 DOWNLOAD = "hf download NAME --local-dir DIR"
 CONVERT = "jq -c '.[]' FILE.json > FILE.jsonl"
 

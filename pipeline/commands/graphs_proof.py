@@ -204,7 +204,7 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
             "validation_queries": min(config.train.validation_queries, HOLDOUT_ROWS),
         },
         "evaluate": {"bootstrap_samples": 1},
-        "gate": {"allow_small": True},
+        "gate": {"undecided": "accept"},
     }
     return build_config(config.model_dump(mode="json"), here)
 

@@ -26,12 +26,12 @@ from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
 from pipeline.dataset.row_files import PUBLISHED
 from pipeline.evaluation.exchange import exchange
-from pipeline.evaluation.gate import check_holdout, judge_model
+from pipeline.evaluation.gate import judge_model
 from pipeline.evaluation.holdout import Holdout, read_holdout
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.retrieval import METRICS, Block, Integers, retrieve
 from pipeline.evaluation.reuse import published_vectors
-from pipeline.evaluation.statistics import Values, bootstrap
+from pipeline.evaluation.statistics import CONFIDENCE, Units, Values, resampled_means
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.log import log
@@ -44,7 +44,9 @@ PerQuery = dict[str, Values]
 """Metric -> its value for every query, in the order of `Holdout.queries`."""
 
 FRESH = "fresh"
-"""Slice of the newest week's queries; no locale is named so."""
+"""Slice of the newest week's queries."""
+
+BOUNDS = ("low", "high", "at_least", "at_most")
 
 
 def run(context: StageContext) -> StageOutput | None:
@@ -54,14 +56,12 @@ def run(context: StageContext) -> StageOutput | None:
         The leader's output; None on the other ranks.
 
     Raises:
-        BadConfig: the hold-out is smaller than the gate asks for.
         BadData: a model whose embeddings are not finite.
     """
     plan, config = context.plan, context.plan.config
     context.heartbeat.beat(note="fetching rows")
     rows = store.local_folder(context.paths.rows, context.scratch / "rows")
     holdout = read_holdout(rows)
-    check_holdout(len(holdout.queries), config.gate)
     device = open_alone(context, plan.world.kind, plan.world.precision)
     watch = GraphWatch(
         device=device,
@@ -86,10 +86,12 @@ def run(context: StageContext) -> StageOutput | None:
 
     new, parent = measured["new"], measured["parent"]
     baseline = measured.get("published", parent)
-    scores = compare(baseline, new, samples=config.evaluate.bootstrap_samples, seed=config.seed)
+    every = np.ones(len(holdout.queries), np.bool_)
+    scores = compare(baseline, new, holdout.units, every, config)
     if baseline is not parent:
         scores["parent"] = means(parent)
-    gate = judge_model(scores, config.gate, plan.published)
+    slices = {name: compare(baseline, new, holdout.units, chosen, config) for name, chosen in slices_of(holdout).items()}
+    gate = judge_model({**scores, "slices": slices}, config.gate, plan.published)
     log.info("gate: %s: %s", gate["verdict"], gate["reason"])
     context.cloudwatch.write(
         {
@@ -100,14 +102,10 @@ def run(context: StageContext) -> StageOutput | None:
         Verdict=gate["verdict"],
     )
     counts = {
-        "queries": len(holdout.queries),
         "candidates": len(holdout.candidates),
         "reused": sum(len(rows) for model in models for rows, _ in model.reused),
     }
-    slices = slices_of(holdout)
-    compared = {name: compare_slice(baseline, new, chosen, config) for name, chosen in slices.items()}
-    fresh = compared.pop(FRESH, None)
-    scorecard = {**counts, **scores, "gate": gate, "locales": compared, "fresh": fresh}
+    scorecard = {**counts, **scores, "gate": gate, "slices": slices}
     store.write_json(context.paths.scorecard, scorecard)
     values = context.scratch / "queries.parquet"
     QueryValues(holdout.keys, new).write(values)
@@ -185,7 +183,7 @@ def models_to_measure(context: StageContext, device: Device, holdout: Holdout, r
     if published is None or published.folder == plan.parent.uri:
         return found
     if published.own_tokens:
-        holdout = read_holdout(rows / PUBLISHED)
+        holdout = read_holdout(rows, PUBLISHED)
     if not published.same_graphs:
         log.info("the published model has another form than the run's graphs: it runs on the host's processor")
         device = open_alone(context, "cpu", "fp32")
@@ -252,7 +250,8 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
     context.heartbeat.beat(note=f"ranking with the {model.name} model")
     queries = found[count:].to(device.torch_device) if device.kind in EAGER_KINDS else found[count:]
     blocks = [*model.reused, *((rows, torch.from_numpy(own)) for rows, own in zip(model.encoded, shared, strict=True))]
-    values = retrieve(queries, blocks, model.holdout.relevant.of_queries(model.queries))
+    relevant, known = (pairs.of_queries(model.queries) for pairs in (model.holdout.relevant, model.holdout.known))
+    values = retrieve(queries, blocks, relevant, known)
     own = np.stack([values[metric] for metric in METRICS])
     return dict(zip(METRICS, np.concatenate(exchange(context, f"{model.name}-values", own), axis=1), strict=True))
 
@@ -262,41 +261,39 @@ def means(values: PerQuery) -> dict[str, float]:
     return {metric: float(values[metric].mean()) for metric in METRICS}
 
 
-def compare(baseline: PerQuery, new: PerQuery, *, samples: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the means of both models and the difference new - baseline with its paired bootstrap interval.
+def compare(baseline: PerQuery, new: PerQuery, units: Units, chosen: NDArray[np.bool_], config: RunConfig) -> dict[str, Any]:
+    """Compare two models on some of the queries.
 
     Returns:
-        `{baseline: {metric: mean}, new: {metric: mean}, difference: {metric: {value, low, high}}}`.
+        `{queries, units, baseline: {metric: mean}, new: {metric: mean}, difference: {metric: {value, error, low, high, at_least,
+        at_most}}}`: of the mean difference new - baseline the standard error, the 95 % interval, and the bounds that it is
+        above, or below, with 95 % confidence.
     """
+    baseline, new = ({metric: model[metric][chosen] for metric in METRICS} for model in (baseline, new))
+    own = units.within(chosen)
     differences = np.stack([new[metric] - baseline[metric] for metric in METRICS], axis=1)
-    low, high = bootstrap(differences, samples=samples, seed=seed)
+    drawn = resampled_means(differences, own, samples=config.evaluate.bootstrap_samples, seed=config.seed)
+    tail = 1 - CONFIDENCE
+    bounds = np.quantile(drawn, [tail / 2, 1 - tail / 2, tail, 1 - tail], axis=0).T.tolist()
+    errors, values = drawn.std(axis=0).tolist(), differences.mean(axis=0).tolist()
     return {
+        "queries": len(differences),
+        "units": int(own.unit.max()) + 1,
         "baseline": means(baseline),
         "new": means(new),
         "difference": {
-            metric: {"value": float(differences[:, column].mean()), "low": float(low[column]), "high": float(high[column])}
-            for column, metric in enumerate(METRICS)
+            metric: {"value": value, "error": error, **dict(zip(BOUNDS, each, strict=True))}
+            for metric, value, error, each in zip(METRICS, values, errors, bounds, strict=True)
         },
     }
 
 
 def slices_of(holdout: Holdout) -> dict[str, NDArray[np.bool_]]:
-    """Return which queries are of each locale, and under FRESH those of the newest week if they are some of all: (queries,)."""
-    locales = np.array([locale or "" for locale in holdout.locales])
-    found = {name: locales == name for name in sorted(filter(None, {*holdout.locales}))}
+    """Return which queries are of each locale and task, and of the newest week if they are some of all: (queries,)."""
+    found: dict[str, NDArray[np.bool_]] = {}
+    for kind, values in (("locale", holdout.locales), ("task", holdout.tasks)):
+        names = np.array([value or "" for value in values])
+        found |= {f"{kind}:{name}": names == name for name in sorted(filter(None, {*values}))}
     if holdout.fresh is not None and 0 < holdout.fresh.sum() < len(holdout.fresh):
         found[FRESH] = holdout.fresh
     return found
-
-
-def compare_slice(baseline: PerQuery, new: PerQuery, chosen: NDArray[np.bool_], config: RunConfig) -> dict[str, Any]:
-    """Return the same comparison for some of the queries, and their number."""
-    return {
-        "queries": int(chosen.sum()),
-        **compare(
-            {metric: baseline[metric][chosen] for metric in METRICS},
-            {metric: new[metric][chosen] for metric in METRICS},
-            samples=config.evaluate.bootstrap_samples,
-            seed=config.seed,
-        ),
-    }

@@ -20,7 +20,7 @@ BAD = {"query": "how to return shoes", "body": "in their box"}
 
 
 def config(**sections: Any) -> RunConfig:
-    return build_config({"gate": {"allow_small": True}, "data": {"holdout_fraction": 0.5}}, sections)
+    return build_config({"gate": {"undecided": "accept"}, "data": {"holdout_fraction": 0.5}}, sections)
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
