@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from infra.setting_sections import InvalidSetting
 from infra.settings import Settings
-from pipeline.config import load_config_file, merge, parse_settings
+from pipeline.config import load_config_file, merge, parse_settings, section_of
 from pipeline.errors import BadConfig
 
 CDK_JSON = Path(__file__).parent.parent / "cdk.json"
@@ -77,8 +77,7 @@ def read_settings(context: Mapping[str, Any], environments: Path = ENVIRONMENTS)
             rule=f"the CDK context has an object under {CONTEXT_KEY!r}",
             remedy="run in the folder of cdk.json, or pass the context yourself",
         )
-    name = context.get(ENVIRONMENT_KEY)
-    if name is not None:
+    if (name := context.get(ENVIRONMENT_KEY)) is not None:
         values = merge(values, read_environment(name, environments))
     prefix = f"{CONTEXT_KEY}."
     given = [f"{key.removeprefix(prefix)}={value}" for key, value in context.items() if key.startswith(prefix)]
@@ -130,13 +129,10 @@ def _bad_settings(error: ValidationError) -> BadConfig:
 
 def _description(names: tuple[str, ...]) -> str | None:
     """The description of a setting in its section."""
-    section: Any = Settings
+    section: type[BaseModel] | None = Settings
     described = None
     for name in names:
-        # Optional sections are `Section | None`; keys of a mapping are no fields.
-        candidates = [section, *getattr(section, "__args__", ())]
-        section = next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
-        field = section.model_fields.get(name) if section is not None else None
-        if field is not None:
-            section, described = field.annotation, field.description
+        # Keys of a mapping are no fields.
+        if section and (field := section.model_fields.get(name)):
+            section, described = section_of(field.annotation), field.description
     return described

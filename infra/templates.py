@@ -90,10 +90,12 @@ class Stacks:
 
     def unresolved(self, kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Stack, logical id and properties of every resource of a type, with unresolved references."""
-        for stack, template in self.templates.items():
-            for logical_id, resource in template.get("Resources", {}).items():
-                if resource["Type"] == kind:
-                    yield stack, logical_id, resource.get("Properties", {})
+        return (
+            (stack, logical_id, resource.get("Properties", {}))
+            for stack, template in self.templates.items()
+            for logical_id, resource in template.get("Resources", {}).items()
+            if resource["Type"] == kind
+        )
 
     def of_type(self, kind: str) -> list[Resource]:
         """Every resource of a type, resolved."""
@@ -146,8 +148,7 @@ class Stacks:
 
     def _name(self, stack: str, logical_id: str) -> str:
         resource = self.templates[stack]["Resources"][logical_id]
-        given = resource.get("Properties", {}).get(NAME_PROPERTIES.get(resource["Type"], ""))
-        if given is not None:
+        if (given := resource.get("Properties", {}).get(NAME_PROPERTIES.get(resource["Type"], ""))) is not None:
             return str(self.resolve(stack, given))
         # People know it by its path in the construct tree; valid as a bucket's name, too.
         path = resource.get("Metadata", {}).get("aws:cdk:path", f"{stack}/{logical_id}").removesuffix("/Resource")

@@ -231,9 +231,6 @@ DEPLOYMENT_VARIABLE = "TRNPIPE_DEPLOYMENT"
 ATTEMPT_VARIABLE = "TRNPIPE_ATTEMPT_SECONDS"
 """Environment variable of every job: after how many seconds Batch ends an attempt."""
 
-_GANGS = tuple(stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG)
-_ON_CHIPS = tuple(stage for stage, spec in STAGES.items() if spec.queue is not Queue.CPU)
-
 METRICS: dict[Metric, MetricSpec] = {
     Metric.LOSS: MetricSpec("None", "Average", (Stage.TRAIN,)),
     Metric.PAIRS_PER_SECOND: MetricSpec("Count/Second", "Average", (Stage.TRAIN,)),
@@ -249,11 +246,15 @@ METRICS: dict[Metric, MetricSpec] = {
     # Met and not compiled ahead.
     Metric.NEW_GRAPHS: MetricSpec("Count", "Sum", (Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)),
     # From a job's submission, or its last attempt's end, until its main container runs. Only a gang may ask Batch.
-    Metric.QUEUE_WAIT_SECONDS: MetricSpec("Seconds", "Maximum", _GANGS),
+    Metric.QUEUE_WAIT_SECONDS: MetricSpec(
+        "Seconds", "Maximum", tuple(stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG)
+    ),
     # Attempts beyond a job's first.
     Metric.RETRIES: MetricSpec("Count", "Sum", tuple(STAGES)),
     # That took themselves out of their cluster.
-    Metric.UNHEALTHY_HOSTS: MetricSpec("Count", "Sum", _ON_CHIPS),
+    Metric.UNHEALTHY_HOSTS: MetricSpec(
+        "Count", "Sum", tuple(stage for stage, spec in STAGES.items() if spec.queue is not Queue.CPU)
+    ),
     Metric.QUARANTINED_ROWS: MetricSpec("Count", "Sum", (Stage.PLAN,)),
     Metric.QUARANTINED_DOCUMENTS: MetricSpec("Count", "Sum", (Stage.EMBED,)),
     # Of the whole array, when it is done.
@@ -326,6 +327,8 @@ class RunPaths:
     scorecard = _Inside("evaluate/scorecard.json")
     query_values = _Inside("evaluate/queries.parquet")
     """Every metric of every hold-out query with the new model: Parquet, see pipeline/evaluation/query_values."""
+    vectors = _Inside("evaluate/vectors.npy")
+    """The new model's vectors of all hold-out texts, see pipeline/evaluation/reuse."""
     embed_manifest = _Inside("embed/manifest.json")
     report = _Inside("report/index.html")
 

@@ -295,8 +295,7 @@ class Compute(Construct):
         return {**self._settings.tags, COST_TAG: self._settings.name}
 
     def _image_id(self) -> str | None:
-        parameter = AMI_PARAMETER.fullmatch(self._settings.ami or "")
-        if parameter is None:
+        if (parameter := AMI_PARAMETER.fullmatch(self._settings.ami or "")) is None:
             return self._settings.ami
         return CfnDynamicReference(CfnDynamicReferenceService.SSM, f"{parameter['name']}:{parameter['version']}").to_string()
 

@@ -74,8 +74,7 @@ class Jobs(Construct):
         log_group.grant_write(self._execution_role)
         cpu = self._image("CpuImage", settings.images.cpu, cpu_repository)
         self._images = {Queue.CPU: cpu, Queue.TRAIN: cpu, Queue.EMBED: cpu}
-        accelerated = [queue for queue in (Queue.TRAIN, Queue.EMBED) if self._hardware(queue).neuron_devices]
-        if accelerated:
+        if accelerated := [queue for queue in (Queue.TRAIN, Queue.EMBED) if self._hardware(queue).neuron_devices]:
             self._images |= dict.fromkeys(accelerated, self._image("NeuronImage", settings.images.neuron, neuron_repository))
         self.roles = {stage: self._container_role(f"{_camel(stage)}Role", f"Stage {stage}") for stage in STAGES}
         self.names: list[str] = []
@@ -211,8 +210,7 @@ class Jobs(Construct):
         if uri is None:
             repository.grant_pull(self._execution_role)
             return repository.repository_uri_for_tag(self._settings.images.tag)
-        elsewhere = PRIVATE_IMAGE.match(uri)
-        if elsewhere is not None:
+        if elsewhere := PRIVATE_IMAGE.match(uri):
             name = elsewhere["name"]
             arn = f"arn:{Stack.of(self).partition}:ecr:{elsewhere['region']}:{elsewhere['account']}:repository/{name}"
             ecr.Repository.from_repository_attributes(self, construct_id, repository_arn=arn, repository_name=name).grant_pull(

@@ -40,8 +40,7 @@ class Network(Construct):
 
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings) -> None:
         super().__init__(scope, construct_id)
-        existing = settings.vpc
-        if existing:
+        if existing := settings.vpc:
             vpc_id, group_id = existing.vpc_id, existing.default_security_group_id
         else:
             # L1, because `ec2.Vpc` asks the account for its zones at synth, and gives subnets their addresses by position.

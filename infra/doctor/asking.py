@@ -25,7 +25,6 @@ from infra.settings import Settings
 from pipeline.errors import Defect
 from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, error_message, error_text
 
-THREADS = 8
 HOME_REGION = "us-east-1"
 """Always enabled: a region that is not enabled knows none of the account's keys, so calls about the account itself go here."""
 
@@ -102,6 +101,10 @@ class Refused(Exception):
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+
+
+class Ended(Exception):
+    """A check cannot go on: its only argument is the finding that says why."""
 
 
 Ask = Callable[..., dict[str, Any]]
@@ -214,6 +217,20 @@ class Subject:
                 raise
             return None
 
+    def require(self, absent: DoctorFinding, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """Return the answer of a call.
+
+        Args:
+            absent: the finding where the service refuses the call, because there is no such resource; gets the refusal as value.
+
+        Raises:
+            Ended: the service refuses the call.
+        """
+        try:
+            return self.ask(service, operation, **parameters)
+        except Refused as refused:
+            raise Ended(dataclasses.replace(absent, value=str(refused))) from refused
+
     def physical(self, stack: str, kind: str) -> list[str]:
         """Return the physical ids of a deployed stack's resources of a type.
 
@@ -281,6 +298,8 @@ class Check:
             found.append(warning("the service does not answer now", value=error, remedy="try again", transient=True))
         except Refused as refused:
             found.append(problem("a call failed", value=refused, remedy="read the error's message"))
+        except Ended as ended:
+            found.append(ended.args[0])
         return [dataclasses.replace(finding, area=self.area) for finding in found]
 
 
@@ -300,7 +319,7 @@ def examine(checks: Sequence[Check], subject: Subject) -> list[DoctorFinding]:
     Raises:
         NotAuthenticated: the credentials expired meanwhile.
     """
-    with ThreadPoolExecutor(max_workers=THREADS) as pool:
+    with ThreadPoolExecutor(max_workers=8) as pool:
         return [finding for found in pool.map(lambda one: one(subject), checks) for finding in found]
 
 

@@ -181,8 +181,7 @@ def _container(settings: Settings, name: str, uri: str | None) -> ContainerImage
     if uri is None:
         repository, tag = f"{settings.name}/{name}", settings.images.tag
         return ContainerImage(name=name, uri=f"{repository}:{tag}", repository=repository, version=tag)
-    private = PRIVATE_IMAGE.match(uri)
-    if private is None:
+    if (private := PRIVATE_IMAGE.match(uri)) is None:
         return ContainerImage(name=name, uri=uri)
     return ContainerImage(
         name=name,

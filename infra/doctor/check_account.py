@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infra.app import CDK
-from infra.doctor.asking import Ask, DoctorFinding, Findings, NotAuthenticated, Refused, Subject, check, ok, problem, warning
+from infra.doctor.asking import Ask, DoctorFinding, Findings, NotAuthenticated, Subject, check, ok, problem, warning
 from infra.doctor.blueprint import Blueprint
 
 CREDENTIALS = "Credentials"
@@ -61,13 +61,8 @@ def who(ask: Ask, blueprint: Blueprint) -> tuple[str, DoctorFinding]:
 @check("Account", "account:GetRegionOptStatus")
 def region(subject: Subject) -> Findings:
     name = subject.settings.region
-    try:
-        status = subject.ask("account", "GetRegionOptStatus", RegionName=name)["RegionOptStatus"]
-    except Refused as refused:
-        yield problem(
-            f"there is no region {name}", value=refused, rule="trnpipe.region", remedy="aws account list-regions names them all"
-        )
-        return
+    absent = problem(f"there is no region {name}", rule="trnpipe.region", remedy="aws account list-regions names them all")
+    status = subject.require(absent, "account", "GetRegionOptStatus", RegionName=name)["RegionOptStatus"]
     yield (
         ok("region", f"{name}: {status}")
         if status in ("ENABLED", "ENABLED_BY_DEFAULT")
@@ -83,12 +78,12 @@ def region(subject: Subject) -> Findings:
 @check("Account", "ssm:GetParameter")
 def bootstrap(subject: Subject) -> Findings:
     blueprint = subject.blueprint
-    remedy = f"{CDK} bootstrap aws://{subject.account}/{subject.settings.region}"
-    if subject.settings.bootstrap_qualifier is not None:
-        remedy += f" --qualifier {subject.settings.bootstrap_qualifier}"
+    qualifier = subject.settings.bootstrap_qualifier
+    remedy = f"{CDK} bootstrap aws://{subject.account}/{subject.settings.region}" + (
+        f" --qualifier {qualifier}" if qualifier else ""
+    )
     rule = f"these stacks need CDK bootstrap version {blueprint.bootstrap_version} or newer"
-    parameter = subject.seek(("ParameterNotFound",), "ssm", "GetParameter", Name=blueprint.bootstrap_parameter)
-    if parameter is None:
+    if (parameter := subject.seek(("ParameterNotFound",), "ssm", "GetParameter", Name=blueprint.bootstrap_parameter)) is None:
         yield problem(
             "the CDK is not bootstrapped in this account and region",
             value=f"no parameter {blueprint.bootstrap_parameter}",
@@ -157,10 +152,9 @@ def budgets(subject: Subject) -> Findings:
 
 @check("Notifications")
 def addressees(subject: Subject) -> Findings:
-    addresses = subject.settings.notify
     yield (
-        ok("notifications go to", ", ".join(addresses))
-        if addresses
+        ok("notifications go to", ", ".join(subject.settings.notify))
+        if subject.settings.notify
         else warning(
             "no address receives notifications",
             value="notify is empty",

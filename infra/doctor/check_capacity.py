@@ -62,8 +62,7 @@ def needs(fleets: list[Fleet], gang_nodes: int) -> dict[tuple[str, str], Need]:
 
 @check("Capacity", "service-quotas:GetServiceQuota", "service-quotas:ListRequestedServiceQuotaChangeHistoryByQuota")
 def quotas(subject: Subject) -> Findings:
-    settings = subject.settings
-    for key, need in needs(subject.blueprint.fleets(), max(settings.allowed_nodes)).items():
+    for key, need in needs(subject.blueprint.fleets(), max(subject.settings.allowed_nodes)).items():
         service, code, name = QUOTAS[key]
         value = int(subject.ask("service-quotas", "GetServiceQuota", ServiceCode=service, QuotaCode=code)["Quota"]["Value"])
         if value >= need.most:
@@ -75,7 +74,7 @@ def quotas(subject: Subject) -> Findings:
         pending = [f"{request['DesiredValue']:g}" for request in requested if request["Status"] in ("PENDING", "CASE_OPENED")]
         remedy = (
             f"aws service-quotas request-service-quota-increase --service-code {service} --quota-code {code} "
-            f"--desired-value {need.most} --region {settings.region}"
+            f"--desired-value {need.most} --region {subject.settings.region}"
         )
         tell = problem if value < need.least else warning
         yield tell(
@@ -143,8 +142,7 @@ def headroom(subject: Subject) -> Findings:
 @check("Capacity", "ec2:DescribeCapacityReservations", "resource-groups:ListGroupResources", "cloudformation:ListStackResources")
 def reservation(subject: Subject) -> Findings:
     settings = subject.settings
-    wanted = settings.capacity_reservation
-    if wanted is None:
+    if (wanted := settings.capacity_reservation) is None:
         return
     try:
         reserved = _reserved(subject, wanted)
@@ -157,8 +155,8 @@ def reservation(subject: Subject) -> Findings:
         )
         return
     # A group may hold reservations of other types, which hosts pass over.
-    fitting = [one for one in reserved if not _unfit(one, settings)]
-    wrong = [] if fitting and wanted.group else [objection for one in reserved for objection in _unfit(one, settings)]
+    fitting = [one for one in reserved if not _unfit(one, wanted, settings)]
+    wrong = [] if fitting and wanted.group else [objection for one in reserved for objection in _unfit(one, wanted, settings)]
     nodes, total = max(settings.allowed_nodes), sum(one["TotalInstanceCount"] for one in fitting)
     if not wrong and total < nodes:
         wrong = [
@@ -193,15 +191,13 @@ def _reserved(subject: Subject, wanted: CapacityReservation) -> list[dict[str, A
     if wanted.group is not None:
         members = subject.ask("resource-groups", "ListGroupResources", Group=wanted.group)["Resources"]
         arns = [member["Identifier"]["ResourceArn"] for member in members]
-        ids = [arn.rpartition("/")[2] for arn in arns if ":capacity-reservation/" in arn]
-        if not ids:
+        if not (ids := [arn.rpartition("/")[2] for arn in arns if ":capacity-reservation/" in arn]):
             raise Refused("EmptyGroup", f"no Capacity Reservation among {len(arns)} resources")
     return list(subject.ask("ec2", "DescribeCapacityReservations", CapacityReservationIds=ids)["CapacityReservations"])
 
 
-def _unfit(found: Mapping[str, Any], settings: Settings) -> list[tuple[str, str, str]]:
+def _unfit(found: Mapping[str, Any], wanted: CapacityReservation, settings: Settings) -> list[tuple[str, str, str]]:
     """(what, value, rule) of everything in which a reservation is not one that a gang can use."""
-    assert settings.capacity_reservation is not None
     expected = (
         ("State", "active", "is not active", "hosts start in an active reservation only"),
         (
@@ -214,7 +210,7 @@ def _unfit(found: Mapping[str, Any], settings: Settings) -> list[tuple[str, str,
     )
     wrong = [(f"the capacity reservation {what}", found[key], rule) for key, value, what, rule in expected if found[key] != value]
     kind = found.get("ReservationType", "default")
-    if (kind == "capacity-block") != settings.capacity_reservation.block:
+    if (kind == "capacity-block") != wanted.block:
         rule = "hosts start in a Capacity Block with trnpipe.capacity_reservation.block: true, and only there"
         wrong.append(("the capacity reservation is of another kind", kind, rule))
     return wrong

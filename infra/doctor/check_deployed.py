@@ -73,8 +73,7 @@ def stacks(subject: Subject) -> Findings:
                 remedy=f"aws cloudformation describe-stack-resource-drifts --stack-name {name}",
             )
         body = subject.ask("cloudformation", "GetTemplate", StackName=name)["TemplateBody"]
-        deployed = json.loads(body) if isinstance(body, str) else body
-        if differing := differences(deployed, template):
+        if differing := differences(json.loads(body) if isinstance(body, str) else body, template):
             yield warning(
                 f"the stack {name} is not what these settings would deploy",
                 value=", ".join(differing),
@@ -177,10 +176,9 @@ def judge_front(queue: str, job: Mapping[str, Any], since_ms: int, now: datetime
 @check("Batch", "cloudformation:ListStackResources", "batch:DescribeJobDefinitions")
 def job_definitions(subject: Subject) -> Findings:
     wanted = subject.physical(subject.blueprint.pipeline_stack, "AWS::Batch::JobDefinition")
-    active = set()
-    for start in range(0, len(wanted), JOBS_AT_ONCE):
-        answer = subject.ask("batch", "DescribeJobDefinitions", jobDefinitions=wanted[start : start + JOBS_AT_ONCE])
-        active |= {one["jobDefinitionArn"] for one in answer["jobDefinitions"] if one.get("status") == "ACTIVE"}
+    pages = (wanted[start : start + JOBS_AT_ONCE] for start in range(0, len(wanted), JOBS_AT_ONCE))
+    answers = [subject.ask("batch", "DescribeJobDefinitions", jobDefinitions=page)["jobDefinitions"] for page in pages]
+    active = {one["jobDefinitionArn"] for found in answers for one in found if one.get("status") == "ACTIVE"}
     if gone := [arn for arn in wanted if arn not in active]:
         yield problem(
             "job definitions of the stack are not active",
@@ -231,8 +229,7 @@ def schedule(subject: Subject) -> Findings:
 
 @check("Monitoring", "cloudformation:ListStackResources", "cloudwatch:DescribeAlarms")
 def alarms(subject: Subject) -> Findings:
-    answer = subject.deployed("AWS::CloudWatch::Alarm", "cloudwatch", "DescribeAlarms", "AlarmNames")
-    if not answer:
+    if not (answer := subject.deployed("AWS::CloudWatch::Alarm", "cloudwatch", "DescribeAlarms", "AlarmNames")):
         return
     found = answer.get("MetricAlarms", [])
     ringing = [alarm for alarm in found if alarm["StateValue"] == "ALARM"]

@@ -39,15 +39,13 @@ GONE = ("RepositoryNotFoundException", "ImageNotFoundException")
 
 @check("Images", "ssm:GetParameter", "ec2:DescribeImages")
 def ami(subject: Subject) -> Findings:
-    setting = subject.settings.ami
-    if setting is None:
+    if (setting := subject.settings.ami) is None:
         yield ok("AMI", "the one that AWS Batch chooses")
         return
     image_id = setting
     if parameter := AMI_PARAMETER.fullmatch(setting):
         name = f"{parameter['name']}:{parameter['version']}"
-        answer = subject.seek(("ParameterNotFound", "ParameterVersionNotFound"), "ssm", "GetParameter", Name=name)
-        if answer is None:
+        if (answer := subject.seek(("ParameterNotFound", "ParameterVersionNotFound"), "ssm", "GetParameter", Name=name)) is None:
             yield problem(
                 "the AMI's SSM parameter does not exist",
                 value=name,
@@ -83,29 +81,31 @@ def judge_ami(image: Mapping[str, Any], account: str, now: datetime) -> Findings
     """Judge one image of EC2's DescribeImages."""
     named = f"{image['ImageId']} ({image.get('Name', 'without a name')})"
     other = "choose another image: trnpipe.ami"
-    fits = True
-    for what, value, wanted, why in (
-        ("the AMI is not available", image["State"], "available", "hosts boot from available images only"),
-        ("the AMI is for another processor", image["Architecture"], "x86_64", "Trainium and Inferentia hosts are x86_64"),
-        (
-            "the AMI's root device has another name than the launch template assumes",
-            image.get("RootDeviceName", ""),
-            ROOT_DEVICE,
-            "the template would add a second volume and leave the root at the image's size, too small for the container",
-        ),
-    ):
-        if value != wanted:
-            fits = False
-            yield problem(what, value=f"{named}: {value}", rule=f"{wanted}: {why}", remedy=other)
+    wrong = [
+        problem(what, value=f"{named}: {value}", rule=f"{wanted}: {why}", remedy=other)
+        for what, value, wanted, why in (
+            ("the AMI is not available", image["State"], "available", "hosts boot from available images only"),
+            ("the AMI is for another processor", image["Architecture"], "x86_64", "Trainium and Inferentia hosts are x86_64"),
+            (
+                "the AMI's root device has another name than the launch template assumes",
+                image.get("RootDeviceName", ""),
+                ROOT_DEVICE,
+                "the template would add a second volume and leave the root at the image's size, too small for the container",
+            ),
+        )
+        if value != wanted
+    ]
     sizes = [device["Ebs"].get("VolumeSize", 0) for device in image.get("BlockDeviceMappings", ()) if "Ebs" in device]
     if max(sizes, default=0) > ROOT_VOLUME_GIB:
-        fits = False
-        yield problem(
-            "the AMI's volume is larger than the launch template's",
-            value=f"{named}: {max(sizes)} GiB",
-            rule=f"EC2 makes no volume smaller than its snapshot; the template has {ROOT_VOLUME_GIB} GiB",
-            remedy=other,
+        wrong.append(
+            problem(
+                "the AMI's volume is larger than the launch template's",
+                value=f"{named}: {max(sizes)} GiB",
+                rule=f"EC2 makes no volume smaller than its snapshot; the template has {ROOT_VOLUME_GIB} GiB",
+                remedy=other,
+            )
         )
+    yield from wrong
     owner = image.get("ImageOwnerAlias") or ("self" if image["OwnerId"] == account else image["OwnerId"])
     if owner not in ("amazon", "aws-marketplace", "self"):
         yield warning(
@@ -117,11 +117,10 @@ def judge_ami(image: Mapping[str, Any], account: str, now: datetime) -> Findings
     deprecated = image.get("DeprecationTime")
     if deprecated and datetime.fromisoformat(deprecated.replace("Z", "+00:00")) < now:
         yield warning("the AMI is deprecated", value=f"{named}: since {deprecated}", rule="its owner may remove it", remedy=other)
-    if fits:
+    if not wrong:
         yield ok("AMI", f"{named}, owner {owner}")
     tags = (f"{tag['Key']} {tag['Value']}" for tag in image.get("Tags", ()))
-    driver = DRIVER_WORDS.search("\n".join([image.get("Name", ""), image.get("Description", ""), *tags]))
-    if driver is None:
+    if (driver := DRIVER_WORDS.search("\n".join([image.get("Name", ""), image.get("Description", ""), *tags]))) is None:
         yield warning(
             "the AMI's name, description and tags do not name its Neuron driver",
             value=named,

@@ -21,17 +21,11 @@ GANG_TASK_INTERFACES = 1
 def vpc(subject: Subject) -> Findings:
     if subject.settings.vpc is None:
         return
-    vpc_id = subject.settings.vpc.vpc_id
-    try:
-        subject.ask("ec2", "DescribeVpcs", VpcIds=[vpc_id])
-    except Refused as refused:
-        yield problem(
-            "the VPC does not exist",
-            value=refused,
-            rule=f"trnpipe.vpc.vpc_id in {subject.settings.region}",
-            remedy=f"aws ec2 describe-vpcs --region {subject.settings.region}",
-        )
-        return
+    vpc_id, region = subject.settings.vpc.vpc_id, subject.settings.region
+    absent = problem(
+        "the VPC does not exist", rule=f"trnpipe.vpc.vpc_id in {region}", remedy=f"aws ec2 describe-vpcs --region {region}"
+    )
+    subject.require(absent, "ec2", "DescribeVpcs", VpcIds=[vpc_id])
     off = [
         f"{shown}={on}"
         for attribute, shown in (("enableDnsSupport", "EnableDnsSupport"), ("enableDnsHostnames", "EnableDnsHostnames"))
@@ -101,16 +95,12 @@ def subnets(subject: Subject) -> Findings:
     if subject.settings.vpc is None:
         return
     wanted = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
-    try:
-        found = subject.ask("ec2", "DescribeSubnets", SubnetIds=wanted)["Subnets"]
-    except Refused as refused:
-        yield problem(
-            "a subnet does not exist",
-            value=refused,
-            rule=f"{', '.join(wanted)} in {subject.settings.region}",
-            remedy=f"aws ec2 describe-subnets --filters Name=vpc-id,Values={subject.settings.vpc.vpc_id}",
-        )
-        return
+    absent = problem(
+        "a subnet does not exist",
+        rule=f"{', '.join(wanted)} in {subject.settings.region}",
+        remedy=f"aws ec2 describe-subnets --filters Name=vpc-id,Values={subject.settings.vpc.vpc_id}",
+    )
+    found = subject.require(absent, "ec2", "DescribeSubnets", SubnetIds=wanted)["Subnets"]
     nodes = max(subject.settings.allowed_nodes)
     for subnet in found:
         named = f"{subnet['SubnetId']} ({subnet['CidrBlock']}, {subnet['AvailabilityZone']})"
@@ -164,8 +154,7 @@ def endpoints(subject: Subject) -> Findings:
     by_service = {endpoint["ServiceName"].partition(f"{region}.")[2]: endpoint for endpoint in found}
     subnet_ids = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
     tables = {subnet: route_table(subject, subnet, vpc_id) for subnet in subnet_ids}
-    without_way_out = {subnet: table for subnet, table in tables.items() if not way_out(table)}
-    if not without_way_out:
+    if not (without_way_out := {subnet: table for subnet, table in tables.items() if not way_out(table)}):
         yield ok("services are reached through", ", ".join(sorted({way_out(table) for table in tables.values()})))
     missing = []
     for service in GATEWAY_SERVICES:
@@ -174,11 +163,10 @@ def endpoints(subject: Subject) -> Findings:
         if cut_off and by_service.get(service, {}).get("VpcEndpointType") != "Interface":
             missing.append(f"{service} (gateway, in the route tables of {', '.join(cut_off)})")
     for service in subject.blueprint.endpoint_services:
-        endpoint = by_service.get(service)
-        if endpoint is None:
+        if (endpoint := by_service.get(service)) is None:
             missing += [service] if without_way_out else []
         else:
-            yield from _judge_endpoint(subject, service, endpoint)
+            yield from _judge_endpoint(subject, service, endpoint, subject.settings.vpc.default_security_group_id)
     if missing:
         yield problem(
             "hosts cannot reach services that they need",
@@ -215,7 +203,11 @@ def service_zones(subject: Subject) -> Findings:
     )
 
 
-def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any]) -> Findings:
+def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any], default: str) -> Findings:
+    """
+    Args:
+        default: the default security group, which a gang's containers have.
+    """
     named = f"{service} ({endpoint['VpcEndpointId']})"
     if endpoint["State"].lower() != "available":
         yield problem(
@@ -228,11 +220,8 @@ def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any])
             rule="agents and SDKs call the service's own name, which private DNS leads to the endpoint",
             remedy=f"aws ec2 modify-vpc-endpoint --vpc-endpoint-id {endpoint['VpcEndpointId']} --private-dns-enabled",
         )
-    group_ids = sorted(group["GroupId"] for group in endpoint.get("Groups", ()))
-    if not group_ids:
+    if not (group_ids := sorted(group["GroupId"] for group in endpoint.get("Groups", ()))):
         return
-    assert subject.settings.vpc is not None
-    default = subject.settings.vpc.default_security_group_id
     groups = subject.ask("ec2", "DescribeSecurityGroups", GroupIds=group_ids)["SecurityGroups"]
     subnet_ids = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
     blocks = [subnet["CidrBlock"] for subnet in subject.ask("ec2", "DescribeSubnets", SubnetIds=subnet_ids)["Subnets"]]
@@ -261,16 +250,12 @@ def default_group(subject: Subject) -> Findings:
         selected = {"Filters": [{"Name": "vpc-id", "Values": [vpc_id]}, {"Name": "group-name", "Values": ["default"]}]}
     else:
         return
-    try:
-        [group] = subject.ask("ec2", "DescribeSecurityGroups", **selected)["SecurityGroups"]
-    except Refused as refused:
-        yield problem(
-            "the default security group does not exist",
-            value=refused,
-            rule="trnpipe.vpc.default_security_group_id",
-            remedy=f"aws ec2 describe-security-groups --filters Name=vpc-id,Values={vpc_id} Name=group-name,Values=default",
-        )
-        return
+    absent = problem(
+        "the default security group does not exist",
+        rule="trnpipe.vpc.default_security_group_id",
+        remedy=f"aws ec2 describe-security-groups --filters Name=vpc-id,Values={vpc_id} Name=group-name,Values=default",
+    )
+    [group] = subject.require(absent, "ec2", "DescribeSecurityGroups", **selected)["SecurityGroups"]
     group_id = group["GroupId"]
     inwards, outwards = group.get("IpPermissions", ()), group.get("IpPermissionsEgress", ())
     meet = "the nodes of a gang meet over the interfaces that have this group"

@@ -92,6 +92,4 @@ def _findings(blueprint: Blueprint, *, after: bool) -> list[DoctorFinding]:
     subject = Subject(blueprint=blueprint, account=account_id, after=after, ask=aws)
     # Where these are wrong, every other answer would be about something else.
     findings += check_account.region(subject)
-    if printing.exit_code(findings):
-        return findings
-    return findings + examine((*ALWAYS, *(AFTER if after else BEFORE)), subject)
+    return findings if printing.exit_code(findings) else findings + examine((*ALWAYS, *(AFTER if after else BEFORE)), subject)

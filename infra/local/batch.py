@@ -102,8 +102,7 @@ class BatchRunner:
         """Refuses what TerminateJob does (https://docs.aws.amazon.com/batch/latest/APIReference/API_TerminateJob.html)."""
         reason = request.get("reason", "")
         refuse_if(not 1 <= len(reason) <= LONGEST_REASON, f"reason must have 1 to {LONGEST_REASON} characters")
-        job = self._jobs.get(request.get("jobId", ""))
-        if job is None:
+        if (job := self._jobs.get(request.get("jobId", ""))) is None:
             raise ClientError(f"job {request.get('jobId')!r} does not exist")
         self._stop(job, reason)
         return {}

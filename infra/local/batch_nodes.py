@@ -161,6 +161,5 @@ def stop_nodes(nodes: Sequence[Node], grace: timedelta) -> None:
 
 def free_port() -> int:
     """A TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

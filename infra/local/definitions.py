@@ -67,10 +67,8 @@ class RetryStrategy:
             reason: the container's, e.g. `OutOfMemoryError: ...`.
             status_reason: the attempt's, e.g. `Host EC2 (instance i-...) terminated.`.
         """
-        for rule in self.rules:
-            if rule.matches(exit_code, reason, status_reason):
-                return rule.action.upper() == "RETRY"
-        return True
+        matching = (rule for rule in self.rules if rule.matches(exit_code, reason, status_reason))
+        return next((rule.action.upper() == "RETRY" for rule in matching), True)
 
     @classmethod
     def parse(cls, properties: Mapping[str, Any]) -> RetryStrategy:
@@ -169,9 +167,7 @@ def camel(value: Any) -> Any:
     """The same structure with every key's first letter lowered: CloudFormation's spelling as the API's."""
     if isinstance(value, Mapping):
         return {key[:1].lower() + key[1:]: camel(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [camel(inner) for inner in value]
-    return value
+    return [camel(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _container(properties: Mapping[str, Any]) -> Container:

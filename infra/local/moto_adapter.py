@@ -94,15 +94,13 @@ def change_spelling(undo: ExitStack) -> None:
     def normalise_parameters(
         self: Any, parameters: Any, boto_service_name: str | None = None, service_action_name: str | None = None
     ) -> None:
-        shape = _operation(self, boto_service_name, service_action_name).input_shape
-        if shape is not None:
+        if (shape := _operation(self, boto_service_name, service_action_name).input_shape) is not None:
             self._to_boto_request(parameters, shape)
 
     def normalise_response(
         self: Any, response: Any, boto_service_name: str | None = None, service_action_name: str | None = None
     ) -> None:
-        shape = _operation(self, boto_service_name, service_action_name).output_shape
-        if shape is not None:
+        if (shape := _operation(self, boto_service_name, service_action_name).output_shape) is not None:
             self._from_boto_response(response, shape)
 
     undo.enter_context(mock.patch.object(StateTaskService, "_normalise_parameters", normalise_parameters))
@@ -152,8 +150,9 @@ def terminate_abandoned_jobs(undo: ExitStack) -> None:
         outcome = wait_for_outcome(self, env=env, sync_resolver=sync_resolver, **others)
         # The job's description when it is over; None or a timeout's outcome when the engine has given up waiting.
         if not isinstance(outcome, dict):
-            reason = "The state that submitted this job ended before it"
-            boto_client_for(service="batch", region=REGION).terminate_job(jobId=sync_resolver.job_id, reason=reason)
+            boto_client_for(service="batch", region=REGION).terminate_job(
+                jobId=sync_resolver.job_id, reason="The state that submitted this job ended before it"
+            )
         return outcome
 
     undo.enter_context(mock.patch.object(StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver))
@@ -164,7 +163,6 @@ def sign_with_own_key(undo: ExitStack) -> None:
     # The one that the environment has now: what the engine leaves behind must not sign with its user's own key.
     names = ("aws_access_key_id", "aws_secret_access_key")
     key = {name: os.environ[name.upper()] for name in names if name.upper() in os.environ}
-
     make = boto_client.boto3.client
     # Replaces boto3, of which the engine's maker of clients uses nothing else.
     signing = SimpleNamespace(client=lambda **arguments: make(**{**arguments, **key}))
@@ -210,5 +208,4 @@ CHANGES: tuple[Change, ...] = (
 
 def _operation(task: Any, service: str | None, action: str | None) -> Any:
     client = boto_client_for(service=task._get_boto_service_name(service), region=REGION)
-    name = client.meta.method_to_api_mapping[task._get_boto_service_action(action)]
-    return client.meta.service_model.operation_model(name)
+    return client.meta.service_model.operation_model(client.meta.method_to_api_mapping[task._get_boto_service_action(action)])

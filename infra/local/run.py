@@ -142,9 +142,8 @@ class LocalRequest:
             run = merge(from_file, over).get("run")
         # A resumed run has an input already; flags with defaults of their own could only contradict its plan.
         flags = {"nodes": nodes, "device.kind": device, "model.initial": initial, "model.parent": parent}
-        under = nested({key: value for key, value in flags.items() if value is not None})
-        if run is not None:
-            under = merge(_earlier_input(state, run), {"run": run})
+        named = nested({key: value for key, value in flags.items() if value is not None})
+        under = named if run is None else merge(_earlier_input(state, run), {"run": run})
         given = _absolute(merge(merge(from_file, under), over))
         config = build_config(DEPLOYMENT_CONFIG, given)
         if config.device.kind in ONE_NODE_KINDS and "nodes" not in given and run is None:
@@ -172,8 +171,8 @@ class LocalRequest:
         training, model = tuple(find_inputs(inputs)), None
         if run is None:
             # Those that jobs read where they are, which prepare would refuse as well.
-            named = [uri for uri in (*config.data.train, *config.data.corpus) if not is_s3(uri)]
-            list(find_inputs([Path(uri.removeprefix(FILE)) for uri in named]))
+            local = [uri for uri in (*config.data.train, *config.data.corpus) if not is_s3(uri)]
+            list(find_inputs([Path(uri.removeprefix(FILE)) for uri in local]))
             published = config.registry is not None and Path(registry_uri(str(state / "bucket"), config.registry)).is_file()
             model = config.model.parent or (None if published else config.model.initial or str(demo.initial_folder()))
         return cls(
@@ -231,10 +230,10 @@ def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) ->
     released = _names(state / "bucket/data/demo")
     size = demo.choose_size(state / "demo", released, request.demo_size, partial(note, console)) if request.demo else None
     note(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
-    allowed_nodes = tuple(sorted({1, 2, request.config.nodes}))
+    context = local_context(tuple(sorted({1, 2, request.config.nodes})), DEPLOYMENT_CONFIG)
     with ThreadPoolExecutor(max_workers=1) as pool:
         # Node.js works on the templates while the demo's text is read here, where Ctrl-C interrupts it, and the engine is loaded.
-        synthesis = pool.submit(synthesize, state / "cdk.out", local_context(allowed_nodes, DEPLOYMENT_CONFIG))
+        synthesis = pool.submit(synthesize, state / "cdk.out", context)
         from infra.local.server import load_services
 
         load_services()
@@ -314,8 +313,11 @@ def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...]
     from infra.local.server import local_endpoint
 
     def runner(environment: dict[str, str]) -> BatchRunner:
-        settings = BatchSettings(logs=request.state / "logs", environment=environment, program=program or THIS_INSTALLATION)
-        return BatchRunner(stack.job_definitions, stack.queues, settings)
+        return BatchRunner(
+            stack.job_definitions,
+            stack.queues,
+            BatchSettings(logs=request.state / "logs", environment=environment, program=program or THIS_INSTALLATION),
+        )
 
     return local_endpoint(stack, request.state, runner)
 
@@ -372,9 +374,7 @@ def _absolute_paths(value: Any, named: Callable[[str], str]) -> Any:
     """
     if isinstance(value, list):
         return [_absolute_paths(item, named) for item in value]
-    if isinstance(value, str) and "://" not in value:
-        return str(Path(named(value)).expanduser().absolute())
-    return value
+    return str(Path(named(value)).expanduser().absolute()) if isinstance(value, str) and "://" not in value else value
 
 
 def _names(folder: Path) -> set[str]:

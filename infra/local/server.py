@@ -131,16 +131,19 @@ def local_endpoint(
         exit_stack.callback(_stop_executions, endpoint.client("stepfunctions"), machines)
         exit_stack.callback(application.watches.clear)
         application.load(endpoint.client("dynamodb"))
-        record = EndpointRecord(state_machine=stack.state_machine_arn, environment=environment, process=os.getpid())
-        exit_stack.enter_context(announced(state, record))
+        exit_stack.enter_context(
+            announced(
+                state,
+                EndpointRecord(state_machine=stack.state_machine_arn, environment=environment, process=os.getpid()),
+            )
+        )
         yield endpoint
 
 
 def _stop_executions(client: Any, machines: Iterable[str]) -> None:
     """Stop all executions, as a machine that is switched off does: no further state runs, and locks stay."""
     for machine in machines:
-        running = client.list_executions(stateMachineArn=machine_arn(machine), statusFilter="RUNNING")
-        for execution in running["executions"]:
+        for execution in client.list_executions(stateMachineArn=machine_arn(machine), statusFilter="RUNNING")["executions"]:
             # moto's engine answers with an error where an execution has only just begun.
             with suppress(ClientError):
                 client.stop_execution(executionArn=execution["executionArn"])
@@ -278,8 +281,9 @@ class _Application:
         with self._keys[key]:
             if request.method != "DELETE" and (objection := self._mirror.objection(key)):
                 request.get_data()
-                refusal = f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>"
-                return Response(refusal, 400, mimetype="application/xml")
+                return Response(
+                    f"<Error><Code>InvalidRequest</Code><Message>{objection}</Message></Error>", 400, mimetype="application/xml"
+                )
             response = self._answer_by_moto(request)
             self._mirror.store(key)
             return response
@@ -298,8 +302,7 @@ class _Application:
                 time.sleep(0.05)
             for watch in self.watches:
                 # moto gives an execution without a name none at all.
-                name = str(uuid.uuid4())
-                client.start_execution(stateMachineArn=watch, name=name, input=json.dumps({"execution": execution}))
+                client.start_execution(stateMachineArn=watch, name=str(uuid.uuid4()), input=json.dumps({"execution": execution}))
         return response
 
     def _keep_lock_items(self) -> None:
@@ -309,8 +312,12 @@ class _Application:
 
 
 def _json_response(answer: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    named = {"x-amzn-RequestId": str(uuid.uuid4()), **(headers or {})}
-    return Response(json.dumps(answer), status, named, mimetype="application/json")
+    return Response(
+        json.dumps(answer),
+        status,
+        {"x-amzn-RequestId": str(uuid.uuid4()), **(headers or {})},
+        mimetype="application/json",
+    )
 
 
 class _QuietHandler(MotoRequestHandler):  # type: ignore[misc]

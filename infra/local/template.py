@@ -70,9 +70,8 @@ def local_context(allowed_nodes: tuple[int, ...], run_config: Mapping[str, Any],
         run_config: the deployment's partial run configuration.
         settings: further settings of infra/settings.py.
     """
-    flags = {key: value for key, value in read_context().items() if key.partition(".")[0] not in (CONTEXT_KEY, ENVIRONMENT_KEY)}
     return {
-        **flags,
+        **{key: value for key, value in read_context().items() if key.partition(".")[0] not in (CONTEXT_KEY, ENVIRONMENT_KEY)},
         # Names by construct path, so that names in the state folder are those of the code.
         "aws:cdk:enable-path-metadata": True,
         CONTEXT_KEY: {
@@ -103,17 +102,16 @@ def synthesize(folder: Path, context: Mapping[str, Any]) -> Path:
         return folder
     stamp.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "CDK_"))},
-        "CDK_OUTDIR": str(folder),
-        "CDK_CONTEXT_JSON": json.dumps(context),
-        # An end-of-life banner of older Node.js versions would hide what matters.
-        "JSII_SILENCE_WARNING_DEPRECATED_NODE_VERSION": "1",
-    }
     process = subprocess.run(
         [sys.executable, "-m", "infra.app"],
         cwd=Path(infra.__file__).parent.parent,
-        env=environment,
+        env={
+            **{key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "CDK_"))},
+            "CDK_OUTDIR": str(folder),
+            "CDK_CONTEXT_JSON": json.dumps(context),
+            # An end-of-life banner of older Node.js versions would hide what matters.
+            "JSII_SILENCE_WARNING_DEPRECATED_NODE_VERSION": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,

@@ -178,8 +178,11 @@ def _check_values(targets: Targets, *, then: str) -> States:
 
 def _with_input(value: str) -> State:
     """A state that replaces `input` by the value of an intrinsic function, and has it checked."""
-    kept = {f"{key}.$": f"$.{key}" for key in ("execution", "named", "run")}
-    return {"Type": "Pass", "Parameters": {**kept, "input.$": value}, "Next": "CheckValues"}
+    return {
+        "Type": "Pass",
+        "Parameters": {"execution.$": "$.execution", "named.$": "$.named", "run.$": "$.run", "input.$": value},
+        "Next": "CheckValues",
+    }
 
 
 def _neither(path: str, *tests: str) -> list[dict[str, Any]]:
@@ -283,17 +286,23 @@ def _lap(minutes: int) -> State:
 
 def _write_input(targets: Targets, *, then: str) -> States:
     """`input.json`. The body is an object, not a string: Step Functions writes a string with its quotes escaped."""
-    parameters = {
-        "Bucket": targets.bucket,
-        "Key.$": "States.Format('{}/input.json', $.run.key)",
-        "ContentType": "application/json",
-        "Body": {
-            "deployment": dict(targets.deployment),
-            "execution.$": "$.execution",
-            "execution_arn.$": "$$.Execution.Id",
+    return call(
+        targets,
+        "WriteInput",
+        "aws-sdk:s3:putObject",
+        {
+            "Bucket": targets.bucket,
+            "Key.$": "States.Format('{}/input.json', $.run.key)",
+            "ContentType": "application/json",
+            "Body": {
+                "deployment": dict(targets.deployment),
+                "execution.$": "$.execution",
+                "execution_arn.$": "$$.Execution.Id",
+            },
         },
-    }
-    return call(targets, "WriteInput", "aws-sdk:s3:putObject", parameters, then=then, fields=DISCARD)
+        then=then,
+        fields=DISCARD,
+    )
 
 
 def _choose_gang(targets: Targets, *, then: str) -> States:

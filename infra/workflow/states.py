@@ -313,17 +313,23 @@ def _catch(
     if on_error is not None:
         return [{"ErrorEquals": ["States.ALL"], "ResultPath": None, "Next": on_error}], {}
     failed = f"{name} failed"
-    at = {
-        "result": "failed",
-        "state": name,
-        "stage": stage.value if stage else "",
-        "started": started or stage is not None,
-        "Error": "",
-        "Cause": "",
-    }
     return (
         [{"ErrorEquals": ["States.ALL"], "ResultPath": "$.caught", "Next": failed}],
-        {failed: {"Type": "Pass", "Result": at, "ResultPath": "$.at", "Next": "KeepFailure"}},
+        {
+            failed: {
+                "Type": "Pass",
+                "Result": {
+                    "result": "failed",
+                    "state": name,
+                    "stage": stage.value if stage else "",
+                    "started": started or stage is not None,
+                    "Error": "",
+                    "Cause": "",
+                },
+                "ResultPath": "$.at",
+                "Next": "KeepFailure",
+            }
+        },
     )
 
 

@@ -218,9 +218,7 @@ def resolve_kind(kind: str) -> str:
     """`auto` as the best kind on this host: neuron, else cuda, else cpu."""
     if kind != "auto":
         return kind
-    if find_spec("torch_neuronx") is not None:
-        return "neuron"
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "neuron" if find_spec("torch_neuronx") else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def resolve_precision(kind: str, precision: str) -> str:

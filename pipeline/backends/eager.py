@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,9 +74,7 @@ class EagerDevice:
         return torch.autocast(self.torch_device.type, dtype=torch.bfloat16, enabled=self.precision != "fp32")
 
     def gather(self, rows: Tensor) -> Tensor:
-        if self.world.size == 1:
-            return rows
-        return cast(Tensor, _EagerGather.apply(rows, self.world))  # type: ignore[no-untyped-call]
+        return _EagerGather.apply(rows, self.world) if self.world.size > 1 else rows  # type: ignore[no-untyped-call]
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         if self.world.size == 1:

@@ -80,11 +80,13 @@ def _messages() -> dict[str, Any]:
     for name, fields in _FIELDS.items():
         message = file.message_type.add(name=name)
         for field, number, kind, repeated, message_type in fields:
-            declared = message.field.add(
-                name=field, number=number, type=kind, label=_TYPE.LABEL_REPEATED if repeated else _TYPE.LABEL_OPTIONAL
+            message.field.add(
+                name=field,
+                number=number,
+                type=kind,
+                label=_TYPE.LABEL_REPEATED if repeated else _TYPE.LABEL_OPTIONAL,
+                type_name=f".trnpipe.hlo.{message_type}" if message_type else None,
             )
-            if message_type:
-                declared.type_name = f".trnpipe.hlo.{message_type}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"trnpipe.hlo.{name}")) for name in _FIELDS}
@@ -127,23 +129,18 @@ def describe(module: bytes) -> GraphDescription:
     inputs = Counter(_shape(item.shape) for item in entry.instructions if item.opcode == "parameter")
     root = entry.instructions[-1].shape
     outputs = Counter(_shape(shape) for shape in (root.tuple_shapes or [root]))
+    computed = [item for one in parsed.computations for item in one.instructions if item.opcode != "parameter"]
+    operations = Counter(item.opcode for item in computed)
     constants: Counter[str] = Counter()
-    operations: Counter[str] = Counter()
     collectives: Counter[str] = Counter()
-    for computation in parsed.computations:
-        for item in computation.instructions:
-            if item.opcode == "parameter":
-                continue
-            operations[item.opcode] += 1
-            if item.opcode == "constant":
-                constants[_constant(item.literal)] += 1
-            elif item.slice_dimensions:
-                steps = (
-                    f"{one.start}:{one.limit}" + (f":{one.stride}" if one.stride > 1 else "") for one in item.slice_dimensions
-                )
-                constants[f"slice [{', '.join(steps)}]"] += 1
-            elif item.replica_groups:
-                collectives[f"{item.opcode} x{len(item.replica_groups[0].replica_ids)}"] += 1
+    for item in computed:
+        if item.opcode == "constant":
+            constants[_constant(item.literal)] += 1
+        elif item.slice_dimensions:
+            steps = (f"{one.start}:{one.limit}" + (f":{one.stride}" if one.stride > 1 else "") for one in item.slice_dimensions)
+            constants[f"slice [{', '.join(steps)}]"] += 1
+        elif item.replica_groups:
+            collectives[f"{item.opcode} x{len(item.replica_groups[0].replica_ids)}"] += 1
     return GraphDescription(*(dict(sorted(counter.items())) for counter in (inputs, outputs, constants, operations, collectives)))
 
 

@@ -61,8 +61,7 @@ class LoweringDevice(LazyDevice):
         self.results: Callable[[], Iterable[Tensor]] = tuple
 
     def sync(self, *kept: Tensor) -> None:
-        pending = [tensor for tensor in (*self.results(), *kept) if _is_pending(tensor)]
-        if pending:
+        if pending := [tensor for tensor in (*self.results(), *kept) if _is_pending(tensor)]:
             self.graphs_lowered.append(lower(pending))
         for tensor in pending:
             tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.torch_device)

@@ -53,11 +53,11 @@ class Findings:
         ]
         if self.lowered and any(bucket.difference for bucket in self.lowered.buckets):
             found.append(f"rank {self.lowered.ranks - 1} would compile other graphs than rank 0")
-        if self.proof:
-            for stage in self.proof.stages:
-                if stage.new:
-                    found.append(f"on torch-xla {stage.name} met {counted(len(stage.new), 'graph')} that the trial did not")
-        return found
+        return found + [
+            f"on torch-xla {stage.name} met {counted(len(stage.new), 'graph')} that the trial did not"
+            for stage in (self.proof.stages if self.proof else ())
+            if stage.new
+        ]
 
     @property
     def exit_code(self) -> ExitCode:

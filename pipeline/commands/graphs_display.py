@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
+from pipeline.commands.graphs import Findings
 from pipeline.commands.graphs_lowered import Lowered
 from pipeline.commands.graphs_proof import Proof
 from pipeline.commands.graphs_recorded import StageGraphs
 from pipeline.commands.terminal import counted, left, right, say, simple_table
 from pipeline.contract import EAGER_KINDS
-
-if TYPE_CHECKING:
-    from pipeline.commands.graphs import Findings
 
 FINGERPRINT_SHOWN = 12
 CAUSES_SHOWN = 20

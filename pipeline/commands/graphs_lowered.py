@@ -103,8 +103,7 @@ def lower_plan(plan: RunPlan, root: str | None, on_progress: Callable[[str], Non
             "chosen": chosen,
         }
         found: dict[tuple[int, int], list[Graph]] = {}
-        variables = plan.graphs.environment if plan.graphs else {}
-        for line in _answers(request, Path(scratch) / "log", variables):
+        for line in _answers(request, Path(scratch) / "log", plan.graphs.environment if plan.graphs else {}):
             on_progress(f"rank {line['rank']} of {ranks}: step of {line['bucket']} tokens")
             found[line["rank"], line["bucket"]] = [
                 Graph(fingerprint=graph["fingerprint"], description=GraphDescription(**graph["description"]), times=1)

@@ -35,7 +35,6 @@ from pipeline.run.find_run import mirrored
 LEAST_STEPS = 8
 """Enough for a rise of the learning rate, a peak and a fall, with a checkpoint in the middle."""
 
-WARMUP_FRACTION = 0.25
 BATCHES_PER_BUCKET = 2
 HOLDOUT_ROWS = 48
 DOCUMENTS = 256
@@ -123,8 +122,7 @@ def prove_graphs(
     meet(Stage.EVALUATE, "evaluate")
     if proof.embed.parts:
         meet(Stage.EMBED, "embed")
-    expected = 4 if proof.embed.parts else 3
-    if len(stages) != expected:
+    if len(stages) != (4 if proof.embed.parts else 3):
         raise Defect("a stage has not reported which graphs it met", value=", ".join(stage.name for stage in stages))
     used = np.unique(np.searchsorted(np.asarray(config.train.buckets), lengths))
     buckets = tuple(config.train.buckets[index] for index in used)
@@ -197,7 +195,7 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
         "compile": {"enabled": True, "new_graphs": "report", "auto_cast": None},
         "train": {
             "steps": total,
-            "warmup_fraction": WARMUP_FRACTION,
+            "warmup_fraction": 0.25,
             "validate_every": middle,
             "checkpoint_every": middle,
             "keep_checkpoints": 3,
@@ -268,8 +266,7 @@ def one_part(plan: EmbedPlan, base: str, bucket_root: str, folder: Path) -> Embe
         bucket_root: gets one of the same name, with these documents and without their texts.
         folder: for its files.
     """
-    index = next((index for index, part in enumerate(plan.parts) if part.rows), None)
-    if index is None:
+    if (index := next((index for index, part in enumerate(plan.parts) if part.rows), None)) is None:
         return plan.model_copy(update={"parts": (), "rows": 0, "children": 1})
     reader = CorpusReader(base, plan.shards)
     documents = reader.read_part(index, len(plan.parts), lambda tokens: tokens).slice(0, DOCUMENTS)
@@ -291,14 +288,15 @@ def one_part(plan: EmbedPlan, base: str, bucket_root: str, folder: Path) -> Embe
         shard.profile.model_copy(update={"files": (file,), "rows": file.rows, "folder": ""}),
     )
     ids = str(IdDigest.of(documents["key"].to_numpy()))
-    changes = {
-        "shards": (shard.shard,),
-        "parts": (PartPlan(rows=file.rows, ids=ids),),
-        "rows": file.rows,
-        "ids": ids,
-        "children": 1,
-    }
-    return plan.model_copy(update=changes)
+    return plan.model_copy(
+        update={
+            "shards": (shard.shard,),
+            "parts": (PartPlan(rows=file.rows, ids=ids),),
+            "rows": file.rows,
+            "ids": ids,
+            "children": 1,
+        }
+    )
 
 
 def _forget_after(paths: RunPaths, step: int) -> None:
@@ -329,10 +327,13 @@ def _run(stage: Stage, paths: RunPaths, log: Path, on_progress: Callable[[str], 
         return
     failed = read_failure(paths, stage)
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-    words = [sentence(failed.what, failed.value)] if failed else said
     error = TrnpipeError(
         f"{stage} failed on torch-xla",
-        value=[f"exit code {ended.code}", *([f"longer than {STAGE_MINUTES:g} minutes"] if ended.timed_out else []), *words],
+        value=[
+            f"exit code {ended.code}",
+            *([f"longer than {STAGE_MINUTES:g} minutes"] if ended.timed_out else []),
+            *([sentence(failed.what, failed.value)] if failed else said),
+        ],
         rule="the real stages run on the plan's own model, settings and rows, with one rank",
         remedy=f"with --keep FOLDER the run and its logs stay ({log.name})",
     )

@@ -88,8 +88,7 @@ def read_stage(paths: RunPaths, stage: Stage, known: KnownGraphs | None, *, name
         BadData: a report cannot be read.
     """
     prefix, suffix = f"{paths.stage(stage)}/graphs-", ".json"
-    uris = sorted(info.uri for info in store.list_objects(paths.stage(stage)) if info.uri.startswith(prefix))
-    if not uris:
+    if not (uris := sorted(info.uri for info in store.list_objects(paths.stage(stage)) if info.uri.startswith(prefix))):
         return None
     compiled = last = 0
     fallbacks: dict[str, int] = {}

@@ -39,7 +39,6 @@ LONGEST_BUCKET = 512
 QUERY_STEP, BUCKET_STEP = 8, 32
 """Lengths are multiples of these, so that a few rows more or less change no shape."""
 
-SHARES = (0.5, 0.95, 1.0)
 BUCKET_SHARES = (0.5, 0.75, 0.9, 0.99)
 """Shares of the documents that the buckets hold uncut."""
 
@@ -202,7 +201,7 @@ def describe(data: DataFacts, model: ModelFacts) -> Iterator[tuple[str, str]]:
     yield "duplicates", f"{pairs:,} rows repeat an earlier pair, {documents:,} an earlier document"
     how = "" if model.counted else f", at {CHARACTERS_PER_TOKEN} characters a token: the model has no tokenizer.json"
     for name, lengths in (("queries", data.queries), ("documents", data.documents)):
-        half, most, longest = (round(np.quantile(lengths, share)) for share in SHARES)
+        half, most, longest = (round(np.quantile(lengths, share)) for share in (0.5, 0.95, 1.0))
         yield name, f"{half:,} tokens in the median, {most:,} at 95 %, {longest:,} at most{how}"
     yield "model", f"{model.name}: {model.model_type}, {model.dimension} dimensions, texts of up to {model.longest} tokens"
 
@@ -235,8 +234,10 @@ def write_config(path: Path, chosen: dict[str, Any], data: DataFacts) -> None:
     lines = ["# Every other setting has a default; docs/configuration.md lists them all."]
     for section, settings in chosen.items():
         lines.append(f"{section}:")
-        for key, value in settings.items():
-            lines.append(f"  {f'{key}: {json.dumps(value, ensure_ascii=False)}':<40}  # {reasons[f'{section}.{key}']}")
+        lines += (
+            f"  {f'{key}: {json.dumps(value, ensure_ascii=False)}':<40}  # {reasons[f'{section}.{key}']}"
+            for key, value in settings.items()
+        )
     if path.exists():
         raise BadConfig("the file exists", value=path, rule="init overwrites nothing", remedy="remove it, or name another: --out")
     write_atomically(path, ("\n".join(lines) + "\n").encode())
@@ -284,8 +285,7 @@ def _holdout(data: DataFacts) -> tuple[float, dict[str, Any]]:
 
 def _languages(data: DataFacts) -> str:
     """The rows' locales, or the scripts of their letters if no row has a locale."""
-    locales = Counter(data.first.rows["locale"].drop_null().to_pylist())
-    if locales:
+    if locales := Counter(data.first.rows["locale"].drop_null().to_pylist()):
         return ", ".join(f"{locale} {count / len(data.first.rows):.0%}" for locale, count in locales.most_common(10))
     documents = data.first.rows["document"][:SAMPLED_ROWS].to_pylist()
     letters = (letter for document in documents for letter in document[:200] if letter.isalpha())

@@ -30,7 +30,6 @@ from pipeline.run.find_run import find_run, read_plan
 
 MIN_QUERIES = 2000
 """Fewer cannot show a difference of 0.1 % even between models whose queries hardly differ."""
-BOOTSTRAP_SAMPLES = 1000
 ROUNDING = 1e-12
 """Slack of the comparison with the tolerance: means differ by about 1e-16 through rounding."""
 HOLDOUT = "whole hold-out"
@@ -174,13 +173,16 @@ def compare_runs(
     verdict, reason = judge(evaluations, metric, tolerance)
     if data:
         verdict, reason = ParityVerdict.DIFFERS, data
-    notes = [data_note] if data_note else []
     last = max(evaluation.step or 0 for evaluation in evaluations)
     steps = plans[0].train.steps
-    if last < steps:
-        notes.append(f"neither run has an evaluation after step {last} of {steps}: they have not ended")
-    if plans[0].config.train.dropout != 0.0:
-        notes.append("dropout is on (train.dropout is not 0): every device type and every rank draws its own")
+    notes = (
+        (data_note, data_note),
+        (last < steps, f"neither run has an evaluation after step {last} of {steps}: they have not ended"),
+        (
+            plans[0].config.train.dropout != 0.0,
+            "dropout is on (train.dropout is not 0): every device type and every rank draws its own",
+        ),
+    )
     facts = [
         {
             "run": plan.run,
@@ -197,7 +199,7 @@ def compare_runs(
         tolerance=tolerance,
         verdict=verdict,
         reason=reason,
-        notes=tuple(notes),
+        notes=tuple(note for applies, note in notes if applies),
         evaluations=evaluations,
     )
 
@@ -251,7 +253,7 @@ def compare_values(a: QueryValues, b: QueryValues, step: int | None) -> Evaluati
             rule="the same metrics, that is, the same version of the evaluation",
         )
     differences = np.stack([b.values[metric] - a.values[metric] for metric in a.values], axis=1)
-    low, high = bootstrap(differences, samples=BOOTSTRAP_SAMPLES, seed=0)
+    low, high = bootstrap(differences, samples=1000, seed=0)
     return Evaluation(
         step=step,
         queries=len(a.queries),
@@ -271,8 +273,7 @@ def compare_values(a: QueryValues, b: QueryValues, step: int | None) -> Evaluati
 def _require_same_training(a: RunPlan, b: RunPlan) -> None:
     first, second = (_training_facts(plan) for plan in (a, b))
     absent = object()
-    names = [name for name in {**first, **second} if first.get(name, absent) != second.get(name, absent)]
-    if names:
+    if names := [name for name in {**first, **second} if first.get(name, absent) != second.get(name, absent)]:
         raise BadConfig(
             "the runs are not the same training",
             value=[f"{name}: {first.get(name)} | {second.get(name)}" for name in names],
@@ -339,8 +340,7 @@ def _validation_steps(run: RunPaths) -> set[int]:
 def _compare_data(a: RunPaths, b: RunPaths) -> tuple[str, str]:
     """Return how the batches differ, empty where they do not, and a note on how far they are equal."""
     first, second = (_data_digests(run) for run in (a, b))
-    common = sorted(first.keys() & second.keys())
-    if not common:
+    if not (common := sorted(first.keys() & second.keys())):
         return "", "batches were not compared: the runs have no digests of their data at a common step"
     before = 0
     for step in common:

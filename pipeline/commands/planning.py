@@ -106,9 +106,13 @@ class Estimate:
         }
 
     def _option(self, option: Option) -> dict[str, Any]:
-        chosen = self.best is not None and option in self.best
-        more = {"node_hours": option.node_hours, "within_limit": option.within_limit, "cheapest": chosen}
-        return {**asdict(option), "stage": option.stage.value, **more}
+        return {
+            **asdict(option),
+            "stage": option.stage.value,
+            "node_hours": option.node_hours,
+            "within_limit": option.within_limit,
+            "cheapest": option in (self.best or ()),
+        }
 
     def shown(self) -> RenderableType:
         """Return the tables and sentences for people."""
@@ -116,7 +120,7 @@ class Estimate:
         options.add_column("")
         for stage in (self.trains, self.embeds):
             for option in stage:
-                chosen = self.best is not None and option in self.best
+                chosen = option in (self.best or ())
                 late = "" if option.within_limit else f"over the {option.limit_hours:g} h of an attempt"
                 options.add_row(
                     option.stage.value,
@@ -160,9 +164,13 @@ class Estimate:
 
 
 def _table(*names: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    columns = [Column(name, no_wrap=name == "hosts") for name in names]
-    columns += [Column(name, no_wrap=True, justify="right") for name in right]
-    return Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    return Table(
+        *(Column(name, no_wrap=name == "hosts") for name in names),
+        *(Column(name, no_wrap=True, justify="right") for name in right),
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+    )
 
 
 def _hours(hours: float) -> str:
@@ -207,11 +215,10 @@ class PlanReport:
 
     def verdict(self) -> str:
         """Return a sentence on a plan that was not refused."""
-        unknown = sorted({budget.place for budget in self.shown if budget.limit is None})
-        if not unknown:
-            return "It fits."
-        settings = " and ".join(CAPACITY_SETTINGS[place] for place in unknown)
-        return f"Not judged by the memory of the {' and the '.join(unknown)}, which is not known here; set {settings}."
+        if unknown := sorted({budget.place for budget in self.shown if budget.limit is None}):
+            settings = " and ".join(CAPACITY_SETTINGS[place] for place in unknown)
+            return f"Not judged by the memory of the {' and the '.join(unknown)}, which is not known here; set {settings}."
+        return "It fits."
 
     @property
     def shown(self) -> list[Budget]:
@@ -316,8 +323,14 @@ def report(
             document_tokens=document_tokens,
         )
         found = estimate(shape, config, measured, work, assumptions, deadline_hours)
-    budgets = estimate_memory(shape, config, world, capacity)
-    return PlanReport(shape=shape, config=config, world=world, capacity=capacity, budgets=budgets, estimate=found)
+    return PlanReport(
+        shape=shape,
+        config=config,
+        world=world,
+        capacity=capacity,
+        budgets=estimate_memory(shape, config, world, capacity),
+        estimate=found,
+    )
 
 
 def estimate(
@@ -390,18 +403,22 @@ def _assumptions(config: RunConfig, run: MeasuredRun | None, rates: Rates, hidde
     if hidden < NARROWEST and "measured" not in rates.train_source:
         yield f"no MFU is published for a model as narrow as {hidden}: that of {NARROWEST} is used, and is likely too high"
     yield "nodes lose only the all-reduce of gradients at EFA's documented bandwidth; published are 94 % at 16 nodes"
-    stall = "checkpoints take no time, as their stall is unknown" if rates.stall is None else ""
-    yield stall or f"a checkpoint stops training for {rates.stall:.2f} s, as in the run"
+    yield (
+        "checkpoints take no time, as their stall is unknown"
+        if rates.stall is None
+        else f"a checkpoint stops training for {rates.stall:.2f} s, as in the run"
+    )
     if rates.with_input < set(rates.embed):
         yield f"embedding reads {READ_ROWS:,} rows a second and rank (measured on one core of an AMD EPYC)"
     yield (
         "hours are those of train and embed alone, from the first row to the last: not counted are hosts starting, the other "
         "stages, validations, and retries"
     )
-    if run and run.deployment and run.deployment.timeouts:
-        yield "an attempt ends at the limit that the run's deployment has (`timeouts`)"
-    else:
-        yield "an attempt ends at the default limit of its stage: the deployment's `timeouts` are known with --run alone"
+    yield (
+        "an attempt ends at the limit that the run's deployment has (`timeouts`)"
+        if run and run.deployment and run.deployment.timeouts
+        else "an attempt ends at the default limit of its stage: the deployment's `timeouts` are known with --run alone"
+    )
     yield f"prices on demand in {', '.join(REGIONS)} (pipeline/cost.py), or those of the run's deployment"
     if config.device.precision == "fp32":
         yield "all figures are for bf16: fp32 is slower (published training: 56 % of the speed)"
@@ -413,8 +430,10 @@ def _unit_costs(estimator: Estimator, work: Workload) -> dict[str, dict[str, flo
     if estimator.config.train.steps is None:
         rows, tokens = work.train_rows * estimator.config.train.epochs, work.query_tokens + work.document_tokens
         costs[f"pairs trained on, {TRAIN_HOST}"] = (estimator.train(work, 1), rows, tokens)
-    for name in EMBED_HOSTS:
-        costs[f"documents embedded, {name}"] = (estimator.embed(work, name, 1), work.corpus_rows, work.document_tokens)
+    costs |= {
+        f"documents embedded, {name}": (estimator.embed(work, name, 1), work.corpus_rows, work.document_tokens)
+        for name in EMBED_HOSTS
+    }
     return {
         name: {"million_rows": option.usd / rows * 1e6, "billion_tokens": option.usd / rows / tokens * 1e9}
         for name, (option, rows, tokens) in costs.items()

@@ -128,8 +128,7 @@ def open_search(
         BadData: the published files do not match each other.
     """
     bucket_root = bucket.rstrip("/") if bucket else str(state / "bucket")
-    pointer = read_pointer(bucket_root, check_registry(registry))
-    if pointer is None:
+    if (pointer := read_pointer(bucket_root, check_registry(registry))) is None:
         raise MissingInput(
             "nothing is published under this name",
             value=registry_uri(bucket_root, registry),
@@ -155,9 +154,11 @@ def open_search(
             rule="search keeps a copy of the published embeddings: 4 bytes for each number in them",
             remedy="make room, or set XDG_CACHE_HOME (for --bucket) or --state to a folder that has some",
         ) from error
+    import pyarrow as pa
+
     from pipeline.dataset.corpus import CorpusReader
 
-    documents = map_table(folder / DOCUMENTS)
+    documents = pa.ipc.open_file(pa.memory_map(str(folder / DOCUMENTS))).read_all()  # which stays in the file
     return Searcher(
         matrix=np.lib.format.open_memmap(folder / MATRIX, mode="r"),
         documents=documents,
@@ -213,11 +214,14 @@ def read_manifest(uri: str, mirror: str | None) -> PublishedEmbeddings:
     data = store.read_bytes(uri)
     try:
         manifest = json.loads(data)
-        parts = tuple(
-            Part(mirrored(str(part["uri"]), mirror), int(part["rows"]), int(part.get("quarantined", 0)))
-            for part in manifest["parts"]
+        return PublishedEmbeddings(
+            sha256=hashlib.sha256(data).hexdigest(),
+            dimension=int(manifest["dimension"]),
+            parts=tuple(
+                Part(mirrored(str(part["uri"]), mirror), int(part["rows"]), int(part.get("quarantined", 0)))
+                for part in manifest["parts"]
+            ),
         )
-        return PublishedEmbeddings(hashlib.sha256(data).hexdigest(), int(manifest["dimension"]), parts)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadData("the manifest of the embeddings cannot be read", value=f"{uri}: {error!r}") from error
 
@@ -266,13 +270,6 @@ def _mismatch(uri: str) -> BadData:
         rule="publish writes the manifest of the parts that the run planned",
         remedy="publish again, or name the right --registry",
     )
-
-
-def map_table(path: Path) -> pa.Table:
-    """Return an Arrow file as a table that stays in the file."""
-    import pyarrow as pa
-
-    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
 def choose(documents: pa.Table, locale: str | None) -> npt.NDArray[np.bool_]:

@@ -167,8 +167,7 @@ def show(table: Table, best: Row, console: Console, *, objective: str, tolerance
 @contextmanager
 def _display(console: Console, table: Table, tolerance: float) -> Iterator[Callable[[str], None]]:
     """Show the table while it grows, redrawn on a terminal, one line per variant elsewhere; yields a function to call often."""
-    shown = len(table.rows)
-    if shown:
+    if shown := len(table.rows):
         console.print(f"the table has {shown} variants already: {table.uri}", soft_wrap=True)
     if console.is_terminal:
         with Live(console=console, transient=True, auto_refresh=False) as live:

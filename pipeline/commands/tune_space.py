@@ -26,8 +26,10 @@ Factor = list[Settings]
 def default_space(config: RunConfig, world: PlannedWorld) -> list[Factor]:
     """Return the factors worth trying on this device type, most effective first. The search skips values that the base has."""
     batch = config.train.batch_size
-    factors = [_factor("train.batch_size", [2 * batch, 4 * batch, *([batch // 2] if batch > 1 else [])])]
-    factors.append(_factor("device.precision", [precision for precision in ("bf16", "fp32") if precision != world.precision]))
+    factors = [
+        _factor("train.batch_size", [2 * batch, 4 * batch, *([batch // 2] if batch > 1 else [])]),
+        _factor("device.precision", [precision for precision in ("bf16", "fp32") if precision != world.precision]),
+    ]
     if world.kind == "cpu":
         share = max(1, available_cores() // world.ranks_per_node)
         factors.append(_factor("device.threads_per_rank", sorted({1, *(1 << bit for bit in range(share.bit_length())), share})))

@@ -134,8 +134,7 @@ class Table:
         """Return the comparison of the losses in words."""
         if row.status != "done":
             return f"{row.status}, {row.exit_code}: {row.what}"
-        worse = self.worse_by(row)
-        if worse is None:
+        if (worse := self.worse_by(row)) is None:
             return "base" if row is self.rows[0] else "loss not judged: other batches than the base's"
         return f"loss {worse:+.1%}" + (" WORSE" if worse > tolerance else "")
 
@@ -212,7 +211,9 @@ def describe_best(table: Table, best: Row, objective: str, tolerance: float) -> 
     ]
     if best.batches != base.batches:
         lines.append("Other batches than the base's: only a whole run shows whether the model learns as much from them.")
-    for row in table.rows:
-        if row.status == "done" and not table.counts(row, tolerance):
-            lines.append(f"Not chosen, loss worse: {describe_settings(row.settings)} ({row.samples_per_second:.1f} samples/s)")
+    lines += (
+        f"Not chosen, loss worse: {describe_settings(row.settings)} ({row.samples_per_second:.1f} samples/s)"
+        for row in table.rows
+        if row.status == "done" and not table.counts(row, tolerance)
+    )
     return "".join(f"# {line}\n" for line in lines)

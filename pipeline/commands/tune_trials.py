@@ -67,8 +67,7 @@ class Bench:
 
     def row_of(self, settings: Settings, on_progress: Callable[[str], None]) -> Row:
         """Return the variant's row, from the table or by running it."""
-        known = self.table.find(settings, self.timeout_seconds)
-        if known is not None:
+        if (known := self.table.find(settings, self.timeout_seconds)) is not None:
             return known
         name = f"{self.plan.run[:70]}-tune-{self.table.number(settings):03d}"
         try:
@@ -105,8 +104,9 @@ class Bench:
                 value=f"train.buckets = {list(config.train.buckets)}",
                 rule=f"the rows are tokenized for {planned}",
             )
-        root = str(self.folder)
-        return plan_variant(self.plan, config, run=name, parent=self.parent, lengths=self.lengths, bucket_root=root).sealed()
+        return plan_variant(
+            self.plan, config, run=name, parent=self.parent, lengths=self.lengths, bucket_root=str(self.folder)
+        ).sealed()
 
     def _run(self, settings: Settings, plan: RunPlan, on_progress: Callable[[str], None]) -> Row:
         folder = self.folder / "runs" / plan.run

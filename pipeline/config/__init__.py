@@ -45,6 +45,7 @@ from pipeline.config.sections import (
     Uri,
     largest_divisor,
     matching,
+    refuse_if,
 )
 from pipeline.contract import EAGER_KINDS, REGISTRY_NAME_PATTERN, SHARE_PATTERN, Queue, Stage
 from pipeline.errors import BadConfig, MissingInput
@@ -76,6 +77,7 @@ __all__ = [
     "nested",
     "parse_settings",
     "read_yaml",
+    "section_of",
 ]
 
 LONGEST_KEY = 100
@@ -159,28 +161,29 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _query_fits(self) -> RunConfig:
         for section, buckets in (("train", self.train.buckets), ("embed", self.embed.buckets)):
-            if self.train.query_length > max(buckets):
-                raise ValueError(
-                    f"train.query_length {self.train.query_length} is longer than the longest of {section}.buckets,"
-                    f" {max(buckets)}"
-                )
+            refuse_if(
+                self.train.query_length > max(buckets),
+                f"train.query_length {self.train.query_length} is longer than the longest of {section}.buckets, {max(buckets)}",
+            )
         return self
 
     @model_validator(mode="after")
     def _casts_once(self) -> RunConfig:
         cast, precision = self.compile.auto_cast, self.device.precision
-        if precision != "compiler" and cast not in (None, "none"):
-            raise ValueError(
-                f"compile.auto_cast = {cast} lets the compiler cast, device.precision = {precision} does not: set "
-                "device.precision = compiler, or compile.auto_cast = none"
-            )
-        if precision == "compiler" and cast == "none":
-            raise ValueError(
-                "device.precision = compiler leaves the cast to the compiler, compile.auto_cast = none forbids it: set "
-                "device.precision = fp32 or bf16, or leave compile.auto_cast out"
-            )
-        if precision == "compiler" and self.device.kind not in ("auto", "neuron"):
-            raise ValueError(f"device.precision = compiler is neuron's; on {self.device.kind} use bf16 or fp32")
+        refuse_if(
+            precision != "compiler" and cast not in (None, "none"),
+            f"compile.auto_cast = {cast} lets the compiler cast, device.precision = {precision} does not: set "
+            "device.precision = compiler, or compile.auto_cast = none",
+        )
+        refuse_if(
+            precision == "compiler" and cast == "none",
+            "device.precision = compiler leaves the cast to the compiler, compile.auto_cast = none forbids it: set "
+            "device.precision = fp32 or bf16, or leave compile.auto_cast out",
+        )
+        refuse_if(
+            precision == "compiler" and self.device.kind not in ("auto", "neuron"),
+            f"device.precision = compiler is neuron's; on {self.device.kind} use bf16 or fp32",
+        )
         return self
 
     @model_validator(mode="after")
@@ -188,22 +191,22 @@ class RunConfig(Section):
         joined = self.device.loader.batches_per_execution
         if joined == 1:
             return self
-        if len(self.train.buckets) > 1 or self.train.accumulation > 1:
-            raise ValueError(
-                f"device.loader.batches_per_execution = {joined} joins steps into one graph, one for every sequence of shapes:"
-                " it needs a single length in train.buckets and train.accumulation = 1"
-            )
-        if self.train.micro_batch not in (None, self.train.batch_size):
-            raise ValueError(
-                f"device.loader.batches_per_execution = {joined} joins steps into one graph, which train.micro_batch ="
-                f" {self.train.micro_batch} cuts: leave one of them out"
-            )
+        refuse_if(
+            len(self.train.buckets) > 1 or self.train.accumulation > 1,
+            f"device.loader.batches_per_execution = {joined} joins steps into one graph, one for every sequence of shapes:"
+            " it needs a single length in train.buckets and train.accumulation = 1",
+        )
+        refuse_if(
+            self.train.micro_batch not in (None, self.train.batch_size),
+            f"device.loader.batches_per_execution = {joined} joins steps into one graph, which train.micro_batch ="
+            f" {self.train.micro_batch} cuts: leave one of them out",
+        )
         for name in ("log_every", "validate_every", "checkpoint_every"):
-            if getattr(self.train, name) % joined:
-                raise ValueError(
-                    f"train.{name} = {getattr(self.train, name)} is no multiple of device.loader.batches_per_execution"
-                    f" = {joined}: reading in between would cut a graph"
-                )
+            refuse_if(
+                getattr(self.train, name) % joined,
+                f"train.{name} = {getattr(self.train, name)} is no multiple of device.loader.batches_per_execution"
+                f" = {joined}: reading in between would cut a graph",
+            )
         return self
 
 
@@ -213,9 +216,15 @@ def keys_of(role: KeyRole, section: type[BaseModel]) -> tuple[str, ...]:
     for name, field in section.model_fields.items():
         if role in field.metadata:
             keys.append(name)
-        elif inner := _section_of(field.annotation):
+        elif inner := section_of(field.annotation):
             keys += (f"{name}.{key}" for key in keys_of(role, inner))
     return tuple(keys)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section in a field's annotation, `Section` or `Section | None`; None where it has none."""
+    candidates = (annotation, *getattr(annotation, "__args__", ()))
+    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def is_below(key: str, keys: Iterable[str]) -> bool:
@@ -255,8 +264,7 @@ class Prices(Section):
 
     def by_queue(self) -> dict[Queue, float]:
         """Return the known prices."""
-        found = {queue: getattr(self, queue.value) for queue in Queue}
-        return {queue: price for queue, price in found.items() if price is not None}
+        return {queue: price for queue in Queue if (price := getattr(self, queue.value)) is not None}
 
 
 class Deployment(Section):
@@ -397,17 +405,10 @@ def _nearest(path: Sequence[str | int]) -> str:
     return here + (f" (did you mean {near[0]}?)" if near else "")
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
 def _all_keys(section: type[BaseModel], path: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield f"{path}{name}"
-        if inner := _section_of(field.annotation):
+        if inner := section_of(field.annotation):
             yield from _all_keys(inner, f"{path}{name}.")
 
 

@@ -15,6 +15,16 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
+def refuse_if(wrong: object, why: str) -> None:
+    """Refuse a value, in its validator, where `wrong` is true.
+
+    Raises:
+        ValueError: for this reason.
+    """
+    if wrong:
+        raise ValueError(why)
+
+
 def _well_formed(uri: str) -> str:
     if wrong := objection(uri):
         raise ValueError(wrong)
@@ -22,8 +32,7 @@ def _well_formed(uri: str) -> str:
 
 
 def _ascending(buckets: tuple[int, ...]) -> tuple[int, ...]:
-    if not buckets or list(buckets) != sorted(set(buckets)):
-        raise ValueError(f"buckets must ascend without repeats, found {list(buckets)}")
+    refuse_if(not buckets or list(buckets) != sorted(set(buckets)), f"buckets must ascend without repeats, found {list(buckets)}")
     return buckets
 
 
@@ -35,8 +44,7 @@ def matching(pattern: re.Pattern[str], rule: str = "") -> AfterValidator:
     """
 
     def check(text: str) -> str:
-        if not pattern.fullmatch(text):
-            raise ValueError(f"{rule}must match {pattern.pattern}")
+        refuse_if(not pattern.fullmatch(text), f"{rule}must match {pattern.pattern}")
         return text
 
     return AfterValidator(check)
@@ -237,11 +245,11 @@ class DeviceConfig(Section):
 
     @model_validator(mode="after")
     def _joined_steps_have_one_sync(self) -> DeviceConfig:
-        if self.loader.batches_per_execution > 1 and self.sync_points != 1:
-            raise ValueError(
-                f"loader.batches_per_execution = {self.loader.batches_per_execution} joins steps into one graph, which "
-                "sync_points = 2 cuts: set sync_points = 1, or batches_per_execution = 1"
-            )
+        refuse_if(
+            self.loader.batches_per_execution > 1 and self.sync_points != 1,
+            f"loader.batches_per_execution = {self.loader.batches_per_execution} joins steps into one graph, which "
+            "sync_points = 2 cuts: set sync_points = 1, or batches_per_execution = 1",
+        )
         return self
 
 
@@ -323,25 +331,26 @@ class CompileConfig(Section):
     @field_validator("auto_cast_type")
     @classmethod
     def _trainable(cls, cast: str) -> str:
-        if cast in ("fp16", "fp8_e4m3"):
-            raise ValueError(
-                f"{cast} has too small a range for gradients and optimizer state, which are cast too: set bf16 or tf32, or "
-                f"compile.infer_auto_cast_type = {cast} for evaluate and embed alone"
-            )
+        refuse_if(
+            cast in ("fp16", "fp8_e4m3"),
+            f"{cast} has too small a range for gradients and optimizer state, which are cast too: set bf16 or tf32, or "
+            f"compile.infer_auto_cast_type = {cast} for evaluate and embed alone",
+        )
         return cast
 
     @field_validator("cache")
     @classmethod
     def _on_s3(cls, cache: str | None) -> str | None:
-        if cache is not None and (not cache.startswith("s3://") or any(character.isspace() for character in cache)):
-            raise ValueError("must be an s3:// URI without spaces: every host of every run reads it")
+        refuse_if(
+            cache is not None and (not cache.startswith("s3://") or any(character.isspace() for character in cache)),
+            "must be an s3:// URI without spaces: every host of every run reads it",
+        )
         return cache
 
 
 def largest_divisor(number: int, limit: int) -> int:
     """Return the largest divisor of a positive number up to `limit` and MICRO_BATCH_TOKENS; at least 1."""
-    candidates = range(min(number, limit, MICRO_BATCH_TOKENS), 0, -1)
-    return next((size for size in candidates if number % size == 0), 1)
+    return next((size for size in range(min(number, limit, MICRO_BATCH_TOKENS), 0, -1) if number % size == 0), 1)
 
 
 class TrainConfig(Section):

@@ -103,11 +103,10 @@ def known_capacity(config: RunConfig, kind: str, *, here: bool) -> MemoryCapacit
 
 def this_host_bytes() -> int:
     """Return the memory of this machine, or of its container if that has less."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            found.append(int(text))
-    return min(found)
+    paths = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    limits = [path.read_text().strip() for path in paths if path.is_file()]
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 # ---- requirements ----------------------------------------------------------------------------------------------------
@@ -126,10 +125,8 @@ def estimate_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, c
             **process,
             **(model.train_host(ranks) if stage == "train" else {"rows that are embedded": ranks * EMBED_WINDOW_BYTES}),
         }
-        if world.kind in HOST_KINDS:
-            host = {moment: {**working, **{item: ranks * size for item, size in device.items()}}}
-        else:
-            host = {"at work": working}
+        on_host = {item: ranks * size for item, size in device.items()}
+        host = {moment: working | on_host} if world.kind in HOST_KINDS else {"at work": working}
         host["while the model is loaded"] = {**process, **model.loading(ranks)}
         budgets += [_worst(stage, "device", {moment: device}, capacity.device), _worst(stage, "host", host, capacity.host)]
     return budgets
@@ -137,8 +134,13 @@ def estimate_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, c
 
 def _worst(stage: str, place: str, moments: Mapping[str, Items], limit: int | None) -> Budget:
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    items = {name: size for name, size in moments[moment].items() if size}
-    return Budget(stage=stage, place=place, moment=moment, items=items, limit=limit)
+    return Budget(
+        stage=stage,
+        place=place,
+        moment=moment,
+        items={name: size for name, size in moments[moment].items() if size},
+        limit=limit,
+    )
 
 
 def totals(budgets: Sequence[Budget]) -> dict[str, int]:
@@ -290,8 +292,7 @@ def require_memory(shape: ModelShape, config: RunConfig, world: PlannedWorld, ca
         BadConfig: the plan cannot fit; names the largest items and changes with which it does.
     """
     budgets = estimate_memory(shape, config, world, capacity)
-    refused = [budget for budget in budgets if not budget.fits]
-    if not refused:
+    if not (refused := [budget for budget in budgets if not budget.fits]):
         return budgets
     source = f"a job gets of a {NEURON_HOST}" if world.kind == "neuron" else "this host has"
     places = {

@@ -133,8 +133,7 @@ def refuse(found: Sequence[Requirement]) -> None:
     Raises:
         BadConfig: names everything that is too much and changes that help.
     """
-    refused = [one for one in over(found) if one.breaks]
-    if refused:
+    if refused := [one for one in over(found) if one.breaks]:
         raise BadConfig(
             "the run has more data than a stage can hold",
             value=[f"{one.what}: {one.shown(one.amount)}" for one in refused],

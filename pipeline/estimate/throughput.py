@@ -171,12 +171,16 @@ class Estimator:
         per_step = settings.batch_size * settings.accumulation * ranks
         steps = settings.steps or settings.epochs * math.ceil(work.train_rows / per_step)
         flops = steps * per_step * pair_flops(self.shape, self.config, work.train_lengths, ranks)
-        seconds = {
-            "computing": flops / (ranks * CORE_FLOPS * self.rates.train),
-            "all-reduce of gradients": steps * all_reduce_seconds(self.shape.parameters, nodes),
-            "checkpoints": math.ceil(steps / settings.checkpoint_every) * (self.rates.stall or 0.0),
-        }
-        return self._option(Stage.TRAIN, TRAIN_HOST, nodes, seconds)
+        return self._option(
+            Stage.TRAIN,
+            TRAIN_HOST,
+            nodes,
+            seconds={
+                "computing": flops / (ranks * CORE_FLOPS * self.rates.train),
+                "all-reduce of gradients": steps * all_reduce_seconds(self.shape.parameters, nodes),
+                "checkpoints": math.ceil(steps / settings.checkpoint_every) * (self.rates.stall or 0.0),
+            },
+        )
 
     def embed(self, work: Workload, host: str, children: int) -> Option:
         """Return embedding on this many hosts. Ranks get whole parts, so the rank with the most of them decides."""

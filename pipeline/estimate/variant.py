@@ -29,8 +29,12 @@ def plan_world(config: RunConfig) -> PlannedWorld:
     require_available(kind)
     ranks_per_node = config.device.ranks_per_node or default_ranks_per_node(kind)
     require_world(kind, config.nodes * ranks_per_node)
-    precision = resolve_precision(kind, config.device.precision)
-    return PlannedWorld(kind=kind, precision=precision, nodes=config.nodes, ranks_per_node=ranks_per_node)
+    return PlannedWorld(
+        kind=kind,
+        precision=resolve_precision(kind, config.device.precision),
+        nodes=config.nodes,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def plan_variant(
@@ -52,7 +56,6 @@ def plan_variant(
     backbone, _ = inspect_folder(parent, config.model)
     shape = read_shape(parent, config.model)
     memory = totals(require_memory(shape, config, world, known_capacity(config, world.kind, here=True)))
-    counts = asdict(count_steps([lengths], config, world.ranks))
     return plan.model_copy(
         update={
             "run": run,
@@ -61,7 +64,7 @@ def plan_variant(
             "world": world,
             "parent": plan.parent.model_copy(update={"folder": str(parent)}),
             "published": None,
-            "train": plan.train.model_copy(update={"rows": len(lengths), **counts}),
+            "train": plan.train.model_copy(update={"rows": len(lengths), **asdict(count_steps([lengths], config, world.ranks))}),
             "memory": MemoryPlan(**memory),
             "graphs": plan_graphs(config, world, backbone, bucket_root),
         }

@@ -141,32 +141,34 @@ def workload(
             rule="a workload has rows",
             remedy="name --train-rows, --corpus-rows or both",
         )
-    assumed = []
-    if train_rows is None and not plan:
-        assumed.append(f"as many pairs are trained on as documents are embedded: {pairs:,}; or name --train-rows")
-    if corpus_rows is None and documents == pairs:
-        assumed.append(f"the corpus is the documents of the training rows, all different: {documents:,}; or name --corpus-rows")
-    if query_tokens is None:
-        assumed.append(f"a query has {QUERY_TOKENS:g} tokens on average (it is computed at train.query_length anyway)")
     # A run's lengths hold for documents like its own, not for others that an option names.
     same = run if document_tokens is None else None
     mean = document_tokens or (run.document_tokens if run else 0.0) or DOCUMENT_TOKENS
-    if document_tokens is None:
-        source = ", as in the run" if run and run.document_tokens else "; or name --document-tokens"
-        assumed.append(f"a document has {mean:.4g} tokens on average{source}")
+    source = ", as in the run" if run and run.document_tokens else "; or name --document-tokens"
     longest = max(config.embed.buckets)
-    if mean > longest:
-        assumed.append(f"embed cuts every document at {longest} tokens: the mean is taken for as many")
     train_lengths: Lengths = same.bucket_shares if same and config.train.buckets == same.plan.config.train.buckets else {}
-    if not train_lengths:
-        train_lengths = {bucket_of(mean, config.train.buckets): 1.0}
-        assumed.append(f"train computes every document at {next(iter(train_lengths))} tokens, the bucket that holds the mean")
     embed_lengths: Lengths = same.embed_lengths if same and config.embed.buckets == same.plan.config.embed.buckets else {}
-    if not embed_lengths:
-        embed_lengths = packed(mean, config.embed.buckets, PADDING)
-        assumed.append(f"embed packs documents into rows of {next(iter(embed_lengths))} tokens, {PADDING:.0%} of them padding")
-    assumed.append(f"{config.data.holdout_fraction:.2%} of the pairs are held out, each with a query and a document of its own")
+    train_bucket, embed_bucket = bucket_of(mean, config.train.buckets), bucket_of(mean, config.embed.buckets)
     held = round(pairs * config.data.holdout_fraction)
+    assumptions = (
+        (
+            train_rows is None and not plan,
+            f"as many pairs are trained on as documents are embedded: {pairs:,}; or name --train-rows",
+        ),
+        (
+            corpus_rows is None and documents == pairs,
+            f"the corpus is the documents of the training rows, all different: {documents:,}; or name --corpus-rows",
+        ),
+        (
+            query_tokens is None,
+            f"a query has {QUERY_TOKENS:g} tokens on average (it is computed at train.query_length anyway)",
+        ),
+        (document_tokens is None, f"a document has {mean:.4g} tokens on average{source}"),
+        (mean > longest, f"embed cuts every document at {longest} tokens: the mean is taken for as many"),
+        (not train_lengths, f"train computes every document at {train_bucket} tokens, the bucket that holds the mean"),
+        (not embed_lengths, f"embed packs documents into rows of {embed_bucket} tokens, {PADDING:.0%} of them padding"),
+        (True, f"{config.data.holdout_fraction:.2%} of the pairs are held out, each with a query and a document of its own"),
+    )
     return (
         Workload(
             train_rows=pairs,
@@ -176,8 +178,8 @@ def workload(
             candidates=held,
             query_tokens=query_tokens or QUERY_TOKENS,
             document_tokens=min(mean, longest),
-            train_lengths=train_lengths,
-            embed_lengths=embed_lengths,
+            train_lengths=train_lengths or {train_bucket: 1.0},
+            embed_lengths=embed_lengths or packed(mean, config.embed.buckets, PADDING),
         ),
-        assumed,
+        [sentence for holds, sentence in assumptions if holds],
     )

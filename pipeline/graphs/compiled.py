@@ -123,8 +123,11 @@ def read_set(uri: str) -> GraphSet:
     """
     try:
         record = json.loads(store.read_bytes(uri))
-        graphs = {key: GraphDescription(**graph) if graph else None for key, graph in record["graphs"].items()}
-        return GraphSet(fingerprint=record["fingerprint"], run=record["run"], graphs=graphs)
+        return GraphSet(
+            fingerprint=record["fingerprint"],
+            run=record["run"],
+            graphs={key: GraphDescription(**graph) if graph else None for key, graph in record["graphs"].items()},
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise BadData(
             "a compiled set cannot be read", value=f"{uri}: {error!r}", remedy="delete it: the next run compiles it again"
@@ -143,8 +146,7 @@ def known_graphs(context: StageContext) -> KnownGraphs | None:
         MissingInput: a set is gone.
         BadData: it cannot be read.
     """
-    plan = context.plan.graphs
-    if plan is None:
+    if (plan := context.plan.graphs) is None:
         return None
     root = context.paths.bucket_root
     try:

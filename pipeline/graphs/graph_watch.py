@@ -111,8 +111,10 @@ class GraphWatch:
             "last_compiled_step": self.last_compiled_step,
             "fallbacks": dict(self._counts.fallbacks),
         }
-        record = {**counts, "new": [asdict(graph) for graph in self.new], "keys": sorted(self._seen)}
-        store.write_json(context.paths.graphs(context.stage, context.world.node.index), record)
+        store.write_json(
+            context.paths.graphs(context.stage, context.world.node.index),
+            {**counts, "new": [asdict(graph) for graph in self.new], "keys": sorted(self._seen)},
+        )
         return counts
 
     def _new_graphs(self, step: int) -> list[UnrecordedGraph]:
@@ -122,8 +124,7 @@ class GraphWatch:
         self._seen |= keys
         found = []
         for key in sorted(keys - self.known.keys()):
-            module = self.device.graph_module(key)
-            if module is None:
+            if (module := self.device.graph_module(key)) is None:
                 found.append(UnrecordedGraph(key, step, "its program is not kept"))
                 continue
             description = describe(module)

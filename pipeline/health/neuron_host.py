@@ -81,8 +81,7 @@ def compiler_environment(flags: str, cache: Path) -> dict[str, str]:
 
 def without_casts(flags: str) -> str:
     """Return NEURON_CC_FLAGS under which the compiler casts nothing: known answers hold for the numbers' own types."""
-    kept = [flag for flag in flags.split() if not flag.startswith("--auto-cast")]
-    return " ".join([*kept, "--auto-cast=none"])
+    return " ".join([*(flag for flag in flags.split() if not flag.startswith("--auto-cast")), "--auto-cast=none"])
 
 
 def wrong_driver(record: TestRecord) -> BadConfig:
@@ -135,16 +134,15 @@ def _files(name: str, count: int, root: Path, record: TestRecord) -> TestRecord:
 def _cores(config: HealthCheckConfig, root: Path, record: TestRecord, *, idle: bool) -> TestRecord:
     devices = neuron_ls(root, seconds=config.tool_timeout_seconds)
     wrong = []
-    indices = {device.index for device in devices}
-    if absent := sorted(set(range(config.neuron_devices)) - indices):
+    if absent := sorted(set(range(config.neuron_devices)) - {device.index for device in devices}):
         wrong.append(f"devices missing: {', '.join(map(str, absent))}")
     for device in devices:
-        if len(device.cores) != config.cores_per_device:
-            wrong.append(f"device {device.index} has {len(device.cores)} cores")
-        if device.memory < config.device_memory_gib << 30:
-            wrong.append(f"device {device.index} has {device.memory / (1 << 30):.1f} GiB")
-        if idle and device.processes:
-            wrong.append(f"device {device.index} is held by {', '.join(device.processes)}")
+        objections = (
+            (len(device.cores) != config.cores_per_device, f"has {len(device.cores)} cores"),
+            (device.memory < config.device_memory_gib << 30, f"has {device.memory / (1 << 30):.1f} GiB"),
+            (idle and device.processes, f"is held by {', '.join(device.processes)}"),
+        )
+        wrong += [f"device {device.index} {objection}" for applies, objection in objections if applies]
     return replace(
         record,
         passed=not wrong,

@@ -43,11 +43,9 @@ def quick_check(context: StageContext, device: Device, config: HealthCheckConfig
     world = context.world
     report = NodeReport(context, uri=None, wait_seconds=config.collective_timeout_seconds)
     context.heartbeat.beat(note="quick health check")
-    records: list[TestRecord] = []
-    if device.kind == "neuron" and world.local_rank == 0:
-        records += presence_tests(config, world.rank, world.node.nodes, idle=False, root=root)
-    records.append(judged_product(device))
-    report.judge("quick-alone", records, wait_seconds=2 * config.tool_timeout_seconds)
+    by_tools = device.kind == "neuron" and world.local_rank == 0
+    tools = presence_tests(config, world.rank, world.node.nodes, idle=False, root=root) if by_tools else ()
+    report.judge("quick-alone", [*tools, judged_product(device)], wait_seconds=2 * config.tool_timeout_seconds)
     if world.size > 1:
         with uncast():
             total = known_sum(device)
@@ -91,8 +89,7 @@ def meet_graphs(device: Device) -> None:
 @contextmanager
 def uncast() -> Iterator[None]:
     """Compile the graphs met inside without the compiler's casts, whatever training uses. Flags are part of a graph's key."""
-    flags = os.environ.get(FLAGS_VARIABLE)
-    if flags is None:
+    if (flags := os.environ.get(FLAGS_VARIABLE)) is None:
         yield
         return
     os.environ[FLAGS_VARIABLE] = without_casts(flags)

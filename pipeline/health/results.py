@@ -78,10 +78,9 @@ class NodeReport:
             json.loads(self._wait_for(self._path(round_name, local_rank), deadline)) for local_rank in range(world.local_size)
         ]
         joined = [TestRecord(**record) for part in parts for record in part["records"]]
-        failed = [record for record in joined if not record.passed]
         if world.local_rank == 0:
             self.publish(joined)
-        if failed:
+        if failed := [record for record in joined if not record.passed]:
             raise UnhealthyHost(
                 f"{self._where(parts[0]['instance'])} failed its health check: "
                 + ", ".join(sorted({record.name for record in failed})),

@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import Defect, Transient, TrnpipeError, first_line
@@ -52,11 +53,9 @@ def kernel_kills() -> int:
     """Return how many processes the kernel has killed out of memory, as far as this container can see; 0 where it cannot."""
     total = 0
     for path, pattern in KILL_COUNTS:
-        try:
+        with suppress(OSError):
             found = pattern.search(path.read_text())
-        except OSError:
-            continue
-        total += int(found[1]) if found else 0
+            total += int(found[1]) if found else 0
     return total
 
 

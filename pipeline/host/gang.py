@@ -42,33 +42,37 @@ def write_progress(paths: RunPaths, stage: Stage, node: NodeWorld, heartbeat: di
     Args:
         heartbeat: the newest one of the node's first rank, may be empty.
     """
-    record = {
-        "done": 0,
-        "total": 0,
-        "unit": "",
-        "rate": 0.0,
-        "note": "",
-        **heartbeat,
-        "time": time.time(),
-        "node": node.index,
-        "attempt": node.attempt,
-        "job": node.job,
-    }
-    store.write_json(paths.progress(stage, node.index), record)
+    store.write_json(
+        paths.progress(stage, node.index),
+        {
+            "done": 0,
+            "total": 0,
+            "unit": "",
+            "rate": 0.0,
+            "note": "",
+            **heartbeat,
+            "time": time.time(),
+            "node": node.index,
+            "attempt": node.attempt,
+            "job": node.job,
+        },
+    )
 
 
 def write_exit(paths: RunPaths, stage: Stage, node: NodeWorld, failure: StageFailure | None) -> None:
     """Record how this node ended."""
-    record = NodeExit(
-        exit_code=failure.exit_code if failure else 0,
-        time=failure.time if failure else now(),
-        failure=failure,
-        node=node.node,
-        attempt=node.attempt,
-        job=node.job,
-        host=node.host,
+    store.write_bytes(
+        paths.node_exit(stage, node.attempt, node.node),
+        NodeExit(
+            exit_code=failure.exit_code if failure else 0,
+            time=failure.time if failure else now(),
+            failure=failure,
+            node=node.node,
+            attempt=node.attempt,
+            job=node.job,
+            host=node.host,
+        ).to_json(),
     )
-    store.write_json(paths.node_exit(stage, node.attempt, node.node), asdict(record))
 
 
 ASK_SECONDS = 10.0
@@ -142,8 +146,7 @@ class Peers:
         """Return the failure of a node that is lost, None if there is none."""
         if silent := self.silent(self._stale_seconds):
             return gone(silent, f"silent for {self._stale_seconds:g} seconds")
-        absent = [peer for peer in self.absent() if self._polled - self._seen[peer][1] > self._start_seconds]
-        if absent:
+        if absent := [peer for peer in self.absent() if self._polled - self._seen[peer][1] > self._start_seconds]:
             return gone(absent, f"silent since the start, {self._start_seconds:g} seconds ago")
         return self._ended_at_once()
 
@@ -179,9 +182,8 @@ class Peers:
 
 
 def gone(nodes: Sequence[int], how: str) -> Transient:
-    names = ", ".join(f"node {node}" for node in nodes)
     return Transient(
-        f"no sign of life from {names}",
+        f"no sign of life from {', '.join(f'node {node}' for node in nodes)}",
         value=how,
         rule="every node of a gang reports until all are done",
         remedy="see that node's log and its host; the run is retried",

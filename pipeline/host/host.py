@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -17,10 +18,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of those of REPORTED_PACKAGES that are installed."""
     found = {"python": platform.python_version()}
     for package in REPORTED_PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -50,18 +50,16 @@ class Output:
                     continue
                 streams += zip(map(GrowingFile, paths), (sys.stdout, sys.stderr), strict=True)
             for file, target in streams:
-                lines = file.read(end=end)
-                if lines:
+                if lines := file.read(end=end):
                     target.flush()
                     target.buffer.write(b"\n".join(lines) + b"\n")  # type: ignore[attr-defined]
                     target.flush()
                 for raw in lines:
                     line = raw.decode("utf-8", "replace")
-                    if is_record(line):
-                        continue  # metrics, whose names resemble errors
-                    self._last[rank].append(line[: known_errors.LINE_CHARACTERS])
-                    found = known_errors.match(line, nodes=self._nodes)
-                    self._findings[rank] = known_errors.clearest((self._findings[rank], found))
+                    if not is_record(line):  # metrics have names that resemble errors
+                        self._last[rank].append(line[: known_errors.LINE_CHARACTERS])
+                        found = known_errors.match(line, nodes=self._nodes)
+                        self._findings[rank] = known_errors.clearest((self._findings[rank], found))
 
     def finding(self, rank: int) -> tuple[int, LogFinding] | None:
         """Return the line that explains this rank's failure, and its rank: its own if that is a cause, else the node's best."""

@@ -50,21 +50,19 @@ def run_uri_of_job(job_id: str) -> str:
             remedy="pass the run folder's URI: trnpipe stage NAME --run URI",
         )
     try:
-        client = boto3.session.Session().client("batch", config=Config(retries={"mode": "standard", "max_attempts": ATTEMPTS}))
-        jobs = client.describe_jobs(jobs=[job_id])["jobs"]
+        jobs = _jobs([job_id], Config(retries={"mode": "standard", "max_attempts": ATTEMPTS}))
     except (ClientError, BotoCoreError) as error:
         raise _explained(error, job_id) from error
     if not jobs:
         raise BadConfig("AWS Batch does not know this job", value=job_id, rule=RULE)
-    uri = jobs[0].get("parameters", {}).get(RUN_PARAMETER)
-    if not uri:
-        raise BadConfig(
-            f"the job was submitted without the parameter `{RUN_PARAMETER}`",
-            value=job_id,
-            rule=RULE,
-            remedy=f"submit it with Parameters: {{{RUN_PARAMETER}: URI}}, as the state machine does",
-        )
-    return str(uri)
+    if uri := jobs[0].get("parameters", {}).get(RUN_PARAMETER):
+        return str(uri)
+    raise BadConfig(
+        f"the job was submitted without the parameter `{RUN_PARAMETER}`",
+        value=job_id,
+        rule=RULE,
+        remedy=f"submit it with Parameters: {{{RUN_PARAMETER}: URI}}, as the state machine does",
+    )
 
 
 def ended_nodes(job_id: str, nodes: Sequence[int]) -> dict[int, str]:
@@ -74,11 +72,9 @@ def ended_nodes(job_id: str, nodes: Sequence[int]) -> dict[int, str]:
         job_id: the gang's, without a node's suffix.
     """
     try:
-        client = boto3.session.Session().client("batch", config=BATCH_CLIENT)
-        jobs = client.describe_jobs(jobs=[f"{job_id}#{node}" for node in nodes[:DESCRIBED_AT_ONCE]])["jobs"]
         return {
             int(str(job["jobId"]).rpartition("#")[2]): str(job.get("statusReason") or job["status"])
-            for job in jobs
+            for job in _jobs([f"{job_id}#{node}" for node in nodes[:DESCRIBED_AT_ONCE]], BATCH_CLIENT)
             if job["status"] in ("SUCCEEDED", "FAILED")
         }
     except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
@@ -97,14 +93,17 @@ def queue_wait_seconds(job_id: str, *, now: float) -> float | None:
         None where Batch gives no answer.
     """
     try:
-        client = boto3.session.Session().client("batch", config=BATCH_CLIENT)
-        [job] = client.describe_jobs(jobs=[job_id])["jobs"]
+        [job] = _jobs([job_id], BATCH_CLIENT)
         ended = [attempt["stoppedAt"] for attempt in job.get("attempts", ()) if "stoppedAt" in attempt]
         since = max([int(job["createdAt"]), *ended]) / 1000
     except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
         log.info("this job's waiting time is unknown: %s", one_line(error))
         return None
     return max(0.0, now - float(since))
+
+
+def _jobs(ids: Sequence[str], config: Config) -> list[dict[str, Any]]:
+    return list(boto3.session.Session().client("batch", config=config).describe_jobs(jobs=ids)["jobs"])
 
 
 def _explained(error: Exception, job_id: str) -> Exception:
@@ -127,8 +126,7 @@ def _explained(error: Exception, job_id: str) -> Exception:
 def instance_id() -> str:
     """Return the EC2 id of this container's host; empty outside ECS, or where ECS does not answer."""
     try:
-        host = _container_instance()
-        if host is None:
+        if (host := _container_instance()) is None:
             return ""
         cluster, instance = host
         described = _ecs().describe_container_instances(cluster=cluster, containerInstances=[instance])
@@ -148,8 +146,7 @@ def leave_cluster() -> bool:
         Whether ECS confirmed it. False outside ECS, and where there is no instance to take out (Fargate).
     """
     try:
-        host = _container_instance()
-        if host is None:
+        if (host := _container_instance()) is None:
             return False
         cluster, instance = host
         answer = _ecs().update_container_instances_state(cluster=cluster, containerInstances=[instance], status="DRAINING")
@@ -164,8 +161,7 @@ def leave_cluster() -> bool:
 
 def _container_instance() -> tuple[str, str] | None:
     """Return the cluster and the ARN of this container's EC2 instance; None outside ECS and on Fargate."""
-    task = ecs_metadata.read_metadata("/task")
-    if task is None:
+    if (task := ecs_metadata.read_metadata("/task")) is None:
         return None
     cluster, arn = str(task["Cluster"]), str(task["TaskARN"])
     answer = _ecs().describe_tasks(cluster=cluster, tasks=[arn])

@@ -94,7 +94,7 @@ class Ranks(ABC):
             log.error("stacks of rank %d:", rank)
             # A process that was stopped sees the signal only when it continues.
             self._signal(rank, living[rank], signal.SIGABRT, signal.SIGCONT)
-            if not _until(lambda rank=rank: rank not in self.running(), STACKS_SECONDS):  # type: ignore[misc]
+            if not until(lambda rank=rank: rank not in self.running(), STACKS_SECONDS):  # type: ignore[misc]
                 log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank)
             self._pump()
         self.kill()
@@ -116,7 +116,7 @@ class Ranks(ABC):
 
     def wait(self, seconds: float) -> bool:
         """Give the ranks time to end; return whether all have."""
-        return _until(lambda: self.ended, seconds)
+        return until(lambda: self.ended, seconds)
 
     def stop(self, grace_seconds: float) -> None:
         """Send SIGTERM to all running ranks, and SIGKILL to those that still run after the grace period."""
@@ -129,8 +129,7 @@ class Ranks(ABC):
         """Return a rank's failure as the output explains it, where it does and the failure itself does not."""
         if self._output is None or found.kind not in (FailureKind.LOST_PEER, FailureKind.UNEXPECTED):
             return found
-        finding = self._output.finding(found.rank)
-        if finding is None:
+        if (finding := self._output.finding(found.rank)) is None:
             return found
         rank, line = finding
         if not line.is_cause and (found.kind is FailureKind.LOST_PEER or line.row.action is not Action.FOLLOW):
@@ -146,8 +145,8 @@ class Ranks(ABC):
 
     def _unexplained(self, rank: int, code: int) -> StageFailure:
         """Return the failure of a rank that ended with this status and left none."""
-        killed = kernel_kills() > self._kills_before
-        return self.explained(self._describe(unexplained_end(rank, code, out_of_memory=killed), rank))
+        end = unexplained_end(rank, code, out_of_memory=kernel_kills() > self._kills_before)
+        return self.explained(self._describe(end, rank))
 
     def _describe(self, error: TrnpipeError, rank: int) -> StageFailure:
         launch = self._launch
@@ -181,13 +180,16 @@ class ProcessRanks(Ranks):
 
     def _start(self, local_rank: int, port: int) -> subprocess.Popen[bytes]:
         rank = self._launch.rank(local_rank)
-        command = [sys.executable, "-m", *self._launch.program()]
-        environment = self._launch.environment(local_rank, port, os.environ)
         with ExitStack() as files:
-            streams: list[IO[bytes] | None] = [None, None]
-            if self._output:
-                streams = [files.enter_context(open(path, "wb")) for path in self._paths(rank)]
-            process = subprocess.Popen(command, env=environment, stdout=streams[0], stderr=streams[1])
+            streams: list[IO[bytes] | None] = (
+                [files.enter_context(open(path, "wb")) for path in self._paths(rank)] if self._output else [None, None]
+            )
+            process = subprocess.Popen(
+                [sys.executable, "-m", *self._launch.program()],
+                env=self._launch.environment(local_rank, port, os.environ),
+                stdout=streams[0],
+                stderr=streams[1],
+            )
         log.info("rank %d is process %d", rank, process.pid)
         return process
 
@@ -254,10 +256,11 @@ class TorchrunRanks(Ranks):
             join_seconds=launch.join_seconds,
             log_dir=self._logs,
         )
-        environment = {"OMP_NUM_THREADS": "1", **launch.common_environment(os.environ)}
-        for name in list(environment):
-            if name in neuron_launch.LAUNCHER_NAMES or name.startswith(neuron_launch.REMOVED_PREFIXES):
-                del environment[name]
+        environment = {
+            name: value
+            for name, value in {"OMP_NUM_THREADS": "1", **launch.common_environment(os.environ)}.items()
+            if name not in neuron_launch.LAUNCHER_NAMES and not name.startswith(neuron_launch.REMOVED_PREFIXES)
+        }
         own = launch.folder / "torchrun.out", launch.folder / "torchrun.err"
         self._own = Output([-1], lambda _: own, nodes=1)
         with open(own[0], "wb") as out, open(own[1], "wb") as err:
@@ -299,7 +302,7 @@ class TorchrunRanks(Ranks):
             # Its session, because a compiler or a loader that it started would outlive it.
             processes.signal_group(pid, signal.SIGKILL)
         self._process.wait()
-        if not _until(lambda: not self._living(), KILL_SECONDS):
+        if not until(lambda: not self._living(), KILL_SECONDS):
             log.error("ranks %s outlive SIGKILL: they hang in the kernel or in a driver", list(self._living()))
         self._poll()
 
@@ -371,11 +374,14 @@ def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> Trnp
         return _killed("torchrun", code, "SIGKILL usually comes from the host's out-of-memory killer; see the log above")
     if code != 1 or started:
         # It refused its command line, or ended in an unknown way.
-        value = [f"exit status {code}", *last_lines[-5:]]
-        return _unexpected(
-            Defect("torchrun ended without naming a failed rank", value=value, remedy="report it with the log above")
+        return failure.as_unexpected(
+            Defect(
+                "torchrun ended without naming a failed rank",
+                value=[f"exit status {code}", *last_lines[-5:]],
+                remedy="report it with the log above",
+            )
         )
-    return _unexpected(
+    return failure.as_unexpected(
         Transient(
             "torchrun ended before its ranks had started",
             value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
@@ -392,7 +398,7 @@ def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> Trn
         out_of_memory: the kernel has killed processes out of memory while the ranks ran.
     """
     if code == -signal.SIGKILL and out_of_memory:
-        return _unexpected(
+        return failure.as_unexpected(
             Transient(
                 f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
                 value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
@@ -407,21 +413,21 @@ def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> Trn
         f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
     )
     error.exit_code = ExitCode.of(code)
-    return _unexpected(error)
+    return failure.as_unexpected(error)
 
 
 def _killed(who: str, code: int, remedy: str) -> TrnpipeError:
-    rule = "a killed process may do better in a new attempt"
-    what = f"{who} was killed by {signal.Signals(-code).name}"
-    return _unexpected(Transient(what, value=f"signal {-code}", rule=rule, remedy=remedy))
+    return failure.as_unexpected(
+        Transient(
+            f"{who} was killed by {signal.Signals(-code).name}",
+            value=f"signal {-code}",
+            rule="a killed process may do better in a new attempt",
+            remedy=remedy,
+        )
+    )
 
 
-def _unexpected(error: TrnpipeError) -> TrnpipeError:
-    error.kind = FailureKind.UNEXPECTED
-    return error
-
-
-def _until(done: Callable[[], bool], seconds: float) -> bool:
+def until(done: Callable[[], bool], seconds: float) -> bool:
     """Wait until this is done; return whether it was in time."""
     deadline = time.monotonic() + seconds
     while not done():
@@ -433,8 +439,7 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
 
 def free_port() -> int:
     while True:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
             port = int(listener.getsockname()[1])
         if port != ROOT_COMM_PORT:
             return port

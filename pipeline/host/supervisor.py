@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -63,7 +63,7 @@ from pipeline.host import gang
 from pipeline.host.deadlines import Deadlines
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.launch import RankLaunch
-from pipeline.host.ranks import Ranks, start
+from pipeline.host.ranks import Ranks, start, until
 from pipeline.log import log
 from pipeline.run import failure
 from pipeline.run.cloudwatch import EmbeddedMetrics
@@ -125,9 +125,8 @@ class Supervisor:
         self._deadlines = deadlines
         self._in_gang = STAGES[stage].shape == Shape.GANG and node.nodes > 1
         self._cloudwatch = EmbeddedMetrics.from_environment(stage, paths.run_id, node)
-        self._peers: gang.Peers | None = None
-        if self._in_gang and node.is_main:
-            self._peers = gang.Peers(
+        self._peers = (
+            gang.Peers(
                 paths,
                 stage,
                 node,
@@ -135,6 +134,9 @@ class Supervisor:
                 start_seconds=deadlines.peer_start_seconds,
                 ended=_ended_nodes,
             )
+            if self._in_gang and node.is_main
+            else None
+        )
         self._signal: signal.Signals | None = None
         self._started = now()
         # The main node's end is the gang's, and its leader writes the checkpoint while all ranks still take part.
@@ -160,8 +162,7 @@ class Supervisor:
             # This node's own failure: its disk is full, most likely.
             log.exception("the supervisor cannot continue")
             ended = self._describe(exhaustion(error) or failure.unexpected(error))
-        told = partial(gang.write_exit, self._paths, self._stage, self._node, ended)
-        reached = not self._in_gang or self._best_effort(told)
+        reached = not self._in_gang or self._best_effort(partial(gang.write_exit, self._paths, self._stage, self._node, ended))
         if ended and ended.exit_code == ExitCode.UNHEALTHY_HOST and ended.node == self._node.index:
             from pipeline.host.own_job import leave_cluster  # no retry lands on this host
 
@@ -275,15 +276,14 @@ class Supervisor:
     def _tell_queue_wait(self) -> None:
         from pipeline.host.own_job import queue_wait_seconds
 
-        waited = queue_wait_seconds(self._node.job, now=time.time())
-        if waited is not None:
+        if (waited := queue_wait_seconds(self._node.job, now=time.time())) is not None:
             self._cloudwatch.write({Metric.QUEUE_WAIT_SECONDS: waited})
 
     def _watch(self, ranks: Ranks, watchdog: Watchdog, reporter: Reporter) -> StageFailure | None:
         while True:
             running = ranks.running()
             if self._signal:
-                ended = self._interrupted()
+                ended = self._interrupted(self._signal)
                 if self._in_gang and not self._node.is_main:
                     # At once, so that the leader writes a checkpoint while all ranks are still there to finish its step.
                     self._best_effort(partial(gang.write_exit, self._paths, self._stage, self._node, ended))
@@ -315,8 +315,7 @@ class Supervisor:
         log.info("%s is interrupted: an attempt ends after %s", self._stage, limit)
         ranks.interrupt()
         latest = self._attempt_ends - self._deadlines.lead_seconds / 4
-        while not (self._signal or ranks.ended or ranks.failures()) and time.monotonic() < latest:
-            time.sleep(TICK_SECONDS)
+        until(lambda: bool(self._signal or ranks.ended or ranks.failures()), latest - time.monotonic())
         if ranks.succeeded:
             return None
         self._end_ranks(ranks)
@@ -384,7 +383,7 @@ class Supervisor:
             if not peers.running():
                 return ended
             if self._signal:
-                return ended or self._interrupted()
+                return ended or self._interrupted(self._signal)
             if ended:
                 deadline = min(deadline, time.monotonic() + self._deadlines.settle_seconds)
             elif lost := peers.lost():
@@ -395,8 +394,7 @@ class Supervisor:
 
     def _unsettled(self, peers: gang.Peers, ended: StageFailure | None) -> StageFailure:
         """Return the failure for nodes without a record of their end: they are gone, or still run long after the others."""
-        suspects = peers.silent(3 * self._deadlines.publish_seconds) + peers.absent()
-        if suspects:
+        if suspects := peers.silent(3 * self._deadlines.publish_seconds) + peers.absent():
             return self._describe(gang.gone(suspects, "left no record of how it ended"))
         return ended or self._describe(
             Transient(
@@ -426,16 +424,18 @@ class Supervisor:
             due = self._noted is None or time.monotonic() - self._noted > NOTE_SECONDS / 2
             if exit_code is None and not due:
                 return
-            record = NodeAttempt(
-                node=node.index,
-                attempt=node.attempt,
-                job=node.job,
-                host=node.host,
-                started=self._started,
-                seen=now(),
-                exit_code=exit_code,
+            store.write_bytes(
+                self._paths.node_attempt(self._stage, node.job, node.attempt, node.index),
+                NodeAttempt(
+                    node=node.index,
+                    attempt=node.attempt,
+                    job=node.job,
+                    host=node.host,
+                    started=self._started,
+                    seen=now(),
+                    exit_code=exit_code,
+                ).to_json(),
             )
-            store.write_json(self._paths.node_attempt(self._stage, node.job, node.attempt, node.index), asdict(record))
             self._noted = time.monotonic() if exit_code is None else math.inf
 
     def _best_effort(self, action: Callable[[], None]) -> bool:
@@ -447,11 +447,10 @@ class Supervisor:
             return False
         return True
 
-    def _interrupted(self) -> StageFailure:
-        assert self._signal is not None
+    def _interrupted(self, received: signal.Signals) -> StageFailure:
         return self._describe(
             Terminated(
-                f"the node was terminated by {self._signal.name}",
+                f"the node was terminated by {received.name}",
                 value=f"{self._stage} on node {self._node.index}",
                 rule="the next attempt resumes an interrupted stage",
                 remedy="none is needed, unless this was unintended: a job timeout, a terminated job, a reclaimed host",

@@ -135,11 +135,9 @@ def save_folder(encoder: Encoder, folder: Path, source: Path, weights: Mapping[s
     weights = encoder.state_dict() if weights is None else weights
     folder.mkdir(parents=True, exist_ok=True)
     origin = transformer_folder(source)
-    for name in TOKENIZER_FILES:
-        if (origin / name).is_file():
-            shutil.copyfile(origin / name, folder / name)
-    if (source / "config_sentence_transformers.json").is_file():
-        shutil.copyfile(source / "config_sentence_transformers.json", folder / "config_sentence_transformers.json")
+    for path in (*(origin / name for name in TOKENIZER_FILES), source / "config_sentence_transformers.json"):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
     encoder.config.save_pretrained(folder)
     _save(folder / WEIGHTS, _under(weights, "backbone."))
     names = [

@@ -121,8 +121,7 @@ def weight_files(folder: Path) -> list[Path]:
             if not names or not all(is_inside(name) for name in names):
                 raise BadData("the index names no weight files of its folder", value=f"{index}: {sorted(map(str, names))}")
             return [folder / name for name in sorted(names)]
-    found = _possible_weights(folder)
-    if not found:
+    if not (found := _possible_weights(folder)):
         inner = [path.parent for depth in ("*", "*/*") for path in sorted(folder.glob(f"{depth}/config.json")) if _is_model(path)]
         raise MissingInput(
             "the model folder has no weight file",
@@ -189,8 +188,7 @@ def read_modules(folder: Path) -> list[dict[str, str]]:
     if not path.is_file():
         return []
     modules = read_json(path)
-    good = isinstance(modules, list) and all(isinstance(module, dict) and _is_module(module) for module in modules)
-    if not good:
+    if not isinstance(modules, list) or not all(isinstance(module, dict) and _is_module(module) for module in modules):
         raise BadData("modules.json cannot be used", value=path, rule="a list of {type, path}, each path a folder beside it")
     return [{key: str(module[key]) for key in ("type", "path")} for module in modules]
 
@@ -220,8 +218,7 @@ def fetch_without_weights(uri: str, cache: Path) -> Path:
     """
     if not store.is_s3(uri):
         return store.local_folder(uri, cache)
-    infos = store.list_objects(uri)
-    if not infos:
+    if not (infos := store.list_objects(uri)):
         raise MissingInput("there is no model here", value=uri, remedy="check the URI")
     for info in infos:
         if info.uri.endswith("/head.safetensors") or not info.uri.endswith((*WEIGHT_SUFFIXES, *OTHER_FORMATS)):

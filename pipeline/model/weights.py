@@ -94,8 +94,7 @@ def fill(encoder: Encoder, weights: Mapping[str, Tensor], source: Path) -> None:
     with_head = head_prefix is not None
     expected = {name: tensor for name, tensor in encoder.state_dict().items() if with_head or name.startswith("backbone.")}
     _check(found, expected, source)
-    broken = [name for name in expected if not bool(torch.isfinite(found[name]).all())]
-    if broken:
+    if broken := [name for name in expected if not bool(torch.isfinite(found[name]).all())]:
         raise BadData("the weights have values that are not finite", value=[f"{source.name}: {name}" for name in broken])
     encoder.load_state_dict({name: found[name].float() for name in expected}, strict=with_head or encoder.head is None)
 
@@ -106,8 +105,7 @@ def _prefix(weights: Mapping[str, Tensor], anchor: str, source: Path) -> tuple[s
     Raises:
         BadConfig: several encoders that differ.
     """
-    prefixes = [name[: -len(anchor)] for name in weights if name == anchor or name.endswith(f".{anchor}")]
-    if not prefixes:
+    if not (prefixes := [name[: -len(anchor)] for name in weights if name == anchor or name.endswith(f".{anchor}")]):
         return None, []
     first, *others = prefixes
     # Towers that share their weights are stored once per tower: any of them will do.
@@ -168,8 +166,7 @@ def _read_pickle(path: Path) -> Any:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        wanted = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported class" in line]
-        if wanted:
+        if wanted := [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported class" in line]:
             raise BadConfig(
                 "the weight file was refused: it is a pickle that wants to run code",
                 value=[f"{path}: {line}" for line in wanted],
@@ -221,8 +218,7 @@ def _unwrap(record: Any, key: str | None, path: Path) -> Weights:
         if not _is_weights(record):
             raise BadConfig("there are no weights under this key", value=f"model.weights_key = {key}: {_describe(record)}")
         return dict(record)
-    found = _find(record)
-    if found is None:
+    if (found := _find(record)) is None:
         raise BadConfig(
             "no weights were found in the training checkpoint",
             value=f"{path}: {_describe(record)}",

@@ -7,7 +7,7 @@ deployment's own configuration and limits. AWS errors become our own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ from pipeline.errors import BadConfig, BadData, MissingInput, ServiceRefused, Tr
 from pipeline.operate import aws_console
 from pipeline.operate.endpoint import NAME, only_environment, read_endpoint
 from pipeline.operate.run_files import Listed, LocalFiles, RunFiles
-from pipeline.store.aws_errors import AwsError, classify_aws_error, error_text
+from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, error_text
 from pipeline.store.retries import ABSENT
 
 CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 8}, connect_timeout=10, read_timeout=30)
@@ -105,8 +105,7 @@ class Site:
 
     @cached_property
     def machine(self) -> Machine:
-        with self.asking("the state machine"):
-            answer = self.client("stepfunctions").describe_state_machine(stateMachineArn=self.machine_arn)
+        answer = self.ask("the state machine", "stepfunctions", "describe_state_machine", stateMachineArn=self.machine_arn)
         return Machine.parse(answer["definition"])
 
     def client(self, service: str) -> Any:
@@ -132,6 +131,21 @@ class Site:
     def log_of(self, stream: str) -> str:
         """Return where to read a job's output."""
         return str(self.state / "logs" / stream) if self.state else f"{self.log_group or 'log group unknown'}, stream {stream}"
+
+    def ask(self, what: str, service: str, operation: str, absent: Collection[str] = (), **parameters: Any) -> Any:
+        """Make one call and return its answer, None where the error's code is one of `absent`; raises as `asking`.
+
+        Args:
+            what: the request's subject.
+            operation: the client's method.
+        """
+        with self.asking(what):
+            try:
+                return getattr(self.client(service), operation)(**parameters)
+            except ClientError as error:
+                if error_code(error) not in absent:
+                    raise
+                return None
 
     @contextmanager
     def asking(self, what: str) -> Iterator[None]:
@@ -205,15 +219,11 @@ class S3Files:
 
     def read(self, name: str, last: int | None = None) -> bytes | None:
         key = self._key_of(name)
+        what = f"s3://{self._bucket}/{key}"
         span = {} if last is None else {"Range": f"bytes=-{last}"}
-        with self._site.asking(f"s3://{self._bucket}/{key}"):
-            try:
-                data: bytes = self._site.client("s3").get_object(Bucket=self._bucket, Key=key, **span)["Body"].read()
-            except ClientError as error:
-                if error.response["Error"]["Code"] in ABSENT:
-                    return None
-                raise
-        return data
+        with self._site.asking(what):  # the body, too, is still on its way
+            answer = self._site.ask(what, "s3", "get_object", ABSENT, Bucket=self._bucket, Key=key, **span)
+            return None if answer is None else bytes(answer["Body"].read())
 
     def listed(self, prefix: str) -> list[Listed]:
         start = self._key_of(prefix)
@@ -241,8 +251,7 @@ def open_site(stack: str, state: Path | None) -> Iterator[Site]:
         BadConfig: a stack of something else; see also `Site.asking`.
     """
     if state is not None:
-        record = read_endpoint(state)
-        if record is None:
+        if (record := read_endpoint(state)) is None:
             raise MissingInput(
                 "no local run is in progress in this state folder",
                 value=state,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
-
-from botocore.exceptions import ClientError
 
 from pipeline.contract import RUN_ID_PATTERN, check_run_id
 from pipeline.errors import BadConfig, MissingInput
@@ -71,8 +69,7 @@ def describe(site: Site, arn: str) -> Execution:
     Raises:
         MissingInput: there is no such execution.
     """
-    found = _described(site, arn)
-    if found is None:
+    if (found := _described(site, arn)) is None:
         raise _no_such_run(site, arn)
     return found
 
@@ -89,15 +86,14 @@ def find(site: Site, wanted: str | None) -> Execution:
         MissingInput: there is none.
     """
     if wanted is None:
-        running = newest(site, 1, running=True)
-        if not running:
-            raise MissingInput(
-                "nothing is running",
-                value=site.option,
-                rule="without an ID the newest running execution is meant",
-                remedy="start one, or name an earlier one: `trnpipe runs` lists them",
-            )
-        return running[0]
+        if running := newest(site, 1, running=True):
+            return running[0]
+        raise MissingInput(
+            "nothing is running",
+            value=site.option,
+            rule="without an ID the newest running execution is meant",
+            remedy="start one, or name an earlier one: `trnpipe runs` lists them",
+        )
     if wanted.startswith("arn:"):
         if not wanted.startswith(site.execution_arn("")):
             raise BadConfig(
@@ -109,10 +105,10 @@ def find(site: Site, wanted: str | None) -> Execution:
         return describe(site, wanted)
     by_name = _described(site, site.execution_arn(check_run_id(wanted)))
     newest_arn = json_object(site.files(wanted).read(IN_FOLDER.input)).get("execution_arn")
-    by_run = None
-    if isinstance(newest_arn, str) and (by_name is None or newest_arn != by_name.arn):
-        # Only the files know of a local run that is over.
-        by_run = _described(site, newest_arn)
+    # Only the files know of a local run that is over.
+    by_run = (
+        _described(site, newest_arn) if isinstance(newest_arn, str) and (by_name is None or newest_arn != by_name.arn) else None
+    )
     if by_name and by_run and by_name.running and by_run.running:
         raise BadConfig(
             "two executions of this run are in progress",
@@ -120,10 +116,9 @@ def find(site: Site, wanted: str | None) -> Execution:
             rule="one name, one execution",
             remedy="give the full ARN of one of them",
         )
-    found = [one for one in (by_run, by_name) if one is not None]
-    if not found:
-        raise _no_such_run(site, wanted)
-    return max(found, key=lambda one: (one.running, one.started))
+    if found := [one for one in (by_run, by_name) if one is not None]:
+        return max(found, key=lambda one: (one.running, one.started))
+    raise _no_such_run(site, wanted)
 
 
 def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
@@ -143,8 +138,7 @@ def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
 
 def stop(site: Site, execution: Execution, reason: str) -> None:
     """Stop an execution; one that has ended stays unchanged."""
-    with site.asking(execution.name):
-        site.client("stepfunctions").stop_execution(executionArn=execution.arn, error="Stopped", cause=reason)
+    site.ask(execution.name, "stepfunctions", "stop_execution", executionArn=execution.arn, error="Stopped", cause=reason)
 
 
 def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Execution:
@@ -153,22 +147,19 @@ def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Executio
     Raises:
         BadConfig: there is an execution of this name.
     """
-    with site.asking(name):
-        client = site.client("stepfunctions")
-        try:
-            answer = client.start_execution(stateMachineArn=site.machine_arn, name=name, input=json.dumps(execution_input))
-        except ClientError as error:
-            if error.response["Error"]["Code"] != "ExecutionAlreadyExists":
-                raise
-            raise BadConfig(
-                "there is an execution of this name already",
-                value=name,
-                rule="names are unique for 90 days",
-                remedy=f"choose another --name, or resume that run with --run {name}",
-            ) from error
+    given = {"stateMachineArn": site.machine_arn, "name": name, "input": json.dumps(execution_input)}
+    answer = site.ask(name, "stepfunctions", "start_execution", ("ExecutionAlreadyExists",), **given)
+    if answer is None:
+        raise BadConfig(
+            "there is an execution of this name already",
+            value=name,
+            rule="names are unique for 90 days",
+            remedy=f"choose another --name, or resume that run with --run {name}",
+        )
     return describe(site, answer["executionArn"])
 
 
+@dataclass(slots=True)
 class History:
     """The events of an execution so far, oldest first.
 
@@ -176,19 +167,18 @@ class History:
         events: as GetExecutionHistory gives them.
     """
 
-    def __init__(self, site: Site, arn: str) -> None:
-        self.events: list[Mapping[str, Any]] = []
-        self._site = site
-        self._arn = arn
+    site: Site
+    arn: str
+    events: list[Mapping[str, Any]] = field(default_factory=list)
 
     def update(self) -> None:
         """Fetch the new events, newest first, so that a long history is read once and not at every look."""
         last = self.events[-1]["id"] if self.events else 0
         new: dict[int, Mapping[str, Any]] = {}
-        with self._site.asking("the execution's history"):
-            pages = self._site.client("stepfunctions").get_paginator("get_execution_history")
+        with self.site.asking("the execution's history"):
+            pages = self.site.client("stepfunctions").get_paginator("get_execution_history")
             size = {"PageSize": NEXT_PAGE if last else FIRST_PAGE}
-            for page in pages.paginate(executionArn=self._arn, reverseOrder=last > 0, PaginationConfig=size):
+            for page in pages.paginate(executionArn=self.arn, reverseOrder=last > 0, PaginationConfig=size):
                 new.update({event["id"]: event for event in page["events"] if event["id"] > last})
                 if last and any(event["id"] <= last for event in page["events"]):
                     break
@@ -196,14 +186,8 @@ class History:
 
 
 def _described(site: Site, arn: str) -> Execution | None:
-    with site.asking(arn):
-        client = site.client("stepfunctions")
-        try:
-            return Execution.parse(client.describe_execution(executionArn=arn))
-        except ClientError as error:
-            if error.response["Error"]["Code"] not in ("ExecutionDoesNotExist", "InvalidArn"):
-                raise
-            return None
+    answer = site.ask(arn, "stepfunctions", "describe_execution", ("ExecutionDoesNotExist", "InvalidArn"), executionArn=arn)
+    return None if answer is None else Execution.parse(answer)
 
 
 def _no_such_run(site: Site, wanted: str) -> MissingInput:

@@ -86,9 +86,7 @@ def _unexplained(execution: Mapping[str, Any]) -> ExitCode:
 def read_failure(files: RunFiles, stage: Stage, started: datetime) -> StageFailure | None:
     """Return the stage's failure file, if this execution wrote it."""
     failure = run_files.read_failure(files, stage)
-    if failure is None or (failure.time and datetime.fromisoformat(failure.time) < started):
-        return None
-    return failure
+    return None if failure and failure.time and datetime.fromisoformat(failure.time) < started else failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +139,11 @@ def print_failure(console: Console, execution: Mapping[str, Any], tracker: Track
     aborted = execution["status"] == "ABORTED"
     where = f"{line.stage} {'was stopped' if aborted else 'failed'}" if line else f"the execution ended as {execution['status']}"
     console.print(f"{where} (run {RunPaths(tracker.files.root).run_id})", style="bold red")
-    if failure is not None and not aborted:
-        words = TrnpipeError(failure.what, value=failure.value, rule=failure.rule, remedy=failure.remedy).lines()
-    else:
-        words = [f"{name + ':':<8}{shown(execution[name])}" for name in ("error", "cause") if execution.get(name)]
+    words = (
+        TrnpipeError(failure.what, value=failure.value, rule=failure.rule, remedy=failure.remedy).lines()
+        if failure is not None and not aborted
+        else [f"{name + ':':<8}{shown(execution[name])}" for name in ("error", "cause") if execution.get(name)]
+    )
     words += [f"log:    {log}" for log in (logs(line, failure) if line else ())]
     say(console, "\n".join(map(tracker.files.as_typed, words)))
 
@@ -171,9 +170,8 @@ def _numbers(metrics: Mapping[Stage, Mapping[str, Any]], tracker: Tracker) -> It
 
 def _locations(files: RunFiles, *, published: bool) -> Iterator[tuple[str, str]]:
     root = RunPaths(files.root)
-    for name, path in (("model", IN_FOLDER.model), ("embeddings", IN_FOLDER.stage(Stage.EMBED)), ("report", IN_FOLDER.report)):
-        if files.listed(path):
-            yield name, root.root + path
+    paths = {"model": IN_FOLDER.model, "embeddings": IN_FOLDER.stage(Stage.EMBED), "report": IN_FOLDER.report}
+    yield from ((name, root.root + path) for name, path in paths.items() if files.listed(path))
     yield "run", root.root
     if published:
         yield "registry", f"{root.bucket_root}/registry"

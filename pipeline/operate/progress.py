@@ -28,10 +28,6 @@ from pipeline.errors import plain
 from pipeline.operate.run_files import IN_FOLDER, Listed, RunFiles, json_object, number, read_metrics
 
 PLAIN_PROGRESS = timedelta(seconds=15)
-LIVE_REFRESH_PER_SECOND = 4
-BAR_WIDTH = 20
-FAILED_SUFFIX = " failed"
-WAITING_STATES = ("Wait", "WaitLong")
 SKIPPED = {Stage.PLAN: (Stage.INGEST, "no new shard"), Stage.TRAIN: (Stage.COMPILE, "nothing to compile")}
 """Stage -> the stage that the state machine may go past just before it, and why."""
 
@@ -68,9 +64,7 @@ class StageLine:
 
     @property
     def elapsed(self) -> timedelta:
-        if self.started is None:
-            return timedelta(0)
-        return (self.ended or datetime.now(timezone.utc)) - self.started
+        return (self.ended or datetime.now(timezone.utc)) - self.started if self.started else timedelta(0)
 
 
 @dataclass(slots=True)
@@ -125,8 +119,7 @@ class Tracker:
             job: from DescribeJobs.
             moment: now.
         """
-        line = self.running
-        if line is None:
+        if (line := self.running) is None:
             return
         line.queued = queued(job, moment)
         ended = _ended_attempts(job)
@@ -165,7 +158,7 @@ class Tracker:
             line.jobs.append(job)
 
     def _enter(self, state: str, moment: datetime) -> None:
-        self.waiting = "waiting for the lock" if state in WAITING_STATES else ""
+        self.waiting = "waiting for the lock" if state in ("Wait", "WaitLong") else ""
         # States of a stage are called `train`, `train (wait)`, `embed (single)`, `train failed`.
         name = state.partition(" ")[0]
         stage = Stage(name) if name in set(Stage) else None
@@ -179,7 +172,7 @@ class Tracker:
             if self.lines[skipped].state == "pending":
                 self.lines[skipped].state, self.lines[skipped].doing = "skipped", reason
         entered = self.lines[stage]
-        if state.endswith(FAILED_SUFFIX):
+        if state.endswith(" failed"):
             self._end(entered, moment, failed=True)
         elif entered.state != "running":
             entered.state, entered.started, entered.ended, entered.share = "running", moment, None, None
@@ -198,8 +191,7 @@ class Tracker:
         if STAGES[line.stage].shape is not Shape.ARRAY:
             fresh = fresh[:1]
         found = {file.name: record for file in fresh if (record := self._progress(file))}
-        records = list(found.values())
-        if not records:
+        if not (records := list(found.values())):
             return "starting"
         done, total, rate = (sum(number(record, key) or 0 for record in records) for key in ("done", "total", "rate"))
         finished, whole = (sum(numbers) for numbers in zip(*map(_work, records), strict=True))
@@ -301,7 +293,7 @@ class LiveDisplay(Live):
     def __init__(self, console: Console) -> None:
         self._tracker: Tracker | None = None
         self._spinner = Spinner("dots", style="cyan")
-        super().__init__(console=console, refresh_per_second=LIVE_REFRESH_PER_SECOND, get_renderable=self._render)
+        super().__init__(console=console, refresh_per_second=4, get_renderable=self._render)
 
     def show(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -324,7 +316,7 @@ class LiveDisplay(Live):
             words: RenderableType = Text("; ".join(([doing] if doing else []) + _found(line)), no_wrap=True, overflow="ellipsis")
             if line.state == "running" and line.share is not None:
                 bar = Table.grid(padding=(0, 1))
-                bar.add_row(ProgressBar(total=1.0, completed=line.share, width=BAR_WIDTH), words)
+                bar.add_row(ProgressBar(total=1.0, completed=line.share, width=20), words)
                 words = bar
             table.add_row(marks[line.state], Text(line.stage.value, style=style), elapsed, words)
         for note in filter(None, (self._tracker.waiting, self._tracker.trouble)):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.contract import RunPaths, Stage, StageFailure, StageResult
+from pipeline.contract import R, RunPaths, Stage, StageFailure, StageResult
 from pipeline.errors import BadData
 
 IN_FOLDER = RunPaths("")
@@ -80,11 +81,8 @@ class LocalFiles:
         folder, _, start = prefix.lstrip("/").rpartition("/")
         found = []
         for path in sorted((self.folder / folder).glob(f"{start}*")):
-            try:
+            with suppress(FileNotFoundError):  # it was removed since the folder was listed
                 found.append(Listed(path.relative_to(self.folder).as_posix(), path.stat().st_mtime))
-            except FileNotFoundError:
-                # Removed since the folder was listed.
-                continue
         return found
 
     def as_typed(self, text: str) -> str:
@@ -113,11 +111,7 @@ def number(record: Mapping[str, Any], *keys: str) -> float | None:
 
 def read_result(files: RunFiles, stage: Stage) -> StageResult | None:
     """Return a stage's result, None if none can be read."""
-    data = files.read(IN_FOLDER.result(stage))
-    try:
-        return StageResult.from_json(data) if data is not None else None
-    except BadData:
-        return None
+    return _record(files, IN_FOLDER.result(stage), StageResult)
 
 
 def read_metrics(files: RunFiles, stage: Stage) -> dict[str, Any]:
@@ -128,8 +122,12 @@ def read_metrics(files: RunFiles, stage: Stage) -> dict[str, Any]:
 
 def read_failure(files: RunFiles, stage: Stage) -> StageFailure | None:
     """Return why a stage's newest attempt failed, None if no record says so."""
-    data = files.read(IN_FOLDER.failure(stage))
+    return _record(files, IN_FOLDER.failure(stage), StageFailure)
+
+
+def _record(files: RunFiles, name: str, kind: type[R]) -> R | None:
+    data = files.read(name)
     try:
-        return StageFailure.from_json(data) if data is not None else None
+        return kind.from_json(data) if data is not None else None
     except BadData:
         return None

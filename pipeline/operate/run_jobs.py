@@ -20,11 +20,8 @@ Job = Mapping[str, Any]
 
 def describe(site: Site, ids: Sequence[str]) -> list[Job]:
     """Return the jobs as DescribeJobs describes them, without those that Batch has forgotten (a week after their end)."""
-    found: list[Job] = []
-    with site.asking("jobs"):
-        for first in range(0, len(ids), DESCRIBED_AT_ONCE):
-            found += site.client("batch").describe_jobs(jobs=list(ids[first : first + DESCRIBED_AT_ONCE]))["jobs"]
-    return found
+    pages = (list(ids[first : first + DESCRIBED_AT_ONCE]) for first in range(0, len(ids), DESCRIBED_AT_ONCE))
+    return [job for page in pages for job in site.ask("jobs", "batch", "describe_jobs", jobs=page)["jobs"]]
 
 
 def alive(site: Site, execution: Execution) -> list[Job]:
@@ -35,12 +32,10 @@ def alive(site: Site, execution: Execution) -> list[Job]:
     """
     milliseconds = round((execution.started - CLOCKS_DIFFER).timestamp() * 1000)
     since = {"name": "AFTER_CREATED_AT", "values": [str(milliseconds)]}
-    ids = []
     with site.asking("jobs"):
-        pages = site.client("batch").get_paginator("list_jobs")
-        for queue in site.machine.queues:
-            for page in pages.paginate(jobQueue=queue, filters=[since]):
-                ids += [job["jobId"] for job in page["jobSummaryList"] if job["status"] not in JOB_ENDED]
+        paginate = site.client("batch").get_paginator("list_jobs").paginate
+        pages = [page for queue in site.machine.queues for page in paginate(jobQueue=queue, filters=[since])]
+    ids = [job["jobId"] for page in pages for job in page["jobSummaryList"] if job["status"] not in JOB_ENDED]
     return [
         job
         for job in describe(site, ids)
@@ -50,8 +45,7 @@ def alive(site: Site, execution: Execution) -> list[Job]:
 
 def terminate(site: Site, job: Job, reason: str) -> None:
     """Terminate a job; one that has ended meanwhile stays unchanged."""
-    with site.asking(job["jobName"]):
-        site.client("batch").terminate_job(jobId=job["jobId"], reason=reason)
+    site.ask(job["jobName"], "batch", "terminate_job", jobId=job["jobId"], reason=reason)
 
 
 def failed_logs(site: Site, job_id: str, failure: StageFailure | None) -> Iterator[str]:
@@ -74,8 +68,7 @@ def _one(site: Site, job_id: str | None) -> Job | None:
 
 
 def _failed_child(site: Site, job_id: str) -> str | None:
-    with site.asking("an array's children"):
-        answer = site.client("batch").list_jobs(arrayJobId=job_id, jobStatus="FAILED")
+    answer = site.ask("an array's children", "batch", "list_jobs", arrayJobId=job_id, jobStatus="FAILED")
     return next((str(child["jobId"]) for child in answer["jobSummaryList"]), None)
 
 

@@ -25,7 +25,6 @@ from pipeline.operate.outcome import GATE_REFUSED, judge
 from pipeline.operate.progress import SHOWN_METRIC, Tracker
 from pipeline.operate.run_files import IN_FOLDER, LocalFiles, RunFiles, json_object, number, read_failure, read_result
 
-ASKED_AT_ONCE = 8
 LONGEST_REASON = 60
 PIPED_WIDTH = 300
 """Columns of a table that goes into a file or a pipe, so that no line is cut."""
@@ -130,7 +129,7 @@ def _result(row: RunRow) -> str:
 def _executions(site: Site, limit: int) -> list[RunRow]:
     found = executions.newest(site, limit)
     _ = site.machine  # read once, before several threads need it
-    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+    with ThreadPoolExecutor(max_workers=8) as pool:
         return list(pool.map(lambda execution: _row(site, execution), found))
 
 

@@ -32,8 +32,6 @@ from pipeline.run.world import NodeWorld
 EXECUTION_VARIABLE = "AWS_EXECUTION_ENV"
 """ECS sets it in every container: AWS_ECS_EC2 or AWS_ECS_FARGATE (Amazon ECS Developer Guide, "Environment variables")."""
 
-BEGINNING = '{"_aws":'
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedMetrics:
@@ -71,9 +69,8 @@ class EmbeddedMetrics:
         finite = {metric: value for metric, value in values.items() if math.isfinite(value)}
         if not self.enabled or not finite:
             return
-        line = json.dumps(self._document(finite, properties), separators=(",", ":"))
         # In one piece, and shorter than a pipe takes at once: other processes of the container write to the same one.
-        sys.stdout.write(line + "\n")
+        sys.stdout.write(json.dumps(self._document(finite, properties), separators=(",", ":")) + "\n")
         sys.stdout.flush()
 
     def _document(self, values: Mapping[Metric, float], properties: Mapping[str, int | str]) -> dict[str, Any]:
@@ -106,4 +103,4 @@ class EmbeddedMetrics:
 
 def is_record(line: str) -> bool:
     """Whether a line of output is one that `EmbeddedMetrics` wrote."""
-    return line.startswith(BEGINNING)
+    return line.startswith('{"_aws":')

@@ -21,8 +21,7 @@ def read_metadata(path: str = "", environment: Mapping[str, str] = os.environ) -
     Raises:
         urllib3.exceptions.HTTPError, ValueError: no answer, or another than the documented one.
     """
-    uri = environment.get(VARIABLE)
-    if not uri:
+    if not (uri := environment.get(VARIABLE)):
         return None
     # Past every proxy: the address is the host's own.
     answer = urllib3.PoolManager().request("GET", uri + path, timeout=SECONDS, retries=False)

@@ -26,13 +26,17 @@ def lost_peer(detail: str) -> LostPeer:
     )
 
 
-def unexpected(error: BaseException) -> Defect:
+def unexpected(error: BaseException) -> TrnpipeError:
     """Return the failure of a process that ended with an exception that trnpipe does not know."""
-    defect = Defect(
-        f"{type(error).__name__}: {error}", rule="this is a mistake in trnpipe", remedy="report it with the log above"
+    return as_unexpected(
+        Defect(f"{type(error).__name__}: {error}", rule="this is a mistake in trnpipe", remedy="report it with the log above")
     )
-    defect.kind = FailureKind.UNEXPECTED
-    return defect
+
+
+def as_unexpected(error: TrnpipeError) -> TrnpipeError:
+    """Return an error that a line of the log may explain better, marked as such."""
+    error.kind = FailureKind.UNEXPECTED
+    return error
 
 
 def describe(error: TrnpipeError, *, stage: Stage, run: str, node: NodeWorld, rank: int) -> StageFailure:

@@ -141,10 +141,9 @@ class Watchdog:
     def read(self, rank: int) -> dict[str, Any]:
         """Return a rank's newest heartbeat, empty before the first."""
         try:
-            record: dict[str, Any] = json.loads(heartbeat_path(self._folder, rank).read_text())
+            return dict(json.loads(heartbeat_path(self._folder, rank).read_text()))
         except FileNotFoundError:
             return {}
-        return record
 
     def _version(self, rank: int) -> int:
         try:

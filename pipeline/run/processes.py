@@ -45,8 +45,7 @@ def end_group(process: subprocess.Popen[bytes], *, grace_seconds: float = 0.0) -
 
 def all_processes() -> dict[int, dict[str, str]]:
     """Return the fields of /proc/PID/status by process id; empty where there is no /proc."""
-    found = {int(path.name): status(int(path.name)) for path in PROC.glob("[0-9]*")}
-    return {pid: fields for pid, fields in found.items() if fields}
+    return {int(path.name): fields for path in PROC.glob("[0-9]*") if (fields := status(int(path.name)))}
 
 
 def status(pid: int) -> dict[str, str]:

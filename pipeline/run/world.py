@@ -66,10 +66,9 @@ class NodeWorld:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> NodeWorld:
-        nodes = int(environment.get("AWS_BATCH_JOB_NUM_NODES", "1"))
         return cls(
             node=int(environment.get("AWS_BATCH_JOB_NODE_INDEX", "0")),
-            nodes=nodes,
+            nodes=int(environment.get("AWS_BATCH_JOB_NUM_NODES", "1")),
             main_node=int(environment.get("AWS_BATCH_JOB_MAIN_NODE_INDEX", "0")),
             # On the main node itself Batch leaves the address out. Loopback will do there: its rank 0 listens on all addresses.
             leader=environment.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS") or LOOPBACK,

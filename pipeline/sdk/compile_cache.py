@@ -44,7 +44,6 @@ HLO_FILE, FLAGS_FILE, NEFF_FILE, DONE_FILE, LOG_FILE = (
     "model.log",
 )
 LOCK_SUFFIX = ".lock"
-IN_USE = "in-use"
 
 STOP_SECONDS = 10.0
 """From SIGTERM to SIGKILL for the tool and all it has started."""
@@ -313,12 +312,10 @@ def _failed_graphs(lines: Sequence[str], cache: str, count: int) -> tuple[Failed
             current = None
         elif current is not None:
             current.append(line)
-    states = modules(cache)
-    if not words:
-        words = {key.rsplit("/", 1)[-1]: [] for key, state in states.items() if state is GraphState.FAILED}
-    for key, state in states.items():
-        module = key.rsplit("/", 1)[-1]
-        if module in words and state is GraphState.FAILED:
+    failed = [(key.rsplit("/", 1)[-1], key) for key, state in modules(cache).items() if state is GraphState.FAILED]
+    words = words or {module: [] for module, _ in failed}
+    for module, key in failed:
+        if module in words:
             words[module] += compiler_log(cache, key)
     graphs = [
         FailedGraph(
@@ -417,4 +414,4 @@ def _note(cache: str, run: str) -> str:
     parent, slash, name = cache.rstrip("/").rpartition("/")
     # A cache that is a whole bucket keeps its notes in itself.
     root = parent if slash and name and not parent.endswith(":/") else cache
-    return store.join(root, IN_USE, f"{run}.json")
+    return store.join(root, "in-use", f"{run}.json")

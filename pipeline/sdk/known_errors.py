@@ -106,10 +106,8 @@ def match(line: str, *, nodes: int = 1) -> LogFinding | None:
     line = line[:SEARCHED_CHARACTERS]
     if not _ANY.search(line) or BENIGN.search(line):
         return None
-    for row in TABLE:
-        if row.pattern.search(line) and not (row.gang_only if nodes == 1 else row.alone_only):
-            return LogFinding(row, line.strip()[:LINE_CHARACTERS])
-    return None
+    rows = (row for row in TABLE if row.pattern.search(line) and not (row.gang_only if nodes == 1 else row.alone_only))
+    return next((LogFinding(row, line.strip()[:LINE_CHARACTERS]) for row in rows), None)
 
 
 def clearest(findings: Iterable[LogFinding | None]) -> LogFinding | None:

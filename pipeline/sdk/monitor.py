@@ -70,7 +70,7 @@ class Reading:
     device_memory: int | None = None
     host_memory: int | None = None
     ecc: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
     gaps: list[str] = field(default_factory=list)
 
 
@@ -110,14 +110,12 @@ def _read_process(process: Mapping[str, Any], reading: Reading) -> None:
     if memory := _group(report, "memory_used", reading):
         reading.device_memory = (reading.device_memory or 0) + whole_number(memory["neuron_runtime_used_bytes"]["neuron_device"])
     if stats := _group(report, "execution_stats", reading):
-        for kind, count in stats["error_summary"].items():
-            reading.errors[kind] = reading.errors.get(kind, 0) + whole_number(count)
+        reading.errors.update({kind: whole_number(count) for kind, count in stats["error_summary"].items()})
 
 
 def _group(groups: Mapping[str, Any], name: str, reading: Reading) -> Mapping[str, Any] | None:
     """A metric group, None where neuron-monitor left it out (its period is not over) or could not collect it."""
-    group = groups.get(name)
-    if group is None:
+    if (group := groups.get(name)) is None:
         return None
     if group.get("error"):
         reading.gaps.append(f"{name}: {group['error']}")
@@ -243,36 +241,32 @@ class HostMonitor:
                 reading = parse_report(line)
             except ValueError as error:
                 self._say_once(f"skipped a line of neuron-monitor that has an undocumented form: {error}: {line[:200]!r}")
-                continue
-            self._take(reading)
+            else:
+                self._take(reading)
         self._ended.set()
         if not self._stopping.is_set():
             self._say_once(f"neuron-monitor ended with status {process.wait()}: training continues without a monitor")
 
     def _take(self, reading: Reading) -> None:
-        fatal = []
-        events: dict[str, int] = {}
-        risen = {name: count for name, count in reading.ecc.items() if count > self._ecc.get(name, 0)}
-        for name, count in risen.items():
-            # Corrected errors from before this attempt are no news; an uncorrected one always is.
-            if name in FATAL_ECC or self._ecc:
-                log.warning("memory errors: %s is now %d", name, count)
-                events[name] = count - self._ecc.get(name, 0)
-            if name in FATAL_ECC:
-                fatal.append(f"{name}: {count}")
-        for kind, count in reading.errors.items():
-            if count:
-                log.warning("failed executions within %g seconds: %d of kind %s", self._period_seconds, count, kind)
-            if count and kind == FATAL_ERROR:
-                fatal.append(f"{kind} errors: {count}")
         for gap in reading.gaps:
             self._say_once(f"neuron-monitor could not collect everything: {gap}")
         with self._lock:
+            for name, count in reading.ecc.items():
+                risen = count - self._ecc.get(name, 0)
+                # Corrected errors from before this attempt are no news; an uncorrected one always is.
+                if risen > 0 and (name in FATAL_ECC or self._ecc):
+                    log.warning("memory errors: %s is now %d", name, count)
+                    self._new_ecc[name] += risen
+                if risen > 0 and name in FATAL_ECC:
+                    self._fatal.append(f"{name}: {count}")
+            for kind, count in reading.errors.items():
+                if count:
+                    log.warning("failed executions within %g seconds: %d of kind %s", self._period_seconds, count, kind)
+                if count and kind == FATAL_ERROR:
+                    self._fatal.append(f"{kind} errors: {count}")
             self._latest = reading
             self._readings.append(reading)
-            self._new_ecc.update(events)
             self._ecc |= reading.ecc
-            self._fatal += fatal
 
     def _say_once(self, text: str) -> None:
         # What differs in numbers only is the same message.
@@ -318,18 +312,21 @@ class HostMonitor:
         )
         node = self._context.world.node
         used = {"mean": fmean(means.values()), "min": min(means.values()), "max": max(means.values())} if means else {}
-        line = {
-            "time": time.time(),
-            "attempt": node.attempt,
-            "host": node.host,
-            **({"utilization": {name: round(share, 2) for name, share in used.items()}} if used else {}),
-            "cores": {str(core): round(mean, 2) for core, mean in means.items()},
-            "device_memory_bytes": reading.device_memory,
-            "host_memory_bytes": reading.host_memory,
-            "ecc": ecc,
-            "errors": errors,
-        }
-        self._lines.append(json.dumps(line))
+        self._lines.append(
+            json.dumps(
+                {
+                    "time": time.time(),
+                    "attempt": node.attempt,
+                    "host": node.host,
+                    **({"utilization": {name: round(share, 2) for name, share in used.items()}} if used else {}),
+                    "cores": {str(core): round(mean, 2) for core, mean in means.items()},
+                    "device_memory_bytes": reading.device_memory,
+                    "host_memory_bytes": reading.host_memory,
+                    "ecc": ecc,
+                    "errors": errors,
+                }
+            )
+        )
         try:
             store.write_bytes(self._uri, "".join(f"{text}\n" for text in self._lines).encode())
         except (TrnpipeError, OSError) as error:

@@ -24,6 +24,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.contract import Queue, Shape, Stage, StageSpec
@@ -114,7 +115,9 @@ def environment(
         graphs: the plan's graph variables; none for processes that train nothing.
         release: of the host's kernel; None: this host's.
     """
-    found = {name: value for name, value in base.items() if name not in REMOVED and not name.startswith(REMOVED_PREFIXES)}
+    compiler = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": cache}
+    removed = (*REMOVED, *compiler)
+    found = {name: value for name, value in base.items() if name not in removed and not name.startswith(REMOVED_PREFIXES)}
     defaults = {"NEURON_RT_EXEC_TIMEOUT": str(EXEC_TIMEOUT_SECONDS), "MALLOC_ARENA_MAX": "64", "NEURON_PROCESS_TAG": tag}
     if graphs:
         defaults["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] = str(INFLIGHT_REQUESTS)
@@ -124,9 +127,7 @@ def environment(
             found.pop(name, None)
     # Empty in a job definition means not set.
     found = {**defaults, **{name: value for name, value in found.items() if value or name not in defaults}}
-    compiler = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": cache}
-    found |= {**graphs, "PJRT_DEVICE": "NEURON", **compiler}
-    found = {name: value for name, value in found.items() if value or name not in compiler}
+    found |= {**graphs, "PJRT_DEVICE": "NEURON", **{name: value for name, value in compiler.items() if value}}
     if nodes == 1:
         found = {name: value for name, value in found.items() if not name.startswith("FI_")}
     else:
@@ -135,8 +136,7 @@ def environment(
             defaults["FI_EFA_FORK_SAFE"] = "1"
         found |= {name: value for name, value in defaults.items() if not found.get(name)}
         if not found.get("CCOM_SOCKET_IFNAME"):
-            interface = interface_to(leader)
-            if interface:
+            if interface := interface_to(leader):
                 found["CCOM_SOCKET_IFNAME"] = interface
             else:
                 log.warning("no interface leads to the main node %s: CCOM_SOCKET_IFNAME is left to the collectives", leader)
@@ -246,8 +246,7 @@ def needs_fork_safe(release: str) -> bool:
     Raises:
         BadConfig: no version can be read from it.
     """
-    found = re.match(r"(\d+)\.(\d+)", release)
-    if not found:
+    if not (found := re.match(r"(\d+)\.(\d+)", release)):
         raise BadConfig("the kernel's release cannot be read", value=release, rule="it begins with MAJOR.MINOR")
     return (int(found.group(1)), int(found.group(2))) < FORK_SAFE_SINCE
 
@@ -305,11 +304,8 @@ def interface_to(address: str) -> str | None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == source:
-                return name
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == source:
+                    return name
     return None

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,10 +26,8 @@ HOST = Path("/")
 TOOLS_FOLDER = "opt/aws/neuron/bin"
 RUNTIME_LIBRARY = "opt/aws/neuron/lib/libnrt.so.1"
 """The runtime's library as programs load it: a link to libnrt.so.VERSION."""
-RUNTIME_PACKAGE = "aws-neuronx-runtime-lib"
 DRIVER_VERSION = "sys/module/neuron/version"
 """Version of the driver that is loaded. `modinfo neuron` names the one on disk, which may be another (nrt-troubleshoot.rst)."""
-SYSFS_DEVICES = "sys/devices/virtual/neuron_device"
 
 UNCORRECTED = ("mem_ecc_uncorrected", "mem_ecc_repairable_uncorrected", "sram_ecc_uncorrected")
 """Counters of a device since its driver was loaded, in `neuronN/stats/hardware`."""
@@ -74,8 +73,7 @@ def find_tool(name: str, root: Path = HOST) -> str:
     Raises:
         ToolError: it is in neither.
     """
-    found = shutil.which(name) or shutil.which(name, path=str(root / TOOLS_FOLDER))
-    if found is None:
+    if (found := shutil.which(name) or shutil.which(name, path=str(root / TOOLS_FOLDER))) is None:
         raise ToolError(f"{name} is neither on PATH nor in /{TOOLS_FOLDER}")
     return found
 
@@ -92,12 +90,11 @@ def run_tool(name: str, *arguments: str, seconds: float, root: Path = HOST, fold
     Raises:
         ToolError: no such tool, an exit status other than 0, or no end in time.
     """
-    command = [find_tool(name, root), *arguments]
     # Files, because a pipe stays open as long as any of the tool's own children holds it.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         try:
             process = subprocess.Popen(
-                command,
+                [find_tool(name, root), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -142,8 +139,7 @@ def parse_version(text: str) -> Version:
     Raises:
         ToolError: no version.
     """
-    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text.strip())
-    if found is None:
+    if (found := re.match(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text.strip())) is None:
         raise ToolError(f"not a version: {text.strip()!r}")
     return int(found[1]), int(found[2]), int(found[3])
 
@@ -166,11 +162,10 @@ def runtime_version(root: Path = HOST, *, seconds: float) -> str:
     Raises:
         ToolError: neither names one.
     """
-    named = re.fullmatch(r"libnrt\.so\.(\d+(?:\.\d+){2,3})", (root / RUNTIME_LIBRARY).resolve().name)
-    if named:
+    if named := re.fullmatch(r"libnrt\.so\.(\d+(?:\.\d+){2,3})", (root / RUNTIME_LIBRARY).resolve().name):
         return named[1]
     try:
-        stdout, _ = run_tool("dpkg-query", "-W", "-f=${Version}", RUNTIME_PACKAGE, seconds=seconds, root=root)
+        stdout, _ = run_tool("dpkg-query", "-W", "-f=${Version}", "aws-neuronx-runtime-lib", seconds=seconds, root=root)
     except ToolError as error:
         raise ToolError(f"the Neuron runtime is not known: no /{RUNTIME_LIBRARY}, and {error}") from error
     return stdout.strip()
@@ -188,9 +183,7 @@ def driver_objection(driver: Version, runtime: Version, accepted: Sequence[str])
         return "a driver 2.29 or newer needs a runtime 2.33 or newer"
     if driver[:2] <= (2, 26) and runtime[:2] >= (2, 32):
         return "a runtime 2.32 or newer refuses drivers up to 2.26"
-    if f"{driver[0]}.{driver[1]}" not in accepted:
-        return f"health_check.driver_versions accepts {', '.join(accepted)}"
-    return None
+    return None if f"{driver[0]}.{driver[1]}" in accepted else f"health_check.driver_versions accepts {', '.join(accepted)}"
 
 
 # Devices.
@@ -208,15 +201,14 @@ def uncorrected_errors(devices: int, root: Path = HOST) -> dict[str, int]:
         ToolError: a counter is missing or not a number.
     """
     counts = {}
-    for device in range(devices):
-        for name in UNCORRECTED:
-            file = root / SYSFS_DEVICES / f"neuron{device}" / "stats" / "hardware" / name
-            # The guide draws counters as folders with a file `total`; the driver makes these plain files.
-            file = file / "total" if file.is_dir() else file
-            try:
-                counts[f"neuron{device} {name}"] = int(file.read_text())
-            except (OSError, ValueError) as error:
-                raise ToolError(f"the error counter of neuron{device} cannot be read: {error}") from error
+    for device, name in product(range(devices), UNCORRECTED):
+        file = root / f"sys/devices/virtual/neuron_device/neuron{device}/stats/hardware" / name
+        # The guide draws counters as folders with a file `total`; the driver makes these plain files.
+        file = file / "total" if file.is_dir() else file
+        try:
+            counts[f"neuron{device} {name}"] = int(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ToolError(f"the error counter of neuron{device} cannot be read: {error}") from error
     return counts
 
 
@@ -281,13 +273,10 @@ def nccom_test(operation: str, ranks: int, size: int, *, seconds: float, root: P
     with tempfile.TemporaryDirectory(prefix="trnpipe-nccom-") as name:
         folder = Path(name)
         report = folder / "report.json"
-        arguments = ("-r", str(ranks), NCCOM_OPERATIONS[operation], "-b", str(size), "-e", str(size), "-d", "fp32", "--check")
         stdout, stderr = run_tool(
             "nccom-test",
-            *arguments,
-            "--non-interactive",
-            "--report-to-json-file",
-            str(report),
+            *("-r", str(ranks), NCCOM_OPERATIONS[operation], "-b", str(size), "-e", str(size), "-d", "fp32", "--check"),
+            *("--non-interactive", "--report-to-json-file", str(report)),
             seconds=seconds,
             root=root,
             folder=folder,

@@ -46,16 +46,16 @@ def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> C
         down = HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
         return round(across, 1), round(down, 1)
 
-    lines = []
-    for name, points in drawn.items():
-        placed = [place(x, y) for x, y in points]
-        lines.append({"name": name, "points": " ".join(f"{x},{y}" for x, y in placed), "end": placed[-1]})
+    placed = {name: [place(x, y) for x, y in points] for name, points in drawn.items()}
     return {
         "x_label": x_label,
         "y_label": y_label,
         "x_ticks": [{"at": place(value, y_low)[0], "label": label} for value, label in x_ticks],
         "y_ticks": [{"at": place(x_low, value)[1], "label": label} for value, label in y_ticks],
-        "lines": lines,
+        "lines": [
+            {"name": name, "points": " ".join(f"{x},{y}" for x, y in points), "end": points[-1]}
+            for name, points in placed.items()
+        ],
         "averaged": averaged,
         "width": WIDTH,
         "height": HEIGHT,

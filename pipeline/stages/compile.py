@@ -58,7 +58,6 @@ LOADING_SECONDS = 1800 + JOIN_SECONDS
 LOADING = "TRNPIPE_TRIAL_LOADS"
 """Set for the ranks of a trial that runs what is compiled."""
 
-RANDOM_WEIGHTS_SEED = 0x5EED
 RANDOM_WEIGHTS_SCALE = 0.02
 """The standard deviation with which BERT's own weights begin."""
 
@@ -139,8 +138,9 @@ def compile_on_neuron(context: StageContext, graphs: GraphsPlan) -> StageOutput 
                 compile_cache.clear_locks(graphs.cache, in_use=bool(compile_cache.others(graphs.cache, run_id)))
             summary = compile_training(context, graphs)
             node = context.world.node
-            record = {**asdict(summary), "attempt": node.attempt, "job": node.job}
-            store.write_json(context.paths.compiled_node(node.node), record)
+            store.write_json(
+                context.paths.compiled_node(node.node), {**asdict(summary), "attempt": node.attempt, "job": node.job}
+            )
             wait_for_nodes(context)
             if leader:
                 trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=cached_graphs(graphs.cache, summary.modules))
@@ -382,7 +382,7 @@ def check_traces(
 
 def random_encoder(backbone: PreTrainedConfig, config: ModelConfig) -> nn.Module:
     """Return an encoder as evaluate and embed call it on `neuron`, with noise on every weight (fresh biases would all be 0)."""
-    torch.manual_seed(RANDOM_WEIGHTS_SEED)
+    torch.manual_seed(0x5EED)
     encoder = new_encoder(backbone, config)
     with torch.no_grad():
         for weight in encoder.parameters():

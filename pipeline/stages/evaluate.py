@@ -5,8 +5,9 @@ third model is measured too, for the reader. Reads these models and `plan/rows`;
 and what each query got with the new model to `evaluate/queries.parquet` (`trnpipe parity` compares it with another run's). The
 verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts on what it says.
 
-All ranks of the host share the work: each encodes some of the texts, and ranks all candidates for some of the queries. What was
-published with the published model is not computed again (pipeline/evaluation/reuse).
+All ranks of the host share the work: each encodes some of the texts, and ranks all candidates for some of the queries. The new
+model's vectors stay in `evaluate/vectors.npy`: once it is the published model, they are not computed again
+(pipeline/evaluation/reuse).
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ from pipeline.evaluation.exchange import exchange
 from pipeline.evaluation.gate import judge_model
 from pipeline.evaluation.holdout import Holdout, read_holdout
 from pipeline.evaluation.query_values import QueryValues
-from pipeline.evaluation.retrieval import METRICS, Block, Integers, retrieve
-from pipeline.evaluation.reuse import published_vectors
+from pipeline.evaluation.retrieval import METRICS, Integers, retrieve
+from pipeline.evaluation.reuse import Vectors, published_vectors, write_vectors
 from pipeline.evaluation.statistics import CONFIDENCE, Units, Values, resampled_means
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.log import log
-from pipeline.model.folder import WEIGHTS, inspect_folder, load_encoder, own_form
+from pipeline.model.folder import WEIGHTS, load_encoder, own_form
 from pipeline.model.inference import TokenList, encode
 from pipeline.plan import own_parts
 from pipeline.run.context import StageContext, StageOutput
 
 PerQuery = dict[str, Values]
 """Metric -> its value for every query, in the order of `Holdout.queries`."""
+
+VECTORS = "vectors.npy"
 
 FRESH = "fresh"
 """Slice of the newest week's queries."""
@@ -103,7 +106,7 @@ def run(context: StageContext) -> StageOutput | None:
     )
     counts = {
         "candidates": len(holdout.candidates),
-        "reused": sum(len(rows) for model in models for rows, _ in model.reused),
+        "reused": sum(int((model.place >= 0).sum()) for model in models),
     }
     scorecard = {**counts, **scores, "gate": gate, "slices": slices}
     store.write_json(context.paths.scorecard, scorecard)
@@ -120,6 +123,7 @@ def run(context: StageContext) -> StageOutput | None:
         outputs={
             "scorecard": Artifact(context.paths.scorecard, store.sha256(context.paths.scorecard)),
             "queries": written,
+            "vectors": store.upload(context.scratch / VECTORS, context.paths.vectors),
         },
         metrics={
             **counts,
@@ -139,7 +143,7 @@ def open_alone(context: StageContext, kind: str, precision: str) -> Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """A model that is measured, and this rank's share of the work.
+    """A model that is measured, and how the ranks share the work.
 
     Attributes:
         name: `parent`, `new` or `published`.
@@ -147,11 +151,12 @@ class MeasuredModel:
         form: the model's pooling, normalization and head.
         device: it encodes on this one.
         holdout: in its own tokens.
-        reused: candidates with embeddings that are not computed again.
-        encoded: rank -> the candidates that it encodes, indices (n,).
-        queries: indices of the queries that this rank encodes and ranks.
-        texts: what this rank encodes: its candidates, then its queries.
-        tokens: in them.
+        texts: its candidates, then its queries.
+        place: of each text among `vectors`, -1 where it is computed: (N,).
+        vectors: that are not computed again, (n, D).
+        shares: rank -> the texts whose vectors it computes or takes, ascending indices (n,).
+        queries: those that this rank ranks.
+        tokens: that this rank encodes.
     """
 
     name: str
@@ -159,10 +164,11 @@ class MeasuredModel:
     form: ModelConfig
     device: Device
     holdout: Holdout
-    reused: list[Block]
-    encoded: list[Integers]
-    queries: range
     texts: list[TokenList]
+    place: Integers
+    vectors: Vectors
+    shares: list[Integers]
+    queries: range
     tokens: int
 
 
@@ -200,25 +206,25 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
     context.heartbeat.beat(note=f"fetching the {name} model")
     folder = store.local_folder(uri, context.scratch / name)
     form = own_form(folder, plan.config.model) if name == "published" else plan.config.model
-    own = np.empty(0, np.int64), np.empty((0, 0), np.float32)
+    texts = [*holdout.candidates, *holdout.queries]
+    place, vectors = np.full(len(texts), -1), np.empty((0, 0), np.float32)
     if plan.published and uri == plan.published.folder:
-        dimension = inspect_folder(folder, form)[0].hidden_size
-        own = published_vectors(context, plan.published, device, dimension, holdout.documents)
-    places, vectors = exchange(context, f"{name}-reused", own[0]), exchange(context, f"{name}-vectors", own[1])
-    encoded = np.array_split(np.setdiff1d(np.arange(len(holdout.candidates)), np.concatenate(places)), world.size)
-    queries = own_parts(len(holdout.queries), world.size, world.rank)
-    texts = [*(holdout.candidates[row] for row in encoded[world.rank]), *holdout.queries[queries.start : queries.stop]]
+        place, vectors = published_vectors(context, plan.published, device, texts)
+    # Every rank gets as many of the long texts and of those that are computed.
+    computed, taken = np.flatnonzero(place < 0), np.flatnonzero(place >= 0)
+    shares = [np.union1d(computed[rank :: world.size], taken[rank :: world.size]) for rank in range(world.size)]
     return MeasuredModel(
         name=name,
         folder=folder,
         form=form,
         device=device,
         holdout=holdout,
-        reused=[(rows, torch.from_numpy(found)) for rows, found in zip(places, vectors, strict=True)],
-        encoded=encoded,
-        queries=queries,
         texts=texts,
-        tokens=sum(map(len, texts)),
+        place=place,
+        vectors=vectors,
+        shares=shares,
+        queries=own_parts(len(holdout.queries), world.size, world.rank),
+        tokens=sum(len(texts[row]) for row in computed[world.rank :: world.size]),
     )
 
 
@@ -228,15 +234,19 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
     Args:
         before, total: tokens that this rank has encoded with other models, and encodes with all of them.
     """
-    config, device = context.plan.config.embed, model.device
+    config, device, own = context.plan.config.embed, model.device, model.shares[context.world.rank]
     context.heartbeat.beat(note=f"loading the {model.name} model")
-    encode_with = encode_function(context, device, load_encoder(model.folder, model.form))
+    encoder = load_encoder(model.folder, model.form)
+    dimension = encoder.dimension
+    encode_with = encode_function(context, device, encoder)
+    computed = model.place[own] < 0
+    texts = [model.texts[row] for row in own[computed]]
     begun = time.monotonic()
 
     def beat(done: int, share: float) -> None:
         context.heartbeat.beat(
             done,
-            len(model.texts),
+            len(texts),
             work=before + share * model.tokens,
             total_work=total,
             unit="texts",
@@ -244,16 +254,28 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
             note=f"encoding with the {model.name} model",
         )
 
-    found = encode(encode_with, device, model.texts, config.buckets, config.tokens_per_batch, on_progress=beat).embeddings
-    count = len(model.texts) - len(model.queries)
-    shared = exchange(context, f"{model.name}-candidates", found[:count].numpy())
+    found = encode(encode_with, device, texts, config.buckets, config.tokens_per_batch, on_progress=beat).embeddings
+    vectors = np.empty((len(own), dimension), np.float32)
+    vectors[computed] = found.reshape(-1, dimension).numpy()
+    vectors[~computed] = model.vectors[model.place[own[~computed]]].reshape(-1, dimension)
+    shared = [torch.from_numpy(one) for one in exchange(context, f"{model.name}-vectors", vectors)]
+    blocks = list(zip(model.shares, shared, strict=True))
+    if model.name == "new" and context.world.is_leader:
+        write_vectors(context.scratch / VECTORS, model.texts, blocks, dimension)
     context.heartbeat.beat(note=f"ranking with the {model.name} model")
-    queries = found[count:].to(device.torch_device) if device.kind in EAGER_KINDS else found[count:]
-    blocks = [*model.reused, *((rows, torch.from_numpy(own)) for rows, own in zip(model.encoded, shared, strict=True))]
+    # A share begins with its candidates.
+    count = len(model.holdout.candidates)
+    candidates = [(rows[rows < count], one[: np.count_nonzero(rows < count)]) for rows, one in blocks]
+    queries = torch.empty((len(model.queries), dimension))
+    for rows, one in blocks:
+        first, last = np.searchsorted(rows, [count + model.queries.start, count + model.queries.stop])
+        queries[torch.from_numpy(rows[first:last] - count - model.queries.start)] = one[first:last]
+    if device.kind in EAGER_KINDS:
+        queries = queries.to(device.torch_device)
     relevant, known = (pairs.of_queries(model.queries) for pairs in (model.holdout.relevant, model.holdout.known))
-    values = retrieve(queries, blocks, relevant, known)
-    own = np.stack([values[metric] for metric in METRICS])
-    return dict(zip(METRICS, np.concatenate(exchange(context, f"{model.name}-values", own), axis=1), strict=True))
+    values = retrieve(queries, candidates, relevant, known)
+    own_values = np.stack([values[metric] for metric in METRICS])
+    return dict(zip(METRICS, np.concatenate(exchange(context, f"{model.name}-values", own_values), axis=1), strict=True))
 
 
 def means(values: PerQuery) -> dict[str, float]:

@@ -57,7 +57,7 @@ def run(context: StageContext) -> StageOutput:
     quarantined = sum(part.record.quarantined for part in parts)
     rows = plan.embed.rows - quarantined
     log.info("publish: %d embeddings in %d parts are complete, %d documents have none", rows, len(parts), quarantined)
-    published = move_pointer(context, model) if plan.config.registry is not None else None
+    published = move_pointer(context, model, plan.config.registry) if plan.config.registry is not None else None
     if published is None:
         log.info("publish: registry is null, nothing points at this run")
     return StageOutput(
@@ -124,9 +124,8 @@ def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
     count = len(context.plan.embed.parts)
     rows = 0
     parts = []
-    deletions = None
-    if found := context.plan.deletions:
-        deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(found.digest)))
+    found = context.plan.deletions
+    deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(found.digest))) if found else None
     with ThreadPoolExecutor(READERS, "parts") as readers:
         for part in readers.map(lambda index: check_part(context, model, index, deletions), range(count)):
             parts.append(part)
@@ -256,20 +255,20 @@ def check_ids(context: StageContext, index: int, ids: Sequence[str]) -> None:
 
 def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedPart]) -> dict[str, Any]:
     """Return `embed/manifest.json`: the whole set of embeddings, and the model that made them."""
-    plan, paths = context.plan, context.paths
     embedded = IdDigest()
     for part in parts:
         embedded.merge(IdDigest.parse(part.record.ids))
-    count = len(parts)
-    lists = [paths.part_quarantine(part.index, count) for part in parts if part.record.quarantined]
     return {
-        "run": plan.run,
-        "model": {"uri": paths.model, "sha256": model.sha256},
+        "run": context.plan.run,
+        "model": {"uri": context.paths.model, "sha256": model.sha256},
         "dimension": parts[0].record.dimension,
         "dtype": parts[0].record.dtype,
         "rows": embedded.count,
         "ids": str(embedded),
-        "quarantined": {"documents": plan.embed.rows - embedded.count, "lists": lists},
+        "quarantined": {
+            "documents": context.plan.embed.rows - embedded.count,
+            "lists": [context.paths.part_quarantine(part.index, len(parts)) for part in parts if part.record.quarantined],
+        },
         "parts": [
             {
                 "uri": part.uri,
@@ -282,8 +281,11 @@ def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedP
     }
 
 
-def move_pointer(context: StageContext, model: Artifact) -> str:
+def move_pointer(context: StageContext, model: Artifact, registry: str) -> str:
     """Point the registry at this run, if the pointer is still the one that the run was planned with.
+
+    Args:
+        registry: the name under which the run publishes.
 
     Returns:
         The pointer's URI.
@@ -292,8 +294,7 @@ def move_pointer(context: StageContext, model: Artifact) -> str:
         Superseded: it names another run.
     """
     plan, paths = context.plan, context.paths
-    assert plan.config.registry is not None
-    uri = registry_uri(paths.bucket_root, plan.config.registry)
+    uri = registry_uri(paths.bucket_root, registry)
     pointer = {
         "model": paths.model,
         "model_sha256": model.sha256,

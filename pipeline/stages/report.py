@@ -30,7 +30,6 @@ from pipeline.run.context import StageContext, StageOutput
 from pipeline.stages.charts import LARGEST, Chart, bar, line_chart
 
 TEMPLATE = "report.html.j2"
-SHOWN_SHARDS = 50
 READS_AT_ONCE = 16
 """Records of attempts: an array may have thousands of children."""
 MOST_LINES = 3
@@ -133,8 +132,7 @@ class RunRecord:
 
     def metrics(self, stage: Stage) -> dict[str, Any]:
         """A stage's metrics, empty if it has no result."""
-        result = self.results.get(stage)
-        return result.metrics if result else {}
+        return self.results[stage].metrics if stage in self.results else {}
 
 
 def read_run(paths: RunPaths) -> RunRecord:
@@ -227,10 +225,9 @@ def states(record: RunRecord) -> list[dict[str, Any]]:
             spans[stage] = "refused" if refused else "done", _time(result.started), _time(result.finished)
         elif failure:
             spans[stage] = "failed", None, _time(failure.time)
-        elif stage in record.skipped:
-            spans[stage] = "skipped", None, None
         else:
-            spans[stage] = "not finished" if stage is verdict.stage else "not reached", None, None
+            status = "skipped" if stage in record.skipped else "not finished" if stage is verdict.stage else "not reached"
+            spans[stage] = status, None, None
     moments = [moment.timestamp() for _, *span in spans.values() for moment in span if moment]
     found = []
     for stage, (status, started, finished) in spans.items():
@@ -253,8 +250,7 @@ def render(record: RunRecord) -> str:
         lstrip_blocks=True,
     )
     environment.tests.update(measured=_is_number)
-    environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment, short=_short, gib=_gib)
-    environment.filters.update(hours=_hours)
+    environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment)
     plan, scores = record.plan, record.scorecard or record.metrics(Stage.EVALUATE)
     timeline = states(record)
     moments = [moment for state in timeline for moment in (state["started"], state["finished"]) if moment]
@@ -282,7 +278,7 @@ def render(record: RunRecord) -> str:
         queues={stage: spec.queue for stage, spec in STAGES.items()},
         configuration=json.dumps(plan.config.model_dump(mode="json"), indent=2) if plan else "",
         versions=_versions(record),
-        shown_shards=SHOWN_SHARDS,
+        shown_shards=50,
         files=_files(record),
     )
 
@@ -417,16 +413,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
-def _gib(value: Any) -> str:
-    """Bytes as GiB."""
-    return _number(value / (1 << 30), 1) if _is_number(value) else "–"
-
-
-def _hours(value: Any) -> str:
-    """Hours, with as many digits as say something of minutes."""
-    return _number(value, 2 if _is_number(value) and value >= 0.1 else 4)
-
-
 def _signed(value: Any, digits: int) -> str:
     text = _number(value, digits)
     return text if text[0] in "–−" else f"+{text}"
@@ -447,8 +433,3 @@ def _moment(value: Any) -> str:
     """An ISO time or datetime as `2025-01-31 14:05 UTC`."""
     moment = _time(value) if isinstance(value, str) else value
     return moment.strftime("%Y-%m-%d %H:%M UTC") if isinstance(moment, datetime) else "–"
-
-
-def _short(value: Any) -> str:
-    """The first digits of a hash."""
-    return str(value)[:12] if value else "–"

@@ -233,8 +233,7 @@ def list_objects(uri: str) -> list[ObjectInfo]:
     with translated(uri):
         root = _local(uri)
         paths = [path for path in root.rglob("*") if path.is_file() and not path.name.startswith(".")] if root.is_dir() else []
-        found = [ObjectInfo(str(path), path.stat().st_size, modified=path.stat().st_mtime) for path in paths]
-        return sorted(found, key=lambda info: info.uri)
+        return [ObjectInfo(str(path), path.stat().st_size, modified=path.stat().st_mtime) for path in sorted(paths, key=str)]
 
 
 def delete(uri: str) -> None:

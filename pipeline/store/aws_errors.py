@@ -60,8 +60,6 @@ BUSY = {
 }
 """Without the codes for throttling, for which every service has its own."""
 
-SERVER_ERROR = 500
-
 NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, ProfileNotFound, SSOError, TokenRetrievalError)
 SETUP = (InvalidRegionError, NoRegionError, ParamValidationError)
 """botocore's exceptions that a new attempt cannot avoid."""
@@ -93,8 +91,7 @@ def classify_aws_error(error: Exception) -> AwsError:
     if code in DENIED:
         return AwsError.DENIED
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    busy = code in BUSY or "Throttl" in code or status >= SERVER_ERROR
-    return AwsError.BUSY if busy else AwsError.REFUSED
+    return AwsError.BUSY if code in BUSY or "Throttl" in code or status >= 500 else AwsError.REFUSED
 
 
 def error_code(error: Exception) -> str:

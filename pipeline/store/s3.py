@@ -51,13 +51,15 @@ def _s3_client_of(_process: int) -> Any:
     import boto3
     from botocore.config import Config
 
-    config = Config(
-        retries={"mode": "standard", "total_max_attempts": REQUEST_ATTEMPTS},
-        connect_timeout=CONNECT_SECONDS,
-        read_timeout=SILENCE_SECONDS,
-        max_pool_connections=CONNECTIONS,
+    return boto3.session.Session().client(
+        "s3",
+        config=Config(
+            retries={"mode": "standard", "total_max_attempts": REQUEST_ATTEMPTS},
+            connect_timeout=CONNECT_SECONDS,
+            read_timeout=SILENCE_SECONDS,
+            max_pool_connections=CONNECTIONS,
+        ),
     )
-    return boto3.session.Session().client("s3", config=config)
 
 
 def s3_client() -> Any:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from transformers import BertTokenizerFast
 
 from pipeline import store
-from pipeline.backends.device import open_device
 from pipeline.config import GateConfig, ModelConfig
-from pipeline.contract import Stage, StageResult
-from pipeline.dataset.ids import id_hash
-from pipeline.dataset.ingested import part_range
-from pipeline.dataset.parts import PartWriter
+from pipeline.contract import Artifact, Stage, StageResult
 from pipeline.dataset.row_files import PUBLISHED, read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
@@ -35,12 +31,9 @@ from pipeline.evaluation.retrieval import METRICS
 from pipeline.host.host import versions
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import load_encoder, save_folder
-from pipeline.model.inference import encode
 from pipeline.plan import GraphsPlan, PlannedWorld, Published
 from pipeline.run.context import StageOutput
-from pipeline.run.world import World
-from pipeline.stages import embed, evaluate
-from pipeline.stages import publish as publish_stage
+from pipeline.stages import evaluate
 
 
 def test_equal_models_are_accepted(plan_run: Any, cloudwatch: Any) -> None:
@@ -264,47 +257,9 @@ def test_ranks_share_the_texts_and_the_leader_judges(plan_run: Any, monkeypatch:
     every = [np.asarray(text, np.int64).tobytes() for text in [*holdout.candidates, *holdout.queries]]
     # With the parent and with the new model.
     assert sorted(text for texts in encoded for text in texts) == sorted([*every, *every])
-    assert {len(texts) for texts in encoded} == {33 + 10, 34 + 10}
-
-
-@dataclass
-class Publication:
-    """A published run with embeddings of its documents, which the run of the test continues."""
-
-    run: Any
-    before: Any
-
-    def write(
-        self,
-        *,
-        dtype: str = "float32",
-        hashes: Sequence[int] | None = None,
-        installed: Mapping[str, str] | None = None,
-        weights: str | None = None,
-    ) -> None:
-        """Write the parts and their manifest as embed and publish do."""
-        before, paths = self.before, self.before.paths
-        folder = Path(paths.model)
-        shapes = before.plan.config.embed.buckets, 100  # other batches than evaluate's
-        texts = [text for _, text in before.texts]
-        tokens = TextTokenizer(folder).encode(texts, max(shapes[0]))
-        device = open_device("cpu", "fp32", World(), threads=1)
-        vectors = encode(load_encoder(folder, before.plan.config.model), device, tokens, *shapes).embeddings.numpy()
-        known = np.array(hashes or [normalized_hash(text) for text in texts], np.uint64)
-        keys = np.array([id_hash(identifier) for identifier, _ in before.texts], np.uint64)
-        parts = []
-        for index in range(4):
-            first, last = part_range(index, 4)
-            own = np.flatnonzero((keys >= np.uint64(first)) & (keys <= np.uint64(last)))
-            with PartWriter(Path(paths.stage(Stage.EMBED)) / f"{index}.parquet", vectors.shape[1], dtype) as writer:
-                writer.write([before.texts[row][0] for row in own], vectors[own], None, known[own])
-            parts.append({"uri": f"{paths.stage(Stage.EMBED)}/{index}.parquet", "rows": len(own)})
-        sha256 = weights or store.sha256(f"{paths.model}/model.safetensors")
-        manifest = {"model": {"sha256": sha256}, "dtype": dtype, "dimension": vectors.shape[1], "parts": parts}
-        store.write_json(paths.embed_manifest, manifest)
-        result = before.finish(Stage.EMBED, StageOutput())
-        record = replace(result, versions=dict(installed or versions()))
-        store.write_bytes(paths.result(Stage.EMBED), record.to_json())
+    assert {len(texts) for texts in encoded} == {43, 44}
+    # As many of the long ones, too.
+    assert max(sum(map(len, texts)) for texts in encoded) < 1.25 * min(sum(map(len, texts)) for texts in encoded)
 
 
 def continue_from(run: Any, before: Any) -> None:
@@ -318,103 +273,110 @@ def continue_from(run: Any, before: Any) -> None:
 
 
 @pytest.fixture
-def publication(plan_run: Any) -> Publication:
+def weeks(plan_run: Any) -> tuple[Any, Any]:
+    """A run that was evaluated and published, and the run that continues its model."""
     before, run = plan_run(run="week-00", model_seed=3), plan_run(model_seed=3)
-    Path(before.paths.stage(Stage.EMBED)).mkdir()
     continue_from(run, before)
-    return Publication(run, before)
+    before.finish(Stage.EVALUATE, evaluate.run(before.context(Stage.EVALUATE)))
+    return before, run
+
+
+def rewrite(run: Any, **changed: Any) -> None:
+    """Change evaluate's result; `versions` are those of this process otherwise, which a test's result lacks."""
+    result = StageResult.from_json(store.read_bytes(run.paths.result(Stage.EVALUATE)))
+    store.write_bytes(run.paths.result(Stage.EVALUATE), replace(result, **{"versions": versions(), **changed}).to_json())
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
-def test_what_embed_and_publish_wrote_is_reused(plan_run: Any, request: pytest.FixtureRequest, where: str) -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_published_models_vectors_are_not_computed_again(
+    plan_run: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, ranks: int
+) -> None:
     root = request.getfixturevalue("s3_root") if where == "s3" else None
-    before, run = plan_run(root, run="week-00", children=1), plan_run(root)
+    before, run = plan_run(root, run="week-00"), plan_run(root)
     continue_from(run, before)
     computed = evaluate.run(run.context(Stage.EVALUATE)).metrics
-    before.finish(Stage.EVALUATE, evaluate.run(before.context(Stage.EVALUATE)))
-    result = before.finish(Stage.EMBED, embed.run(before.context(Stage.EMBED)))
-    publish_stage.run(before.context(Stage.PUBLISH))
-    store.write_bytes(before.paths.result(Stage.EMBED), replace(result, versions=versions()).to_json())
-    metrics = evaluate.run(run.context(Stage.EVALUATE)).metrics
-    assert (computed["reused"], metrics["reused"]) == (0, 100)
-    assert metrics["baseline"] == pytest.approx(computed["baseline"], abs=1e-4)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_published_vectors_are_not_computed_again(publication: Publication, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    run, before = publication.run, publication.before
-    computed = evaluate.run(run.context(Stage.EVALUATE)).metrics
-    assert computed["reused"] == 0
-    hashes = [normalized_hash(text) for _, text in before.texts]
-    # Two texts have changed since, and one document is gone.
-    publication.write(hashes=[one + 1 for one in hashes[:2]] + hashes[2:-1] + [hashes[0]])
+    first, *_ = side_by_side(before, ranks)
+    assert first is not None
+    before.finish(Stage.EVALUATE, first)
+    rewrite(before)
+    # Since then two texts have changed.
+    kept = store.read_bytes(before.paths.vectors)
+    records = np.load(io.BytesIO(kept)).copy()
+    assert len(records) == 130
+    assert np.linalg.norm(records["vector"], axis=1) == pytest.approx(np.ones(130), abs=1e-5)
+    records["key"][[0, 120]] = b"unknown".ljust(reuse.KEY_BYTES)
+    with tempfile.TemporaryFile() as stream:
+        np.save(stream, records)
+        stream.seek(0)
+        store.write_bytes(before.paths.vectors, stream.read())
     counts: list[int] = []
     real = evaluate.encode
     monkeypatch.setattr(evaluate, "encode", lambda *a, **o: (counts.append(len(a[2])), real(*a, **o))[1])
     output, *_ = side_by_side(run, ranks)
     assert output is not None
-    assert output.metrics["reused"] == 97
-    assert store.read_json(run.paths.scorecard)["reused"] == 97
-    # 30 queries and what is missing; then everything with the new model.
-    assert (sum(counts), len(counts)) == (30 + 3 + 130, 2 * ranks)
+    assert (computed["reused"], output.metrics["reused"]) == (0, 128)
+    # What is missing; then everything with the new model.
+    assert (sum(counts), len(counts)) == (2 + 130, 2 * ranks)
     for name in ("baseline", "new"):
         assert output.metrics[name] == pytest.approx(computed[name], abs=1e-4)
     assert output.metrics["gate"]["verdict"] == "accepted"
 
 
-def test_reused_vectors_are_those_of_the_parts(publication: Publication, monkeypatch: pytest.MonkeyPatch) -> None:
-    publication.write()
-    monkeypatch.setattr(
-        PartWriter, "write", lambda self, ids, vectors, *rest, real=PartWriter.write: real(self, ids, -vectors, *rest)
-    )
-    good = evaluate.run(publication.run.context(Stage.EVALUATE)).metrics
-    publication.write()
-    bad = evaluate.run(publication.run.context(Stage.EVALUATE)).metrics
-    assert good["reused"] == bad["reused"] == 100
-    assert bad["baseline"]["ndcg@10"] < 0.1 < good["baseline"]["ndcg@10"]
+def test_reused_vectors_are_those_that_were_kept(weeks: tuple[Any, Any]) -> None:
+    before, run = weeks
+    rewrite(before)
+    good = evaluate.run(run.context(Stage.EVALUATE)).metrics
+    records = np.load(before.paths.vectors, mmap_mode="r+")
+    records["vector"][:100] *= -1
+    records.flush()
+    bad = evaluate.run(run.context(Stage.EVALUATE)).metrics
+    assert good["reused"] == bad["reused"] == 130
+    assert bad["baseline"]["ndcg@10"] < good["baseline"]["ndcg@10"] / 3
     assert bad["new"] == good["new"]
 
 
 @pytest.mark.parametrize(
-    ("written", "replanned", "reason"),
+    ("changed", "replanned", "reason"),
     [
-        ({"dtype": "float16"}, {}, "form"),
-        ({"weights": "0" * 64}, {}, "weights"),
-        ({"installed": {"torch": "2.8.0"}}, {}, "packages"),
-        ({}, {"world": PlannedWorld(kind="cpu", precision="bf16", nodes=1, ranks_per_node=1)}, "device"),
-        ({}, {"world": PlannedWorld(kind="neuron", precision="fp32", nodes=1, ranks_per_node=1)}, "device"),
-        ({}, {"config": {"buckets": (8, 16)}}, "lengths"),
-        ({}, {"graphs": GraphsPlan(train="a", infer="b")}, "compiled forms"),
+        ({"inputs": {"model": Artifact("", "0" * 64)}}, {}, "different weights"),
+        ({"versions": {"torch": "2.8.0"}}, {}, "different packages"),
+        ({}, {"world": PlannedWorld(kind="cpu", precision="bf16", nodes=1, ranks_per_node=1)}, "different device"),
+        ({}, {"world": PlannedWorld(kind="neuron", precision="fp32", nodes=1, ranks_per_node=1)}, "different device"),
+        ({}, {"config": {"buckets": (8, 16)}}, "different lengths"),
+        ({}, {"graphs": GraphsPlan(train="a", infer="b")}, "different compiled forms"),
     ],
 )
-def test_another_form_is_not_reused(
-    publication: Publication, caplog: pytest.LogCaptureFixture, written: Any, replanned: Any, reason: str
+def test_vectors_of_another_form_are_not_reused(
+    weeks: tuple[Any, Any], caplog: pytest.LogCaptureFixture, changed: Any, replanned: Any, reason: str
 ) -> None:
-    publication.write(**written)
-    before = publication.before
-    if changed := replanned.get("config"):
+    before, run = weeks
+    rewrite(before, **changed)
+    if embed := replanned.get("config"):
         config = before.plan.config
-        replanned = {"config": config.model_copy(update={"embed": config.embed.model_copy(update=changed)})}
+        replanned = {"config": config.model_copy(update={"embed": config.embed.model_copy(update=embed)})}
     before.replan(**replanned)
     caplog.set_level(logging.INFO)
-    assert evaluate.run(publication.run.context(Stage.EVALUATE)).metrics["reused"] == 0
+    assert evaluate.run(run.context(Stage.EVALUATE)).metrics["reused"] == 0
     assert f"no vectors of the published model are reused: {reason}" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["many rows", "plan", "part", "column"])
-def test_parts_that_cannot_serve_are_no_failure(publication: Publication, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    publication.write()
-    paths = publication.before.paths
-    if damage == "many rows":
-        monkeypatch.setattr(reuse, "MOST_ROWS_READ", 0.99)
-    elif damage == "plan":
-        store.write_bytes(paths.plan, b'{"run": "of another version"}')
-    for part in Path(paths.stage(Stage.EMBED)).glob("*.parquet"):
-        if damage == "part":
-            part.write_bytes(part.read_bytes()[:100])
-        elif damage == "column":
-            pq.write_table(pq.read_table(part).select(["id", "embedding", "locale"]), part)
-    assert evaluate.run(publication.run.context(Stage.EVALUATE)).metrics["reused"] == 0
+@pytest.mark.parametrize("damage", ["plan", "result", "missing", "empty", "cut", "other columns"])
+def test_vectors_that_cannot_serve_are_no_failure(weeks: tuple[Any, Any], damage: str) -> None:
+    before, run = weeks
+    rewrite(before)
+    vectors = Path(before.paths.vectors)
+    if damage == "plan":
+        store.write_bytes(before.paths.plan, b'{"run": "of another version"}')
+    elif damage == "result":
+        rewrite(before, inputs={})
+    elif damage == "missing":
+        vectors.unlink()
+    elif damage == "other columns":
+        np.save(vectors, np.zeros(3))
+    else:
+        vectors.write_bytes(vectors.read_bytes()[: 1000 if damage == "cut" else 0])
+    assert evaluate.run(run.context(Stage.EVALUATE)).metrics["reused"] == 0
 
 
 def test_comparison_is_paired_and_seeded() -> None:
