@@ -35,7 +35,6 @@ class Holdout:
         units: what was held out together (documents, if not queries or groups): the queries of each.
         tasks: (queries,) task of each query's first row, None where rows have none.
         fresh: (queries,) whether a relevant document comes from a shard that no earlier run had; None where queries are made up.
-        documents: `id` and `document_hash` of each candidate; None where the candidates are made up.
     """
 
     keys: tuple[QueryKey, ...]
@@ -46,7 +45,6 @@ class Holdout:
     units: Units
     tasks: Sequence[str | None]
     fresh: NDArray[np.bool_] | None = None
-    documents: pa.Table | None = None
 
     @property
     def locales(self) -> list[str | None]:
@@ -110,7 +108,6 @@ def join_holdout(holdout: pa.Table, candidates: pa.Table, known: pa.Table, most:
         units=Units.of(query, holdout["key"].to_numpy()[rows]),
         tasks=holdout["task"].take(pa.array(firsts)).to_pylist(),
         fresh=fresh,
-        documents=candidates.select(["id", "document_hash"]),
     )
 
 

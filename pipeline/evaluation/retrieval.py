@@ -57,7 +57,9 @@ class Relevant(NamedTuple):
         return Relevant(self.query[own] - queries.start, self.candidate[own], self.gain[own])
 
 
-def retrieve(queries: Tensor, candidates: Sequence[Block], relevant: Relevant, known: Relevant) -> dict[str, Values]:
+def retrieve(
+    queries: Tensor, candidates: Sequence[Block], relevant: Relevant, known: Relevant | None = None
+) -> dict[str, Values]:
     """Rank all candidates for every query by inner product and measure the rankings.
 
     Args:
@@ -72,6 +74,7 @@ def retrieve(queries: Tensor, candidates: Sequence[Block], relevant: Relevant, k
         BadData: an embedding that is not finite.
         ValueError: see `measure_rankings`.
     """
+    known = known or Relevant.of(())
     most = int(np.bincount(known.query).max(initial=0))
     ranked = rank(queries, candidates, DEPTH + most)
     order = np.argsort(_found(ranked, known)[1], axis=1, kind="stable")[:, :DEPTH]

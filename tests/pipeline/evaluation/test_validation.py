@@ -37,6 +37,8 @@ def write(folder: Path, holdout: list[tuple[int, int, float, str | None]], candi
             "document_hash": [document for _, document, *_ in holdout],
             "label": [label for _, _, label, _ in holdout],
             "locale": [locale for *_, locale in holdout],
+            "task": [None] * len(holdout),
+            "key": [document for _, document, *_ in holdout],
             "new": [False] * len(holdout),
         },
         "candidates.arrow": {
@@ -44,6 +46,7 @@ def write(folder: Path, holdout: list[tuple[int, int, float, str | None]], candi
             "document_hash": candidates,
             "id": [str(value) for value in candidates],
         },
+        "known.arrow": {name: [] for name in SCHEMAS["known.arrow"].names},
     }
     for name, columns in tables.items():
         with pa.ipc.new_file(str(folder / name), SCHEMAS[name]) as writer:
