@@ -699,7 +699,41 @@ def test_a_hold_out_without_rows(bench: Bench) -> None:
 
 def test_a_small_hold_out(bench: Bench) -> None:
     bench.shard("a.jsonl", rows(0, 100))
-    refusal(BadConfig, lambda: bench.start("run", {"gate": {"allow_small": False}}), "gate.min_queries = 2000")
+    refusal(BadConfig, lambda: bench.start("run", {"gate": {"undecided": "refuse"}}), "gate.max_drop = 0.005", "hold out 9,740")
+
+
+def test_a_guardrail_of_a_slice_that_is_not_there(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 100, locale="de"))
+    gate = {"undecided": "accept", "guardrails": [{"slice": "locale:*"}, {"slice": "fresh"}, {"slice": "locale:fr"}]}
+    refusal(BadConfig, lambda: bench.start("run", {"gate": gate}), "locale:fr", "one of fresh, locale:de")
+    bench.start("next", {"gate": {**gate, "guardrails": [{"slice": "locale:de"}]}})
+    assert "which is assumed, as nothing is measured yet" in bench.plan("next").holdout.decides
+
+
+def test_the_last_evaluation_says_how_far_queries_differ(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    bench.week("one")
+    scorecard = {"queries": 400, "difference": {"ndcg@10": {"error": 0.01}}}
+    store.write_json(bench.paths("one").scorecard, scorecard)
+    bench.shard("b.jsonl", rows(100, 200))
+    bench.start("two")
+    assert "deviate by 0.20, as in the last evaluation" in bench.plan("two").holdout.decides
+
+
+@pytest.mark.parametrize("by", ["document", "query"])
+def test_relevant_documents_that_are_trained_on_are_known(bench: Bench, by: str) -> None:
+    """Queries with 20 relevant documents, as in ESCI."""
+    numbers = [(query, one) for query in range(30) for one in range(20)]
+    words = [{"id": f"{query}-{one}", "query": f"query {query}", "document": f"{query} {one}"} for query, one in numbers]
+    bench.shard("a.jsonl", words)
+    bench.start("run", {"data": {"holdout_by": by, "holdout_fraction": 0.2}, "evaluate": {"candidates": 10_000}})
+    held, candidates, known = (bench.rows("run", name) for name in ("holdout.arrow", "candidates.arrow", "known.arrow"))
+    hashes = {normalized_hash(row["document"]): normalized_hash(row["query"]) for row in words}
+    queries = {row["query_hash"] for row in held}
+    found = {(row["query_hash"], row["document_hash"]) for row in (*held, *known)}
+    assert found == {(query, document) for document, query in hashes.items() if query in queries}
+    assert len(candidates) == len(words)
+    assert (len(known) > 0) == (by == "document")
 
 
 def test_a_corpus_without_rows(bench: Bench) -> None:
