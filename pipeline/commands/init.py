@@ -42,7 +42,7 @@ QUERY_STEP, BUCKET_STEP = 8, 32
 BUCKET_SHARES = (0.5, 0.75, 0.9, 0.99)
 """Shares of the documents that the buckets hold uncut."""
 
-LARGEST_HOLDOUT = 0.2
+LARGEST_HOLDOUT = 0.25
 MAX_DROPS = (0.005, 0.01, 0.02)
 """Settings of gate.max_drop, the first of which that the data allows is taken."""
 SPARE_QUERIES = 1.1

@@ -120,7 +120,7 @@ def test_the_hold_out_is_as_large_as_the_gate_needs_and_no_larger(
     assert 0.08 <= config.data.holdout_fraction <= 0.1
     check_first_rows(config, [path], ())  # which refuses a hold-out that is too small
     _, small = read(write(tmp_path / "few.jsonl", pairs(2_000)), model)
-    assert (small.gate.undecided, small.data.holdout_fraction) == ("accept", 0.2)
+    assert (small.gate.undecided, small.data.holdout_fraction) == ("accept", 0.25)
     monkeypatch.setattr(first_rows, "LOOK_ROWS", 5_000)
     data, estimated = read(path, model)
     assert data.rows == 30_000
