@@ -58,8 +58,8 @@ def check_holdout(queries: int, gate: GateConfig, deviation: float | None = None
     source = "which is assumed, as nothing is measured yet" if deviation is None else "as in the last evaluation"
     refuse = gate.undecided == "refuse"
     words = (
-        f"{queries:,} distinct queries whose differences deviate by {known:.2f}, {source}: an unchanged model passes in {share:.0%} of "
-        f"the weeks, and one that {'fell' if refuse else 'did not fall'} by more than {gate.max_drop:.2%} is "
+        f"{queries:,} distinct queries whose differences deviate by {known:.2f}, {source}: an unchanged model passes in "
+        f"{share:.0%} of the weeks, and one that {'fell' if refuse else 'did not fall'} by more than {gate.max_drop:.2%} is "
         f"{'accepted' if refuse else 'refused'} in at most 5 %"
     )
     if queries < needed_queries(gate, known):

@@ -128,7 +128,9 @@ def test_the_power_is_said_in_words_and_too_little_is_refused() -> None:
     assert needed_queries(gate) == 2435
     assert passing_share(2435, 0.3, gate) == pytest.approx(0.5, abs=1e-3)
     words = check_holdout(9740, gate)
-    assert words.startswith("9,740 distinct queries whose differences deviate by 0.30, which is assumed, as nothing is measured yet: ")
+    assert words.startswith(
+        "9,740 distinct queries whose differences deviate by 0.30, which is assumed, as nothing is measured yet: "
+    )
     assert "an unchanged model passes in 95% of the weeks, and one that fell by more than 1.00% is accepted in at most" in words
     # What is measured counts.
     assert "as in the last evaluation: an unchanged model passes in 100% of the weeks" in check_holdout(2000, gate, 0.1)
