@@ -361,6 +361,7 @@ class RunInputs(PlanSection):
         lineage, identity: as in `RunPlan`.
         published_lineage: the runs whose rows the published model was trained on, where it is not the parent.
         deletions: as in `InputShard`.
+        reference: the run that is the reference (pipeline/evaluation/reference), if there is one.
     """
 
     run: str
@@ -378,6 +379,7 @@ class RunInputs(PlanSection):
     published_lineage: tuple[str, ...] = ()
     identity: str
     deletions: str = ""
+    reference: str | None = None
 
     def shards_of(self, kind: str) -> tuple[InputShard, ...]:
         """Return the shards of one kind."""
@@ -475,8 +477,11 @@ class RunPlan(PlanSection):
     """None in plans of versions that made none."""
     deletions: DeletionPlan | None = None
     """None: `data.delete` names nothing."""
+    reference: str | None = None
+    """The run that is the reference (pipeline/evaluation/reference). None: there is none, or it cannot be compared with."""
     row_files: dict[str, RowFile] = {}
-    """`train.arrow`, `holdout.arrow`, `candidates.arrow`, those in `published/`, and `order-EPOCH.npy`."""
+    """`train.arrow`, `holdout.arrow`, `candidates.arrow`, `known.arrow`, those in `published/` and `reference/`, and
+    `order-EPOCH.npy`."""
     lineage: tuple[str, ...] = ()
     """The runs whose rows count as seen: the parent's run and its ancestors, the oldest first (pipeline/dataset/seen)."""
     pairs: tuple[str, ...] = ()

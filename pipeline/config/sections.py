@@ -483,6 +483,11 @@ class GateConfig(Section):
         description="What to do where the hold-out leaves open whether the drop is larger than `max_drop`. refuse: a model with "
         "such a drop is published in at most 5 % of weeks; accept: one without it is refused in at most 5 %.",
     )
+    total_drop: Drop = Field(
+        0.01,
+        description="The drop that the new model must not have against the reference, a published run whose hold-out and values "
+        "stay: it bounds the sum of all weeks' drops.",
+    )
     guardrails: tuple[Guardrail, ...] = Field(
         tuple(Guardrail(slice=name) for name in ("locale:*", "task:*", "fresh")),
         description="Slices that must not become surely worse; those of under 100 documents are not judged.",

@@ -83,6 +83,7 @@ def judge_model(scores: Mapping[str, Any], gate: GateConfig, published: Publishe
     baseline, new, difference = (scores[name][gate.metric] for name in ("baseline", "new", "difference"))
     decisive = difference["at_least" if gate.undecided == "refuse" else "at_most"]
     accepted = decisive >= -gate.max_drop - ROUNDING
+    within = judge_reference(scores.get("reference"), gate)
     guardrails = judge_slices(scores.get("slices", {}), gate)
     broken = [rule for rule in guardrails if rule["verdict"] == "refused"]
     value = difference["value"]
@@ -90,12 +91,17 @@ def judge_model(scores: Mapping[str, Any], gate: GateConfig, published: Publishe
     against = f"published by run {published.run}" if published else "the parent"
     least = f"with 95 % confidence the change is at {'least' if gate.undecided == 'refuse' else 'most'} {decisive:+.5f}"
     reasons = [f"{gate.metric} {change}, from {baseline:.5f} ({against}) to {new:.5f}; {least}; {-gate.max_drop:g} is allowed"]
+    if within and within["verdict"] == "refused":
+        reasons.append(
+            f"against the reference it changed by {within['difference']:+.5f}, at {within['bound']} {within['decisive']:+.5f}; "
+            f"{-gate.total_drop:g} is allowed in all weeks together"
+        )
     reasons += [
         f"{rule['metric']} of {rule['slice']} fell by {-rule['difference']:.5f}, surely by more than {rule['allowed']:g}"
         for rule in broken
     ]
     return {
-        "verdict": "accepted" if accepted and not broken else "refused",
+        "verdict": "accepted" if accepted and not broken and (not within or within["verdict"] == "passed") else "refused",
         "metric": gate.metric,
         "published": published.run if published else None,
         "baseline": baseline,
@@ -106,7 +112,24 @@ def judge_model(scores: Mapping[str, Any], gate: GateConfig, published: Publishe
         "allowed": gate.max_drop,
         "undecided": gate.undecided,
         "guardrails": guardrails,
+        "reference": within,
         "reason": "; ".join(reasons),
+    }
+
+
+def judge_reference(scores: Mapping[str, Any] | None, gate: GateConfig) -> dict[str, Any] | None:
+    """Return the verdict on the sum of all weeks' drops: the primary rule, against the reference; None without one."""
+    if scores is None:
+        return None
+    difference = scores["difference"][gate.metric]
+    bound = "least" if gate.undecided == "refuse" else "most"
+    decisive = difference[f"at_{bound}"]
+    return {
+        "verdict": "passed" if decisive >= -gate.total_drop - ROUNDING else "refused",
+        "difference": difference["value"],
+        "bound": bound,
+        "decisive": decisive,
+        "allowed": gate.total_drop,
     }
 
 

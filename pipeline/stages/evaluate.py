@@ -1,9 +1,10 @@
 """evaluate: rank the hold-out's candidates with the new model and the baseline, and say whether the new one may be published.
 
 The baseline is the published model, which the new one would replace, or the parent while nothing is published. A parent that is a
-third model is measured too, for the reader. Reads these models and `plan/rows`; writes everything to `evaluate/scorecard.json`,
-and what each query got with the new model to `evaluate/queries.parquet` (`trnpipe parity` compares it with another run's). The
-verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts on what it says.
+third model is measured too, for the reader; and the new one on the hold-out of the reference (pipeline/evaluation/reference).
+Reads these models and `plan/rows`; writes everything to `evaluate/scorecard.json`, and what each query got with the new model to
+`evaluate/queries.parquet` (`trnpipe parity` compares it with another run's). The verdict is part of the result: the stage ends
+with 0 either way, and the state machine's Choice acts on what it says.
 
 All ranks of the host share the work: each encodes some of the texts, and ranks all candidates for some of the queries. The new
 model's vectors stay in `evaluate/vectors.npy`: once it is the published model, they are not computed again
@@ -30,8 +31,9 @@ from pipeline.evaluation.exchange import exchange
 from pipeline.evaluation.gate import judge_model
 from pipeline.evaluation.holdout import Holdout, read_holdout
 from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.reference import REFERENCE, VALUES
 from pipeline.evaluation.retrieval import METRICS, Integers, retrieve
-from pipeline.evaluation.reuse import Vectors, published_vectors, write_vectors
+from pipeline.evaluation.reuse import Vectors, kept_vectors, published_vectors, write_vectors
 from pipeline.evaluation.statistics import CONFIDENCE, Units, Values, resampled_means
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
@@ -80,6 +82,15 @@ def run(context: StageContext) -> StageOutput | None:
     for model in models:
         measured[model.name] = measure(context, model, done, total)
         done += model.tokens
+    reference = None
+    if plan.reference:
+        exam = read_holdout(rows / REFERENCE)
+        # Most of its texts are in this week's hold-out, too.
+        known = kept_vectors(context.scratch / VECTORS, texts_of(exam))
+        new_model = models[0]
+        again = share_out(context, REFERENCE, new_model.folder, new_model.form, new_model.device, exam, known)
+        measured[REFERENCE] = measure(context, again, done, done + again.tokens)
+        reference = exam, QueryValues.read(rows / REFERENCE / VALUES)
     seconds = time.monotonic() - started
     watch.check(0)
     device.close()
@@ -94,6 +105,11 @@ def run(context: StageContext) -> StageOutput | None:
     if baseline is not parent:
         scores["parent"] = means(parent)
     slices = {name: compare(baseline, new, holdout.units, chosen, config) for name, chosen in slices_of(holdout).items()}
+    if reference:
+        exam, before = reference
+        scores[REFERENCE] = compare(
+            before.of(exam.keys), measured[REFERENCE], exam.units, np.ones(len(exam.queries), np.bool_), config
+        )
     gate = judge_model({**scores, "slices": slices}, config.gate, plan.published)
     log.info("gate: %s: %s", gate["verdict"], gate["reason"])
     context.cloudwatch.write(
@@ -146,7 +162,7 @@ class MeasuredModel:
     """A model that is measured, and how the ranks share the work.
 
     Attributes:
-        name: `parent`, `new` or `published`.
+        name: `parent`, `new`, `published`, or `reference`: the new one on the reference's hold-out.
         folder: local model folder.
         form: the model's pooling, normalization and head.
         device: it encodes on this one.
@@ -183,8 +199,8 @@ def models_to_measure(context: StageContext, device: Device, holdout: Holdout, r
     """
     plan, published = context.plan, context.plan.published
     found = [
-        prepare(context, device, holdout, "parent", plan.parent.folder),
         prepare(context, device, holdout, "new", context.paths.model),
+        prepare(context, device, holdout, "parent", plan.parent.folder),
     ]
     if published is None or published.folder == plan.parent.uri:
         return found
@@ -202,17 +218,39 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
     Args:
         uri: of the model folder.
     """
-    plan, world = context.plan, context.world
+    plan = context.plan
     context.heartbeat.beat(note=f"fetching the {name} model")
     folder = store.local_folder(uri, context.scratch / name)
     form = own_form(folder, plan.config.model) if name == "published" else plan.config.model
-    texts = [*holdout.candidates, *holdout.queries]
-    place, vectors = np.full(len(texts), -1), np.empty((0, 0), np.float32)
+    texts = texts_of(holdout)
+    known = np.full(len(texts), -1), np.empty((0, 0), np.float32)
     if plan.published and uri == plan.published.folder:
-        place, vectors = published_vectors(context, plan.published, device, texts)
+        known = published_vectors(context, plan.published, device, texts)
+    return share_out(context, name, folder, form, device, holdout, known)
+
+
+def texts_of(holdout: Holdout) -> list[TokenList]:
+    """Return the texts of a hold-out: its candidates, then its queries."""
+    return [*holdout.candidates, *holdout.queries]
+
+
+def share_out(
+    context: StageContext,
+    name: str,
+    folder: Path,
+    form: ModelConfig,
+    device: Device,
+    holdout: Holdout,
+    known: tuple[Integers, Vectors],
+) -> MeasuredModel:
+    """Return a model with the texts of a hold-out divided among the ranks.
+
+    Args:
+        known: see `published_vectors`.
+    """
+    world, texts, (place, vectors) = context.world, texts_of(holdout), known
     # Every rank gets as many of the long texts and of those that are computed.
     computed, taken = np.flatnonzero(place < 0), np.flatnonzero(place >= 0)
-    shares = [np.union1d(computed[rank :: world.size], taken[rank :: world.size]) for rank in range(world.size)]
     return MeasuredModel(
         name=name,
         folder=folder,
@@ -222,7 +260,7 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
         texts=texts,
         place=place,
         vectors=vectors,
-        shares=shares,
+        shares=[np.union1d(computed[rank :: world.size], taken[rank :: world.size]) for rank in range(world.size)],
         queries=own_parts(len(holdout.queries), world.size, world.rank),
         tokens=sum(len(texts[row]) for row in computed[world.rank :: world.size]),
     )

@@ -33,6 +33,7 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.estimate.requirements import attempt_minutes, over, refuse, requirements
 from pipeline.estimate.workload import Workload
 from pipeline.evaluation.gate import check_holdout
+from pipeline.evaluation.reference import REFERENCE
 from pipeline.graphs.fingerprint import missing_sets
 from pipeline.log import log
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
@@ -140,6 +141,7 @@ def new_plan(context: StageContext) -> RunPlan:
     check_data(rows, pairs, embed)
     rows.write_holdout()
     decides = check_queries(paths, inputs, rows)
+    reference = plan_reference(paths, inputs, rows)
     counts, mean_tokens = rows.write_training(world.ranks)
     check_data(rows, pairs, embed, mean_tokens)
 
@@ -175,6 +177,7 @@ def new_plan(context: StageContext) -> RunPlan:
         expected_cost=expect_cost(inputs, paths, embed.children, deployment),
         profile=profile,
         deletions=plan_deletions(paths, inputs, [*pairs, *documents]),
+        reference=reference,
         row_files=upload_rows(paths, scratch / "rows", rows.rows),
         lineage=inputs.lineage,
         pairs=tuple(shard.shard.rows for shard in pairs),
@@ -196,11 +199,45 @@ def ingested(paths: RunPaths, inputs: RunInputs, kind: str) -> list[IngestedShar
     return shards
 
 
+def plan_reference(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str | None:
+    """Copy the hold-out of the reference; return its run, None where there is none or new models cannot be compared with it.
+
+    Raises:
+        MissingInput: its files are gone.
+    """
+    if inputs.reference is None:
+        return None
+    source = RunPaths(f"{paths.bucket_root}/runs/{inputs.reference}")
+    try:
+        plan = RunPlan.from_json(store.read_bytes(source.plan))
+    except BadData as error:
+        log.warning("the reference, run %s, is of another version; no budget is kept: %s", source.run_id, error.what)
+        return None
+    if (plan.embed.tokenizer, Lengths.of(plan.config)) != (inputs.tokenizer, Lengths.of(inputs.config)):
+        log.warning(
+            "the reference, run %s, has other tokens or lengths; no budget is kept until another one is pinned", source.run_id
+        )
+        return None
+    rows.write_reference(source, read_kept(paths, inputs))
+    if not rows.rows[f"{REFERENCE}/holdout.arrow"]:
+        log.warning(
+            "nothing is left of the hold-out of the reference, run %s; no budget is kept until another one is pinned",
+            source.run_id,
+        )
+        return None
+    return source.run_id
+
+
+def read_kept(paths: RunPaths, inputs: RunInputs) -> Deletions:
+    """Return what `data.delete` named when the run began."""
+    return Deletions.from_json(store.read_bytes(paths.deletions(inputs.deletions))) if inputs.deletions else Deletions()
+
+
 def plan_deletions(paths: RunPaths, inputs: RunInputs, shards: Sequence[IngestedShard]) -> DeletionPlan | None:
     """Return what `data.delete` names; say if that is nothing of any listed file."""
     if not inputs.deletions:
         return None
-    entries = len(Deletions.from_json(store.read_bytes(paths.deletions(inputs.deletions))))
+    entries = len(read_kept(paths, inputs))
     rows = sum(shard.profile.deleted for shard in shards if (shard.shard.kind == PAIRS) == shard.shard.of_pairs)
     if not rows:
         log.warning("data.delete: no row of any listed file has one of its %d ids and hashes", entries)

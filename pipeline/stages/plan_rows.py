@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.contract import RunPaths
+from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import SLICES, IngestedShard
 from pipeline.dataset.reading import in_threads
 from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, PUBLISHED, DocumentLengths, Lengths, RowWriter
@@ -22,6 +24,7 @@ from pipeline.dataset.seen import SeenRows
 from pipeline.dataset.selection import Group, HashedRows, Mask, Numbers, Selection, groups, holdout_slices, pieces, select
 from pipeline.dataset.steps import StepCounts, order_file, write_orders
 from pipeline.dataset.tokens import TextTokenizer, cut
+from pipeline.evaluation.reference import copy_reference
 from pipeline.plan import RunInputs, TokenizerPlan
 
 HOLDOUT_GROUP = 1 << 17
@@ -175,6 +178,23 @@ class PlannedRows:
                 table = table.append_column(name, pa.array(values, pa.list_(pa.uint32())))
             table = table.filter(pc.and_(*(pc.is_valid(table[name]) for name in OWN.values())))
         return table
+
+    def write_reference(self, source: RunPaths, deletions: Deletions) -> None:
+        """Copy the hold-out of the reference, without what is deleted and what a compared model was trained on.
+
+        Raises:
+            MissingInput: see `copy_reference`.
+        """
+
+        def unusable(table: pa.Table) -> Mask:
+            found = deletions.named(table)
+            if "key" in table.column_names and table.num_rows:
+                keys = table["key"].to_numpy()
+                found |= np.isin(keys, self._compared.keys(0, 1 + int(keys.max()) * SLICES // (1 << 64)))
+                found |= table["label"].to_numpy() <= 0
+            return found
+
+        self.rows |= copy_reference(source, self._folder, unusable, self._folder.with_name("reference"))
 
     def write_training(self, ranks: int) -> tuple[StepCounts, float]:
         """Write the rows to train on and the order of their batches.

@@ -123,6 +123,47 @@ def test_errors_are_as_rare_as_they_are_said_to_be(undecided: str, seed: int) ->
     assert wrong == pytest.approx(0.05, abs=3 * (0.05 * 0.95 / WEEKS) ** 0.5)
 
 
+def test_a_drop_against_the_reference_is_refused() -> None:
+    main = scores(0.0, -0.001, 0.001)["difference"]
+    for at_least, at_most, refuse, accept in (
+        (-0.009, 0.0, "accepted", "accepted"),
+        (-0.02, -0.005, "refused", "accepted"),
+        (-0.03, -0.011, "refused", "refused"),
+    ):
+        change = {"value": (at_least + at_most) / 2, "at_least": at_least, "at_most": at_most, "error": 0.001}
+        made = {**scores(0.0, -0.001, 0.001), "difference": main, "reference": {"difference": {"mrr@10": change}}}
+        for undecided, verdict in (("refuse", refuse), ("accept", accept)):
+            found = judge_model(made, GateConfig.model_validate({"metric": "mrr@10", "undecided": undecided}), PUBLISHED)
+            assert found["verdict"] == verdict
+            assert ("-0.01 is allowed in all weeks together" in found["reason"]) == (verdict == "refused")
+
+
+def test_fifty_two_weeks_of_a_tenth_of_a_percent_are_stopped() -> None:
+    rng, queries = np.random.default_rng(2), 6000
+    units, every, config = (
+        Units.single(queries),
+        np.ones(queries, np.bool_),
+        build_config({"evaluate": {"bootstrap_samples": 200}}),
+    )
+
+    def against(values: Any, baseline: Any) -> dict[str, Any]:
+        return compare(dict.fromkeys(METRICS, baseline), dict.fromkeys(METRICS, values), units, every, config)
+
+    reference = published = rng.uniform(size=queries)
+    drops = []
+    for _ in range(52):
+        # Most queries stay as they are.
+        new = published - 0.001 + rng.normal(0, 0.08, queries) * (rng.uniform(size=queries) < 0.3)
+        found = {**against(new, published), "reference": against(new, reference)}
+        gate = GateConfig(guardrails=())
+        assert judge_model({**found, "reference": None}, gate, PUBLISHED)["verdict"] == "accepted"  # each week on its own
+        if judge_model(found, gate, PUBLISHED)["verdict"] == "accepted":
+            published = new
+            drops.append(float((new - reference).mean()))
+    assert 3 <= len(drops) <= 12
+    assert min(drops) > -0.01
+
+
 def test_the_power_is_said_in_words_and_too_little_is_refused() -> None:
     gate = GateConfig(max_drop=0.01)
     assert needed_queries(gate) == 2435

@@ -26,6 +26,7 @@ from pipeline.errors import BadData
 from pipeline.evaluation import reuse
 from pipeline.evaluation.holdout import read_holdout
 from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.reference import copy_reference
 from pipeline.evaluation.retrieval import METRICS
 from pipeline.evaluation.statistics import Units
 from pipeline.host.host import versions
@@ -84,9 +85,9 @@ def test_progress_counts_the_tokens_of_all_models(plan_run: Any, heartbeats: Any
     assert {beat["total_work"] for beat in beats} == {2 * tokens}
     assert [beat["work"] for beat in beats] == sorted(beat["work"] for beat in beats)
     assert beats[-1]["work"] == pytest.approx(2 * tokens)
-    parent = [beat for beat in beats if "parent" in beat["note"]]
-    assert parent[-1]["work"] == pytest.approx(tokens)
-    assert parent[0]["work"] / tokens > parent[0]["done"] / parent[0]["total"]
+    first = [beat for beat in beats if "new" in beat["note"]]
+    assert first[-1]["work"] == pytest.approx(tokens)
+    assert first[0]["work"] / tokens > first[0]["done"] / first[0]["total"]
 
 
 def test_worse_model_is_refused_with_exit_0(plan_run: Any) -> None:
@@ -403,3 +404,45 @@ def test_known_positives_are_not_wrong(plan_run: Any) -> None:
     after = evaluate.run(run.context(Stage.EVALUATE)).metrics["new"]
     # Only documents of other held-out queries are left to be wrong.
     assert after["ndcg@10"] > before["ndcg@10"]
+
+
+@pytest.fixture
+def examined(plan_run: Any) -> Any:
+    """A run whose reference is a run with the same hold-out, of which a part is left."""
+    before, run = plan_run(run="week-00"), plan_run()
+    before.finish(Stage.EVALUATE, evaluate.run(before.context(Stage.EVALUATE)))
+    kept = copy_reference(
+        before.paths, Path(run.paths.rows), lambda table: table["document_hash"].to_numpy() % 3 == 0, run.scratch / "reference"
+    )
+    assert 0 < kept["reference/holdout.arrow"] < 30
+    run.replan(reference="week-00")
+    return run
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_new_model_is_compared_with_the_reference(examined: Any, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    counts: list[int] = []
+    real = evaluate.encode
+    monkeypatch.setattr(evaluate, "encode", lambda *a, **o: (counts.append(len(a[2])), real(*a, **o))[1])
+    output, *_ = side_by_side(examined, ranks)
+    assert output is not None
+    # Every text of the reference is in this hold-out, too.
+    assert (sum(counts), len(counts)) == (2 * 130, 3 * ranks)
+    scorecard = store.read_json(examined.paths.scorecard)
+    found = scorecard["reference"]
+    exam = read_holdout(Path(examined.paths.rows) / "reference")
+    assert 0 < found["queries"] == len(exam.queries) < 30
+    # The same model, and fewer documents to be wrong.
+    assert found["difference"]["ndcg@10"]["value"] >= 0
+    assert scorecard["gate"]["reference"]["verdict"] == output.metrics["gate"]["reference"]["verdict"] == "passed"
+
+
+def test_a_model_that_fell_behind_the_reference_is_refused(examined: Any) -> None:
+    weights = store.join(examined.plan.parent.folder, "model.safetensors")
+    bad = _without_words(store.read_bytes(weights))
+    for folder in (examined.plan.parent.folder, examined.paths.model):
+        store.write_bytes(store.join(folder, "model.safetensors"), bad)
+    gate = evaluate.run(examined.context(Stage.EVALUATE)).metrics["gate"]
+    # As good as its parent.
+    assert (gate["difference"], gate["verdict"], gate["reference"]["verdict"]) == (0, "refused", "refused")
+    assert "against the reference it changed by -" in gate["reason"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline import store
-from pipeline.contract import Stage, StageResult
+from pipeline.contract import Stage, StageResult, reference_uri
 from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.ingested import part_range
@@ -23,6 +23,8 @@ from pipeline.dataset.sampler import MASKED, lay_out
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.estimate import requirements as limits
+from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.reference import write_reference
 from pipeline.plan import ExpectedCost, ResumedRun, RunPlan
 from pipeline.stages import plan as plan_stage
 from tests.pipeline.stages.planning import Bench, held_out, refusal, rows
@@ -789,3 +791,55 @@ def test_what_only_takes_long_is_a_warning(
     with caplog.at_level("WARNING"):
         deployed.start("patient")
     assert not [record for record in caplog.records if "evaluate, ranking" in record.getMessage()]
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_copied_without_what_must_not_be_used(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 200))
+    bench.week("one")
+    write_reference(bench.root, "current", "one")
+    QueryValues(((1, None),), {"ndcg@10": np.array([0.5])}).write(Path(bench.paths("one").query_values))
+    held = bench.rows("one", "holdout.arrow")
+    bench.shard("b.jsonl", rows(200, 300))
+    deleted = store.join(bench.root, "deleted.txt")
+    store.write_bytes(deleted, held[0]["id"].encode())
+    plan = bench.week("two", {"data": {"delete": [deleted]}})
+    assert plan.reference == "one"
+    assert bench.rows("two", "reference/holdout.arrow") == held[1:]
+    gone = {row["id"] for row in bench.rows("one", "candidates.arrow")} - {
+        row["id"] for row in bench.rows("two", "reference/candidates.arrow")
+    }
+    assert gone == {held[0]["id"]}
+    assert plan.row_files["reference/queries.parquet"].rows == len(held) - 1
+    # A smaller hold-out: some of its documents are trained on, and are no exam any more.
+    bench.shard("c.jsonl", rows(300, 400))
+    bench.week("three", {"data": {"holdout_fraction": 0.1}})
+    bench.shard("d.jsonl", rows(400, 500))
+    bench.start("four")
+    left = {row["id"] for row in bench.rows("four", "reference/holdout.arrow")}
+    assert left == {
+        row["id"]
+        for row in held
+        if held_out({"document": f"document {row['id'][3:]} " + "and more " * (int(row["id"][3:]) % 5)}, 0.1)
+    }
+
+
+def test_a_reference_that_cannot_be_compared_with(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.shard("a.jsonl", rows(0, 200))
+    bench.week("one")
+    bench.shard("b.jsonl", rows(200, 300))
+    assert bench.week("none").reference is None
+    write_reference(bench.root, "current", "one")
+    refusal(MissingInput, lambda: bench.start("gone"), "files of the reference are gone", "one", "pin another run")
+    QueryValues(((1, None),), {"ndcg@10": np.array([0.5])}).write(Path(bench.paths("one").query_values))
+    bench.shard("c.jsonl", rows(300, 400))
+    assert bench.week("other", {"train": {"query_length": 10}}).reference is None
+    assert "has other tokens or lengths" in caplog.text
+    store.write_bytes(bench.paths("one").plan, b'{"run": "of another version"}')
+    bench.start("old")
+    assert bench.plan("old").reference is None
+    assert "is of another version" in caplog.text
+    store.write_bytes(reference_uri(bench.root, "current"), b'{"run": "../x"}')
+    refusal(BadData, lambda: bench.prepare("bad"), "the registry's reference cannot be read")
