@@ -123,19 +123,17 @@ def test_errors_are_as_rare_as_they_are_said_to_be(undecided: str, seed: int) ->
     assert wrong == pytest.approx(0.05, abs=3 * (0.05 * 0.95 / WEEKS) ** 0.5)
 
 
-def test_a_drop_against_the_reference_is_refused() -> None:
-    main = scores(0.0, -0.001, 0.001)["difference"]
-    for at_least, at_most, refuse, accept in (
-        (-0.009, 0.0, "accepted", "accepted"),
-        (-0.02, -0.005, "refused", "accepted"),
-        (-0.03, -0.011, "refused", "refused"),
-    ):
-        change = {"value": (at_least + at_most) / 2, "at_least": at_least, "at_most": at_most, "error": 0.001}
-        made = {**scores(0.0, -0.001, 0.001), "difference": main, "reference": {"difference": {"mrr@10": change}}}
-        for undecided, verdict in (("refuse", refuse), ("accept", accept)):
-            found = judge_model(made, GateConfig.model_validate({"metric": "mrr@10", "undecided": undecided}), PUBLISHED)
-            assert found["verdict"] == verdict
-            assert ("-0.01 is allowed in all weeks together" in found["reason"]) == (verdict == "refused")
+@pytest.mark.parametrize(
+    ("at_least", "at_most", "refuse", "accept"),
+    [(-0.009, 0.0, "accepted", "accepted"), (-0.02, -0.005, "refused", "accepted"), (-0.03, -0.011, "refused", "refused")],
+)
+def test_a_drop_against_the_reference(at_least: float, at_most: float, refuse: str, accept: str) -> None:
+    change = {"value": (at_least + at_most) / 2, "at_least": at_least, "at_most": at_most, "error": 0.001}
+    made = scores(0.0, -0.001, 0.001, reference={"difference": {"mrr@10": change}})
+    for undecided, verdict in (("refuse", refuse), ("accept", accept)):
+        found = judge_model(made, GateConfig.model_validate({"metric": "mrr@10", "undecided": undecided}), PUBLISHED)
+        assert found["verdict"] == verdict
+        assert ("-0.01 is allowed in all weeks together" in found["reason"]) == (verdict == "refused")
 
 
 def test_fifty_two_weeks_of_a_tenth_of_a_percent_are_stopped() -> None:

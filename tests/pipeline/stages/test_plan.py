@@ -819,11 +819,7 @@ def test_the_reference_is_copied_without_what_must_not_be_used(bench: Bench) -> 
     bench.shard("d.jsonl", rows(400, 500))
     bench.start("four")
     left = {row["id"] for row in bench.rows("four", "reference/holdout.arrow")}
-    assert left == {
-        row["id"]
-        for row in held
-        if held_out({"document": f"document {row['id'][3:]} " + "and more " * (int(row["id"][3:]) % 5)}, 0.1)
-    }
+    assert left == {row["id"] for row in rows(0, 200) if held_out(row, 0.1)}
 
 
 def test_a_reference_that_cannot_be_compared_with(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -832,12 +828,13 @@ def test_a_reference_that_cannot_be_compared_with(bench: Bench, caplog: pytest.L
     bench.shard("b.jsonl", rows(200, 300))
     assert bench.week("none").reference is None
     write_reference(bench.root, "current", "one")
+    bench.shard("c.jsonl", rows(300, 400))
     refusal(MissingInput, lambda: bench.start("gone"), "files of the reference are gone", "one", "pin another run")
     QueryValues(((1, None),), {"ndcg@10": np.array([0.5])}).write(Path(bench.paths("one").query_values))
-    bench.shard("c.jsonl", rows(300, 400))
     assert bench.week("other", {"train": {"query_length": 10}}).reference is None
     assert "has other tokens or lengths" in caplog.text
     store.write_bytes(bench.paths("one").plan, b'{"run": "of another version"}')
+    bench.shard("d.jsonl", rows(400, 500))
     bench.start("old")
     assert bench.plan("old").reference is None
     assert "is of another version" in caplog.text
