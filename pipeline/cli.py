@@ -32,6 +32,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="The run's configuration: its schema, and checking a file against it.")
 app.add_typer(config_app, name="config")
+registry_app = typer.Typer(no_args_is_help=True, help="What is published, and the reference that bounds the sum of all drops.")
+app.add_typer(registry_app, name="registry")
 
 StackOption = Annotated[str, typer.Option("--stack", help="The deployment: name of its pipeline stack, `name` in cdk.json.")]
 LocalOption = Annotated[
@@ -39,6 +41,8 @@ LocalOption = Annotated[
     typer.Option("--state", metavar="DIR", help="Instead of a deployment: the local run in progress in this state folder."),
 ]
 LinesOption = Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")]
+BucketOption = Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")]
+NameOption = Annotated[str, typer.Option("--name", help="Name in the registry, the setting `registry` of the runs.")]
 StateOption = Annotated[Path, typer.Option("--state", help="Folder of the local run: its bucket as plain files, logs, registry.")]
 
 
@@ -239,10 +243,9 @@ def runs(
     if as_json:
         typer.echo(listing.as_json(found))
         return
-    from rich.console import Console
+    from pipeline.commands.terminal import print_table
 
-    # A table that goes to a pipe is not cut to a terminal's width.
-    Console(width=None if sys.stdout.isatty() else listing.PIPED_WIDTH).print(listing.table(found))
+    print_table(listing.table(found))
 
 
 @app.command()
@@ -262,7 +265,7 @@ def search(
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many documents.")] = 5,
     locale: Annotated[str | None, typer.Option("--locale", help="Only documents of this locale.")] = None,
     registry: Annotated[str, typer.Option("--registry", help="Name under which the embeddings were published.")] = "current",
-    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
+    bucket: BucketOption = None,
     state: StateOption = DEFAULT_STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per hit.")] = False,
 ) -> None:
@@ -301,7 +304,7 @@ def tune(
     gain: Annotated[float, typer.Option("--gain", min=0, help="Share by which a value must be better to win.")] = 0.02,
     timeout: Annotated[float, typer.Option("--timeout", min=0.01, help="Time limit of a variant's stage, in minutes.")] = 120.0,
     out: Annotated[Path | None, typer.Option("--out", help="YAML file for the best settings, as --config takes it.")] = None,
-    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
+    bucket: BucketOption = None,
     state: StateOption = DEFAULT_STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole table as JSON.")] = False,
 ) -> None:
@@ -341,7 +344,7 @@ def parity(
     tolerance: Annotated[
         float, typer.Option("--tolerance", min=0.0, help="Largest absolute difference to tolerate; 0.001 = 0.1 %.")
     ] = 0.001,
-    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
+    bucket: BucketOption = None,
     state: StateOption = DEFAULT_STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -374,7 +377,7 @@ def graphs(
         int | None, typer.Option("--steps", min=1, help="Steps that --prove trains; by default as few as meet everything.")
     ] = None,
     keep: Annotated[Path | None, typer.Option("--keep", help="Empty folder that keeps the run of --prove.")] = None,
-    bucket: Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")] = None,
+    bucket: BucketOption = None,
     state: StateOption = DEFAULT_STATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -525,6 +528,47 @@ def config_check(
     for key, uri in () if bucket else config.uris():
         needs = "the deployment's bucket, or its setting `read`" if is_s3(uri) else "a local run"
         typer.echo(f"note: {key}: {uri} needs {needs}", err=True)
+
+
+@registry_app.command("show")
+def registry_show(
+    bucket: BucketOption = None,
+    state: StateOption = DEFAULT_STATE,
+    name: NameOption = "current",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """List what is and was published: quality, change against the reference, documents."""
+    from pipeline.commands import registry
+    from pipeline.commands.terminal import print_table
+
+    found = list(registry.publications(registry.root_of(bucket, state), name))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    print_table(registry.table(found))
+
+
+@registry_app.command("pin")
+def registry_pin(
+    run: Annotated[str, typer.Argument(help="Id of an evaluated run.")],
+    bucket: BucketOption = None,
+    state: StateOption = DEFAULT_STATE,
+    name: NameOption = "current",
+) -> None:
+    """Make a run the reference: later models must not fall behind its values by more than gate.total_drop."""
+    from pipeline.commands import registry
+
+    registry.pin(run, registry.root_of(bucket, state), name)
+    typer.echo(f"run {run} is the reference of {name}")
+
+
+@registry_app.command("unpin")
+def registry_unpin(bucket: BucketOption = None, state: StateOption = DEFAULT_STATE, name: NameOption = "current") -> None:
+    """Keep no reference: until a run is pinned, the sum of all weeks' drops has no limit."""
+    from pipeline.commands import registry
+
+    registry.pin(None, registry.root_of(bucket, state), name)
+    typer.echo(f"{name} has no reference")
 
 
 def main() -> NoReturn:

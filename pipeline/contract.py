@@ -421,6 +421,11 @@ def registry_uri(bucket_root: str, name: str) -> str:
     return f"{bucket_root.rstrip('/')}/registry/{name}.json"
 
 
+def reference_uri(bucket_root: str, name: str) -> str:
+    """Return the URI of the name of the reference under a registry name (pipeline/evaluation/reference)."""
+    return f"{bucket_root.rstrip('/')}/registry/{name}.reference.json"
+
+
 def seen_uri(bucket_root: str, run: str) -> str:
     """Return the folder of the rows that a run was the first of its lineage to train on (pipeline/dataset/seen)."""
     return f"{bucket_root.rstrip('/')}/seen/{run}"

@@ -280,12 +280,14 @@ class DeletionPlan(PlanSection):
 class HoldoutPlan(PlanSection):
     """The hold-out set, over all shards of all weeks: `queries` distinct ones against `candidates` documents.
 
-    A query is a text and a locale, and counts if one of its documents is relevant (label above 0).
+    A query is a text and a locale, and counts if one of its documents is relevant (label above 0). `decides` says in words what
+    differences the gate can tell with so many queries.
     """
 
     rows: int
     queries: int
     candidates: int
+    decides: str = ""
 
 
 class RowFile(PlanSection):
@@ -359,6 +361,7 @@ class RunInputs(PlanSection):
         lineage, identity: as in `RunPlan`.
         published_lineage: the runs whose rows the published model was trained on, where it is not the parent.
         deletions: as in `InputShard`.
+        reference: the run that is the reference (pipeline/evaluation/reference), if there is one.
     """
 
     run: str
@@ -376,6 +379,7 @@ class RunInputs(PlanSection):
     published_lineage: tuple[str, ...] = ()
     identity: str
     deletions: str = ""
+    reference: str | None = None
 
     def shards_of(self, kind: str) -> tuple[InputShard, ...]:
         """Return the shards of one kind."""
@@ -473,8 +477,11 @@ class RunPlan(PlanSection):
     """None in plans of versions that made none."""
     deletions: DeletionPlan | None = None
     """None: `data.delete` names nothing."""
+    reference: str | None = None
+    """The run that is the reference (pipeline/evaluation/reference). None: there is none, or it cannot be compared with."""
     row_files: dict[str, RowFile] = {}
-    """`train.arrow`, `holdout.arrow`, `candidates.arrow`, those in `published/`, and `order-EPOCH.npy`."""
+    """`train.arrow`, `holdout.arrow`, `candidates.arrow`, `known.arrow`, those in `published/` and `reference/`, and
+    `order-EPOCH.npy`."""
     lineage: tuple[str, ...] = ()
     """The runs whose rows count as seen: the parent's run and its ancestors, the oldest first (pipeline/dataset/seen)."""
     pairs: tuple[str, ...] = ()
@@ -513,6 +520,7 @@ class RunPlan(PlanSection):
             "not_positive_rows": self.train.not_positive,
             "holdout_queries": self.holdout.queries,
             "holdout_candidates": self.holdout.candidates,
+            "gate": self.holdout.decides,
             "deleted_rows": self.deletions.rows if self.deletions else 0,
             "corpus_rows": self.embed.rows,
             "embed_parts": len(self.embed.parts),

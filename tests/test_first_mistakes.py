@@ -120,7 +120,7 @@ def require_refusal(typed: str, code: int, words: tuple[str, ...], folder: Path)
     return text
 
 
-GOOD = "local --input good.jsonl --set gate.allow_small=true --set data.holdout_fraction=0.5"
+GOOD = "local --input good.jsonl --set gate.undecided=accept --set data.holdout_fraction=0.5"
 DOWNLOAD = "hf download NAME --local-dir DIR"
 CONVERT = "jq -c '.[]' FILE.json > FILE.jsonl"
 
@@ -170,7 +170,11 @@ MISTAKES: list[tuple[str, int, tuple[str, ...]]] = [
     ("local --input header.csv", 65, ("there is no row", "header.csv")),
     ("local --input ends.jsonl.gz", 65, ("cut off or damaged", "ends.jsonl.gz")),
     ("local --input ends.parquet", 65, ("cut off or damaged", "ends.parquet")),
-    ("local --input good.jsonl", 64, ("too small to judge", "gate.min_queries = 2000", "data.holdout_fraction", "allow_small")),
+    (
+        "local --input good.jsonl",
+        64,
+        ("too small to judge", "gate.max_drop = 0.005", "holdout_fraction", "gate.undecided=accept"),
+    ),
     (f"{GOOD} --corpus good.jsonl --set data.columns.positive=document", 64, ("unknown column", "data.columns.positive")),
     (f"{GOOD} --corpus missing.csv", 65, ("lacks a column", "missing.csv: text", "add --set data.columns.text=")),
     ("init --input absent.csv", 66, ("the input file does not exist", "absent.csv", "check the path")),

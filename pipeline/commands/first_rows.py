@@ -113,12 +113,10 @@ def check_first_rows(
     if training:
         first = read_first_rows(find_shards(training, "data.train"), columns)
         refuse_bad_rows(first, config.data.max_bad_fraction)
-        if earlier is not None and first.complete:
-            before = read_first_rows(find_shards(earlier, "data.train"), columns)
-            rows = pa.concat_tables([first.rows, before.rows])
-            # Without a positive row there is nothing to hold out: prepare names that cause.
-            if before.complete and (np.asarray(rows["label"]) > 0).any():
-                check_holdout(held_out_queries(rows, config.data), config.gate)
+        # What the gate needs later depends on the last evaluation. Without a positive row there is nothing to hold out: plan
+        # names that cause.
+        if not earlier and earlier is not None and first.complete and (np.asarray(first.rows["label"]) > 0).any():
+            check_holdout(held_out_queries(first.rows, config.data), config.gate)
 
 
 def refuse_bad_rows(first: FirstRows, limit: float) -> None:

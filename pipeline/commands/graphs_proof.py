@@ -24,7 +24,7 @@ from pipeline.contract import RunPaths, Stage, StageResult
 from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.ingested import TEXTS, ingested_rows_uri, ingested_tokens_uri, write_batches, write_file, write_profile
-from pipeline.dataset.row_files import read_table, token_lengths
+from pipeline.dataset.row_files import KNOWN, read_table, token_lengths
 from pipeline.dataset.steps import count_steps, write_orders
 from pipeline.errors import BadConfig, BadData, Defect, ExitCode, TrnpipeError
 from pipeline.estimate.variant import plan_variant
@@ -202,7 +202,7 @@ def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -
             "validation_queries": min(config.train.validation_queries, HOLDOUT_ROWS),
         },
         "evaluate": {"bootstrap_samples": 1},
-        "gate": {"allow_small": True},
+        "gate": {"undecided": "accept"},
     }
     return build_config(config.model_dump(mode="json"), here)
 
@@ -225,7 +225,8 @@ def _copy(
     holdout, candidates = choose_holdout(rows, config)
     target = Path(paths.rows)
     target.mkdir(parents=True)
-    for file, table in (("train.arrow", train), ("holdout.arrow", holdout), ("candidates.arrow", candidates)):
+    known = read_table(rows / KNOWN)
+    for file, table in (("train.arrow", train), ("holdout.arrow", holdout), ("candidates.arrow", candidates), (KNOWN, known)):
         with pa.ipc.new_file(str(target / file), table.schema) as writer:
             writer.write_table(table)
     write_orders(target, [lengths], config, 1)

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipeline.commands.first_rows import FirstRows, distinct, held_out_queries, read_first_rows, refuse_bad_rows
-from pipeline.config import DataConfig, RunConfig, build_config
+from pipeline.config import DataConfig, GateConfig, RunConfig, build_config
 from pipeline.dataset.columns import TRAINING_COLUMNS, check_columns, fields_of, resolve
 from pipeline.dataset.records import estimate_rows, file_columns
 from pipeline.dataset.shards import find_shards
 from pipeline.errors import BadConfig
+from pipeline.evaluation.gate import needed_queries
 from pipeline.files import write_atomically
 from pipeline.model.inventory import local_model, model_files, read_json, transformer_folder
 
@@ -41,7 +42,9 @@ QUERY_STEP, BUCKET_STEP = 8, 32
 BUCKET_SHARES = (0.5, 0.75, 0.9, 0.99)
 """Shares of the documents that the buckets hold uncut."""
 
-LARGEST_HOLDOUT = 0.2
+LARGEST_HOLDOUT = 0.25
+MAX_DROPS = (0.005, 0.01, 0.02)
+"""Settings of gate.max_drop, the first of which that the data allows is taken."""
 SPARE_QUERIES = 1.1
 """Times the queries that the gate needs, where they are estimated."""
 
@@ -158,7 +161,7 @@ def read_data(inputs: Sequence[str], columns: dict[str, str], model: ModelFacts)
 
 def choose(data: DataFacts, model: ModelFacts, inputs: Sequence[str], corpus: Sequence[str]) -> dict[str, Any]:
     """Return the settings for this data, in the form of a configuration file."""
-    fraction, enough = _holdout(data)
+    fraction, gate = _holdout(data)
     longest = min(LONGEST_BUCKET, model.longest // BUCKET_STEP * BUCKET_STEP)
     buckets = sorted({min(longest, _up(np.quantile(data.documents, share), BUCKET_STEP)) for share in BUCKET_SHARES})
     trained = data.rows * (1 - fraction)
@@ -178,7 +181,7 @@ def choose(data: DataFacts, model: ModelFacts, inputs: Sequence[str], corpus: Se
             "buckets": buckets,
         },
         "embed": {"buckets": buckets},
-        "gate": {"allow_small": not enough},
+        "gate": gate,
     }
 
 
@@ -225,7 +228,8 @@ def write_config(path: Path, chosen: dict[str, Any], data: DataFacts) -> None:
         "train.query_length": f"tokens; {cut[1]:.1%} of the queries are longer and are cut",
         "train.buckets": f"lengths of documents in tokens; {cut[0]:.1%} are longer and are cut",
         "embed.buckets": "the same for the documents to embed",
-        "gate.allow_small": f"true: judge on fewer than {config.gate.min_queries:,} queries, which cannot show 0.1 %",
+        "gate.max_drop": "the drop in nDCG that a new model must not have; fewer queries cannot exclude a smaller one",
+        "gate.undecided": "refuse only what is surely worse: too few queries to exclude a drop",
     }
     lines = ["# Every other setting has a default; docs/configuration.md lists them all."]
     for section, settings in chosen.items():
@@ -264,15 +268,19 @@ def _estimate_tokens(texts: Sequence[str]) -> NDArray[np.int64]:
     return np.array([2 + math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts], np.int64)
 
 
-def _holdout(data: DataFacts) -> tuple[float, bool]:
-    """Return the smallest fraction that holds out enough queries, and whether there is one."""
-    needed = RunConfig().gate.min_queries
-    scale = data.rows / max(1, len(data.first.rows)) if not data.first.complete else 1.0
-    for hundredths in range(2, round(100 * LARGEST_HOLDOUT) + 1):
-        found = held_out_queries(data.first.rows, DataConfig(holdout_fraction=hundredths / 100)) * scale
-        if found >= needed * (1 if data.first.complete else SPARE_QUERIES):
-            return hundredths / 100, True
-    return LARGEST_HOLDOUT, False
+def _holdout(data: DataFacts) -> tuple[float, dict[str, Any]]:
+    """Return the smallest fraction that holds out enough queries for the smallest drop that the gate can then exclude, and the
+    gate's settings."""
+    spare = 1 if data.first.complete else SPARE_QUERIES * len(data.first.rows) / max(data.rows, 1)
+    found = {
+        hundredths / 100: held_out_queries(data.first.rows, DataConfig(holdout_fraction=hundredths / 100))
+        for hundredths in range(2, round(100 * LARGEST_HOLDOUT) + 1)
+    }
+    for drop in MAX_DROPS:
+        needed = needed_queries(GateConfig(max_drop=drop)) * spare
+        if enough := [fraction for fraction, queries in found.items() if queries >= needed]:
+            return enough[0], {"max_drop": drop}
+    return LARGEST_HOLDOUT, {"undecided": "accept"}
 
 
 def _languages(data: DataFacts) -> str:

@@ -29,7 +29,7 @@ from pipeline.plan import RunPlan
 from pipeline.run.find_run import find_run, read_plan
 
 MIN_QUERIES = 2000
-"""Fewer cannot show a difference of 0.1 %: the default of gate.min_queries."""
+"""Fewer cannot show a difference of 0.1 % even between models whose queries hardly differ."""
 ROUNDING = 1e-12
 """Slack of the comparison with the tolerance: means differ by about 1e-16 through rounding."""
 HOLDOUT = "whole hold-out"

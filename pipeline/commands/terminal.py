@@ -15,6 +15,8 @@ from rich.table import Column, Table
 
 from pipeline.errors import plain
 
+PIPED_WIDTH = 300
+
 
 @contextmanager
 def terminable() -> Iterator[None]:
@@ -53,6 +55,11 @@ def right(heading: str) -> Column:
 def simple_table(*columns: Column) -> Table:
     """Return an empty table with a line under its headings."""
     return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def print_table(table: Table) -> None:
+    """Print a table; one that goes into a file or a pipe is not cut to a terminal's width."""
+    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
 
 
 def clock(span: timedelta) -> str:

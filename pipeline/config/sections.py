@@ -459,15 +459,39 @@ class EvaluateConfig(Section):
     )
 
 
-class GateConfig(Section):
-    """When a model may be published: new >= baseline - max_drop on `metric`. Baseline: the published model, else the parent."""
+MetricName = Literal["ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100"]
+Drop = Annotated[float, Field(gt=0.0, le=1.0)]
 
-    metric: Literal["ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100"] = Field(
-        "ndcg@10", description="Metric that decides."
+
+class Guardrail(Section):
+    """A slice that must not become surely worse."""
+
+    slice: Annotated[str, matching(re.compile(r"fresh|(locale|task):.+"))] = Field(
+        description="`locale:NAME` or `task:NAME`, with `*` for each of them; `fresh`: queries of the newest week."
     )
-    max_drop: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.001, description="Absolute, 0.001 = 0.1 %.")
-    min_queries: PositiveInt = Field(2000, description="A hold-out smaller than this cannot show 0.1 %.")
-    allow_small: bool = Field(False, description="Judge even on a hold-out smaller than min_queries.")
+    metric: MetricName = Field("ndcg@10", description="Metric of the slice.")
+    max_drop: Drop = Field(0.02, description="Absolute; a larger drop refuses the model if it is surely larger.")
+
+
+class GateConfig(Section):
+    """When a model may be published, against the published model, else the parent."""
+
+    metric: MetricName = Field("ndcg@10", description="Metric that decides.")
+    max_drop: Drop = Field(0.005, description="The drop that the new model must not have, absolute: 0.005 = 0.5 %.")
+    undecided: Literal["refuse", "accept"] = Field(
+        "refuse",
+        description="What to do where the hold-out leaves open whether the drop is larger than `max_drop`. refuse: a model with "
+        "such a drop is published in at most 5 % of weeks; accept: one without it is refused in at most 5 %.",
+    )
+    total_drop: Drop = Field(
+        0.01,
+        description="The drop that the new model must not have against the reference, a published run whose hold-out and values "
+        "stay: it bounds the sum of all weeks' drops.",
+    )
+    guardrails: tuple[Guardrail, ...] = Field(
+        tuple(Guardrail(slice=name) for name in ("locale:*", "task:*", "fresh")),
+        description="Slices that must not become surely worse; those of under 100 documents are not judged.",
+    )
 
 
 class EmbedConfig(Section):

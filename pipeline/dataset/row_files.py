@@ -1,9 +1,9 @@
 """The rows of a run as Arrow files: plan writes them once as a stream, training and evaluation map them into memory.
 
-Three files under `plan/rows`: `train.arrow` (pairs to train on), `holdout.arrow` (queries to evaluate, with their relevant
-documents), `candidates.arrow` (the distinct documents that queries are ranked against). Uncompressed, so that every rank of a
-node shares one copy in the page cache. Where the published model has another tokenizer, `published/` has the last two in its
-tokens, row by row.
+Four files under `plan/rows`: `train.arrow` (pairs to train on), `holdout.arrow` (queries to evaluate, with their relevant
+documents), `candidates.arrow` (the distinct documents that queries are ranked against), `known.arrow` (queries with other
+candidates that are relevant, but not held out). Uncompressed, so that every rank of a node shares one copy in the page cache.
+Where the published model has another tokenizer, `published/` has the hold-out and the candidates in its tokens, row by row.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ WRITTEN_ROWS = 1 << 16
 """Rows of a record batch in the files, at most: some 20 MB."""
 
 HOLDOUT_FILES = ("holdout.arrow", "candidates.arrow")
+KNOWN = "known.arrow"
 PUBLISHED = "published"
 """Folder of HOLDOUT_FILES in the published model's own tokens."""
 
@@ -51,8 +52,8 @@ def row_schemas(tokens: pa.DataType) -> dict[str, pa.Schema]:
     """Return the schemas of the files; `tokens`: type of the token ids, the smallest that holds the vocabulary.
 
     `shard` counts along plan.train.new, then plan.train.replay. `new`: whether no run of the lineage was trained on the row; of
-    the hold-out, whether its shard is new. Hashes: pipeline/dataset/rows.normalized_hash. `version`:
-    pipeline/dataset/ingested.row_versions. Tokens: with special ones, cut to `Lengths`.
+    the hold-out, whether its shard is new. `key`: what is held out together. Hashes: pipeline/dataset/rows.normalized_hash.
+    `version`: pipeline/dataset/ingested.row_versions. Tokens: with special ones, cut to `Lengths`.
     """
     texts = pa.list_(tokens)
     return {
@@ -78,10 +79,13 @@ def row_schemas(tokens: pa.DataType) -> dict[str, pa.Schema]:
                 ("document_hash", pa.uint64()),
                 ("label", pa.float32()),
                 ("locale", pa.string()),
+                ("task", pa.string()),
+                ("key", pa.uint64()),
                 ("new", pa.bool_()),
             ]
         ),
         "candidates.arrow": pa.schema([("document_tokens", texts), ("document_hash", pa.uint64()), ("id", pa.string())]),
+        "known.arrow": pa.schema([("query_hash", pa.uint64()), ("locale", pa.string()), ("document_hash", pa.uint64())]),
     }
 
 

@@ -16,6 +16,7 @@ from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig
 from pipeline.estimate.memory import FP32, GIB, LIBRARY_BYTES, MIB, PROCESS_BYTES
 from pipeline.estimate.workload import Workload
+from pipeline.evaluation.gate import needed_queries
 from pipeline.plan import ModelShape
 
 CANDIDATE_BYTES, QUERY_BYTES, RANKING_BYTES = 256, 512, 5120
@@ -105,8 +106,8 @@ def requirements(
     yield Requirement(what, files + 2 * 3 * FP32 * shape.parameters, ROOT_VOLUME_GIB * GIB, remedy)
 
     host = HARDWARE.get(embed_host or "")
-    enough = min(config.data.holdout_fraction, 10 * config.gate.min_queries / max(work.known_rows, 1))
-    remedy = f"data.holdout_fraction={enough:.2g} holds out ten times gate.min_queries"
+    enough = min(config.data.holdout_fraction, 10 * needed_queries(config.gate) / max(work.known_rows, 1))
+    remedy = f"data.holdout_fraction={enough:.2g} holds out ten times the queries that the gate needs"
     # For a moment there are two copies of the embeddings.
     amount: float = (work.queries + candidates) * 2 * FP32 * shape.hidden + work.queries * RANKING_BYTES
     amount += LIBRARY_BYTES + ranks * (PROCESS_BYTES + candidates * CANDIDATE_BYTES + work.queries * QUERY_BYTES)

@@ -62,6 +62,7 @@ def plan_variant(
             "created": now(),
             "config": config,
             "world": world,
+            "reference": None,
             "parent": plan.parent.model_copy(update={"folder": str(parent)}),
             "published": None,
             "train": plan.train.model_copy(update={"rows": len(lengths), **asdict(count_steps([lengths], config, world.ranks))}),

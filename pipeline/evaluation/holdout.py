@@ -1,6 +1,6 @@
 """The hold-out as evaluation takes it: distinct queries, the candidates they are ranked against, and which of these are relevant.
 
-Reads `holdout.arrow` and `candidates.arrow`, which are mapped into memory: token lists are views of them.
+Reads `holdout.arrow`, `candidates.arrow` and `known.arrow`, which are mapped into memory: token lists are views of them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.dataset.row_files import read_table
+from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, read_table
 from pipeline.errors import BadData
 from pipeline.evaluation.query_values import QueryKey
 from pipeline.evaluation.retrieval import Relevant
+from pipeline.evaluation.statistics import Units
 from pipeline.model.inference import TokenList
 
 
@@ -30,36 +31,42 @@ class Holdout:
         queries: token ids of each query.
         candidates: token ids of each candidate document.
         relevant: the relevant candidates of each query.
+        known: other candidates that are relevant: of rows that are not held out. They count neither as found nor as wrong.
+        units: what was held out together (documents, if not queries or groups): the queries of each.
+        tasks: (queries,) task of each query's first row, None where rows have none.
         fresh: (queries,) whether a relevant document comes from a shard that no earlier run had; None where queries are made up.
-        documents: `id` and `document_hash` of each candidate; None where the candidates are made up.
     """
 
     keys: tuple[QueryKey, ...]
     queries: Sequence[TokenList]
     candidates: Sequence[TokenList]
     relevant: Relevant
+    known: Relevant
+    units: Units
+    tasks: Sequence[str | None]
     fresh: NDArray[np.bool_] | None = None
-    documents: pa.Table | None = None
 
     @property
     def locales(self) -> list[str | None]:
         return [locale for _, locale in self.keys]
 
 
-def read_holdout(folder: Path, most: int | None = None) -> Holdout:
+def read_holdout(folder: Path, within: str = "", *, most: int | None = None) -> Holdout:
     """Return the hold-out that a folder of row files has.
 
     Args:
+        within: the folder below it with the tokens, if they are not the parent's.
         most: take the first so many queries in the order of their hashes, which is random but the same every week, and their own
             documents alone as candidates; None: everything.
 
     Raises:
         BadData: see `join_holdout`.
     """
-    return join_holdout(read_table(folder / "holdout.arrow"), read_table(folder / "candidates.arrow"), most)
+    holdout, candidates = (read_table(folder / within / name) for name in HOLDOUT_FILES)
+    return join_holdout(holdout, candidates, read_table(folder / KNOWN), most)
 
 
-def join_holdout(holdout: pa.Table, candidates: pa.Table, most: int | None = None) -> Holdout:
+def join_holdout(holdout: pa.Table, candidates: pa.Table, known: pa.Table, most: int | None = None) -> Holdout:
     """Group the hold-out's rows into distinct queries (text and locale), in the order of their hashes and locales.
 
     A query without a relevant document does not count. Of equal pairs the largest label is the gain.
@@ -67,10 +74,8 @@ def join_holdout(holdout: pa.Table, candidates: pa.Table, most: int | None = Non
     Raises:
         BadData: a held-out document is not among the candidates, or no query has a relevant document.
     """
-    hashes, documents = candidates["document_hash"].to_numpy(), holdout["document_hash"].to_numpy()
-    order = np.argsort(hashes)
-    place = order[np.searchsorted(hashes[order], documents).clip(max=len(hashes) - 1)]
-    if missing := np.count_nonzero(hashes[place] != documents):
+    place, there = _places(candidates, holdout)
+    if missing := np.count_nonzero(~there):
         raise BadData(
             "held-out documents are not among the candidates",
             value=f"{missing} rows",
@@ -93,14 +98,34 @@ def join_holdout(holdout: pa.Table, candidates: pa.Table, most: int | None = Non
     fresh = np.zeros(len(keys), np.bool_)
     fresh[query[np.asarray(holdout["new"])[rows]]] = True
     pairs, best = np.unique(np.stack([query, place], axis=1), axis=0, return_index=True)
+    named = tuple((value, str(names[number]) or None) for value, number in keys.tolist())
     return Holdout(
-        keys=tuple((value, str(names[number]) or None) for value, number in keys.tolist()),
+        keys=named,
         queries=token_lists(holdout["query_tokens"].take(pa.array(firsts))),
         candidates=token_lists(candidates["document_tokens"]),
         relevant=Relevant(pairs[:, 0], pairs[:, 1], labels[rows[best]]),
+        known=_known(known, named, candidates),
+        units=Units.of(query, holdout["key"].to_numpy()[rows]),
+        tasks=holdout["task"].take(pa.array(firsts)).to_pylist(),
         fresh=fresh,
-        documents=candidates.select(["id", "document_hash"]),
     )
+
+
+def _places(candidates: pa.Table, rows: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the candidate that is the document of each row, and whether there is one."""
+    hashes, documents = candidates["document_hash"].to_numpy(), rows["document_hash"].to_numpy()
+    order = np.argsort(hashes)
+    place = order[np.searchsorted(hashes[order], documents).clip(max=len(hashes) - 1)]
+    return place, hashes[place] == documents
+
+
+def _known(rows: pa.Table, keys: Sequence[QueryKey], candidates: pa.Table) -> Relevant:
+    numbers = {key: number for number, key in enumerate(keys)}
+    pairs = zip(rows["query_hash"].to_pylist(), rows["locale"].to_pylist(), strict=True)
+    query = np.array([numbers.get((value, locale or None), -1) for value, locale in pairs], np.int64)
+    place, there = _places(candidates, rows)
+    found = np.unique(np.stack([query, place], axis=1)[there & (query >= 0)], axis=0)
+    return Relevant(found[:, 0], found[:, 1], np.ones(len(found)))
 
 
 def token_lists(column: pa.ChunkedArray) -> list[TokenList]:

@@ -6,6 +6,7 @@ metric. A query is a text and a locale, each once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,16 @@ class QueryValues:
 
     def means(self) -> dict[str, float]:
         return {metric: float(values.mean()) for metric, values in self.values.items()}
+
+    def of(self, queries: Sequence[QueryKey]) -> dict[str, npt.NDArray[np.float64]]:
+        """Return the values of some of the queries, in their order.
+
+        Raises:
+            KeyError: one is not there.
+        """
+        places = {query: place for place, query in enumerate(self.queries)}
+        chosen = [places[query] for query in queries]
+        return {metric: values[chosen] for metric, values in self.values.items()}
 
     def write(self, path: Path) -> None:
         """Write them to a local file; create its folder if it is missing."""

@@ -57,12 +57,15 @@ class Relevant(NamedTuple):
         return Relevant(self.query[own] - queries.start, self.candidate[own], self.gain[own])
 
 
-def retrieve(queries: Tensor, candidates: Sequence[Block], relevant: Relevant) -> dict[str, Values]:
+def retrieve(
+    queries: Tensor, candidates: Sequence[Block], relevant: Relevant, known: Relevant | None = None
+) -> dict[str, Values]:
     """Rank all candidates for every query by inner product and measure the rankings.
 
     Args:
         queries: (Q, D) fp32.
         candidates: in any order, on any device.
+        known: candidates that are left out of the rankings of their queries.
 
     Returns:
         See `measure_rankings`.
@@ -71,7 +74,22 @@ def retrieve(queries: Tensor, candidates: Sequence[Block], relevant: Relevant) -
         BadData: an embedding that is not finite.
         ValueError: see `measure_rankings`.
     """
-    return measure_rankings(rank(queries, candidates, DEPTH), relevant)
+    known = known or Relevant.of(())
+    most = int(np.bincount(known.query).max(initial=0))
+    ranked = rank(queries, candidates, DEPTH + most)
+    order = np.argsort(_found(ranked, known)[1], axis=1, kind="stable")[:, :DEPTH]
+    return measure_rankings(np.take_along_axis(ranked, order, axis=1), relevant)
+
+
+def _found(ranked: Integers, pairs: Relevant) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    """Return the number of the pair that each ranked candidate is with its query, and whether it is one: (Q, k) each."""
+    # A pair as one number, to look all of them up at once.
+    width = 1 + max(int(indices.max(initial=0)) for indices in (ranked, pairs.candidate))
+    # The last one is no pair: it is found where all are smaller.
+    numbers = np.append(pairs.query * width + pairs.candidate, np.iinfo(np.int64).max)
+    wanted = np.arange(len(ranked))[:, None] * width + ranked
+    place = np.searchsorted(numbers, wanted)
+    return place.clip(max=max(len(pairs.query) - 1, 0)), numbers[place] == wanted
 
 
 def measure_rankings(ranked: Integers, relevant: Relevant) -> dict[str, Values]:
@@ -90,11 +108,8 @@ def measure_rankings(ranked: Integers, relevant: Relevant) -> dict[str, Values]:
     totals = np.bincount(relevant.query, minlength=len(ranked))
     if len(totals) != len(ranked) or not totals.all():
         raise ValueError(f"{len(ranked)} queries, but relevant candidates for {np.count_nonzero(totals)} of {len(totals)}")
-    # A pair as one number, to look all of them up at once.
-    width = 1 + max(int(indices.max(initial=0)) for indices in (ranked, relevant.candidate))
-    known, wanted = relevant.query * width + relevant.candidate, np.arange(len(ranked))[:, None] * width + ranked
-    place = np.searchsorted(known, wanted).clip(max=len(known) - 1)
-    found = np.where(known[place] == wanted, relevant.gain[place], 0.0)
+    place, hit = _found(ranked, relevant)
+    found = np.where(hit, relevant.gain[place], 0.0)
     best = np.lexsort((-relevant.gain, relevant.query))
     order = np.arange(len(best)) - np.repeat(np.cumsum(totals) - totals, totals)
     ideal = np.zeros((len(ranked), 10))

@@ -55,15 +55,21 @@ def published_vectors(
         }
         reason = ", ".join(f"different {name}" for name, (found, expected) in facts.items() if found != expected)
         if not reason:
-            kept = np.lib.format.open_memmap(store.local_file(paths.vectors, context.scratch / "kept"), mode="r")
-            place = dict(zip(kept["key"].tolist(), range(len(kept)), strict=True))
-            return np.array([place.get(key, -1) for key in _keys(texts)], np.int64), kept["vector"]
+            return kept_vectors(store.local_file(paths.vectors, context.scratch / "kept"), texts)
     except (MissingInput, BadData) as error:
         reason = one_line(error)
     except (KeyError, IndexError, ValueError, EOFError) as error:
         reason = repr(error)
     log.info("no vectors of the published model are reused: %s", reason)
     return np.full(len(texts), -1), np.empty((0, 0), np.float32)
+
+
+def kept_vectors(path: Path, texts: Sequence[TokenList]) -> tuple[Integers, Vectors]:
+    """Return where each text's vector stands among those in a local file, (N,), -1 for none; and those, see
+    `published_vectors`."""
+    kept = np.lib.format.open_memmap(path, mode="r")
+    place = dict(zip(kept["key"].tolist(), range(len(kept)), strict=True))
+    return np.array([place.get(key, -1) for key in _keys(texts)], np.int64), kept["vector"]
 
 
 def write_vectors(path: Path, texts: Sequence[TokenList], blocks: Iterable[Block], dimension: int) -> None:

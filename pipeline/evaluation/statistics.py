@@ -1,31 +1,99 @@
-"""Paired comparison of two models' per-query values: is their difference more than chance? numpy only."""
+"""Paired comparison of two models' per-query values: is their difference more than chance? numpy only.
+
+Queries whose documents were held out together are not independent of each other, so whole units of the hold-out are resampled
+(the cluster bootstrap: Field and Welsh 2007, "Bootstrapping clustered data").
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 CONFIDENCE = 0.95
+ONE_SIDED = 1.6448536269514722
+"""Standard deviations from the mean beyond which 5 % of a normal distribution lie."""
 
 Values = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 
-def bootstrap(differences: Values, *, samples: int, seed: int) -> tuple[Values, Values]:
-    """Return the 95 % confidence interval of the mean difference, by resampling queries with replacement.
+class Units(NamedTuple):
+    """What was held out together: a query belongs to the unit of each of its relevant documents.
+
+    Attributes:
+        query, unit: (N,) distinct pairs of a query's index and a unit's; every query has one.
+    """
+
+    query: Integers
+    unit: Integers
+
+    @classmethod
+    def of(cls, query: Integers, keys: npt.NDArray[np.uint64]) -> Units:
+        """Return them from the key (pipeline/dataset/ingested) of each row of a query: (rows,) each."""
+        pairs = np.unique(np.stack([query.astype(np.int64), np.unique(keys, return_inverse=True)[1]], axis=1), axis=0)
+        return cls(pairs[:, 0], pairs[:, 1])
+
+    @classmethod
+    def single(cls, queries: int) -> Units:
+        """Return a unit for each query."""
+        return cls(np.arange(queries), np.arange(queries))
+
+    def within(self, chosen: npt.NDArray[np.bool_]) -> Units:
+        """Return those of some queries, (queries,), which are counted anew."""
+        own = chosen[self.query]
+        numbers = np.cumsum(chosen) - 1
+        return Units(numbers[self.query[own]], np.unique(self.unit[own], return_inverse=True)[1])
+
+
+def resampled_means(differences: Values, units: Units, *, samples: int, seed: int) -> Values:
+    """Return the mean difference in each resample of the units, with replacement: (samples, metrics).
+
+    A query weighs as often as its units were drawn on average.
 
     Args:
-        differences: new - parent, shape (queries, metrics). Paired: both models saw the same query, so the spread among queries,
-            which is far larger than the difference, cancels out.
-
-    Returns:
-        Lower and upper bounds, shape (metrics,) each.
+        differences: new - baseline, shape (queries, metrics). Paired: both models saw the same query, so the spread among
+            queries, which is far larger than the difference, cancels out.
     """
     rng = np.random.default_rng(seed)
-    queries = len(differences)
+    count, queries = int(units.unit.max()) + 1, len(differences)
+    shares = 1 / np.bincount(units.query, minlength=queries)
     means = np.empty((samples, differences.shape[1]))
     for sample in range(samples):
-        # How often each query was drawn: one product instead of a gather, and no (samples, queries) array.
-        drawn = np.bincount(rng.integers(0, queries, size=queries), minlength=queries)
-        means[sample] = drawn @ differences / queries
+        drawn = np.bincount(rng.integers(0, count, size=count), minlength=count)
+        weights = np.bincount(units.query, drawn[units.unit], minlength=queries) * shares
+        # All of a few units may have been drawn without a query.
+        means[sample] = weights @ differences / max(weights.sum(), 1e-300)
+    return means
+
+
+def bootstrap(differences: Values, units: Units | None = None, *, samples: int, seed: int) -> tuple[Values, Values]:
+    """Return the 95 % confidence interval of the mean difference: lower and upper bounds, shape (metrics,) each.
+
+    Args: as of `resampled_means`; units: None: each query is one.
+    """
+    means = resampled_means(differences, units or Units.single(len(differences)), samples=samples, seed=seed)
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     return low, high
+
+
+def normal_share(deviations: float) -> float:
+    """Return the share of a normal distribution below so many standard deviations from its mean."""
+    return 0.5 * math.erfc(-deviations / math.sqrt(2))
+
+
+def holm(shares: Sequence[float], level: float = 1 - CONFIDENCE) -> list[bool]:
+    """Return which of several hypotheses are rejected, so that one is rejected wrongly with a chance of `level` at most.
+
+    Args:
+        shares: p-value of each (Holm 1979, "A simple sequentially rejective multiple test procedure").
+    """
+    rejected = [False] * len(shares)
+    for done, place in enumerate(sorted(range(len(shares)), key=shares.__getitem__)):
+        if shares[place] > level / (len(shares) - done):
+            break
+        rejected[place] = True
+    return rejected

@@ -26,8 +26,6 @@ from pipeline.operate.progress import SHOWN_METRIC, Tracker
 from pipeline.operate.run_files import IN_FOLDER, LocalFiles, RunFiles, json_object, number, read_failure, read_result
 
 LONGEST_REASON = 60
-PIPED_WIDTH = 300
-"""Columns of a table that goes into a file or a pipe, so that no line is cut."""
 STYLES = {"succeeded": "green", "refused": "yellow", "failed": "red", "running": "cyan", "aborted": "dim"}
 
 

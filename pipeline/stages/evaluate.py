@@ -1,9 +1,10 @@
 """evaluate: rank the hold-out's candidates with the new model and the baseline, and say whether the new one may be published.
 
 The baseline is the published model, which the new one would replace, or the parent while nothing is published. A parent that is a
-third model is measured too, for the reader. Reads these models and `plan/rows`; writes everything to `evaluate/scorecard.json`,
-and what each query got with the new model to `evaluate/queries.parquet` (`trnpipe parity` compares it with another run's). The
-verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts on what it says.
+third model is measured too, for the reader; and the new one on the hold-out of the reference (pipeline/evaluation/reference).
+Reads these models and `plan/rows`; writes everything to `evaluate/scorecard.json`, and what each query got with the new model to
+`evaluate/queries.parquet` (`trnpipe parity` compares it with another run's). The verdict is part of the result: the stage ends
+with 0 either way, and the state machine's Choice acts on what it says.
 
 All ranks of the host share the work: each encodes some of the texts, and ranks all candidates for some of the queries. The new
 model's vectors stay in `evaluate/vectors.npy`: once it is the published model, they are not computed again
@@ -27,12 +28,13 @@ from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
 from pipeline.dataset.row_files import PUBLISHED
 from pipeline.evaluation.exchange import exchange
-from pipeline.evaluation.gate import check_holdout, judge_model
+from pipeline.evaluation.gate import judge_model
 from pipeline.evaluation.holdout import Holdout, read_holdout
 from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.reference import REFERENCE, VALUES
 from pipeline.evaluation.retrieval import METRICS, Integers, retrieve
-from pipeline.evaluation.reuse import Vectors, published_vectors, write_vectors
-from pipeline.evaluation.statistics import Values, bootstrap
+from pipeline.evaluation.reuse import Vectors, kept_vectors, published_vectors, write_vectors
+from pipeline.evaluation.statistics import CONFIDENCE, Units, Values, resampled_means
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.log import log
@@ -47,7 +49,9 @@ PerQuery = dict[str, Values]
 VECTORS = "vectors.npy"
 
 FRESH = "fresh"
-"""Slice of the newest week's queries; no locale is named so."""
+"""Slice of the newest week's queries."""
+
+BOUNDS = ("low", "high", "at_least", "at_most")
 
 
 def run(context: StageContext) -> StageOutput | None:
@@ -57,14 +61,12 @@ def run(context: StageContext) -> StageOutput | None:
         The leader's output; None on the other ranks.
 
     Raises:
-        BadConfig: the hold-out is smaller than the gate asks for.
         BadData: a model whose embeddings are not finite.
     """
     plan, config = context.plan, context.plan.config
     context.heartbeat.beat(note="fetching rows")
     rows = store.local_folder(context.paths.rows, context.scratch / "rows")
     holdout = read_holdout(rows)
-    check_holdout(len(holdout.queries), config.gate)
     device = open_alone(context, plan.world.kind, plan.world.precision)
     watch = GraphWatch(
         device=device,
@@ -80,6 +82,15 @@ def run(context: StageContext) -> StageOutput | None:
     for model in models:
         measured[model.name] = measure(context, model, done, total)
         done += model.tokens
+    reference = None
+    if plan.reference:
+        exam = read_holdout(rows / REFERENCE)
+        # Most of its texts are in this week's hold-out, too.
+        known = kept_vectors(context.scratch / VECTORS, texts_of(exam))
+        new_model = models[0]
+        again = share_out(context, REFERENCE, new_model.folder, new_model.form, new_model.device, exam, known)
+        measured[REFERENCE] = measure(context, again, done, done + again.tokens)
+        reference = exam, QueryValues.read(rows / REFERENCE / VALUES)
     seconds = time.monotonic() - started
     watch.check(0)
     device.close()
@@ -89,10 +100,17 @@ def run(context: StageContext) -> StageOutput | None:
 
     new, parent = measured["new"], measured["parent"]
     baseline = measured.get("published", parent)
-    scores = compare(baseline, new, samples=config.evaluate.bootstrap_samples, seed=config.seed)
+    every = np.ones(len(holdout.queries), np.bool_)
+    scores = compare(baseline, new, holdout.units, every, config)
     if baseline is not parent:
         scores["parent"] = means(parent)
-    gate = judge_model(scores, config.gate, plan.published)
+    slices = {name: compare(baseline, new, holdout.units, chosen, config) for name, chosen in slices_of(holdout).items()}
+    if reference:
+        exam, before = reference
+        scores[REFERENCE] = compare(
+            before.of(exam.keys), measured[REFERENCE], exam.units, np.ones(len(exam.queries), np.bool_), config
+        )
+    gate = judge_model({**scores, "slices": slices}, config.gate, plan.published)
     log.info("gate: %s: %s", gate["verdict"], gate["reason"])
     context.cloudwatch.write(
         {
@@ -103,14 +121,10 @@ def run(context: StageContext) -> StageOutput | None:
         Verdict=gate["verdict"],
     )
     counts = {
-        "queries": len(holdout.queries),
         "candidates": len(holdout.candidates),
         "reused": sum(int((model.place >= 0).sum()) for model in models),
     }
-    slices = slices_of(holdout)
-    compared = {name: compare_slice(baseline, new, chosen, config) for name, chosen in slices.items()}
-    fresh = compared.pop(FRESH, None)
-    scorecard = {**counts, **scores, "gate": gate, "locales": compared, "fresh": fresh}
+    scorecard = {**counts, **scores, "gate": gate, "slices": slices}
     store.write_json(context.paths.scorecard, scorecard)
     values = context.scratch / "queries.parquet"
     QueryValues(holdout.keys, new).write(values)
@@ -148,7 +162,7 @@ class MeasuredModel:
     """A model that is measured, and how the ranks share the work.
 
     Attributes:
-        name: `parent`, `new` or `published`.
+        name: `parent`, `new`, `published`, or `reference`: the new one on the reference's hold-out.
         folder: local model folder.
         form: the model's pooling, normalization and head.
         device: it encodes on this one.
@@ -185,13 +199,13 @@ def models_to_measure(context: StageContext, device: Device, holdout: Holdout, r
     """
     plan, published = context.plan, context.plan.published
     found = [
-        prepare(context, device, holdout, "parent", plan.parent.folder),
         prepare(context, device, holdout, "new", context.paths.model),
+        prepare(context, device, holdout, "parent", plan.parent.folder),
     ]
     if published is None or published.folder == plan.parent.uri:
         return found
     if published.own_tokens:
-        holdout = read_holdout(rows / PUBLISHED)
+        holdout = read_holdout(rows, PUBLISHED)
     if not published.same_graphs:
         log.info("the published model has another form than the run's graphs: it runs on the host's processor")
         device = open_alone(context, "cpu", "fp32")
@@ -204,17 +218,39 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
     Args:
         uri: of the model folder.
     """
-    plan, world = context.plan, context.world
+    plan = context.plan
     context.heartbeat.beat(note=f"fetching the {name} model")
     folder = store.local_folder(uri, context.scratch / name)
     form = own_form(folder, plan.config.model) if name == "published" else plan.config.model
-    texts = [*holdout.candidates, *holdout.queries]
-    place, vectors = np.full(len(texts), -1), np.empty((0, 0), np.float32)
+    texts = texts_of(holdout)
+    known = np.full(len(texts), -1), np.empty((0, 0), np.float32)
     if plan.published and uri == plan.published.folder:
-        place, vectors = published_vectors(context, plan.published, device, texts)
+        known = published_vectors(context, plan.published, device, texts)
+    return share_out(context, name, folder, form, device, holdout, known)
+
+
+def texts_of(holdout: Holdout) -> list[TokenList]:
+    """Return the texts of a hold-out: its candidates, then its queries."""
+    return [*holdout.candidates, *holdout.queries]
+
+
+def share_out(
+    context: StageContext,
+    name: str,
+    folder: Path,
+    form: ModelConfig,
+    device: Device,
+    holdout: Holdout,
+    known: tuple[Integers, Vectors],
+) -> MeasuredModel:
+    """Return a model with the texts of a hold-out divided among the ranks.
+
+    Args:
+        known: see `published_vectors`.
+    """
+    world, texts, (place, vectors) = context.world, texts_of(holdout), known
     # Every rank gets as many of the long texts and of those that are computed.
     computed, taken = np.flatnonzero(place < 0), np.flatnonzero(place >= 0)
-    shares = [np.union1d(computed[rank :: world.size], taken[rank :: world.size]) for rank in range(world.size)]
     return MeasuredModel(
         name=name,
         folder=folder,
@@ -224,7 +260,7 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
         texts=texts,
         place=place,
         vectors=vectors,
-        shares=shares,
+        shares=[np.union1d(computed[rank :: world.size], taken[rank :: world.size]) for rank in range(world.size)],
         queries=own_parts(len(holdout.queries), world.size, world.rank),
         tokens=sum(len(texts[row]) for row in computed[world.rank :: world.size]),
     )
@@ -274,7 +310,8 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
         queries[torch.from_numpy(rows[first:last] - count - model.queries.start)] = one[first:last]
     if device.kind in EAGER_KINDS:
         queries = queries.to(device.torch_device)
-    values = retrieve(queries, candidates, model.holdout.relevant.of_queries(model.queries))
+    relevant, known = (pairs.of_queries(model.queries) for pairs in (model.holdout.relevant, model.holdout.known))
+    values = retrieve(queries, candidates, relevant, known)
     own_values = np.stack([values[metric] for metric in METRICS])
     return dict(zip(METRICS, np.concatenate(exchange(context, f"{model.name}-values", own_values), axis=1), strict=True))
 
@@ -284,41 +321,39 @@ def means(values: PerQuery) -> dict[str, float]:
     return {metric: float(values[metric].mean()) for metric in METRICS}
 
 
-def compare(baseline: PerQuery, new: PerQuery, *, samples: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the means of both models and the difference new - baseline with its paired bootstrap interval.
+def compare(baseline: PerQuery, new: PerQuery, units: Units, chosen: NDArray[np.bool_], config: RunConfig) -> dict[str, Any]:
+    """Compare two models on some of the queries.
 
     Returns:
-        `{baseline: {metric: mean}, new: {metric: mean}, difference: {metric: {value, low, high}}}`.
+        `{queries, units, baseline: {metric: mean}, new: {metric: mean}, difference: {metric: {value, error, low, high, at_least,
+        at_most}}}`: of the mean difference new - baseline the standard error, the 95 % interval, and the bounds that it is
+        above, or below, with 95 % confidence.
     """
+    baseline, new = ({metric: model[metric][chosen] for metric in METRICS} for model in (baseline, new))
+    own = units.within(chosen)
     differences = np.stack([new[metric] - baseline[metric] for metric in METRICS], axis=1)
-    low, high = bootstrap(differences, samples=samples, seed=seed)
+    drawn = resampled_means(differences, own, samples=config.evaluate.bootstrap_samples, seed=config.seed)
+    tail = 1 - CONFIDENCE
+    bounds = np.quantile(drawn, [tail / 2, 1 - tail / 2, tail, 1 - tail], axis=0).T.tolist()
+    errors, values = drawn.std(axis=0).tolist(), differences.mean(axis=0).tolist()
     return {
+        "queries": len(differences),
+        "units": int(own.unit.max()) + 1,
         "baseline": means(baseline),
         "new": means(new),
         "difference": {
-            metric: {"value": float(differences[:, column].mean()), "low": float(low[column]), "high": float(high[column])}
-            for column, metric in enumerate(METRICS)
+            metric: {"value": value, "error": error, **dict(zip(BOUNDS, each, strict=True))}
+            for metric, value, error, each in zip(METRICS, values, errors, bounds, strict=True)
         },
     }
 
 
 def slices_of(holdout: Holdout) -> dict[str, NDArray[np.bool_]]:
-    """Return which queries are of each locale, and under FRESH those of the newest week if they are some of all: (queries,)."""
-    locales = np.array([locale or "" for locale in holdout.locales])
-    found = {name: locales == name for name in sorted(filter(None, {*holdout.locales}))}
+    """Return which queries are of each locale and task, and of the newest week if they are some of all: (queries,)."""
+    found: dict[str, NDArray[np.bool_]] = {}
+    for kind, values in (("locale", holdout.locales), ("task", holdout.tasks)):
+        names = np.array([value or "" for value in values])
+        found |= {f"{kind}:{name}": names == name for name in sorted(filter(None, {*values}))}
     if holdout.fresh is not None and 0 < holdout.fresh.sum() < len(holdout.fresh):
         found[FRESH] = holdout.fresh
     return found
-
-
-def compare_slice(baseline: PerQuery, new: PerQuery, chosen: NDArray[np.bool_], config: RunConfig) -> dict[str, Any]:
-    """Return the same comparison for some of the queries, and their number."""
-    return {
-        "queries": int(chosen.sum()),
-        **compare(
-            {metric: baseline[metric][chosen] for metric in METRICS},
-            {metric: new[metric][chosen] for metric in METRICS},
-            samples=config.evaluate.bootstrap_samples,
-            seed=config.seed,
-        ),
-    }

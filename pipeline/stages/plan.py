@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipeline import store
-from pipeline.config import Deployment, RunConfig
+from pipeline.config import Deployment
 from pipeline.contract import Artifact, Metric, Queue, RunPaths, Stage, StageResult, now
 from pipeline.cost import cost_of, most
 from pipeline.dataset.corpus_plan import CountedDocuments, count_documents, documents_gone
@@ -29,10 +29,11 @@ from pipeline.dataset.records import BadRow
 from pipeline.dataset.refusals import LISTED_REASONS, Refusals
 from pipeline.dataset.row_files import PUBLISHED, Lengths
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.errors import BadData, MissingInput
+from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.estimate.requirements import attempt_minutes, over, refuse, requirements
 from pipeline.estimate.workload import Workload
 from pipeline.evaluation.gate import check_holdout
+from pipeline.evaluation.reference import REFERENCE
 from pipeline.graphs.fingerprint import missing_sets
 from pipeline.log import log
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
@@ -139,7 +140,8 @@ def new_plan(context: StageContext) -> RunPlan:
     check_data = partial(check_amounts, inputs, deployment)
     check_data(rows, pairs, embed)
     rows.write_holdout()
-    check_queries(rows, config)
+    decides = check_queries(paths, inputs, rows)
+    reference = plan_reference(paths, inputs, rows)
     counts, mean_tokens = rows.write_training(world.ranks)
     check_data(rows, pairs, embed, mean_tokens)
 
@@ -163,13 +165,19 @@ def new_plan(context: StageContext) -> RunPlan:
             not_positive=sum(shard.profile.rows - shard.profile.positive_rows for shard in pairs),
             **asdict(counts),
         ),
-        holdout=HoldoutPlan(rows=rows.rows["holdout.arrow"], queries=rows.queries, candidates=rows.rows["candidates.arrow"]),
+        holdout=HoldoutPlan(
+            rows=rows.rows["holdout.arrow"],
+            queries=rows.queries,
+            candidates=rows.rows["candidates.arrow"],
+            decides=decides,
+        ),
         embed=embed,
         graphs=inputs.graphs,
         memory=inputs.memory,
         expected_cost=expect_cost(inputs, paths, embed.children, deployment),
         profile=profile,
         deletions=plan_deletions(paths, inputs, [*pairs, *documents]),
+        reference=reference,
         row_files=upload_rows(paths, scratch / "rows", rows.rows),
         lineage=inputs.lineage,
         pairs=tuple(shard.shard.rows for shard in pairs),
@@ -191,11 +199,45 @@ def ingested(paths: RunPaths, inputs: RunInputs, kind: str) -> list[IngestedShar
     return shards
 
 
+def plan_reference(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str | None:
+    """Copy the hold-out of the reference; return its run, None where there is none or new models cannot be compared with it.
+
+    Raises:
+        MissingInput: its files are gone.
+    """
+    if inputs.reference is None:
+        return None
+    source = RunPaths(f"{paths.bucket_root}/runs/{inputs.reference}")
+    try:
+        plan = RunPlan.from_json(store.read_bytes(source.plan))
+    except BadData as error:
+        log.warning("the reference, run %s, is of another version; no budget is kept: %s", source.run_id, error.what)
+        return None
+    if (plan.embed.tokenizer, Lengths.of(plan.config)) != (inputs.tokenizer, Lengths.of(inputs.config)):
+        log.warning(
+            "the reference, run %s, has other tokens or lengths; no budget is kept until another one is pinned", source.run_id
+        )
+        return None
+    rows.write_reference(source, read_kept(paths, inputs))
+    if not rows.rows[f"{REFERENCE}/holdout.arrow"]:
+        log.warning(
+            "nothing is left of the hold-out of the reference, run %s; no budget is kept until another one is pinned",
+            source.run_id,
+        )
+        return None
+    return source.run_id
+
+
+def read_kept(paths: RunPaths, inputs: RunInputs) -> Deletions:
+    """Return what `data.delete` named when the run began."""
+    return Deletions.from_json(store.read_bytes(paths.deletions(inputs.deletions))) if inputs.deletions else Deletions()
+
+
 def plan_deletions(paths: RunPaths, inputs: RunInputs, shards: Sequence[IngestedShard]) -> DeletionPlan | None:
     """Return what `data.delete` names; say if that is nothing of any listed file."""
     if not inputs.deletions:
         return None
-    entries = len(Deletions.from_json(store.read_bytes(paths.deletions(inputs.deletions))))
+    entries = len(read_kept(paths, inputs))
     rows = sum(shard.profile.deleted for shard in shards if (shard.shard.kind == PAIRS) == shard.shard.of_pairs)
     if not rows:
         log.warning("data.delete: no row of any listed file has one of its %d ids and hashes", entries)
@@ -350,13 +392,14 @@ def check_selection(inputs: RunInputs, rows: PlannedRows, pairs: Sequence[Ingest
         )
 
 
-def check_queries(rows: PlannedRows, config: RunConfig) -> None:
-    """Refuse a run without rows to evaluate with, or with too few.
+def check_queries(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str:
+    """Refuse a run without rows to evaluate with, or with too few; return in words what the hold-out can decide.
 
     Raises:
-        BadData: no row.
+        BadData: no row, or a guardrail of a slice that no row is of.
         BadConfig: see `check_holdout`.
     """
+    config, deviation = inputs.config, None
     if not rows.queries:
         raise BadData(
             "the hold-out is empty",
@@ -364,7 +407,21 @@ def check_queries(rows: PlannedRows, config: RunConfig) -> None:
             rule="rows with a label above 0 are held out by hash (data.holdout_by), unless a compared model was trained on them",
             remedy="add rows or raise data.holdout_fraction",
         )
-    check_holdout(rows.queries, config.gate)
+    for rule in config.gate.guardrails:
+        if not rule.slice.endswith(":*") and rule.slice not in ("fresh", *rows.slices):
+            raise BadConfig(
+                "a guardrail is about a slice that the hold-out does not have",
+                value=f"gate.guardrails: {rule.slice}",
+                rule=f"one of fresh, {', '.join(sorted(rows.slices)) or 'no locale and no task'}",
+                remedy="correct its name, or leave it out",
+            )
+    if inputs.lineage:
+        with suppress(MissingInput, BadData, KeyError, TypeError):  # removed, or of another version
+            last = store.read_json(RunPaths(f"{paths.bucket_root}/runs/{inputs.lineage[-1]}").scorecard)
+            deviation = last["difference"][config.gate.metric]["error"] * last["queries"] ** 0.5
+    words = check_holdout(rows.queries, config.gate, deviation)
+    log.info("the gate: %s", words)
+    return words
 
 
 def check_amounts(

@@ -15,13 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.contract import RunPaths
+from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import SLICES, IngestedShard
 from pipeline.dataset.reading import in_threads
-from pipeline.dataset.row_files import HOLDOUT_FILES, PUBLISHED, DocumentLengths, Lengths, RowWriter
+from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, PUBLISHED, DocumentLengths, Lengths, RowWriter
 from pipeline.dataset.seen import SeenRows
 from pipeline.dataset.selection import Group, HashedRows, Mask, Numbers, Selection, groups, holdout_slices, pieces, select
 from pipeline.dataset.steps import StepCounts, order_file, write_orders
 from pipeline.dataset.tokens import TextTokenizer, cut
+from pipeline.evaluation.reference import copy_reference
 from pipeline.plan import RunInputs, TokenizerPlan
 
 HOLDOUT_GROUP = 1 << 17
@@ -49,6 +52,7 @@ class PlannedRows:
         rows: file -> rows in it.
         queries: distinct held-out queries (text and locale) that have a relevant document.
         held_documents: distinct documents of the hold-out.
+        slices: `locale:NAME` and `task:NAME` of its rows.
         held, new, replayed: number of a shard -> its rows in the files.
         numbers: number of a shard -> its number in `train.arrow`; those that the lineage did not have come first.
     """
@@ -79,6 +83,7 @@ class PlannedRows:
         self.numbers = {number: place for place, number in enumerate(self.new_shards)}
         self.rows: dict[str, int] = {}
         self.queries = self.held_documents = 0
+        self.slices: set[str] = set()
         self.held: Counter[int] = Counter()
         self.new: Counter[int] = Counter()
         self.replayed: Counter[int] = Counter()
@@ -98,13 +103,14 @@ class PlannedRows:
     def write_holdout(self) -> None:
         """Write queries to evaluate, their documents, and distractors: documents of the next slices.
 
-        Rows that a compared model was trained on are left out, and so are others with their key.
+        Rows that a compared model was trained on are left out, and so are others with their key. Which distractors are relevant
+        to a query is written too: most of them are trained on, and no wrong answers.
         """
         held, most = holdout_slices(self._config.data.holdout_fraction), self._config.data.holdout_queries
         known: set[tuple[int, str | None]] = set()
         documents: set[int] = set()
         with ExitStack() as stack:
-            writer = RowWriter(self._folder, self._inputs.tokenizer.vocabulary, HOLDOUT_FILES)
+            writer = RowWriter(self._folder, self._inputs.tokenizer.vocabulary, [*HOLDOUT_FILES, KNOWN])
             writers = {"": stack.enter_context(writer)}
             if self._published:
                 other = RowWriter(self._folder / PUBLISHED, self._published[0].vocabulary, HOLDOUT_FILES)
@@ -113,6 +119,8 @@ class PlannedRows:
                 table = table.filter(pa.array(~np.isin(table["key"].to_numpy(), self._compared.keys(first, last))))
                 table = table.filter(pa.array(_within(table, known, most)))
                 self.held.update(table["shard"].to_pylist())
+                for kind in ("locale", "task"):
+                    self.slices |= {f"{kind}:{name}" for name in table[kind].unique().to_pylist() if name}
                 table = table.append_column("new", pa.array(np.isin(table["shard"].to_numpy(), self.new_shards)))
                 _add(writers, "holdout.arrow", table)
                 _add(writers, "candidates.arrow", _documents(table, documents))
@@ -126,6 +134,7 @@ class PlannedRows:
                 if not missing:
                     break
                 _add(writers, "candidates.arrow", _documents(table, documents)[:missing])
+                writer.add(KNOWN, table.filter(pa.array(_positive_for(table, known))))
         for prefix, each in writers.items():
             self.rows |= {f"{prefix}{name}": rows for name, rows in each.rows.items()}
 
@@ -169,6 +178,23 @@ class PlannedRows:
                 table = table.append_column(name, pa.array(values, pa.list_(pa.uint32())))
             table = table.filter(pc.and_(*(pc.is_valid(table[name]) for name in OWN.values())))
         return table
+
+    def write_reference(self, source: RunPaths, deletions: Deletions) -> None:
+        """Copy the hold-out of the reference, without what is deleted and what a compared model was trained on.
+
+        Raises:
+            MissingInput: see `copy_reference`.
+        """
+
+        def unusable(table: pa.Table) -> Mask:
+            found = deletions.named(table)
+            if "key" in table.column_names and table.num_rows:
+                keys = table["key"].to_numpy()
+                found |= np.isin(keys, self._compared.keys(0, 1 + int(keys.max()) * SLICES // (1 << 64)))
+                found |= table["label"].to_numpy() <= 0
+            return found
+
+        self.rows |= copy_reference(source, self._folder, unusable, self._folder.with_name("reference"))
 
     def write_training(self, ranks: int) -> tuple[StepCounts, float]:
         """Write the rows to train on and the order of their batches.
@@ -240,6 +266,13 @@ def _within(table: pa.Table, known: set[tuple[int, str | None]], most: int) -> M
         if label > 0 and len(known) < most:
             known.add(query)
     return np.array([len(known) < most or query in known for query in queries], np.bool_)
+
+
+def _positive_for(table: pa.Table, queries: set[tuple[int, str | None]]) -> Mask:
+    """Return the rows whose document is relevant to one of these queries."""
+    pairs = zip(table["query_hash"].to_pylist(), table["locale"].to_pylist(), strict=True)
+    found: Mask = np.array([pair in queries for pair in pairs], np.bool_) & (table["label"].to_numpy() > 0)
+    return found
 
 
 def _documents(table: pa.Table, known: set[int]) -> pa.Table:

@@ -27,6 +27,7 @@ from pipeline.dataset.shards import find_shards
 from pipeline.errors import BadConfig, BadData
 from pipeline.estimate.memory import known_capacity, require_memory, totals
 from pipeline.estimate.variant import plan_world
+from pipeline.evaluation.reference import read_reference
 from pipeline.graphs.fingerprint import missing_sets, plan_graphs
 from pipeline.log import log
 from pipeline.model.folder import text_positions
@@ -167,6 +168,7 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
         published_lineage=() if published_lineage == lineage else published_lineage,
         identity=identity,
         deletions=deletions.digest,
+        reference=read_reference(paths.bucket_root, config.registry) if config.registry is not None else None,
     )
     return write_inputs(paths, inputs)
 

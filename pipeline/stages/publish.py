@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -27,6 +27,7 @@ from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.ingested import Hashes, part_range
 from pipeline.dataset.parts import PartRecord, part_schema, quarantine_from_json, read_batches
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
+from pipeline.evaluation.reference import write_reference
 from pipeline.log import log
 from pipeline.run.context import StageContext, StageOutput
 
@@ -58,6 +59,9 @@ def run(context: StageContext) -> StageOutput:
     rows = plan.embed.rows - quarantined
     log.info("publish: %d embeddings in %d parts are complete, %d documents have none", rows, len(parts), quarantined)
     published = move_pointer(context, model, plan.config.registry) if plan.config.registry is not None else None
+    if plan.config.registry is not None:
+        with suppress(store.Conflict):  # there is one already
+            write_reference(paths.bucket_root, plan.config.registry, plan.run, if_absent=True)
     if published is None:
         log.info("publish: registry is null, nothing points at this run")
     return StageOutput(

@@ -93,7 +93,7 @@ def run(context: StageContext) -> StageOutput | None:
                     ),
                     shards=[shard.uri for shard in (*plan.train.new, *plan.train.replay)],
                 ),
-                validation=read_holdout(rows, config.train.validation_queries),
+                validation=read_holdout(rows, most=config.train.validation_queries),
                 heartbeat=context.heartbeat,
                 watch=watch,
                 monitor=monitor,

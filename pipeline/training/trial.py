@@ -18,6 +18,7 @@ from pipeline.config import RunConfig
 from pipeline.contract import RunPaths
 from pipeline.evaluation.holdout import Holdout
 from pipeline.evaluation.retrieval import Relevant
+from pipeline.evaluation.statistics import Units
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import meet_graphs
 from pipeline.log import log
@@ -167,4 +168,7 @@ def trial_validation(config: RunConfig, world: World) -> Holdout:
         # Ranks take every world-size-th.
         candidates=[text for text in texts for _ in range(world.size)],
         relevant=Relevant.of([{number: 1.0} for number in range(len(queries))]),
+        known=Relevant.of(()),
+        units=Units.single(len(queries)),
+        tasks=[None] * len(queries),
     )

@@ -77,7 +77,7 @@ TINY_RUN = {
     "train.buckets": "[16, 32]",
     "data.holdout_fraction": "0.2",
     "evaluate.bootstrap_samples": "100",
-    "gate.allow_small": "true",
+    "gate.undecided": "accept",
     "gate.max_drop": "1",
     "embed.children": "1",
     "embed.buckets": "[16, 32]",
@@ -153,7 +153,7 @@ def planned_run(folder: Path, parent: Path) -> RunPaths:
         "model": {"parent": f"{root}/parent"},
         "train": {"steps": 50, "batch_size": 8, "log_every": 1, "validate_every": 50, "validation_queries": 1},
         "embed": {"children": 1, "tokens_per_batch": 512},
-        "gate": {"allow_small": True},
+        "gate": {"undecided": "accept"},
     }
     deployment = {"config": {}, "allowed_nodes": [1], "local_paths": False, "read": []}
     request = {"deployment": deployment, "execution": config, "execution_arn": ""}

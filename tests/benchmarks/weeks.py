@@ -187,7 +187,7 @@ def request(root: str, run: str, execution: dict[str, Any], *, ingest_children: 
         "nodes": ranks,
         "device": {"kind": "cpu", "ranks_per_node": 1, "precision": "fp32"},
         "data": {"train": [f"{root}/data"], "ingest_children": ingest_children},
-        "gate": {"allow_small": True},
+        "gate": {"undecided": "accept"},
         "model": {"initial": str(Path(str(package.origin)).parent / "model")},
     }
     deployment = {"config": config, "local_paths": True, "allowed_nodes": [ranks]}

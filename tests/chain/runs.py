@@ -33,7 +33,7 @@ SETTINGS = {
     "data.holdout_fraction": 0.2,
     "data.replay_fraction": 0.5,
     "evaluate.bootstrap_samples": 100,
-    "gate.allow_small": "true",
+    "gate.undecided": "accept",
     "embed.children": 2,
     "embed.rows_per_part": 100,
     "embed.buckets": "[16, 32]",

@@ -79,7 +79,7 @@ class Depth:
     deadlines: Mapping[str, float]
 
 
-COMMON = {"nodes": 2, "device": {"kind": "cpu", "precision": "fp32"}, "gate": {"allow_small": True}}
+COMMON = {"nodes": 2, "device": {"kind": "cpu", "precision": "fp32"}, "gate": {"undecided": "accept"}}
 ORCHESTRATION = Depth(
     name="orchestration",
     program=(sys.executable, "-m", "tests.chain.light.program"),

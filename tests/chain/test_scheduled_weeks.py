@@ -16,7 +16,7 @@ from tests.chain.site import ORCHESTRATION, Site, marked, open_site, parent_file
 
 pytestmark = pytest.mark.slow
 
-SMALL = {"trnpipe.config.data.holdout_fraction": "0.2", "trnpipe.config.gate.allow_small": "true"}
+SMALL = {"trnpipe.config.data.holdout_fraction": "0.2", "trnpipe.config.gate.undecided": "accept"}
 """What the example leaves to data of a deployment's size, of which there is little here."""
 
 ROWS = 60

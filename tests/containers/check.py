@@ -52,7 +52,7 @@ CONFIG = {
     "model": {"parent": f"s3://{BUCKET}/data/encoder"},
     "device": {"kind": "cpu"},
     "train": {"batch_size": 8, "query_length": 12, "buckets": [16, 32]},
-    "gate": {"allow_small": True},
+    "gate": {"undecided": "accept"},
     "embed": {"buckets": [16, 32]},
 }
 STAGES = (

@@ -398,9 +398,9 @@ def test_the_first_week_s_script_writes_rows_that_its_configuration_reads(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sample/pairs").mkdir(parents=True)
-    for week in range(4):
+    for week in range(11):
         pairs = [Pair(f"id-{week}-{row}", f"query {row}", f"document {week} {row},\nsecond line") for row in range(5)]
-        Path(f"sample/pairs/week-{week}.jsonl.gz").write_bytes(
+        Path(f"sample/pairs/week-{week:02d}.jsonl.gz").write_bytes(
             gzip.compress("".join(json.dumps(asdict(pair)) + "\n" for pair in pairs).encode())
         )
     exec(SCRIPTS["make_pairs.py"], {})
@@ -408,11 +408,11 @@ def test_the_first_week_s_script_writes_rows_that_its_configuration_reads(
     given = [value for option, value in pairwise(shlex.split(typed)) if option == "--set"]
     columns = parse_settings(given)["data"]["columns"]
     read = {path.name: list(read_training_rows(str(path), columns)) for path in tmp_path.glob("*.csv")}
-    assert {name: len(rows) for name, rows in read.items()} == {"pairs.csv": 10, "next-week.csv": 5, "broken-week.csv": 5}
+    assert {name: len(rows) for name, rows in read.items()} == {"pairs.csv": 30, "next-week.csv": 5, "broken-week.csv": 20}
     assert all(isinstance(row, TrainingRow) for rows in read.values() for row in rows)
     right, wrong = read["next-week.csv"][0], read["broken-week.csv"][0]
-    assert (right.id, right.query, right.document) == ("id-2-0", "query 0", "document 2 0,\nsecond line")
-    assert (wrong.id, wrong.query, wrong.document) == ("id-3-1", "query 0", "document 3 1,\nsecond line")
+    assert (right.id, right.query, right.document) == ("id-6-0", "query 0", "document 6 0,\nsecond line")
+    assert (wrong.id, wrong.query, wrong.document) == ("id-7-1", "query 0", "document 7 1,\nsecond line")
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:

@@ -37,7 +37,7 @@ SMALL = {
     "train": {"query_length": 12, "buckets": [16, 32]},
     "embed": {"buckets": [8, 16, 32], "tokens_per_batch": 256},
     "evaluate": {"bootstrap_samples": 200},
-    "gate": {"allow_small": True},
+    "gate": {"undecided": "accept"},
 }
 Text = tuple[str, str]
 
@@ -209,6 +209,8 @@ def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence
         "document_hash": [normalized_hash(text) for _, text in held],
         "label": [1.0] * len(held),
         "locale": [("de", "en", None)[index % 3] for index in range(len(held))],
+        "task": [("search", None)[index % 2] for index in range(len(held))],
+        "key": [normalized_hash(text) for _, text in held],
         "new": [index < 12 for index in range(len(held))],
     }
     candidates = {
@@ -217,7 +219,8 @@ def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence
         "id": [identifier for identifier, _ in texts],
     }
     folder.mkdir()
-    for name, columns in (("holdout.arrow", holdout), ("candidates.arrow", candidates)):
+    known: dict[str, list[Any]] = {name: [] for name in SCHEMAS["known.arrow"].names}
+    for name, columns in (("holdout.arrow", holdout), ("candidates.arrow", candidates), ("known.arrow", known)):
         table = pa.table(columns, schema=SCHEMAS[name])
         with pa.ipc.new_file(str(folder / name), table.schema) as writer:
             writer.write_table(table)

@@ -27,7 +27,7 @@ def plan(folder: Path, *, model: Path, pairs: Path, corpus: Path, config: Mappin
     paths = RunPaths(str(folder / "runs" / "bench"))
     data = {"train": [str(pairs)], "corpus": [str(corpus)], "holdout_fraction": 0.02, "ingest_children": 1}
     places = {"data": data, "model": {"parent": str(model)}}
-    given = {"nodes": 1, "registry": None, "gate": {"allow_small": True}, **places, **config}
+    given = {"nodes": 1, "registry": None, "gate": {"undecided": "accept"}, **places, **config}
     Path(paths.root).mkdir(parents=True)
     deployment = {"config": given, "allowed_nodes": [1], "local_paths": True}
     Path(paths.input).write_text(json.dumps({"deployment": deployment, "execution": {}, "execution_arn": "arn:benchmark"}))

@@ -20,7 +20,7 @@ BAD = {"query": "how to return shoes", "body": "in their box"}
 
 
 def config(**sections: Any) -> RunConfig:
-    return build_config({"gate": {"allow_small": True}, "data": {"holdout_fraction": 0.5}}, sections)
+    return build_config({"gate": {"undecided": "accept"}, "data": {"holdout_fraction": 0.5}}, sections)
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -73,7 +73,7 @@ def test_a_long_text_ends_the_look_at_its_file(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_hold_out_that_is_too_small_is_refused_when_all_rows_were_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    strict = config(gate={"allow_small": False, "min_queries": 40})
+    strict = config(gate={"undecided": "refuse", "max_drop": 0.08})
     first = write(tmp_path / "first.jsonl", *numbered(60))
     with pytest.raises(BadConfig, match="too small"):
         check_first_rows(strict, [first], ())
@@ -87,9 +87,9 @@ def test_a_hold_out_that_is_too_small_is_refused_when_all_rows_were_seen(tmp_pat
 def test_queries_are_counted_as_prepare_counts_them(tmp_path: Path) -> None:
     same = [{"query": "one query", "document": f"document {number}"} for number in range(60)]
     with pytest.raises(BadConfig, match="1 distinct"):
-        check_first_rows(config(gate={"allow_small": False}), [write(tmp_path / "same.jsonl", *same)], ())
+        check_first_rows(config(gate={"undecided": "refuse"}), [write(tmp_path / "same.jsonl", *same)], ())
     # Without a positive row nothing can be held out: prepare names that cause.
-    check_first_rows(config(gate={"allow_small": False}), [write(tmp_path / "none.jsonl", *numbered(60, label=0))], ())
+    check_first_rows(config(gate={"undecided": "refuse"}), [write(tmp_path / "none.jsonl", *numbered(60, label=0))], ())
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])

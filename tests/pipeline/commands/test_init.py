@@ -75,7 +75,7 @@ def test_the_readme_shows_what_it_writes(tmp_path: Path) -> None:
     """Up to the figures, which are those of other data."""
     readme = (Path(__file__).parents[3] / "README.md").read_text()
     shown = readme.partition("```yaml\n# run.yaml\n")[2].partition("```")[0]
-    rows = [{"question": f"query {number}", "answer": f"answer number {number}"} for number in range(300)]
+    rows = [{"question": f"query {number}", "answer": f"answer number {number}"} for number in range(4000)]
     write(tmp_path / "pairs.jsonl", rows)
     assert trnpipe(tmp_path, "init", "--input", "pairs.jsonl", "--parent", "demo").returncode == 0
     written = (tmp_path / "run.yaml").read_text().partition("\n")[2]
@@ -116,16 +116,16 @@ def test_the_hold_out_is_as_large_as_the_gate_needs_and_no_larger(
 ) -> None:
     path = write(tmp_path / "many.jsonl", pairs(30_000))
     _, config = read(path, model)
-    assert not config.gate.allow_small
-    assert 0.06 <= config.data.holdout_fraction <= 0.08
+    assert (config.gate.undecided, config.gate.max_drop) == ("refuse", 0.01)
+    assert 0.08 <= config.data.holdout_fraction <= 0.1
     check_first_rows(config, [path], ())  # which refuses a hold-out that is too small
     _, small = read(write(tmp_path / "few.jsonl", pairs(2_000)), model)
-    assert (small.gate.allow_small, small.data.holdout_fraction) == (True, 0.2)
+    assert (small.gate.undecided, small.data.holdout_fraction) == ("accept", 0.25)
     monkeypatch.setattr(first_rows, "LOOK_ROWS", 5_000)
     data, estimated = read(path, model)
     assert data.rows == 30_000
     assert not data.first.complete
-    assert not estimated.gate.allow_small
+    assert estimated.gate == config.gate
     check_first_rows(estimated, [path], ())
 
 

@@ -24,7 +24,11 @@ ROWS = [
 ]
 
 
-def tables(rows: list[tuple[int, int, float, str | None]], candidates: list[int]) -> tuple[pa.Table, pa.Table]:
+# Also to the query (20, de): 101. Not in the hold-out, or not among the candidates: the others.
+KNOWN_PAIRS = [(20, "de", 101), (20, "de", 101), (20, "fr", 104), (77, None, 101), (10, None, 999)]
+
+
+def tables(rows: list[tuple[int, int, float, str | None]], candidates: list[int]) -> tuple[pa.Table, pa.Table, pa.Table]:
     """Rows (query, document, label, locale), hashes for texts; the tokens of a text are its hash, twice for a document.
 
     Even documents are of a new shard.
@@ -36,6 +40,8 @@ def tables(rows: list[tuple[int, int, float, str | None]], candidates: list[int]
         "document_hash": [document for _, document, *_ in rows],
         "label": [label for *_, label, _ in rows],
         "locale": [locale for *_, locale in rows],
+        "task": [None if document % 2 else "search" for _, document, *_ in rows],
+        "key": [document for _, document, *_ in rows],
         "new": [document % 2 == 0 for _, document, *_ in rows],
     }
     documents = {
@@ -43,7 +49,10 @@ def tables(rows: list[tuple[int, int, float, str | None]], candidates: list[int]
         "document_hash": candidates,
         "id": [f"document {value}" for value in candidates],
     }
-    return pa.table(holdout, schema=SCHEMAS["holdout.arrow"]), pa.table(documents, schema=SCHEMAS["candidates.arrow"])
+    known = {name: [pair[place] for pair in KNOWN_PAIRS] for place, name in enumerate(SCHEMAS["known.arrow"].names)}
+    made = zip(("holdout.arrow", "candidates.arrow", "known.arrow"), (holdout, documents, known), strict=True)
+    first, second, third = (pa.table(columns, schema=SCHEMAS[name]) for name, columns in made)
+    return first, second, third
 
 
 def lists(texts: object) -> list[list[int]]:
@@ -64,12 +73,22 @@ def test_rows_of_one_query_are_joined() -> None:
     assert holdout.fresh is not None
     # (20, "de") has the even document 104, (10, None) has 102.
     assert holdout.fresh.tolist() == [True, True, False, False, False]
-    assert holdout.documents is not None
-    assert holdout.documents["id"].to_pylist()[0] == "document 105"
+    assert holdout.tasks == [None, "search", None, None, None]
+    # The query (10, None) belongs to two documents, and 101 has three queries.
+    named = {int(unit): value for unit, value in enumerate((101, 102, 103, 104))}
+    assert [(int(query), named[int(unit)]) for query, unit in zip(*holdout.units, strict=True)] == [
+        *((0, 101), (0, 102), (1, 104), (2, 101), (3, 103), (4, 101))
+    ]
+
+
+def test_other_relevant_candidates_are_known() -> None:
+    holdout = join_holdout(*tables(ROWS, [105, 104, 103, 102, 101]))
+    assert [column.tolist() for column in holdout.known[:2]] == [[1], [4]]
 
 
 def test_some_queries_come_with_their_own_documents_alone() -> None:
     holdout = join_holdout(*tables(ROWS, [105, 104, 103, 102, 101]), 3)
+    assert [column.tolist() for column in holdout.known[:2]] == [[1], [2]]
     assert holdout.keys == ((10, None), (20, "de"), (20, "en"))
     assert lists(holdout.candidates) == [[104, 104], [102, 102], [101, 101]]
     assert relevant(holdout) == [(0, 1, 1.0), (0, 2, 3.0), (1, 0, 1.0), (2, 2, 1.0)]
@@ -87,11 +106,12 @@ def test_holdouts_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("kind", [pa.uint16(), pa.uint32(), pa.int32()])
 def test_tokens_of_any_integers_stay_where_they_are_mapped(tmp_path: Path, kind: pa.DataType) -> None:
     expected = [[7], [1, 2, 3], [], [65535], [4, 5]]
-    holdout, documents = tables([(index, index, 1.0, None) for index in range(5)], list(range(5)))
+    holdout, documents, known = tables([(index, index, 1.0, None) for index in range(5)], list(range(5)))
     tokens = pa.array(expected, pa.list_(kind))
     for name, table in (
         ("holdout", holdout.set_column(1, "query_tokens", tokens)),
         ("candidates", documents.set_column(0, "document_tokens", tokens)),
+        ("known", known),
     ):
         with pa.ipc.new_file(str(tmp_path / f"{name}.arrow"), row_schemas(kind)[f"{name}.arrow"]) as writer:
             writer.write_table(table, max_chunksize=2)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import BadData
 from pipeline.evaluation import retrieval
-from pipeline.evaluation.retrieval import METRICS, Block, Relevant, rank, retrieve
+from pipeline.evaluation.retrieval import DEPTH, METRICS, Block, Relevant, measure_rankings, rank, retrieve
 
 NAMES = {"ndcg@10": "ndcg_cut_10", "recall@1": "recall_1", "recall@10": "recall_10", "recall@100": "recall_100"}
 
@@ -131,3 +131,27 @@ def test_a_share_of_the_queries_has_its_own_relevant_candidates() -> None:
     assert [column.tolist() for column in relevant.of_queries(range(1, 3))] == [[0, 0, 1], [1, 5, 7], [0.5, 2.0, 1.0]]
     assert [len(column) for column in relevant.of_queries(range(2, 2))] == [0, 0, 0]
     assert retrieve(torch.empty(0, 0), whole(torch.ones(9, 1)), relevant.of_queries(range(0)))["mrr@10"].shape == (0,)
+
+
+def test_known_candidates_count_neither_as_found_nor_as_wrong() -> None:
+    """Judgements as in ESCI: 20 relevant products of each query, three of which are held out; the others were trained on."""
+    rng = np.random.default_rng(0)
+    vectors = torch.from_numpy(np.linalg.qr(rng.normal(size=(400, 400)))[0].astype(np.float32))
+    products = rng.permutation(400).reshape(20, 20)
+    # A perfect ranker: a query is the sum of its products.
+    queries = torch.stack([vectors[own].sum(dim=0) for own in products])
+    held = Relevant.of([dict.fromkeys(own[-3:].tolist(), 1.0) for own in products])
+    known = Relevant.of([dict.fromkeys(own[:-3].tolist(), 1.0) for own in products])
+    found = retrieve(queries, whole(vectors), held, known)
+    assert {metric: values.tolist() for metric, values in found.items() if metric != "recall@1"} == {
+        metric: pytest.approx([1.0] * 20) for metric in ("ndcg@10", "mrr@10", "recall@10", "recall@100")
+    }
+    assert retrieve(queries, whole(vectors), held)["ndcg@10"].mean() < 0.7
+    # What is left is the ranking without them.
+    some = torch.from_numpy(rng.normal(size=(20, 400)).astype(np.float32))
+    rankings = rank(some, whole(vectors), 400).tolist()
+    rest = [[one for one in row if one not in own[:-3]][:DEPTH] for row, own in zip(rankings, products.tolist(), strict=True)]
+    assert (
+        retrieve(some, whole(vectors), held, known)["ndcg@10"].tolist()
+        == measure_rankings(np.array(rest), held)["ndcg@10"].tolist()
+    )

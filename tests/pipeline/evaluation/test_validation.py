@@ -37,6 +37,8 @@ def write(folder: Path, holdout: list[tuple[int, int, float, str | None]], candi
             "document_hash": [document for _, document, *_ in holdout],
             "label": [label for _, _, label, _ in holdout],
             "locale": [locale for *_, locale in holdout],
+            "task": [None] * len(holdout),
+            "key": [document for _, document, *_ in holdout],
             "new": [False] * len(holdout),
         },
         "candidates.arrow": {
@@ -44,6 +46,7 @@ def write(folder: Path, holdout: list[tuple[int, int, float, str | None]], candi
             "document_hash": candidates,
             "id": [str(value) for value in candidates],
         },
+        "known.arrow": {name: [] for name in SCHEMAS["known.arrow"].names},
     }
     for name, columns in tables.items():
         with pa.ipc.new_file(str(folder / name), SCHEMAS[name]) as writer:
@@ -53,7 +56,7 @@ def write(folder: Path, holdout: list[tuple[int, int, float, str | None]], candi
 
 def test_equals_evaluation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(query, 50 + query % 7, 1.0, None) for query in range(10, 40)]
-    data = read_holdout(write(tmp_path / "rows", rows, list(range(50, 57))), 30)
+    data = read_holdout(write(tmp_path / "rows", rows, list(range(50, 57))), most=30)
     encoder = make_model(tmp_path / "model")
     device = open_device("cpu", "fp32", World(), threads=1)
     monkeypatch.setattr(device, "gather", lambda _: pytest.fail("one rank has no peer to share with"))
@@ -89,7 +92,7 @@ encoder = load_encoder(folder / "model", ModelConfig())
 gather, shapes = device.gather, []
 device.gather = lambda rows: (shapes.append(list(rows.shape)), gather(rows))[1]
 for name in ("one", "many"):
-    data = read_holdout(folder / name, 1000)
+    data = read_holdout(folder / name, most=1000)
     found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
     assert (found is None) == (rank == 1)
     if found is not None:
@@ -118,7 +121,7 @@ def test_two_ranks_share_blocks_of_one_shape_whatever_the_data(tmp_path: Path) -
 
     alone = open_device("cpu", "fp32", World(), threads=1)
     for name in rows:
-        data = read_holdout(tmp_path / name, 1000)
+        data = read_holdout(tmp_path / name, most=1000)
         expected = validate(encoder, alone, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
         assert expected is not None
         found = QueryValues.read(tmp_path / f"{name}.parquet")
@@ -148,7 +151,7 @@ device = open_device("xla", "fp32", World(), threads=1)
 encoder = device.place(load_encoder(folder / "model", ModelConfig()))
 compiled = []
 for name in ("few", "few", "many"):
-    data = read_holdout(folder / name, 1000)
+    data = read_holdout(folder / name, most=1000)
     found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
     found.write(folder / f"{name}.parquet")
     compiled.append(device.graph_counts().compiled)
@@ -170,7 +173,7 @@ def test_more_data_compiles_nothing_on_a_lazy_device(tmp_path: Path) -> None:
     assert first == again == more > 0
     device = open_device("cpu", "fp32", World(), threads=1)
     for name in rows:
-        data = read_holdout(tmp_path / name, 1000)
+        data = read_holdout(tmp_path / name, most=1000)
         expected = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
         assert expected is not None
         found_values = QueryValues.read(tmp_path / f"{name}.parquet").values

@@ -47,7 +47,7 @@ class Bench:
             "model": {"parent": str(model)},
             "train": {"batch_size": 4, "query_length": 12, "buckets": [16, 32]},
             "evaluate": {"candidates": 7},
-            "gate": {"allow_small": True},
+            "gate": {"undecided": "accept"},
             "embed": {"children": 3, "rows_per_part": 50, "buckets": [16, 40]},
         }
 

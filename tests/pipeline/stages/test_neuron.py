@@ -58,7 +58,7 @@ SECTIONS: dict[str, Any] = {
     "embed": {"buckets": [16, 32], "tokens_per_batch": 256},
     "compile": {"trial_steps": 2, "parallel": 3},
     "evaluate": {"bootstrap_samples": 100},
-    "gate": {"allow_small": True, "max_drop": 1},
+    "gate": {"undecided": "accept", "max_drop": 1},
 }
 TRAIN: dict[str, Any] = {"steps": 4, "rows": 40, "buckets": [16], "learning_rate": 2e-2, "log_every": 2}
 TEXTS = make_texts(20)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline import store
-from pipeline.contract import Stage, StageResult
+from pipeline.contract import Stage, StageResult, reference_uri
 from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.ingested import part_range
@@ -23,6 +23,8 @@ from pipeline.dataset.sampler import MASKED, lay_out
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.estimate import requirements as limits
+from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.reference import write_reference
 from pipeline.plan import ExpectedCost, ResumedRun, RunPlan
 from pipeline.stages import plan as plan_stage
 from tests.pipeline.stages.planning import Bench, held_out, refusal, rows
@@ -699,7 +701,41 @@ def test_a_hold_out_without_rows(bench: Bench) -> None:
 
 def test_a_small_hold_out(bench: Bench) -> None:
     bench.shard("a.jsonl", rows(0, 100))
-    refusal(BadConfig, lambda: bench.start("run", {"gate": {"allow_small": False}}), "gate.min_queries = 2000")
+    refusal(BadConfig, lambda: bench.start("run", {"gate": {"undecided": "refuse"}}), "gate.max_drop = 0.005", "hold out 9,740")
+
+
+def test_a_guardrail_of_a_slice_that_is_not_there(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 100, locale="de"))
+    gate = {"undecided": "accept", "guardrails": [{"slice": "locale:*"}, {"slice": "fresh"}, {"slice": "locale:fr"}]}
+    refusal(BadConfig, lambda: bench.start("run", {"gate": gate}), "locale:fr", "one of fresh, locale:de")
+    bench.start("next", {"gate": {**gate, "guardrails": [{"slice": "locale:de"}]}})
+    assert "which is assumed, as nothing is measured yet" in bench.plan("next").holdout.decides
+
+
+def test_the_last_evaluation_says_how_far_queries_differ(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    bench.week("one")
+    scorecard = {"queries": 400, "difference": {"ndcg@10": {"error": 0.01}}}
+    store.write_json(bench.paths("one").scorecard, scorecard)
+    bench.shard("b.jsonl", rows(100, 200))
+    bench.start("two")
+    assert "deviate by 0.20, as in the last evaluation" in bench.plan("two").holdout.decides
+
+
+@pytest.mark.parametrize("by", ["document", "query"])
+def test_relevant_documents_that_are_trained_on_are_known(bench: Bench, by: str) -> None:
+    """Queries with 20 relevant documents, as in ESCI."""
+    numbers = [(query, one) for query in range(30) for one in range(20)]
+    words = [{"id": f"{query}-{one}", "query": f"query {query}", "document": f"{query} {one}"} for query, one in numbers]
+    bench.shard("a.jsonl", words)
+    bench.start("run", {"data": {"holdout_by": by, "holdout_fraction": 0.2}, "evaluate": {"candidates": 10_000}})
+    held, candidates, known = (bench.rows("run", name) for name in ("holdout.arrow", "candidates.arrow", "known.arrow"))
+    hashes = {normalized_hash(row["document"]): normalized_hash(row["query"]) for row in words}
+    queries = {row["query_hash"] for row in held}
+    found = {(row["query_hash"], row["document_hash"]) for row in (*held, *known)}
+    assert found == {(query, document) for document, query in hashes.items() if query in queries}
+    assert len(candidates) == len(words)
+    assert (len(known) > 0) == (by == "document")
 
 
 def test_a_corpus_without_rows(bench: Bench) -> None:
@@ -755,3 +791,52 @@ def test_what_only_takes_long_is_a_warning(
     with caplog.at_level("WARNING"):
         deployed.start("patient")
     assert not [record for record in caplog.records if "evaluate, ranking" in record.getMessage()]
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_copied_without_what_must_not_be_used(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 200))
+    bench.week("one")
+    write_reference(bench.root, "current", "one")
+    QueryValues(((1, None),), {"ndcg@10": np.array([0.5])}).write(Path(bench.paths("one").query_values))
+    held = bench.rows("one", "holdout.arrow")
+    bench.shard("b.jsonl", rows(200, 300))
+    deleted = store.join(bench.root, "deleted.txt")
+    store.write_bytes(deleted, held[0]["id"].encode())
+    plan = bench.week("two", {"data": {"delete": [deleted]}})
+    assert plan.reference == "one"
+    assert bench.rows("two", "reference/holdout.arrow") == held[1:]
+    gone = {row["id"] for row in bench.rows("one", "candidates.arrow")} - {
+        row["id"] for row in bench.rows("two", "reference/candidates.arrow")
+    }
+    assert gone == {held[0]["id"]}
+    assert plan.row_files["reference/queries.parquet"].rows == len(held) - 1
+    # A smaller hold-out: some of its documents are trained on, and are no exam any more.
+    bench.shard("c.jsonl", rows(300, 400))
+    bench.week("three", {"data": {"holdout_fraction": 0.1}})
+    bench.shard("d.jsonl", rows(400, 500))
+    bench.start("four")
+    left = {row["id"] for row in bench.rows("four", "reference/holdout.arrow")}
+    assert left == {row["id"] for row in rows(0, 200) if held_out(row, 0.1)}
+
+
+def test_a_reference_that_cannot_be_compared_with(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.shard("a.jsonl", rows(0, 200))
+    bench.week("one")
+    bench.shard("b.jsonl", rows(200, 300))
+    assert bench.week("none").reference is None
+    write_reference(bench.root, "current", "one")
+    bench.shard("c.jsonl", rows(300, 400))
+    refusal(MissingInput, lambda: bench.start("gone"), "files of the reference are gone", "one", "pin another run")
+    QueryValues(((1, None),), {"ndcg@10": np.array([0.5])}).write(Path(bench.paths("one").query_values))
+    assert bench.week("other", {"train": {"query_length": 10}}).reference is None
+    assert "has other tokens or lengths" in caplog.text
+    store.write_bytes(bench.paths("one").plan, b'{"run": "of another version"}')
+    bench.shard("d.jsonl", rows(400, 500))
+    bench.start("old")
+    assert bench.plan("old").reference is None
+    assert "is of another version" in caplog.text
+    store.write_bytes(reference_uri(bench.root, "current"), b'{"run": "../x"}')
+    refusal(BadData, lambda: bench.prepare("bad"), "the registry's reference cannot be read")

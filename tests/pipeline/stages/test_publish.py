@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from pipeline import store
-from pipeline.contract import Stage, registry_uri
+from pipeline.contract import Stage, reference_uri, registry_uri
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.parts import PartWriter
 from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
+from pipeline.evaluation.reference import read_reference, write_reference
 from pipeline.plan import DeletionPlan, Published
 from pipeline.stages import embed, evaluate, publish
 
@@ -152,7 +153,21 @@ def test_manifest_is_there_before_the_pointer(plan_run: Any, monkeypatch: pytest
 
     monkeypatch.setattr(store, "write_bytes", note)
     run_publish(run)
-    assert written == [run.paths.embed_manifest, registry_uri(run.paths.bucket_root, "current")]
+    root = run.paths.bucket_root
+    assert written == [run.paths.embed_manifest, registry_uri(root, "current"), reference_uri(root, "current")]
+
+
+def test_the_first_published_run_becomes_the_reference(plan_run: Any) -> None:
+    run = finished(plan_run)
+    root = run.paths.bucket_root
+    run_publish(run)
+    assert read_reference(root, "current") == run.plan.run
+    # Later ones leave it, and so does one after it was taken away.
+    for kept in ("week-00", None):
+        write_reference(root, "current", kept)
+        store.delete(registry_uri(root, "current"))
+        run_publish(run)
+        assert read_reference(root, "current") == kept
 
 
 def ids_of(run: Any, index: int) -> list[str]:

@@ -95,7 +95,17 @@ def test_published(plan_run: Any, root: str | None) -> None:
     assert "ndcg@10 is unchanged" in page.text
     assert page.tags.count("polyline") == 2
     assert page.tags.count("rect") == 9
-    for words in ("recall@100", "host-17", "healthy", "de", "newest week", "30 held-out queries", "documents/s", "torch"):
+    for words in (
+        "recall@100",
+        "host-17",
+        "healthy",
+        "locale:de",
+        "newest week",
+        "too small",
+        "30 held-out queries",
+        "documents/s",
+        "torch",
+    ):
         assert words in page.text, words
     assert "data.delete" not in page.text
     assert {"../plan.json", "../model", "../embed/manifest.json", "../train/metrics.jsonl"} <= set(page.targets)
@@ -394,7 +404,7 @@ def test_everything_from_outside_is_escaped(plan_run: Any) -> None:
     run.finish(Stage.EVALUATE, go_on_output)
     change = {"value": -0.1, "low": -0.2, "high": -0.05}
     scores = {"baseline": {"ndcg@10": 0.5}, "new": {"ndcg@10": 0.4}, "difference": {"ndcg@10": change}, "queries": 1}
-    store.write_json(run.paths.scorecard, {**scores, "locales": {EVIL: scores}})
+    store.write_json(run.paths.scorecard, {**scores, "slices": {EVIL: scores}})
     test = {"name": EVIL, "rank": EVIL, "passed": False, "value": 1.0, "unit": EVIL, "detail": EVIL}
     store.write_json(run.paths.node_health(0), {"node": 0, "host": EVIL, "passed": False, "tests": [test]})
     store.write_bytes(run.paths.result(Stage.COMPILE), f'{{"{EVIL}": 1}}'.encode())
@@ -437,7 +447,7 @@ def test_no_element_and_no_attribute_comes_from_data(plan_run: Any, tmp_path: Pa
             "difference": {"ndcg@10": change, text: change},
             "queries": text,
         }
-        store.write_json(run.paths.scorecard, {**scores, "locales": {text: scores}})
+        store.write_json(run.paths.scorecard, {**scores, "slices": {text: scores}})
         test = {"name": text, "rank": text, "passed": False, "value": text, "unit": text, "detail": text}
         health = {"node": text, "host": text, "instance": f"{text}2", "passed": False, "tests": [test]}
         store.write_json(run.paths.node_health(0), health)

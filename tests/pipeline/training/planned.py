@@ -73,6 +73,8 @@ def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, ro
             "document_hash": [normalized_hash(document) for _, document in holdout],
             "label": [1.0] * held,
             "locale": [None] * held,
+            "task": [None] * held,
+            "key": [normalized_hash(document) for _, document in holdout],
             "new": [True] * held,
         },
         "candidates.arrow": {
@@ -80,6 +82,7 @@ def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, ro
             "document_hash": [normalized_hash(document) for _, document in holdout],
             "id": [f"held-{index}" for index in range(held)],
         },
+        "known.arrow": {name: [] for name in SCHEMAS["known.arrow"].names},
     }
     for name, columns in files.items():
         table = pa.table(columns, schema=SCHEMAS[name])

@@ -152,7 +152,7 @@ def training(
             query_length=config.train.query_length,
             learning_rate=partial(learning_rate, config.train, steps=STEPS, warmup_steps=0),
         ),
-        validation=read_holdout(rows, config.train.validation_queries),
+        validation=read_holdout(rows, most=config.train.validation_queries),
         heartbeat=context.heartbeat,
         watch=GraphWatch(device=device),
         monitor=HostMonitor(context, ""),

@@ -32,7 +32,7 @@ ONE_LENGTH = {"buckets": [32]}
 SMALL = {
     "embed": {"buckets": [16, 32], "tokens_per_batch": 256},
     "compile": {"trial_steps": 2},
-    "gate": {"allow_small": True},
+    "gate": {"undecided": "accept"},
 }
 Run = tuple[RunPaths, RunPlan]
 
