@@ -60,7 +60,7 @@ from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.plan import InputShard, MissingShards, RunInputs
 from pipeline.run.context import StageContext, StageOutput
 
-FILE_BYTES = 32 << 20
+FILE_BYTES = 16 << 20
 """Text of a file's rows. Sorted, written and tokenized they are in memory some three times."""
 
 QUARANTINE = "quarantine.jsonl"
