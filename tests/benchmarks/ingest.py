@@ -40,7 +40,7 @@ from pipeline.dataset.ids import id_hash
 from pipeline.dataset.ingested import PAIRS, rows_name, tokens_name
 from pipeline.dataset.rows import normalized_hash, read_blocks
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.plan import InputShard, Parent, PlannedWorld, RunInputs, TokenizerPlan
+from pipeline.plan import InputShard, MissingShards, Parent, PlannedWorld, RunInputs, TokenizerPlan
 from pipeline.run.context import StageContext
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
@@ -199,10 +199,11 @@ def run_stage(name: str) -> None:
         shape=SHAPE,
         tokenizer=tokenizer,
         shards=tuple(shards),
-        ingest_children=int(children),
         identity="0",
     )
     store.write_bytes(paths.inputs, inputs.to_json())
+    missing = MissingShards(rows=tuple(shard.rows for shard in shards), children=int(children))
+    store.write_bytes(paths.missing, missing.model_dump_json().encode())
     world = World(node=NodeWorld(array_index=int(child)))
     ingest.run(StageContext(stage=Stage.INGEST, paths=paths, world=world, scratch=scratch, heartbeat=Heartbeat(None, 0)))
 
