@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +17,12 @@ from numpy.typing import NDArray
 
 from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, read_table
 from pipeline.errors import BadData
+from pipeline.evaluation.metrics import Relevant
 from pipeline.evaluation.query_values import QueryKey
-from pipeline.evaluation.retrieval import Relevant
 from pipeline.evaluation.statistics import Units
-from pipeline.model.inference import TokenList
+
+if TYPE_CHECKING:
+    from pipeline.model.inference import TokenList  # publish needs no framework
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,22 +1,16 @@
-"""Retrieval metrics: how well queries find their relevant documents among all candidates, per query, in the terms of trec_eval.
-
-Exact search: every query is scored against every candidate, block by block, and only a query's best candidates so far are kept.
-"""
+"""Exact search: every query is scored against every candidate, block by block; only its best candidates so far are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipeline.errors import BadData
+from pipeline.evaluation.metrics import Integers, Relevant, Values, measure_others, ranked_depth
 
-METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100")
-DEPTH = 100
 QUERIES_AT_ONCE = 512
 CANDIDATES_AT_ONCE = 8192
 """Queries and candidates of a block of scores: 16 MiB of fp32."""
@@ -24,37 +18,8 @@ CANDIDATES_AT_ONCE = 8192
 GROUP = 16
 """Scores whose maximum stands for them where a bound is sought."""
 
-Integers = npt.NDArray[np.int64]
-Values = npt.NDArray[np.float64]
-
 Block = tuple[Integers, Tensor]
 """Some candidates: their indices among all, (c,), and their embeddings, (c, D) fp32."""
-
-
-class Relevant(NamedTuple):
-    """The relevant candidates of all queries: distinct pairs sorted by query, then candidate.
-
-    Attributes:
-        query: (N,) indices of queries, each one at least once.
-        candidate: (N,) indices of candidates.
-        gain: (N,) above 0; weighs linearly in nDCG.
-    """
-
-    query: Integers
-    candidate: Integers
-    gain: Values
-
-    @classmethod
-    def of(cls, judged: Sequence[Mapping[int, float]]) -> Relevant:
-        """Return them from, per query, index of a candidate -> gain; a gain of 0 or less is none."""
-        pairs = [(query, *pair) for query, gains in enumerate(judged) for pair in sorted(gains.items()) if pair[1] > 0]
-        query, candidate, gain = zip(*pairs, strict=True) if pairs else ((), (), ())
-        return cls(np.array(query, np.int64), np.array(candidate, np.int64), np.array(gain, np.float64))
-
-    def of_queries(self, queries: range) -> Relevant:
-        """Return those of consecutive queries, which are counted from 0 then."""
-        own = slice(*np.searchsorted(self.query, [queries.start, queries.stop]).tolist())
-        return Relevant(self.query[own] - queries.start, self.candidate[own], self.gain[own])
 
 
 def retrieve(
@@ -75,54 +40,7 @@ def retrieve(
         ValueError: see `measure_rankings`.
     """
     known = known or Relevant.of(())
-    most = int(np.bincount(known.query).max(initial=0))
-    ranked = rank(queries, candidates, DEPTH + most)
-    order = np.argsort(_found(ranked, known)[1], axis=1, kind="stable")[:, :DEPTH]
-    return measure_rankings(np.take_along_axis(ranked, order, axis=1), relevant)
-
-
-def _found(ranked: Integers, pairs: Relevant) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """Return the number of the pair that each ranked candidate is with its query, and whether it is one: (Q, k) each."""
-    # A pair as one number, to look all of them up at once.
-    width = 1 + max(int(indices.max(initial=0)) for indices in (ranked, pairs.candidate))
-    # The last one is no pair: it is found where all are smaller.
-    numbers = np.append(pairs.query * width + pairs.candidate, np.iinfo(np.int64).max)
-    wanted = np.arange(len(ranked))[:, None] * width + ranked
-    place = np.searchsorted(numbers, wanted)
-    return place.clip(max=max(len(pairs.query) - 1, 0)), numbers[place] == wanted
-
-
-def measure_rankings(ranked: Integers, relevant: Relevant) -> dict[str, Values]:
-    """Return the metrics of every query.
-
-    Args:
-        ranked: (Q, k) indices of each query's best candidates, best first; 100 for all metrics.
-
-    Returns:
-        For each of METRICS an array (Q,): nDCG@10, the reciprocal rank of the first relevant document within 10 (else 0), and the
-        share of a query's relevant documents within 1, 10 and 100 ranks.
-
-    Raises:
-        ValueError: a query without a relevant candidate.
-    """
-    totals = np.bincount(relevant.query, minlength=len(ranked))
-    if len(totals) != len(ranked) or not totals.all():
-        raise ValueError(f"{len(ranked)} queries, but relevant candidates for {np.count_nonzero(totals)} of {len(totals)}")
-    place, hit = _found(ranked, relevant)
-    found = np.where(hit, relevant.gain[place], 0.0)
-    best = np.lexsort((-relevant.gain, relevant.query))
-    order = np.arange(len(best)) - np.repeat(np.cumsum(totals) - totals, totals)
-    ideal = np.zeros((len(ranked), 10))
-    top = order < 10
-    ideal[relevant.query[best][top], order[top]] = relevant.gain[best][top]
-    discounts = 1.0 / np.log2(np.arange(2, 12))
-    gains, hits = found[:, :10], found > 0
-    first = np.where(hits[:, :10].any(axis=1), hits[:, :10].argmax(axis=1) + 1.0, np.inf)
-    return {
-        "ndcg@10": (gains * discounts[: gains.shape[1]]).sum(axis=1) / (ideal * discounts).sum(axis=1),
-        "mrr@10": 1.0 / first,
-        **{f"recall@{depth}": hits[:, :depth].sum(axis=1) / totals for depth in (1, 10, 100)},
-    }
+    return measure_others(rank(queries, candidates, ranked_depth(known)), relevant, known)
 
 
 def rank(queries: Tensor, candidates: Sequence[Block], k: int) -> Integers:

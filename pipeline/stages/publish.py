@@ -27,6 +27,7 @@ from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.ingested import Hashes, part_range
 from pipeline.dataset.parts import PartRecord, part_schema, quarantine_from_json, read_batches
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
+from pipeline.evaluation.proof import Proof
 from pipeline.evaluation.reference import write_reference
 from pipeline.log import log
 from pipeline.run.context import StageContext, StageOutput
@@ -51,7 +52,10 @@ def run(context: StageContext) -> StageOutput:
     weights = store.join(paths.model, WEIGHTS)
     model = Artifact(weights, store.sha256(weights))
     check_verdict(context, model)
-    parts = check_parts(context, model)
+    proof = Proof(paths, context.scratch / "proof")
+    parts = check_parts(context, model, proof)
+    difference = proof.check(plan.config.gate.metric)
+    log.info("publish: %d documents of the hold-out measured as they are published: %+.6f", proof.found, difference)
 
     # Invariant: a reader that follows the pointer finds the manifest, so it is written first.
     store.write_json(paths.embed_manifest, manifest_of(context, model, parts))
@@ -72,6 +76,7 @@ def run(context: StageContext) -> StageOutput:
             "registry": published,
             "replaced": plan.published.run if plan.published else None,
             "documents": rows,
+            "proof": {"documents": proof.found, "difference": difference},
             "quarantined": quarantined,
             "parts": len(parts),
         },
@@ -117,8 +122,8 @@ class CheckedPart:
     record: PartRecord
 
 
-def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
-    """Read every part's ids and compare everything known about it with what is there.
+def check_parts(context: StageContext, model: Artifact, proof: Proof | None = None) -> list[CheckedPart]:
+    """Read every part's ids and compare everything known about it with what is there; show the proof what the parts have.
 
     Parts have intervals of id hashes of their own, so the ids of all of them need not be compared.
 
@@ -131,7 +136,7 @@ def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
     found = context.plan.deletions
     deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(found.digest))) if found else None
     with ThreadPoolExecutor(READERS, "parts") as readers:
-        for part in readers.map(lambda index: check_part(context, model, index, deletions), range(count)):
+        for part in readers.map(lambda index: check_part(context, model, index, deletions, proof), range(count)):
             parts.append(part)
             rows += part.record.rows
             context.heartbeat.beat(rows, context.plan.embed.rows, unit="ids", note="checking the parts")
@@ -147,7 +152,9 @@ def check_parts(context: StageContext, model: Artifact) -> list[CheckedPart]:
     return parts
 
 
-def check_part(context: StageContext, model: Artifact, index: int, deletions: Deletions | None) -> CheckedPart:
+def check_part(
+    context: StageContext, model: Artifact, index: int, deletions: Deletions | None, proof: Proof | None
+) -> CheckedPart:
     """Check one part against its record, the plan, and what must not be published.
 
     Raises:
@@ -167,6 +174,8 @@ def check_part(context: StageContext, model: Artifact, index: int, deletions: De
         }
         wrong = [f"{name} {found}, expected {expected}" for name, (found, expected) in facts.items() if found != expected]
         rows = pa.Table.from_batches(read_batches(path, ["id", "document_hash"]), ROWS) if not wrong else ROWS.empty_table()
+        if proof and not wrong:
+            proof.take(read_batches(path, ["id", "embedding", "document_hash"]))
     ids = rows["id"].to_pylist()
     if not wrong and (found := str(IdDigest.of(hashes_of(ids)))) != record.ids:
         wrong = [f"ids {found}, expected {record.ids}"]

@@ -23,12 +23,12 @@ from pipeline.dataset.row_files import KNOWN, PUBLISHED, SCHEMAS, read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData
-from pipeline.evaluation import reuse
 from pipeline.evaluation.holdout import read_holdout
+from pipeline.evaluation.metrics import METRICS
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.reference import copy_reference
-from pipeline.evaluation.retrieval import METRICS
 from pipeline.evaluation.statistics import Units
+from pipeline.evaluation.vectors import KEY_BYTES
 from pipeline.host.host import versions
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import load_encoder, save_folder
@@ -295,7 +295,7 @@ def test_the_published_models_vectors_are_not_computed_again(
     records = np.load(io.BytesIO(kept)).copy()
     assert len(records) == 130
     assert np.linalg.norm(records["vector"], axis=1) == pytest.approx(np.ones(130), abs=1e-5)
-    records["key"][[0, 120]] = b"unknown".ljust(reuse.KEY_BYTES)
+    records["key"][[0, 120]] = b"unknown".ljust(KEY_BYTES)
     with tempfile.TemporaryFile() as stream:
         np.save(stream, records)
         stream.seek(0)

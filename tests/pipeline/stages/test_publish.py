@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline import store
@@ -13,6 +15,7 @@ from pipeline.contract import Stage, reference_uri, registry_uri
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.parts import PartWriter
+from pipeline.dataset.row_files import read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
 from pipeline.evaluation.reference import read_reference, write_reference
@@ -168,6 +171,56 @@ def test_the_first_published_run_becomes_the_reference(plan_run: Any) -> None:
         store.delete(registry_uri(root, "current"))
         run_publish(run)
         assert read_reference(root, "current") == kept
+
+
+def rewrite_embeddings(run: Any, tmp_path: Path, change: Any) -> None:
+    """Replace all parts by ones with other embeddings, with records that fit them."""
+    for index in range(4):
+        uri, path = run.paths.part(index, 4), tmp_path / "rewritten.parquet"
+        table = pq.read_table(store.local_file(uri, tmp_path / "parts"))
+        vectors = change(np.stack(table["embedding"].to_numpy()))
+        with PartWriter(path, 32, "float32") as writer:
+            writer.write(table["id"].to_pylist(), vectors, None, table["document_hash"].to_numpy())
+        artifact = store.upload(path, uri)
+        record = run.paths.part_manifest(index, 4)
+        store.write_json(record, store.read_json(record) | {"sha256": artifact.sha256, "size": artifact.size})
+
+
+def test_what_is_published_is_measured(plan_run: Any, root: str | None, tmp_path: Path) -> None:
+    run = finished(plan_run, root)
+    assert run_publish(run).metrics["proof"] == {"documents": 100, "difference": pytest.approx(0, abs=1e-6)}
+    # Rounded a little, all is well.
+    rewrite_embeddings(run, tmp_path, lambda vectors: vectors.astype(np.float16).astype(np.float32))
+    store.delete(registry_uri(run.paths.bucket_root, "current"))
+    assert abs(run_publish(run).metrics["proof"]["difference"]) < 1e-3
+
+
+def test_embeddings_next_to_other_ids_are_not_published(plan_run: Any, tmp_path: Path) -> None:
+    run = finished(plan_run)
+    rewrite_embeddings(run, tmp_path, lambda vectors: np.roll(vectors, 1, axis=0))
+    with pytest.raises(Defect, match="not those that evaluate judged") as refusal:
+        run_publish(run)
+    assert refusal.value.exit_code == 69
+    assert unpublished(run)
+
+
+def test_documents_that_are_not_embedded_keep_their_vectors(plan_run: Any, tmp_path: Path) -> None:
+    run = finished(plan_run)
+    candidates = read_table(Path(run.paths.rows) / "candidates.arrow")
+    other = candidates.set_column(2, "id", pa.array([f"pair-{row}" for row in range(len(candidates))]))
+    with pa.ipc.new_file(f"{tmp_path}/candidates.arrow", other.schema) as writer:
+        writer.write_table(other)
+    store.upload(tmp_path / "candidates.arrow", f"{run.paths.rows}/candidates.arrow")
+    assert run_publish(run).metrics["proof"] == {"documents": 0, "difference": pytest.approx(0, abs=1e-6)}
+
+
+def test_a_text_without_a_vector_is_said(plan_run: Any) -> None:
+    run = finished(plan_run)
+    kept = np.lib.format.open_memmap(run.paths.vectors, mode="r+")
+    kept["key"][3] = b"another"
+    kept.flush()
+    with pytest.raises(MissingInput, match="has no vector"):
+        run_publish(run)
 
 
 def ids_of(run: Any, index: int) -> list[str]:
