@@ -26,6 +26,7 @@ from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.ingested import Hashes, part_range
 from pipeline.dataset.parts import PartRecord, part_schema, quarantine_from_json, read_batches
+from pipeline.dataset.reading import return_memory
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
 from pipeline.evaluation.proof import Proof
 from pipeline.evaluation.reference import write_reference
@@ -130,6 +131,7 @@ def check_parts(context: StageContext, model: Artifact, proof: Proof | None = No
     Raises:
         MissingInput, BadData.
     """
+    return_memory()
     count = len(context.plan.embed.parts)
     rows = 0
     parts = []
