@@ -22,7 +22,10 @@ from pipeline.contract import Artifact, Stage, now
 from pipeline.dataset.row_files import read_table
 from pipeline.dataset.seen import write_seen
 from pipeline.errors import Defect, Transient, UnhealthyHost
+from pipeline.evaluation.holdout import read_holdout
+from pipeline.evaluation.metrics import measure_others, ranked_depth
 from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.vectors import write_vectors
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.shutdown import ShutdownRequest, graceful_shutdown
 from pipeline.training.checkpoint import (
@@ -37,7 +40,7 @@ from pipeline.training.digest import chain
 from pipeline.training.metrics import METRICS_FILE
 from pipeline.training.state import Progress
 from tests.chain.light.exchange import Exchange, joined
-from tests.chain.light.mathematics import PACE_SECONDS, WEIGHTS
+from tests.chain.light.mathematics import DIMENSION, PACE_SECONDS, WEIGHTS, Device, Encoder, encode
 
 WEIGHT_BYTES = 64 << 10
 MODEL_FILES = ("config.json", "tokenizer.json")
@@ -160,10 +163,20 @@ class Training:
 
 
 def evaluate(context: StageContext) -> StageOutput:
-    """A verdict on exactly the weights that are there: better than the baseline whatever they are."""
-    rows = read_table(store.local_file(store.join(context.paths.rows, "holdout.arrow"), context.scratch))
-    queries = tuple({(row["query_hash"], row["locale"]) for row in rows.select(["query_hash", "locale"]).to_pylist()})
-    QueryValues(queries, {"ndcg@10": np.full(len(queries), 0.6)}).write(context.scratch / "queries.parquet")
+    """A verdict on exactly the weights that are there: better than the baseline whatever they are.
+
+    The vectors and what each query got are right, because publish measures them again.
+    """
+    holdout = read_holdout(store.local_folder(context.paths.rows, context.scratch / "rows"))
+    texts = [*holdout.candidates, *holdout.queries]
+    encoder = Encoder(store.sha256(store.join(context.paths.model, WEIGHTS)))
+    found = encode(encoder, Device(), texts, (), 0, on_progress=lambda *_: None).embeddings
+    write_vectors(context.scratch / "vectors.npy", texts, [(np.arange(len(texts)), found)], DIMENSION)
+    candidates, queries = np.split(found.numpy(), [len(holdout.candidates)])
+    ranked = np.argsort(-(queries @ candidates.T), axis=1, kind="stable")[:, : ranked_depth(holdout.known)]
+    values = measure_others(ranked, holdout.relevant, holdout.known)
+    QueryValues(holdout.keys, values).write(context.scratch / "queries.parquet")
+    store.upload(context.scratch / "vectors.npy", context.paths.vectors)
     store.upload(context.scratch / "queries.parquet", context.paths.query_values)
     for done in range(10):
         context.heartbeat.beat(done, 10, unit="queries", note="evaluating")
