@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, read_table
 from pipeline.errors import BadData
-from pipeline.evaluation.metrics import Relevant
 from pipeline.evaluation.query_values import QueryKey
+from pipeline.evaluation.retrieval_metrics import Relevant
 from pipeline.evaluation.statistics import Units
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from pipeline.contract import RunPaths
 from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, read_table
 from pipeline.errors import Defect, MissingInput
 from pipeline.evaluation.holdout import join_holdout
-from pipeline.evaluation.metrics import Integers, measure_others, ranked_depth
 from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.retrieval_metrics import measure_others, ranked_depth
+from pipeline.evaluation.statistics import Integers
 from pipeline.evaluation.vectors import Vectors, kept_vectors
 
 PROOF_QUERIES = 2000
@@ -31,15 +32,12 @@ MAX_DIFFERENCE = 0.001
 """Other batches change the mean of nDCG by about 1e-5 in bf16 (2,700 queries of all-MiniLM-L6-v2)."""
 
 
-class Proof:
+class QualityProof:
     """Takes the vectors of the hold-out's documents from the parts, and measures with them.
 
     Args:
         paths: of the run.
         scratch: local folder for downloads.
-
-    Attributes:
-        found: documents of the hold-out with a vector from a part.
 
     Raises:
         MissingInput: a file of the hold-out or of evaluate is gone, or lacks a text.
@@ -59,19 +57,28 @@ class Proof:
         self._relevant, self._known = holdout.relevant.of_queries(queries), holdout.known.of_queries(queries)
         self._expected = QueryValues.read(store.local_file(paths.query_values, scratch)).of(holdout.keys[: len(queries)])
         self._hashes = candidates["document_hash"].to_numpy()
-        pairs = zip(candidates["id"].to_pylist(), self._hashes.tolist(), strict=True)
+        pairs = list(zip(candidates["id"].to_pylist(), self._hashes.tolist(), strict=True))
         self._places = {pair: number for number, pair in enumerate(pairs)}
-        self.found = 0
+        self._taken = np.zeros(len(pairs), np.bool_)
+
+    @property
+    def documents(self) -> int:
+        """Documents of the hold-out with a vector from a part."""
+        return int(np.count_nonzero(self._taken))
 
     def take(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Take the vectors of documents that the hold-out has: of batches with `id`, `embedding` and `document_hash`."""
+        """Take the vectors of documents that the hold-out has; may be called by several threads, with different documents.
+
+        Args:
+            batches: with `id`, `embedding` and `document_hash`.
+        """
         for batch in batches:
             batch = batch.filter(pa.array(np.isin(batch["document_hash"].to_numpy(zero_copy_only=False), self._hashes)))
             pairs = zip(batch["id"].to_pylist(), batch["document_hash"].to_pylist(), strict=True)
             place = np.array([self._places.get(pair, -1) for pair in pairs], np.int64)
             vectors = batch["embedding"].flatten().to_numpy().reshape(len(batch), self._vectors.shape[1])
             self._vectors[place[place >= 0]] = vectors[place >= 0]
-            self.found += int((place >= 0).sum())
+            self._taken[place[place >= 0]] = True
 
     def check(self, metric: str) -> float:
         """Return how far the metric's mean is from evaluate's.

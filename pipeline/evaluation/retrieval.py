@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import BadData
-from pipeline.evaluation.metrics import Integers, Relevant, Values, measure_others, ranked_depth
+from pipeline.evaluation.retrieval_metrics import Relevant, measure_others, ranked_depth
+from pipeline.evaluation.statistics import Integers, Values
 
 QUERIES_AT_ONCE = 512
 CANDIDATES_AT_ONCE = 8192

@@ -15,7 +15,7 @@ from pipeline import store
 from pipeline.backends.device import Device
 from pipeline.contract import RunPaths, Stage, StageResult
 from pipeline.errors import BadData, MissingInput, one_line
-from pipeline.evaluation.metrics import Integers
+from pipeline.evaluation.statistics import Integers
 from pipeline.evaluation.vectors import Vectors, kept_vectors
 from pipeline.host.host import versions
 from pipeline.log import log

@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeline.backends.device import Device
 from pipeline.config import EmbedConfig
 from pipeline.evaluation.holdout import Holdout
-from pipeline.evaluation.metrics import DEPTH, measure_rankings
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.retrieval import rank
+from pipeline.evaluation.retrieval_metrics import DEPTH, measure_rankings
 from pipeline.model.encoder import Encoder
 from pipeline.model.inference import encode, for_encoding
 

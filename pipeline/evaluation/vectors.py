@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.evaluation.metrics import Integers
+from pipeline.evaluation.statistics import Integers
 
 if TYPE_CHECKING:
     from pipeline.evaluation.retrieval import Block

@@ -30,12 +30,12 @@ from pipeline.dataset.row_files import PUBLISHED
 from pipeline.evaluation.exchange import exchange
 from pipeline.evaluation.gate import judge_model
 from pipeline.evaluation.holdout import Holdout, read_holdout
-from pipeline.evaluation.metrics import METRICS, Integers
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.reference import REFERENCE, VALUES
 from pipeline.evaluation.retrieval import retrieve
+from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.evaluation.reuse import published_vectors
-from pipeline.evaluation.statistics import CONFIDENCE, Units, Values, resampled_means
+from pipeline.evaluation.statistics import CONFIDENCE, Integers, Units, Values, resampled_means
 from pipeline.evaluation.vectors import Vectors, kept_vectors, write_vectors
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch

@@ -28,7 +28,7 @@ from pipeline.dataset.ingested import Hashes, part_range
 from pipeline.dataset.parts import PartRecord, part_schema, quarantine_from_json, read_batches
 from pipeline.dataset.reading import return_memory
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
-from pipeline.evaluation.proof import Proof
+from pipeline.evaluation.proof import QualityProof
 from pipeline.evaluation.reference import write_reference
 from pipeline.log import log
 from pipeline.run.context import StageContext, StageOutput
@@ -53,10 +53,10 @@ def run(context: StageContext) -> StageOutput:
     weights = store.join(paths.model, WEIGHTS)
     model = Artifact(weights, store.sha256(weights))
     check_verdict(context, model)
-    proof = Proof(paths, context.scratch / "proof")
+    proof = QualityProof(paths, context.scratch / "proof")
     parts = check_parts(context, model, proof)
     difference = proof.check(plan.config.gate.metric)
-    log.info("publish: %d documents of the hold-out measured as they are published: %+.6f", proof.found, difference)
+    log.info("publish: %d documents of the hold-out measured as they are published: %+.6f", proof.documents, difference)
 
     # Invariant: a reader that follows the pointer finds the manifest, so it is written first.
     store.write_json(paths.embed_manifest, manifest_of(context, model, parts))
@@ -77,7 +77,7 @@ def run(context: StageContext) -> StageOutput:
             "registry": published,
             "replaced": plan.published.run if plan.published else None,
             "documents": rows,
-            "proof": {"documents": proof.found, "difference": difference},
+            "proof": {"documents": proof.documents, "difference": difference},
             "quarantined": quarantined,
             "parts": len(parts),
         },
@@ -123,7 +123,7 @@ class CheckedPart:
     record: PartRecord
 
 
-def check_parts(context: StageContext, model: Artifact, proof: Proof | None = None) -> list[CheckedPart]:
+def check_parts(context: StageContext, model: Artifact, proof: QualityProof | None = None) -> list[CheckedPart]:
     """Read every part's ids and compare everything known about it with what is there; show the proof what the parts have.
 
     Parts have intervals of id hashes of their own, so the ids of all of them need not be compared.
@@ -155,7 +155,7 @@ def check_parts(context: StageContext, model: Artifact, proof: Proof | None = No
 
 
 def check_part(
-    context: StageContext, model: Artifact, index: int, deletions: Deletions | None, proof: Proof | None
+    context: StageContext, model: Artifact, index: int, deletions: Deletions | None, proof: QualityProof | None
 ) -> CheckedPart:
     """Check one part against its record, the plan, and what must not be published.
 

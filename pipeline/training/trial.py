@@ -17,7 +17,7 @@ from pipeline.backends.device import Batch, Device
 from pipeline.config import RunConfig
 from pipeline.contract import RunPaths
 from pipeline.evaluation.holdout import Holdout
-from pipeline.evaluation.metrics import Relevant
+from pipeline.evaluation.retrieval_metrics import Relevant
 from pipeline.evaluation.statistics import Units
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import meet_graphs

@@ -23,8 +23,8 @@ from pipeline.dataset.row_files import read_table
 from pipeline.dataset.seen import write_seen
 from pipeline.errors import Defect, Transient, UnhealthyHost
 from pipeline.evaluation.holdout import read_holdout
-from pipeline.evaluation.metrics import measure_others, ranked_depth
 from pipeline.evaluation.query_values import QueryValues
+from pipeline.evaluation.retrieval_metrics import measure_others, ranked_depth
 from pipeline.evaluation.vectors import write_vectors
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.shutdown import ShutdownRequest, graceful_shutdown

@@ -23,7 +23,7 @@ from pipeline.estimate import requirements as limits
 from pipeline.estimate.requirements import Requirement, attempt_minutes, over, refuse, requirements
 from pipeline.estimate.workload import Workload
 from pipeline.evaluation.holdout import join_holdout
-from pipeline.evaluation.metrics import DEPTH, Relevant, measure_rankings
+from pipeline.evaluation.retrieval_metrics import DEPTH, Relevant, measure_rankings
 from pipeline.model.encoder import new_encoder
 from pipeline.model.shape import shape_of
 from pipeline.run.world import World

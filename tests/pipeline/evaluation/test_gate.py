@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import GateConfig, build_config
 from pipeline.errors import BadConfig
 from pipeline.evaluation.gate import check_holdout, judge_model, needed_queries, passing_share
-from pipeline.evaluation.metrics import METRICS
+from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.evaluation.statistics import Units
 from pipeline.plan import Published
 from pipeline.stages.evaluate import compare

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pipeline.errors import BadData
 from pipeline.evaluation import retrieval
-from pipeline.evaluation.metrics import DEPTH, METRICS, Relevant, measure_rankings
 from pipeline.evaluation.retrieval import Block, rank, retrieve
+from pipeline.evaluation.retrieval_metrics import DEPTH, METRICS, Relevant, measure_rankings
 
 NAMES = {"ndcg@10": "ndcg_cut_10", "recall@1": "recall_1", "recall@10": "recall_10", "recall@100": "recall_100"}
 

@@ -19,9 +19,9 @@ from pipeline.backends.device import open_device
 from pipeline.config import EmbedConfig
 from pipeline.dataset.row_files import SCHEMAS
 from pipeline.evaluation.holdout import read_holdout
-from pipeline.evaluation.metrics import DEPTH
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.retrieval import retrieve
+from pipeline.evaluation.retrieval_metrics import DEPTH
 from pipeline.evaluation.validation import GATHER_ROWS, validate
 from pipeline.run.world import World
 from tests.tiny import make_model

@@ -24,9 +24,9 @@ from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData
 from pipeline.evaluation.holdout import read_holdout
-from pipeline.evaluation.metrics import METRICS
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.reference import copy_reference
+from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.evaluation.statistics import Units
 from pipeline.evaluation.vectors import KEY_BYTES
 from pipeline.host.host import versions

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.evaluation.statistics import Integers, Values
+
 METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100")
 DEPTH = 100
-
-Integers = npt.NDArray[np.int64]
-Values = npt.NDArray[np.float64]
 
 
 class Relevant(NamedTuple):
