@@ -161,6 +161,10 @@ class WeeklySchedule(SettingsSection):
     lock_wait_minutes: Annotated[int, Field(ge=0, le=7 * 24 * 60)] = Field(
         12 * 60, description="How long the weekly run waits for a run in progress."
     )
+    refresh_enabled: bool = Field(False, description="Start refreshes of the embeddings, too.")
+    refresh_expression: str = Field(
+        "rate(1 day)", description="When: an EventBridge Scheduler expression, passed through unchanged, in `time_zone`."
+    )
 
     @model_validator(mode="before")
     @classmethod

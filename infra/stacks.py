@@ -23,8 +23,8 @@ from infra.settings import COST_TAG, Settings
 from infra.workflow.watches import Watches
 from pipeline.contract import STAGES, Queue, Shape, Stage
 
-SHARD_READERS = (Stage.PREPARE, Stage.INGEST)
-"""Stages that read the input shards: prepare lists them, ingest reads them."""
+SHARD_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PUBLISH)
+"""Stages that see the input shards: prepare and publish list them, ingest reads them."""
 
 PARENT_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
 """Stages that load the parent or its tokenizer, which may be outside the run folders, as the initial model is."""
@@ -195,7 +195,7 @@ class PipelineStack(Stack):
         bucket = storage.bucket
         written: dict[Stage, list[str]] = {
             Stage.INGEST: [INGESTED],
-            Stage.PLAN: ["runs/*/plan.json"],
+            Stage.PLAN: ["runs/*/plan.json", "runs/*/embed/plan.json"],
             Stage.COMPILE: [GRAPHS],
             Stage.TRAIN: ["runs/*/model/*", SEEN, COMPILER_CACHE],
             Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*"],

@@ -41,6 +41,9 @@ LocalOption = Annotated[
     typer.Option("--state", metavar="DIR", help="Instead of a deployment: the local run in progress in this state folder."),
 ]
 LinesOption = Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")]
+RefreshOption = Annotated[
+    bool, typer.Option("--refresh", help="Train nothing: embed what has changed in the corpus with the published model.")
+]
 BucketOption = Annotated[str | None, typer.Option("--bucket", help="s3://BUCKET of a deployment, instead of a local run.")]
 NameOption = Annotated[str, typer.Option("--name", help="Name in the registry, the setting `registry` of the runs.")]
 StateOption = Annotated[Path, typer.Option("--state", help="Folder of the local run: its bucket as plain files, logs, registry.")]
@@ -78,13 +81,14 @@ def local(
         typer.Option("--demo", case_sensitive=False, help="Size of the demo; by default what suits this machine's speed."),
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Id of an earlier run to resume.")] = None,
+    refresh: RefreshOption = False,
     state: StateOption = DEFAULT_STATE,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")] = False,
 ) -> None:
     """Run the whole weekly pipeline on this machine: the state machine that `cdk deploy` creates, with local processes.
 
     Without --input it runs the demo: real docstrings of the installed Python packages, continued from all-MiniLM-L6-v2. Each
-    demo run releases the next weekly shard.
+    demo run releases the next weekly shard, and each --refresh the documents of the next week.
     """
     from infra.local.run import LocalRequest, run_local
     from pipeline.model.inventory import check_local_model
@@ -101,10 +105,11 @@ def local(
         device=device,
         demo_size=demo,
         run=run,
+        refresh=refresh,
     )
     if request.model is not None:
         check_local_model(request.model, request.config.model.base)
-    if request.config.run is None and not request.demo:
+    if request.config.run is None and not request.demo and not refresh:
         from pipeline.commands.first_rows import check_first_rows
 
         check_first_rows(request.config, *request.files())
@@ -541,7 +546,7 @@ def registry_show(
     from pipeline.commands import registry
     from pipeline.commands.terminal import print_table
 
-    found = list(registry.publications(registry.root_of(bucket, state), name))
+    found = registry.history(registry.root_of(bucket, state), name)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
@@ -569,6 +574,64 @@ def registry_unpin(bucket: BucketOption = None, state: StateOption = DEFAULT_STA
 
     registry.pin(None, registry.root_of(bucket, state), name)
     typer.echo(f"{name} has no reference")
+
+
+@registry_app.command("hold")
+def registry_hold(bucket: BucketOption = None, state: StateOption = DEFAULT_STATE, name: NameOption = "current") -> None:
+    """Stop new models: no run publishes one until they are released. Refreshes go on."""
+    from pipeline.commands import registry
+
+    typer.echo(registry.hold(registry.root_of(bucket, state), name, held=True))
+
+
+@registry_app.command("release")
+def registry_release(bucket: BucketOption = None, state: StateOption = DEFAULT_STATE, name: NameOption = "current") -> None:
+    """Let new models be published again, after a hold or a rollback. Runs that began before stay superseded."""
+    from pipeline.commands import registry
+
+    typer.echo(registry.hold(registry.root_of(bucket, state), name, held=False))
+
+
+@registry_app.command("rollback")
+def registry_rollback(
+    run: Annotated[str, typer.Argument(help="Id of an earlier run, whose model is published again.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting of the refresh; repeat for more.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the refresh until it ends, and end with its exit code.")] = False,
+    lines: LinesOption = False,
+    stack: StackOption = DEFAULT_STACK,
+    state: LocalOption = None,
+) -> None:
+    """Go back to an earlier model: refresh the embeddings with it, publish both together, and hold newer models.
+
+    What later runs were trained on is new again to the next one.
+    """
+    chosen = [*(settings or ()), "mode=refresh", f"rollback={run}"]
+    if state is None:
+        start(settings=chosen, watch=watch, lines=lines, stack=stack)
+    else:
+        local(settings=chosen, refresh=True, state=state, plain=lines)
+
+
+@registry_app.command("prune")
+def registry_prune(
+    keep_days: Annotated[
+        int, typer.Option("--keep-days", min=0, help="Days for which what was replaced stays, and runs that published nothing.")
+    ] = 30,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it they are only listed.")] = False,
+    bucket: BucketOption = None,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Remove the folders of runs that nothing needs any more: neither what is published, nor the reference, nor a reader of what
+    was replaced a short time ago."""
+    from pipeline.commands import prune, registry
+    from pipeline.commands.terminal import print_table
+
+    found = prune.find(registry.root_of(bucket, state), keep_days)
+    if found:
+        print_table(prune.table(found))
+    typer.echo(prune.remove(found) if yes else f"{len(found)} runs would be removed; --yes removes them")
 
 
 def main() -> NoReturn:

@@ -174,6 +174,10 @@ STAGES_WITHOUT_PLAN = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.REPORT)
 """prepare and ingest come before the plan, which plan writes; a report is written even for a run without a plan."""
 
 
+EMBEDDING = (Stage.EMBED, Stage.PUBLISH)
+"""These follow `embed/plan.json` where there is one."""
+
+
 class Metric(str, Enum):
     """Metrics that the containers send to CloudWatch, described in `METRICS`."""
 
@@ -313,11 +317,15 @@ class RunPaths:
     """Everything that prepare decided, and the shards that it found: `pipeline.plan.RunInputs`, written once."""
     missing = _Inside("prepare/missing.json")
     """Which of these shards are to be ingested: `pipeline.plan.MissingShards`, written by every prepare of the run."""
+    corpus = _Inside("prepare/corpus.json")
+    """The corpus as it is to be embedded, and the model: `pipeline.plan.Corpus`, by the prepare after the gate."""
     plan = _Inside("plan.json")
     rows = _Inside("plan/rows")
     """The run's own tokenized rows and the order of its batches, as the plan stage fixed them."""
     quarantine = _Inside("plan/quarantine.jsonl")
     """One JSON line per refused input row: `{at: "file:line", reason, row}`."""
+    corpus_quarantine = _Inside("plan/quarantine-corpus.jsonl")
+    """The same of documents that were listed later."""
     checkpoints = _Inside("train/checkpoints")
     metrics = _Inside("train/metrics.jsonl")
     tensorboard = _Inside("train/tensorboard")
@@ -329,6 +337,8 @@ class RunPaths:
     """Every metric of every hold-out query with the new model: Parquet, see pipeline/evaluation/query_values."""
     vectors = _Inside("evaluate/vectors.npy")
     """The new model's vectors of all hold-out texts, see pipeline/evaluation/reuse."""
+    embed_plan = _Inside("embed/plan.json")
+    """What is embedded, and with which model: `pipeline.plan.EmbedPlan`, in place of the one in the plan."""
     embed_manifest = _Inside("embed/manifest.json")
     report = _Inside("report/index.html")
 
@@ -417,7 +427,7 @@ def retention_tags(key: str) -> dict[str, str]:
 
 
 def registry_uri(bucket_root: str, name: str) -> str:
-    """Return the URI of the pointer to the last publication under `name`: `{model, embeddings, run}` together."""
+    """Return the URI of the pointer to the last publication under `name` (pipeline/run/registry.Pointer)."""
     return f"{bucket_root.rstrip('/')}/registry/{name}.json"
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config import RunConfig
-from pipeline.contract import EAGER_KINDS
+from pipeline.contract import EAGER_KINDS, EMBEDDING, Stage
 from pipeline.errors import BadData
 
 
@@ -108,7 +108,7 @@ class Published(PlanSection):
         run: the run that made it.
         folder: its model folder.
         sha256: of its weight file.
-        registry_etag: version of the registry's pointer; publish replaces exactly that one.
+        epoch: of the registry's pointer (pipeline/run/registry); publish replaces this run's model in this epoch, and no other.
         own_tokens: whether its tokens differ from the parent's; `plan/rows/published` then has the hold-out in them.
         positions: tokens of its longest text, where its tokens are its own.
         same_graphs: whether the run's graphs fit it. Where they do not, evaluate encodes with it on the host's processor.
@@ -117,7 +117,7 @@ class Published(PlanSection):
     run: str
     folder: str
     sha256: str
-    registry_etag: str
+    epoch: int = 0
     own_tokens: bool = False
     positions: int = 0
     same_graphs: bool = True
@@ -176,7 +176,7 @@ class ResumedRun(PlanSection):
 
 
 class TrainPlan(PlanSection):
-    """The training rows, and the numbers that give every rank the same number of batches.
+    """The training rows, and the numbers that give every rank the same number of batches. A refresh has none.
 
     Attributes:
         new: shards that the parent's runs did not have.
@@ -190,17 +190,17 @@ class TrainPlan(PlanSection):
         resumed: the run whose training this run resumes; None: training begins with the parent.
     """
 
-    new: tuple[Shard, ...]
-    replay: tuple[Shard, ...]
-    rows: int
-    new_rows: int
-    replay_rows: int
+    new: tuple[Shard, ...] = ()
+    replay: tuple[Shard, ...] = ()
+    rows: int = 0
+    new_rows: int = 0
+    replay_rows: int = 0
     bad_rows: int = 0
     not_positive: int = 0
-    bucket_rows: dict[str, int]
-    steps_per_epoch: int
-    steps: int
-    warmup_steps: int
+    bucket_rows: dict[str, int] = {}
+    steps_per_epoch: int = 0
+    steps: int = 0
+    warmup_steps: int = 0
     resumed: ResumedRun | None = None
 
 
@@ -216,8 +216,45 @@ class PartPlan(PlanSection):
     ids: str = ""
 
 
+class EmbedModel(PlanSection):
+    """A model that embeds: the run that made it, its folder, and the sha256 of its weights."""
+
+    run: str
+    folder: str
+    sha256: str
+
+
+class Corpus(PlanSection):
+    """`prepare/corpus.json`: what is to be embedded. A run that trained lists the corpus again: days may have passed.
+
+    Attributes:
+        model: embeds it.
+        listed: when, ISO 8601 in UTC.
+        round: how often the run has listed it to embed it.
+        shards, deletions: as in `RunInputs`.
+        earlier: manifests of embeddings, perhaps of the same form; their unchanged documents are not embedded again.
+    """
+
+    model: EmbedModel
+    listed: str
+    round: int
+    shards: tuple[InputShard, ...]
+    deletions: str
+    earlier: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Corpus:
+        """
+        Raises:
+            BadData: not a listing, or one of another version of trnpipe.
+        """
+        return _read(cls, data, "the run's corpus cannot be read", "prepare/corpus.json")
+
+
 class EmbedPlan(PlanSection):
     """The corpus and how its documents are divided into parts.
+
+    The plan's own says what was there when the run began. The one that embed and publish follow is `embed/plan.json`.
 
     Attributes:
         source: `corpus` (rows {id, text}) or `documents` (the documents of training rows).
@@ -229,6 +266,8 @@ class EmbedPlan(PlanSection):
         ids: order-independent digest of those ids (pipeline/dataset/ids).
         parts: output parts, in order; their number is a power of two.
         children: array size; see `own_parts`.
+        model, listed, round, deletions, earlier: as in `Corpus`; no model: the run's own.
+        fingerprint: in place of the plan's, for embed and publish.
     """
 
     source: str
@@ -240,6 +279,29 @@ class EmbedPlan(PlanSection):
     ids: str
     parts: tuple[PartPlan, ...]
     children: int
+    model: EmbedModel | None = None
+    listed: str = ""
+    round: int = 0
+    deletions: str = ""
+    earlier: tuple[str, ...] = ()
+    fingerprint: str = ""
+
+    def sealed(self, fingerprint: str) -> EmbedPlan:
+        """Return the plan with its fingerprint, which covers that of the run's plan."""
+        return self.model_copy(
+            update={"fingerprint": _digest([fingerprint, self.model_dump(mode="json", exclude={"fingerprint"})])}
+        )
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json(indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> EmbedPlan:
+        """
+        Raises:
+            BadData: not a plan, or one of another version of trnpipe.
+        """
+        return _read(cls, data, "the run's plan of the embeddings cannot be read", "embed/plan.json")
 
 
 def own_parts(parts: int, ranks: int, rank: int) -> range:
@@ -284,9 +346,9 @@ class HoldoutPlan(PlanSection):
     differences the gate can tell with so many queries.
     """
 
-    rows: int
-    queries: int
-    candidates: int
+    rows: int = 0
+    queries: int = 0
+    candidates: int = 0
     decides: str = ""
 
 
@@ -416,11 +478,11 @@ class MissingShards(PlanSection):
     """`prepare/missing.json`: what ingest has to make. Every prepare of a run writes it anew; ingest looks at nothing else.
 
     Attributes:
-        rows: names of the ingested rows.
+        shards: those that are not ingested.
         children: jobs that share the files.
     """
 
-    rows: tuple[str, ...]
+    shards: tuple[InputShard, ...]
     children: int
 
 
@@ -493,8 +555,11 @@ class RunPlan(PlanSection):
     def sealed(self) -> RunPlan:
         """Return the plan with its fingerprint."""
         record = self.model_dump(mode="json", exclude=NOT_FINGERPRINTED)
-        canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
-        return self.model_copy(update={"fingerprint": hashlib.sha256(canonical).hexdigest()})
+        return self.model_copy(update={"fingerprint": _digest(record)})
+
+    def fingerprint_of(self, stage: Stage) -> str:
+        """Return what a stage's result names: embed and publish may be done again with the corpus as it is by then."""
+        return (stage in EMBEDDING and self.embed.fingerprint) or self.fingerprint
 
     def to_json(self) -> bytes:
         return self.model_dump_json(indent=1).encode()
@@ -527,6 +592,10 @@ class RunPlan(PlanSection):
             "embed_children": self.embed.children,
             "expected_cost": self.expected_cost.model_dump(mode="json"),
         }
+
+
+def _digest(record: Any) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 PlanT = TypeVar("PlanT", bound=PlanSection)

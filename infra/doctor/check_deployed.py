@@ -193,30 +193,37 @@ def job_definitions(subject: Subject) -> Findings:
 @check("Schedule", "cloudformation:ListStackResources", "scheduler:GetSchedule", "sqs:GetQueueAttributes")
 def schedule(subject: Subject) -> Findings:
     wanted = subject.settings.schedule
-    asked = {
-        "State": "ENABLED" if wanted.enabled else "DISABLED",
-        "ScheduleExpression": wanted.schedule_expression,
-        "ScheduleExpressionTimezone": wanted.time_zone,
-    }
     for physical in subject.physical(subject.blueprint.pipeline_stack, "AWS::Scheduler::Schedule"):
         found = subject.ask("scheduler", "GetSchedule", Name=physical)
+        refresh = "mode" in json.loads(found["Target"]["Input"])
+        name, enabled = ("refreshes", wanted.refresh_enabled) if refresh else ("weekly start", wanted.enabled)
+        asked = {
+            "State": "ENABLED" if enabled else "DISABLED",
+            "ScheduleExpression": wanted.refresh_expression if refresh else wanted.schedule_expression,
+            "ScheduleExpressionTimezone": wanted.time_zone,
+        }
         other = [f"{key} {found.get(key)}, not {value}" for key, value in asked.items() if found.get(key) != value]
         yield (
             problem(
-                "the weekly start is not what the settings say",
+                f"the schedule of the {name} is not what the settings say",
                 value=f"{physical}: {', '.join(other)}",
                 rule="the next deployment sets it to trnpipe.schedule",
                 remedy=f"set `schedule` in the environment's file, {CDK} deploy",
             )
             if other
-            else ok("weekly start", wanted.described if wanted.enabled else "switched off, as the settings say")
+            else ok(
+                name,
+                (asked["ScheduleExpression"] if refresh else wanted.described)
+                if enabled
+                else "switched off, as the settings say",
+            )
         )
     for url in subject.physical(subject.blueprint.pipeline_stack, "AWS::SQS::Queue"):
         name = "ApproximateNumberOfMessages"
         waiting = int(subject.ask("sqs", "GetQueueAttributes", QueueUrl=url, AttributeNames=[name])["Attributes"][name])
         yield (
             problem(
-                "a weekly start could not be delivered",
+                "a start could not be delivered",
                 value=f"{waiting} messages in {url.rpartition('/')[2]}",
                 rule="the dead-letter queue is empty",
                 remedy=f"aws sqs receive-message --queue-url {url} --message-attribute-names All says why; "

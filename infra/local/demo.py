@@ -35,6 +35,9 @@ PACKAGES = ("torch", "sympy", "networkx", "numpy", "scipy", "sklearn")
 NAME = "demo"
 """Name of the demo's model wherever a local run takes a model."""
 
+CORPUS = "corpus"
+"""Folder of the weeks' documents. They are there before anyone has searched for them: a refresh brings those of the next week."""
+
 WEEKS = 26
 FIRST_RUN_WEEKS = 13
 """The first run has half of the text, enough for a hold-out of 2,435 queries; every later run adds one week."""
@@ -184,28 +187,33 @@ class Pair:
 
 
 def weekly_shards(folder: Path, *, rows: int | None = None) -> list[Path]:
-    """The demo's shards in order, cut into `folder` unless they are there already.
+    """The demo's training shards in order, cut into `folder` unless they are there already.
 
     Args:
-        folder: gets `week-01.jsonl.gz` and so on.
+        folder: gets `week-01.jsonl.gz` and so on, and `corpus/week-01.jsonl.gz` with their documents.
         rows: at most this many rows in all; None: all there are.
     """
     shards = [folder / f"week-{week:02d}.jsonl.gz" for week in range(1, WEEKS + 1)]
     stamp = folder / "rows.txt"
-    wanted = f"{rows} of {WEEKS} weeks"
+    wanted = f"{rows} of {WEEKS} weeks, with a corpus"
     if stamp.is_file() and stamp.read_text() == wanted and all(shard.is_file() for shard in shards):
         return shards
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CORPUS).mkdir(parents=True, exist_ok=True)
     weeks: list[list[Pair]] = [[] for _ in shards]
     # In the order of their hash, so that a part of the rows is a sample of all packages.
     for pair in sorted(read_pairs(), key=lambda pair: _hash(pair.id))[:rows]:
         weeks[_hash(f"week {pair.id}") % WEEKS].append(pair)
     for shard, pairs in zip(shards, weeks, strict=True):
-        text = "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in pairs)
-        # Without a time stamp the same rows are the same bytes.
-        write_atomically(shard, gzip.compress(text.encode("utf-8", "replace"), mtime=0))
+        _write_rows(shard, map(asdict, pairs))
+        _write_rows(folder / CORPUS / shard.name, ({"id": pair.id, "text": pair.document} for pair in pairs))
     stamp.write_text(wanted)
     return shards
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    # Without a time stamp the same rows are the same bytes.
+    write_atomically(path, gzip.compress(text.encode("utf-8", "replace"), mtime=0))
 
 
 def next_weeks(shards: list[Path], released: Iterable[str]) -> list[Path]:

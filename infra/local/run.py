@@ -39,8 +39,9 @@ POLL_SECONDS = 1.0
 SOON_SECONDS = 0.1
 """The same once a job has ended: the execution starts the next one, or ends."""
 LOOKS_SOON = 5
-INPUT = "data/input"
-"""Folder of the bucket for training shards."""
+INPUT, DEMO, DEMO_CORPUS = "data/input", "data/demo", "data/demo-corpus"
+CORPUS = "data/corpus"
+"""Folders of the bucket: training shards and corpus that the options name, and those of the demo."""
 MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "data": {"ingest_children": 2}, "embed": {"children": 2}}
 """The local deployment's own run configuration, as `config` in cdk.json is a real one's."""
@@ -85,6 +86,7 @@ class LocalRequest:
         given: the user's partial configuration.
         config: the whole configuration as far as it is known before the bucket's name is.
         training, corpus: shard files to put into the bucket.
+        kept: whether a refresh goes on with the files that earlier runs were given.
         demo: whether the demo's data is used.
         model: URI of the model to continue from; None: the published one, or that of the run to resume.
         demo_size: name of the demo's size; None: remembered, or chosen by the machine's speed.
@@ -95,6 +97,7 @@ class LocalRequest:
     config: RunConfig
     training: tuple[Path, ...]
     corpus: tuple[Path, ...]
+    kept: bool
     demo: bool
     model: str | None
     demo_size: str | None
@@ -113,6 +116,7 @@ class LocalRequest:
         nodes: int | None = None,
         device: str | None = None,
         run: str | None = None,
+        refresh: bool = False,
         demo_size: str | None = None,
     ) -> LocalRequest:
         """Check the options of the command.
@@ -127,6 +131,7 @@ class LocalRequest:
             nodes: of the gang; None: as configured.
             device: kind of device; None: as configured.
             run: id of an earlier run to resume.
+            refresh: whether to embed with the published model instead of training one.
             demo_size: name of the demo's size; None: remembered, or chosen by the machine's speed.
 
         Raises:
@@ -141,7 +146,8 @@ class LocalRequest:
         if run is None:
             run = merge(from_file, over).get("run")
         # A resumed run has an input already; flags with defaults of their own could only contradict its plan.
-        flags = {"nodes": nodes, "device.kind": device, "model.initial": initial, "model.parent": parent}
+        flags: dict[str, Any] = {"nodes": nodes, "device.kind": device, "model.initial": initial, "model.parent": parent}
+        flags["mode"] = "refresh" if refresh else None
         named = nested({key: value for key, value in flags.items() if value is not None})
         under = named if run is None else merge(_earlier_input(state, run), {"run": run})
         given = _absolute(merge(merge(from_file, under), over))
@@ -169,6 +175,7 @@ class LocalRequest:
                 remedy="leave one of them out",
             )
         training, model = tuple(find_inputs(inputs)), None
+        kept = config.mode == "refresh" and not config.data.train and (state / "bucket" / INPUT).is_dir()
         if run is None:
             # Those that jobs read where they are, which prepare would refuse as well.
             local = [uri for uri in (*config.data.train, *config.data.corpus) if not is_s3(uri)]
@@ -181,7 +188,8 @@ class LocalRequest:
             config=config,
             training=training,
             corpus=tuple(find_inputs(corpus)),
-            demo=not training and not config.data.train,
+            kept=kept,
+            demo=not training and not config.data.train and not kept,
             model=model,
             demo_size=demo_size,
         )
@@ -227,7 +235,7 @@ def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) ->
     console = Console()
     state = request.state
     note(console, f"state folder: {state}")
-    released = _names(state / "bucket/data/demo")
+    released, there = (_names(state / "bucket" / folder) for folder in (DEMO, DEMO_CORPUS))
     size = demo.choose_size(state / "demo", released, request.demo_size, partial(note, console)) if request.demo else None
     note(console, "synthesizing the CDK app" + (", reading docstrings of the installed packages" if request.demo else ""))
     context = local_context(tuple(sorted({1, 2, request.config.nodes})), DEPLOYMENT_CONFIG)
@@ -240,9 +248,14 @@ def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) ->
         weeks = demo.weekly_shards(state / "demo", rows=size.rows) if size else []
         stack = read_stack(synthesis.result())
     with _endpoint(request, stack, program) as endpoint:
-        training = demo.next_weeks(weeks, released) if request.demo else list(request.training)
-        _put_files(endpoint, stack, state, training, "data/demo" if request.demo else INPUT)
-        _put_files(endpoint, stack, state, request.corpus, "data/corpus")
+        training, corpus = list(request.training), list(request.corpus)
+        if request.demo:
+            documents = [state / "demo" / demo.CORPUS / week.name for week in weeks]
+            refresh = request.config.mode == "refresh"
+            training = [] if refresh else demo.next_weeks(weeks, released)
+            corpus = demo.next_weeks(documents, there) if refresh else documents[: len(released) + len(training)]
+        _put_files(endpoint, stack, state, training, DEMO if request.demo else INPUT)
+        _put_files(endpoint, stack, state, corpus, DEMO_CORPUS if request.demo else CORPUS)
         execution_input = _execution_input(request, stack, size)
         # Once more, with everything: what prepare would find only after the start.
         build_config(DEPLOYMENT_CONFIG, execution_input)
@@ -327,13 +340,14 @@ def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | 
     if request.config.run is not None:
         return request.given
     root, data = f"s3://{stack.bucket}", request.config.data
-    filled = merge(size.config, {"data": {"train": [f"{root}/data/demo/"]}}) if size else {}
+    filled = merge(size.config, {"data": {"train": [f"{root}/{DEMO}/"], "corpus": [f"{root}/{DEMO_CORPUS}/"]}}) if size else {}
     if request.model is not None and request.config.model.parent is None:
         filled = merge(filled, {"model": {"initial": request.model}})
+    there = request.kept and (request.state / "bucket" / CORPUS).is_dir()
     # What the options name is beside what the configuration names.
     named = {
-        **({"train": [*data.train, f"{root}/{INPUT}/"]} if request.training else {}),
-        **({"corpus": [*data.corpus, f"{root}/data/corpus/"]} if request.corpus else {}),
+        **({"train": [*data.train, f"{root}/{INPUT}/"]} if request.training or request.kept else {}),
+        **({"corpus": [*data.corpus, f"{root}/{CORPUS}/"]} if request.corpus or there else {}),
     }
     return merge(merge(filled, request.given), {"data": named} if named else {})
 
@@ -347,7 +361,7 @@ def _put_files(endpoint: LocalEndpoint, stack: LocalStack, state: Path, files: S
     present = _names(endpoint.mirror_folder / folder)
     typed = json_object((state / TYPED_PATHS).read_bytes() if (state / TYPED_PATHS).is_file() else None)
     for path in files:
-        name = path.name if folder == "data/demo" else f"{sha256_file(path)[:12]}-{path.name}"
+        name = path.name if folder in (DEMO, DEMO_CORPUS) else f"{sha256_file(path)[:12]}-{path.name}"
         if name not in present:
             client.upload_file(str(path), stack.bucket, f"{folder}/{name}")
         typed[f"s3://{stack.bucket}/{folder}/{name}"] = str(path)

@@ -2,14 +2,17 @@
 infra/constructs/workflow.py deploys it.
 
     read and check the input ─► lock ─► prepare ─► (ingest) ─► plan ─► health_check ─► (compile) ─► train ─► evaluate ─► gate
-                                                                                                                │
-                                                                                                embed ◄─────────┘
-                                                                                                  └─► publish ──┐
-    every other way out ─► keep the failure ─► its words ─────────────────────────────────► report ─► unlock ─► notify ─► end
+                                           ▲                    └─► embed ─► publish ─┐                             │
+                                           └──────────────────────────────────────────│─────────────────────────────┘
+    every other way out ─► keep the failure ─► its words ───────────────────────► report ─► unlock ─► notify ─► end
 
-The machine's data, from `Settings` on: {execution, share, registry, lock, run: {id, key, uri, since, words, newline}}, and at the
-end `outcome`: {result: succeeded | refused | failed, state, Error, Cause}. `run.words.figures` is what the gate said once it has
-accepted the model; a line break for the notification comes as data, because no document says how a States.Format has one.
+After the gate the run comes back to prepare: the corpus is listed as it is by then, and embedded with the new model, or with
+the published one where the new one is refused. A refresh goes straight there. publish sends the run back once more if documents
+have changed meanwhile.
+
+The machine's data, from `Settings` on: {execution, share, registry, mode, lock, run: {id, key, uri, since, words, newline}}, and
+at the end `outcome`: {result: succeeded | refused | failed, state, Error, Cause}. `run.words.figures` is what the gate said once
+it has accepted the model; a line break for the notification comes as data, because no document says how a States.Format has one.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ LOCK_HELD = "LockHeld"
 INPUT_REFUSED = "InputRefused"
 """Errors of the machine's own under which an execution ends, besides `NoSuchGang` and those of infra/workflow/states.py."""
 
+LOCK_NAME = "States.Format('{}/{}', $.registry, $.mode)"
+
 NO_WORDS_YET = {"words": {"figures": ""}, "newline": "\n"}
 
 LAP_MINUTES = 1
@@ -61,16 +66,24 @@ def definition(targets: Targets) -> dict[str, Any]:
             **read_result(targets, "ReadInputs", Stage.PREPARE, "$.inputs", needed=("ingest_children",), then="ChooseIngest"),
             **_array(targets, Stage.INGEST, "$.inputs.metrics.ingest_children", then="plan", none="plan"),
             **job(targets, Stage.PLAN, then="ReadPlan"),
-            **read_result(targets, "ReadPlan", Stage.PLAN, "$.plan", needed=("nodes", "embed_children"), then="ChooseGang"),
+            **read_result(
+                targets, "ReadPlan", Stage.PLAN, "$.plan", needed=("nodes", "embed_children", "next"), then="ChooseNext"
+            ),
+            "ChooseNext": {
+                "Type": "Choice",
+                "Choices": [{"Variable": "$.plan.metrics.next", "StringEquals": Stage.EMBED.value, "Next": "ChooseEmbed"}],
+                "Default": "ChooseGang",
+            },
             **_choose_gang(targets, then="health_check"),
             **gang(targets, Stage.HEALTH_CHECK, then="ChooseCompile"),
             **_choose_compile(missing="compile", complete="train"),
             **gang(targets, Stage.COMPILE, then="train"),
             **gang(targets, Stage.TRAIN, then="evaluate"),
             **job(targets, Stage.EVALUATE, then="ReadScorecard"),
-            **_gate(targets, accepted="ChooseEmbed", refused="Refused"),
+            **_gate(targets, then="prepare", refused="Refused"),
             **_array(targets, Stage.EMBED, "$.plan.metrics.embed_children", then="publish"),
-            **job(targets, Stage.PUBLISH, then="Succeeded"),
+            **job(targets, Stage.PUBLISH, then="ReadPublication"),
+            **_after_publish(targets, again="prepare", done="Succeeded", refused="RefusedAndRefreshed"),
             **_outcomes(targets, then="report"),
             **_ending(targets),
         },
@@ -93,6 +106,7 @@ def _input_states(targets: Targets, *, then: str) -> States:
                     "share": targets.defaults["share"],
                     "registry": targets.defaults["registry"],
                     "run.$": "$$.Execution.Name",
+                    "mode": "train",
                 },
             },
             "Next": "CheckInput",
@@ -118,6 +132,7 @@ def _input_states(targets: Targets, *, then: str) -> States:
                 "execution.$": "$.execution",
                 "share.$": "$.input.share",
                 "registry.$": "$.input.registry",
+                "mode.$": "$.input.mode",
                 "lock": {"wait_minutes.$": "$.input.lock.wait_minutes"},
                 "run": {
                     "id.$": "$.input.run",
@@ -138,6 +153,7 @@ def _check_values(targets: Targets, *, then: str) -> States:
     has_wait = {"Variable": wait, "IsPresent": True}
     wrong: tuple[dict[str, Any], ...] = (
         {"Not": {"Variable": "$.input.share", "IsString": True}},
+        {"Not": {"Variable": "$.input.mode", "IsString": True}},
         {"And": _neither(registry, "IsNull", "IsString")},
         {"And": _neither(run, "IsNull", "IsString")},
         # Neither of them is in a run id, and both lead out of the run's folder.
@@ -162,9 +178,9 @@ def _check_values(targets: Targets, *, then: str) -> States:
             result="failed",
             state="CheckValues",
             Error=INPUT_REFUSED,
-            Cause="share, run, registry or lock.wait_minutes cannot be used. rule: share is a string; run and registry "
-            f"are strings or null, run without slashes and dots; lock.wait_minutes is a number up to {LONGEST_WAIT_MINUTES}. "
-            "remedy: see `trnpipe config schema`",
+            Cause="share, mode, run, registry or lock.wait_minutes cannot be used. rule: share and mode are strings; run and "
+            f"registry are strings or null, run without slashes and dots; lock.wait_minutes is a number up to "
+            f"{LONGEST_WAIT_MINUTES}. remedy: see `trnpipe config schema`",
         ),
         "DefaultWait": {
             "Type": "Pass",
@@ -190,11 +206,14 @@ def _neither(path: str, *tests: str) -> list[dict[str, Any]]:
 
 
 def _lock_states(targets: Targets, *, then: str) -> States:
-    """One run per registry name. An owner that no longer runs has lost its lock: it is taken over by compare-and-swap."""
+    """One run per registry name, and one refresh beside it: a run holds its lock for days, which no refresh waits for.
+
+    An owner that no longer runs has lost its lock: it is taken over by compare-and-swap.
+    """
     put = {
         "TableName": targets.lock_table,
         "Item": {
-            "name": {"S.$": "$.registry"},
+            "name": {"S.$": LOCK_NAME},
             "owner": {"S.$": "$$.Execution.Id"},
             "run": {"S.$": "$.run.id"},
             "since": {"S.$": "$$.State.EnteredTime"},
@@ -212,7 +231,7 @@ def _lock_states(targets: Targets, *, then: str) -> States:
         "ConditionExpression": "#owner = :seen",
         "ExpressionAttributeValues": {":seen": {"S.$": "$.lock.seen.Item.owner.S"}},
     }
-    read = {"TableName": targets.lock_table, "Key": {"name": {"S.$": "$.registry"}}, "ConsistentRead": True}
+    read = {"TableName": targets.lock_table, "Key": {"name": {"S.$": LOCK_NAME}}, "ConsistentRead": True}
     taken = {"ErrorEquals": ["DynamoDB.ConditionalCheckFailedException"], "ResultPath": None, "Next": "ReadLock"}
     return {
         "NeedsLock": {
@@ -268,8 +287,8 @@ def _wait_for_lock() -> States:
             result="failed",
             state="AcquireLock",
             Error=LOCK_HELD,
-            Cause="States.Format('another run holds registry {}: run {} since {}, execution {}. rule: one run per "
-            "registry name at a time. remedy: wait for it, or start with lock.wait_minutes', $.registry, "
+            Cause="States.Format('another run holds registry {}: run {} since {}, execution {}. rule: one run, and one refresh, "
+            "per registry name at a time. remedy: wait for it, or start with lock.wait_minutes', $.registry, "
             "$.lock.seen.Item.run.S, $.lock.seen.Item.since.S, $.lock.seen.Item.owner.S)",
         ),
     }
@@ -344,15 +363,16 @@ def _choose_compile(*, missing: str, complete: str) -> States:
     return {"ChooseCompile": {"Type": "Choice", "Choices": [nothing], "Default": missing}}
 
 
-def _gate(targets: Targets, *, accepted: str, refused: str) -> States:
-    verdict, reason = "gate.verdict", "gate.reason"
+def _gate(targets: Targets, *, then: str, refused: str) -> States:
+    """Go on to embed with the new model, or with the published one if the run can; `refused` is the end of a run that cannot."""
+    verdict, reason, refresh = "gate.verdict", "gate.reason", "refresh"
     return {
-        **read_result(targets, "ReadScorecard", Stage.EVALUATE, "$.scorecard", needed=(verdict, reason), then="Gate"),
+        **read_result(targets, "ReadScorecard", Stage.EVALUATE, "$.scorecard", needed=(verdict, reason, refresh), then="Gate"),
         "Gate": {
             "Type": "Choice",
             "Choices": [
                 {"Variable": f"$.scorecard.metrics.{verdict}", "StringEquals": "accepted", "Next": "KeepFigures"},
-                {"Variable": f"$.scorecard.metrics.{verdict}", "StringEquals": "refused", "Next": refused},
+                {"Variable": f"$.scorecard.metrics.{verdict}", "StringEquals": "refused", "Next": "MayRefresh"},
             ],
             # Nothing is published without a clear yes.
             "Default": "IncompleteScorecard",
@@ -361,7 +381,27 @@ def _gate(targets: Targets, *, accepted: str, refused: str) -> States:
             "Type": "Pass",
             "Parameters": {"figures.$": f"$.scorecard.metrics.{reason}"},
             "ResultPath": "$.run.words",
-            "Next": accepted,
+            "Next": then,
+        },
+        "MayRefresh": {
+            "Type": "Choice",
+            "Choices": [{"Variable": f"$.scorecard.metrics.{refresh}", "BooleanEquals": True, "Next": then}],
+            "Default": refused,
+        },
+    }
+
+
+def _after_publish(targets: Targets, *, again: str, done: str, refused: str) -> States:
+    needed = ("again", "refused", "model", "documents")
+    return {
+        **read_result(targets, "ReadPublication", Stage.PUBLISH, "$.publication", needed=needed, then="ChooseEnd"),
+        "ChooseEnd": {
+            "Type": "Choice",
+            "Choices": [
+                {"Variable": "$.publication.metrics.again", "BooleanEquals": True, "Next": again},
+                {"Variable": "$.publication.metrics.refused", "IsString": True, "Next": refused},
+            ],
+            "Default": done,
         },
     }
 
@@ -396,7 +436,16 @@ def _outcomes(targets: Targets, *, then: str) -> States:
             result="succeeded",
             state=Stage.PUBLISH.value,
             Error="",
-            Cause="the model and its embeddings are published",
+            Cause="States.Format('embedded with the model of run {}: {} documents', $.publication.metrics.model, "
+            "$.publication.metrics.documents)",
+        ),
+        "RefusedAndRefreshed": outcome(
+            then,
+            result="refused",
+            state=Stage.EVALUATE.value,
+            Error=GATE_REFUSED,
+            Cause="States.Format('{}; the documents are embedded with the model of run {}', $.publication.metrics.refused, "
+            "$.publication.metrics.model)",
         ),
         "Refused": outcome(
             then,
@@ -412,6 +461,7 @@ def _outcomes(targets: Targets, *, then: str) -> States:
                 "run.$": "$.run",
                 "share.$": "$.share",
                 "registry.$": "$.registry",
+                "mode.$": "$.mode",
                 "caught.$": "States.JsonMerge($.at, $.caught, false)",
             },
             "Next": "NameFailure",
@@ -482,7 +532,7 @@ def _ending(targets: Targets) -> States:
     """report, unlock, notify, end. Nothing here masks the outcome: after a failure each state continues with the next."""
     release = {
         "TableName": targets.lock_table,
-        "Key": {"name": {"S.$": "$.registry"}},
+        "Key": {"name": {"S.$": LOCK_NAME}},
         "ConditionExpression": "#owner = :me",
         "ExpressionAttributeNames": {"#owner": "owner"},
         "ExpressionAttributeValues": {":me": {"S.$": "$$.Execution.Id"}},

@@ -1,8 +1,7 @@
-"""`trnpipe registry`: what is and was published under a name, and the reference that bounds the sum of all weeks' drops."""
+"""`trnpipe registry`: what is and was published under a name, holds, and the reference that bounds the sum of all drops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ from rich.table import Table
 
 from pipeline import store
 from pipeline.commands.terminal import left, right, simple_table
-from pipeline.contract import RunPaths, Stage, StageResult, check_run_id
+from pipeline.contract import RunPaths, check_run_id, now
 from pipeline.errors import MissingInput
 from pipeline.evaluation.reference import read_reference, write_reference
-from pipeline.run.registry import read_pointer
+from pipeline.run.registry import Pointer, change_pointer, publications, read_pointer
 
 
 def root_of(bucket: str | None, state: Path) -> str:
@@ -21,52 +20,72 @@ def root_of(bucket: str | None, state: Path) -> str:
     return bucket.rstrip("/") if bucket else str(state / "bucket")
 
 
-def publications(root: str, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the runs that were published under a name, the newest first, as far as their folders are there.
+def history(root: str, name: str) -> list[dict[str, Any]]:
+    """Return what was published under a name, the newest first.
 
     Raises:
-        MissingInput: nothing was published.
+        MissingInput: nothing was.
     """
-    pointer = read_pointer(root, name)
-    if pointer is None:
-        raise MissingInput("nothing is published under this name", value=f"{name} in {root}", remedy="look under another --name")
-    reference, run = read_reference(root, name), pointer.run
-    while run:
-        paths = RunPaths(store.join(root, "runs", run))
-        found = {stage: _result(paths, stage) for stage in (Stage.PUBLISH, Stage.EVALUATE)}
-        published, evaluated = (result.metrics if result else {} for result in found.values())
-        gate = evaluated.get("gate", {})
-        yield {
-            "run": run,
-            "published": getattr(found[Stage.PUBLISH], "finished", None),
-            "current": run == pointer.run,
-            "reference": run == reference,
+    pointer = _pointer(root, name)
+    reference = read_reference(root, name)
+    return [
+        {
+            "run": record["run"],
+            "embeddings_run": record["embeddings_run"],
+            "kind": record.get("kind"),
+            "published": record["published"],
+            "current": record["published"] == pointer.content.get("published"),
+            "reference": record["run"] == record["embeddings_run"] == reference,
             "metric": gate.get("metric"),
             "value": gate.get("new"),
             "against_reference": (gate.get("reference") or {}).get("difference"),
-            "documents": published.get("documents"),
+            "documents": record.get("documents"),
         }
-        run = published.get("replaced") or ""
+        for record in publications(root, name)
+        for gate in [record.get("gate") or {} if record.get("kind") == "model" else {}]
+    ]
 
 
-def _result(paths: RunPaths, stage: Stage) -> StageResult | None:
-    try:
-        return StageResult.from_json(store.read_bytes(paths.result(stage)))
-    except MissingInput:
-        return None
+def _pointer(root: str, name: str) -> Pointer:
+    pointer = read_pointer(root, name)
+    if pointer is None:
+        raise MissingInput("nothing is published under this name", value=f"{name} in {root}", remedy="look under another --name")
+    return pointer
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return them as a table."""
-    columns = (left("run"), left("published"), left(""), right(rows[0]["metric"] or "metric"), right("against reference"))
-    shown = simple_table(*columns, right("documents"))
+    metric = next((row["metric"] for row in rows if row["metric"]), "metric")
+    columns = (left("model"), left("what"), left("embedded by"), left("published"), left(""), right(metric))
+    shown = simple_table(*columns, right("against reference"), right("documents"))
     for row in rows:
         marks = [name for name in ("current", "reference") if row[name]]
         numbers = (row["value"], row["against_reference"])
         cells = ("–" if number is None else f"{number:{form}}" for number, form in zip(numbers, (".4f", "+.4f"), strict=True))
         documents = "–" if row["documents"] is None else f"{row['documents']:,}"
-        shown.add_row(row["run"], (row["published"] or "–")[:16].replace("T", " "), ", ".join(marks), *cells, documents)
+        by = "itself" if row["embeddings_run"] == row["run"] else row["embeddings_run"]
+        moment = row["published"][:16].replace("T", " ")
+        shown.add_row(row["run"], row["kind"] or "–", by, moment, ", ".join(marks), *cells, documents)
     return shown
+
+
+def hold(root: str, name: str, *, held: bool) -> str:
+    """Stop new models from being published under a name, or let them again; return in words what is so now.
+
+    A hold begins a new epoch: runs that began before it cannot publish their models after it either. Refreshes go on.
+
+    Raises:
+        MissingInput: nothing is published under the name.
+    """
+    _pointer(root, name)
+
+    def change(pointer: Pointer | None) -> dict[str, Any] | None:
+        if pointer is None or bool(pointer.held) == held:
+            return None
+        return {**pointer.content, "held": now() if held else "", "epoch": pointer.epoch + held}
+
+    content = change_pointer(root, name, change) or {}
+    return f"models of {name} are held since {content['held']}" if held else f"models of {name} are released"
 
 
 def pin(run: str | None, root: str, name: str) -> None:

@@ -102,6 +102,14 @@ class RunConfig(Section):
     run: Annotated[RunId | None, KeyRole.BOOKKEEPING, KeyRole.EXECUTION] = Field(
         None, description="Id of an earlier run to resume. None: a new run."
     )
+    mode: Annotated[Literal["train", "refresh"], KeyRole.BOOKKEEPING] = Field(
+        "train",
+        description="`train`: the weekly run. `refresh`: embed what has changed in the corpus with the published model, and "
+        "publish that.",
+    )
+    rollback: Annotated[RunId | None, KeyRole.BOOKKEEPING] = Field(
+        None, description="With `mode: refresh`: an earlier run, whose model is published again. Models are held then."
+    )
     share: Annotated[Share, KeyRole.BOOKKEEPING, KeyRole.EXECUTION] = Field(
         "manual", description="Fair-share identifier under which all jobs are submitted."
     )
@@ -157,6 +165,18 @@ class RunConfig(Section):
     def adds_up(self, kind: str) -> bool:
         """Return whether several backward passes of a step add up their gradients there."""
         return self.train.accumulation > 1 or self.cuts_batches(kind)
+
+    @model_validator(mode="after")
+    def _refreshes_something(self) -> RunConfig:
+        refuse_if(self.mode == "refresh" and self.registry is None, "mode = refresh publishes: set registry")
+        refuse_if(
+            self.mode == "refresh" and self.model.parent is not None, "mode = refresh uses the published model: no model.parent"
+        )
+        refuse_if(
+            self.rollback is not None and self.mode != "refresh",
+            "rollback is a refresh with an earlier model: set mode = refresh",
+        )
+        return self
 
     @model_validator(mode="after")
     def _query_fits(self) -> RunConfig:

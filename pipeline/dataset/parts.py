@@ -23,8 +23,9 @@ from pipeline.dataset.ids import IdDigest
 from pipeline.errors import BadData
 
 READ_ROWS = 65_536
-COLUMNS = ["id", "embedding", "locale", "document_hash"]
-"""Earlier releases wrote the first two, and then three. `document_hash`: pipeline/dataset/rows.normalized_hash."""
+COLUMNS = ["id", "embedding", "locale", "document_hash", "token_hash"]
+"""Earlier releases wrote the first two, then three, then four. `document_hash`: pipeline/dataset/rows.normalized_hash.
+`token_hash`: `token_hashes`."""
 
 Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
@@ -40,6 +41,10 @@ class PartRecord(Record):
         quarantined: documents of the part that have no embedding; a separate file lists them.
         quarantined_ids: digest of their ids.
         quarantine_sha256: of that list; empty where there is none.
+        form: see `embedding_form`; parts of one form have the same embedding of the same text.
+        content: digest of all that was to be embedded, see `content_digest`.
+        uri: of the file, where it is another run's: nothing in it has changed.
+        copied, copied_bytes: documents whose embeddings were taken from earlier parts, and the size of these embeddings.
         dimension, dtype: of an embedding; dtype is `float32` or `float16`.
         model: sha256 of the weights that made it.
         fingerprint: of its plan.
@@ -65,6 +70,11 @@ class PartRecord(Record):
     quarantined: int = 0
     quarantined_ids: str = str(IdDigest())
     quarantine_sha256: str = ""
+    form: str = ""
+    content: str = ""
+    uri: str = ""
+    copied: int = 0
+    copied_bytes: int = 0
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
@@ -115,10 +125,11 @@ def quarantine_from_json(data: bytes) -> list[QuarantinedDocument]:
 
 def part_schema(dimension: int, dtype: str) -> pa.Schema:
     """Return the schema: `id` string, `embedding` fixed-size list of `dimension` values, neither ever null; `locale` string;
-    `document_hash` uint64."""
+    `document_hash` and `token_hash` uint64."""
     values = pa.list_(pa.from_numpy_dtype(np.dtype(dtype)), dimension)
     required = [pa.field("id", pa.string(), nullable=False), pa.field("embedding", values, nullable=False)]
-    return pa.schema([*required, pa.field("locale", pa.string()), pa.field("document_hash", pa.uint64())])
+    hashes = [pa.field(name, pa.uint64()) for name in COLUMNS[3:]]
+    return pa.schema([*required, pa.field("locale", pa.string()), *hashes])
 
 
 class PartWriter:
@@ -135,7 +146,7 @@ class PartWriter:
         self._dimension = dimension
         self._dtype = np.dtype(dtype)
         # Embeddings look random: neither a dictionary nor compression makes them smaller. Ids do compress.
-        compression = {"id": "zstd", "embedding.list.element": "none", "locale": "zstd", "document_hash": "none"}
+        compression = {"id": "zstd", "embedding.list.element": "none", "locale": "zstd", **dict.fromkeys(COLUMNS[3:], "none")}
         self._writer = pq.ParquetWriter(path, self._schema, compression=compression, use_dictionary=["locale"])
 
     def __enter__(self) -> PartWriter:
@@ -150,8 +161,9 @@ class PartWriter:
         embeddings: npt.NDArray[np.floating],
         locales: Sequence[str | None] | None = None,
         documents: npt.NDArray[np.uint64] | None = None,
+        tokens: npt.NDArray[np.uint64] | None = None,
     ) -> None:
-        """Append rows: `ids`, their embeddings, shape (rows, dimension), their locales and the hashes of their texts.
+        """Append rows: `ids`, their embeddings, shape (rows, dimension), their locales, the hashes of their texts and tokens.
 
         Raises:
             ValueError: embeddings of another shape.
@@ -161,8 +173,8 @@ class PartWriter:
         values = pa.array(np.ascontiguousarray(embeddings, dtype=self._dtype).reshape(-1))
         vectors = pa.FixedSizeListArray.from_arrays(values, self._dimension)
         none = [None] * len(ids)
-        hashes = pa.array(none if documents is None else documents, pa.uint64())
-        columns = [pa.array(ids, pa.string()), vectors, pa.array(locales or none, pa.string()), hashes]
+        hashes = [pa.array(none if values is None else values, pa.uint64()) for values in (documents, tokens)]
+        columns = [pa.array(ids, pa.string()), vectors, pa.array(locales or none, pa.string()), *hashes]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
         self.rows += len(ids)
 

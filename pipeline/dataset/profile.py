@@ -91,6 +91,11 @@ def check_limits(profile: DataProfile, last: DataProfile | None, limits: DataLim
 
 def _differences(profile: DataProfile, last: DataProfile) -> Iterator[tuple[str, str, float]]:
     """Yield the limit, the figure in words, and the difference of everything that is compared."""
+    if profile.documents_gone is not None:
+        gone = profile.documents_gone
+        yield "documents_gone", f"documents gone: {gone:,} of {last.documents:,}", gone / max(last.documents, 1)
+    if not profile.rows:
+        return
     for name, what, now, before in (
         ("rows", "rows of new shards", profile.rows, last.rows),
         ("median_length", "median tokens of queries", profile.median_query, last.median_query),
@@ -110,6 +115,3 @@ def _differences(profile: DataProfile, last: DataProfile) -> Iterator[tuple[str,
         ("duplicates", "share of repeated rows", profile.duplicates, last.duplicates),
     ):
         yield name, f"{what}: {value:.3f}, {previous:.3f} last week", abs(value - previous)
-    if profile.documents_gone is not None:
-        gone = profile.documents_gone
-        yield "documents_gone", f"documents gone: {gone:,} of {last.documents:,}", gone / max(last.documents, 1)

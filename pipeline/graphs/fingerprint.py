@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from importlib import metadata
 from operator import getitem
@@ -140,9 +140,9 @@ def set_uri(bucket_root: str, kind: str, fingerprint: str) -> str:
     return f"{graphs_uri(bucket_root)}/{kind}/{fingerprint}.json"
 
 
-def missing_sets(bucket_root: str, plan: GraphsPlan | None) -> list[str]:
+def missing_sets(bucket_root: str, plan: GraphsPlan | None, kinds: Sequence[str] = ("train", "infer")) -> list[str]:
     """Return the URIs of the sets that the run needs and that are missing."""
     if plan is None:
         return []
-    uris = [set_uri(bucket_root, "train", plan.train), set_uri(bucket_root, "infer", plan.infer)]
+    uris = [set_uri(bucket_root, kind, getattr(plan, kind)) for kind in kinds]
     return [uri for uri in uris if not store.exists(uri)]

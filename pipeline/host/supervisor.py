@@ -30,6 +30,7 @@ from types import FrameType
 
 from pipeline import store
 from pipeline.contract import (
+    EMBEDDING,
     METRICS,
     RUN_PARAMETER,
     STAGES,
@@ -486,7 +487,7 @@ class PlanNumbers(Record):
             plan = json.loads(store.read_bytes(paths.plan))
             graphs = plan.get("graphs") or {"compiler_flags": "", "cache": "", "environment": {}}
             numbers = {
-                "fingerprint": plan["fingerprint"],
+                "fingerprint": _fingerprint(stage, paths) or plan["fingerprint"],
                 **{name: plan["world"][name] for name in ("kind", "nodes", "ranks_per_node")},
                 "ranks_per_child": plan["config"]["embed"].get("ranks_per_child"),
                 **{name: graphs[name] for name in ("compiler_flags", "cache", "environment")},
@@ -502,6 +503,13 @@ class PlanNumbers(Record):
                 value=f"{paths.plan}: {error!r}",
                 remedy="restore it as plan wrote it, or start a new run",
             ) from error
+
+
+def _fingerprint(stage: Stage, paths: RunPaths) -> str:
+    """Return the fingerprint of the plan of the embeddings, for the stages that follow it."""
+    if stage not in EMBEDDING or not store.exists(paths.embed_plan):
+        return ""
+    return str(json.loads(store.read_bytes(paths.embed_plan))["fingerprint"])
 
 
 def _ended_nodes(job: str, nodes: Sequence[int]) -> dict[int, str]:

@@ -107,7 +107,8 @@ class RunEnding:
 def judge(files: RunFiles, started: datetime) -> RunEnding:
     """Return how an execution ended that no service knows any more: a local run that is over."""
     if run_files.read_result(files, Stage.PUBLISH) is not None:
-        return RunEnding(status="SUCCEEDED")
+        refused = read_metrics(files, Stage.PUBLISH).get("refused")
+        return RunEnding(status="FAILED", error=GATE_REFUSED, cause=str(refused)) if refused else RunEnding(status="SUCCEEDED")
     for stage in reversed([stage for stage in Stage if stage is not Stage.REPORT]):
         if failure := read_failure(files, stage, started):
             return RunEnding(status="FAILED", error=stage.value, cause=failure.what, stage=stage)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import store
-from pipeline.contract import Artifact, RunPaths, Stage
-from pipeline.plan import RunPlan
+from pipeline.contract import EMBEDDING, Artifact, RunPaths, Stage
+from pipeline.plan import EmbedPlan, RunPlan
 from pipeline.run.cloudwatch import EmbeddedMetrics
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World
@@ -45,8 +45,12 @@ class StageContext:
 
     @cached_property
     def plan(self) -> RunPlan:
-        """The run's plan; there is none before stage plan has written it."""
-        return RunPlan.from_json(store.read_bytes(self.paths.plan))
+        """The run's plan, with what embed and publish follow now; there is none before stage plan has written it."""
+        plan = RunPlan.from_json(store.read_bytes(self.paths.plan))
+        if self.stage in EMBEDDING and store.exists(self.paths.embed_plan):
+            embed = EmbedPlan.from_json(store.read_bytes(self.paths.embed_plan))
+            return plan.model_copy(update={"embed": embed})
+        return plan
 
     @cached_property
     def cloudwatch(self) -> EmbeddedMetrics:

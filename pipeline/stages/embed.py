@@ -2,7 +2,8 @@
 
 A child takes consecutive parts of the plan, and so does each of its ranks. A rank reads the next part's tokens from the ingested
 shards while its device computes one. Of each part it writes `embed/part-....parquet`, then the part's record. Complete parts are
-left alone, so a child that is interrupted loses at most the part it was in. A document that cannot be embedded is left out and
+left alone, so a child that is interrupted loses at most the part it was in. What earlier parts of the same form have is taken
+from them: a part without a change stays where it is, and its record names it. A document that cannot be embedded is left out and
 listed next to its part, up to a share of the corpus. The child that finds all parts complete speaks for the stage.
 """
 
@@ -25,14 +26,16 @@ import pyarrow.compute as pc
 
 from pipeline import store
 from pipeline.backends.device import Device, EncodeFunction, open_device
-from pipeline.contract import Artifact, Metric, now
+from pipeline.contract import Artifact, Metric, Stage, now
 from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
+from pipeline.dataset.earlier_parts import EarlierParts, EarlierVectors, Parts, content_digest, embedding_form, token_hashes
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
 from pipeline.dataset.tokens import cut
-from pipeline.errors import BadData, Transient
+from pipeline.errors import BadData, MissingInput, Transient
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
+from pipeline.host.host import versions
 from pipeline.log import log
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode
@@ -64,8 +67,7 @@ def run(context: StageContext) -> StageOutput | None:
     child = world.node.array_index
     # Ranks of one child share its parts and need not know of each other.
     own = own_parts(len(plan.parts), plan.children * world.size, child * world.size + world.rank)
-    weights = store.join(context.paths.model, WEIGHTS)
-    model = Artifact(weights, store.sha256(weights))
+    model = embedding_model(context)
     todo = [index for index in own if complete_part(context, index, model, deep=True) is None]
     log.info("embed: child %d of %d: %d of its %d parts are to do", child, plan.children, len(todo), len(own))
     if todo:
@@ -79,6 +81,13 @@ def run(context: StageContext) -> StageOutput | None:
     return stage_output(context, model)
 
 
+def embedding_model(context: StageContext) -> Artifact:
+    """Return the weights of the model that embeds: the run's own, or the one that its plan names."""
+    planned = context.plan.embed.model
+    weights = store.join(planned.folder if planned else context.paths.model, WEIGHTS)
+    return Artifact(weights, store.sha256(weights))
+
+
 def complete_part(context: StageContext, index: int, model: Artifact, *, deep: bool) -> PartRecord | None:
     """Return the record of a complete part, None for an incomplete one.
 
@@ -88,16 +97,18 @@ def complete_part(context: StageContext, index: int, model: Artifact, *, deep: b
     """
     plan, paths = context.plan, context.paths
     count = len(plan.embed.parts)
-    info, record_uri = store.stat(paths.part(index, count)), paths.part_manifest(index, count)
-    if info is None or not store.exists(record_uri):
-        return None
     try:
-        record = PartRecord.from_json(store.read_bytes(record_uri))
+        record = PartRecord.from_json(store.read_bytes(paths.part_manifest(index, count)))
+    except MissingInput:
+        return None
     except BadData as error:
         log.warning("part %d: %s; doing it again", index, error.what)
         return None
-    expected = (plan.fingerprint, model.sha256, plan.embed.parts[index].rows, info.size)
-    found = (record.fingerprint, record.model, record.rows + record.quarantined, record.size)
+    if record.fingerprint != plan.fingerprint_of(Stage.EMBED):
+        return None
+    info = store.stat(record.uri or paths.part(index, count))
+    expected = (model.sha256, plan.embed.parts[index].rows, info.size if info else None)
+    found = (record.model, record.rows + record.quarantined, record.size)
     if found != expected or (deep and not _is_its_records(context, index, record)):
         log.warning("part %d does not match its record; doing it again", index)
         return None
@@ -107,7 +118,7 @@ def complete_part(context: StageContext, index: int, model: Artifact, *, deep: b
 def _is_its_records(context: StageContext, index: int, record: PartRecord) -> bool:
     """Whether the content of a part, and of its list, matches the record."""
     count = len(context.plan.embed.parts)
-    if store.sha256(context.paths.part(index, count)) != record.sha256:
+    if store.sha256(record.uri or context.paths.part(index, count)) != record.sha256:
         return False
     if not record.quarantined:
         return True
@@ -131,6 +142,8 @@ class Worker:
     dimension: int
     watch: GraphWatch
     model: Artifact
+    form: str
+    earlier: EarlierParts
     total: int
     done: int = 0
     work: int = 0
@@ -156,11 +169,21 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
     """Load the model onto this process's device."""
     plan, config = context.plan, context.plan.config
     context.heartbeat.beat(note="loading the model")
-    folder = store.local_folder(context.paths.model, context.scratch / "model")
+    folder = store.local_folder(model.uri.rpartition("/")[0], context.scratch / "model")
     alone = replace(context.world, rank=0, size=1)
     threads = config.device.threads_per_rank
     device = open_device(plan.world.kind, plan.world.precision, alone, threads=threads, inference=True)
     encoder = load_encoder(folder, config.model)
+    form = embedding_form(
+        {
+            "weights": model.sha256,
+            "model": config.model.model_dump(mode="json", include={"pooling", "normalize", "head"}),
+            "tokens": [plan.embed.tokenizer.digest, max(config.embed.buckets)],
+            "dtype": config.embed.dtype,
+            "device": [device.kind, device.precision],
+            "versions": versions(),
+        }
+    )
     return Worker(
         context=context,
         device=device,
@@ -173,6 +196,8 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
             cloudwatch=context.cloudwatch,
         ),
         model=model,
+        form=form,
+        earlier=EarlierParts(context.paths, len(plan.embed.parts), plan.embed.earlier, form),
         total=sum(plan.embed.parts[index].rows for index in todo),
         begun=time.monotonic(),
     )
@@ -215,6 +240,8 @@ class MadePart:
     Attributes:
         digest: of the ids in it.
         bad: documents that are not.
+        content: of all its documents, see `content_digest`.
+        copied: documents whose embeddings were taken from earlier parts.
         tokens, padded_tokens: that were computed for it (once for equal documents), without padding and with it.
         started: ISO 8601 in UTC.
         begun: monotonic seconds, of the same moment.
@@ -226,6 +253,8 @@ class MadePart:
     begun: float
     digest: IdDigest = field(default_factory=IdDigest)
     bad: list[QuarantinedDocument] = field(default_factory=list)
+    content: IdDigest = field(default_factory=IdDigest)
+    copied: int = 0
     tokens: int = 0
     padded_tokens: int = 0
 
@@ -236,7 +265,13 @@ def embed_part(worker: Worker, index: int, documents: pa.Table) -> PartRecord:
     Raises:
         BadData: too many documents that cannot be embedded.
     """
-    made = make_part(worker, index, documents)
+    lengths = pc.fill_null(pc.list_value_length(documents[DOCUMENT_TOKENS]), 0).to_numpy()
+    tokens = pc.list_flatten(documents[DOCUMENT_TOKENS]).to_numpy().astype(np.int32)
+    documents = documents.append_column("token_hash", pa.array(token_hashes(tokens, lengths)))
+    earlier = worker.earlier.covering(index)
+    if record := unchanged(worker, index, documents, earlier):
+        return record
+    made = make_part(worker, index, documents, earlier)
     record = keep_part(worker, made)
     made.path.unlink()
     count = len(worker.context.plan.embed.parts)
@@ -246,7 +281,36 @@ def embed_part(worker: Worker, index: int, documents: pa.Table) -> PartRecord:
     return record
 
 
-def make_part(worker: Worker, index: int, documents: pa.Table) -> MadePart:
+def unchanged(worker: Worker, index: int, documents: pa.Table, earlier: Parts) -> PartRecord | None:
+    """Keep an earlier part where none of its documents has changed: write a record that names it; None: there is none such."""
+    if len(earlier) != 1 or earlier[0][1].quarantined:
+        return None
+    [(uri, found)] = earlier
+    content = str(content_digest(documents, documents["token_hash"].to_numpy()))
+    if (found.content, found.rows) != (content, documents.num_rows):
+        return None
+    context, count = worker.context, len(worker.context.plan.embed.parts)
+    record = replace(
+        found,
+        model=worker.model.sha256,
+        fingerprint=context.plan.fingerprint_of(Stage.EMBED),
+        uri="" if uri == context.paths.part(index, count) else uri,
+        tokens=0,
+        padded_tokens=0,
+        copied=0,
+        copied_bytes=0,
+        started=now(),
+        finished=now(),
+        seconds=0.0,
+        documents_per_second=0.0,
+    )
+    store.write_bytes(context.paths.part_manifest(index, count), record.to_json())
+    worker.done += record.rows
+    log.info("part %d of %d: nothing has changed in %s", index + 1, count, uri)
+    return record
+
+
+def make_part(worker: Worker, index: int, documents: pa.Table, earlier: Parts) -> MadePart:
     """Compute a part. A document that the tokenizer or the model cannot handle is left out; the others do not depend on it.
 
     Raises:
@@ -255,46 +319,59 @@ def make_part(worker: Worker, index: int, documents: pa.Table) -> MadePart:
     context, config = worker.context, worker.context.plan.config.embed
     path = context.scratch / f"part-{index:05d}.parquet"
     made = MadePart(index=index, path=path, started=now(), begun=time.monotonic())
+    files = [store.local_file(uri, context.scratch / "earlier") for uri, _ in earlier]
+    vectors = EarlierVectors(files, worker.dimension, config.dtype)
+    made.content = content_digest(documents, documents["token_hash"].to_numpy())
     with PartWriter(path, worker.dimension, config.dtype) as writer:
         for start in range(0, documents.num_rows, WINDOW_ROWS):
-            embed_window(worker, documents.slice(start, WINDOW_ROWS), start, made, writer)
+            embed_window(worker, documents.slice(start, WINDOW_ROWS), start, vectors, made, writer)
             if too_many(context, len(made.bad)):
                 store.write_bytes(quarantine_uri(context, index), quarantine_to_json(made.bad))
                 raise too_many_bad(context, len(made.bad), [f"{one.id}: {one.reason}" for one in made.bad])
     return made
 
 
-def embed_window(worker: Worker, documents: pa.Table, start: int, made: MadePart, writer: PartWriter) -> None:
+def embed_window(
+    worker: Worker, documents: pa.Table, start: int, earlier: EarlierVectors, made: MadePart, writer: PartWriter
+) -> None:
     """Embed a window's documents; those without tokens, or whose embeddings are not finite, are left out.
 
     Args:
         start: place of the first among the part's documents.
+        earlier: vectors that are not computed again.
     """
     config = worker.context.plan.config.embed
     lengths = pc.fill_null(pc.list_value_length(documents[DOCUMENT_TOKENS]), 0).to_numpy()
-    tokens, ids = pc.list_flatten(documents[DOCUMENT_TOKENS]).to_numpy().astype(np.int32), documents["id"].to_pylist()
+    ids, hashes = documents["id"].to_pylist(), documents["token_hash"].to_numpy()
 
     def leave_out(rows: npt.NDArray[np.int64], reason: str) -> None:
         made.bad += (QuarantinedDocument(start + row, ids[row], reason) for row in rows.tolist())
 
     leave_out(np.flatnonzero(lengths == 0), "the tokenizer cannot take its text")
-    if len(tokens):
-        rows = np.flatnonzero(lengths)
-        lists = np.split(tokens, np.cumsum(lengths[rows])[:-1])
+    rows = np.flatnonzero(lengths)
+    embeddings = np.empty((len(ids), worker.dimension), config.dtype)
+    copied, embeddings_there = earlier.take(documents["key"].to_numpy(), hashes)
+    embeddings[copied] = embeddings_there
+    made.copied += len(embeddings_there)
+    todo = rows[~copied[rows]]
+    if len(todo):
+        tokens = pc.list_flatten(documents[DOCUMENT_TOKENS].take(pa.array(todo))).to_numpy().astype(np.int32)
+        lists = np.split(tokens, np.cumsum(lengths[todo])[:-1])
         on_progress = partial(worker.beat, len(ids), len(tokens))
         found = encode(worker.encode_with, worker.device, lists, config.buckets, config.tokens_per_batch, on_progress=on_progress)
         worker.work += len(tokens)
         with np.errstate(over="ignore"):
-            embeddings = found.embeddings.numpy().astype(config.dtype, copy=False)
-        finite = np.isfinite(embeddings).all(axis=1)
-        leave_out(rows[~finite], f"its embedding is not finite in {config.dtype}")
-        kept = documents.take(pa.array(rows[finite]))
-        if kept.num_rows:
-            locales, hashes = kept["locale"].to_pylist(), kept["document_hash"].to_numpy()
-            writer.write(kept["id"].to_pylist(), embeddings[finite], locales, hashes)
-        made.digest.merge(IdDigest.of(kept["key"].to_numpy()))
+            embeddings[todo] = found.embeddings.numpy().astype(config.dtype, copy=False)
         made.tokens += found.tokens
         made.padded_tokens += found.slots
+    finite = np.isfinite(embeddings[rows]).all(axis=1)
+    leave_out(rows[~finite], f"its embedding is not finite in {config.dtype}")
+    chosen = rows[finite]
+    kept = documents.take(pa.array(chosen))
+    if kept.num_rows:
+        ids_there, locales, texts = kept["id"].to_pylist(), kept["locale"].to_pylist(), kept["document_hash"].to_numpy()
+        writer.write(ids_there, embeddings[chosen], locales, texts, hashes[chosen])
+    made.digest.merge(IdDigest.of(kept["key"].to_numpy()))
     worker.done += len(ids)
 
 
@@ -341,7 +418,7 @@ def record_of(worker: Worker, made: MadePart, artifact: Artifact, listed: bytes)
         dimension=worker.dimension,
         dtype=worker.context.plan.config.embed.dtype,
         model=worker.model.sha256,
-        fingerprint=worker.context.plan.fingerprint,
+        fingerprint=worker.context.plan.fingerprint_of(Stage.EMBED),
         tokens=made.tokens,
         padded_tokens=made.padded_tokens,
         started=made.started,
@@ -351,6 +428,10 @@ def record_of(worker: Worker, made: MadePart, artifact: Artifact, listed: bytes)
         quarantined=len(made.bad),
         quarantined_ids=str(left_out),
         quarantine_sha256=hashlib.sha256(listed).hexdigest() if made.bad else "",
+        form=worker.form,
+        content=str(made.content),
+        copied=made.copied,
+        copied_bytes=made.copied * worker.dimension * np.dtype(worker.context.plan.config.embed.dtype).itemsize,
     )
 
 
@@ -411,5 +492,8 @@ def stage_output(context: StageContext, model: Artifact) -> StageOutput | None:
             "dtype": records[0].dtype,
             "tokens": tokens,
             "padding": 1 - tokens / max(sum(record.padded_tokens for record in records), 1),
+            "copied": sum(record.copied for record in records),
+            "copied_bytes": sum(record.copied_bytes for record in records),
+            "unchanged_parts": sum(bool(record.uri) for record in records),
         },
     )

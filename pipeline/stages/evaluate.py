@@ -147,6 +147,8 @@ def run(context: StageContext) -> StageOutput | None:
             **counts,
             **scores,
             "gate": gate,
+            # Whether the run can embed with the published model, where its own is refused.
+            "refresh": plan.published is not None and not plan.published.own_tokens and plan.published.same_graphs,
             "queries_per_second": len(measured) * len(holdout.queries) / seconds,
             "graphs": graphs,
         },

@@ -83,20 +83,19 @@ def run(context: StageContext) -> StageOutput | None:
     return_memory()
     inputs = RunInputs.from_json(store.read_bytes(context.paths.inputs))
     listed = MissingShards.model_validate_json(store.read_bytes(context.paths.missing))
-    child, begun, names = context.world.node.array_index, time.monotonic(), set(listed.rows)
-    missing = [shard for shard in inputs.shards if shard.rows in names]
+    child, begun = context.world.node.array_index, time.monotonic()
     files: dict[tuple[str, str], list[InputShard]] = {}
-    for shard in missing:
+    for shard in listed.shards:
         files.setdefault((shard.uri, shard.version), []).append(shard)
     own = list(files.values())[child :: listed.children or 1]
     # This child, or another run, may have made some of them by now.
     todo = [left for shards in own if (left := [one for one in shards if not _ingested(context, one).is_ingested()])]
     log.info("ingest: child %d of %d: %d of its %d files are to do", child, listed.children, len(todo), len(own))
     if todo:
-        worker = open_ingester(context, inputs)
+        worker = open_ingester(context, inputs, listed.shards[0].deletions)
         for shards in todo:
             ingest_file(worker, shards)
-    return stage_output(context, missing, time.monotonic() - begun)
+    return stage_output(context, listed.shards, time.monotonic() - begun)
 
 
 def _ingested(context: StageContext, shard: InputShard) -> IngestedShard:
@@ -148,13 +147,13 @@ class EncodedColumn:
         return self.distinct.take(self.indices.take(rows))
 
 
-def open_ingester(context: StageContext, inputs: RunInputs) -> Ingester:
+def open_ingester(context: StageContext, inputs: RunInputs, digest: str) -> Ingester:
     """Load the parent's tokenizer, and what `data.delete` names."""
     context.heartbeat.beat(note="loading the tokenizer")
     folder = transformer_folder(fetch_without_weights(inputs.parent.folder, context.scratch / "tokenizer"))
     deletions = Deletions()
-    if inputs.deletions:
-        deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(inputs.deletions)))
+    if digest:
+        deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(digest)))
     return Ingester(
         context=context, inputs=inputs, tokenizer=TextTokenizer.planned(folder, inputs.tokenizer), deletions=deletions
     )

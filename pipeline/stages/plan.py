@@ -1,7 +1,8 @@
 """plan: decide everything that depends on rows. Reads prepare/inputs.json and the ingested shards; writes plan/ and plan.json.
 
 It works with hashes and profiles, and reads of the rows only those that the run uses. The row files are in place before the plan,
-and the plan is written only if there is none: a run that resumes keeps the plan it has.
+and the plan is written only if there is none: a run that resumes keeps the plan it has. What is embedded is planned
+again once prepare has listed it anew: embed/plan.json.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from pipeline.graphs.fingerprint import missing_sets
 from pipeline.log import log
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.plan import (
+    Corpus,
     DataProfile,
     DeletionPlan,
     EmbedPlan,
     ExpectedCost,
     HoldoutPlan,
+    InputShard,
     MissingShards,
     RowFile,
     RunInputs,
@@ -51,6 +54,7 @@ from pipeline.plan import (
     TrainPlan,
 )
 from pipeline.run.context import StageContext, StageOutput
+from pipeline.run.registry import read_pointer
 from pipeline.run.request import read_request
 from pipeline.stages.plan_rows import PlannedRows
 from pipeline.training.resumption import resumed_run
@@ -65,7 +69,13 @@ SHORTEST_TEXT = 3
 def run(context: StageContext) -> StageOutput:
     """Plan the run, or keep the plan that is there."""
     return_memory()
-    plan = kept_plan(context.paths) or new_plan(context)
+    inputs = RunInputs.from_json(store.read_bytes(context.paths.inputs))
+    corpus = Corpus.from_json(store.read_bytes(context.paths.corpus)) if store.exists(context.paths.corpus) else None
+    plan = kept_plan(context.paths) or (
+        new_plan(context, inputs) if inputs.config.mode == "train" else refresh_plan(context, inputs)
+    )
+    if corpus:
+        plan = plan.model_copy(update={"embed": write_embed_plan(context, inputs, plan, corpus)})
     for name, value in plan.summary().items():
         log.info("plan: %s = %s", name, value)
     return output(context.paths, plan)
@@ -106,36 +116,112 @@ def check_row_files(paths: RunPaths, plan: RunPlan, *, content: bool = False) ->
         )
 
 
-def new_plan(context: StageContext) -> RunPlan:
+def refresh_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
+    """Plan a refresh: there is a corpus to embed, and nothing else.
+
+    Raises:
+        BadData: see `count_corpus`.
+    """
+    plan = RunPlan(
+        run=context.paths.run_id,
+        created=now(),
+        config=inputs.config,
+        parent=inputs.parent,
+        published=inputs.published,
+        world=inputs.world,
+        train=TrainPlan(),
+        holdout=HoldoutPlan(),
+        embed=count_corpus(context, inputs, inputs.shards),
+        graphs=inputs.graphs,
+        memory=inputs.memory,
+        lineage=inputs.lineage,
+        identity=inputs.identity,
+    )
+    return write_plan(context.paths, plan.sealed())
+
+
+def count_corpus(context: StageContext, inputs: RunInputs, shards: Sequence[InputShard]) -> EmbedPlan:
+    """Count the documents of ingested shards, and divide them into parts.
+
+    Raises:
+        BadData: too many bad rows, no document, or too many of those that are published are gone.
+    """
+    paths = context.paths
+    documents = ingested(paths, shards)
+    with Quarantine(context.scratch / "quarantine.jsonl", paths.corpus_quarantine) as quarantine:
+        quarantine.join([shard for shard in documents if not shard.shard.of_pairs])
+        counted = count(context, inputs, documents, quarantine)
+        check_bad_rows(inputs, [], documents, counted, [], quarantine)
+    return plan_embedding(inputs, shards, documents, counted)
+
+
+def count(
+    context: StageContext, inputs: RunInputs, documents: Sequence[IngestedShard], quarantine: Quarantine
+) -> CountedDocuments:
+    """Count documents; refuse rows that contradict each other."""
+    config = inputs.config.embed
+    return count_documents(
+        documents,
+        config.rows_per_part,
+        config.children * (config.ranks_per_child or inputs.world.ranks_per_node),
+        context.scratch / "hashes",
+        quarantine.refuse,
+        lambda done: context.heartbeat.beat(done, unit="rows", note="counting documents"),
+    )
+
+
+def write_embed_plan(context: StageContext, inputs: RunInputs, plan: RunPlan, corpus: Corpus) -> EmbedPlan:
+    """Write what embed and publish follow: the corpus as it was listed last, and the model that embeds it.
+
+    Raises:
+        BadData: see `count_corpus`; or too many documents are gone.
+    """
+    same = corpus.shards == plan.embed.shards
+    embed = plan.embed if same else count_corpus(context, inputs, corpus.shards)
+    if inputs.published and not (same and plan.train.rows):
+        check_gone(context, inputs, embed)
+    asked = corpus.model_dump(include={"model", "listed", "round", "deletions", "earlier"})
+    embed = EmbedPlan.model_validate({**embed.model_dump(), **asked})
+    embed = embed.sealed(plan.fingerprint)
+    store.write_bytes(context.paths.embed_plan, embed.to_json())
+    return embed
+
+
+def check_gone(context: StageContext, inputs: RunInputs, embed: EmbedPlan) -> None:
+    """Compare the documents with those that are published.
+
+    Raises:
+        BadData: `data.limits.documents_gone` is exceeded.
+    """
+    pointer = read_pointer(context.paths.bucket_root, inputs.config.registry) if inputs.config.registry else None
+    last = last_plan(context.paths, pointer.embeddings_run) if pointer else None
+    if last:
+        profile = profile_of([], embed.rows, count_gone(context, last.embed, embed))
+        check_limits(profile, profile_of([], last.embed.rows, None), inputs.config.data.limits, [])
+
+
+def new_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
     """Decide everything, write the row files, then the plan.
 
     Raises:
         BadConfig, BadData, MissingInput: see the functions below.
     """
     paths, scratch = context.paths, context.scratch
-    inputs = RunInputs.from_json(store.read_bytes(paths.inputs))
     deployment = read_request(paths).deployment
     config, world = inputs.config, inputs.world
-    pairs, documents = ingested(paths, inputs, PAIRS), ingested(paths, inputs, DOCUMENTS)
+    pairs, documents = (ingested(paths, inputs.shards_of(kind)) for kind in (PAIRS, DOCUMENTS))
 
     def beat(note: str, done: int) -> None:
         context.heartbeat.beat(done, unit="rows", note=note)
 
     with Quarantine(scratch / "quarantine.jsonl", paths.quarantine) as quarantine:
         quarantine.join([*pairs, *(shard for shard in documents if not shard.shard.of_pairs)])
-        counted = count_documents(
-            documents,
-            config.embed.rows_per_part,
-            config.embed.children * (config.embed.ranks_per_child or world.ranks_per_node),
-            scratch / "hashes",
-            quarantine.refuse,
-            partial(beat, "counting documents"),
-        )
+        counted = count(context, inputs, documents, quarantine)
         context.cloudwatch.write({Metric.QUARANTINED_ROWS: quarantine.count})
         rows = PlannedRows(inputs, pairs, paths.bucket_root, scratch / "rows", _published(context, inputs), beat)
         check_bad_rows(inputs, pairs, documents, counted, rows.new_shards, quarantine)
     check_selection(inputs, rows, pairs)
-    embed = plan_embedding(inputs, documents, counted)
+    embed = plan_embedding(inputs, inputs.shards_of(DOCUMENTS), documents, counted)
     profile = check_profile(context, inputs, [pairs[number].profile for number in rows.new_shards], embed)
     check_data = partial(check_amounts, inputs, deployment)
     check_data(rows, pairs, embed)
@@ -187,16 +273,16 @@ def new_plan(context: StageContext) -> RunPlan:
     return write_plan(paths, plan.model_copy(update={"train": train}).sealed())
 
 
-def ingested(paths: RunPaths, inputs: RunInputs, kind: str) -> list[IngestedShard]:
-    """Return the ingested shards of a kind, with their profiles.
+def ingested(paths: RunPaths, shards: Sequence[InputShard]) -> list[IngestedShard]:
+    """Return ingested shards, with their profiles.
 
     Raises:
         MissingInput: one is not ingested.
     """
-    shards = [IngestedShard(paths.bucket_root, shard) for shard in inputs.shards_of(kind)]
-    for _ in in_threads(lambda shard: (shard.profile, shard.token_profile), shards):
+    found = [IngestedShard(paths.bucket_root, shard) for shard in shards]
+    for _ in in_threads(lambda shard: (shard.profile, shard.token_profile), found):
         pass
-    return shards
+    return found
 
 
 def plan_reference(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str | None:
@@ -323,7 +409,9 @@ def check_bad_rows(
             )
 
 
-def plan_embedding(inputs: RunInputs, documents: Sequence[IngestedShard], counted: CountedDocuments) -> EmbedPlan:
+def plan_embedding(
+    inputs: RunInputs, shards: Sequence[InputShard], documents: Sequence[IngestedShard], counted: CountedDocuments
+) -> EmbedPlan:
     """Plan the corpus and its parts.
 
     Raises:
@@ -335,7 +423,7 @@ def plan_embedding(inputs: RunInputs, documents: Sequence[IngestedShard], counte
     own = [shard for shard in documents if not shard.shard.of_pairs]
     return EmbedPlan(
         source="corpus" if own else "documents",
-        shards=inputs.shards_of(DOCUMENTS),
+        shards=tuple(shards),
         tokenizer=inputs.tokenizer,
         rows=counted.digest.count,
         bad_rows=counted.conflicts.total() + sum(map(refused, own)),
@@ -352,16 +440,27 @@ def check_profile(context: StageContext, inputs: RunInputs, new: Sequence[Profil
     Raises:
         BadData: a limit of `data.limits` is exceeded.
     """
-    paths, last = context.paths, None
-    if inputs.lineage:
-        with suppress(MissingInput, BadData):  # removed, or of another version
-            last = RunPlan.from_json(store.read_bytes(RunPaths(f"{paths.bucket_root}/runs/{inputs.lineage[-1]}").plan))
-    gone = documents_gone(paths.bucket_root, last.embed.shards, embed.shards, context.scratch / "hashes") if last else None
-    if last and gone is not None:
-        gone += max(embed.removed - last.embed.removed, 0)
-    profile = profile_of(new, embed.rows, gone)
+    last = last_plan(context.paths, inputs.lineage[-1]) if inputs.lineage else None
+    profile = profile_of(new, embed.rows, count_gone(context, last.embed, embed) if last else None)
     check_limits(profile, last.profile if last else None, inputs.config.data.limits, new)
     return profile
+
+
+def last_plan(paths: RunPaths, run: str) -> RunPlan | None:
+    """Return the plan of an earlier run with what it embedded last, None if it is removed or of another version."""
+    earlier = RunPaths(f"{paths.bucket_root}/runs/{run}")
+    with suppress(MissingInput, BadData):
+        plan = RunPlan.from_json(store.read_bytes(earlier.plan))
+        if not store.exists(earlier.embed_plan):
+            return plan
+        return plan.model_copy(update={"embed": EmbedPlan.from_json(store.read_bytes(earlier.embed_plan))})
+    return None
+
+
+def count_gone(context: StageContext, last: EmbedPlan, embed: EmbedPlan) -> int | None:
+    """Return how many documents of an earlier corpus are gone, None if that is not known any more."""
+    gone = documents_gone(context.paths.bucket_root, last.shards, embed.shards, context.scratch / "hashes")
+    return None if gone is None else gone + max(embed.removed - last.removed, 0)
 
 
 def check_selection(inputs: RunInputs, rows: PlannedRows, pairs: Sequence[IngestedShard]) -> None:
@@ -539,7 +638,8 @@ def write_plan(paths: RunPaths, plan: RunPlan) -> RunPlan:
 
 
 def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
-    """Return the content of result.json. The state machine skips the compile stage where no compiled set is missing."""
+    """Return the content of result.json. The state machine goes on with the stage `next`, and skips the compile stage where no
+    compiled set is missing."""
     shards = (*plan.train.new, *plan.train.replay)[:LISTED_SHARDS]
     data = store.read_bytes(paths.plan)
     outputs = {"plan": Artifact(paths.plan, hashlib.sha256(data).hexdigest(), len(data))}
@@ -548,5 +648,9 @@ def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
     return StageOutput(
         inputs={f"train-{number:05d}": Artifact(one.uri, one.sha256, one.size) for number, one in enumerate(shards)},
         outputs=outputs,
-        metrics={**plan.summary(), "compile": bool(missing_sets(paths.bucket_root, plan.graphs))},
+        metrics={
+            **plan.summary(),
+            "compile": bool(missing_sets(paths.bucket_root, plan.graphs)),
+            "next": (Stage.EMBED if plan.embed.model else Stage.HEALTH_CHECK).value,
+        },
     )

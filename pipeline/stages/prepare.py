@@ -3,6 +3,9 @@
 Cheap refusals first: configuration, URIs, parent (prepare_parent), memory. The list of files is the run's input: what arrives
 later is the next run's. The file is written only if there is none: a run that resumes keeps what it has. Which files are to be
 ingested is looked up every time, and written to prepare/missing.json.
+
+Once the gate has decided, prepare comes again and lists the corpus anew, as it is embedded then: prepare/corpus.json. A refresh
+begins with that.
 """
 
 from __future__ import annotations
@@ -11,20 +14,18 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from pipeline import store
 from pipeline.allowed_uris import AllowedUris
 from pipeline.config import KeyRole, RunConfig, RunInput, build_config, keys_of
-from pipeline.contract import Artifact, RunPaths, now
+from pipeline.contract import Artifact, RunPaths, Stage, StageResult, now
 from pipeline.dataset.columns import check_columns
 from pipeline.dataset.deletions import Deletions, read_deletions
-from pipeline.dataset.generations import list_corpus
-from pipeline.dataset.ingested import DOCUMENTS, PAIRS, SCHEMA_VERSION, IngestedShard, rows_name, tokens_name
+from pipeline.dataset.ingested import SCHEMA_VERSION, IngestedShard
+from pipeline.dataset.listing import list_documents, list_pairs
 from pipeline.dataset.row_files import Lengths
-from pipeline.dataset.shards import find_shards
-from pipeline.errors import BadConfig, BadData
+from pipeline.errors import BadConfig, BadData, Superseded
 from pipeline.estimate.memory import known_capacity, require_memory, totals
 from pipeline.estimate.variant import plan_world
 from pipeline.evaluation.reference import read_reference
@@ -33,11 +34,22 @@ from pipeline.log import log
 from pipeline.model.folder import text_positions
 from pipeline.model.parent import resolve_parent
 from pipeline.model.shape import read_shape
-from pipeline.plan import GraphsPlan, InputShard, MemoryPlan, MissingShards, Published, RunInputs, TokenizerPlan
+from pipeline.plan import (
+    Corpus,
+    EmbedModel,
+    EmbedPlan,
+    GraphsPlan,
+    InputShard,
+    MemoryPlan,
+    MissingShards,
+    Published,
+    RunInputs,
+    RunPlan,
+)
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.registry import read_pointer
 from pipeline.run.request import read_request
-from pipeline.stages.prepare_parent import check_parent, find_lineage, find_origin, place_parent, plan_published
+from pipeline.stages.prepare_parent import as_it_embedded, check_parent, find_lineage, find_origin, place_parent, plan_published
 
 NOT_PLANNED = frozenset(keys_of(KeyRole.EXECUTION, RunConfig))
 """Settings of how an execution is carried out, not of what it computes: they may differ when a run resumes."""
@@ -50,7 +62,8 @@ def run(context: StageContext) -> StageOutput:
     """Decide the run's inputs, or keep those that are there."""
     request = read_request(context.paths)
     inputs = kept_inputs(context.paths, request) or new_inputs(context, request)
-    missing = missing_shards(context.paths, inputs)
+    corpus = corpus_to_embed(context.paths, inputs, request.deployment.noncurrent_days)
+    missing = missing_shards(context.paths, inputs.config, corpus.shards if corpus else inputs.shards)
     store.write_bytes(context.paths.missing, missing.model_dump_json().encode())
     metrics = {**inputs.summary(), "ingest_children": missing.children}
     for name, value in metrics.items():
@@ -125,7 +138,16 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     pointer = read_pointer(paths.bucket_root, config.registry) if config.registry is not None else None
     if pointer:
         places.check([("the registry's model", pointer.model)], BadData)
+    if config.mode == "train" and pointer and pointer.held:
+        raise Superseded(
+            "models are held: none is published under this registry name",
+            value=f"{config.registry}: held since {pointer.held}",
+            rule="a rollback, or trnpipe registry hold, stops new models until they are released; refreshes go on",
+            remedy=f"trnpipe registry release --name {config.registry}; or set registry=null for a run that publishes nowhere",
+        )
     origin = find_origin(config, paths, pointer)
+    if config.mode == "refresh":
+        config = as_it_embedded(config, paths.bucket_root, origin.run)
     identity = hashlib.sha256(json.dumps([SCHEMA_VERSION, sorted(config.data.columns.items())]).encode()).hexdigest()[:32]
     lineage = find_lineage(paths.bucket_root, origin.run, identity, config)
     resolved = resolve_parent(origin.uri, config.model, scratch)
@@ -141,8 +163,13 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     warn_small_micro_batch(config, world.kind)
     check_compiled(paths, graphs, config)
     published, published_lineage = None, lineage
-    if pointer and pointer.model == origin.uri:
-        published = Published(run=pointer.run, folder=pointer.model, sha256=resolved.sha256, registry_etag=pointer.etag)
+    if pointer and (pointer.model == origin.uri or config.mode == "refresh"):
+        published = Published(
+            run=pointer.run,
+            folder=pointer.model,
+            sha256=resolved.sha256 if pointer.model == origin.uri else str(pointer.content.get("model_sha256")),
+            epoch=pointer.epoch,
+        )
     elif pointer:
         published = plan_published(context, config, world, pointer, tokenizer, Lengths.of(config), graphs)
         published_lineage = find_lineage(paths.bucket_root, pointer.run, identity, config)
@@ -163,7 +190,10 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
         memory=memory,
         shape=shape,
         tokenizer=planned_tokenizer,
-        shards=list_shards(config, planned_tokenizer, deletions.digest),
+        shards=(
+            *list_documents(config, planned_tokenizer, deletions.digest),
+            *(list_pairs(config, planned_tokenizer, deletions.digest) if config.mode == "train" else ()),
+        ),
         lineage=lineage,
         published_lineage=() if published_lineage == lineage else published_lineage,
         identity=identity,
@@ -199,48 +229,71 @@ def keep_deletions(paths: RunPaths, config: RunConfig, noncurrent_days: int | No
     return deletions
 
 
-def list_shards(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) -> tuple[InputShard, ...]:
-    """Return the input files in every use that the run makes of them, sorted by kind and URI.
+def corpus_to_embed(paths: RunPaths, inputs: RunInputs, noncurrent_days: int | None) -> Corpus | None:
+    """List what is to be embedded, once a model is known that embeds it; None before that.
+
+    A run that trains takes days until then, and others may have published newer documents. What has been published stays.
 
     Args:
-        deletions: digest of what `data.delete` names.
-
-    Raises:
-        BadConfig: data.train is empty.
-        MissingInput: a URI names nothing.
+        noncurrent_days: as in `keep_deletions`.
     """
-    data = config.data
-    if not data.train:
-        raise BadConfig(
-            "there is nothing to train on",
-            value="data.train = []",
-            rule="data.train names at least one shard or folder of shards",
-            remedy="set data.train",
-        )
-    pairs = find_shards(data.train, "data.train")
-    corpus = list_corpus(data.corpus, data.corpus_mode) if data.corpus else [(shard, 0) for shard in pairs]
-    named = partial(_named, config, tokenizer, deletions=deletions)
-    documents = partial(named, DOCUMENTS, of_pairs=not data.corpus)
-    shards = [documents(shard, generation=generation) for shard, generation in corpus]
-    shards += [named(PAIRS, shard) for shard in pairs]
-    log.info("%d training shards, %d corpus shards", len(pairs), len(corpus) if data.corpus else 0)
-    return tuple(shards)
+    model = model_to_embed(paths, inputs)
+    if model is None:
+        return None
+    last = Corpus.from_json(store.read_bytes(paths.corpus)) if store.exists(paths.corpus) else None
+    if last and is_published(paths):
+        return last
+    pointer = read_pointer(paths.bucket_root, inputs.config.registry) if inputs.config.registry is not None else None
+    own = RunPaths(f"{paths.bucket_root}/runs/{model.run}").embed_manifest
+    deletions = keep_deletions(paths, inputs.config, noncurrent_days).digest
+    corpus = Corpus(
+        model=model,
+        listed=now(),
+        round=last.round + 1 if last else 1,
+        shards=list_documents(inputs.config, inputs.tokenizer, deletions),
+        deletions=deletions,
+        earlier=tuple(dict.fromkeys([own, *([pointer.embeddings] if pointer else [])])),
+    )
+    store.write_bytes(paths.corpus, corpus.model_dump_json(indent=1).encode())
+    log.info("prepare: to be embedded with the model of run %s", model.run)
+    return corpus
 
 
-def _named(config: RunConfig, tokenizer: TokenizerPlan, kind: str, info: store.ObjectInfo, **more: Any) -> InputShard:
-    file = {"uri": info.uri, "version": info.version, "size": info.size}
-    rows = rows_name(file, kind, config.data.columns, config.data.holdout_by)
-    return InputShard(**file, modified=info.modified, kind=kind, rows=rows, tokens=tokens_name(rows, tokenizer), **more)
+def model_to_embed(paths: RunPaths, inputs: RunInputs) -> EmbedModel | None:
+    """Return the model that embeds: the run's own, once the gate has accepted it; in a refresh, and in a run whose model was
+    refused, the published one. None: the run has still to train, or what it has embeds nothing."""
+    if inputs.config.mode == "refresh":
+        assert inputs.parent.run is not None, "a refresh begins with the model of a run"
+        return EmbedModel(run=inputs.parent.run, folder=inputs.parent.folder, sha256=inputs.parent.sha256)
+    if not (store.exists(paths.plan) and store.exists(paths.result(Stage.EVALUATE))):
+        return None
+    result = StageResult.from_json(store.read_bytes(paths.result(Stage.EVALUATE)))
+    if result.fingerprint != RunPlan.from_json(store.read_bytes(paths.plan)).fingerprint:
+        return None
+    if result.metrics["gate"]["verdict"] == "accepted":
+        return EmbedModel(run=inputs.run, folder=paths.model, sha256=result.inputs["model"].sha256)
+    if inputs.published and result.metrics["refresh"]:
+        return EmbedModel(run=inputs.published.run, folder=inputs.published.folder, sha256=inputs.published.sha256)
+    return None
 
 
-def missing_shards(paths: RunPaths, inputs: RunInputs) -> MissingShards:
+def is_published(paths: RunPaths) -> bool:
+    """Whether publish is done with what the run embedded last."""
+    if not (store.exists(paths.embed_plan) and store.exists(paths.result(Stage.PUBLISH))):
+        return False
+    result = StageResult.from_json(store.read_bytes(paths.result(Stage.PUBLISH)))
+    plan = EmbedPlan.from_json(store.read_bytes(paths.embed_plan))
+    return result.fingerprint == plan.fingerprint and not result.metrics["again"]
+
+
+def missing_shards(paths: RunPaths, config: RunConfig, shards: Sequence[InputShard]) -> MissingShards:
     """Return what is not ingested yet."""
     with ThreadPoolExecutor(LOOKS_AT_ONCE, "look") as pool:
-        found = pool.map(lambda shard: IngestedShard(paths.bucket_root, shard).is_ingested(), inputs.shards)
-        missing = [shard for shard, there in zip(inputs.shards, found, strict=True) if not there]
+        found = pool.map(lambda shard: IngestedShard(paths.bucket_root, shard).is_ingested(), shards)
+        missing = [shard for shard, there in zip(shards, found, strict=True) if not there]
     files = {(shard.uri, shard.version) for shard in missing}
-    children = min(inputs.config.data.ingest_children, len(files))
-    return MissingShards(rows=tuple(shard.rows for shard in missing), children=children)
+    children = min(config.data.ingest_children, len(files))
+    return MissingShards(shards=tuple(missing), children=children)
 
 
 def write_inputs(paths: RunPaths, inputs: RunInputs) -> RunInputs:
@@ -274,15 +327,16 @@ def check_compiled(paths: RunPaths, graphs: GraphsPlan | None, config: RunConfig
     """Refuse a run whose graphs are not compiled where nothing may be compiled.
 
     Raises:
-        BadConfig: a compiled set is missing, and compile.enabled is false.
+        BadConfig: a compiled set is missing, and the run may not compile it.
     """
-    missing = missing_sets(paths.bucket_root, graphs)
-    if missing and not config.compile.enabled:
+    refresh = config.mode == "refresh"
+    missing = missing_sets(paths.bucket_root, graphs, ["infer"] if refresh else ["train", "infer"])
+    if missing and (refresh or not config.compile.enabled):
         raise BadConfig(
-            "the run's graphs are not compiled, and compiling is disabled",
+            "the run's graphs are not compiled, and it compiles none",
             value=missing,
-            rule="compile.enabled = false: only a run whose compiled sets are complete may start",
-            remedy="set compile.enabled = true for one run with the same model form, shapes, ranks and versions",
+            rule="compile.enabled = false, or mode = refresh: only a run whose compiled sets are complete may start",
+            remedy="set compile.enabled = true for one weekly run with the same model form, shapes, ranks and versions",
         )
 
 

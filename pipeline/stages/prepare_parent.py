@@ -16,13 +16,13 @@ from pipeline.contract import RunPaths, Stage, registry_uri
 from pipeline.dataset.row_files import PUBLISHED, Lengths
 from pipeline.dataset.seen import read_record
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.errors import BadConfig, MissingInput
+from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.log import log
 from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, text_positions
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.model.parent import ResolvedParent
-from pipeline.plan import GraphsPlan, Parent, PlannedWorld, Published
+from pipeline.plan import GraphsPlan, Parent, PlannedWorld, Published, RunPlan
 from pipeline.run.context import StageContext
 from pipeline.run.registry import Pointer
 
@@ -46,6 +46,8 @@ def find_origin(config: RunConfig, paths: RunPaths, pointer: Pointer | None) -> 
     Raises:
         BadConfig: there is none of them.
     """
+    if config.mode == "refresh":
+        return _published_origin(config, paths, pointer)
     if config.model.parent is None and pointer is not None:
         log.info("parent: %s, published by run %s", pointer.model, pointer.run)
         return Origin(uri=pointer.model, run=pointer.run)
@@ -64,6 +66,45 @@ def find_origin(config: RunConfig, paths: RunPaths, pointer: Pointer | None) -> 
         run_id = uri.removeprefix(f"{paths.bucket_root}/runs/").split("/")[0]
     log.info("parent: %s, model.%s", uri, "initial" if config.model.parent is None else "parent")
     return Origin(uri=uri, run=run_id)
+
+
+def _published_origin(config: RunConfig, paths: RunPaths, pointer: Pointer | None) -> Origin:
+    """Return the model that a refresh embeds with.
+
+    Raises:
+        MissingInput: nothing is published, or the run to roll back to has no model.
+    """
+    if pointer is None:
+        raise MissingInput(
+            "there is nothing to refresh",
+            value=f"registry = {config.registry}",
+            rule="a refresh embeds with the model that is published under the registry name",
+            remedy="publish a model first: start a run without mode=refresh",
+        )
+    if config.rollback is None:
+        return Origin(uri=pointer.model, run=pointer.run)
+    model = RunPaths(f"{paths.bucket_root}/runs/{config.rollback}").model
+    if not store.exists(store.join(model, WEIGHTS)):
+        raise MissingInput(
+            "the run to roll back to has no model",
+            value=model,
+            rule="rollback names a run of this bucket whose folder is still there",
+            remedy="choose another one: trnpipe registry show lists them",
+        )
+    return Origin(uri=model, run=config.rollback)
+
+
+def as_it_embedded(config: RunConfig, bucket_root: str, run: str | None) -> RunConfig:
+    """Return the configuration with all that decides the embeddings as in the run that made the model, as far as its plan can be
+    read: the model was judged with that, and what is configured since is for the next one."""
+    try:
+        earlier = RunPlan.from_json(store.read_bytes(RunPaths(f"{bucket_root}/runs/{run}").plan)).config
+    except (MissingInput, BadData) as error:
+        log.warning("run %s is not known any more; embedding as it is configured now: %s", run, error.what)
+        return config
+    embed = config.embed.model_copy(update={"buckets": earlier.embed.buckets, "dtype": earlier.embed.dtype})
+    model = earlier.model.model_copy(update={"parent": None, "initial": config.model.initial})
+    return config.model_copy(update={"embed": embed, "train": earlier.train, "model": model})
 
 
 def find_lineage(bucket_root: str, run: str | None, identity: str, config: RunConfig) -> tuple[str, ...]:
@@ -163,7 +204,7 @@ def plan_published(
         run=pointer.run,
         folder=pointer.model,
         sha256=sha256,
-        registry_etag=pointer.etag,
+        epoch=pointer.epoch,
         own_tokens=not same_tokens,
         positions=0 if same_tokens else text_positions(backbone),
         same_graphs=(fits and fits.infer) == (graphs and graphs.infer),

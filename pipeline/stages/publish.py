@@ -20,22 +20,28 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline import store
-from pipeline.contract import Artifact, Stage, StageResult, now, registry_uri
+from pipeline.contract import Artifact, RunPaths, Stage, StageResult, now, registry_uri
 from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.ingested import Hashes, part_range
+from pipeline.dataset.listing import list_documents
 from pipeline.dataset.parts import PartRecord, part_schema, quarantine_from_json, read_batches
 from pipeline.dataset.reading import return_memory
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
 from pipeline.evaluation.proof import QualityProof
 from pipeline.evaluation.reference import write_reference
 from pipeline.log import log
+from pipeline.plan import EmbedModel
 from pipeline.run.context import StageContext, StageOutput
+from pipeline.run.registry import Pointer, change_pointer, keep_publication, read_pointer
 
 READERS = 4
 """Parts that are fetched and read at once, so that waiting for storage overlaps."""
 EXAMPLES = 20
+MOST_ROUNDS = 3
+"""How often a run embeds what has changed since, before it publishes all the same."""
+
 WEIGHTS = "model.safetensors"
 ROWS = pa.schema([part_schema(0, "float32").field(name) for name in ("id", "document_hash")])
 AGAIN = "delete the part's record (.json) and embed/result.json, then start the run again under its id"
@@ -50,49 +56,93 @@ def run(context: StageContext) -> StageOutput:
         Superseded: another run has published under this name since this one was planned.
     """
     plan, paths = context.plan, context.paths
-    weights = store.join(paths.model, WEIGHTS)
+    embedding = plan.embed.model or EmbedModel(run=plan.run, folder=paths.model, sha256="")
+    weights = store.join(embedding.folder, WEIGHTS)
     model = Artifact(weights, store.sha256(weights))
-    check_verdict(context, model)
-    proof = QualityProof(paths, context.scratch / "proof")
+    verdict = check_verdict(context, model) if plan.train.rows else None
+    refused = verdict if embedding.run != plan.run else None
+    if reason := must_embed_again(context):
+        log.info("publish: %s; the run embeds what has changed since", reason)
+        kept = {"published": False, "again": True, "refused": refused, "model": embedding.run, "documents": 0}
+        return StageOutput(metrics={**kept, "reason": reason})
+    proof = open_proof(context, embedding)
     parts = check_parts(context, model, proof)
-    difference = proof.check(plan.config.gate.metric)
-    log.info("publish: %d documents of the hold-out measured as they are published: %+.6f", proof.documents, difference)
+    proven = None
+    if proof:
+        proven = {"documents": proof.documents, "difference": proof.check(plan.config.gate.metric)}
+        log.info("publish: hold-out measured as it is published: %s", proven)
 
     # Invariant: a reader that follows the pointer finds the manifest, so it is written first.
     store.write_json(paths.embed_manifest, manifest_of(context, model, parts))
     quarantined = sum(part.record.quarantined for part in parts)
     rows = plan.embed.rows - quarantined
     log.info("publish: %d embeddings in %d parts are complete, %d documents have none", rows, len(parts), quarantined)
-    published = move_pointer(context, model, plan.config.registry) if plan.config.registry is not None else None
-    if plan.config.registry is not None:
-        with suppress(store.Conflict):  # there is one already
-            write_reference(paths.bucket_root, plan.config.registry, plan.run, if_absent=True)
-    if published is None:
+    published = None
+    if plan.config.registry is None:
         log.info("publish: registry is null, nothing points at this run")
+    else:
+        published = move_pointer(context, embedding, model, plan.config.registry, rows)
+        with suppress(store.Conflict):  # there is one already
+            write_reference(paths.bucket_root, plan.config.registry, embedding.run, if_absent=True)
     return StageOutput(
         inputs={"model": model},
         outputs={"embeddings": Artifact(paths.embed_manifest, store.sha256(paths.embed_manifest))},
         metrics={
             "published": published is not None,
             "registry": published,
-            "replaced": plan.published.run if plan.published else None,
+            "replaced": plan.published.run if plan.published and embedding.run == plan.run else None,
+            "model": embedding.run,
+            "again": False,
+            "refused": refused,
             "documents": rows,
-            "proof": {"documents": proof.documents, "difference": difference},
+            "proof": proven,
             "quarantined": quarantined,
             "parts": len(parts),
         },
     )
 
 
-def check_verdict(context: StageContext, model: Artifact) -> None:
-    """Refuse to publish anything but the weights that evaluate accepted under this plan.
+def must_embed_again(context: StageContext) -> str | None:
+    """Return why what is embedded is out of date: another run has published newer documents, or there are newer ones. None: it is
+    not, or there have been so many rounds that the next refresh shall see to it."""
+    plan, paths = context.plan, context.paths
+    if not plan.embed.listed or plan.config.registry is None:
+        return None
+    pointer = read_pointer(paths.bucket_root, plan.config.registry)
+    if pointer and pointer.corpus > plan.embed.listed and pointer.embeddings_run != plan.run:
+        return f"run {pointer.embeddings_run} has published documents that were listed at {pointer.corpus}"
+    if plan.embed.round >= MOST_ROUNDS:
+        return None
+    there = {(shard.uri, shard.version) for shard in plan.embed.shards}
+    listed = {(shard.uri, shard.version) for shard in list_documents(plan.config, plan.embed.tokenizer, plan.embed.deletions)}
+    changed = len(there ^ listed)
+    return f"{changed} files of documents have come, changed or gone" if changed else None
+
+
+def open_proof(context: StageContext, embedding: EmbedModel) -> QualityProof | None:
+    """Return the proof, with the hold-out of the run that made the model; None where that is not known any more."""
+    paths = RunPaths(f"{context.paths.bucket_root}/runs/{embedding.run}")
+    try:
+        return QualityProof(paths, context.scratch / "proof")
+    except MissingInput as error:
+        if embedding.run == context.plan.run:
+            raise
+        log.warning("publish: the hold-out of run %s is gone; its metric is not measured again: %s", embedding.run, error.what)
+        return None
+
+
+def check_verdict(context: StageContext, model: Artifact) -> str | None:
+    """Refuse to publish anything but the weights that evaluate accepted under this plan; return why the new model was refused, if
+    it was and the published one is embedded with.
 
     Raises:
         GateRefused: refused, or not judged.
         MissingInput: evaluate has left no result.
     """
     result = StageResult.from_json(store.read_bytes(context.paths.result(Stage.EVALUATE)))
-    gate = result.metrics.get("gate", {})
+    gate, planned = result.metrics.get("gate", {}), context.plan.embed.model
+    if planned and planned.run != context.plan.run:
+        return str(gate.get("reason"))
     if gate.get("verdict") != "accepted":
         raise GateRefused(
             "the new model was not accepted", value=gate.get("reason"), rule="only a model that the gate accepted is published"
@@ -108,6 +158,7 @@ def check_verdict(context: StageContext, model: Artifact) -> None:
             rule="only a model that the gate accepted is published",
             remedy="delete evaluate/result.json and start the run again under its id",
         )
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +186,8 @@ def check_parts(context: StageContext, model: Artifact, proof: QualityProof | No
     count = len(context.plan.embed.parts)
     rows = 0
     parts = []
-    found = context.plan.deletions
-    deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(found.digest))) if found else None
+    digest = context.plan.embed.deletions or (context.plan.deletions.digest if context.plan.deletions else "")
+    deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(digest))) if digest else None
     with ThreadPoolExecutor(READERS, "parts") as readers:
         for part in readers.map(lambda index: check_part(context, model, index, deletions, proof), range(count)):
             parts.append(part)
@@ -148,9 +199,14 @@ def check_parts(context: StageContext, model: Artifact, proof: QualityProof | No
         total.merge(IdDigest.parse(part.record.quarantined_ids))
     if str(total) != context.plan.embed.ids:
         raise Defect("the parts do not add up to the corpus", value=f"ids {total}, expected {context.plan.embed.ids}")
-    forms = {(part.record.dimension, part.record.dtype) for part in parts}
+    forms = {(part.record.dimension, part.record.dtype, part.record.form) for part in parts}
     if len(forms) > 1:
-        raise BadData("parts of different form", value=sorted(forms), rule="one dimension and dtype", remedy=AGAIN)
+        raise BadData(
+            "parts of different form",
+            value=sorted(forms),
+            rule="one dimension, dtype, model, kind of device and set of packages",
+            remedy=AGAIN,
+        )
     return parts
 
 
@@ -165,13 +221,13 @@ def check_part(
     """
     paths, plan = context.paths, context.plan
     count = len(plan.embed.parts)
-    uri = paths.part(index, count)
     record = PartRecord.from_json(store.read_bytes(paths.part_manifest(index, count)))
+    uri = record.uri or paths.part(index, count)
     with local_part(context, uri) as path:
         facts = {
             "sha256": (store.sha256_file(path), record.sha256),
             "model": (record.model, model.sha256),
-            "fingerprint": (record.fingerprint, plan.fingerprint),
+            "fingerprint": (record.fingerprint, plan.fingerprint_of(context.stage)),
             "rows and quarantined documents": (record.rows + record.quarantined, plan.embed.parts[index].rows),
         }
         wrong = [f"{name} {found}, expected {expected}" for name, (found, expected) in facts.items() if found != expected]
@@ -275,7 +331,8 @@ def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedP
         embedded.merge(IdDigest.parse(part.record.ids))
     return {
         "run": context.plan.run,
-        "model": {"uri": context.paths.model, "sha256": model.sha256},
+        "model": {"uri": model.uri.rpartition("/")[0], "sha256": model.sha256},
+        "form": parts[0].record.form,
         "dimension": parts[0].record.dimension,
         "dtype": parts[0].record.dtype,
         "rows": embedded.count,
@@ -296,45 +353,87 @@ def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedP
     }
 
 
-def move_pointer(context: StageContext, model: Artifact, registry: str) -> str:
-    """Point the registry at this run, if the pointer is still the one that the run was planned with.
+def move_pointer(context: StageContext, embedding: EmbedModel, model: Artifact, registry: str, documents: int) -> str:
+    """Point the registry at the embeddings, and at the model if it is the run's own, or one to roll back to.
 
     Args:
+        embedding: the model that embedded.
         registry: the name under which the run publishes.
+        documents: with an embedding.
 
     Returns:
         The pointer's URI.
 
     Raises:
-        Superseded: it names another run.
+        Superseded: the model that this run would replace, or embedded with, is not the published one any more.
     """
     plan, paths = context.plan, context.paths
-    uri = registry_uri(paths.bucket_root, registry)
-    pointer = {
-        "model": paths.model,
-        "model_sha256": model.sha256,
-        "embeddings": paths.embed_manifest,
-        "run": plan.run,
-        "published": now(),
-        "fingerprint": plan.fingerprint,
-        "previous": plan.published.run if plan.published else None,
-    }
-    # Replace exactly the model that the gate compared with.
-    condition: dict[str, Any] = {"if_match": plan.published.registry_etag} if plan.published else {"if_absent": True}
-    try:
-        store.write_json(uri, pointer, **condition)
-    except store.Conflict as conflict:
-        try:
-            owner = store.read_json(uri)
-        except MissingInput:
-            owner = {}
+    fingerprint, uri = plan.fingerprint_of(context.stage), registry_uri(paths.bucket_root, registry)
+    new_model = embedding.run == plan.run or plan.config.rollback is not None
+
+    def change(pointer: Pointer | None) -> dict[str, Any] | None:
         # This run may have changed it, in an attempt whose response was lost.
-        if (owner.get("run"), owner.get("fingerprint")) != (plan.run, plan.fingerprint):
-            raise Superseded(
-                f"run {owner['run']} published first" if owner.get("run") else "the registry's pointer has been removed",
-                value=f"{uri}: {json.dumps(owner)}",
-                rule="a run replaces only the model that it was planned with",
-                remedy="start a new run: it continues from the published model",
-            ) from conflict
-    log.info("publish: %s now points at %s", uri, plan.run)
+        if pointer and (pointer.embeddings_run, pointer.content.get("fingerprint")) == (plan.run, fingerprint):
+            return None
+        check_pointer(context, pointer, embedding, uri)
+        content = {
+            **(pointer.content if pointer else {"epoch": 0}),
+            "embeddings": paths.embed_manifest,
+            "embeddings_run": plan.run,
+            "corpus": plan.embed.listed,
+            "published": now(),
+            "fingerprint": fingerprint,
+        }
+        if new_model:
+            folder = model.uri.rpartition("/")[0]
+            content |= {"run": embedding.run, "model": folder, "model_sha256": model.sha256}
+            content["previous"] = pointer.run if pointer else None
+        if plan.config.rollback is not None:
+            content |= {"epoch": content["epoch"] + 1, "held": now()}
+        return content
+
+    content = change_pointer(paths.bucket_root, registry, change)
+    kind = ("rollback" if plan.config.rollback else "model") if new_model else "refresh"
+    record = {**(content or {}), "kind": kind, "documents": documents, **figures(context)}
+    keep_publication(paths.bucket_root, registry, record)
+    log.info("publish: %s now points at %s, embedded by %s", uri, embedding.run, plan.run)
     return uri
+
+
+def check_pointer(context: StageContext, pointer: Pointer | None, embedding: EmbedModel, uri: str) -> None:
+    """Refuse to replace another model than the one that this run began with.
+
+    Raises:
+        Superseded: it is another one, or models are held.
+    """
+    plan = context.plan
+    began = (plan.published.run, plan.published.epoch) if plan.published else None
+    if embedding.run != plan.run and plan.config.rollback is None:
+        # Refreshes go on in every epoch: what counts is that the model is still the published one.
+        found, expected = pointer and pointer.run, embedding.run
+        same = found == expected
+    else:
+        same = (pointer and (pointer.run, pointer.epoch)) == began
+    if same and not (pointer and pointer.held and embedding.run == plan.run):
+        return
+    if pointer and pointer.held and embedding.run == plan.run:
+        what, remedy = f"models are held since {pointer.held}", f"trnpipe registry release --name {plan.config.registry}"
+    elif pointer is None:
+        what, remedy = "the registry's pointer has been removed", "start a new run"
+    else:
+        what, remedy = f"run {pointer.run} published first", "start a new run: it continues from the published model"
+    raise Superseded(
+        what,
+        value=f"{uri}: {json.dumps(pointer.content if pointer else None)}; this run began with {began}",
+        rule="a run replaces only the model that it was planned with, in the same epoch",
+        remedy=remedy,
+    )
+
+
+def figures(context: StageContext) -> dict[str, Any]:
+    """Return what people want to know of a publication: what evaluate measured, if this run trained the model."""
+    if not context.plan.train.rows:
+        return {}
+    gate = StageResult.from_json(store.read_bytes(context.paths.result(Stage.EVALUATE))).metrics["gate"]
+    names = ("verdict", "metric", "new", "difference", "reference")
+    return {"gate": {name: gate.get(name) for name in names}}

@@ -90,7 +90,7 @@ def write_result(context: StageContext, started: str, output: StageOutput) -> No
 def fingerprint(context: StageContext) -> str:
     """Return the plan's fingerprint; empty where a stage may run without a plan, and there is none."""
     try:
-        return context.plan.fingerprint
+        return context.plan.fingerprint_of(context.stage)
     except MissingInput:
         if context.stage in STAGES_WITHOUT_PLAN:
             return ""

@@ -25,7 +25,7 @@ from pipeline.contract import STAGES, Artifact, RunPaths, Stage, StageFailure, S
 from pipeline.cost import Bill, NodeAttempt, StageUse, stage_use
 from pipeline.errors import ExitCode, TrnpipeError
 from pipeline.log import log
-from pipeline.plan import RunPlan
+from pipeline.plan import EmbedPlan, RunPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.stages.charts import LARGEST, Chart, bar, line_chart
 
@@ -106,6 +106,8 @@ class RunRecord:
     def verdict(self) -> RunVerdict:
         """How the run ended, by the records of its stages. A published model counts, whatever failed on the way."""
         gate = _gate(self)
+        if refused := self.metrics(Stage.PUBLISH).get("refused"):
+            return RunVerdict(kind="refused", headline="Refused", reason=str(refused), stage=Stage.EVALUATE)
         if Stage.PUBLISH in self.results:
             if self.results[Stage.PUBLISH].metrics.get("published"):
                 return RunVerdict(kind="published", headline="Published", reason=str(gate.get("reason", "")).strip())
@@ -126,7 +128,9 @@ class RunRecord:
 
     @property
     def skipped(self) -> set[Stage]:
-        """Stages that the state machine goes past: every shard is ingested already; every compiled set is there."""
+        """Stages that the state machine goes past: every shard is ingested already; every compiled set is there; a refresh."""
+        if self.plan and self.plan.config.mode == "refresh":
+            return {Stage.INGEST, Stage.HEALTH_CHECK, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE} - {*self.results}
         nothing = {Stage.INGEST: (Stage.PREPARE, "ingest_children", 0), Stage.COMPILE: (Stage.PLAN, "compile", False)}
         return {stage for stage, (said_by, key, value) in nothing.items() if self.metrics(said_by).get(key) == value}
 
@@ -149,10 +153,12 @@ def read_run(paths: RunPaths) -> RunRecord:
             return None
 
     record.plan = read(paths.plan, RunPlan.from_json)
+    if record.plan and (embed := read(paths.embed_plan, EmbedPlan.from_json)):
+        record.plan = record.plan.model_copy(update={"embed": embed})
     for stage in Stage:
         result = read(paths.result(stage), StageResult.from_json)
         # A result of another plan does not count, for this page as for every stage; one from before the plan names none.
-        if result and stage is not Stage.REPORT and result.fingerprint in ("", record.plan and record.plan.fingerprint):
+        if result and stage is not Stage.REPORT and result.fingerprint in ("", record.plan and record.plan.fingerprint_of(stage)):
             record.results[stage] = result
         failure = read(paths.failure(stage), StageFailure.from_json)
         if failure and stage is not Stage.REPORT:

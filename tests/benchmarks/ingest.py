@@ -202,7 +202,7 @@ def run_stage(name: str) -> None:
         identity="0",
     )
     store.write_bytes(paths.inputs, inputs.to_json())
-    missing = MissingShards(rows=tuple(shard.rows for shard in shards), children=int(children))
+    missing = MissingShards(shards=tuple(shards), children=int(children))
     store.write_bytes(paths.missing, missing.model_dump_json().encode())
     world = World(node=NodeWorld(array_index=int(child)))
     ingest.run(StageContext(stage=Stage.INGEST, paths=paths, world=world, scratch=scratch, heartbeat=Heartbeat(None, 0)))

@@ -246,7 +246,7 @@ class Site:
         return [job for job in self.runner.jobs() if job.name.partition("-")[2] == run]
 
     def lock_item(self, registry: str) -> dict[str, Any] | None:
-        key = {"name": {"S": registry}}
+        key = {"name": {"S": f"{registry}/train"}}
         item: dict[str, Any] | None = self.table.get_item(TableName=self.stack.table["TableName"], Key=key).get("Item")
         return item
 

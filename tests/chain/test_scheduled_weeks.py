@@ -33,11 +33,15 @@ def test_the_second_week_continues_from_the_first_on_what_is_new(tmp_path: Path,
             site.s3.create_bucket(Bucket=store.split(uri)[0])
         for path, content in parent_files(ORCHESTRATION, tmp_path):
             store.write_bytes(f"{initial}{path}", content)
-        [schedule] = Stacks.read(templates).of_type("AWS::Scheduler::Schedule")
+        [weekly] = [
+            json.loads(schedule.properties["Target"]["Input"])
+            for schedule in Stacks.read(templates).of_type("AWS::Scheduler::Schedule")
+            if "lock" in schedule.properties["Target"]["Input"]
+        ]
         for week in ("week-1", "week-2"):
             rows = [{"id": f"{week}-{row}", "query": f"query {row}", "document": f"{week} text {row}"} for row in range(ROWS)]
             store.write_bytes(f"{data}{week}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-            plans.append(finished(site, week, json.loads(schedule.properties["Target"]["Input"])))
+            plans.append(finished(site, week, weekly))
     first, second = plans
     assert (first["parent"]["uri"], first["published"]) == (initial, None)
     assert second["parent"]["run"] == second["published"]["run"] == first["run"]

@@ -132,7 +132,7 @@ def other_deployment(shared: Path) -> Deployment:
             "neuron": "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7",
             "cpu": "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7-cpu",
         },
-        schedule={"flexible_minutes": 0},
+        schedule={"flexible_minutes": 0, "refresh_enabled": True, "refresh_expression": "rate(12 hours)"},
         timeouts={"train": 2000},
         environment={"TRNPIPE_PEER_START_SECONDS": 1200, "FI_EFA_USE_DEVICE_RDMA": "0"},
         local_paths=True,

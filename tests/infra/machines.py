@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from infra.console import Console
@@ -12,7 +12,7 @@ from infra.local.definitions import ACCOUNT, REGION
 from infra.local.template import LocalStack
 from infra.settings import DEFAULT_MINUTES
 from infra.workflow.states import Targets
-from pipeline.contract import STAGES, Queue, Shape
+from pipeline.contract import STAGES, Queue, Shape, Stage
 
 GANGS = [stage for stage, spec in STAGES.items() if spec.shape is Shape.GANG]
 BUCKET, TABLE = "runs-bucket", "locks"
@@ -88,8 +88,23 @@ def tasks(machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 RESULTS: dict[str, dict[str, Any]] = {
     "prepare": {"ingest_children": 2},
     "plan": {"nodes": 2, "embed_children": 3, "compile": True},
-    "evaluate": {"gate": {"verdict": "accepted", "reason": "+0.002"}},
+    "evaluate": {"gate": {"verdict": "accepted", "reason": "+0.002"}, "refresh": True},
+    "publish": {"again": False, "refused": None, "model": "week-1", "documents": 1000},
 }
+"""plan's lacks `next`, which depends on the stages before it: `next_stage`."""
+
+
+def next_stage(run: Iterable[str]) -> str:
+    """What plan says of a run that did these stages."""
+    return Stage.EMBED.value if Stage.EVALUATE.value in run else Stage.HEALTH_CHECK.value
+
+
+def with_refresh(stages: Iterable[str]) -> list[str]:
+    """Return the stages of a run in their order, with those that list the corpus anew before it is embedded."""
+    found = list(stages)
+    place = found.index(Stage.EMBED.value)
+    again = [stage.value for stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN) if stage.value in found]
+    return [*found[:place], *again, *found[place:]]
 
 
 def called(state: Mapping[str, Any]) -> tuple[str, str]:

@@ -61,7 +61,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, templates: Path) -> Itera
 
         sick = SickHost(random.Random("iam"))
         with sick.around(site, folder):
-            assert run("good")["status"] == "SUCCEEDED"
+            ended = run("good")
+            assert ended["status"] == "SUCCEEDED", ended.get("cause")
         late = site.shard.replace("shard", "late")
         ended = run("late", shard=late)
         assert ended["status"] == "FAILED"
@@ -213,9 +214,10 @@ def test_what_the_documents_ask_for_the_other_roles(recorded: Recorded) -> None:
     assert not any(action.startswith(("s3:", "ecs:", "batch:")) for action in roles.execution.actions())
 
     assert roles.scheduler.service == "scheduler.amazonaws.com"
-    assert roles.schedule["Target"]["Arn"] == roles.machine_arn
+    assert {schedule["Target"]["Arn"] for schedule in roles.schedules} == {roles.machine_arn}
     assert roles.scheduler.may("states:StartExecution", roles.machine_arn)
-    assert roles.scheduler.may("sqs:SendMessage", roles.schedule["Target"]["DeadLetterConfig"]["Arn"])
+    for schedule in roles.schedules:
+        assert roles.scheduler.may("sqs:SendMessage", schedule["Target"]["DeadLetterConfig"]["Arn"])
     assert roles.scheduler.actions() == {"states:StartExecution", "sqs:SendMessage"}
 
     assert roles.machine.service == "states.amazonaws.com"

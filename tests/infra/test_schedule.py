@@ -12,8 +12,18 @@ from infra.setting_sections import WeeklySchedule
 from pipeline.config import build_config
 
 
+def schedule_of(deployment: Any, mode: str | None = None) -> Any:
+    """The schedule of the weekly runs, or that of another mode."""
+    [found] = [
+        schedule
+        for schedule in deployment.resources("AWS::Scheduler::Schedule")
+        if json.loads(schedule["Target"]["Input"]).get("mode") == mode
+    ]
+    return found
+
+
 def test_it_starts_weekly_with_its_share_and_waits_for_a_run_that_is_going_on(deployment: Any) -> None:
-    schedule = deployment.only("AWS::Scheduler::Schedule")
+    schedule = schedule_of(deployment)
     assert schedule["ScheduleExpression"] == "cron(0 3 ? * SUN *)"
     assert schedule["ScheduleExpressionTimezone"] == "Etc/UTC"
     assert schedule["FlexibleTimeWindow"] == {"Mode": "FLEXIBLE", "MaximumWindowInMinutes": 15}
@@ -24,20 +34,30 @@ def test_it_starts_weekly_with_its_share_and_waits_for_a_run_that_is_going_on(de
 
 
 def test_a_start_that_cannot_be_delivered_is_kept(deployment: Any) -> None:
-    target = deployment.only("AWS::Scheduler::Schedule")["Target"]
+    target = schedule_of(deployment)["Target"]
     assert "DeadLetterConfig" in target
     assert target["RetryPolicy"]["MaximumRetryAttempts"] == 20
     assert deployment.only("AWS::SQS::Queue")["SqsManagedSseEnabled"] is True
 
 
 def test_it_can_be_switched_off_and_be_punctual(other_deployment: Any) -> None:
-    schedule = other_deployment.only("AWS::Scheduler::Schedule")
+    schedule = schedule_of(other_deployment)
     assert schedule["State"] == "DISABLED"
     assert schedule["FlexibleTimeWindow"] == {"Mode": "OFF"}
 
 
+def test_refreshes_are_off_until_they_are_switched_on(deployment: Any, other_deployment: Any) -> None:
+    refresh = schedule_of(deployment, "refresh")
+    assert (refresh["State"], refresh["ScheduleExpression"]) == ("DISABLED", "rate(1 day)")
+    assert refresh["Target"]["DeadLetterConfig"] == schedule_of(deployment)["Target"]["DeadLetterConfig"]
+    config = build_config(json.loads(refresh["Target"]["Input"]))
+    assert (config.mode, config.share, config.lock.wait_minutes) == ("refresh", "weekly", 0)
+    daily = schedule_of(other_deployment, "refresh")
+    assert (daily["State"], daily["ScheduleExpression"]) == ("ENABLED", "rate(12 hours)")
+
+
 def test_another_expression_is_passed_through(small_deployment: Any) -> None:
-    schedule = small_deployment.only("AWS::Scheduler::Schedule")
+    schedule = schedule_of(small_deployment)
     assert schedule["ScheduleExpression"] == "cron(15 4 ? * MON#1 *)"
     assert schedule["ScheduleExpressionTimezone"] == "Europe/Berlin"
 

@@ -48,9 +48,9 @@ def pages(stacks: Any) -> Iterator[tuple[str, Any]]:
     yield "queues", {one["JobQueueName"]: one["JobStateTimeLimitActions"] for one in queues}
     definitions = [one.properties for one in stacks.of_type("AWS::Batch::JobDefinition")]
     yield "job definitions", {one["JobDefinitionName"]: _definition(one) for one in definitions}
-    [schedule] = [one.properties for one in stacks.of_type("AWS::Scheduler::Schedule")]
+    schedules = [one.properties for one in stacks.of_type("AWS::Scheduler::Schedule")]
     times = ("ScheduleExpression", "ScheduleExpressionTimezone", "FlexibleTimeWindow", "State")
-    yield "schedule", {**{key: schedule[key] for key in times}, "Input": schedule["Target"]["Input"]}
+    yield "schedules", [{**{key: one[key] for key in times}, "Input": one["Target"]["Input"]} for one in schedules]
     alarms = [one.properties for one in stacks.of_type("AWS::CloudWatch::Alarm")]
     yield "alarms", {one["AlarmName"]: f"{one['ComparisonOperator']} {one['Threshold']:g}" for one in alarms}
     endpoints = [one.properties["ServiceName"] for one in stacks.of_type("AWS::EC2::VPCEndpoint")]

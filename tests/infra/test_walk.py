@@ -25,7 +25,7 @@ from infra.workflow.states import (
     SHORT_LAPS,
 )
 from pipeline.contract import RESULT_LIMIT_BYTES, STAGES, Stage, StageFailure
-from tests.infra.machines import GANGS, RESULTS, called, successors, targets, tasks
+from tests.infra.machines import GANGS, RESULTS, called, successors, targets, tasks, with_refresh
 from tests.infra.walks import LAPS, MISSES, OWNER, SAID, Fault, JobEnd, Walk, Walked, Walker, open_walker
 
 RETRIED = 7
@@ -42,7 +42,7 @@ HARMLESS = ("report", "ReleaseLock", "Notify", "ReadFailure", *(f"{stage} (stop)
 """States whose failure changes nothing of how an execution ends."""
 
 BEFORE_THE_LOCK = ("AcquireLock", "ReadLock", "ReadOwner", "TakeOverLock")
-REPORTED = ("ReadInputs", "ReadPlan", "ReadScorecard")
+REPORTED = ("ReadInputs", "ReadPlan", "ReadScorecard", "ReadPublication")
 """States besides those of a stage after whose failure the report stage runs."""
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -181,10 +181,23 @@ OTHERS = {
         Walk(name="plan-of-text", results={"plan": b"not json"}),
         Walk(name="plan-of-nothing", results={"plan": b"[]"}),
         Walk(name="half-a-plan", results={"plan": {"nodes": 2}}),
-        Walk(name="refused", results={"evaluate": {"gate": {"verdict": "refused", "reason": "worse"}}}),
+        Walk(name="refused", results={"evaluate": {"gate": {"verdict": "refused", "reason": "worse"}, "refresh": False}}),
+        Walk(
+            name="refused-and-refreshed",
+            results={
+                "evaluate": {"gate": {"verdict": "refused", "reason": "worse"}, "refresh": True},
+                "publish": {**RESULTS["publish"], "refused": "worse"},
+            },
+        ),
+        Walk(name="refresh", given={"mode": "refresh"}, results={"plan": {**RESULTS["plan"], "next": "embed"}}),
+        Walk(
+            name="changed-meanwhile",
+            results={"publish": ({**RESULTS["publish"], "again": True}, RESULTS["publish"])},
+        ),
+        Walk(name="publication-of-nothing", results={"publish": {"again": False}}),
         Walk(name="no-reason", results={"evaluate": {"gate": {"verdict": "accepted"}}}),
-        Walk(name="no-verdict", results={"evaluate": {"gate": {"verdict": "perhaps", "reason": "?"}}}),
-        Walk(name="verdict-of-another-type", results={"evaluate": {"gate": {"verdict": True, "reason": "?"}}}),
+        Walk(name="no-verdict", results={"evaluate": {"gate": {"verdict": "perhaps", "reason": "?"}, "refresh": True}}),
+        Walk(name="verdict-of-another-type", results={"evaluate": {"gate": {"verdict": True, "reason": "?"}, "refresh": True}}),
         Walk(name="with-words", jobs={"prepare": JobEnd(failure=WORDS)}),
         Walk(name="half-the-words", jobs={"prepare": JobEnd(failure=b'{"what": "?"}')}),
         Walk(name="no-words", jobs={"prepare": JobEnd(failure=b"not json")}),
@@ -235,11 +248,11 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
 
 def stages_until(state: str) -> list[str]:
     """Stages whose jobs Batch has taken when a state fails: those before it in the machine's order."""
-    order = [stage.value for stage in STAGES if stage.value != "report"]
-    place = {**{name: name for name in order}, "ReadInputs": "ingest", "ReadPlan": "health_check", "ReadScorecard": "embed"}
+    order = with_refresh(stage.value for stage in STAGES)
+    after = {"ReadInputs": "prepare", "ReadPlan": "plan", "ReadScorecard": "evaluate", "ReadPublication": "publish"}
     if state in (*BEFORE_THE_LOCK, "WriteInput"):
         return []
-    return order[: order.index(place.get(state, state.split(" ")[0]))]
+    return order[: order.index(after[state]) + 1 if state in after else order.index(state.split(" ")[0])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.state}-{case.kind}".replace(" ", "_"))
@@ -280,19 +293,35 @@ def test_every_task_has_been_made_to_fail_and_every_way_has_been_taken(walks: Wa
 def test_a_service_that_is_sick_for_a_while_is_asked_again(walks: Walks) -> None:
     found = walks["briefly"]
     assert found.status == "SUCCEEDED"
-    assert found.submitted == tuple(stage.value for stage in STAGES)
+    assert list(found.submitted) == with_refresh(stage.value for stage in STAGES)
     assert len(found.notices) == 1
     assert found.lock is None
     entered = Counter(found.path)
     for state, requests in found.requests.items():
         # What is asked after the job is submitted counts here, too.
-        assert requests >= 3 * entered[state], state
+        assert requests >= 2 + entered[state], state
 
 
 def test_without_a_new_shard_no_job_ingests(walks: Walks) -> None:
     found = walks["nothing-new"]
     assert found.status == "SUCCEEDED"
-    assert found.submitted == tuple(stage.value for stage in STAGES if stage is not Stage.INGEST)
+    assert list(found.submitted) == with_refresh(stage.value for stage in STAGES if stage is not Stage.INGEST)
+
+
+def test_a_refresh_trains_nothing_and_has_a_lock_of_its_own(walks: Walks) -> None:
+    found = walks["refresh"]
+    assert found.status == "SUCCEEDED"
+    assert found.submitted == ("prepare", "ingest", "plan", "embed", "publish", "report")
+    names = [call["Item"]["name"] for state, call in found.calls() if state == "AcquireLock"]
+    assert names == [{"S": "refresh/refresh"}]
+    assert {"S": "good/train"} in [call["Item"]["name"] for state, call in walks["good"].calls() if state == "AcquireLock"]
+
+
+def test_documents_that_changed_meanwhile_are_embedded_before_the_run_publishes(walks: Walks) -> None:
+    found = walks["changed-meanwhile"]
+    assert found.status == "SUCCEEDED"
+    embedded = ["prepare", "ingest", "plan", "embed", "publish"]
+    assert list(found.submitted[-11:]) == [*embedded, *embedded, "report"]
 
 
 def test_what_comes_after_the_outcome_does_not_change_it(walks: Walks) -> None:
@@ -312,6 +341,13 @@ def test_what_comes_after_the_outcome_does_not_change_it(walks: Walks) -> None:
         ("plan-of-nothing", "IncompleteResult", ["plan", "report"], "plan/result.json"),
         ("half-a-plan", "IncompleteResult", ["plan", "report"], "embed_children"),
         ("refused", "GateRefused", ["evaluate", "report"], "worse"),
+        (
+            "refused-and-refreshed",
+            "GateRefused",
+            ["publish", "report"],
+            "worse; the documents are embedded with the model of run",
+        ),
+        ("publication-of-nothing", "IncompleteResult", ["publish", "report"], "publish/result.json"),
         ("no-reason", "IncompleteResult", ["evaluate", "report"], "gate.reason"),
         ("no-verdict", "IncompleteResult", ["evaluate", "report"], "evaluate/result.json"),
         ("verdict-of-another-type", "IncompleteResult", ["evaluate", "report"], "evaluate/result.json"),
@@ -326,7 +362,7 @@ def test_what_stages_leave_behind_decides(walks: Walks, name: str, error: str, s
     assert words in found.cause
     assert list(found.submitted[-2:]) == stages
     assert found.lock is None
-    assert [subject for subject, _ in found.notices] == [f"trnpipe: {name} {'refused' if name == 'refused' else 'failed'}"]
+    assert [subject for subject, _ in found.notices] == [f"trnpipe: {name} {'refused' if error == 'GateRefused' else 'failed'}"]
 
 
 @pytest.mark.parametrize("number", range(len(UNUSABLE)))

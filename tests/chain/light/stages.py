@@ -188,7 +188,7 @@ def evaluate(context: StageContext) -> StageOutput:
     return StageOutput(
         inputs={"model": Artifact(weights, store.sha256(weights))},
         outputs={"scorecard": Artifact(context.paths.scorecard, store.sha256(context.paths.scorecard))},
-        metrics={**scores, "gate": gate},
+        metrics={**scores, "gate": gate, "refresh": context.plan.published is not None},
     )
 
 

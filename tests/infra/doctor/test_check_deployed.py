@@ -79,7 +79,7 @@ def test_settings_that_were_not_deployed_are_named(blueprint: Blueprint, look: A
     templates = copy.deepcopy(dict(blueprint.stacks.templates))
     resources = templates["trnpipe"]["Resources"]
     [queue, *_] = [key for key, one in resources.items() if one["Type"] == "AWS::Batch::JobQueue"]
-    [schedule] = [key for key, one in resources.items() if one["Type"] == "AWS::Scheduler::Schedule"]
+    [schedule, _] = [key for key, one in resources.items() if one["Type"] == "AWS::Scheduler::Schedule"]
     resources[queue]["Properties"]["Priority"] = 7
     del resources[schedule]
     resources["Old"] = {"Type": "AWS::SQS::Queue"}
@@ -203,15 +203,27 @@ def test_job_definitions(blueprint: Blueprint, look: Any, bad: Any) -> None:
     assert (finding.level, finding.value) == ("problem", "trnpipe-train-120:3")
 
 
-def schedule_answers(state: str, messages: int) -> dict[str, Any]:
-    schedule = {
-        "Name": "weekly",
-        "State": state,
-        "ScheduleExpression": "cron(0 3 ? * SUN *)",
-        "ScheduleExpressionTimezone": "Etc/UTC",
-    }
+def schedule_answers(state: str, messages: int, refresh: str = "DISABLED") -> dict[str, Any]:
+    def schedule(given: dict[str, Any]) -> dict[str, Any]:
+        weekly = given["Name"] == "weekly"
+        return {
+            "Name": given["Name"],
+            "State": state if weekly else refresh,
+            "ScheduleExpression": "cron(0 3 ? * SUN *)" if weekly else "rate(1 day)",
+            "ScheduleExpressionTimezone": "Etc/UTC",
+            "Target": {
+                "Arn": "arn",
+                "RoleArn": "arn",
+                "Input": json.dumps({"share": "weekly"} | ({} if weekly else {"mode": "refresh"})),
+            },
+        }
+
     return {
-        **there(resource("AWS::Scheduler::Schedule", "weekly"), resource("AWS::SQS::Queue", "https://sqs/1/dead")),
+        **there(
+            resource("AWS::Scheduler::Schedule", "weekly"),
+            resource("AWS::Scheduler::Schedule", "refresh"),
+            resource("AWS::SQS::Queue", "https://sqs/1/dead"),
+        ),
         "scheduler:GetSchedule": schedule,
         "sqs:GetQueueAttributes": {"Attributes": {"ApproximateNumberOfMessages": str(messages)}},
     }
@@ -224,13 +236,15 @@ def test_schedule(blueprint: Blueprint, other_blueprint: Blueprint, look: Any, b
     assert findings[0].value.endswith(" 03:00 Etc/UTC")
     off = schedule_answers("DISABLED", 0)
     assert bad(look(check_deployed.schedule, other_blueprint, off, after=True)) == []
-    other = [("problem", "the weekly start is not what the settings say")]
-    [finding, _] = look(check_deployed.schedule, blueprint, off, after=True)
+    other = [("problem", "the schedule of the weekly start is not what the settings say")]
+    [finding, *_] = look(check_deployed.schedule, blueprint, off, after=True)
     assert finding.value == "weekly: State DISABLED, not ENABLED"
     # What was switched on by hand or by an option, the next deployment switches off.
     assert bad(look(check_deployed.schedule, other_blueprint, schedule_answers("ENABLED", 0), after=True)) == other
     lost = look(check_deployed.schedule, blueprint, schedule_answers("ENABLED", 2), after=True)
-    assert bad(lost) == [("problem", "a weekly start could not be delivered")]
+    assert bad(lost) == [("problem", "a start could not be delivered")]
+    [refresh] = bad(look(check_deployed.schedule, blueprint, schedule_answers("ENABLED", 0, "ENABLED"), after=True))
+    assert refresh == ("problem", "the schedule of the refreshes is not what the settings say")
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ METRICS = {
         "baseline": {"ndcg@10": 0.5, "recall@1": 0.4},
         "new": {"ndcg@10": 0.55, "recall@1": 0.39},
         "gate": {"verdict": "accepted", "reason": "ndcg@10 0.5500 is not below 0.4990"},
+        "refresh": False,
     },
-    "publish": {},
+    "publish": {"again": False, "refused": None, "model": "run", "documents": 1000},
     "embed": {"documents": 1000, "documents_per_second": 500.0},
 }
 
@@ -60,7 +61,9 @@ def main() -> int:
     if code:
         return code
     if not (node or child):
-        metrics = script.get("metrics", METRICS.get(stage.value, {}))
+        metrics = METRICS.get(stage.value, {}) | script.get("metrics", {})
+        if stage is Stage.PLAN:  # it comes again once the gate has decided
+            metrics = {**metrics, "next": "embed" if exists(paths.result(Stage.EVALUATE)) else "health_check"}
         result = StageResult(
             stage=stage.value, run=paths.run_id, status="done", started=now(), finished=now(), fingerprint="f", metrics=metrics
         )
@@ -74,13 +77,16 @@ def put(uri: str, record: object) -> None:
 
 def wait_for(uri: str) -> None:
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            request("HEAD", uri)
-        except urllib.error.HTTPError:
-            time.sleep(0.02)
-        else:
-            return
+    while not exists(uri) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def exists(uri: str) -> bool:
+    try:
+        request("HEAD", uri)
+    except urllib.error.HTTPError:
+        return False
+    return True
 
 
 def request(method: str, uri: str, data: bytes | None = None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ from typer.testing import CliRunner
 
 from pipeline import store
 from pipeline.cli import app
-from pipeline.contract import Stage
+from pipeline.contract import now
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.evaluation.reference import read_reference
-from pipeline.run.context import StageOutput
+from pipeline.run.registry import keep_publication, read_pointer
 
 
 def trnpipe(*arguments: str) -> str:
@@ -25,30 +27,100 @@ def trnpipe(*arguments: str) -> str:
 
 @pytest.fixture
 def state(plan_run: Any, tmp_path: Path) -> Path:
-    """Two weeks that were published."""
+    """Two weeks that were published, and a refresh."""
     root = str(tmp_path / "bucket")
-    for run, replaced, value, change in (("week-01", None, 0.5, None), ("week-02", "week-01", 0.6, {"difference": 0.02})):
-        planned = plan_run(root, run=run)
-        gate = {"metric": "ndcg@10", "new": value, "reference": change}
-        planned.finish(Stage.EVALUATE, StageOutput(metrics={"gate": gate}))
-        planned.finish(Stage.PUBLISH, StageOutput(metrics={"replaced": replaced, "documents": 1234}))
+    pointer = {"epoch": 0}
+    for hour, (run, by, value, change) in enumerate(
+        (
+            ("week-01", "week-01", 0.5, None),
+            ("week-02", "week-02", 0.6, {"difference": 0.02}),
+            ("week-02", "daily", None, None),
+        )
+    ):
+        planned = plan_run(root, run=by)
         store.write_bytes(planned.paths.query_values, b"values")
-    store.write_json(f"{root}/registry/current.json", {"model": "m", "embeddings": "e", "run": "week-02"})
+        manifest = planned.paths.embed_manifest
+        # The refresh has left a part where it is.
+        store.write_json(manifest, {"parts": [{"uri": f"s3://bucket/runs/{run}/embed/part-00000-of-00001.parquet"}]})
+        moment = f"2026-01-01T0{hour}:00:00.000000+00:00"
+        pointer |= {"run": run, "embeddings_run": by, "model": "m", "embeddings": f"s3://bucket/runs/{by}/embed/manifest.json"}
+        pointer |= {"published": moment}
+        gate = {"metric": "ndcg@10", "new": value, "reference": change}
+        kind = "model" if run == by else "refresh"
+        keep_publication(root, "current", {**pointer, "kind": kind, "documents": 1234, "gate": gate})
+    store.write_json(f"{root}/registry/current.json", pointer)
     return tmp_path
 
 
 def test_what_was_published_is_listed(state: Path) -> None:
     given = "--state", str(state)
-    first, second = json.loads(trnpipe("show", *given, "--json"))
-    assert (first["run"], first["current"], first["value"], first["against_reference"]) == ("week-02", True, 0.6, 0.02)
-    assert (second["run"], second["current"], second["documents"]) == ("week-01", False, 1234)
+    daily, second, first = json.loads(trnpipe("show", *given, "--json"))
+    assert (daily["run"], daily["embeddings_run"], daily["kind"], daily["current"]) == ("week-02", "daily", "refresh", True)
+    assert (second["run"], second["current"], second["value"], second["against_reference"]) == ("week-02", False, 0.6, 0.02)
+    assert (first["run"], first["kind"], first["documents"]) == ("week-01", "model", 1234)
     assert trnpipe("pin", "week-01", *given) == "run week-01 is the reference of current\n"
     rows = [line.split() for line in trnpipe("show", *given).splitlines()]
-    assert next(row for row in rows if row[:1] == ["week-01"])[-4:] == ["reference", "0.5000", "–", "1,234"]
-    assert next(row for row in rows if row[:1] == ["week-02"])[-4:] == ["current", "0.6000", "+0.0200", "1,234"]
-    # A run whose folder was removed ends the list.
+    assert ["week-01", "model", "itself", "2026-01-01", "00:00", "reference", "0.5000", "–", "1,234"] in rows
+    assert ["week-02", "model", "itself", "2026-01-01", "01:00", "0.6000", "+0.0200", "1,234"] in rows
+    assert ["week-02", "refresh", "daily", "2026-01-01", "02:00", "current", "–", "–", "1,234"] in rows
+    # It does not depend on the runs' folders.
     store.delete_folder(f"{state}/bucket/runs/week-01")
-    assert [row["run"] for row in json.loads(trnpipe("show", *given, "--json"))] == ["week-02", "week-01"]
+    assert len(json.loads(trnpipe("show", *given, "--json"))) == 3
+
+
+def test_models_are_held_and_released(state: Path) -> None:
+    given, root = ("--state", str(state)), f"{state}/bucket"
+    assert trnpipe("hold", *given).startswith("models of current are held since 20")
+    held = read_pointer(root, "current")
+    assert held is not None
+    assert (bool(held.held), held.epoch) == (True, 1)
+    trnpipe("hold", *given)
+    assert read_pointer(root, "current") == held
+    assert trnpipe("release", *given) == "models of current are released\n"
+    released = read_pointer(root, "current")
+    assert released is not None
+    assert (released.held, released.epoch, released.run) == ("", 1, "week-02")
+    with pytest.raises(MissingInput, match="nothing is published"):
+        trnpipe("hold", *given, "--name", "other")
+
+
+def age(folder: Path, days: float) -> None:
+    for path in folder.rglob("*"):
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+
+
+def test_what_nothing_needs_is_pruned(state: Path) -> None:
+    given, runs = ("--state", str(state)), state / "bucket" / "runs"
+    (runs / "trial").mkdir()
+    (runs / "trial" / "file").write_text("x")
+    assert "0 runs would be removed" in trnpipe("prune", *given)
+    age(runs, 40)
+    # week-02 has the model, and the refresh's part; week-01 was replaced long ago.
+    assert "2 runs would be removed; --yes removes them" in (listed := trnpipe("prune", *given))
+    assert [line.split()[0] for line in listed.splitlines() if line.strip().startswith(("week", "trial", "daily"))] == [
+        "trial",
+        "week-01",
+    ]
+    trnpipe("pin", "week-01", *given)
+    assert "1 runs would" in trnpipe("prune", *given)
+    trnpipe("unpin", *given)
+    assert "0 runs would" in trnpipe("prune", *given, "--keep-days", "60")
+    assert "2 runs removed" in trnpipe("prune", *given, "--yes")
+    assert sorted(path.name for path in runs.iterdir() if any(path.iterdir())) == ["daily", "week-02"]
+
+
+def test_what_was_replaced_a_short_time_ago_stays_readable(state: Path) -> None:
+    given, root = ("--state", str(state)), f"{state}/bucket"
+    age(state / "bucket" / "runs", 40)
+    found = read_pointer(root, "current")
+    assert found is not None
+    # Replaced today: the refresh's set, and so its run and week-02's parts.
+    pointer = {**found.content, "run": "week-03", "embeddings_run": "week-03", "published": now()}
+    store.write_json(f"{root}/runs/week-03/embed/manifest.json", {"parts": []})
+    keep_publication(root, "current", pointer)
+    store.write_json(f"{root}/registry/current.json", {**pointer, "embeddings": "s3://bucket/runs/week-03/embed/manifest.json"})
+    assert "1 runs would" in trnpipe("prune", *given)
+    assert "3 runs would" in trnpipe("prune", *given, "--keep-days", "0")
 
 
 def test_a_pin_is_set_and_taken_away(state: Path) -> None:

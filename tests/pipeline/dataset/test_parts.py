@@ -63,7 +63,7 @@ def test_documents_are_known_by_their_hash(tmp_path: Path) -> None:
     with PartWriter(path, 3, "float32") as writer:
         writer.write(["a"], np.ones((1, 3), np.float32), documents=np.array([2**64 - 1], np.uint64))
         writer.write(["b"], np.ones((1, 3), np.float32))
-    assert pq.read_table(path).column_names == ["id", "embedding", "locale", "document_hash"]
+    assert pq.read_table(path).column_names == ["id", "embedding", "locale", "document_hash", "token_hash"]
     assert pq.read_table(path)["document_hash"].to_pylist() == [2**64 - 1, None]
 
 

@@ -111,7 +111,7 @@ def test_worse_model_is_refused_with_exit_0(plan_run: Any) -> None:
 def publish(run: Any, folder: str, **settings: Any) -> None:
     """Let the registry name the model in `folder` when the run was planned."""
     weights = store.sha256(store.join(folder, "model.safetensors"))
-    published = Published(run="week-00", folder=folder, sha256=weights, registry_etag="1", **settings)
+    published = Published(run="week-00", folder=folder, sha256=weights, **settings)
     run.replan(published=published)
 
 
@@ -258,7 +258,7 @@ def continue_from(run: Any, before: Any) -> None:
     weights = store.sha256(store.join(folder, "model.safetensors"))
     run.replan(
         parent=run.plan.parent.model_copy(update={"uri": folder, "folder": folder, "sha256": weights, "run": "week-00"}),
-        published=Published(run="week-00", folder=folder, sha256=weights, registry_etag="1"),
+        published=Published(run="week-00", folder=folder, sha256=weights),
     )
 
 

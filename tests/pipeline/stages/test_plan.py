@@ -93,7 +93,7 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
     assert set(plan.row_files) == {*SCHEMAS, "order-00000.npy"}
     for name, file in plan.row_files.items():
         assert store.sha256(store.join(bench.paths("first").rows, name)) == file.sha256
-    assert output.metrics == {**plan.summary(), "compile": False}
+    assert output.metrics == {**plan.summary(), "compile": False, "next": "health_check"}
     assert output.outputs["plan"].sha256 == store.sha256(bench.paths("first").plan)
     result = StageResult.from_json(store.read_bytes(bench.paths("first").result(Stage.PLAN)))
     assert result.fingerprint == plan.fingerprint

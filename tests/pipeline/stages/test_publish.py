@@ -85,9 +85,8 @@ def test_first_run_publishes(plan_run: Any, root: str | None) -> None:
 def test_next_run_replaces_the_pointer_it_was_planned_upon(plan_run: Any, root: str | None) -> None:
     first = finished(plan_run, root)
     run_publish(first)
-    uri = registry_uri(first.paths.bucket_root, "current")
     # It continues from another model than the one that it replaces.
-    published = Published(run="week-01", folder=first.paths.model, sha256="", registry_etag=store.read_versioned(uri)[1])
+    published = Published(run="week-01", folder=first.paths.model, sha256="")
     second = finished(plan_run, first.paths.bucket_root, run="week-02", published=published)
     assert second.plan.parent.folder != published.folder
     output = run_publish(second)
@@ -98,8 +97,7 @@ def test_next_run_replaces_the_pointer_it_was_planned_upon(plan_run: Any, root: 
 def test_only_the_model_that_the_gate_compared_with_is_replaced(plan_run: Any, root: str | None) -> None:
     first = finished(plan_run, root)
     run_publish(first)
-    uri = registry_uri(first.paths.bucket_root, "current")
-    published = Published(run="week-01", folder=first.paths.model, sha256="", registry_etag=store.read_versioned(uri)[1])
+    published = Published(run="week-01", folder=first.paths.model, sha256="")
     second, third = (finished(plan_run, first.paths.bucket_root, run=run, published=published) for run in ("week-02", "week-03"))
     run_publish(third)
     with pytest.raises(Superseded, match="week-03") as refusal:
@@ -130,7 +128,7 @@ def test_superseded_names_the_other_run(plan_run: Any, root: str | None) -> None
 
 def test_pointer_that_was_removed_is_not_written_again(plan_run: Any) -> None:
     earlier = plan_run(run="earlier")
-    published = Published(run="earlier", folder=earlier.paths.model, sha256="", registry_etag="0" * 64)
+    published = Published(run="earlier", folder=earlier.paths.model, sha256="")
     run = finished(plan_run, published=published)
     with pytest.raises(Superseded, match="removed"):
         run_publish(run)
@@ -157,7 +155,8 @@ def test_manifest_is_there_before_the_pointer(plan_run: Any, monkeypatch: pytest
     monkeypatch.setattr(store, "write_bytes", note)
     run_publish(run)
     root = run.paths.bucket_root
-    assert written == [run.paths.embed_manifest, registry_uri(root, "current"), reference_uri(root, "current")]
+    [kept] = store.list_objects(store.join(root, "registry", "current"))
+    assert written == [run.paths.embed_manifest, registry_uri(root, "current"), kept.uri, reference_uri(root, "current")]
 
 
 def test_the_first_published_run_becomes_the_reference(plan_run: Any) -> None:

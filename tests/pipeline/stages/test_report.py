@@ -113,7 +113,7 @@ def test_published(plan_run: Any, root: str | None) -> None:
 
 
 def test_a_page_names_what_was_replaced_and_measures_a_parent_that_is_a_third_model(plan_run: Any) -> None:
-    run = plan_run(published=Published(run="week-00", folder="published", sha256="", registry_etag="1"))
+    run = plan_run(published=Published(run="week-00", folder="published", sha256=""))
     means = {"ndcg@10": 0.25}
     scores = {"baseline": {"ndcg@10": 0.5}, "parent": means, "new": {"ndcg@10": 0.6}, "difference": {"ndcg@10": {"value": 0.1}}}
     run.finish(Stage.EVALUATE, StageOutput(metrics={**scores, "gate": {"verdict": "accepted", "metric": "ndcg@10"}}))
