@@ -314,11 +314,11 @@ class RunPaths:
     input = _Inside("input.json")
     """The state machine's input, `{deployment, execution, execution_arn}`, written by its first states."""
     inputs = _Inside("prepare/inputs.json")
-    """Everything that prepare decided, and the shards that it found: `pipeline.plan.RunInputs`, written once."""
+    """Everything that prepare decided, and the shards that it found: `pipeline.run_inputs.RunInputs`, written once."""
     missing = _Inside("prepare/missing.json")
-    """Which of these shards are to be ingested: `pipeline.plan.MissingShards`, written by every prepare of the run."""
+    """Which of these shards are to be ingested: `pipeline.run_inputs.MissingShards`, written by every prepare of the run."""
     corpus = _Inside("prepare/corpus.json")
-    """The corpus as it is to be embedded, and the model: `pipeline.plan.Corpus`, by the prepare after the gate."""
+    """The corpus as it is to be embedded, and the model: `pipeline.run_inputs.Corpus`, by the prepare after the gate."""
     plan = _Inside("plan.json")
     rows = _Inside("plan/rows")
     """The run's own tokenized rows and the order of its batches, as the plan stage fixed them."""

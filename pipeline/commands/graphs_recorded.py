@@ -11,7 +11,7 @@ from pipeline.errors import BadData
 from pipeline.graphs.compiled import KnownGraphs, read_set
 from pipeline.graphs.fingerprint import set_uri
 from pipeline.graphs.graph_watch import UnrecordedGraph
-from pipeline.plan import GraphsPlan
+from pipeline.run_inputs import GraphsPlan
 
 STAGES_THAT_MEET = (Stage.TRAIN, Stage.EVALUATE, Stage.EMBED)
 

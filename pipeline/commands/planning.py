@@ -39,7 +39,8 @@ from pipeline.estimate.throughput import EMBED_HOSTS, EMBED_MFU, READ_ROWS, TRAI
 from pipeline.estimate.variant import plan_world
 from pipeline.estimate.workload import MeasuredRun, Workload, workload
 from pipeline.model.shape import fetch_shape
-from pipeline.plan import ModelShape, PlannedWorld, part_count
+from pipeline.plan import part_count
+from pipeline.run_inputs import ModelShape, PlannedWorld
 
 PLACES = {"device": "a rank's device", "host": "a node's host"}
 CAPACITY_SETTINGS = {"device": "device.memory_gib", "host": "device.host_memory_gib"}

@@ -11,7 +11,7 @@ from pipeline.config import KeyRole, RunConfig, build_config, flattened, is_belo
 from pipeline.contract import EAGER_KINDS
 from pipeline.errors import BadConfig
 from pipeline.host.host import available_cores
-from pipeline.plan import PlannedWorld
+from pipeline.run_inputs import PlannedWorld
 
 TUNABLE = keys_of(KeyRole.TUNABLE, RunConfig)
 """Sections and keys that say how the run trains on its rows. Others say which rows, or what it learns from them."""

@@ -17,7 +17,8 @@ from pipeline import store
 from pipeline.contract import RunPaths
 from pipeline.errors import BadData
 from pipeline.host.host import available_cores, processor, versions
-from pipeline.plan import PlannedWorld, RunPlan
+from pipeline.plan import RunPlan
+from pipeline.run_inputs import PlannedWorld
 
 FORMAT = 1
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipeline.dataset.ids import id_hash
 from pipeline.dataset.ingested import DOCUMENTS, FACTS, SLICES, TOKENS, TOMBSTONE, Hashes, IngestedShard, part_range
 from pipeline.errors import BadData
-from pipeline.plan import InputShard
+from pipeline.run_inputs import InputShard
 
 READERS = 16
 """Files that are read at once: a part has a few rows in each, so most of the time is waiting for storage."""

@@ -18,7 +18,8 @@ from pipeline.dataset.reading import in_threads
 from pipeline.dataset.records import EXCERPT_CHARACTERS, BadRow
 from pipeline.dataset.selection import Numbers, groups, located, pieces, rows_per_slice
 from pipeline.errors import MissingInput
-from pipeline.plan import InputShard, PartPlan, part_count
+from pipeline.plan import PartPlan, part_count
+from pipeline.run_inputs import InputShard
 
 Places = tuple[Numbers, Numbers, Numbers]
 """Where rows are, see `located`."""

@@ -39,7 +39,7 @@ from pipeline.dataset.ids import id_hash
 from pipeline.dataset.reading import read_records
 from pipeline.errors import BadData, MissingInput
 from pipeline.log import log
-from pipeline.plan import InputShard, TokenizerPlan
+from pipeline.run_inputs import InputShard, TokenizerPlan
 
 SCHEMA_VERSION = 2
 """Of everything below, and of the rules of rows.py: a change of either makes new names."""

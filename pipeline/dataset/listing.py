@@ -12,7 +12,7 @@ from pipeline.dataset.ingested import DOCUMENTS, PAIRS, rows_name, tokens_name
 from pipeline.dataset.shards import find_shards
 from pipeline.errors import BadConfig
 from pipeline.log import log
-from pipeline.plan import InputShard, TokenizerPlan
+from pipeline.run_inputs import InputShard, TokenizerPlan
 
 
 def list_pairs(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) -> tuple[InputShard, ...]:

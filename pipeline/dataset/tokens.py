@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.plan import TokenizerPlan
+from pipeline.run_inputs import TokenizerPlan
 
 Tokens = npt.NDArray[np.int32]
 """A text's token ids: 4 bytes each, where a list of Python's integers takes ten times as much."""

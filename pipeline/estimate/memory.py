@@ -19,7 +19,7 @@ from pipeline.config.sections import PREFETCH_BATCHES
 from pipeline.contract import EAGER_KINDS
 from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig
-from pipeline.plan import ModelShape, PlannedWorld
+from pipeline.run_inputs import ModelShape, PlannedWorld
 
 HOST_KINDS = ("cpu", "xla")
 """Device types that compute in the host's memory."""

@@ -17,7 +17,7 @@ from pipeline.errors import BadConfig
 from pipeline.estimate.memory import FP32, GIB, LIBRARY_BYTES, MIB, PROCESS_BYTES
 from pipeline.estimate.workload import Workload
 from pipeline.evaluation.gate import needed_queries
-from pipeline.plan import ModelShape
+from pipeline.run_inputs import ModelShape
 
 CANDIDATE_BYTES, QUERY_BYTES, RANKING_BYTES = 256, 512, 5120
 """In each rank of evaluate: a candidate; a query. In one of the ranks: a query's best candidates while they are measured."""

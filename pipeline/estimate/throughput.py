@@ -18,7 +18,8 @@ from pipeline.contract import Stage
 from pipeline.cost import HARDWARE
 from pipeline.estimate.memory import FP32
 from pipeline.estimate.workload import Lengths, MeasuredRun, Workload
-from pipeline.plan import ModelShape, part_count
+from pipeline.plan import part_count
+from pipeline.run_inputs import ModelShape
 
 TRAIN_HOST = "trn1.32xlarge"
 EMBED_HOSTS = (TRAIN_HOST, "inf2.xlarge", "inf2.8xlarge", "inf2.24xlarge", "inf2.48xlarge")

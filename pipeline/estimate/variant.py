@@ -16,7 +16,8 @@ from pipeline.estimate.memory import known_capacity, require_memory, totals
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import inspect_folder
 from pipeline.model.shape import read_shape
-from pipeline.plan import MemoryPlan, PlannedWorld, RunPlan
+from pipeline.plan import RunPlan
+from pipeline.run_inputs import MemoryPlan, PlannedWorld
 
 
 def plan_world(config: RunConfig) -> PlannedWorld:

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.config import GateConfig
 from pipeline.errors import BadConfig
 from pipeline.evaluation.statistics import ONE_SIDED, holm, normal_share
-from pipeline.plan import Published
+from pipeline.run_inputs import Published
 
 ROUNDING = 1e-12
 """Slack of the gate's comparison: means differ by about 1e-16 for no reason, and equal models must not be refused."""

@@ -20,8 +20,9 @@ from pipeline.evaluation.vectors import Vectors, kept_vectors
 from pipeline.host.host import versions
 from pipeline.log import log
 from pipeline.model.inference import TokenList
-from pipeline.plan import Published, RunPlan
+from pipeline.plan import RunPlan
 from pipeline.run.context import StageContext
+from pipeline.run_inputs import Published
 
 
 def published_vectors(

@@ -19,7 +19,7 @@ from pipeline import store
 from pipeline.config import CompileConfig, KeyRole, RunConfig, keys_of
 from pipeline.contract import EAGER_KINDS, graphs_uri
 from pipeline.graphs.sources import ENCODING, TRAINING, sources_digest
-from pipeline.plan import GraphsPlan, PlannedWorld
+from pipeline.run_inputs import GraphsPlan, PlannedWorld
 from pipeline.sdk.graph_variables import REDUCE_BUCKET, graph_environment
 
 if TYPE_CHECKING:

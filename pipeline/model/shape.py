@@ -13,7 +13,7 @@ from pipeline.config import ModelConfig
 from pipeline.model.encoder import Encoder, family_of, new_encoder
 from pipeline.model.folder import inspect_folder
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
-from pipeline.plan import ModelShape
+from pipeline.run_inputs import ModelShape
 
 
 def read_shape(folder: Path, config: ModelConfig) -> ModelShape:

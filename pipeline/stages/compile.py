@@ -37,9 +37,9 @@ from pipeline.log import log
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import inspect_folder
 from pipeline.model.inference import encode_shapes, inference_form
-from pipeline.plan import GraphsPlan
 from pipeline.run import failure
 from pipeline.run.context import NODE_FOLDER, StageContext, StageOutput
+from pipeline.run_inputs import GraphsPlan
 from pipeline.sdk import compile_cache, known_errors, neuron_launch
 from pipeline.training.setup import gang_device
 from pipeline.training.trial import run_trial

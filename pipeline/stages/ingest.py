@@ -57,8 +57,8 @@ from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
 from pipeline.errors import BadData, Transient
 from pipeline.log import log
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
-from pipeline.plan import InputShard, MissingShards, RunInputs
 from pipeline.run.context import StageContext, StageOutput
+from pipeline.run_inputs import InputShard, MissingShards, RunInputs
 
 FILE_BYTES = 16 << 20
 """Text of a file's rows. Sorted, written and tokenized they are in memory some three times."""

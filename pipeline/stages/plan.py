@@ -8,26 +8,20 @@ again once prepare has listed it anew: embed/plan.json.
 from __future__ import annotations
 
 import hashlib
-import json
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from pipeline import store
 from pipeline.config import Deployment
 from pipeline.contract import Artifact, Metric, Queue, RunPaths, Stage, StageResult, now
 from pipeline.cost import cost_of, most
-from pipeline.dataset.corpus_plan import CountedDocuments, count_documents, documents_gone
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard, Profile
 from pipeline.dataset.profile import check_limits, profile_of
-from pipeline.dataset.reading import in_threads, return_memory
-from pipeline.dataset.records import BadRow
-from pipeline.dataset.refusals import LISTED_REASONS, Refusals
+from pipeline.dataset.reading import return_memory
 from pipeline.dataset.row_files import PUBLISHED, Lengths
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput
@@ -38,24 +32,22 @@ from pipeline.evaluation.reference import REFERENCE
 from pipeline.graphs.fingerprint import missing_sets
 from pipeline.log import log
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
-from pipeline.plan import (
-    Corpus,
-    DataProfile,
-    DeletionPlan,
-    EmbedPlan,
-    ExpectedCost,
-    HoldoutPlan,
-    InputShard,
-    MissingShards,
-    RowFile,
-    RunInputs,
-    RunPlan,
-    Shard,
-    TrainPlan,
-)
+from pipeline.plan import DataProfile, DeletionPlan, EmbedPlan, ExpectedCost, HoldoutPlan, RowFile, RunPlan, Shard, TrainPlan
 from pipeline.run.context import StageContext, StageOutput
-from pipeline.run.registry import read_pointer
 from pipeline.run.request import read_request
+from pipeline.run_inputs import Corpus, MissingShards, RunInputs
+from pipeline.stages.plan_corpus import (
+    Quarantine,
+    check_bad_rows,
+    count,
+    count_corpus,
+    count_gone,
+    ingested,
+    last_plan,
+    plan_embedding,
+    refused,
+    write_embed_plan,
+)
 from pipeline.stages.plan_rows import PlannedRows
 from pipeline.training.resumption import resumed_run
 
@@ -140,66 +132,6 @@ def refresh_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
     return write_plan(context.paths, plan.sealed())
 
 
-def count_corpus(context: StageContext, inputs: RunInputs, shards: Sequence[InputShard]) -> EmbedPlan:
-    """Count the documents of ingested shards, and divide them into parts.
-
-    Raises:
-        BadData: too many bad rows, no document, or too many of those that are published are gone.
-    """
-    paths = context.paths
-    documents = ingested(paths, shards)
-    with Quarantine(context.scratch / "quarantine.jsonl", paths.corpus_quarantine) as quarantine:
-        quarantine.join([shard for shard in documents if not shard.shard.of_pairs])
-        counted = count(context, inputs, documents, quarantine)
-        check_bad_rows(inputs, [], documents, counted, [], quarantine)
-    return plan_embedding(inputs, shards, documents, counted)
-
-
-def count(
-    context: StageContext, inputs: RunInputs, documents: Sequence[IngestedShard], quarantine: Quarantine
-) -> CountedDocuments:
-    """Count documents; refuse rows that contradict each other."""
-    config = inputs.config.embed
-    return count_documents(
-        documents,
-        config.rows_per_part,
-        config.children * (config.ranks_per_child or inputs.world.ranks_per_node),
-        context.scratch / "hashes",
-        quarantine.refuse,
-        lambda done: context.heartbeat.beat(done, unit="rows", note="counting documents"),
-    )
-
-
-def write_embed_plan(context: StageContext, inputs: RunInputs, plan: RunPlan, corpus: Corpus) -> EmbedPlan:
-    """Write what embed and publish follow: the corpus as it was listed last, and the model that embeds it.
-
-    Raises:
-        BadData: see `count_corpus`; or too many documents are gone.
-    """
-    same = corpus.shards == plan.embed.shards
-    embed = plan.embed if same else count_corpus(context, inputs, corpus.shards)
-    if inputs.published and not (same and plan.train.rows):
-        check_gone(context, inputs, embed)
-    asked = corpus.model_dump(include={"model", "listed", "round", "deletions", "earlier"})
-    embed = EmbedPlan.model_validate({**embed.model_dump(), **asked})
-    embed = embed.sealed(plan.fingerprint)
-    store.write_bytes(context.paths.embed_plan, embed.to_json())
-    return embed
-
-
-def check_gone(context: StageContext, inputs: RunInputs, embed: EmbedPlan) -> None:
-    """Compare the documents with those that are published.
-
-    Raises:
-        BadData: `data.limits.documents_gone` is exceeded.
-    """
-    pointer = read_pointer(context.paths.bucket_root, inputs.config.registry) if inputs.config.registry else None
-    last = last_plan(context.paths, pointer.embeddings_run) if pointer else None
-    if last:
-        profile = profile_of([], embed.rows, count_gone(context, last.embed, embed))
-        check_limits(profile, profile_of([], last.embed.rows, None), inputs.config.data.limits, [])
-
-
 def new_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
     """Decide everything, write the row files, then the plan.
 
@@ -273,18 +205,6 @@ def new_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
     return write_plan(paths, plan.model_copy(update={"train": train}).sealed())
 
 
-def ingested(paths: RunPaths, shards: Sequence[InputShard]) -> list[IngestedShard]:
-    """Return ingested shards, with their profiles.
-
-    Raises:
-        MissingInput: one is not ingested.
-    """
-    found = [IngestedShard(paths.bucket_root, shard) for shard in shards]
-    for _ in in_threads(lambda shard: (shard.profile, shard.token_profile), found):
-        pass
-    return found
-
-
 def plan_reference(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str | None:
     """Copy the hold-out of the reference; return its run, None where there is none or new models cannot be compared with it.
 
@@ -330,110 +250,6 @@ def plan_deletions(paths: RunPaths, inputs: RunInputs, shards: Sequence[Ingested
     return DeletionPlan(digest=inputs.deletions, entries=entries, rows=rows)
 
 
-def refused(shard: IngestedShard) -> int:
-    """Return the rows of a shard that ingest refused, or of which the tokenizer refused a text."""
-    return shard.profile.bad_rows + shard.token_profile.without_tokens
-
-
-class Quarantine:
-    """Lists every refused row in a local file; on exit, also after an error, the file is uploaded.
-
-    Attributes:
-        count: refused rows.
-    """
-
-    def __init__(self, path: Path, uri: str) -> None:
-        self.count = 0
-        self.refusals = Refusals()
-        self._uri = uri
-        self._path = path
-        self._stream = path.open("wb")
-
-    def __enter__(self) -> Quarantine:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stream.close()
-        if self.count:
-            store.upload(self._path, self._uri)
-            log.warning("refused rows are listed in %s", self._uri)
-        else:
-            store.delete(self._uri)  # an earlier attempt on other data may have left it
-
-    def join(self, shards: Sequence[IngestedShard]) -> None:
-        """Add the rows that ingest refused."""
-        for shard in shards:
-            self.count += refused(shard)
-            if shard.profile.bad_rows:
-                with store.open_read(store.join(shard.rows_uri, "quarantine.jsonl")) as stream:
-                    shutil.copyfileobj(stream, self._stream)
-
-    def refuse(self, row: BadRow) -> None:
-        self.count += 1
-        self._stream.write(json.dumps(row._asdict(), ensure_ascii=False).encode() + b"\n")
-        self.refusals.add(row)
-
-
-def check_bad_rows(
-    inputs: RunInputs,
-    pairs: Sequence[IngestedShard],
-    documents: Sequence[IngestedShard],
-    counted: CountedDocuments,
-    new: Sequence[int],
-    quarantine: Quarantine,
-) -> None:
-    """Refuse data of which more than `data.max_bad_fraction` is bad. Each group on its own, or a long history hides a bad week.
-
-    Args:
-        new: numbers of the training shards that the lineage did not have.
-    """
-    conflicts = {documents[number].shard.uri: count for number, count in counted.conflicts.items()}
-    groups = {
-        "new training shards": [pairs[number] for number in new],
-        "earlier training shards": [shard for number, shard in enumerate(pairs) if number not in set(new)],
-        "corpus": [shard for shard in documents if not shard.shard.of_pairs],
-    }
-    limit, own_corpus = inputs.config.data.max_bad_fraction, bool(groups["corpus"])
-    for name, shards in groups.items():
-        differ = sum(conflicts.get(shard.shard.uri, 0) for shard in shards) if (name == "corpus") == own_corpus else 0
-        bad = differ + sum(map(refused, shards))
-        total = sum(shard.profile.rows + shard.profile.bad_rows for shard in shards)
-        log.info("%s: %d rows, %d of them refused", name, total, bad)
-        if bad > limit * total:
-            reasons = [reason for shard in shards for reason in shard.profile.reasons]
-            raise BadData(
-                f"too many rows of the {name} are bad: {bad:,} of {total:,}",
-                value=[*reasons, *(quarantine.refusals.reasons() if differ else ())][:LISTED_REASONS],
-                rule=f"data.max_bad_fraction = {limit:g}",
-                remedy="correct the rows, all of which are listed in plan/quarantine.jsonl, or raise data.max_bad_fraction",
-            )
-
-
-def plan_embedding(
-    inputs: RunInputs, shards: Sequence[InputShard], documents: Sequence[IngestedShard], counted: CountedDocuments
-) -> EmbedPlan:
-    """Plan the corpus and its parts.
-
-    Raises:
-        BadData: the corpus is empty.
-    """
-    config = inputs.config
-    if not counted.digest.count:
-        raise BadData("the corpus is empty", value=list(config.data.corpus), rule="there is at least one document to embed")
-    own = [shard for shard in documents if not shard.shard.of_pairs]
-    return EmbedPlan(
-        source="corpus" if own else "documents",
-        shards=tuple(shards),
-        tokenizer=inputs.tokenizer,
-        rows=counted.digest.count,
-        bad_rows=counted.conflicts.total() + sum(map(refused, own)),
-        removed=counted.removed,
-        ids=str(counted.digest),
-        parts=counted.parts,
-        children=min(config.embed.children, len(counted.parts)),
-    )
-
-
 def check_profile(context: StageContext, inputs: RunInputs, new: Sequence[Profile], embed: EmbedPlan) -> DataProfile:
     """Compare the data with that of the parent's run, as far as its plan is still there.
 
@@ -444,23 +260,6 @@ def check_profile(context: StageContext, inputs: RunInputs, new: Sequence[Profil
     profile = profile_of(new, embed.rows, count_gone(context, last.embed, embed) if last else None)
     check_limits(profile, last.profile if last else None, inputs.config.data.limits, new)
     return profile
-
-
-def last_plan(paths: RunPaths, run: str) -> RunPlan | None:
-    """Return the plan of an earlier run with what it embedded last, None if it is removed or of another version."""
-    earlier = RunPaths(f"{paths.bucket_root}/runs/{run}")
-    with suppress(MissingInput, BadData):
-        plan = RunPlan.from_json(store.read_bytes(earlier.plan))
-        if not store.exists(earlier.embed_plan):
-            return plan
-        return plan.model_copy(update={"embed": EmbedPlan.from_json(store.read_bytes(earlier.embed_plan))})
-    return None
-
-
-def count_gone(context: StageContext, last: EmbedPlan, embed: EmbedPlan) -> int | None:
-    """Return how many documents of an earlier corpus are gone, None if that is not known any more."""
-    gone = documents_gone(context.paths.bucket_root, last.shards, embed.shards, context.scratch / "hashes")
-    return None if gone is None else gone + max(embed.removed - last.removed, 0)
 
 
 def check_selection(inputs: RunInputs, rows: PlannedRows, pairs: Sequence[IngestedShard]) -> None:

@@ -25,7 +25,7 @@ from pipeline.dataset.selection import Group, HashedRows, Mask, Numbers, Selecti
 from pipeline.dataset.steps import StepCounts, order_file, write_orders
 from pipeline.dataset.tokens import TextTokenizer, cut
 from pipeline.evaluation.reference import copy_reference
-from pipeline.plan import RunInputs, TokenizerPlan
+from pipeline.run_inputs import RunInputs, TokenizerPlan
 
 HOLDOUT_GROUP = 1 << 17
 """Rows of a group of which facts and tokens are in memory."""

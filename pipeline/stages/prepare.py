@@ -34,21 +34,11 @@ from pipeline.log import log
 from pipeline.model.folder import text_positions
 from pipeline.model.parent import resolve_parent
 from pipeline.model.shape import read_shape
-from pipeline.plan import (
-    Corpus,
-    EmbedModel,
-    EmbedPlan,
-    GraphsPlan,
-    InputShard,
-    MemoryPlan,
-    MissingShards,
-    Published,
-    RunInputs,
-    RunPlan,
-)
+from pipeline.plan import EmbedPlan, RunPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.registry import read_pointer
 from pipeline.run.request import read_request
+from pipeline.run_inputs import Corpus, EmbedModel, GraphsPlan, InputShard, MemoryPlan, MissingShards, Published, RunInputs
 from pipeline.stages.prepare_parent import as_it_embedded, check_parent, find_lineage, find_origin, place_parent, plan_published
 
 NOT_PLANNED = frozenset(keys_of(KeyRole.EXECUTION, RunConfig))

@@ -22,9 +22,10 @@ from pipeline.log import log
 from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, text_positions
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.model.parent import ResolvedParent
-from pipeline.plan import GraphsPlan, Parent, PlannedWorld, Published, RunPlan
+from pipeline.plan import RunPlan
 from pipeline.run.context import StageContext
 from pipeline.run.registry import Pointer
+from pipeline.run_inputs import GraphsPlan, Parent, PlannedWorld, Published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

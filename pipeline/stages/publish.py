@@ -32,9 +32,9 @@ from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Supersed
 from pipeline.evaluation.proof import QualityProof
 from pipeline.evaluation.reference import write_reference
 from pipeline.log import log
-from pipeline.plan import EmbedModel
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.registry import Pointer, change_pointer, keep_publication, read_pointer
+from pipeline.run_inputs import EmbedModel
 
 READERS = 4
 """Parts that are fetched and read at once, so that waiting for storage overlaps."""

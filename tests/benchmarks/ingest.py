@@ -40,10 +40,10 @@ from pipeline.dataset.ids import id_hash
 from pipeline.dataset.ingested import PAIRS, rows_name, tokens_name
 from pipeline.dataset.rows import normalized_hash, read_blocks
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.plan import InputShard, MissingShards, Parent, PlannedWorld, RunInputs, TokenizerPlan
 from pipeline.run.context import StageContext
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
+from pipeline.run_inputs import InputShard, MissingShards, Parent, PlannedWorld, RunInputs, TokenizerPlan
 from pipeline.stages import ingest
 from tests.benchmarks.checkpoints import BUCKET, endpoint
 from tests.benchmarks.row_by_row import TrainingRow, read_training_rows

@@ -135,7 +135,7 @@ def test_other_embeddings_are_seen(site: Site, finished: SimpleNamespace) -> Non
 
 
 def test_a_lock_that_is_held_is_seen(site: Site) -> None:
-    item = {"name": {"S": "held"}, "owner": {"S": "somebody"}}
+    item = {"name": {"S": "held/train"}, "owner": {"S": "somebody"}}
     site.table.put_item(TableName=site.stack.table["TableName"], Item=item)
     assert "the lock is held" in invariants.broken_lock(site, "held")[0]
 

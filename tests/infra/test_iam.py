@@ -67,7 +67,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, templates: Path) -> Itera
         ended = run("late", shard=late)
         assert ended["status"] == "FAILED"
         site.put(late, site.data.text.encode())
-        lock = {"name": "again", "owner": ended["executionArn"], "run": "late", "since": "2026-01-04"}
+        lock = {"name": "again/train", "owner": ended["executionArn"], "run": "late", "since": "2026-01-04"}
         item = {key: {"S": value} for key, value in lock.items()}
         site.table.put_item(TableName=site.stack.table["TableName"], Item=item)
         ended = run("again", run="late", shard=late)
@@ -78,7 +78,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, templates: Path) -> Itera
 WRITTEN = {
     "prepare": ["prepare/*"],
     "ingest": ["ingest/*"],
-    "plan": ["plan.json", "plan/*"],
+    "plan": ["plan.json", "plan/*", "embed/plan.json"],
     "health_check": ["health_check/*"],
     "train": ["train/*", "model/*"],
     "evaluate": ["evaluate/*"],
@@ -94,6 +94,7 @@ SHARED_FOLDERS = {"registry": "publish", "ingested": "ingest", "seen": "train"}
 SHARED = {
     ("publish", "embed/*"): "publish joins the parts in embed/manifest.json",
     ("embed", "embed/manifest.json"): "a folder of embed's own, in which publish writes one file",
+    ("embed", "embed/plan.json"): "the same, and plan another one",
 }
 """Role and object that another stage writes, which the role may write all the same, with the reason."""
 

@@ -22,12 +22,13 @@ from pipeline.dataset.row_files import SCHEMAS
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.model.folder import WEIGHTS
-from pipeline.plan import HoldoutPlan, InputShard, Parent, PlannedWorld, Published, RunPlan, Shard, TrainPlan, part_count
+from pipeline.plan import HoldoutPlan, RunPlan, Shard, TrainPlan, part_count
 from pipeline.run import heartbeat
 from pipeline.run.cloudwatch import EXECUTION_VARIABLE, is_record
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
+from pipeline.run_inputs import InputShard, Parent, PlannedWorld, Published
 from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
 from tests.pipeline.nodes import planned_ranks, scripted_stage, supervise  # noqa: F401 - fixtures
 from tests.tiny import WORDS, make_model

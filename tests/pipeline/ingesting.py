@@ -36,7 +36,8 @@ from pipeline.dataset.ingested import (
 )
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
-from pipeline.plan import EmbedPlan, InputShard, PartPlan, TokenizerPlan
+from pipeline.plan import EmbedPlan, PartPlan
+from pipeline.run_inputs import InputShard, TokenizerPlan
 
 CAP = 64
 """Positions of the tiny model."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract import RunPaths, Stage
-from pipeline.plan import PlannedWorld
+from pipeline.run_inputs import PlannedWorld
 
 PROGRAM = """
 import sys

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline import store
-from pipeline.plan import ModelShape, TokenizerPlan
+from pipeline.run_inputs import ModelShape, TokenizerPlan
 
 WEIGHTS = "model.safetensors"
 VOCABULARY = 1000
@@ -69,6 +69,7 @@ class Device:
     """Computes nothing."""
 
     kind = "cpu"
+    precision = "fp32"
 
     def close(self) -> None:
         """Nothing is open."""
@@ -144,7 +145,7 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "pipeline.graphs.fingerprint": {
         "plan_graphs": lambda config, world, backbone, bucket: None,
-        "missing_sets": lambda bucket, plan: [],
+        "missing_sets": lambda bucket, plan, kinds=(): [],
     },
     "pipeline.model.folder": {
         "WEIGHTS": WEIGHTS,

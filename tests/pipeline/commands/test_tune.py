@@ -29,9 +29,10 @@ from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_world
 from pipeline.graphs.fingerprint import training_flags
-from pipeline.plan import PlannedWorld, RowFile, RunPlan
+from pipeline.plan import RowFile, RunPlan
 from pipeline.run import find_run
 from pipeline.run.processes import tree_memory
+from pipeline.run_inputs import PlannedWorld
 from tests.pipeline.training.conftest import TrainingRun, training_run
 
 __all__ = ["training_run"]

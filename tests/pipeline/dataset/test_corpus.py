@@ -15,7 +15,7 @@ from pipeline.dataset.ingested import DOCUMENTS, SLICES, part_range
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData, MissingInput
-from pipeline.plan import InputShard
+from pipeline.run_inputs import InputShard
 from tests.pipeline import ingesting
 from tests.pipeline.conftest import make_texts
 from tests.pipeline.ingesting import ingest, name_shard, tokenizer_plan

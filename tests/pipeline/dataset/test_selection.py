@@ -27,7 +27,7 @@ from pipeline.dataset.ingested import (
 )
 from pipeline.dataset.seen import KEYS, RECORD, VERSIONS, SeenRecord, SeenRows
 from pipeline.dataset.selection import HashedRows, Selection, groups, holdout_slices, pieces, select
-from pipeline.plan import InputShard
+from pipeline.run_inputs import InputShard
 
 Pair = tuple[int, int]
 """Key and version of a row."""

@@ -22,8 +22,8 @@ from pipeline.estimate.memory import FP32, GIB, Budget, Footprint, MemoryCapacit
 from pipeline.model.encoder import Encoder, checkpoint_activations, new_encoder, prepare_for_training
 from pipeline.model.folder import load_encoder
 from pipeline.model.shape import read_shape, shape_of
-from pipeline.plan import ModelShape, PlannedWorld
 from pipeline.run.world import World
+from pipeline.run_inputs import ModelShape, PlannedWorld
 from pipeline.training.micro_batches import cut
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
 from tests.tiny import make_model

@@ -28,7 +28,7 @@ from pipeline.estimate.throughput import (
 from pipeline.estimate.workload import Workload, bucket_of, packed
 from pipeline.model.encoder import new_encoder
 from pipeline.model.shape import shape_of
-from pipeline.plan import ModelShape
+from pipeline.run_inputs import ModelShape
 
 LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 RATES = Rates(train=0.5, train_source="", embed={"trn1": 0.5, "inf2": 0.25}, embed_source={})

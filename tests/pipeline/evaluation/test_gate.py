@@ -12,7 +12,7 @@ from pipeline.errors import BadConfig
 from pipeline.evaluation.gate import check_holdout, judge_model, needed_queries, passing_share
 from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.evaluation.statistics import Units
-from pipeline.plan import Published
+from pipeline.run_inputs import Published
 from pipeline.stages.evaluate import compare
 
 PUBLISHED = Published(run="week-07", folder="f", sha256="0")

@@ -23,9 +23,9 @@ from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
 from pipeline.host.ranks import Ranks, start, unexplained_end
 from pipeline.host.supervisor import PlanNumbers, Supervisor
-from pipeline.plan import GraphsPlan, PlannedWorld
 from pipeline.run import failure
 from pipeline.run.world import LEADER_PORT, NodeWorld
+from pipeline.run_inputs import GraphsPlan, PlannedWorld
 from pipeline.sdk import neuron_launch
 
 RX = "Timeout waiting for RX (waited 120 sec) - retrying"

@@ -25,8 +25,8 @@ from pipeline.errors import ExitCode
 from pipeline.host import gang
 from pipeline.host.deadlines import Deadlines
 from pipeline.host.supervisor import Supervisor
-from pipeline.plan import PlannedWorld
 from pipeline.run.world import NodeWorld
+from pipeline.run_inputs import PlannedWorld
 from tests.pipeline.training.conftest import training_run
 
 __all__ = ["training_run"]

@@ -18,9 +18,10 @@ from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.seen import SeenRecord, write_seen
 from pipeline.dataset.selection import holdout_slices
 from pipeline.errors import TrnpipeError
-from pipeline.plan import MissingShards, RunInputs, RunPlan
+from pipeline.plan import RunPlan
 from pipeline.run.context import Heartbeat, StageContext, StageOutput
 from pipeline.run.world import NodeWorld, World
+from pipeline.run_inputs import MissingShards, RunInputs
 from pipeline.stages import stage_function
 from pipeline.stages.rank import write_result
 

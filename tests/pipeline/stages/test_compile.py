@@ -10,8 +10,8 @@ import pytest
 from pipeline.contract import Stage
 from pipeline.graphs.compiled import GraphSet, write_set
 from pipeline.graphs.fingerprint import set_uri
-from pipeline.plan import GraphsPlan, PlannedWorld
 from pipeline.run.world import World
+from pipeline.run_inputs import GraphsPlan, PlannedWorld
 from pipeline.stages import compile as stage
 
 

@@ -17,7 +17,8 @@ from pipeline.contract import Stage, StageResult
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_from_json, read_part
 from pipeline.errors import BadData, ExitCode, MissingInput, Transient
-from pipeline.plan import PlannedWorld, own_parts
+from pipeline.plan import own_parts
+from pipeline.run_inputs import PlannedWorld
 from pipeline.stages import embed, evaluate, publish
 from tests.pipeline.conftest import Text, make_texts
 from tests.tiny import WORDS

@@ -32,8 +32,8 @@ from pipeline.evaluation.vectors import KEY_BYTES
 from pipeline.host.host import versions
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import load_encoder, save_folder
-from pipeline.plan import GraphsPlan, PlannedWorld, Published
 from pipeline.run.context import StageOutput
+from pipeline.run_inputs import GraphsPlan, PlannedWorld, Published
 from pipeline.stages import evaluate
 
 

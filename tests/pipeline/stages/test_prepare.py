@@ -15,7 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.contract import Stage, StageResult
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, ingested_tokens_uri
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
-from pipeline.plan import MissingShards, Published
+from pipeline.run_inputs import MissingShards, Published
 from tests.pipeline.stages.planning import Bench, Config, refusal, rows
 from tests.tiny import make_model
 

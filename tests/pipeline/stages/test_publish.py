@@ -19,7 +19,8 @@ from pipeline.dataset.row_files import read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
 from pipeline.evaluation.reference import read_reference, write_reference
-from pipeline.plan import DeletionPlan, Published
+from pipeline.plan import DeletionPlan
+from pipeline.run_inputs import Published
 from pipeline.stages import embed, evaluate, publish
 
 

@@ -14,8 +14,9 @@ import pytest
 from pipeline import store
 from pipeline.contract import Stage, StageFailure, StageResult, now
 from pipeline.cost import NodeAttempt
-from pipeline.plan import DeletionPlan, ExpectedCost, GraphsPlan, PlannedWorld, Published, Shard
+from pipeline.plan import DeletionPlan, ExpectedCost, Shard
 from pipeline.run.context import StageOutput
+from pipeline.run_inputs import GraphsPlan, PlannedWorld, Published
 from pipeline.stages import embed, evaluate, publish, report
 
 EVIL = "<script>alert('x')</script>"

@@ -19,7 +19,8 @@ from pipeline.dataset.steps import write_orders
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
-from pipeline.plan import EmbedPlan, HoldoutPlan, Parent, PlannedWorld, RowFile, RunPlan, Shard, TrainPlan
+from pipeline.plan import EmbedPlan, HoldoutPlan, RowFile, RunPlan, Shard, TrainPlan
+from pipeline.run_inputs import Parent, PlannedWorld
 from tests.pipeline.ingesting import tokenizer_plan
 from tests.tiny import WORDS, make_model
 
