@@ -30,6 +30,7 @@ from pipeline.config.sections import (
     EmbedConfig,
     EvaluateConfig,
     GateConfig,
+    GoldenSet,
     HeadConfig,
     HealthCheckConfig,
     KeyRole,
@@ -58,6 +59,7 @@ __all__ = [
     "Deployment",
     "EmbedConfig",
     "GateConfig",
+    "GoldenSet",
     "HeadConfig",
     "HealthCheckConfig",
     "KeyRole",
@@ -143,6 +145,8 @@ class RunConfig(Section):
         for key in keys_of(KeyRole.URI, RunConfig):
             value = attrgetter(key)(self)
             yield from ((key, uri) for uri in ([value] if isinstance(value, str) else value or ()))
+        for golden in self.evaluate.sets:
+            yield from ((f"evaluate.sets: {golden.name}", uri) for uri in (golden.queries, golden.qrels, golden.corpus))
 
     def micro_batch_on(self, kind: str) -> int:
         """Return the pairs of a micro-batch on this device type: a divisor of `train.batch_size`, see `train.micro_batch`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -448,29 +448,64 @@ class TrainConfig(Section):
         return self
 
 
+class GoldenSet(Section):
+    """Queries, judgements and a corpus that stay the same, in the form of BEIR (docs/data.md)."""
+
+    name: Annotated[str, matching(re.compile(r"[a-z0-9][a-z0-9-]{0,39}"))] = Field(
+        description="Its slice is `golden:NAME`. Lower-case letters, digits and hyphens."
+    )
+    queries: Uri = Field(description="JSONL with `_id` and `text`.")
+    qrels: Uri = Field(description="TSV with a heading: query, document, score; above 0 is relevant.")
+    corpus: Uri = Field(description="JSONL with `_id`, `text` and perhaps `title`.")
+
+
 class EvaluateConfig(Section):
     """Retrieval metrics on the hold-out."""
 
     candidates: Annotated[PositiveInt, KeyRole.LEARNED] = Field(
-        10_000, description="The most documents, besides the hold-out's own, that a query is ranked against."
+        50_000,
+        description="The most documents, besides the hold-out's own, that every model ranks for a query: of the corpus, "
+        "chosen by hash.",
     )
+    sets: Annotated[tuple[GoldenSet, ...], KeyRole.BOOKKEEPING] = Field(
+        (), description="Golden sets, on which every new model and its baseline are compared, too."
+    )
+
+    @field_validator("sets")
+    @classmethod
+    def _named_once(cls, value: tuple[GoldenSet, ...]) -> tuple[GoldenSet, ...]:
+        refuse_if(len({one.name for one in value}) < len(value), "two golden sets have one name")
+        return value
+
     bootstrap_samples: Annotated[PositiveInt, KeyRole.BOOKKEEPING] = Field(
         1000, description="Bootstrap samples behind each confidence interval."
     )
 
 
 MetricName = Literal["ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100"]
+DriftName = Literal["cosine", "overlap@10"]
 Drop = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Guardrail(Section):
     """A slice that must not become surely worse."""
 
-    slice: Annotated[str, matching(re.compile(r"fresh|(locale|task):.+"))] = Field(
-        description="`locale:NAME` or `task:NAME`, with `*` for each of them; `fresh`: queries of the newest week."
+    slice: Annotated[str, matching(re.compile(r"fresh|drift|mixed|(locale|task|golden):.+"))] = Field(
+        description="`locale:NAME`, `task:NAME`, `golden:NAME`, with `*` for all of them; `fresh`: queries of the newest week; "
+        "`mixed`: new queries against the published documents; `drift`: how close documents stay to their vectors."
     )
-    metric: MetricName = Field("ndcg@10", description="Metric of the slice.")
-    max_drop: Drop = Field(0.02, description="Absolute; a larger drop refuses the model if it is surely larger.")
+    metric: MetricName | DriftName = Field(
+        "ndcg@10", description="Metric of the slice; of `drift` the mean `cosine`, or `overlap@10`: of neighbours that stay."
+    )
+    max_drop: Drop = Field(
+        0.02, description="Absolute; a larger drop refuses the model if it is surely larger. Of `drift` the distance from 1."
+    )
+
+    @model_validator(mode="after")
+    def _metric_of_slice(self) -> Guardrail:
+        known = get_args(DriftName if self.slice == "drift" else MetricName)
+        refuse_if(self.metric not in known, f"metric = {self.metric}: the slice {self.slice} has {', '.join(known)}")
+        return self
 
 
 class GateConfig(Section):
@@ -489,7 +524,7 @@ class GateConfig(Section):
         "stay: it bounds the sum of all weeks' drops.",
     )
     guardrails: tuple[Guardrail, ...] = Field(
-        tuple(Guardrail(slice=name) for name in ("locale:*", "task:*", "fresh")),
+        tuple(Guardrail(slice=name) for name in ("locale:*", "task:*", "golden:*", "fresh")),
         description="Slices that must not become surely worse; those of under 100 documents are not judged.",
     )
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from pipeline.dataset.corpus import leaders
 from pipeline.dataset.ids import MODULUS, IdDigest
-from pipeline.dataset.ingested import SLICES, TOMBSTONE, Hashes, IngestedShard
+from pipeline.dataset.ingested import SLICES, TOMBSTONE, Hashes, IngestedShard, part_range
 from pipeline.dataset.reading import in_threads
 from pipeline.dataset.records import EXCERPT_CHARACTERS, BadRow
 from pipeline.dataset.selection import Numbers, groups, located, pieces, rows_per_slice
@@ -59,7 +60,6 @@ def count_documents(
         refuse: called with each row whose id has another document in an earlier row of its generation.
         beat: called with the rows that were looked at.
     """
-    order = sorted(range(len(shards)), key=lambda number: -shards[number].shard.generation)
     generations = np.array([shard.shard.generation for shard in shards])
     per_slice = rows_per_slice(shards)
     # Parts of fewer documents are joined from these.
@@ -67,13 +67,7 @@ def count_documents(
     digests = [IdDigest() for _ in range(bins)]
     conflicts: Counter[int] = Counter()
     removed = 0
-    for begin, end in groups(per_slice, 0, SLICES):
-        ranges = [
-            (number, file, *shards[number].rows_in(file, begin, end))
-            for number in order
-            for file in range(len(shards[number].profile.files))
-        ]
-        rows = np.concatenate(list(in_threads(lambda one: shards[one[0]].hashes(*one[1:], cache), ranges)))
+    for end, ranges, rows in _hashes(shards, per_slice, cache):
         keys, documents = rows["key"], rows["document_hash"]
         leader = leaders(keys)
         first = leader == np.arange(len(keys))
@@ -95,6 +89,41 @@ def count_documents(
         conflicts=conflicts,
         removed=removed,
     )
+
+
+def sample_documents(shards: Sequence[IngestedShard], first: int, most: int, cache: Path) -> tuple[Places, int]:
+    """Return where about `most` documents are, those whose text hashes are in the slices [first, last), and `last`.
+
+    So the same documents in every week, and those of the training rows in the same slices (`data.holdout_by: document`).
+
+    Args:
+        shards, cache: as of `count_documents`.
+    """
+    per_slice = rows_per_slice(shards)
+    last = min(SLICES, first + max(1, most * SLICES // int(per_slice.sum())))
+    low, high = np.uint64(part_range(first, SLICES)[0]), np.uint64(part_range(last - 1, SLICES)[1])
+    found = [np.empty((3, 0), np.int64)]
+    for _, ranges, rows in _hashes(shards, per_slice, cache):
+        documents = rows["document_hash"]
+        chosen = (low <= documents) & (documents <= high) & (documents != TOMBSTONE)
+        chosen &= leaders(rows["key"]) == np.arange(len(rows))
+        found.append(np.stack(located(ranges, np.flatnonzero(chosen))))
+    shard, file, row = np.concatenate(found, axis=1)
+    return (shard, file, row), last
+
+
+def _hashes(
+    shards: Sequence[IngestedShard], per_slice: Numbers, cache: Path
+) -> Iterator[tuple[int, list[tuple[int, int, int, int]], NDArray[Any]]]:
+    """Yield the hashes of the rows of some slices, newest generations first: the slice behind them, where they are, and they."""
+    order = sorted(range(len(shards)), key=lambda number: -shards[number].shard.generation)
+    for begin, end in groups(per_slice, 0, SLICES):
+        ranges = [
+            (number, file, *shards[number].rows_in(file, begin, end))
+            for number in order
+            for file in range(len(shards[number].profile.files))
+        ]
+        yield end, ranges, np.concatenate(list(in_threads(lambda one: shards[one[0]].hashes(*one[1:], cache), ranges)))
 
 
 def documents_gone(bucket_root: str, before: Sequence[InputShard], now: Sequence[InputShard], cache: Path) -> int | None:

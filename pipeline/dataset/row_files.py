@@ -43,6 +43,10 @@ class Lengths:
         """Return those of a run."""
         return cls(query=config.train.query_length, document=max(config.train.buckets), candidate=max(config.embed.buckets))
 
+    def of_columns(self, names: Sequence[str]) -> dict[str, int]:
+        """Return those of columns of tokens of the hold-out."""
+        return {name: self.query if name == "query_tokens" else self.candidate for name in names}
+
     def within(self, longest: int) -> Lengths:
         """Return those of a model for texts of at most `longest` tokens."""
         return replace(self, query=min(self.query, longest), candidate=min(self.candidate, longest))
@@ -124,16 +128,15 @@ class RowWriter:
         names: the files.
 
     Attributes:
+        schemas: file -> its schema.
         rows: file -> rows so far.
     """
 
     def __init__(self, folder: Path, vocabulary: int, names: Sequence[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._schemas = row_schemas(token_schema(PAIRS, vocabulary).field("query_tokens").type.value_type)
+        self.schemas = row_schemas(token_schema(PAIRS, vocabulary).field("query_tokens").type.value_type)
         self._stack = ExitStack()
-        self._files = {
-            name: self._stack.enter_context(pa.ipc.new_file(str(folder / name), self._schemas[name])) for name in names
-        }
+        self._files = {name: self._stack.enter_context(pa.ipc.new_file(str(folder / name), self.schemas[name])) for name in names}
         self._waiting: dict[str, list[pa.Table]] = {name: [] for name in names}
         self.rows = dict.fromkeys(names, 0)
 
@@ -147,7 +150,7 @@ class RowWriter:
 
     def add(self, name: str, table: pa.Table) -> None:
         """Append rows to a file: a table with the columns of its schema, and any others."""
-        schema = self._schemas[name]
+        schema = self.schemas[name]
         self._waiting[name].append(table.select(schema.names).cast(schema))
         self.rows[name] += table.num_rows
         if sum(each.num_rows for each in self._waiting[name]) >= WRITTEN_ROWS:

@@ -14,6 +14,7 @@ model's vectors stay in `evaluate/vectors.npy`: once it is the published model, 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pipeline import store
 from pipeline.backends.device import Device, open_device
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
+from pipeline.dataset.golden import GOLDEN
 from pipeline.dataset.row_files import PUBLISHED
+from pipeline.evaluation.drift import measure_drift
 from pipeline.evaluation.exchange import exchange
 from pipeline.evaluation.gate import judge_model
 from pipeline.evaluation.holdout import Holdout, read_holdout
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.reference import REFERENCE, VALUES
-from pipeline.evaluation.retrieval import retrieve
+from pipeline.evaluation.retrieval import Block, retrieve
 from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.evaluation.reuse import published_vectors
 from pipeline.evaluation.statistics import CONFIDENCE, Integers, Units, Values, resampled_means
@@ -52,6 +56,12 @@ VECTORS = "vectors.npy"
 
 FRESH = "fresh"
 """Slice of the newest week's queries."""
+
+DRIFT = "drift"
+"""Slice of the documents: their vectors before and after (pipeline/evaluation/drift)."""
+
+MIXED = "mixed"
+"""Slice of all queries, of the new model, against the documents of the published one: for readers that mix them."""
 
 BOUNDS = ("low", "high", "at_least", "at_most")
 
@@ -80,10 +90,21 @@ def run(context: StageContext) -> StageOutput | None:
     models = models_to_measure(context, device, holdout, rows)
     total = sum(model.tokens for model in models)
     measured: dict[str, PerQuery] = {}
+    encoded: dict[str, EncodedTexts] = {}
     done = 0
     for model in models:
-        measured[model.name] = measure(context, model, done, total)
+        encoded[model.name] = encode_texts(context, model, done, total)
+        measured[model.name] = measure(context, model.name, encoded[model.name], model.holdout)
         done += model.tokens
+    drift = None
+    if plan.published:
+        old_texts, new_texts = encoded.get("published", encoded["parent"]), encoded["new"]
+        drift = measure_drift(old_texts.candidates, new_texts.candidates) if context.world.is_leader else None
+        if old_texts.queries.shape[1] == new_texts.queries.shape[1]:
+            measured[MIXED] = measure(context, MIXED, replace(old_texts, queries=new_texts.queries), holdout)
+    golden = {}
+    for one in config.evaluate.sets:
+        golden[f"{GOLDEN}:{one.name}"] = compare_on(context, rows / GOLDEN / one.name, one.name, models)
     reference = None
     if plan.reference:
         exam = read_holdout(rows / REFERENCE)
@@ -91,7 +112,7 @@ def run(context: StageContext) -> StageOutput | None:
         known = kept_vectors(context.scratch / VECTORS, texts_of(exam))
         new_model = models[0]
         again = share_out(context, REFERENCE, new_model.folder, new_model.form, new_model.device, exam, known)
-        measured[REFERENCE] = measure(context, again, done, done + again.tokens)
+        measured[REFERENCE] = measure(context, REFERENCE, encode_texts(context, again, done, done + again.tokens), exam)
         reference = exam, QueryValues.read(rows / REFERENCE / VALUES)
     seconds = time.monotonic() - started
     watch.check(0)
@@ -107,12 +128,19 @@ def run(context: StageContext) -> StageOutput | None:
     if baseline is not parent:
         scores["parent"] = means(parent)
     slices = {name: compare(baseline, new, holdout.units, chosen, config) for name, chosen in slices_of(holdout).items()}
+    slices |= golden
     if reference:
         exam, before = reference
         scores[REFERENCE] = compare(
             before.of(exam.keys), measured[REFERENCE], exam.units, np.ones(len(exam.queries), np.bool_), config
         )
-    gate = judge_model({**scores, "slices": slices}, config.gate, plan.published)
+    drifted: dict[str, Any] = {}
+    if drift:
+        drifted[DRIFT] = {"queries": drift["documents"], "units": drift["documents"], "difference": drift.pop("difference")}
+        if MIXED in measured:
+            drifted[MIXED] = compare(baseline, measured[MIXED], holdout.units, every, config)
+            drift["new_on_old"] = drifted[MIXED]["difference"][config.gate.metric]["value"]
+    gate = judge_model({**scores, "slices": {**slices, **drifted}}, config.gate, plan.published)
     log.info("gate: %s: %s", gate["verdict"], gate["reason"])
     context.cloudwatch.write(
         {
@@ -126,7 +154,7 @@ def run(context: StageContext) -> StageOutput | None:
         "candidates": len(holdout.candidates),
         "reused": sum(int((model.place >= 0).sum()) for model in models),
     }
-    scorecard = {**counts, **scores, "gate": gate, "slices": slices}
+    scorecard = {**counts, **scores, "gate": gate, "slices": slices, "drift": drift}
     store.write_json(context.paths.scorecard, scorecard)
     values = context.scratch / "queries.parquet"
     QueryValues(holdout.keys, new).write(values)
@@ -147,12 +175,31 @@ def run(context: StageContext) -> StageOutput | None:
             **counts,
             **scores,
             "gate": gate,
+            "drift": drift,
             # Whether the run can embed with the published model, where its own is refused.
             "refresh": plan.published is not None and not plan.published.own_tokens and plan.published.same_graphs,
             "queries_per_second": len(measured) * len(holdout.queries) / seconds,
             "graphs": graphs,
         },
     )
+
+
+def compare_on(context: StageContext, folder: Path, name: str, models: Sequence[MeasuredModel]) -> dict[str, Any]:
+    """Compare the new model and its baseline on another hold-out; all ranks call it together.
+
+    Args:
+        folder: of its row files.
+        name: for the ranks' files.
+        models: as `models_to_measure` returns them: the new one first, the baseline last.
+    """
+    published, found = context.plan.published, []
+    for model in (models[-1], models[0]):
+        own_tokens = model.name == "published" and published is not None and published.own_tokens
+        exam = read_holdout(folder, PUBLISHED if own_tokens else "")
+        computed = np.full(len(exam.candidates) + len(exam.queries), -1), np.empty((0, 0), np.float32)
+        again = share_out(context, f"{name}-{model.name}", model.folder, model.form, model.device, exam, computed)
+        found.append(measure(context, again.name, encode_texts(context, again, 0, again.tokens), exam))
+    return compare(found[0], found[1], exam.units, np.ones(len(exam.queries), np.bool_), context.plan.config)
 
 
 def open_alone(context: StageContext, kind: str, precision: str) -> Device:
@@ -270,8 +317,22 @@ def share_out(
     )
 
 
-def measure(context: StageContext, model: MeasuredModel, before: int, total: int) -> PerQuery:
-    """Return every metric of one model for every query; all ranks call it together.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedTexts:
+    """A model's vectors.
+
+    Attributes:
+        candidates: of all ranks' shares.
+        own, queries: those that this rank ranks, and their vectors, (q, D) on the device that scores.
+    """
+
+    candidates: list[Block]
+    own: range
+    queries: Tensor
+
+
+def encode_texts(context: StageContext, model: MeasuredModel, before: int, total: int) -> EncodedTexts:
+    """Return one model's vectors of the hold-out's texts; all ranks call it together.
 
     Args:
         before, total: tokens that this rank has encoded with other models, and encodes with all of them.
@@ -304,7 +365,6 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
     blocks = list(zip(model.shares, shared, strict=True))
     if model.name == "new" and context.world.is_leader:
         write_vectors(context.scratch / VECTORS, model.texts, blocks, dimension)
-    context.heartbeat.beat(note=f"ranking with the {model.name} model")
     # A share begins with its candidates.
     count = len(model.holdout.candidates)
     candidates = [(rows[rows < count], one[: np.count_nonzero(rows < count)]) for rows, one in blocks]
@@ -314,10 +374,20 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
         queries[torch.from_numpy(rows[first:last] - count - model.queries.start)] = one[first:last]
     if device.kind in EAGER_KINDS:
         queries = queries.to(device.torch_device)
-    relevant, known = (pairs.of_queries(model.queries) for pairs in (model.holdout.relevant, model.holdout.known))
-    values = retrieve(queries, candidates, relevant, known)
+    return EncodedTexts(candidates=candidates, own=model.queries, queries=queries)
+
+
+def measure(context: StageContext, name: str, texts: EncodedTexts, holdout: Holdout) -> PerQuery:
+    """Return every metric for every query; all ranks call it together.
+
+    Args:
+        name: of the model, for the ranks' files.
+    """
+    context.heartbeat.beat(note=f"ranking with the {name} model")
+    relevant, known = (pairs.of_queries(texts.own) for pairs in (holdout.relevant, holdout.known))
+    values = retrieve(texts.queries, texts.candidates, relevant, known)
     own_values = np.stack([values[metric] for metric in METRICS])
-    return dict(zip(METRICS, np.concatenate(exchange(context, f"{model.name}-values", own_values), axis=1), strict=True))
+    return dict(zip(METRICS, np.concatenate(exchange(context, f"{name}-values", own_values), axis=1), strict=True))
 
 
 def means(values: PerQuery) -> dict[str, float]:

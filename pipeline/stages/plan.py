@@ -19,6 +19,7 @@ from pipeline.config import Deployment
 from pipeline.contract import Artifact, Metric, Queue, RunPaths, Stage, StageResult, now
 from pipeline.cost import cost_of, most
 from pipeline.dataset.deletions import Deletions
+from pipeline.dataset.golden import GOLDEN, write_golden
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard, Profile
 from pipeline.dataset.profile import check_limits, profile_of
 from pipeline.dataset.reading import return_memory
@@ -147,10 +148,11 @@ def new_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
         context.heartbeat.beat(done, unit="rows", note=note)
 
     with Quarantine(scratch / "quarantine.jsonl", paths.quarantine) as quarantine:
-        quarantine.join([*pairs, *(shard for shard in documents if not shard.shard.of_pairs)])
+        own = [shard for shard in documents if not shard.shard.of_pairs]
+        quarantine.join([*pairs, *own])
         counted = count(context, inputs, documents, quarantine)
         context.cloudwatch.write({Metric.QUARANTINED_ROWS: quarantine.count})
-        rows = PlannedRows(inputs, pairs, paths.bucket_root, scratch / "rows", _published(context, inputs), beat)
+        rows = PlannedRows(inputs, pairs, own, paths.bucket_root, scratch / "rows", _published(context, inputs), beat)
         check_bad_rows(inputs, pairs, documents, counted, rows.new_shards, quarantine)
     check_selection(inputs, rows, pairs)
     embed = plan_embedding(inputs, inputs.shards_of(DOCUMENTS), documents, counted)
@@ -159,6 +161,7 @@ def new_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
     check_data(rows, pairs, embed)
     rows.write_holdout()
     decides = check_queries(paths, inputs, rows)
+    write_golden_sets(context, inputs, rows)
     reference = plan_reference(paths, inputs, rows)
     counts, mean_tokens = rows.write_training(world.ranks)
     check_data(rows, pairs, embed, mean_tokens)
@@ -203,6 +206,23 @@ def new_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
     )
     train = plan.train.model_copy(update={"resumed": resumed_run(plan, paths)})
     return write_plan(paths, plan.model_copy(update={"train": train}).sealed())
+
+
+def write_golden_sets(context: StageContext, inputs: RunInputs, rows: PlannedRows) -> None:
+    """Write the golden sets' row files.
+
+    Raises:
+        MissingInput, BadData: see `write_golden`.
+    """
+    if not inputs.config.evaluate.sets:
+        return
+    folder = fetch_without_weights(inputs.parent.folder, context.scratch / "parent")
+    own = TextTokenizer.planned(transformer_folder(folder), inputs.tokenizer), Lengths.of(inputs.config)
+    published = _published(context, inputs)
+    for golden in inputs.config.evaluate.sets:
+        below = f"{GOLDEN}/{golden.name}"
+        found = write_golden(rows.folder / below, golden, {"": own, **({PUBLISHED: published} if published else {})})
+        rows.rows |= {f"{below}/{name}": count for name, count in found.items()}
 
 
 def plan_reference(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str | None:
@@ -306,11 +326,12 @@ def check_queries(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str:
             remedy="add rows or raise data.holdout_fraction",
         )
     for rule in config.gate.guardrails:
-        if not rule.slice.endswith(":*") and rule.slice not in ("fresh", *rows.slices):
+        known = {*rows.slices, *(f"{GOLDEN}:{one.name}" for one in config.evaluate.sets), "fresh", "drift", "mixed"}
+        if not rule.slice.endswith(":*") and rule.slice not in known:
             raise BadConfig(
                 "a guardrail is about a slice that the hold-out does not have",
                 value=f"gate.guardrails: {rule.slice}",
-                rule=f"one of fresh, {', '.join(sorted(rows.slices)) or 'no locale and no task'}",
+                rule=f"one of {', '.join(sorted(known))}",
                 remedy="correct its name, or leave it out",
             )
     if inputs.lineage:

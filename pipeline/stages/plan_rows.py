@@ -6,9 +6,9 @@ Reads ingested shards and the rows that the lineage was trained on; writes the r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.contract import RunPaths
+from pipeline.dataset.corpus_plan import Places, sample_documents
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import SLICES, IngestedShard
 from pipeline.dataset.reading import in_threads
@@ -45,10 +46,12 @@ class PlannedRows:
         shards: ingested training shards, as they were listed.
         bucket_root: the folder that holds `seen/`.
         folder: local folder for the row files.
+        corpus: ingested shards of a corpus of its own; none where the documents of training rows are embedded.
         published: tokenizer and lengths of a published model with other tokens; None: it has the parent's, or there is none.
         beat: see Beat.
 
     Attributes:
+        folder: as given.
         rows: file -> rows in it.
         queries: distinct held-out queries (text and locale) that have a relevant document.
         held_documents: distinct documents of the hold-out.
@@ -61,6 +64,7 @@ class PlannedRows:
         self,
         inputs: RunInputs,
         shards: Sequence[IngestedShard],
+        corpus: Sequence[IngestedShard],
         bucket_root: str,
         folder: Path,
         published: tuple[TextTokenizer, Lengths] | None,
@@ -69,7 +73,8 @@ class PlannedRows:
         self._inputs = inputs
         self._config = inputs.config
         self._shards = shards
-        self._folder = folder
+        self._corpus = corpus
+        self.folder = folder
         self._published = published
         self._beat = beat
         compared = tuple(dict.fromkeys((*inputs.lineage, *inputs.published_lineage)))
@@ -101,7 +106,7 @@ class PlannedRows:
         )
 
     def write_holdout(self) -> None:
-        """Write queries to evaluate, their documents, and distractors: documents of the next slices.
+        """Write queries to evaluate, their documents, and distractors: the next slices' documents, of the corpus if there is one.
 
         Rows that a compared model was trained on are left out, and so are others with their key. Which distractors are relevant
         to a query is written too: most of them are trained on, and no wrong answers.
@@ -110,10 +115,10 @@ class PlannedRows:
         known: set[tuple[int, str | None]] = set()
         documents: set[int] = set()
         with ExitStack() as stack:
-            writer = RowWriter(self._folder, self._inputs.tokenizer.vocabulary, [*HOLDOUT_FILES, KNOWN])
+            writer = RowWriter(self.folder, self._inputs.tokenizer.vocabulary, [*HOLDOUT_FILES, KNOWN])
             writers = {"": stack.enter_context(writer)}
             if self._published:
-                other = RowWriter(self._folder / PUBLISHED, self._published[0].vocabulary, HOLDOUT_FILES)
+                other = RowWriter(self.folder / PUBLISHED, self._published[0].vocabulary, HOLDOUT_FILES)
                 writers[f"{PUBLISHED}/"] = stack.enter_context(other)
             for first, last, table in self._tables(0, held, most, self._untrained):
                 table = table.filter(pa.array(~np.isin(table["key"].to_numpy(), self._compared.keys(first, last))))
@@ -128,12 +133,17 @@ class PlannedRows:
                 if len(known) == most:
                     break
             self.queries, self.held_documents = len(known), len(documents)
-            distractors = self._config.evaluate.candidates
-            for _, _, table in self._tables(held, SLICES, distractors, lambda group, *_: group.repeat == 1):
-                missing = self.held_documents + distractors - writer.rows["candidates.arrow"]
-                if not missing:
-                    break
-                _add(writers, "candidates.arrow", _documents(table, documents)[:missing])
+            distractors, last = self._config.evaluate.candidates, SLICES
+            if self._corpus:
+                places, last = sample_documents(self._corpus, held, distractors, self.folder.with_name("hashes"))
+                table = self._read(self._corpus, places, ["document_tokens"], ["document_hash"])
+                _add(writers, "candidates.arrow", _documents(table, documents))
+            for _, _, table in self._tables(held, last, distractors, lambda group, *_: group.repeat == 1):
+                if not self._corpus:
+                    missing = self.held_documents + distractors - writer.rows["candidates.arrow"]
+                    if not missing:
+                        break
+                    _add(writers, "candidates.arrow", _documents(table, documents)[:missing])
                 writer.add(KNOWN, table.filter(pa.array(_positive_for(table, known))))
         for prefix, each in writers.items():
             self.rows |= {f"{prefix}{name}": rows for name, rows in each.rows.items()}
@@ -155,28 +165,27 @@ class PlannedRows:
             group = self._source.read(first, last)
             group = group.take(wanted(group, first, last))
             if len(group):
-                yield first, last, self._read(group)
+                yield first, last, self._read(self._shards, (group.shard, group.file, group.row), list(OWN), ["version", "key"])
 
-    def _read(self, group: Group) -> pa.Table:
-        """Return facts, tokens and the number of the shard of rows, in the order of their keys; without rows that lack tokens."""
-        group = group.take(np.lexsort((group.row, group.file, group.shard)))
-        found = read_pairs(
-            self._shards,
-            group,
-            self._inputs.tokenizer,
-            self._lengths.query,
-            self._lengths.candidate,
-            texts=self._published is not None,
-        )
-        table = pa.concat_tables([table.append_column("shard", pa.array(group.shard[places])) for table, places in found])
-        table = table.take(pa.array(np.lexsort((table["version"].to_numpy(), table["key"].to_numpy()))))
+    def _read(self, shards: Sequence[IngestedShard], rows: Places, columns: Sequence[str], order: Sequence[str]) -> pa.Table:
+        """Return facts, tokens and the number of the shard of rows; without rows that lack tokens.
+
+        Args:
+            columns: of tokens, in the order of `texts`.
+            order: columns of hashes by which the rows are sorted, the last one first.
+        """
+        sorted_rows = np.stack(rows)[:, np.lexsort(rows[::-1])]
+        lengths = self._lengths.of_columns(columns)
+        found = read_rows(shards, sorted_rows, self._inputs.tokenizer, lengths, texts=self._published is not None)
+        table = pa.concat_tables([table.append_column("shard", pa.array(sorted_rows[0][places])) for table, places in found])
+        table = table.take(pa.array(np.lexsort([table[name].to_numpy() for name in order])))
         if self._published:
-            tokenizer, lengths = self._published
-            for place, (name, length) in enumerate(zip(OWN.values(), (lengths.query, lengths.candidate), strict=True)):
+            tokenizer, own_lengths = self._published
+            for place, (name, length) in enumerate(own_lengths.of_columns(columns).items()):
                 tokens = tokenizer.encode_each(pc.list_element(table["texts"], place).to_pylist(), length)
                 values = [None if isinstance(one, str) else one for one in tokens]
-                table = table.append_column(name, pa.array(values, pa.list_(pa.uint32())))
-            table = table.filter(pc.and_(*(pc.is_valid(table[name]) for name in OWN.values())))
+                table = table.append_column(OWN[name], pa.array(values, pa.list_(pa.uint32())))
+            table = _whole(table, [OWN[name] for name in columns])
         return table
 
     def write_reference(self, source: RunPaths, deletions: Deletions) -> None:
@@ -194,7 +203,7 @@ class PlannedRows:
                 found |= table["label"].to_numpy() <= 0
             return found
 
-        self.rows |= copy_reference(source, self._folder, unusable, self._folder.with_name("reference"))
+        self.rows |= copy_reference(source, self.folder, unusable, self.folder.with_name("reference"))
 
     def write_training(self, ranks: int) -> tuple[StepCounts, float]:
         """Write the rows to train on and the order of their batches.
@@ -202,13 +211,15 @@ class PlannedRows:
         Returns:
             The counts of the plan, and the mean tokens of a document.
         """
-        selection, lengths = self.selection, self._lengths
-        with RowWriter(self._folder, self._inputs.tokenizer.vocabulary, ["train.arrow"]) as writer:
+        selection = self.selection
+        longest = {"query_tokens": self._lengths.query, "document_tokens": self._lengths.document}
+        with RowWriter(self.folder, self._inputs.tokenizer.vocabulary, ["train.arrow"]) as writer:
             for first, last in groups(self._source.per_slice, holdout_slices(self._config.data.holdout_fraction), SLICES):
                 if not (selection.new + selection.replay)[first:last].any():
                     continue
                 group = selection.choose(self._source.read(first, last))
-                for table, places in read_pairs(self._shards, group, self._inputs.tokenizer, lengths.query, lengths.document):
+                rows = np.stack((group.shard, group.file, group.row))
+                for table, places in read_rows(self._shards, rows, self._inputs.tokenizer, longest):
                     new, shards = ~group.seen[places], group.shard[places]
                     self.new.update(shards[new].tolist())
                     self.replayed.update(shards[~new].tolist())
@@ -217,43 +228,49 @@ class PlannedRows:
                     writer.add("train.arrow", table)
                     self._beat("writing training rows", writer.rows["train.arrow"])
         self.rows |= writer.rows
-        train = DocumentLengths(self._folder / "train.arrow")
-        counts = write_orders(self._folder, train, self._config, ranks)
+        train = DocumentLengths(self.folder / "train.arrow")
+        counts = write_orders(self.folder, train, self._config, ranks)
         for epoch in range(-(-counts.steps // counts.steps_per_epoch)):
             self.rows[order_file(epoch)] = counts.steps_per_epoch
         return counts, sum(int(piece.sum()) for piece in train) / self.rows["train.arrow"]
 
 
-def read_pairs(
-    shards: Sequence[IngestedShard], group: Group, tokenizer: TokenizerPlan, query: int, document: int, *, texts: bool = False
+def read_rows(
+    shards: Sequence[IngestedShard], rows: Numbers, tokenizer: TokenizerPlan, lengths: Mapping[str, int], *, texts: bool = False
 ) -> Iterator[tuple[pa.Table, Numbers]]:
     """Yield rows of ingested shards some thousand at a time, without those that have no tokens.
 
     Args:
-        group: the rows, ordered by shard, file and row.
-        query, document: tokens at most.
+        rows: numbers of shard and file, and the row in the file: (3, rows), in this order.
+        lengths: column of tokens -> the most that a text has.
         texts: whether to read the texts, too.
 
     Returns:
-        Tables of facts and tokens, perhaps with `texts`; and the place of each row in the group.
+        Tables of facts and tokens, perhaps with `texts`; and the place of each row among the given ones.
     """
 
     def read(piece: tuple[int, int, Numbers, Numbers]) -> tuple[pa.Table, Numbers]:
-        number, file, rows, places = piece
-        shard, (first, last) = shards[number], (int(rows[0]), int(rows[-1]) + 1)
-        own = pa.array(rows - first)
+        number, file, wanted, places = piece
+        shard, (first, last) = shards[number], (int(wanted[0]), int(wanted[-1]) + 1)
+        own = pa.array(wanted - first)
         # A piece is one request of each file.
         [table] = (facts.take(own) for facts in shard.facts(file, first, last))
         [tokens] = (found.take(own) for found in shard.tokens(file, first, last))
-        for name, length in (("query_tokens", query), ("document_tokens", document)):
+        for name, length in lengths.items():
             table = table.append_column(name, cut(tokens[name].combine_chunks(), length, tokenizer))
         if texts:
             [found] = (found.take(own) for found in shard.texts(file, first, last))
             table = table.append_column("texts", found["texts"])
-        valid = pc.and_(pc.is_valid(table["query_tokens"]), pc.is_valid(table["document_tokens"]))
-        return table.filter(valid), places[np.asarray(valid)]
+        table = table.append_column("place", pa.array(places))
+        table = _whole(table, list(lengths))
+        return table.drop_columns("place"), table["place"].to_numpy()
 
-    return in_threads(read, list(pieces(group.shard, group.file, group.row)))
+    return in_threads(read, list(pieces(*rows)))
+
+
+def _whole(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Return the rows without a null in some columns."""
+    return table.filter(reduce(pc.and_, (pc.is_valid(table[name]) for name in columns)))
 
 
 def _within(table: pa.Table, known: set[tuple[int, str | None]], most: int) -> Mask:
@@ -286,5 +303,6 @@ def _documents(table: pa.Table, known: set[int]) -> pa.Table:
 def _add(writers: dict[str, RowWriter], name: str, table: pa.Table) -> None:
     for prefix, writer in writers.items():
         if prefix:
-            table = table.drop_columns(list(OWN)).rename_columns({own: ours for ours, own in OWN.items()})
+            own = {theirs: ours for ours, theirs in OWN.items() if ours in table.column_names}
+            table = table.drop_columns(list(own.values())).rename_columns(own)
         writer.add(name, table)

@@ -86,6 +86,8 @@ def test_unknown_slices_and_metrics_are_refused() -> None:
         {"slice": "country:de"},
         {"slice": "locale:"},
         {"slice": "fresh", "metric": "ndcg@5"},
+        {"slice": "fresh", "metric": "cosine"},
+        {"slice": "drift", "metric": "ndcg@10"},
         {"slice": "fresh", "max_drop": 0},
     ):
         with pytest.raises(BadConfig):

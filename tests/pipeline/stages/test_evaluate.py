@@ -14,18 +14,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from transformers import BertTokenizerFast
 
 from pipeline import store
 from pipeline.config import ModelConfig, build_config
 from pipeline.contract import Artifact, Stage, StageResult
-from pipeline.dataset.row_files import KNOWN, PUBLISHED, SCHEMAS, read_table
+from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, PUBLISHED, SCHEMAS, read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadData
+from pipeline.evaluation.drift import overlaps
 from pipeline.evaluation.holdout import read_holdout
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.reference import copy_reference
+from pipeline.evaluation.retrieval import retrieve
 from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.evaluation.statistics import Units
 from pipeline.evaluation.vectors import KEY_BYTES
@@ -35,6 +38,9 @@ from pipeline.model.folder import load_encoder, save_folder
 from pipeline.run.context import StageOutput
 from pipeline.run_inputs import GraphsPlan, PlannedWorld, Published
 from pipeline.stages import evaluate
+
+
+GOLDEN_SET = {"name": "shop", "queries": "s3://b/queries.jsonl", "qrels": "s3://b/test.tsv", "corpus": "s3://b/corpus.jsonl"}
 
 
 def test_equal_models_are_accepted(plan_run: Any, cloudwatch: Any) -> None:
@@ -367,6 +373,57 @@ def test_vectors_that_cannot_serve_are_no_failure(weeks: tuple[Any, Any], damage
     else:
         vectors.write_bytes(vectors.read_bytes()[: 1000 if damage == "cut" else 0])
     assert evaluate.run(run.context(Stage.EVALUATE)).metrics["reused"] == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_drift_is_that_between_the_published_vectors_and_the_new_ones(plan_run: Any, ranks: int) -> None:
+    """As whoever holds the vectors finds it; a guardrail on it can refuse, and so can one on mixed generations."""
+    rules = [{"slice": "drift", "metric": "cosine", "max_drop": 0.2}, {"slice": "mixed", "max_drop": 1.0}]
+    before, run = (
+        plan_run(run=name, model_seed=seed, settings={"gate": {"max_drop": 1.0, "guardrails": rules}})
+        for name, seed in (("week-00", 3), ("week-01", 4))
+    )
+    continue_from(run, before)
+    before.finish(Stage.EVALUATE, evaluate.run(before.context(Stage.EVALUATE)))
+    assert store.read_json(before.paths.scorecard)["drift"] is None  # nothing was published before
+    output = side_by_side(run, ranks)[0]
+    drift = store.read_json(run.paths.scorecard)["drift"]
+    assert drift == output.metrics["drift"]
+    holdout = read_holdout(Path(run.paths.rows))
+
+    def vectors(folder: str, texts: Any) -> Any:
+        encoder = load_encoder(Path(folder), run.plan.config.model).eval()
+        with torch.no_grad():
+            rows = [encoder(torch.tensor([text.tolist()]), torch.ones(1, len(text), dtype=torch.int64))[0] for text in texts]
+        return torch.stack(rows)
+
+    old, new = (vectors(paths.model, holdout.candidates) for paths in (before.paths, run.paths))
+    cosines = torch.nn.functional.cosine_similarity(old, new).numpy()
+    assert drift["documents"] == len(holdout.candidates) == 100
+    assert (drift["cosine"], drift["cosine_p1"]) == pytest.approx((cosines.mean(), np.quantile(cosines, 0.01)), abs=1e-5)
+    assert drift["overlap@10"] == pytest.approx(overlaps(old, new).mean(), abs=0.005)
+    mixed = retrieve(vectors(run.paths.model, holdout.queries), [(np.arange(100), old)], holdout.relevant)
+    expected = mixed["ndcg@10"].mean() - output.metrics["baseline"]["ndcg@10"]
+    assert drift["new_on_old"] == pytest.approx(expected, abs=1e-3)
+    gate = output.metrics["gate"]
+    verdicts = {rule["slice"]: (rule["metric"], rule["verdict"]) for rule in gate["guardrails"]}
+    assert verdicts == {"drift": ("cosine", "refused"), "mixed": ("ndcg@10", "too small")}
+    assert (gate["verdict"], "cosine of drift fell by" in gate["reason"]) == ("refused", True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_golden_sets_are_slices_of_their_own(plan_run: Any, ranks: int) -> None:
+    run = plan_run(model_seed=3, settings={"evaluate": {"sets": [GOLDEN_SET]}})
+    for name in (*HOLDOUT_FILES, KNOWN):
+        store.copy(store.join(run.paths.rows, name), store.join(run.paths.rows, "golden", "shop", name))
+    output = side_by_side(run, ranks)[0]
+    found = store.read_json(run.paths.scorecard)["slices"]["golden:shop"]
+    assert found["queries"] == output.metrics["queries"] == 30
+    for model in ("baseline", "new"):
+        assert found[model] == pytest.approx(output.metrics[model], abs=1e-6)
+    assert found["difference"]["ndcg@10"]["value"] != 0
+    [rule] = [rule for rule in output.metrics["gate"]["guardrails"] if rule["slice"] == "golden:shop"]
+    assert rule["difference"] == found["difference"]["ndcg@10"]["value"]
 
 
 def test_comparison_is_paired_and_seeded() -> None:

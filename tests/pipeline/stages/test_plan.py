@@ -738,6 +738,73 @@ def test_relevant_documents_that_are_trained_on_are_known(bench: Bench, by: str)
     assert (len(known) > 0) == (by == "document")
 
 
+def test_candidates_are_documents_of_the_corpus(bench: Bench) -> None:
+    """Those of some slices of text hashes: the same in every week, and with the training rows that have the same texts."""
+    words = [
+        {"id": f"{query}-{one}", "query": f"query {query}", "document": f"{query} {one}"}
+        for query in range(30)
+        for one in range(20)
+    ]
+    documents = [{"id": f"doc-{number}", "text": row["document"]} for number, row in enumerate(words)]
+    others = [{"id": f"other-{number}", "text": f"other {number}"} for number in range(600)]
+    bench.shard("a.jsonl", words)
+    bench.shard("c.jsonl", [*documents, *others[:300], {"id": "other-300", "text": "an earlier text"}], folder="corpus")
+    bench.shard("d.jsonl", others[301:], folder="corpus")
+    more = {"data": {"corpus": [f"{bench.root}/corpus"], "holdout_fraction": 0.1}}
+
+    def exam(run: str, candidates: int) -> tuple[set[str], set[str]]:
+        """Ids of candidates that are documents of the corpus, and of the hold-out's rows."""
+        bench.start(run, {**more, "evaluate": {"candidates": candidates}})
+        held, found = (bench.rows(run, name) for name in ("holdout.arrow", "candidates.arrow"))
+        own = {row["document_hash"] for row in held}
+        assert own == {row["document_hash"] for row in found[: len(own)]}
+        return {row["id"] for row in found[len(own) :]}, {row["id"] for row in held}
+
+    texts = {row["id"]: row["text"] for row in (*documents, *others)}
+    place = {name: normalized_hash(text) * SLICES >> 64 for name, text in texts.items()}
+    first = holdout_slices(0.1)
+    some, _ = exam("some", 400)
+    last = first + 400 * SLICES // 1200
+    assert some == {name for name in texts if first <= place[name] < last and name != "other-300"}
+    assert 300 < len(some) < 500
+    # Of the rows with these documents, those that are relevant to a held-out query are known.
+    queries = {row["query_hash"] for row in bench.rows("some", "holdout.arrow")}
+    known = {(row["query_hash"], row["document_hash"]) for row in bench.rows("some", "known.arrow")}
+    pairs = [(normalized_hash(row["query"]), normalized_hash(row["document"])) for row in words]
+    assert known == {pair for pair in pairs if pair[0] in queries and first <= pair[1] * SLICES >> 64 < last}
+    assert known
+
+    bench.shard(
+        "d.jsonl", [*others[301:], *({"id": f"new-{number}", "text": f"new {number}"} for number in range(12))], folder="corpus"
+    )
+    again, _ = exam("again", 404)
+    assert some <= again
+    every, _ = exam("every", 100_000)
+    assert {name for name in texts if place[name] >= first and name != "other-300"} <= every
+
+
+def test_golden_sets_are_row_files_of_the_run(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 100))
+    uri = f"{bench.root}/golden"
+    store.write_bytes(f"{uri}/queries.jsonl", b'{"_id": "q", "text": "query 1"}')
+    store.write_bytes(f"{uri}/corpus.jsonl", b'{"_id": "d", "text": "document 1"}\n{"_id": "e", "text": "document 2"}')
+    store.write_bytes(f"{uri}/test.tsv", b"query-id\tcorpus-id\tscore\nq\td\t1\n")
+    golden = {"name": "shop", "queries": f"{uri}/queries.jsonl", "qrels": f"{uri}/test.tsv", "corpus": f"{uri}/corpus.jsonl"}
+    settings = {"evaluate": {"sets": [golden]}, "gate": {"guardrails": [{"slice": "golden:shop"}]}}
+    bench.start("run", settings)
+    assert [row["id"] for row in bench.rows("run", "golden/shop/candidates.arrow")] == ["d", "e"]
+    file = bench.plan("run").row_files["golden/shop/holdout.arrow"]
+    assert (file.rows, file.sha256) == (1, store.sha256(store.join(bench.paths("run").rows, "golden/shop/holdout.arrow")))
+
+    unknown = {**settings, "gate": {"guardrails": [{"slice": "golden:shoes"}]}}
+    refusal(BadConfig, lambda: bench.start("typo", unknown), "golden:shoes", "golden:shop", "fresh")
+    store.write_bytes(f"{uri}/test.tsv", b"query-id\tcorpus-id\tscore\nq\tx\t1\n")
+    refusal(BadData, lambda: bench.start("gone", settings), "unknown documents", "100.0% of 1 documents", "x")
+    settings["evaluate"] = {"sets": [{**golden, "corpus": "s3://elsewhere/corpus.jsonl"}]}
+    bench.deployment = {"local_paths": False}
+    refusal(BadConfig, lambda: bench.prepare("foreign", settings), "evaluate.sets: shop", "s3://elsewhere/corpus.jsonl")
+
+
 def test_a_corpus_without_rows(bench: Bench) -> None:
     bench.shard("a.jsonl", rows(0, 100))
     bench.shard("c.jsonl", [], folder="corpus")
