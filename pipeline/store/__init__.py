@@ -15,7 +15,7 @@ import mimetypes
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
@@ -250,6 +250,10 @@ def delete_folder(uri: str) -> None:
     """Remove every object under a folder."""
     for info in list_objects(uri):
         delete(info.uri)
+    if not is_s3(uri):
+        for folder in (*sorted(_local(uri).rglob("*"), reverse=True), _local(uri)):
+            with suppress(OSError):  # not empty: others write there
+                folder.rmdir()
 
 
 def upload(path: Path, uri: str) -> Artifact:

@@ -56,7 +56,7 @@ ACCEPTED: tuple[Accepted, ...] = (
     ),
     _accepted(
         _wildcard(r"arn:\w+:s3:::[^*]+\*"),
-        r"Jobs/(Prepare|Ingest|Plan|Compile|Train|Evaluate)Role/",
+        r"Jobs/(Prepare|Ingest|Plan|Compile|Train|Evaluate|Publish)Role/",
         "Files are added under the folders that the settings name.",
     ),
     _accepted(

@@ -126,7 +126,7 @@ KEY = "arn:aws:kms:us-east-2:210987654321:key/0a1b2c3d"
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_who_reads_inputs_may_decrypt_them_through_s3_alone(other_deployment: Any, stage: Stage) -> None:
-    reads = stage not in (Stage.HEALTH_CHECK, Stage.EMBED, Stage.PUBLISH, Stage.REPORT)
+    reads = stage not in (Stage.HEALTH_CHECK, Stage.EMBED, Stage.REPORT)
     compiles = stage in (Stage.COMPILE, Stage.TRAIN)
     role = role_of(stage)
     assert (KEY in granted(other_deployment, role, "kms:Decrypt")) == reads
@@ -164,8 +164,8 @@ def test_no_policy_allows_every_action(deployment: Any) -> None:
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_inputs_are_readable_where_they_are_read(other_deployment: Any, stage: Stage) -> None:
-    """prepare lists the shards, ingest reads them; the parent, perhaps of no run, is loaded, or its tokenizer."""
-    reads_shards = stage in (Stage.PREPARE, Stage.INGEST)
+    """prepare and publish list the shards, ingest reads them; the parent, perhaps of no run, is loaded, or its tokenizer."""
+    reads_shards = stage in (Stage.PREPARE, Stage.INGEST, Stage.PUBLISH)
     loads_parent = stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
     readable = granted(other_deployment, role_of(stage), "s3:GetObject")
     listed = granted(other_deployment, role_of(stage), "s3:ListBucket")

@@ -203,13 +203,13 @@ def test_job_definitions(blueprint: Blueprint, look: Any, bad: Any) -> None:
     assert (finding.level, finding.value) == ("problem", "trnpipe-train-120:3")
 
 
-def schedule_answers(state: str, messages: int, refresh: str = "DISABLED") -> dict[str, Any]:
+def schedule_answers(state: str, messages: int, refresh: str = "DISABLED", every: str = "rate(1 day)") -> dict[str, Any]:
     def schedule(given: dict[str, Any]) -> dict[str, Any]:
         weekly = given["Name"] == "weekly"
         return {
             "Name": given["Name"],
             "State": state if weekly else refresh,
-            "ScheduleExpression": "cron(0 3 ? * SUN *)" if weekly else "rate(1 day)",
+            "ScheduleExpression": "cron(0 3 ? * SUN *)" if weekly else every,
             "ScheduleExpressionTimezone": "Etc/UTC",
             "Target": {
                 "Arn": "arn",
@@ -235,12 +235,14 @@ def test_schedule(blueprint: Blueprint, other_blueprint: Blueprint, look: Any, b
     assert findings[0].value.startswith("Sunday ")
     assert findings[0].value.endswith(" 03:00 Etc/UTC")
     off = schedule_answers("DISABLED", 0)
-    assert bad(look(check_deployed.schedule, other_blueprint, off, after=True)) == []
+    refreshed = schedule_answers("DISABLED", 0, "ENABLED", "rate(12 hours)")
+    assert bad(look(check_deployed.schedule, other_blueprint, refreshed, after=True)) == []
     other = [("problem", "the schedule of the weekly start is not what the settings say")]
     [finding, *_] = look(check_deployed.schedule, blueprint, off, after=True)
     assert finding.value == "weekly: State DISABLED, not ENABLED"
+    by_hand = schedule_answers("ENABLED", 0, "ENABLED", "rate(12 hours)")
     # What was switched on by hand or by an option, the next deployment switches off.
-    assert bad(look(check_deployed.schedule, other_blueprint, schedule_answers("ENABLED", 0), after=True)) == other
+    assert bad(look(check_deployed.schedule, other_blueprint, by_hand, after=True)) == other
     lost = look(check_deployed.schedule, blueprint, schedule_answers("ENABLED", 2), after=True)
     assert bad(lost) == [("problem", "a start could not be delivered")]
     [refresh] = bad(look(check_deployed.schedule, blueprint, schedule_answers("ENABLED", 0, "ENABLED"), after=True))
