@@ -525,13 +525,14 @@ class Settings(SettingsSection):
         """Patterns `BUCKET/KEY` of objects that runs read outside the deployment's bucket: `read`, and the URIs in its config.
 
         Args:
-            shards: training data and corpus too.
+            shards: training data, corpus and golden sets too.
             model: the initial model too.
         """
         config = self.run_config()
         named = [
             *self.read,
             *((*config.data.train, *config.data.corpus) if shards else ()),
+            *((uri for golden in config.evaluate.sets for uri in golden.uris) if shards else ()),
             *((uri for uri in (config.model.initial, config.model.base) if uri) if model else ()),
         ]
         found = []

@@ -23,8 +23,8 @@ from infra.settings import COST_TAG, Settings
 from infra.workflow.watches import Watches
 from pipeline.contract import STAGES, Queue, Shape, Stage
 
-SHARD_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PUBLISH)
-"""Stages that see the input shards: prepare and publish list them, ingest reads them."""
+SHARD_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.PUBLISH)
+"""Stages that see the input shards: prepare and publish list them, ingest reads them, and plan golden sets."""
 
 PARENT_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
 """Stages that load the parent or its tokenizer, which may be outside the run folders, as the initial model is."""

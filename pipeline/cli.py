@@ -158,6 +158,7 @@ def start(
         typer.Option("--wait-lock", metavar="MINUTES", min=0, help="How long to wait for a run that holds the registry name."),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the execution, and so the new run's id.")] = None,
+    refresh: RefreshOption = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends, and end with its exit code.")] = False,
     lines: LinesOption = False,
     stack: StackOption = DEFAULT_STACK,
@@ -166,7 +167,7 @@ def start(
     """Start a run of a deployment, after a check of its configuration."""
     from pipeline.operate.start import execution_input
 
-    given = execution_input(file, settings or (), run=run, share=share, wait_lock=wait_lock, name=name)
+    given = execution_input(file, settings or (), run=run, share=share, wait_lock=wait_lock, name=name, refresh=refresh)
     from rich.console import Console
 
     from pipeline.operate import start as starting
@@ -546,9 +547,9 @@ def registry_rollback(
 
     What later runs were trained on is new again to the next one.
     """
-    chosen = [*(settings or ()), "mode=refresh", f"rollback={run}"]
+    chosen = [*(settings or ()), f"rollback={run}"]
     if state is None:
-        start(settings=chosen, watch=watch, lines=lines, stack=stack)
+        start(settings=chosen, refresh=True, watch=watch, lines=lines, stack=stack)
     else:
         local(settings=chosen, refresh=True, state=state, plain=lines)
 

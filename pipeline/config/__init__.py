@@ -146,7 +146,7 @@ class RunConfig(Section):
             value = attrgetter(key)(self)
             yield from ((key, uri) for uri in ([value] if isinstance(value, str) else value or ()))
         for golden in self.evaluate.sets:
-            yield from ((f"evaluate.sets: {golden.name}", uri) for uri in (golden.queries, golden.qrels, golden.corpus))
+            yield from ((f"evaluate.sets: {golden.name}", uri) for uri in golden.uris)
 
     def micro_batch_on(self, kind: str) -> int:
         """Return the pairs of a micro-batch on this device type: a divisor of `train.batch_size`, see `train.micro_batch`."""

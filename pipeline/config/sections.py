@@ -458,6 +458,10 @@ class GoldenSet(Section):
     qrels: Uri = Field(description="TSV with a heading: query, document, score; above 0 is relevant.")
     corpus: Uri = Field(description="JSONL with `_id`, `text` and perhaps `title`.")
 
+    @property
+    def uris(self) -> tuple[str, str, str]:
+        return self.queries, self.qrels, self.corpus
+
 
 class EvaluateConfig(Section):
     """Retrieval metrics on the hold-out."""

@@ -86,7 +86,7 @@ def _check(golden: GoldenSet, what: str, named: set[str], texts: Mapping[str, To
 
 def _encoded(tokenizer: TextTokenizer, texts: Mapping[str, str], length: int) -> dict[str, Tokens]:
     tokens = tokenizer.encode_each(list(texts.values()), length)
-    return {name: one for name, one in zip(texts, tokens, strict=True) if not isinstance(one, str)}
+    return {name: one for name, one in zip(texts, tokens, strict=True) if texts[name].strip() and not isinstance(one, str)}
 
 
 def _texts(uri: str) -> dict[str, str]:

@@ -29,6 +29,7 @@ def execution_input(
     share: str | None,
     wait_lock: int | None,
     name: str | None,
+    refresh: bool = False,
 ) -> dict[str, Any]:
     """Return the execution's input, a partial run configuration: settings over flags over the file.
 
@@ -39,12 +40,18 @@ def execution_input(
         share: fair-share identifier.
         wait_lock: minutes to wait for a run that holds the registry name.
         name: of the execution, and so of a new run; None: share and time.
+        refresh: train nothing.
 
     Raises:
         BadConfig: no deployment could run it.
         MissingInput: no such file.
     """
-    flags = {"run": None if run is None else check_run_id(run), "share": share, "lock.wait_minutes": wait_lock}
+    flags = {
+        "run": None if run is None else check_run_id(run),
+        "share": share,
+        "lock.wait_minutes": wait_lock,
+        "mode": "refresh" if refresh else None,
+    }
     named = nested({key: value for key, value in flags.items() if value is not None})
     given = merge(merge(load_config_file(config_file) if config_file else {}, named), parse_settings(settings))
     # Checked alone first: mistakes are reported without a request to AWS.

@@ -164,8 +164,8 @@ def test_no_policy_allows_every_action(deployment: Any) -> None:
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_inputs_are_readable_where_they_are_read(other_deployment: Any, stage: Stage) -> None:
-    """prepare and publish list the shards, ingest reads them; the parent, perhaps of no run, is loaded, or its tokenizer."""
-    reads_shards = stage in (Stage.PREPARE, Stage.INGEST, Stage.PUBLISH)
+    """prepare and publish list the shards, ingest reads them, plan golden sets; the parent, perhaps of no run, is loaded."""
+    reads_shards = stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.PUBLISH)
     loads_parent = stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
     readable = granted(other_deployment, role_of(stage), "s3:GetObject")
     listed = granted(other_deployment, role_of(stage), "s3:ListBucket")

@@ -97,6 +97,8 @@ def test_start_checks_first_then_watches_to_the_end_and_runs_lists_it(machine: S
     file.write_text("train: {epochs: 2}\nshare: weekly\n")
     refused = trnpipe("start", file, "--set", "nodes=7", state=local.state)
     assert (refused.returncode, "nodes is one of 1, 2" in refused.stderr) == (64, True), refused.stderr
+    contradicts = trnpipe("start", "--refresh", "--set", "model.parent=s3://bucket/model", state=local.state)
+    assert (contradicts.returncode, "mode = refresh uses the published model" in contradicts.stderr) == (64, True)
     assert local.client.list_executions(stateMachineArn=local.stack.state_machine_arn)["executions"] == []
 
     shown = trnpipe("start", file, "--share", "experiments", "--wait-lock", "3", "--name", "good", "--watch", state=local.state)

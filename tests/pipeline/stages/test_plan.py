@@ -16,10 +16,11 @@ from pipeline import store
 from pipeline.contract import Stage, StageResult, reference_uri
 from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.ids import IdDigest
-from pipeline.dataset.ingested import part_range
+from pipeline.dataset.ingested import SLICES, part_range
 from pipeline.dataset.row_files import PUBLISHED, SCHEMAS, DocumentLengths, read_table, token_lengths
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.sampler import MASKED, lay_out
+from pipeline.dataset.selection import holdout_slices
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.estimate import requirements as limits
@@ -707,7 +708,7 @@ def test_a_small_hold_out(bench: Bench) -> None:
 def test_a_guardrail_of_a_slice_that_is_not_there(bench: Bench) -> None:
     bench.shard("a.jsonl", rows(0, 100, locale="de"))
     gate = {"undecided": "accept", "guardrails": [{"slice": "locale:*"}, {"slice": "fresh"}, {"slice": "locale:fr"}]}
-    refusal(BadConfig, lambda: bench.start("run", {"gate": gate}), "locale:fr", "one of fresh, locale:de")
+    refusal(BadConfig, lambda: bench.start("run", {"gate": gate}), "locale:fr", "one of drift, fresh, locale:de, mixed")
     bench.start("next", {"gate": {**gate, "guardrails": [{"slice": "locale:de"}]}})
     assert "which is assumed, as nothing is measured yet" in bench.plan("next").holdout.decides
 
