@@ -31,7 +31,7 @@ from pipeline.evaluation.gate import check_holdout
 from pipeline.evaluation.reference import REFERENCE
 from pipeline.graphs.fingerprint import missing_sets
 from pipeline.log import log
-from pipeline.model.inventory import fetch_without_weights, transformer_folder
+from pipeline.model.inventory import fetch_without_weights, load_tokenizer
 from pipeline.plan import DataProfile, DeletionPlan, EmbedPlan, ExpectedCost, HoldoutPlan, RowFile, RunPlan, Shard, TrainPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.request import read_request
@@ -375,7 +375,7 @@ def _published(context: StageContext, inputs: RunInputs) -> tuple[TextTokenizer,
     if inputs.published is None or not inputs.published.own_tokens:
         return None
     folder = fetch_without_weights(inputs.published.folder, context.scratch / PUBLISHED)
-    return TextTokenizer(transformer_folder(folder)), Lengths.of(inputs.config).within(inputs.published.positions)
+    return load_tokenizer(folder), Lengths.of(inputs.config).within(inputs.published.positions)
 
 
 def _shard(number: int, shard: IngestedShard, rows: PlannedRows) -> Shard:

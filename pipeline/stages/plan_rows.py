@@ -23,7 +23,7 @@ from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, PUBLISHED, Document
 from pipeline.dataset.seen import SeenRows
 from pipeline.dataset.selection import Group, HashedRows, Mask, Numbers, Selection, groups, holdout_slices, pieces, select
 from pipeline.dataset.steps import StepCounts, order_file, write_orders
-from pipeline.dataset.tokens import TextTokenizer, cut
+from pipeline.dataset.tokens import SIDES, TextTokenizer, cut
 from pipeline.evaluation.reference import copy_reference
 from pipeline.run_inputs import RunInputs, TokenizerPlan
 
@@ -172,8 +172,10 @@ class PlannedRows:
         table = table.take(pa.array(np.lexsort((table["version"].to_numpy(), table["key"].to_numpy()))))
         if self._published:
             tokenizer, lengths = self._published
-            for place, (name, length) in enumerate(zip(OWN.values(), (lengths.query, lengths.candidate), strict=True)):
-                tokens = tokenizer.encode_each(pc.list_element(table["texts"], place).to_pylist(), length)
+            columns = zip(OWN.values(), (lengths.query, lengths.candidate), SIDES, strict=True)
+            for place, (name, length, side) in enumerate(columns):
+                texts = pc.list_element(table["texts"], place).to_pylist()
+                tokens = tokenizer.encode_each(texts, length, tokenizer.prompts[side])
                 values = [None if isinstance(one, str) else one for one in tokens]
                 table = table.append_column(name, pa.array(values, pa.list_(pa.uint32())))
             table = table.filter(pc.and_(*(pc.is_valid(table[name]) for name in OWN.values())))

@@ -20,7 +20,7 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.log import log
 from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, text_positions
-from pipeline.model.inventory import fetch_without_weights, transformer_folder
+from pipeline.model.inventory import fetch_without_weights, load_tokenizer
 from pipeline.model.parent import ResolvedParent
 from pipeline.plan import RunPlan
 from pipeline.run.context import StageContext
@@ -156,7 +156,7 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
             rule=f"at most {positions} tokens ({backbone.model_type})",
             remedy=f"choose lengths up to {positions}",
         )
-    tokenizer = TextTokenizer(transformer_folder(folder))
+    tokenizer = load_tokenizer(folder)
     if tokenizer.vocabulary > backbone.vocab_size:
         raise BadConfig(
             "the tokenizer does not belong to the model",
@@ -197,7 +197,7 @@ def plan_published(
         ) from error
     form = config.model_copy(update={"model": own_form(folder, config.model)})
     backbone, _ = inspect_folder(folder, form.model)
-    own = TextTokenizer(transformer_folder(folder))
+    own = load_tokenizer(folder)
     own_lengths = lengths.within(text_positions(backbone))
     same_tokens = (own.digest, own_lengths) == (tokenizer.digest, lengths)
     fits = plan_graphs(form, world, backbone, context.paths.bucket_root)
