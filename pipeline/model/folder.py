@@ -254,9 +254,8 @@ def _backbone_config(folder: Path) -> PreTrainedConfig:
 def _sentence_config(folder: Path, longest: int, configured: Any) -> dict[str, Any]:
     """`sentence_bert_config.json` with a maximum length that the position embeddings allow."""
     record = read_object(folder / SENTENCE_CONFIG)
-    configured = (
-        configured or record.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
-    )
+    found = record.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
+    configured = configured or found
     # Tokenizers that know no maximum say 1e30.
     limit = configured if isinstance(configured, (int, float)) and configured > 0 else longest
     return {"max_seq_length": int(min(limit, longest)), "do_lower_case": bool(record.get("do_lower_case", False))}

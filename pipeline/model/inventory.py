@@ -242,7 +242,7 @@ def read_prompts(folder: Path) -> dict[str, str]:
     record = read_object(folder / PROMPTS)
     prompts, default = record.get("prompts") or {}, record.get("default_prompt_name")
     texts = prompts.values() if isinstance(prompts, dict) else [0]
-    if not all(isinstance(text, str | None) for text in texts) or (default is not None and default not in prompts):
+    if not all(isinstance(text, str | None) for text in texts) or (default is not None and str(default) not in prompts):
         raise BadData(
             "the model's prompts cannot be used",
             value=f"{folder / PROMPTS}: prompts {prompts}, default_prompt_name {default}",
