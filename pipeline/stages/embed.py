@@ -182,7 +182,7 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
             "model": config.model.model_dump(mode="json", include={"pooling", "normalize", "head"}),
             "tokens": [plan.embed.tokenizer.digest, max(config.embed.buckets)],
             "dtype": config.embed.dtype,
-            "device": [device.kind, device.precision],
+            "device": [device.kind, device.precision, plan.graphs.infer_compiler_flags if plan.graphs else ""],
             "versions": versions(),
         }
     )
