@@ -117,8 +117,8 @@ def test_a_text_that_cannot_be_tokenized_is_left_out(bench: Bench, monkeypatch: 
     lost = {next(row["document"].strip() for row in data if held_out(row) is held) for held in (True, False)}
     real = TextTokenizer.encode_each
 
-    def encode_each(tokenizer: TextTokenizer, texts: Sequence[str], longest: int) -> list[Any]:
-        return [tokens if text not in lost else "no" for text, tokens in zip(texts, real(tokenizer, texts, longest), strict=True)]
+    def encode_each(tokenizer: TextTokenizer, texts: Sequence[str], *more: Any) -> list[Any]:
+        return [tokens if text not in lost else "no" for text, tokens in zip(texts, real(tokenizer, texts, *more), strict=True)]
 
     monkeypatch.setattr(TextTokenizer, "encode_each", encode_each)
     bench.ingest("run")
