@@ -522,6 +522,8 @@ def test_a_published_model_with_another_tokenizer_gets_the_hold_out_in_its_own_t
     bench.week("one")
     bench.config["model"] = {"parent": str(bench.model)}
     make_model(tmp_path / "published", head=16)
+    prompts = {"query": "ba ke ", "document": "li "}
+    store.write_json(f"{tmp_path}/published/config_sentence_transformers.json", {"prompts": prompts})
     bench.publish("one", f"{tmp_path}/published")
     bench.start("two", {"data": {"new_identity": True}})
     plan, folder = bench.plan("two"), Path(bench.paths("two").rows)
@@ -534,7 +536,7 @@ def test_a_published_model_with_another_tokenizer_gets_the_hold_out_in_its_own_t
         assert own.drop_columns(f"{column}_tokens").equals(parents.drop_columns(f"{column}_tokens"))
         assert plan.row_files[f"{PUBLISHED}/{name}"].sha256 == store.sha256_file(folder / PUBLISHED / name)
         for row in own.to_pylist():
-            [expected] = tokenizer.encode([texts[row[f"{column}_hash"]]], longest)
+            [expected] = tokenizer.encode([prompts[column] + texts[row[f"{column}_hash"]]], longest)
             assert row[f"{column}_tokens"] == expected.tolist()
     assert not (folder / PUBLISHED / "train.arrow").exists()
 
