@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,10 @@ from pipeline import store
 from pipeline.commands.search import query_encoder
 from pipeline.contract import Stage
 from pipeline.errors import BadConfig
+from pipeline.graphs.compiled import GraphSet, write_set
+from pipeline.graphs.fingerprint import set_uri
 from pipeline.model.folder import WEIGHTS, save_folder
+from pipeline.run_inputs import GraphsPlan
 from pipeline.stages import embed
 from tests.pipeline.stages.planning import Bench, refusal
 from tests.tiny import WORDS, make_model
@@ -258,5 +260,17 @@ def test_all_that_decides_a_vector_is_in_the_form(
     for section, values in settings.items():
         config[section] |= values
     run.replan(config=type(run.plan.config).model_validate(config))
-    context = replace(run.context(Stage.EMBED))
+    context = run.context(Stage.EMBED)
     assert (embed.open_worker(context, embed.embedding_model(context), [0]).form == before) is same
+
+
+def test_the_compilers_casts_are_in_the_form(plan_run: Any) -> None:
+    run = plan_run()
+    forms = set()
+    for kind, name in (("train", "t"), ("infer", "i")):
+        write_set(set_uri(run.paths.bucket_root, kind, name), GraphSet(fingerprint=name, run=run.plan.run, graphs={}))
+    for cast in ("none", "matmult", "matmult"):
+        run.replan(graphs=GraphsPlan(train="t", infer="i", infer_compiler_flags=f"--auto-cast={cast}"))
+        context = run.context(Stage.EMBED)
+        forms.add(embed.open_worker(context, embed.embedding_model(context), [0]).form)
+    assert len(forms) == 2
