@@ -49,7 +49,7 @@ class TokenizerPlan(PlanSection):
     """The tokenizer of the ingested tokens.
 
     Attributes:
-        digest: of the tokenizer.
+        digest: of the tokenizer and its prompts.
         vocabulary: every token id is below this; decides the integer type.
         cap: tokens of a stored text at most, special ones included: as many as the model has positions for.
         prefix, suffix: special tokens before and behind a text, which a cut keeps.

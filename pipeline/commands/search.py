@@ -295,19 +295,20 @@ def choose(documents: pa.Table, locale: str | None) -> npt.NDArray[np.bool_]:
 
 
 def query_encoder(model: Path, plan: RunPlan) -> Callable[[str], Vector]:
-    """Return a function that embeds a query on the host's processor; it cuts the query to the length of training."""
+    """Return a function that embeds a query on the host's processor, with the prompt and the length of the model's folder."""
     from pipeline.backends.device import open_device
-    from pipeline.dataset.tokens import TextTokenizer
     from pipeline.model.folder import load_encoder
     from pipeline.model.inference import encode
+    from pipeline.model.inventory import load_tokenizer, read_max_length
 
     # One query is too little for several threads: 17 ms with one, 90 to 520 ms with two where both cores have other work.
     device = open_device("cpu", "fp32", World(), threads=1)
     encoder = device.place(load_encoder(model, plan.config.model))
-    tokenizer, length = TextTokenizer(model), plan.config.train.query_length
+    tokenizer, length = load_tokenizer(model), read_max_length(model) or max(plan.config.embed.buckets)
 
     def embed(query: str) -> Vector:
-        vector: Vector = encode(encoder, device, tokenizer.encode([query], length), (length,), length).embeddings[0].numpy()
+        tokens = tokenizer.encode([query], length, tokenizer.prompts["query"])
+        vector: Vector = encode(encoder, device, tokens, (length,), length).embeddings[0].numpy()
         return vector
 
     return embed

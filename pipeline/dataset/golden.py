@@ -45,7 +45,8 @@ def write_golden(folder: Path, golden: GoldenSet, tokenizers: Mapping[str, tuple
     judged = list(_judgements(golden.qrels))
     found: dict[str, int] = {}
     for below, (tokenizer, lengths) in tokenizers.items():
-        asked, documents = _encoded(tokenizer, queries, lengths.query), _encoded(tokenizer, corpus, lengths.candidate)
+        asked = _encoded(tokenizer, queries, lengths.query, "query")
+        documents = _encoded(tokenizer, corpus, lengths.candidate, "document")
         _check(golden, "queries", {query for query, *_ in judged}, asked)
         _check(golden, "documents", {document for _, document, _ in judged}, documents)
         with RowWriter(folder / below, tokenizer.vocabulary, [*HOLDOUT_FILES, KNOWN]) as writer:
@@ -84,8 +85,8 @@ def _check(golden: GoldenSet, what: str, named: set[str], texts: Mapping[str, To
         )
 
 
-def _encoded(tokenizer: TextTokenizer, texts: Mapping[str, str], length: int) -> dict[str, Tokens]:
-    tokens = tokenizer.encode_each(list(texts.values()), length)
+def _encoded(tokenizer: TextTokenizer, texts: Mapping[str, str], length: int, side: str) -> dict[str, Tokens]:
+    tokens = tokenizer.encode_each(list(texts.values()), length, tokenizer.prompts[side])
     return {name: one for name, one in zip(texts, tokens, strict=True) if texts[name].strip() and not isinstance(one, str)}
 
 

@@ -250,9 +250,9 @@ def rows_name(shard: Mapping[str, Any], kind: str, columns: Mapping[str, str], h
     return _named([dict(shard), kind, dict(columns), holdout_by if kind == PAIRS else "", SCHEMA_VERSION])
 
 
-def tokens_name(rows: str, tokenizer: TokenizerPlan, prompt: str = "") -> str:
+def tokens_name(rows: str, tokenizer: TokenizerPlan) -> str:
     """Return the name of the tokens of some rows."""
-    return _named([rows, tokenizer.digest, tokenizer.cap, prompt, SCHEMA_VERSION])
+    return _named([rows, tokenizer.digest, tokenizer.cap, SCHEMA_VERSION])
 
 
 def _named(content: Sequence[Any]) -> str:

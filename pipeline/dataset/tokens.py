@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.run_inputs import TokenizerPlan
+
+SIDES = ("query", "document")
+"""What a text is: each may have a prompt of its own."""
+
+NO_PROMPTS = dict.fromkeys(SIDES, "")
 
 Tokens = npt.NDArray[np.int32]
 """A text's token ids: 4 bytes each, where a list of Python's integers takes ten times as much."""
@@ -50,17 +55,20 @@ class TextTokenizer:
 
     Args:
         folder: with tokenizer files and config.json.
+        prompts: text that precedes every text of one of SIDES (pipeline/model/inventory.read_prompts).
+        lower: put texts into lower case, which the tokenizer need not do itself.
 
     Attributes:
+        prompts: as given.
         vocabulary: every token id is below this.
-        digest: SHA-256 of the whole tokenizer; equal ones give equal tokens.
+        digest: SHA-256 of the whole tokenizer and its prompts; equal ones give equal tokens.
 
     Raises:
         MissingInput: the folder has no tokenizer, or one that cannot be loaded.
         BadConfig: it has only a slow one, or one with its own code.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prompts: Mapping[str, str] = NO_PROMPTS, *, lower: bool = False) -> None:
         from transformers import AutoTokenizer  # here: it loads torch, for which ingest has no use
 
         for name in ("tokenizer_config.json", "config.json"):
@@ -81,10 +89,12 @@ class TextTokenizer:
                 rule="the tokenizers library tokenizes texts",
                 remedy="convert it once, so that the folder has a tokenizer.json",
             )
-        self._use(tokenizer.backend_tokenizer, str(tokenizer.truncation_side))
+        self._use(tokenizer.backend_tokenizer, str(tokenizer.truncation_side), prompts, lower)
 
     @classmethod
-    def planned(cls, folder: Path, plan: TokenizerPlan) -> TextTokenizer:
+    def planned(
+        cls, folder: Path, plan: TokenizerPlan, prompts: Mapping[str, str] = NO_PROMPTS, *, lower: bool = False
+    ) -> TextTokenizer:
         """Return the tokenizer that a run began with, from tokenizer.json alone where that is all of it.
 
         Raises:
@@ -93,10 +103,10 @@ class TextTokenizer:
         """
         found = cls.__new__(cls)
         with suppress(Exception):  # the library raises nothing more special
-            found._use(Tokenizer.from_file(str(folder / "tokenizer.json")), plan.side)
+            found._use(Tokenizer.from_file(str(folder / "tokenizer.json")), plan.side, prompts, lower)
             if found.digest == plan.digest:
                 return found
-        found = cls(folder)
+        found = cls(folder, prompts, lower=lower)
         if found.digest != plan.digest:
             raise BadData(
                 "the parent's tokenizer has changed since the run began",
@@ -106,13 +116,18 @@ class TextTokenizer:
             )
         return found
 
-    def _use(self, backend: Any, direction: str) -> None:
+    def _use(self, backend: Any, direction: str, prompts: Mapping[str, str], lower: bool) -> None:
         self._backend = backend
         self._backend.no_padding()
         self._backend.no_truncation()
+        if lower:
+            own = [backend.normalizer] if backend.normalizer else []
+            self._backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
         self._direction = direction
+        self.prompts = prompts
         self.vocabulary = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
-        self.digest = hashlib.sha256(f"{self._direction} {self._backend.to_str()}".encode()).hexdigest()
+        named = json.dumps([prompts[side] for side in SIDES]) if any(prompts.values()) else ""
+        self.digest = hashlib.sha256(f"{self._direction} {self._backend.to_str()}{named}".encode()).hexdigest()
 
     def plan(self, cap: int) -> TokenizerPlan:
         """Return what the tokens of stored texts depend on, for texts of at most `cap` tokens."""
@@ -127,16 +142,17 @@ class TextTokenizer:
             side=self._direction,
         )
 
-    def encode(self, texts: Sequence[str], max_length: int) -> list[Tokens]:
-        """Return the token ids of each text, special tokens included, at most `max_length` of them."""
+    def encode(self, texts: Sequence[str], max_length: int, prompt: str = "") -> list[Tokens]:
+        """Return the token ids of each text, special tokens and the prompt before it included, at most `max_length` of them."""
         self._backend.enable_truncation(max_length, direction=self._direction)
         found: list[Tokens] = []
         for start in range(0, len(texts), TEXTS_AT_ONCE):
-            encodings = self._backend.encode_batch_fast(list(texts[start : start + TEXTS_AT_ONCE]), add_special_tokens=True)
+            some = [prompt + text for text in texts[start : start + TEXTS_AT_ONCE]]
+            encodings = self._backend.encode_batch_fast(some, add_special_tokens=True)
             found += (np.array(encoding.ids, dtype=np.int32) for encoding in encodings)
         return found
 
-    def encode_each(self, texts: Sequence[str], max_length: int) -> list[Tokens | str]:
+    def encode_each(self, texts: Sequence[str], max_length: int, prompt: str = "") -> list[Tokens | str]:
         """Encode texts like `encode`, but a failing or empty text does not affect the others.
 
         Returns:
@@ -144,16 +160,16 @@ class TextTokenizer:
         """
         encoded: list[Tokens | str]
         try:
-            encoded = [*self.encode(texts, max_length)]
+            encoded = [*self.encode(texts, max_length, prompt)]
         except BaseException as error:
             if not _is_about_a_text(error):
                 raise
-            encoded = [self._encode_one(text, max_length) for text in texts]
+            encoded = [self._encode_one(text, max_length, prompt) for text in texts]
         return [tokens if len(tokens) else "the tokenizer returns no token" for tokens in encoded]
 
-    def _encode_one(self, text: str, max_length: int) -> Tokens | str:
+    def _encode_one(self, text: str, max_length: int, prompt: str) -> Tokens | str:
         try:
-            [tokens] = self.encode([text], max_length)
+            [tokens] = self.encode([text], max_length, prompt)
         except BaseException as error:
             if not _is_about_a_text(error):
                 raise

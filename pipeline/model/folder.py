@@ -22,7 +22,16 @@ from pipeline.config import HeadConfig, ModelConfig
 from pipeline.dataset.tokens import refuse_code
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder, ResidualHead, family_of, new_encoder
-from pipeline.model.inventory import check_model_type, read_json, read_modules, transformer_folder, weight_files
+from pipeline.model.inventory import (
+    PROMPTS,
+    SENTENCE_CONFIG,
+    check_model_type,
+    read_modules,
+    read_object,
+    read_prompts,
+    transformer_folder,
+    weight_files,
+)
 from pipeline.model.weights import fill, read_weights
 
 WEIGHTS = "model.safetensors"
@@ -42,8 +51,8 @@ TOKENIZER_FILES = (
 CONFIG_FILES = (
     "config.json",
     "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
+    SENTENCE_CONFIG,
+    PROMPTS,
     "1_Pooling/config.json",
     *TOKENIZER_FILES,
 )
@@ -124,21 +133,35 @@ def own_form(folder: Path, config: ModelConfig) -> ModelConfig:
     return config.model_copy(update=found)
 
 
-def save_folder(encoder: Encoder, folder: Path, source: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_folder(
+    encoder: Encoder,
+    folder: Path,
+    source: Path,
+    weights: Mapping[str, Tensor] | None = None,
+    max_length: int | None = None,
+) -> None:
     """Write an encoder as a model folder.
 
     Args:
         folder: created; files of the same names are replaced.
-        source: a model folder from which tokenizer, maximum length and prompts are taken.
+        source: a model folder from which tokenizer and prompts are taken.
         weights: the encoder's state in host memory, where it is on a device; None: it is on the host.
+        max_length: tokens at which texts are cut, special ones included; None: as the source says.
     """
     weights = encoder.state_dict() if weights is None else weights
     folder.mkdir(parents=True, exist_ok=True)
     origin = transformer_folder(source)
-    for path in (*(origin / name for name in TOKENIZER_FILES), source / "config_sentence_transformers.json"):
+    for path in (origin / name for name in TOKENIZER_FILES):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
+    if record := read_object(source / PROMPTS):
+        prompts = read_prompts(source)
+        # By these names, `encode_query`, `encode_document` and `encode`, which takes texts for documents, find what we found.
+        own = {"prompts": {**(record.get("prompts") or {}), **prompts}, "default_prompt_name": "document"}
+        _write_json(folder / PROMPTS, record | (own if any(prompts.values()) else {}))
     encoder.config.save_pretrained(folder)
+    # Weights are fp32, whatever the parent's were: transformers loads them in the type that it finds here.
+    _write_json(folder / "config.json", read_object(folder / "config.json") | {"dtype": "float32"})
     _save(folder / WEIGHTS, _under(weights, "backbone."))
     names = [
         "Transformer",
@@ -154,7 +177,7 @@ def save_folder(encoder: Encoder, folder: Path, source: Path, weights: Mapping[s
             for index, (name, path) in enumerate(zip(names, paths, strict=True))
         ],
     )
-    _write_json(folder / "sentence_bert_config.json", _sentence_config(origin, encoder.max_length))
+    _write_json(folder / SENTENCE_CONFIG, _sentence_config(origin, encoder.max_length, max_length))
     _write_json(
         folder / "1_Pooling" / "config.json",
         {"word_embedding_dimension": encoder.dimension, **{key: mode == encoder.pooling for mode, key in POOLING_KEYS.items()}},
@@ -187,7 +210,14 @@ def _pooling(folder: Path, modules: list[dict[str, str]]) -> str:
     path = folder / modules[1]["path"] / "config.json"
     if not path.is_file():
         raise MissingInput("the model folder has no pooling configuration", value=path)
-    record = _read_object(path)
+    record = read_object(path)
+    if record.get("include_prompt") is False and any(prompts := read_prompts(folder).values()):
+        raise BadConfig(
+            "the model leaves its prompts out of the mean",
+            value=f"{path}: include_prompt = false, prompts: {', '.join(map(repr, prompts))}",
+            rule="pooling covers all tokens of a text, those of its prompt included",
+            remedy="continue from a model with include_prompt = true, or without prompts",
+        )
     if "pooling_mode" in record:
         mode = record["pooling_mode"]
         modes = [str(one) for one in mode] if isinstance(mode, list) else [str(mode)]
@@ -221,23 +251,14 @@ def _backbone_config(folder: Path) -> PreTrainedConfig:
         raise BadData("config.json cannot be used", value=f"{path}: {error}") from error
 
 
-def _sentence_config(folder: Path, longest: int) -> dict[str, Any]:
+def _sentence_config(folder: Path, longest: int, configured: Any) -> dict[str, Any]:
     """`sentence_bert_config.json` with a maximum length that the position embeddings allow."""
-    path = folder / "sentence_bert_config.json"
-    record = _read_object(path) if path.is_file() else {}
-    configured = record.get("max_seq_length")
-    if configured is None and (folder / "tokenizer_config.json").is_file():
-        configured = _read_object(folder / "tokenizer_config.json").get("model_max_length")
+    record = read_object(folder / SENTENCE_CONFIG)
+    found = record.get("max_seq_length") or read_object(folder / "tokenizer_config.json").get("model_max_length")
+    configured = configured or found
     # Tokenizers that know no maximum say 1e30.
     limit = configured if isinstance(configured, (int, float)) and configured > 0 else longest
     return {"max_seq_length": int(min(limit, longest)), "do_lower_case": bool(record.get("do_lower_case", False))}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    record = read_json(path)
-    if not isinstance(record, dict):
-        raise BadData("the file holds no JSON object", value=path)
-    return record
 
 
 def _write_json(path: Path, record: Any) -> None:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import store
 from pipeline.allowed_uris import FILE, is_inside, is_s3
 from pipeline.errors import BadConfig, BadData, MissingInput
+
+if TYPE_CHECKING:
+    from pipeline.dataset.tokens import TextTokenizer
+    from pipeline.run_inputs import TokenizerPlan
 
 MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet")
 """`model_type`s of config.json: those of the encoder's families."""
@@ -27,6 +31,11 @@ OTHER_FORMATS = (".onnx", ".h5", ".msgpack", ".ot")
 
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
 """A tokenizer is there if one of these is."""
+
+SENTENCE_CONFIG = "sentence_bert_config.json"
+PROMPTS = "config_sentence_transformers.json"
+PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
+"""Names of the prompts of queries and of documents, as sentence-transformers' encode_query and encode_document look for them."""
 
 DOWNLOAD = "download a model of the Hugging Face Hub first: hf download NAME --local-dir DIR"
 
@@ -208,6 +217,61 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise BadData("the file is not valid JSON", value=f"{path}: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, an empty one where there is no file.
+
+    Raises:
+        BadData: no JSON object.
+    """
+    record = read_json(path) if path.is_file() else {}
+    if not isinstance(record, dict):
+        raise BadData("the file holds no JSON object", value=path)
+    return record
+
+
+def read_prompts(folder: Path) -> dict[str, str]:
+    """Return the texts that a model folder puts before every `query` and every `document`; empty ones where it has none.
+
+    A side that the folder names no prompt for has its default prompt, if it has one.
+
+    Raises:
+        BadData: prompts that are not text, or a default that is none of them.
+    """
+    record = read_object(folder / PROMPTS)
+    prompts, default = record.get("prompts") or {}, record.get("default_prompt_name")
+    texts = prompts.values() if isinstance(prompts, dict) else [0]
+    if not all(isinstance(text, str | None) for text in texts) or (default is not None and str(default) not in prompts):
+        raise BadData(
+            "the model's prompts cannot be used",
+            value=f"{folder / PROMPTS}: prompts {prompts}, default_prompt_name {default}",
+            rule="prompts: {name: text}; default_prompt_name is one of the names, or null",
+        )
+    named = {side: [prompts[name] for name in names if name in prompts] for side, names in PROMPT_NAMES.items()}
+    return {side: next(filter(None, found or [prompts.get(default)]), "") for side, found in named.items()}
+
+
+def load_tokenizer(folder: Path, plan: TokenizerPlan | None = None) -> TextTokenizer:
+    """Return the tokenizer of a model folder, with its prompts and its lower-casing.
+
+    Args:
+        plan: the tokenizer that it must be.
+
+    Raises:
+        MissingInput, BadConfig, BadData: see `TextTokenizer` and `read_prompts`.
+    """
+    from pipeline.dataset.tokens import TextTokenizer  # here: it loads pyarrow, for which a check of the files has no use
+
+    inner, prompts = transformer_folder(folder), read_prompts(folder)
+    lower = bool(read_object(inner / SENTENCE_CONFIG).get("do_lower_case"))
+    return TextTokenizer.planned(inner, plan, prompts, lower=lower) if plan else TextTokenizer(inner, prompts, lower=lower)
+
+
+def read_max_length(folder: Path) -> int | None:
+    """Return the tokens at which a model folder cuts texts, special ones included; None: it does not say."""
+    found = read_object(transformer_folder(folder) / SENTENCE_CONFIG).get("max_seq_length")
+    return found if isinstance(found, int) else None
 
 
 def fetch_without_weights(uri: str, cache: Path) -> Path:

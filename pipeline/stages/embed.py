@@ -37,6 +37,7 @@ from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.host.host import versions
 from pipeline.log import log
+from pipeline.model.card import CARD
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode
 from pipeline.plan import own_parts
@@ -177,10 +178,11 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
     form = embedding_form(
         {
             "weights": model.sha256,
+            "folder": facts_of(folder),
             "model": config.model.model_dump(mode="json", include={"pooling", "normalize", "head"}),
             "tokens": [plan.embed.tokenizer.digest, max(config.embed.buckets)],
             "dtype": config.embed.dtype,
-            "device": [device.kind, device.precision],
+            "device": [device.kind, device.precision, plan.graphs.infer_compiler_flags if plan.graphs else ""],
             "versions": versions(),
         }
     )
@@ -201,6 +203,12 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
         total=sum(plan.embed.parts[index].rows for index in todo),
         begun=time.monotonic(),
     )
+
+
+def facts_of(folder: Path) -> dict[str, str]:
+    """Return the hashes of a model folder's files besides its weights and its card: of its head, lengths, prompts, modules."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: store.sha256_file(path) for name, path in files.items() if name not in (WEIGHTS, CARD)}
 
 
 def documents_of(context: StageContext, indices: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:

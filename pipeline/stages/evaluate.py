@@ -46,7 +46,8 @@ from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.log import log
 from pipeline.model.folder import WEIGHTS, load_encoder, own_form
 from pipeline.model.inference import TokenList, encode
-from pipeline.plan import own_parts
+from pipeline.model.inventory import read_max_length
+from pipeline.plan import RunPlan, own_parts
 from pipeline.run.context import StageContext, StageOutput
 
 PerQuery = dict[str, Values]
@@ -176,8 +177,7 @@ def run(context: StageContext) -> StageOutput | None:
             **scores,
             "gate": gate,
             "drift": drift,
-            # Whether the run can embed with the published model, where its own is refused.
-            "refresh": plan.published is not None and not plan.published.own_tokens and plan.published.same_graphs,
+            "refresh": embeds_alike(plan, models[-1].folder),
             "queries_per_second": len(measured) * len(holdout.queries) / seconds,
             "graphs": graphs,
         },
@@ -200,6 +200,15 @@ def compare_on(context: StageContext, folder: Path, name: str, models: Sequence[
         again = share_out(context, f"{name}-{model.name}", model.folder, model.form, model.device, exam, computed)
         found.append(measure(context, again.name, encode_texts(context, again, 0, again.tokens), exam))
     return compare(found[0], found[1], exam.units, np.ones(len(exam.queries), np.bool_), context.plan.config)
+
+
+def embeds_alike(plan: RunPlan, folder: Path) -> bool:
+    """Return whether the run can embed with the published model, where its own is refused: it would cut texts as that one's
+    folder says, and has its tokens and its graphs."""
+    published, longest = plan.published, max(plan.config.embed.buckets)
+    if published is None or published.own_tokens or not published.same_graphs:
+        return False
+    return read_max_length(folder) in (None, longest)
 
 
 def open_alone(context: StageContext, kind: str, precision: str) -> Device:

@@ -53,10 +53,10 @@ from pipeline.dataset.ingested import (
 from pipeline.dataset.reading import return_memory
 from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.rows import Block, normalized_hashes, read_blocks, shard_columns
-from pipeline.dataset.tokens import TEXTS_AT_ONCE, TextTokenizer
+from pipeline.dataset.tokens import SIDES, TEXTS_AT_ONCE, TextTokenizer
 from pipeline.errors import BadData, Transient
 from pipeline.log import log
-from pipeline.model.inventory import fetch_without_weights, transformer_folder
+from pipeline.model.inventory import fetch_without_weights, load_tokenizer
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run_inputs import InputShard, MissingShards, RunInputs
 
@@ -117,14 +117,18 @@ class Ingester:
         self.done += rows
         self.context.heartbeat.beat(self.done, unit="rows", note=note)
 
-    def encode(self, column: pa.ChunkedArray) -> EncodedColumn:
-        """Return the token ids of a column of texts, equal ones of which are encoded once."""
+    def encode(self, column: pa.ChunkedArray, side: str) -> EncodedColumn:
+        """Return the token ids of a column of texts, equal ones of which are encoded once.
+
+        Args:
+            side: `query` or `document`.
+        """
         encoded = column.dictionary_encode().combine_chunks()
         kind = token_schema(DOCUMENTS, self.tokenizer.vocabulary).field(0).type
         distinct = [pa.array([], kind)]
         for start in range(0, len(encoded.dictionary), TEXTS_AT_ONCE):
             texts = encoded.dictionary.slice(start, TEXTS_AT_ONCE).to_pylist()
-            found = self.tokenizer.encode_each(texts, self.inputs.tokenizer.cap)
+            found = self.tokenizer.encode_each(texts, self.inputs.tokenizer.cap, self.tokenizer.prompts[side])
             missing = pa.array([isinstance(tokens, str) for tokens in found])
             tokens = [np.empty(0, np.int32) if isinstance(each, str) else each for each in found]
             offsets = pa.array(np.cumsum([0, *map(len, tokens)]), pa.int32())
@@ -150,13 +154,11 @@ class EncodedColumn:
 def open_ingester(context: StageContext, inputs: RunInputs, digest: str) -> Ingester:
     """Load the parent's tokenizer, and what `data.delete` names."""
     context.heartbeat.beat(note="loading the tokenizer")
-    folder = transformer_folder(fetch_without_weights(inputs.parent.folder, context.scratch / "tokenizer"))
+    folder = fetch_without_weights(inputs.parent.folder, context.scratch / "tokenizer")
     deletions = Deletions()
     if digest:
         deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(digest)))
-    return Ingester(
-        context=context, inputs=inputs, tokenizer=TextTokenizer.planned(folder, inputs.tokenizer), deletions=deletions
-    )
+    return Ingester(context=context, inputs=inputs, tokenizer=load_tokenizer(folder, inputs.tokenizer), deletions=deletions)
 
 
 def ingest_file(worker: Ingester, shards: Sequence[InputShard]) -> None:
@@ -308,9 +310,9 @@ def tokenize_again(worker: Ingester, shard: InputShard) -> None:
         for number, file in enumerate(ingested.profile.files):
             texts = pa.concat_tables(ingested.texts(number, 0, file.rows))["texts"].combine_chunks().flatten()
             rows = np.arange(file.rows)
-            width = len(TOKENS[shard.kind])
-            columns = [texts.take(pa.array(rows * width + place)) for place in range(width)]
-            encoded = [worker.encode(pa.chunked_array([column])) for column in columns]
+            sides = [name.removesuffix("_tokens") for name in TOKENS[shard.kind]]
+            columns = [texts.take(pa.array(rows * len(sides) + place)) for place in range(len(sides))]
+            encoded = [worker.encode(pa.chunked_array([column]), side) for column, side in zip(columns, sides, strict=True)]
             made.write_tokens([column.take(pa.array(rows)) for column in encoded], worker.tokenizer.vocabulary)
             worker.beat(file.rows, "tokenizing")
         made.publish_tokens(context, worker.tokenizer.vocabulary)
@@ -393,7 +395,7 @@ def read_rows(worker: Ingester, made: Sequence[Made], path: Path, quarantine: Pa
         for rows in files_of(good(read_blocks(shard.uri, source, config.columns, str(path)))):
             # Each step leaves little behind: the texts, sorted, are gone when tokens are made, and all is before the next file.
             orders = [one.write_rows(rows, config.holdout_by) for one in made]
-            encoded = {name: worker.encode(rows[name]) for name in ("query", "document") if name in rows.column_names}
+            encoded = {side: worker.encode(rows[side], side) for side in SIDES if side in rows.column_names}
             for one, order in zip(made, orders, strict=True):
                 wanted = [name.removesuffix("_tokens") for name in TOKENS[one.shard.kind]]
                 one.write_tokens([encoded[name].take(order) for name in wanted], worker.tokenizer.vocabulary)

@@ -32,7 +32,7 @@ from pipeline.evaluation.gate import check_holdout
 from pipeline.evaluation.reference import REFERENCE
 from pipeline.graphs.fingerprint import missing_sets
 from pipeline.log import log
-from pipeline.model.inventory import fetch_without_weights, transformer_folder
+from pipeline.model.inventory import fetch_without_weights, load_tokenizer
 from pipeline.plan import DataProfile, DeletionPlan, EmbedPlan, ExpectedCost, HoldoutPlan, RowFile, RunPlan, Shard, TrainPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.request import read_request
@@ -217,7 +217,7 @@ def write_golden_sets(context: StageContext, inputs: RunInputs, rows: PlannedRow
     if not inputs.config.evaluate.sets:
         return
     folder = fetch_without_weights(inputs.parent.folder, context.scratch / "parent")
-    own = TextTokenizer.planned(transformer_folder(folder), inputs.tokenizer), Lengths.of(inputs.config)
+    own = load_tokenizer(folder, inputs.tokenizer), Lengths.of(inputs.config)
     published = _published(context, inputs)
     for golden in inputs.config.evaluate.sets:
         below = f"{GOLDEN}/{golden.name}"
@@ -396,7 +396,7 @@ def _published(context: StageContext, inputs: RunInputs) -> tuple[TextTokenizer,
     if inputs.published is None or not inputs.published.own_tokens:
         return None
     folder = fetch_without_weights(inputs.published.folder, context.scratch / PUBLISHED)
-    return TextTokenizer(transformer_folder(folder)), Lengths.of(inputs.config).within(inputs.published.positions)
+    return load_tokenizer(folder), Lengths.of(inputs.config).within(inputs.published.positions)
 
 
 def _shard(number: int, shard: IngestedShard, rows: PlannedRows) -> Shard:

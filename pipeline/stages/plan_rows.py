@@ -182,7 +182,8 @@ class PlannedRows:
         if self._published:
             tokenizer, own_lengths = self._published
             for place, (name, length) in enumerate(own_lengths.of_columns(columns).items()):
-                tokens = tokenizer.encode_each(pc.list_element(table["texts"], place).to_pylist(), length)
+                texts = pc.list_element(table["texts"], place).to_pylist()
+                tokens = tokenizer.encode_each(texts, length, tokenizer.prompts[name.removesuffix("_tokens")])
                 values = [None if isinstance(one, str) else one for one in tokens]
                 table = table.append_column(OWN[name], pa.array(values, pa.list_(pa.uint32())))
             table = _whole(table, [OWN[name] for name in columns])

@@ -20,7 +20,7 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.log import log
 from pipeline.model.folder import WEIGHTS, inspect_folder, own_form, text_positions
-from pipeline.model.inventory import fetch_without_weights, transformer_folder
+from pipeline.model.inventory import fetch_without_weights, load_tokenizer, read_max_length
 from pipeline.model.parent import ResolvedParent
 from pipeline.plan import RunPlan
 from pipeline.run.context import StageContext
@@ -139,7 +139,7 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
     """Return the parent's backbone and tokenizer, and check that the configured lengths fit the model.
 
     Raises:
-        BadConfig: a length above the model's positions, or a tokenizer that is not the model's.
+        BadConfig: a length above the model's positions, or in a refresh not the folder's; or a tokenizer that is not the model's.
     """
     backbone, _ = inspect_folder(folder, config.model)
     positions = text_positions(backbone)
@@ -156,7 +156,14 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
             rule=f"at most {positions} tokens ({backbone.model_type})",
             remedy=f"choose lengths up to {positions}",
         )
-    tokenizer = TextTokenizer(transformer_folder(folder))
+    if config.mode == "refresh" and (length := read_max_length(folder)) not in (None, lengths["embed.buckets"]):
+        raise BadConfig(
+            "the published model cuts texts at another length",
+            value=f"max_seq_length = {length}, longest of embed.buckets = {lengths['embed.buckets']}",
+            rule="a refresh embeds as the model's folder says, so that queries and documents are embedded alike",
+            remedy="set embed.buckets as they were in the run that made the model, or publish a new model",
+        )
+    tokenizer = load_tokenizer(folder)
     if tokenizer.vocabulary > backbone.vocab_size:
         raise BadConfig(
             "the tokenizer does not belong to the model",
@@ -197,7 +204,7 @@ def plan_published(
         ) from error
     form = config.model_copy(update={"model": own_form(folder, config.model)})
     backbone, _ = inspect_folder(folder, form.model)
-    own = TextTokenizer(transformer_folder(folder))
+    own = load_tokenizer(folder)
     own_lengths = lengths.within(text_positions(backbone))
     same_tokens = (own.digest, own_lengths) == (tokenizer.digest, lengths)
     fits = plan_graphs(form, world, backbone, context.paths.bucket_root)

@@ -14,6 +14,7 @@ from pipeline.evaluation.holdout import read_holdout
 from pipeline.graphs.compiled import known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import quick_check
+from pipeline.model.card import CARD, model_card
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import WEIGHTS, save_folder
 from pipeline.run.context import StageContext, StageOutput
@@ -124,7 +125,10 @@ def finish(context: StageContext, device: Device, encoder: Encoder, source: Path
     """Write the finished model and return the stage's output."""
     context.heartbeat.beat(progress.step, progress.step, unit="pairs", note="writing the model")
     folder = context.scratch / "train" / "model"
-    save_folder(encoder, folder, source, device.to_host(encoder.state_dict()))
+    # As embed cuts texts: all who embed with the folder do it alike.
+    length = max(context.plan.config.embed.buckets)
+    save_folder(encoder, folder, source, device.to_host(encoder.state_dict()), length)
+    (folder / CARD).write_text(model_card(context.plan, folder, progress.step, progress.pairs), encoding="utf-8")
     written = store.upload_folder(folder, context.paths.model)
     return StageOutput(
         inputs={"parent": Artifact(context.plan.parent.uri, context.plan.parent.sha256)},

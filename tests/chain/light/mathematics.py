@@ -25,6 +25,7 @@ from pipeline.run_inputs import ModelShape, TokenizerPlan
 
 WEIGHTS = "model.safetensors"
 VOCABULARY = 1000
+NO_PROMPTS = {"query": "", "document": ""}
 DIMENSION = 16
 DOCUMENTS_PER_BEAT = 4
 PACE_SECONDS = 0.02
@@ -34,12 +35,14 @@ PACE_SECONDS = 0.02
 class TextTokenizer:
     """Words by their checksums."""
 
-    def __init__(self, folder: Path) -> None:
+    prompts = NO_PROMPTS
+
+    def __init__(self, folder: Path, *_: Any, **__: Any) -> None:
         self.vocabulary = VOCABULARY
         self.digest = "words"
 
     @classmethod
-    def planned(cls, folder: Path, plan: TokenizerPlan) -> TextTokenizer:
+    def planned(cls, folder: Path, *_: Any, **__: Any) -> TextTokenizer:
         return cls(folder)
 
     def plan(self, cap: int) -> TokenizerPlan:
@@ -48,7 +51,7 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         return [[zlib.crc32(word.encode()) % VOCABULARY for word in text.split()][:max_length] for text in texts]
 
-    def encode_each(self, texts: Sequence[str], max_length: int) -> list[list[int] | str]:
+    def encode_each(self, texts: Sequence[str], max_length: int, prompt: str) -> list[list[int] | str]:
         return [*self.encode(texts, max_length)]
 
 
@@ -138,7 +141,13 @@ SHAPE = ModelShape(
 BACKBONE = SimpleNamespace(pad_token_id=0, max_position_embeddings=512, model_type="light", vocab_size=VOCABULARY)
 MODULES: dict[str, dict[str, Any]] = {
     "transformers": {"PreTrainedConfig": object},
-    "pipeline.dataset.tokens": {"TextTokenizer": TextTokenizer, "TEXTS_AT_ONCE": 1024, "Tokens": list, "cut": cut},
+    "pipeline.dataset.tokens": {
+        "SIDES": tuple(NO_PROMPTS),
+        "TextTokenizer": TextTokenizer,
+        "TEXTS_AT_ONCE": 1024,
+        "Tokens": list,
+        "cut": cut,
+    },
     "pipeline.graphs.compiled": {
         "encode_function": lambda context, device, encoder: encoder,
         "known_graphs": lambda context: None,

@@ -87,3 +87,18 @@ def test_stored_tokens_are_cut_as_the_tokenizer_cuts(tmp_path: Path, side: str, 
         expected = [None if gone else tokens.tolist() for gone, tokens in zip(lost, tokenizer.encode(texts, length), strict=True)]
         assert cut(stored, length, plan).to_pylist() == expected
         assert cut(stored.slice(50, 20), length, plan).to_pylist() == expected[50:70]
+
+
+def test_prompts_and_lower_casing_are_in_the_digest_and_in_the_tokens(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    folder = tmp_path / "model"
+    prompts = {"query": "ba ", "document": "ke "}
+    plain, prompted = TextTokenizer(folder), TextTokenizer(folder, prompts)
+    swapped, lower = TextTokenizer(folder, {"query": "ke ", "document": "ba "}), TextTokenizer(folder, lower=True)
+    assert len({one.digest for one in (plain, prompted, swapped, lower)}) == 4
+    [found], [expected] = prompted.encode(["li mo"], 4, prompted.prompts["document"]), plain.encode(["ke li mo"], 4)
+    assert found.tolist() == expected.tolist()
+    assert TextTokenizer.planned(folder, prompted.plan(64), prompts).digest == prompted.digest
+    assert TextTokenizer.planned(folder, lower.plan(64), lower=True).digest == lower.digest
+    with pytest.raises(BadData, match="tokenizer has changed"):
+        TextTokenizer.planned(folder, prompted.plan(64), {"query": "ba ", "document": "li "})

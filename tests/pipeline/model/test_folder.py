@@ -17,6 +17,7 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import load_encoder, save_folder
 from pipeline.model.inference import pad
+from pipeline.model.inventory import PROMPTS, read_prompts
 from tests.tiny import WORDS, make_model, sentence_transformer
 
 TEXTS = [" ".join(WORDS[start : start + length]) for start, length in ((0, 1), (5, 12), (30, 7), (60, 40))]
@@ -86,6 +87,48 @@ def test_max_seq_length_is_kept(tmp_path: Path) -> None:
     save_folder(encoder, tmp_path / "model", tmp_path / "tiny")
     assert json.loads((tmp_path / "model" / "sentence_bert_config.json").read_text())["max_seq_length"] == 20
     assert sentence_transformer(tmp_path / "model").max_seq_length == 20
+
+
+def test_half_precision_of_the_parent_is_not_the_models(tmp_path: Path) -> None:
+    encoder = make_model(tmp_path / "tiny")
+    config = tmp_path / "tiny" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
+    save_folder(load_encoder(tmp_path / "tiny", ModelConfig()), tmp_path / "model", tmp_path / "tiny")
+    theirs = sentence_transformer(tmp_path / "model")
+    assert {parameter.dtype for parameter in theirs.parameters()} == {torch.float32}
+    np.testing.assert_allclose(theirs.encode(TEXTS), our_embeddings(tmp_path / "model", encoder), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("content", "query", "document"),
+    [
+        ({}, "", ""),
+        ({"prompts": {"query": "q: ", "passage": "p: "}}, "q: ", "p: "),
+        ({"prompts": {"query": "q: ", "document": "", "passage": "p: "}}, "q: ", "p: "),
+        ({"prompts": {"query": "q: ", "document": None}, "default_prompt_name": "query"}, "q: ", ""),
+        ({"prompts": {"query": "q: ", "other": "o: "}, "default_prompt_name": "other"}, "q: ", "o: "),
+        ({"prompts": {"other": "o: "}, "default_prompt_name": "other"}, "o: ", "o: "),
+        ({"prompts": {"other": "o: "}}, "", ""),
+    ],
+)
+def test_prompts_stay_when_a_folder_is_saved(tmp_path: Path, content: dict[str, object], query: str, document: str) -> None:
+    encoder = make_model(tmp_path / "tiny")
+    (tmp_path / "tiny" / PROMPTS).write_text(json.dumps({"similarity_fn_name": "cosine", **content}))
+    expected = {"query": query, "document": document}
+    assert read_prompts(tmp_path / "tiny") == expected
+    save_folder(encoder, tmp_path / "model", tmp_path / "tiny")
+    assert read_prompts(tmp_path / "model") == expected
+    theirs = sentence_transformer(tmp_path / "model")
+    assert [theirs.prompts["query"], theirs.prompts["document"]] == [query, document]
+    assert theirs.prompts.get(theirs.default_prompt_name, "") == document
+    assert theirs.similarity_fn_name == "cosine"
+
+
+@pytest.mark.parametrize("content", [{"prompts": ["q: "]}, {"prompts": {"query": 1}}, {"default_prompt_name": "query"}])
+def test_prompts_that_cannot_be_used(tmp_path: Path, content: dict[str, object]) -> None:
+    (tmp_path / PROMPTS).write_text(json.dumps(content))
+    with pytest.raises(BadData, match="the model's prompts cannot be used"):
+        read_prompts(tmp_path)
 
 
 def test_half_precision_and_index_are_read_as_fp32(tmp_path: Path) -> None:

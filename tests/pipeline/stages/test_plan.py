@@ -118,8 +118,8 @@ def test_a_text_that_cannot_be_tokenized_is_left_out(bench: Bench, monkeypatch: 
     lost = {next(row["document"].strip() for row in data if held_out(row) is held) for held in (True, False)}
     real = TextTokenizer.encode_each
 
-    def encode_each(tokenizer: TextTokenizer, texts: Sequence[str], longest: int) -> list[Any]:
-        return [tokens if text not in lost else "no" for text, tokens in zip(texts, real(tokenizer, texts, longest), strict=True)]
+    def encode_each(tokenizer: TextTokenizer, texts: Sequence[str], *more: Any) -> list[Any]:
+        return [tokens if text not in lost else "no" for text, tokens in zip(texts, real(tokenizer, texts, *more), strict=True)]
 
     monkeypatch.setattr(TextTokenizer, "encode_each", encode_each)
     bench.ingest("run")
@@ -523,6 +523,8 @@ def test_a_published_model_with_another_tokenizer_gets_the_hold_out_in_its_own_t
     bench.week("one")
     bench.config["model"] = {"parent": str(bench.model)}
     make_model(tmp_path / "published", head=16)
+    prompts = {"query": "ba ke ", "document": "li "}
+    store.write_json(f"{tmp_path}/published/config_sentence_transformers.json", {"prompts": prompts})
     bench.publish("one", f"{tmp_path}/published")
     bench.start("two", {"data": {"new_identity": True}})
     plan, folder = bench.plan("two"), Path(bench.paths("two").rows)
@@ -535,7 +537,7 @@ def test_a_published_model_with_another_tokenizer_gets_the_hold_out_in_its_own_t
         assert own.drop_columns(f"{column}_tokens").equals(parents.drop_columns(f"{column}_tokens"))
         assert plan.row_files[f"{PUBLISHED}/{name}"].sha256 == store.sha256_file(folder / PUBLISHED / name)
         for row in own.to_pylist():
-            [expected] = tokenizer.encode([texts[row[f"{column}_hash"]]], longest)
+            [expected] = tokenizer.encode([prompts[column] + texts[row[f"{column}_hash"]]], longest)
             assert row[f"{column}_tokens"] == expected.tolist()
     assert not (folder / PUBLISHED / "train.arrow").exists()
 
