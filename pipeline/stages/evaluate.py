@@ -3,8 +3,9 @@
 The baseline is the published model, which the new one would replace, or the parent while nothing is published. A parent that is a
 third model is measured too, for the reader; and the new one on the hold-out of the reference (pipeline/evaluation/reference).
 Reads these models and `plan/rows`; writes everything to `evaluate/scorecard.json`, and what each query got with the new model to
-`evaluate/queries.parquet` (`trnpipe parity` compares it with another run's). The verdict is part of the result: the stage ends
-with 0 either way, and the state machine's Choice acts on what it says.
+`evaluate/queries.parquet` (`trnpipe parity` compares it with another run's); with `report.texts` the queries that changed most to
+`evaluate/changes.json`. The verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts
+on what it says.
 
 All ranks of the host share the work: each encodes some of the texts, and ranks all candidates for some of the queries. The new
 model's vectors stay in `evaluate/vectors.npy`: once it is the published model, they are not computed again
@@ -27,6 +28,8 @@ from pipeline.backends.device import Device, open_device
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
 from pipeline.dataset.row_files import PUBLISHED
+from pipeline.dataset.tokens import TextTokenizer
+from pipeline.evaluation.changes import largest_changes
 from pipeline.evaluation.exchange import exchange
 from pipeline.evaluation.gate import judge_model
 from pipeline.evaluation.holdout import Holdout, read_holdout
@@ -128,6 +131,13 @@ def run(context: StageContext) -> StageOutput | None:
     }
     scorecard = {**counts, **scores, "gate": gate, "slices": slices}
     store.write_json(context.paths.scorecard, scorecard)
+    if config.report.texts:
+        ranked = {
+            name: (measured[model.name][config.gate.metric], vectors[place])
+            for name, model in (("before", models[-1]), ("after", models[0]))  # the last one is the baseline
+            for place, vectors in [kept_vectors(vectors_file(context, model.name), model.texts)]
+        }
+        store.write_json(context.paths.query_changes, largest_changes(holdout, ranked, TextTokenizer(models[0].folder).decode))
     values = context.scratch / "queries.parquet"
     QueryValues(holdout.keys, new).write(values)
     written = store.upload(values, context.paths.query_values)
@@ -302,8 +312,8 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
     vectors[~computed] = model.vectors[model.place[own[~computed]]].reshape(-1, dimension)
     shared = [torch.from_numpy(one) for one in exchange(context, f"{model.name}-vectors", vectors)]
     blocks = list(zip(model.shares, shared, strict=True))
-    if model.name == "new" and context.world.is_leader:
-        write_vectors(context.scratch / VECTORS, model.texts, blocks, dimension)
+    if context.world.is_leader and (model.name == "new" or context.plan.config.report.texts):
+        write_vectors(vectors_file(context, model.name), model.texts, blocks, dimension)
     context.heartbeat.beat(note=f"ranking with the {model.name} model")
     # A share begins with its candidates.
     count = len(model.holdout.candidates)
@@ -318,6 +328,11 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
     values = retrieve(queries, candidates, relevant, known)
     own_values = np.stack([values[metric] for metric in METRICS])
     return dict(zip(METRICS, np.concatenate(exchange(context, f"{model.name}-values", own_values), axis=1), strict=True))
+
+
+def vectors_file(context: StageContext, name: str) -> Path:
+    """Return the leader's local file with the vectors of a measured model."""
+    return context.scratch / (VECTORS if name == "new" else f"{name}-{VECTORS}")
 
 
 def means(values: PerQuery) -> dict[str, float]:
