@@ -141,7 +141,13 @@ def test_result_of_the_page_itself(plan_run: Any) -> None:
     output = report.run(run.context(Stage.REPORT))
     assert output is not None
     cost = {"currency": "USD", "usd": 0, "node_hours": 0, "at_most": False, "stages": {}}
-    assert output.metrics == {"verdict": "failed", "headline": "Failed in embed", "missing": [], "cost": cost, "registry": "current"}
+    assert output.metrics == {
+        "verdict": "failed",
+        "headline": "Failed in embed",
+        "missing": [],
+        "cost": cost,
+        "registry": "current",
+    }
     assert output.outputs["report"].sha256 == store.sha256(run.paths.report)
 
 
