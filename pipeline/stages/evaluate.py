@@ -51,7 +51,8 @@ from pipeline.run.context import StageContext, StageOutput
 PerQuery = dict[str, Values]
 """Metric -> its value for every query, in the order of `Holdout.queries`."""
 
-VECTORS = "vectors.npy"
+VECTORS = "vectors-{}.npy"
+"""The leader's local file with the vectors of a measured model."""
 
 FRESH = "fresh"
 """Slice of the newest week's queries."""
@@ -91,7 +92,7 @@ def run(context: StageContext) -> StageOutput | None:
     if plan.reference:
         exam = read_holdout(rows / REFERENCE)
         # Most of its texts are in this week's hold-out, too.
-        known = kept_vectors(context.scratch / VECTORS, texts_of(exam))
+        known = kept_vectors(context.scratch / VECTORS.format("new"), texts_of(exam))
         new_model = models[0]
         again = share_out(context, REFERENCE, new_model.folder, new_model.form, new_model.device, exam, known)
         measured[REFERENCE] = measure(context, again, done, done + again.tokens)
@@ -135,7 +136,7 @@ def run(context: StageContext) -> StageOutput | None:
         ranked = {
             name: (measured[model.name][config.gate.metric], vectors[place])
             for name, model in (("before", models[-1]), ("after", models[0]))  # the last one is the baseline
-            for place, vectors in [kept_vectors(vectors_file(context, model.name), model.texts)]
+            for place, vectors in [kept_vectors(context.scratch / VECTORS.format(model.name), model.texts)]
         }
         store.write_json(context.paths.query_changes, largest_changes(holdout, ranked, TextTokenizer(models[0].folder).decode))
     values = context.scratch / "queries.parquet"
@@ -151,7 +152,7 @@ def run(context: StageContext) -> StageOutput | None:
         outputs={
             "scorecard": Artifact(context.paths.scorecard, store.sha256(context.paths.scorecard)),
             "queries": written,
-            "vectors": store.upload(context.scratch / VECTORS, context.paths.vectors),
+            "vectors": store.upload(context.scratch / VECTORS.format("new"), context.paths.vectors),
         },
         metrics={
             **counts,
@@ -313,7 +314,7 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
     shared = [torch.from_numpy(one) for one in exchange(context, f"{model.name}-vectors", vectors)]
     blocks = list(zip(model.shares, shared, strict=True))
     if context.world.is_leader and (model.name == "new" or context.plan.config.report.texts):
-        write_vectors(vectors_file(context, model.name), model.texts, blocks, dimension)
+        write_vectors(context.scratch / VECTORS.format(model.name), model.texts, blocks, dimension)
     context.heartbeat.beat(note=f"ranking with the {model.name} model")
     # A share begins with its candidates.
     count = len(model.holdout.candidates)
@@ -328,11 +329,6 @@ def measure(context: StageContext, model: MeasuredModel, before: int, total: int
     values = retrieve(queries, candidates, relevant, known)
     own_values = np.stack([values[metric] for metric in METRICS])
     return dict(zip(METRICS, np.concatenate(exchange(context, f"{model.name}-values", own_values), axis=1), strict=True))
-
-
-def vectors_file(context: StageContext, name: str) -> Path:
-    """Return the leader's local file with the vectors of a measured model."""
-    return context.scratch / (VECTORS if name == "new" else f"{name}-{VECTORS}")
 
 
 def means(values: PerQuery) -> dict[str, float]:

@@ -17,13 +17,12 @@ from pipeline.contract import Record, RunPaths, history_uri, now
 from pipeline.errors import TrnpipeError
 from pipeline.log import log
 from pipeline.stages.charts import Chart, line_chart
-from pipeline.stages.pages import render_page
+from pipeline.stages.pages import READS_AT_ONCE, render_page
 
 MOST_RUNS = 500
 """Runs on the page, the newest: more than a year of weekly runs and daily refreshes."""
 MOST_REFERENCES = 3
 """Lines of one chart: as many as have a colour of their own."""
-READS_AT_ONCE = 16
 Series = tuple[str, Mapping[str, Sequence[str]]]
 """A line of a chart: a figure, and the values of attributes that its runs have."""
 
@@ -107,7 +106,7 @@ def render_history(name: str, runs: Sequence[EndedRun], kept: int) -> bytes:
         kept=kept,
         latest=next((run for run in reversed(runs) if run.outcome in ("accepted", "rollback")), None),
         counts=Counter(run.outcome for run in runs),
-        charts=history_charts(runs),
+        charts=history_charts(runs) if runs else [],
         written=now(),
     )
 
@@ -117,7 +116,6 @@ def history_charts(runs: Sequence[EndedRun]) -> list[Chart]:
     metric = next((run.metric for run in reversed(runs) if run.metric), "metric")
     references = list(dict.fromkeys(run.reference for run in runs if "reference" in run.figures))[-MOST_REFERENCES:]
     cost = "usd" if any("usd" in run.figures for run in runs) else "node_hours"
-    drifts = {"mean cosine": "cosine", "1st percentile": "cosine_p1", "overlap@10": "overlap@10"}
     charts: dict[str, Mapping[str, Series]] = {
         f"{metric} against the reference, 95 % interval": {
             f"run {name}": ("reference", {"reference": (name,)}) for name in references
@@ -128,7 +126,11 @@ def history_charts(runs: Sequence[EndedRun]) -> list[Chart]:
             "weekly run": (cost, {"mode": ("train",)}),
             "refresh": (cost, {"mode": ("refresh", "rollback")}),
         },
-        "Drift: documents before and after": {name: (key, {}) for name, key in drifts.items()},
+        "Drift: documents before and after": {
+            "mean cosine": ("cosine", {}),
+            "1st percentile": ("cosine_p1", {}),
+            "overlap@10": ("overlap@10", {}),
+        },
     }
     return [chart for y_label, series in charts.items() if (chart := _chart(runs, y_label, series))]
 

@@ -12,6 +12,9 @@ import jinja2
 
 from pipeline.stages.charts import LARGEST
 
+READS_AT_ONCE = 16
+"""Small records: an array may have thousands of children, a registry name hundreds of runs."""
+
 
 def render_page(template: str, **values: Any) -> bytes:
     """Return a page. The template engine escapes every value; one that is absent shows as nothing."""
@@ -67,10 +70,14 @@ def span(value: Any) -> str:
     if not isinstance(value, timedelta):
         return "–"
     seconds = value.total_seconds()
-    if seconds < 60:
-        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 60
+        else f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 def moment_of(value: Any) -> str:

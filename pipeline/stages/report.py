@@ -27,11 +27,9 @@ from pipeline.plan import DataProfile, EmbedPlan, RunPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.stages.charts import Chart, bar, line_chart
 from pipeline.stages.history import EndedRun, keep_history
-from pipeline.stages.pages import figures_of, inside, is_number, render_page, time_of
+from pipeline.stages.pages import READS_AT_ONCE, figures_of, inside, is_number, render_page, time_of
 
 TEMPLATE = "report.html.j2"
-READS_AT_ONCE = 16
-"""Records of attempts: an array may have thousands of children."""
 MOST_LINES = 3
 """Lines of a chart that have a colour of their own."""
 METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100")
@@ -62,7 +60,6 @@ def run(context: StageContext) -> StageOutput | None:
         try:
             keep_history(context.paths.bucket_root, record.registry, ended_run(record))
         except TrnpipeError as error:
-            log.warning("report: the history of %s lacks this run: %s", record.registry, error.what)
             record.problems.append(f"history: {error.what}")
     log.info("report: %s: %s", record.verdict.headline, context.paths.report)
     if record.plan is None and store.exists(context.paths.plan):
@@ -127,8 +124,8 @@ class RunRecord:
     @property
     def registry(self) -> str | None:
         """The registry name whose history has the run; None: it publishes nowhere, or left nothing that says where."""
-        name = self.asked.get("registry", RunConfig.model_fields["registry"].default) if self.plan or self.asked else None
-        return name if isinstance(name, str) and REGISTRY_NAME_PATTERN.fullmatch(name) else None
+        name = self.asked.get("registry", RunConfig.model_fields["registry"].default) if self.asked else None
+        return name if REGISTRY_NAME_PATTERN.fullmatch(str(name)) and name else None
 
     @property
     def bill(self) -> Bill:
@@ -207,11 +204,9 @@ def read_run(paths: RunPaths) -> RunRecord:
     record.nodes = [{"node": node, **found} for node, found in enumerate(health) if found]
     monitors = (read(paths.host_monitor(node), partial(host_use, node)) for node in range(nodes))
     record.hosts = [found for found in monitors if found and found["hosts"]]
-    started_with = read(paths.input, RunInput.model_validate_json)
-    if started_with:
-        record.deployment, record.asked = started_with.deployment, merge(started_with.deployment.config, started_with.execution)
-    if record.plan:
-        record.asked = record.plan.config.model_dump(mode="json")
+    started_with = read(paths.input, RunInput.model_validate_json) or RunInput()
+    record.deployment, asked = started_with.deployment, merge(started_with.deployment.config, started_with.execution)
+    record.asked = record.plan.config.model_dump(mode="json") if record.plan else asked
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
         for stage in Stage:
             uris = [uri for uri in record.files if uri.startswith(f"{paths.attempts(stage)}/")]
@@ -262,10 +257,8 @@ def host_use(node: int, data: bytes) -> dict[str, Any]:
 def states(record: RunRecord) -> list[dict[str, Any]]:
     """Return stage, status, duration and place on one time axis of the stages in their order, None where unknown."""
     verdict, spans = record.verdict, {}
-    for stage in Stage:
+    for stage in list(Stage)[:-1]:  # the report itself is the last one
         result, failure = record.results.get(stage), record.failures.get(stage)
-        if stage is Stage.REPORT:
-            continue
         if result:
             refused = verdict.kind == "refused" and stage is verdict.stage
             spans[stage] = "refused" if refused else "done", time_of(result.started), time_of(result.finished)
@@ -363,8 +356,11 @@ def utilization_chart(hosts: list[dict[str, Any]]) -> Chart | None:
 
 def whiskers(differences: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return, by metric, the places of its interval, its value, zero and the allowed drop on one common scale, in percent."""
-    intervals = {metric: figures_of(change, *INTERVAL, "allowed") for metric, change in differences.items()}
-    intervals = {metric: figures for metric, figures in intervals.items() if all(key in figures for key in INTERVAL)}
+    intervals = {
+        metric: figures
+        for metric, change in differences.items()
+        if all(key in (figures := figures_of(change, *INTERVAL, "allowed")) for key in INTERVAL)
+    }
     extent = max((abs(figures[key]) for figures in intervals.values() for key in INTERVAL), default=0.0) or 1.0
     return {
         metric: {"zero": 50.0, **{key: round(50 + 46 * value / extent, 2) for key, value in figures.items()}}
@@ -382,15 +378,13 @@ def gate_rules(gate: Mapping[str, Any], scores: Mapping[str, Any]) -> list[dict[
     budget, guardrails, metric = gate.get("reference"), gate.get("guardrails"), gate.get("metric")
     bound = "at_least" if gate.get("undecided") == "refuse" else "at_most"
     rules: list[tuple[Any, Any, str, Mapping[str, Any]]] = [
-        ("all queries", scores, bound, {**gate, "verdict": gate.get("primary")})
-    ]
-    rules += (
-        [("all weeks", inside(scores, "reference"), bound, {**budget, "metric": metric})] if isinstance(budget, Mapping) else []
-    )
-    rules += [
-        (rule.get("slice"), inside(scores, "slices", rule.get("slice")), "at_most", rule)
-        for rule in (guardrails if isinstance(guardrails, list) else ())
-        if isinstance(rule, Mapping)
+        ("all queries", scores, bound, {**gate, "verdict": gate.get("primary")}),
+        *([("all weeks", scores.get("reference"), bound, {**budget, "metric": metric})] if isinstance(budget, Mapping) else []),
+        *(
+            (rule.get("slice"), inside(scores, "slices", rule.get("slice")), "at_most", rule)
+            for rule in (guardrails if isinstance(guardrails, list) else ())
+            if isinstance(rule, Mapping)
+        ),
     ]
     return [
         {
@@ -411,16 +405,14 @@ def compared_data(profile: DataProfile, last: DataProfile | None) -> list[tuple[
     Args:
         last: None: unknown.
     """
+    figures = [(what, getattr(profile, name), getattr(last, name, None), digits) for what, name, digits in PROFILED]
     shares = [
         (f"share of {name[:-1]} {key}, %", 100 * found.get(key, 0.0), 100 * before.get(key, 0.0) if last else None, 1)
         for name in ("locales", "tasks")
         for found, before in [(getattr(profile, name), getattr(last, name, {}))]
         for key in sorted({*found, *before} - {""})
     ]
-    shares.sort(key=lambda row: -abs(row[1] - (row[2] or 0.0)))
-    return [(what, getattr(profile, name), getattr(last, name, None), digits) for what, name, digits in PROFILED] + shares[
-        :MOST_SHARES
-    ]
+    return figures + sorted(shares, key=lambda row: -abs(row[1] - (row[2] or 0.0)))[:MOST_SHARES]
 
 
 def changed_settings(asked: Mapping[str, Any], last: RunConfig) -> list[list[str]]:
@@ -438,20 +430,9 @@ def ended_run(record: RunRecord) -> EndedRun:
     verdict, gate, bill = record.verdict, _gate(record), record.bill
     metric, moments = str(gate.get("metric") or ""), moments_of(states(record))
     mode = "rollback" if record.asked.get("rollback") else str(record.asked.get("mode", "train"))
-    changes = {"difference": inside(record.scorecard, "difference", metric)}
-    changes["reference"] = inside(record.scorecard, "reference", "difference", metric)
-    figures = {
-        **figures_of(gate, "baseline", "new"),
-        **{
-            f"{name}{end}": value
-            for name, change in changes.items()
-            for key, end in (("value", ""), ("low", "_low"), ("high", "_high"))
-            for value in figures_of(change, key).values()
-        },
-        **figures_of(record.metrics(Stage.PUBLISH), "documents"),
-        **(figures_of({"usd": bill.usd, "node_hours": bill.node_hours}, "usd", "node_hours") if record.uses else {}),
-        **({"seconds": (max(moments) - min(moments)).total_seconds()} if moments else {}),
-        **figures_of(record.scorecard.get("drift"), "cosine", "cosine_p1", "overlap@10", "new_on_old"),
+    changes = {
+        "difference": inside(record.scorecard, "difference", metric),
+        "reference": inside(record.scorecard, "reference", "difference", metric),
     }
     return EndedRun(
         run=record.paths.run_id,
@@ -463,7 +444,19 @@ def ended_run(record: RunRecord) -> EndedRun:
         metric=metric,
         reference=(record.plan and record.plan.reference) or "",
         at_most=bill.at_most,
-        figures=figures,
+        figures={
+            **figures_of(gate, "baseline", "new"),
+            **{
+                f"{name}{end}": value
+                for name, change in changes.items()
+                for key, end in (("value", ""), ("low", "_low"), ("high", "_high"))
+                for value in figures_of(change, key).values()
+            },
+            **figures_of(record.metrics(Stage.PUBLISH), "documents"),
+            **(figures_of({"usd": bill.usd, "node_hours": bill.node_hours}, "usd", "node_hours") if record.uses else {}),
+            **({"seconds": (max(moments) - min(moments)).total_seconds()} if moments else {}),
+            **figures_of(record.scorecard.get("drift"), "cosine", "cosine_p1", "overlap@10", "new_on_old"),
+        },
     )
 
 
@@ -473,8 +466,7 @@ def moments_of(timeline: list[dict[str, Any]]) -> list[datetime]:
 
 
 def _gate(record: RunRecord) -> Mapping[str, Any]:
-    gate = record.metrics(Stage.EVALUATE).get("gate")
-    return gate if isinstance(gate, Mapping) else {}
+    return gate if isinstance(gate := record.metrics(Stage.EVALUATE).get("gate"), Mapping) else {}
 
 
 def _versions(record: RunRecord) -> dict[str, str]:

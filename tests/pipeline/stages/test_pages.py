@@ -137,11 +137,11 @@ def test_every_rule_of_the_gate_with_its_interval_and_verdict(plan_run: Any) -> 
     page = report_of(run)
     rules = page.text.partition("Rules of the gate")[2]
     for words in (
-        "all queries 2,400 1,200 +0.0042 at least +0.0010 −0.0050 passed",
-        "all weeks 2,400 1,200 −0.0030 at least −0.0046 −0.0100 passed",
-        "locale:de 800 400 +0.0060 at most +0.0092 −0.0050 passed",
-        "locale:fr 640 320 −0.0410 at most −0.0338 −0.0050 refused",
-        "newest week 120 60 −0.0120 at most +0.0040 −0.0050 too small",
+        "all queries passed +0.0042 at least +0.0010 −0.0050 2,400 1,200",
+        "all weeks passed −0.0030 at least −0.0046 −0.0100 2,400 1,200",
+        "locale:de passed +0.0060 at most +0.0092 −0.0050 800 400",
+        "locale:fr refused −0.0410 at most −0.0338 −0.0050 640 320",
+        "newest week too small −0.0120 at most +0.0040 −0.0050 120 60",
         "run week-00, ndcg@10 was 0.6120 with its model and is 0.6090 with the new one",
     ):
         assert words in rules, words
@@ -157,7 +157,7 @@ def test_every_rule_of_the_gate_with_its_interval_and_verdict(plan_run: Any) -> 
 def test_the_primary_rule_has_a_verdict_of_its_own(plan_run: Any, value: float, verdict: str) -> None:
     run = weeks(plan_run)
     assert judged(run, **scores_of(value))["gate"]["verdict"] == "refused", "a locale fell"
-    assert cells(report_of(run), "all queries", 8)[-1] == verdict
+    assert cells(report_of(run), "all queries", 1)[0] == verdict
 
 
 def test_whiskers_share_a_scale_with_zero_in_the_middle_and_the_allowed_drop() -> None:
@@ -284,7 +284,7 @@ def test_texts_are_escaped_and_cut(plan_run: Any) -> None:
     store.write_json(run.paths.query_changes, {"fell": [query], "rose": "nothing"})
     page = report_of(run)
     assert EVIL in page.text
-    assert page.text.count("word") == 48
+    assert page.text.count("word") == 32
     Balanced(store.read_bytes(run.paths.report).decode())
 
 
