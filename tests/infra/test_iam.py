@@ -194,12 +194,12 @@ def test_no_role_may_make_a_call_that_no_stage_makes(recorded: Recorded, role: s
     # Rows that must not be used any more.
     assert may("s3:DeleteObject", f"{bucket}/ingested/rows/shard/facts-00000.arrow") == (role == Stage.INGEST.value)
     assert not may("s3:PutObject", f"{bucket}/data/shard.jsonl")
-    for key, writers in (
-        ("registry/current.json", ["publish"]),
-        ("registry/current/index.html", ["report"]),
-        ("registry/current/20260104T030000Z-r.json", ["publish"]),
+    for key, writer in (
+        ("registry/current.json", Stage.PUBLISH),
+        ("registry/current/20260104T030000Z-r.json", Stage.PUBLISH),
+        ("registry/current/index.html", Stage.REPORT),
     ):
-        assert may("s3:PutObject", f"{bucket}/{key}") == (role in writers), key
+        assert may("s3:PutObject", f"{bucket}/{key}") == (role == writer.value), key
     for action in ("s3:DeleteObjectVersion", "s3:PutObjectAcl", "s3:PutObjectTagging"):
         assert not may(action, f"{bucket}/runs/r/{role}/result.json"), action
     for action in ("s3:DeleteBucket", "s3:PutBucketPolicy", "s3:PutLifecycleConfiguration", "s3:PutBucketVersioning"):
