@@ -13,14 +13,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline import store
-from pipeline.commands.prune import find
+from pipeline.commands import prune
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage, history_uri
 from pipeline.errors import Transient
+from pipeline.evaluation.changes import largest_changes
 from pipeline.evaluation.gate import judge_model
+from pipeline.evaluation.holdout import Holdout
+from pipeline.evaluation.retrieval_metrics import Relevant
+from pipeline.evaluation.statistics import Units
 from pipeline.plan import DataProfile
 from pipeline.run.context import StageOutput
 from pipeline.run.registry import keep_publication, publications
@@ -267,6 +272,29 @@ def test_the_texts_of_the_queries_that_changed_most(plan_run: Any) -> None:
     assert "the relevant one" in page.text
 
 
+def test_the_first_document_is_none_that_is_known_from_other_weeks() -> None:
+    documents = [[number] for number in range(4)]
+    pairs = {0: {0: 1.0}, 1: {1: 1.0, 3: 2.0}, 2: {2: 1.0}}
+    holdout = Holdout(
+        keys=((7, "de"), (8, None), (9, None)),
+        queries=[[10], [11], [12]],
+        candidates=documents,
+        relevant=Relevant.of([pairs[query] for query in range(3)]),
+        known=Relevant.of([{2: 1.0}, {}, {}]),
+        units=Units.of(np.arange(3), np.arange(3)),
+        tasks=[None] * 3,
+    )
+    # Document 2 is the nearest one of query 0 with both models, and known.
+    vectors = np.eye(4, dtype=np.float32)[[0, 1, 2, 3, 2, 1, 2]]
+    vectors[4, 1] = 0.5
+    models = {"before": (np.array([0.2, 0.9, 0.5]), vectors), "after": (np.array([0.1, 1.0, 0.5]), vectors)}
+    found = largest_changes(holdout, models, lambda tokens: f"text {tokens[0]}")
+    [fell], [rose] = found["fell"], found["rose"]
+    assert (fell["query"], fell["best_after"], fell["locale"], fell["relevant"]) == ("text 10", "text 1", "de", "text 0")
+    assert (rose["query"], rose["before"], rose["after"]) == ("text 11", 0.9, 1.0)
+    assert rose["relevant"] == "text 3", "the largest gain"
+
+
 def test_no_text_is_written_unless_it_is_wanted(plan_run: Any) -> None:
     run = plan_run()
     without_words(run)
@@ -505,10 +533,8 @@ def test_publications_and_pruning_know_nothing_of_the_history(tmp_path: Path) ->
     store.write_json(f"{root}/registry/current.json", pointer)
     keep_publication(root, "current", {**pointer, "embeddings_run": "week-000"})
     assert [record["run"] for record in publications(root, "current")] == ["week-000"]
-    # A history's record names no registry, and so keeps no run.
-    store.write_json(f"{root}/registry/daily-001.json", {"unreadable": 1})
-    store.delete(f"{root}/registry/daily-001.json")
-    assert [Path(old.folder).name for old in find(root, keep_days=0)] == ["daily-001", "daily-002"]
+    assert prune._names(root) == {"current"}
+    assert [Path(old.folder).name for old in prune.find(root, keep_days=0)] == ["daily-001", "daily-002"]
 
 
 # --------------------------------------------------------------------------------------------------------------- in a browser
