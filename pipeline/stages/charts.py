@@ -28,7 +28,7 @@ def line_chart(
 
     Args:
         series: name -> (x, y) in ascending x; points that are not finite, or absurdly large, are left out.
-        names: of x = 0, 1, 2 and so on, in place of the numbers.
+        names: of x = 0, 1, 2 and so on, in place of the numbers; the x axis shows all of them.
         within: more values that the y axis shows.
 
     Returns:
@@ -40,7 +40,7 @@ def line_chart(
         return None
     averaged = math.ceil(longest / MOST_POINTS)
     drawn = {name: _thin(points, averaged) for name, points in finite.items() if points}
-    xs = [x for points in drawn.values() for x, _ in points]
+    xs = [*(x for points in drawn.values() for x, _ in points), *((0, len(names) - 1) if names else ())]
     ys = [*within, *(y for points in drawn.values() for _, y in points)]
     x_ticks, x_low, x_high = _axis(min(xs), max(xs), 3 if names else 5, whole=True)
     y_ticks, y_low, y_high = _axis(min(ys), max(ys), 4)

@@ -406,14 +406,18 @@ def test_a_point_per_figure_links_to_its_run_and_has_its_interval(tmp_path: Path
         assert high[1] < at[1] < low[1], "down is up in SVG"
         assert reference["top"] <= high[1]
         assert low[1] <= reference["bottom"]
+    drift = charts["Drift: documents before and after"]
     cost = charts["Cost of a run, USD"]
+    assert drift["x_ticks"] == cost["x_ticks"] == reference["x_ticks"], "one axis for all"
     assert {dot["run"].mode for dot in cost["dots"] if dot["line"] == 1} == {"train"}
     assert len(cost["dots"]) == 60
     assert [tick["label"] for tick in cost["x_ticks"]] == ["2026-03-01", "2026-03-21", "2026-04-16"]
     afternoon = [ended(6 * number, time=f"2026-03-01T1{number}:30:00+00:00") for number in range(3)]
     assert [tick["label"] for tick in history.history_charts(afternoon)[0]["x_ticks"]] == ["10:30", "11:30", "12:30"]
+    assert "Overlap@10" in Spaced(history.render_history("current", runs, 60).decode()).text
     dear = [replace(run, figures={"node_hours": 2.0}) for run in afternoon]
     assert [chart["y_label"] for chart in history.history_charts(dear)] == ["Cost of a run, node-hours"]
+    assert "Overlap@10" not in Spaced(history.render_history("current", dear, 3).decode()).text, "no run has drift"
 
 
 def test_a_report_that_is_gone_is_not_linked_and_broken_records_are_left_out(tmp_path: Path) -> None:
