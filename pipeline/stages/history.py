@@ -17,7 +17,7 @@ from pipeline.contract import Record, RunPaths, history_uri, now
 from pipeline.errors import TrnpipeError
 from pipeline.log import log
 from pipeline.stages.charts import Chart, line_chart
-from pipeline.stages.pages import READS_AT_ONCE, render_page
+from pipeline.stages.pages import READS_AT_ONCE, is_number, render_page
 
 MOST_RUNS = 500
 """Runs on the page, the newest: more than a year of weekly runs and daily refreshes."""
@@ -140,9 +140,9 @@ def _chart(runs: Sequence[EndedRun], y_label: str, series: Mapping[str, Series])
     clock = slice(11, 16) if runs[0].time[:10] == runs[-1].time[:10] else slice(10)
     dots = {
         name: [
-            (x, run, [run.figures[key + end] for end in ("", "_low", "_high") if key + end in run.figures])
+            (x, run, [run.figures[key + end] for end in ("", "_low", "_high") if is_number(run.figures.get(key + end))])
             for x, run in enumerate(runs)
-            if key in run.figures and all(getattr(run, attribute) in values for attribute, values in only.items())
+            if is_number(run.figures.get(key)) and all(getattr(run, attribute) in values for attribute, values in only.items())
         ]
         for name, (key, only) in series.items()
     }

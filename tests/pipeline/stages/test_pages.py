@@ -426,6 +426,10 @@ def test_a_report_that_is_gone_is_not_linked_and_broken_records_are_left_out(tmp
     store.delete_folder(f"{root}/runs/daily-001")
     for name, data in (("broken", b"{"), ("other", b'{"run": "x"}'), ("list", b"[]")):
         store.write_bytes(f"{root}/registry/current/runs/{name}.json", data)
+    endless = ended(
+        2, run="endless", figures={"documents": float("inf"), "usd": float("nan"), "reference": 0.1, "reference_low": 1e300}
+    )
+    store.write_bytes(f"{root}/registry/current/runs/endless.json", endless.to_json())
     up = ended(2, run="../up")
     store.write_bytes(f"{root}/registry/current/runs/up.json", up.to_json())
     keep_history(root, "current", ended(3, run="late", reason=EVIL, headline=EVIL, outcome="failed"))
