@@ -198,7 +198,8 @@ class PipelineStack(Stack):
             Stage.PLAN: ["runs/*/plan.json", "runs/*/embed/plan.json"],
             Stage.COMPILE: [GRAPHS],
             Stage.TRAIN: ["runs/*/model/*", SEEN, COMPILER_CACHE],
-            Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*"],
+            Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*.json"],
+            Stage.REPORT: ["registry/*/index.html", "registry/*/runs/*.json"],
         }
         read = ["runs/*", "registry/*", *(pattern for pattern, readers in READERS.items() if stage in readers)]
         own = [f"runs/*/{stage}/*", *written.get(stage, [])]

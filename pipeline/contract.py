@@ -335,6 +335,8 @@ class RunPaths:
     scorecard = _Inside("evaluate/scorecard.json")
     query_values = _Inside("evaluate/queries.parquet")
     """Every metric of every hold-out query with the new model: Parquet, see pipeline/evaluation/query_values."""
+    query_changes = _Inside("evaluate/changes.json")
+    """The queries that rose and fell most, with their texts: only with `report.texts` (pipeline/evaluation/changes)."""
     vectors = _Inside("evaluate/vectors.npy")
     """The new model's vectors of all hold-out texts, see pipeline/evaluation/reuse."""
     embed_plan = _Inside("embed/plan.json")
@@ -429,6 +431,11 @@ def retention_tags(key: str) -> dict[str, str]:
 def registry_uri(bucket_root: str, name: str) -> str:
     """Return the URI of the pointer to the last publication under `name` (pipeline/run/registry.Pointer)."""
     return f"{bucket_root.rstrip('/')}/registry/{name}.json"
+
+
+def history_uri(bucket_root: str, name: str) -> str:
+    """Return the URI of the page with all runs of a registry name (pipeline/stages/history); their records are next to it."""
+    return f"{bucket_root.rstrip('/')}/registry/{name}/index.html"
 
 
 def reference_uri(bucket_root: str, name: str) -> str:

@@ -56,8 +56,8 @@ def find(root: str, keep_days: int) -> list[OldRun]:
 
 def _names(root: str) -> set[str]:
     """Return all names under which anything is published."""
-    found = (info.uri.rsplit("/", 1)[-1] for info in store.list_objects(store.join(root, "registry")))
-    return {name.removesuffix(".json") for name in found if name.count(".") == 1}
+    found = (info.uri.split("/")[-2:] for info in store.list_objects(store.join(root, "registry")))
+    return {name.removesuffix(".json") for folder, name in found if folder == "registry" and name.count(".") == 1}
 
 
 def _needed(root: str, name: str, keep_days: int) -> Iterator[str]:

@@ -568,6 +568,11 @@ class ReportConfig(Section):
     """The HTML page of the run."""
 
     title: str | None = Field(None, description="Title of the page; None: `Run RUN_ID`.")
+    texts: bool = Field(
+        False,
+        description="Show the ten queries that rose most and the ten that fell most, with their best documents. "
+        "evaluate then writes these texts to evaluate/changes.json: leave it out where pages may not show them.",
+    )
 
 
 class LockConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,10 @@ class TextTokenizer:
             encodings = self._backend.encode_batch_fast(some, add_special_tokens=True)
             found += (np.array(encoding.ids, dtype=np.int32) for encoding in encodings)
         return found
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return a text with these token ids, without the special ones; the tokenizer may have normalized it."""
+        return str(self._backend.decode([int(token) for token in tokens]))
 
     def encode_each(self, texts: Sequence[str], max_length: int, prompt: str = "") -> list[Tokens | str]:
         """Encode texts like `encode`, but a failing or empty text does not affect the others.

@@ -102,6 +102,7 @@ def judge_model(scores: Mapping[str, Any], gate: GateConfig, published: Publishe
     ]
     return {
         "verdict": "accepted" if accepted and not broken and (not within or within["verdict"] == "passed") else "refused",
+        "primary": "passed" if accepted else "refused",
         "metric": gate.metric,
         "published": published.run if published else None,
         "baseline": baseline,

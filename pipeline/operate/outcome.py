@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from pipeline.commands.terminal import clock, right, say
-from pipeline.contract import RunPaths, Stage, StageFailure
+from pipeline.contract import RunPaths, Stage, StageFailure, history_uri
 from pipeline.errors import ExitCode, TrnpipeError, plain, shown
 from pipeline.operate import run_files
 from pipeline.operate.progress import StageLine, Tracker
@@ -127,7 +127,7 @@ def print_outcome(console: Console, execution: Mapping[str, Any], tracker: Track
         say(console, plain(f"gate: {gate.get('verdict')}: {gate.get('reason')}"))
     published = execution["status"] == "SUCCEEDED" and bool(metrics[Stage.PUBLISH].get("published"))
     # Lines, not a table: a table cuts paths to the width of the terminal, and they are for copying.
-    for name, value in [*_numbers(metrics, tracker), *_locations(tracker.files, published=published)]:
+    for name, value in [*_numbers(metrics, tracker), *_locations(tracker.files, metrics[Stage.REPORT], published)]:
         say(console, f"{name:<10}  {value}")
     if execution.get("error") == GATE_REFUSED:
         console.print("refused: nothing was published, the published model stays", style="bold yellow")
@@ -169,10 +169,12 @@ def _numbers(metrics: Mapping[Stage, Mapping[str, Any]], tracker: Tracker) -> It
         yield "time", clock(max(end for _, end in spans) - min(start for start, _ in spans))
 
 
-def _locations(files: RunFiles, *, published: bool) -> Iterator[tuple[str, str]]:
+def _locations(files: RunFiles, report: Mapping[str, Any], published: bool) -> Iterator[tuple[str, str]]:
     root = RunPaths(files.root)
     paths = {"model": IN_FOLDER.model, "embeddings": IN_FOLDER.stage(Stage.EMBED), "report": IN_FOLDER.report}
     yield from ((name, root.root + path) for name, path in paths.items() if files.listed(path))
+    if report.get("registry"):
+        yield "history", history_uri(root.bucket_root, report["registry"])
     yield "run", root.root
     if published:
         yield "registry", f"{root.bucket_root}/registry"

@@ -1,7 +1,8 @@
 """The registry: `registry/NAME.json` points at the model and the embeddings that are published under a name.
 
 Several write it: a run that publishes its model, refreshes of the embeddings, rollbacks, and people who hold models. Each write
-replaces exactly what its writer has read, and each writer says what must still be so. `registry/NAME/` keeps every publication.
+replaces exactly what its writer has read, and each writer says what must still be so. `registry/NAME/` keeps every publication,
+next to the history of all runs (pipeline/stages/history).
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def publications(bucket_root: str, name: str) -> Iterator[dict[str, Any]]:
     """Yield what was published under a name, the newest first, as `keep_publication` got it."""
     found = sorted(info.uri for info in store.list_objects(_publications_uri(bucket_root, name)))
     for uri in reversed(found):
-        yield store.read_json(uri)
+        # The history of runs is in the same folder: a page, and records in a folder below.
+        if uri.endswith(".json") and uri.split("/")[-3:-1] == ["registry", name]:
+            yield store.read_json(uri)
 
 
 def _publications_uri(bucket_root: str, name: str) -> str:

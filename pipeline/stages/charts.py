@@ -1,4 +1,4 @@
-"""Geometry of the report's charts: from numbers to the coordinates, ticks and labels that the template draws as inline SVG."""
+"""Geometry of the pages' charts: from numbers to the coordinates, ticks and labels that the template draws as inline SVG."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ LARGEST = 1e200
 """Larger numbers overflow in differences and sums; no measured value is that large."""
 
 
-def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> Chart | None:
+def line_chart(
+    series: Mapping[str, Points], *, x_label: str = "", y_label: str, names: Sequence[str] = (), within: Sequence[float] = ()
+) -> Chart | None:
     """Lay out lines over a common pair of axes.
 
     Args:
         series: name -> (x, y) in ascending x; points that are not finite, or absurdly large, are left out.
+        names: of x = 0, 1, 2 and so on, in place of the numbers; the x axis shows all of them.
+        within: more values that the y axis shows.
 
     Returns:
-        None when there is nothing to draw.
+        None when there is nothing to draw. `place` gives the coordinates of a point (x, y).
     """
     finite = {name: [(x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST] for name, points in series.items()}
     longest = max((len(points) for points in finite.values()), default=0)
@@ -36,9 +40,9 @@ def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> C
         return None
     averaged = math.ceil(longest / MOST_POINTS)
     drawn = {name: _thin(points, averaged) for name, points in finite.items() if points}
-    xs = [x for points in drawn.values() for x, _ in points]
-    ys = [y for points in drawn.values() for _, y in points]
-    x_ticks, x_low, x_high = _axis(min(xs), max(xs), 5, whole=True)
+    xs = [*(x for points in drawn.values() for x, _ in points), *((0, len(names) - 1) if names else ())]
+    ys = [*within, *(y for points in drawn.values() for _, y in points)]
+    x_ticks, x_low, x_high = _axis(min(xs), max(xs), 3 if names else 5, whole=True)
     y_ticks, y_low, y_high = _axis(min(ys), max(ys), 4)
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -50,7 +54,12 @@ def line_chart(series: Mapping[str, Points], *, x_label: str, y_label: str) -> C
     return {
         "x_label": x_label,
         "y_label": y_label,
-        "x_ticks": [{"at": place(value, y_low)[0], "label": label} for value, label in x_ticks],
+        "place": place,
+        "x_ticks": [
+            {"at": place(value, y_low)[0], "label": names[round(value)] if names else label}
+            for value, label in x_ticks
+            if not names or 0 <= value < len(names)
+        ],
         "y_ticks": [{"at": place(x_low, value)[1], "label": label} for value, label in y_ticks],
         "lines": [
             {"name": name, "points": " ".join(f"{x},{y}" for x, y in points), "end": points[-1]}

@@ -3,8 +3,9 @@
 The baseline is the published model, which the new one would replace, or the parent while nothing is published. A parent that is a
 third model is measured too, for the reader; and the new one on the hold-out of the reference (pipeline/evaluation/reference).
 Reads these models and `plan/rows`; writes everything to `evaluate/scorecard.json`, and what each query got with the new model to
-`evaluate/queries.parquet` (`trnpipe parity` compares it with another run's). The verdict is part of the result: the stage ends
-with 0 either way, and the state machine's Choice acts on what it says.
+`evaluate/queries.parquet` (`trnpipe parity` compares it with another run's); with `report.texts` the queries that changed most to
+`evaluate/changes.json`. The verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts
+on what it says.
 
 All ranks of the host share the work: each encodes some of the texts, and ranks all candidates for some of the queries. The new
 model's vectors stay in `evaluate/vectors.npy`: once it is the published model, they are not computed again
@@ -30,6 +31,8 @@ from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
 from pipeline.dataset.golden import GOLDEN
 from pipeline.dataset.row_files import PUBLISHED
+from pipeline.dataset.tokens import TextTokenizer
+from pipeline.evaluation.changes import largest_changes
 from pipeline.evaluation.drift import measure_drift
 from pipeline.evaluation.exchange import exchange
 from pipeline.evaluation.gate import judge_model
@@ -53,7 +56,8 @@ from pipeline.run.context import StageContext, StageOutput
 PerQuery = dict[str, Values]
 """Metric -> its value for every query, in the order of `Holdout.queries`."""
 
-VECTORS = "vectors.npy"
+VECTORS = "vectors-{}.npy"
+"""The leader's local file with the vectors of a measured model."""
 
 FRESH = "fresh"
 """Slice of the newest week's queries."""
@@ -110,7 +114,7 @@ def run(context: StageContext) -> StageOutput | None:
     if plan.reference:
         exam = read_holdout(rows / REFERENCE)
         # Most of its texts are in this week's hold-out, too.
-        known = kept_vectors(context.scratch / VECTORS, texts_of(exam))
+        known = kept_vectors(context.scratch / VECTORS.format("new"), texts_of(exam))
         new_model = models[0]
         again = share_out(context, REFERENCE, new_model.folder, new_model.form, new_model.device, exam, known)
         measured[REFERENCE] = measure(context, REFERENCE, encode_texts(context, again, done, done + again.tokens), exam)
@@ -157,6 +161,13 @@ def run(context: StageContext) -> StageOutput | None:
     }
     scorecard = {**counts, **scores, "gate": gate, "slices": slices, "drift": drift}
     store.write_json(context.paths.scorecard, scorecard)
+    if config.report.texts:
+        ranked = {
+            name: (measured[model.name][config.gate.metric], vectors[place])
+            for name, model in (("before", models[-1]), ("after", models[0]))  # the last one is the baseline
+            for place, vectors in [kept_vectors(context.scratch / VECTORS.format(model.name), model.texts)]
+        }
+        store.write_json(context.paths.query_changes, largest_changes(holdout, ranked, TextTokenizer(models[0].folder).decode))
     values = context.scratch / "queries.parquet"
     QueryValues(holdout.keys, new).write(values)
     written = store.upload(values, context.paths.query_values)
@@ -170,7 +181,7 @@ def run(context: StageContext) -> StageOutput | None:
         outputs={
             "scorecard": Artifact(context.paths.scorecard, store.sha256(context.paths.scorecard)),
             "queries": written,
-            "vectors": store.upload(context.scratch / VECTORS, context.paths.vectors),
+            "vectors": store.upload(context.scratch / VECTORS.format("new"), context.paths.vectors),
         },
         metrics={
             **counts,
@@ -372,8 +383,8 @@ def encode_texts(context: StageContext, model: MeasuredModel, before: int, total
     vectors[~computed] = model.vectors[model.place[own[~computed]]].reshape(-1, dimension)
     shared = [torch.from_numpy(one) for one in exchange(context, f"{model.name}-vectors", vectors)]
     blocks = list(zip(model.shares, shared, strict=True))
-    if model.name == "new" and context.world.is_leader:
-        write_vectors(context.scratch / VECTORS, model.texts, blocks, dimension)
+    if context.world.is_leader and (model.name == "new" or context.plan.config.report.texts):
+        write_vectors(context.scratch / VECTORS.format(model.name), model.texts, blocks, dimension)
     # A share begins with its candidates.
     count = len(model.holdout.candidates)
     candidates = [(rows[rows < count], one[: np.count_nonzero(rows < count)]) for rows, one in blocks]

@@ -1,7 +1,8 @@
-"""report: one self-contained HTML page per run, after success, refusal and failure alike.
+"""report: one self-contained HTML page per run, after success, refusal and failure alike, and the history of the registry name.
 
-Reads whatever the run folder holds; a piece that is missing or unreadable is shown as such and never fails the run. Writes
-`report/index.html`. Everything shown passes through the template's escaping.
+Reads whatever the run folder holds, and last week's plan; a piece that is missing or unreadable is shown as such and never fails
+the run. Writes `report/index.html`, and what pipeline/stages/history keeps. Everything shown passes through the template's
+escaping.
 """
 
 from __future__ import annotations
@@ -11,31 +12,41 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-import jinja2
-
 from pipeline import store
-from pipeline.config import Deployment, RunInput
-from pipeline.contract import STAGES, Artifact, RunPaths, Stage, StageFailure, StageResult, now
+from pipeline.config import Deployment, RunConfig, RunInput, flattened, merge
+from pipeline.contract import REGISTRY_NAME_PATTERN, STAGES, Artifact, RunPaths, Stage, StageFailure, StageResult, now
 from pipeline.cost import Bill, NodeAttempt, StageUse, stage_use
 from pipeline.errors import ExitCode, TrnpipeError
 from pipeline.log import log
-from pipeline.plan import EmbedPlan, RunPlan
+from pipeline.plan import DataProfile, EmbedPlan, RunPlan
 from pipeline.run.context import StageContext, StageOutput
-from pipeline.stages.charts import LARGEST, Chart, bar, line_chart
+from pipeline.stages.charts import Chart, bar, line_chart
+from pipeline.stages.history import EndedRun, keep_history
+from pipeline.stages.pages import READS_AT_ONCE, figures_of, inside, is_number, render_page, time_of
 
 TEMPLATE = "report.html.j2"
-READS_AT_ONCE = 16
-"""Records of attempts: an array may have thousands of children."""
 MOST_LINES = 3
 """Lines of a chart that have a colour of their own."""
 METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100")
 """Order of the metrics on the page."""
+INTERVAL = ("low", "value", "high")
+PROFILED = (
+    ("rows of new shards", "rows", 0),
+    ("median tokens of queries", "median_query", 0),
+    ("median tokens of documents", "median_document", 0),
+    ("mean label", "mean_label", 3),
+    ("share of repeated rows", "duplicates", 3),
+    ("documents to embed", "documents", 0),
+    ("documents gone", "documents_gone", 0),
+)
+"""Figures of the data's profile: words, attribute, digits."""
+MOST_SHARES = 20
+"""Locales, and tasks, of the table; a change of the others is smaller."""
 Read = TypeVar("Read")
 
 
@@ -43,8 +54,13 @@ def run(context: StageContext) -> StageOutput | None:
     """Write the page, whatever is missing or unreadable."""
     context.heartbeat.beat(note="reading the run folder")
     record = read_run(context.paths)
-    page = render(record).encode(errors="replace")  # JSON may hold halves of surrogate pairs
+    page = render(record)
     store.write_bytes(context.paths.report, page)
+    if record.registry:
+        try:
+            keep_history(context.paths.bucket_root, record.registry, ended_run(record))
+        except TrnpipeError as error:
+            record.problems.append(f"history: {error.what}")
     log.info("report: %s: %s", record.verdict.headline, context.paths.report)
     if record.plan is None and store.exists(context.paths.plan):
         return None  # a result names its plan, and this one cannot be read
@@ -55,6 +71,7 @@ def run(context: StageContext) -> StageOutput | None:
             "headline": record.verdict.headline,
             "missing": record.problems[:20],
             "cost": record.bill.metrics(),
+            "registry": record.registry,
         },
     )
 
@@ -83,10 +100,16 @@ class RunRecord:
     Attributes:
         files: URIs of everything in the run folder.
         problems: pieces that are there but could not be read, with the reason.
+        asked: the run's configuration, or the part of it that was asked for where there is no plan.
+        last: the plan of last week's run.
+        changes: see pipeline/evaluation/changes.
     """
 
     paths: RunPaths
     plan: RunPlan | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
+    last: RunPlan | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
     results: dict[Stage, StageResult] = field(default_factory=dict)
     failures: dict[Stage, StageFailure] = field(default_factory=dict)
     scorecard: dict[str, Any] = field(default_factory=dict)
@@ -97,6 +120,12 @@ class RunRecord:
     problems: list[str] = field(default_factory=list)
     deployment: Deployment = field(default_factory=Deployment)
     uses: list[StageUse] = field(default_factory=list)
+
+    @property
+    def registry(self) -> str | None:
+        """The registry name whose history has the run; None: it publishes nowhere, or left nothing that says where."""
+        name = self.asked.get("registry", RunConfig.model_fields["registry"].default) if self.asked else None
+        return name if REGISTRY_NAME_PATTERN.fullmatch(str(name)) and name else None
 
     @property
     def bill(self) -> Bill:
@@ -163,15 +192,21 @@ def read_run(paths: RunPaths) -> RunRecord:
         failure = read(paths.failure(stage), StageFailure.from_json)
         if failure and stage is not Stage.REPORT:
             record.failures[stage] = failure
+    if record.plan and record.plan.lineage:
+        last = RunPaths(f"{paths.bucket_root}/runs/{record.plan.lineage[-1]}").plan
+        present |= {last} if store.exists(last) else set()
+        record.last = read(last, RunPlan.from_json)
     record.scorecard = read(paths.scorecard, _object) or {}
+    record.changes = read(paths.query_changes, _object) or {}
     record.training = read(paths.metrics, _json_lines) or []
     nodes = record.plan.world.nodes if record.plan else 1
     health = (read(paths.node_health(node), _node_health) for node in range(nodes))
     record.nodes = [{"node": node, **found} for node, found in enumerate(health) if found]
     monitors = (read(paths.host_monitor(node), partial(host_use, node)) for node in range(nodes))
     record.hosts = [found for found in monitors if found and found["hosts"]]
-    started_with = read(paths.input, RunInput.model_validate_json)
-    record.deployment = started_with.deployment if started_with else record.deployment
+    started_with = read(paths.input, RunInput.model_validate_json) or RunInput()
+    record.deployment, asked = started_with.deployment, merge(started_with.deployment.config, started_with.execution)
+    record.asked = record.plan.config.model_dump(mode="json") if record.plan else asked
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
         for stage in Stage:
             uris = [uri for uri in record.files if uri.startswith(f"{paths.attempts(stage)}/")]
@@ -222,15 +257,13 @@ def host_use(node: int, data: bytes) -> dict[str, Any]:
 def states(record: RunRecord) -> list[dict[str, Any]]:
     """Return stage, status, duration and place on one time axis of the stages in their order, None where unknown."""
     verdict, spans = record.verdict, {}
-    for stage in Stage:
+    for stage in list(Stage)[:-1]:  # the report itself is the last one
         result, failure = record.results.get(stage), record.failures.get(stage)
-        if stage is Stage.REPORT:
-            continue
         if result:
             refused = verdict.kind == "refused" and stage is verdict.stage
-            spans[stage] = "refused" if refused else "done", _time(result.started), _time(result.finished)
+            spans[stage] = "refused" if refused else "done", time_of(result.started), time_of(result.finished)
         elif failure:
-            spans[stage] = "failed", None, _time(failure.time)
+            spans[stage] = "failed", None, time_of(failure.time)
         else:
             status = "skipped" if stage in record.skipped else "not finished" if stage is verdict.stage else "not reached"
             spans[stage] = status, None, None
@@ -246,21 +279,14 @@ def states(record: RunRecord) -> list[dict[str, Any]]:
     return found
 
 
-def render(record: RunRecord) -> str:
-    """Return the page. The template engine escapes every value."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.ChainableUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.tests.update(measured=_is_number)
-    environment.filters.update(number=_number, signed=_signed, span=_span, moment=_moment)
+def render(record: RunRecord) -> bytes:
+    """Return the page."""
     plan, scores = record.plan, record.scorecard or record.metrics(Stage.EVALUATE)
+    rules = gate_rules(_gate(record), scores)
     timeline = states(record)
-    moments = [moment for state in timeline for moment in (state["started"], state["finished"]) if moment]
-    return environment.get_template(TEMPLATE).render(
+    moments = moments_of(timeline)
+    return render_page(
+        TEMPLATE,
         title=(plan.config.report.title if plan else None) or f"Run {record.paths.run_id}",
         record=record,
         run_id=record.paths.run_id,
@@ -274,10 +300,14 @@ def render(record: RunRecord) -> str:
         took=max(moments) - min(moments) if moments else None,
         refused_rows=plan.train.bad_rows + (plan.embed.bad_rows if plan.embed.source == "corpus" else 0) if plan else None,
         gate=_gate(record),
+        rules=rules,
+        rule_whiskers=whiskers({str(number): rule["change"] for number, rule in enumerate(rules)}),
+        data=compared_data(plan.profile, record.last.profile if record.last else None) if plan and plan.profile else [],
+        settings=changed_settings(record.asked, record.last.config) if record.last else [],
         scores=scores,
         metric_names=METRICS,
         baseline="Published" if plan and plan.published else "Parent",
-        whiskers=whiskers(scores.get("difference", {})),
+        whiskers=whiskers(changes if isinstance(changes := scores.get("difference"), Mapping) else {}),
         charts=training_charts(record.training, plan.config.gate.metric if plan else METRICS[0]),
         utilization=utilization_chart(record.hosts),
         bill=record.bill,
@@ -292,17 +322,16 @@ def render(record: RunRecord) -> str:
 def training_charts(logged: list[dict[str, Any]], metric: str) -> list[Chart]:
     """Return the curves of training: the loss, and the gate's metric on part of the hold-out, as far as they were logged."""
     steps = [line for line in logged if isinstance(line.get("step"), int)]
-    loss = [(line["step"], line.get("loss")) for line in steps]
-    validation = [(line["step"], line["validation"].get(metric)) for line in steps if isinstance(line.get("validation"), dict)]
+    curves = {"Training loss": ("loss",), f"{metric} on part of the hold-out": ("validation", metric)}
     charts = (
-        line_chart({"loss": _measured(loss)}, x_label="step", y_label="Training loss"),
-        line_chart({metric: _measured(validation)}, x_label="step", y_label=f"{metric} on part of the hold-out"),
+        line_chart(
+            {keys[-1]: [(line["step"], value) for line in steps if isinstance(value := inside(line, *keys), float)]},
+            x_label="step",
+            y_label=y_label,
+        )
+        for y_label, keys in curves.items()
     )
     return [chart for chart in charts if chart]
-
-
-def _measured(points: list[tuple[int, Any]]) -> list[tuple[float, float]]:
-    return [(step, value) for step, value in points if isinstance(value, float)]
 
 
 def utilization_chart(hosts: list[dict[str, Any]]) -> Chart | None:
@@ -325,28 +354,119 @@ def utilization_chart(hosts: list[dict[str, Any]]) -> Chart | None:
     return line_chart(series, x_label="minutes", y_label="Utilization of the cores, percent")
 
 
-def whiskers(differences: Any) -> dict[str, dict[str, float]]:
-    """Return, by metric, the places of its interval, its value and zero on one common scale, in percent."""
-    if not isinstance(differences, Mapping):
-        return {}
+def whiskers(differences: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return, by metric, the places of its interval, its value, zero and the allowed drop on one common scale, in percent."""
     intervals = {
-        metric: (change["low"], change["value"], change["high"])
+        metric: figures
         for metric, change in differences.items()
-        if isinstance(change, Mapping) and all(_is_number(change.get(key)) for key in ("low", "value", "high"))
+        if all(key in (figures := figures_of(change, *INTERVAL, "allowed")) for key in INTERVAL)
     }
-    extent = max((abs(value) for interval in intervals.values() for value in interval), default=0.0) or 1.0
+    extent = max((abs(figures[key]) for figures in intervals.values() for key in INTERVAL), default=0.0) or 1.0
     return {
-        metric: {
-            "zero": 50.0,
-            **{key: round(50 + 46 * value / extent, 2) for key, value in zip(("low", "value", "high"), interval, strict=True)},
-        }
-        for metric, interval in intervals.items()
+        metric: {"zero": 50.0, **{key: round(50 + 46 * value / extent, 2) for key, value in figures.items()}}
+        for metric, figures in intervals.items()
     }
+
+
+def gate_rules(gate: Mapping[str, Any], scores: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return every rule of the gate in its order: the primary one, that against the reference, and the guardrails.
+
+    Returns:
+        name, metric, verdict, allowed; scores: with the `queries` and `units` that it judges; bound: `at_least` or `at_most`;
+        change: the difference with its bounds and the allowed drop, of which `whiskers` makes the interval.
+    """
+    budget, guardrails, metric = gate.get("reference"), gate.get("guardrails"), gate.get("metric")
+    bound = "at_least" if gate.get("undecided") == "refuse" else "at_most"
+    rules: list[tuple[Any, Any, str, Mapping[str, Any]]] = [
+        ("all queries", scores, bound, {**gate, "verdict": gate.get("primary")}),
+        *([("all weeks", scores.get("reference"), bound, {**budget, "metric": metric})] if isinstance(budget, Mapping) else []),
+        *(
+            (rule.get("slice"), inside(scores, "slices", rule.get("slice")), "at_most", rule)
+            for rule in (guardrails if isinstance(guardrails, list) else ())
+            if isinstance(rule, Mapping)
+        ),
+    ]
+    return [
+        {
+            **{key: rule.get(key) for key in ("metric", "verdict", "allowed")},
+            "name": name,
+            "scores": found,
+            "bound": bound,
+            "change": {**change, "allowed": -rule["allowed"] if is_number(rule.get("allowed")) else None},
+        }
+        for name, found, bound, rule in rules
+        if isinstance(change := inside(found, "difference", rule.get("metric")), Mapping)
+    ]
+
+
+def compared_data(profile: DataProfile, last: DataProfile | None) -> list[tuple[str, float | None, float | None, int]]:
+    """Return the data's profile as (name, this week's figure, last week's, digits); the shares that changed most come first.
+
+    Args:
+        last: None: unknown.
+    """
+    figures = [(what, getattr(profile, name), getattr(last, name, None), digits) for what, name, digits in PROFILED]
+    shares = [
+        (f"share of {name[:-1]} {key}, %", 100 * found.get(key, 0.0), 100 * before.get(key, 0.0) if last else None, 1)
+        for name in ("locales", "tasks")
+        for found, before in [(getattr(profile, name), getattr(last, name, {}))]
+        for key in sorted({*found, *before} - {""})
+    ]
+    return figures + sorted(shares, key=lambda row: -abs(row[1] - (row[2] or 0.0)))[:MOST_SHARES]
+
+
+def changed_settings(asked: Mapping[str, Any], last: RunConfig) -> list[list[str]]:
+    """Return key, last week's value and this week's of every setting that differs, values as JSON."""
+    both = flattened(last.model_dump(mode="json")), flattened(asked)
+    return [
+        [key, *(json.dumps(values.get(key), ensure_ascii=False) for values in both)]
+        for key in sorted({*both[0], *both[1]})
+        if both[0].get(key) != both[1].get(key)
+    ]
+
+
+def ended_run(record: RunRecord) -> EndedRun:
+    """Return the run's record for the history of its registry name."""
+    verdict, gate, bill = record.verdict, _gate(record), record.bill
+    metric, moments = str(gate.get("metric") or ""), moments_of(states(record))
+    mode = "rollback" if record.asked.get("rollback") else str(record.asked.get("mode", "train"))
+    changes = {
+        "difference": inside(record.scorecard, "difference", metric),
+        "reference": inside(record.scorecard, "reference", "difference", metric),
+    }
+    return EndedRun(
+        run=record.paths.run_id,
+        time=record.plan.created if record.plan else min(moments).isoformat() if moments else now(),
+        mode=mode,
+        outcome={"published": "accepted" if mode == "train" else mode, "refused": "refused"}.get(verdict.kind, "failed"),
+        headline=verdict.headline,
+        reason=verdict.reason,
+        metric=metric,
+        reference=(record.plan and record.plan.reference) or "",
+        at_most=bill.at_most,
+        figures={
+            **figures_of(gate, "baseline", "new"),
+            **{
+                f"{name}{end}": value
+                for name, change in changes.items()
+                for key, end in (("value", ""), ("low", "_low"), ("high", "_high"))
+                for value in figures_of(change, key).values()
+            },
+            **figures_of(record.metrics(Stage.PUBLISH), "documents"),
+            **(figures_of({"usd": bill.usd, "node_hours": bill.node_hours}, "usd", "node_hours") if record.uses else {}),
+            **({"seconds": (max(moments) - min(moments)).total_seconds()} if moments else {}),
+            **figures_of(record.scorecard.get("drift"), "cosine", "cosine_p1", "overlap@10", "new_on_old"),
+        },
+    )
+
+
+def moments_of(timeline: list[dict[str, Any]]) -> list[datetime]:
+    """Return when stages started and finished, as far as it is known."""
+    return [moment for state in timeline for moment in (state["started"], state["finished"]) if moment]
 
 
 def _gate(record: RunRecord) -> Mapping[str, Any]:
-    gate = record.metrics(Stage.EVALUATE).get("gate")
-    return gate if isinstance(gate, Mapping) else {}
+    return gate if isinstance(gate := record.metrics(Stage.EVALUATE).get("gate"), Mapping) else {}
 
 
 def _versions(record: RunRecord) -> dict[str, str]:
@@ -399,43 +519,3 @@ def _node_health(data: bytes) -> dict[str, Any]:
 
 def _json_lines(data: bytes) -> list[dict[str, Any]]:
     return [_object(line) for line in data.splitlines() if line.strip()]
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-
-
-def _number(value: Any, digits: int = 0) -> str:
-    """1234.5 as `1,234` or, with digits, `1,234.50`; a dash for what is not a number."""
-    return f"{value:,.{digits}f}".replace("-", "−") if _is_number(value) else "–"
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is one that can be computed with."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def _signed(value: Any, digits: int) -> str:
-    text = _number(value, digits)
-    return text if text[0] in "–−" else f"+{text}"
-
-
-def _span(value: Any) -> str:
-    """A timedelta as `2 h 05 min`, `3 min 20 s` or `4.2 s`."""
-    if not isinstance(value, timedelta):
-        return "–"
-    seconds = value.total_seconds()
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _moment(value: Any) -> str:
-    """An ISO time or datetime as `2025-01-31 14:05 UTC`."""
-    moment = _time(value) if isinstance(value, str) else value
-    return moment.strftime("%Y-%m-%d %H:%M UTC") if isinstance(moment, datetime) else "–"

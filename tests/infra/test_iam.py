@@ -88,13 +88,20 @@ WRITTEN = {
 }
 """Stage -> what its processes write in a run's folder; others are in `SHARED_FOLDERS`."""
 
-SHARED_FOLDERS = {"registry": "publish", "ingested": "ingest", "seen": "train"}
-"""Folder outside the run's that all runs share -> its one writer."""
+SHARED_FOLDERS = {
+    "registry/*/runs/*": "report",
+    "registry/*/index.html": "report",
+    "registry/*": "publish",
+    "ingested/*": "ingest",
+    "seen/*": "train",
+}
+"""Objects outside the run's folder, which all runs share -> their one writer. The first pattern that fits counts."""
 
 SHARED = {
     ("publish", "embed/*"): "publish joins the parts in embed/manifest.json",
     ("embed", "embed/manifest.json"): "a folder of embed's own, in which publish writes one file",
     ("embed", "embed/plan.json"): "the same, and plan another one",
+    ("publish", "registry/*/runs/*.json"): "publications are next to it, and IAM's * goes past a slash",
 }
 """Role and object that another stage writes, which the role may write all the same, with the reason."""
 
@@ -132,16 +139,25 @@ def test_all_stages_and_the_machine_have_been_heard(recorded: Recorded) -> None:
     """Compile is no stage of a processor's: tests/chain/test_xla_run.py looks at its calls."""
     assert {call.caller for call in recorded.calls} == {*map(str, STAGES), MACHINE} - {Stage.COMPILE.value}
     for stage, patterns in WRITTEN.items():
-        keys = {call.resource.partition("/runs/")[2].partition("/")[2] for call in written(recorded) if call.caller == stage}
+        keys = {in_run(recorded, call) for call in written(recorded) if call.caller == stage}
         for pattern in patterns:
             assert any(fnmatch(key, pattern) for key in keys), (stage, pattern)
         others = {key for key in keys if key and not any(fnmatch(key, pattern) for pattern in patterns)}
         assert others == set(), stage
-    for folder, writer in SHARED_FOLDERS.items():
-        writers = {call.caller for call in written(recorded) if call.resource.startswith(f"{recorded.bucket}/{folder}/")}
-        assert writers == {writer}, folder
+    writers: dict[str, set[str]] = {pattern: set() for pattern in SHARED_FOLDERS}
+    for call in written(recorded):
+        key = call.resource.removeprefix(f"{recorded.bucket}/")
+        if pattern := next((pattern for pattern in SHARED_FOLDERS if fnmatch(key, pattern)), None):
+            writers[pattern].add(call.caller)
+    assert writers == {pattern: {writer} for pattern, writer in SHARED_FOLDERS.items()}
     actions = {call.action for call in recorded.calls}
     assert {"s3:GetObject", "s3:ListBucket", "s3:PutObject", "s3:DeleteObject", "ecs:UpdateContainerInstancesState"} <= actions
+
+
+def in_run(recorded: Recorded, call: Call) -> str:
+    """The name of an object in its run's folder; empty: it is in none."""
+    key = call.resource.removeprefix(f"{recorded.bucket}/")
+    return key.split("/", 2)[2] if key.startswith("runs/") else ""
 
 
 def written(recorded: Recorded) -> list[Call]:
@@ -158,7 +174,7 @@ def test_no_role_may_write_what_another_one_writes(recorded: Recorded, role: str
         if call.action.startswith("ecs:"):
             assert role not in {*FARGATE, MACHINE}
             continue
-        key = call.resource.partition("/runs/")[2].partition("/")[2]
+        key = in_run(recorded, call) or call.resource.removeprefix(f"{recorded.bucket}/")
         assert any(role == allowed and fnmatch(key, pattern) for allowed, pattern in SHARED), (role, call)
 
 
@@ -170,6 +186,7 @@ def test_no_role_may_make_a_call_that_no_stage_makes(recorded: Recorded, role: s
         "runs/r/input.json",
         "runs/r/model/model.safetensors",
         "registry/current.json",
+        "registry/current/index.html",
         "data/shard.jsonl",
         "seen/r/record.json",
     ):
@@ -177,6 +194,12 @@ def test_no_role_may_make_a_call_that_no_stage_makes(recorded: Recorded, role: s
     # Rows that must not be used any more.
     assert may("s3:DeleteObject", f"{bucket}/ingested/rows/shard/facts-00000.arrow") == (role == Stage.INGEST.value)
     assert not may("s3:PutObject", f"{bucket}/data/shard.jsonl")
+    for key, writer in (
+        ("registry/current.json", Stage.PUBLISH),
+        ("registry/current/20260104T030000Z-r.json", Stage.PUBLISH),
+        ("registry/current/index.html", Stage.REPORT),
+    ):
+        assert may("s3:PutObject", f"{bucket}/{key}") == (role == writer.value), key
     for action in ("s3:DeleteObjectVersion", "s3:PutObjectAcl", "s3:PutObjectTagging"):
         assert not may(action, f"{bucket}/runs/r/{role}/result.json"), action
     for action in ("s3:DeleteBucket", "s3:PutBucketPolicy", "s3:PutLifecycleConfiguration", "s3:PutBucketVersioning"):

@@ -25,6 +25,7 @@ from pipeline.model.inventory import weight_files
 from pipeline.plan import RunPlan
 from pipeline.run.registry import read_pointer
 from pipeline.stages import report
+from pipeline.stages.history import EndedRun
 from pipeline.training.checkpoint import _read_manifest
 from pipeline.training.state import Progress
 from tests.pipeline.fuzz.mutations import documents, files, values
@@ -63,6 +64,9 @@ PART = asdict(
     )
 )
 ATTEMPT = asdict(NodeAttempt(node=0, attempt=1, job="j", host="h", started=now(), seen=now()))
+ENDED = asdict(
+    EndedRun(run="r", time=now(), mode="train", outcome="refused", headline="Refused", reason="it fell", figures={"new": 0.5})
+)
 INPUT = {"deployment": {"prices": {"train": 21.5, "currency": "USD"}, "hosts": {"train": "trn1.32xlarge"}}, "execution": {}}
 PROGRESS = json.loads(Progress(step=3, loss=0.5, last_validation={"ndcg@10": 0.5}).to_json())
 MANIFEST = {"step": 1, "fingerprint": "f", "files": {"model.safetensors": {"sha256": "0" * 64, "size": 3}}}
@@ -75,6 +79,7 @@ RECORDS: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "part": (PART, PartRecord.from_json),
     "progress": (PROGRESS, Progress.from_json),
     "attempt": (ATTEMPT, NodeAttempt.from_json),
+    "ended run": (ENDED, EndedRun.from_json),
 }
 
 

@@ -111,3 +111,7 @@ def test_where_a_published_run_s_results_are_is_printed(tmp_path: Path) -> None:
     assert conclude(console, {"status": "SUCCEEDED"}, Tracker(LocalFiles(folder)), START) == 0
     lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert lines == [["model", str(folder / "model")], ["run", str(folder)], ["registry", str(tmp_path / "registry")]]
+    write_result(folder, Stage.REPORT, registry="weekly")
+    assert conclude(console, {"status": "SUCCEEDED"}, Tracker(LocalFiles(folder)), START) == 0
+    line = ["history", str(tmp_path / "registry/weekly/index.html")]
+    assert line in [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from pipeline.plan import DeletionPlan, ExpectedCost, Shard
 from pipeline.run.context import StageOutput
 from pipeline.run_inputs import GraphsPlan, PlannedWorld, Published
 from pipeline.stages import embed, evaluate, publish, report
+from pipeline.stages.pages import number
 
 EVIL = "<script>alert('x')</script>"
 
@@ -140,7 +141,13 @@ def test_result_of_the_page_itself(plan_run: Any) -> None:
     output = report.run(run.context(Stage.REPORT))
     assert output is not None
     cost = {"currency": "USD", "usd": 0, "node_hours": 0, "at_most": False, "stages": {}}
-    assert output.metrics == {"verdict": "failed", "headline": "Failed in embed", "missing": [], "cost": cost}
+    assert output.metrics == {
+        "verdict": "failed",
+        "headline": "Failed in embed",
+        "missing": [],
+        "cost": cost,
+        "registry": "current",
+    }
     assert output.outputs["report"].sha256 == store.sha256(run.paths.report)
 
 
@@ -486,7 +493,7 @@ def test_a_failed_node_is_shown(plan_run: Any) -> None:
     ],
 )
 def test_numbers(value: Any, digits: int, text: str) -> None:
-    assert report._number(value, digits) == text
+    assert number(value, digits) == text
 
 
 def monitor_lines(count: int, *, host: str = "host-7", **changes: Any) -> list[dict[str, Any]]:
