@@ -49,7 +49,7 @@ class Node:
     def log(self) -> str:
         return self._log.read_text()
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 300) -> int:
         """The exit code; the log is shown if there is none in time."""
         try:
             return self.process.wait(seconds)
