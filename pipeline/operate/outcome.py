@@ -164,7 +164,8 @@ def _numbers(metrics: Mapping[Stage, Mapping[str, Any]], tracker: Tracker) -> It
     if train:
         yield "train", f"{train.get('steps', 0):,} steps, {train.get('pairs_per_second', 0):,.1f} pairs/s"
     if embed:
-        yield "embed", f"{embed.get('documents', 0):,} documents, {embed.get('documents_per_second', 0):,.1f} documents/s"
+        copied = f"{embed['copied']:,} of them copied, " if embed.get("copied") else ""
+        yield "embed", f"{embed.get('documents', 0):,} documents, {copied}{embed.get('documents_per_second', 0):,.1f} documents/s"
     if spans := [(line.started, line.ended) for line in tracker.lines.values() if line.started and line.ended]:
         yield "time", clock(max(end for _, end in spans) - min(start for start, _ in spans))
 
