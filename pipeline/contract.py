@@ -199,6 +199,8 @@ class Metric(str, Enum):
     NDCG = "Ndcg"
     BASELINE_NDCG = "BaselineNdcg"
     GATE_DROP = "GateDrop"
+    COSINE = "Cosine"
+    NEIGHBOUR_OVERLAP = "NeighbourOverlap"
 
     def __str__(self) -> str:
         return self.value
@@ -268,6 +270,9 @@ METRICS: dict[Metric, MetricSpec] = {
     Metric.BASELINE_NDCG: MetricSpec("None", "Average", (Stage.EVALUATE,)),
     # How far gate.metric fell below the baseline's; negative where it rose.
     Metric.GATE_DROP: MetricSpec("None", "Maximum", (Stage.EVALUATE,)),
+    # Of the published vectors with the new ones: mean cosine, share of the nearest ten documents that stays.
+    Metric.COSINE: MetricSpec("None", "Average", (Stage.EVALUATE,)),
+    Metric.NEIGHBOUR_OVERLAP: MetricSpec("None", "Average", (Stage.EVALUATE,)),
 }
 
 EAGER_KINDS = ("cpu", "cuda")

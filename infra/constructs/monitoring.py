@@ -50,6 +50,7 @@ PANELS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
     ("Memory errors of devices", (Metric.ECC_CORRECTED, Metric.ECC_UNCORRECTED)),
     ("nDCG@10 on the hold-out", (Metric.NDCG, Metric.BASELINE_NDCG)),
     ("Drop that the gate judged", (Metric.GATE_DROP,)),
+    ("Drift of the documents", (Metric.COSINE, Metric.NEIGHBOUR_OVERLAP)),
     ("Embedding: documents per second", (Metric.DOCUMENTS_PER_SECOND,)),
     ("Quarantined", (Metric.QUARANTINED_ROWS, Metric.QUARANTINED_DOCUMENTS)),
 )

@@ -39,6 +39,7 @@ def history(root: str, name: str) -> list[dict[str, Any]]:
             "metric": gate.get("metric"),
             "value": gate.get("new"),
             "against_reference": (gate.get("reference") or {}).get("difference"),
+            "drift": record.get("drift"),
             "documents": record.get("documents"),
         }
         for record in publications(root, name)
@@ -57,11 +58,11 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """Return them as a table."""
     metric = next((row["metric"] for row in rows if row["metric"]), "metric")
     columns = (left("model"), left("what"), left("embedded by"), left("published"), left(""), right(metric))
-    shown = simple_table(*columns, right("against reference"), right("documents"))
+    shown = simple_table(*columns, right("against reference"), right("cosine"), right("documents"))
     for row in rows:
         marks = [name for name in ("current", "reference") if row[name]]
-        numbers = (row["value"], row["against_reference"])
-        cells = ("–" if number is None else f"{number:{form}}" for number, form in zip(numbers, (".4f", "+.4f"), strict=True))
+        numbers = {".4f": row["value"], "+.4f": row["against_reference"], ".3f": (row["drift"] or {}).get("cosine")}
+        cells = ("–" if number is None else f"{number:{form}}" for form, number in numbers.items())
         documents = "–" if row["documents"] is None else f"{row['documents']:,}"
         by = "itself" if row["embeddings_run"] == row["run"] else row["embeddings_run"]
         moment = row["published"][:16].replace("T", " ")

@@ -14,6 +14,7 @@ model's vectors stay in `evaluate/vectors.npy`: once it is the published model, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -152,6 +153,8 @@ def run(context: StageContext) -> StageOutput | None:
             Metric.NDCG: scores["new"]["ndcg@10"],
             Metric.BASELINE_NDCG: scores["baseline"]["ndcg@10"],
             Metric.GATE_DROP: -gate["difference"],
+            Metric.COSINE: (drift or {}).get("cosine", math.nan),
+            Metric.NEIGHBOUR_OVERLAP: (drift or {}).get("overlap@10", math.nan),
         },
         Verdict=gate["verdict"],
     )

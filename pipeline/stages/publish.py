@@ -434,6 +434,6 @@ def figures(context: StageContext) -> dict[str, Any]:
     """Return what people want to know of a publication: what evaluate measured, if this run trained the model."""
     if not context.plan.train.rows:
         return {}
-    gate = StageResult.from_json(store.read_bytes(context.paths.result(Stage.EVALUATE))).metrics["gate"]
+    metrics = StageResult.from_json(store.read_bytes(context.paths.result(Stage.EVALUATE))).metrics
     names = ("verdict", "metric", "new", "difference", "reference")
-    return {"gate": {name: gate.get(name) for name in names}}
+    return {"gate": {name: metrics["gate"].get(name) for name in names}, "drift": metrics.get("drift")}

@@ -70,7 +70,7 @@ def test_own_data_goes_into_the_bucket_and_the_outcome_is_printed(
     text = capsys.readouterr().out
     assert "ndcg@10     0.5000  0.5500     +0.0500" in text
     assert "10 steps, 123.4 pairs/s" in text
-    assert "1,000 documents, 500.0 documents/s" in text
+    assert "1,000 documents, 600 of them copied, 500.0 documents/s" in text
     assert str(next((state / "bucket/runs").iterdir()) / "embed") in text
 
 

@@ -47,7 +47,8 @@ def state(plan_run: Any, tmp_path: Path) -> Path:
         pointer |= {"published": moment}
         gate = {"metric": "ndcg@10", "new": value, "reference": change}
         kind = "model" if run == by else "refresh"
-        keep_publication(root, "current", {**pointer, "kind": kind, "documents": 1234, "gate": gate})
+        drift = {"cosine": 0.98765} if change else None
+        keep_publication(root, "current", {**pointer, "kind": kind, "documents": 1234, "gate": gate, "drift": drift})
     store.write_json(f"{root}/registry/current.json", pointer)
     return tmp_path
 
@@ -60,9 +61,9 @@ def test_what_was_published_is_listed(state: Path) -> None:
     assert (first["run"], first["kind"], first["documents"]) == ("week-01", "model", 1234)
     assert trnpipe("pin", "week-01", *given) == "run week-01 is the reference of current\n"
     rows = [line.split() for line in trnpipe("show", *given).splitlines()]
-    assert ["week-01", "model", "itself", "2026-01-01", "00:00", "reference", "0.5000", "–", "1,234"] in rows
-    assert ["week-02", "model", "itself", "2026-01-01", "01:00", "0.6000", "+0.0200", "1,234"] in rows
-    assert ["week-02", "refresh", "daily", "2026-01-01", "02:00", "current", "–", "–", "1,234"] in rows
+    assert ["week-01", "model", "itself", "2026-01-01", "00:00", "reference", "0.5000", "–", "–", "1,234"] in rows
+    assert ["week-02", "model", "itself", "2026-01-01", "01:00", "0.6000", "+0.0200", "0.988", "1,234"] in rows
+    assert ["week-02", "refresh", "daily", "2026-01-01", "02:00", "current", "–", "–", "–", "1,234"] in rows
     # It does not depend on the runs' folders.
     store.delete_folder(f"{state}/bucket/runs/week-01")
     assert len(json.loads(trnpipe("show", *given, "--json"))) == 3

@@ -375,7 +375,7 @@ def test_vectors_that_cannot_serve_are_no_failure(weeks: tuple[Any, Any], damage
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_drift_is_that_between_the_published_vectors_and_the_new_ones(plan_run: Any, ranks: int) -> None:
+def test_drift_is_that_between_the_published_vectors_and_the_new_ones(plan_run: Any, cloudwatch: Any, ranks: int) -> None:
     """As whoever holds the vectors finds it; a guardrail on it can refuse, and so can one on mixed generations."""
     rules = [{"slice": "drift", "metric": "cosine", "max_drop": 0.2}, {"slice": "mixed", "max_drop": 1.0}]
     before, run = (
@@ -388,6 +388,8 @@ def test_drift_is_that_between_the_published_vectors_and_the_new_ones(plan_run: 
     output = side_by_side(run, ranks)[0]
     drift = store.read_json(run.paths.scorecard)["drift"]
     assert drift == output.metrics["drift"]
+    told = cloudwatch()[-1]
+    assert (told["Cosine"], told["NeighbourOverlap"]) == (drift["cosine"], drift["overlap@10"])
     holdout = read_holdout(Path(run.paths.rows))
 
     def vectors(folder: str, texts: Any) -> Any:

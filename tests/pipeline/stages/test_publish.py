@@ -20,6 +20,7 @@ from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
 from pipeline.evaluation.reference import read_reference, write_reference
 from pipeline.plan import DeletionPlan
+from pipeline.run.registry import publications
 from pipeline.run_inputs import Published
 from pipeline.stages import embed, evaluate, publish
 
@@ -93,6 +94,8 @@ def test_next_run_replaces_the_pointer_it_was_planned_upon(plan_run: Any, root: 
     output = run_publish(second)
     assert (pointer(second)["run"], pointer(second)["previous"]) == ("week-02", "week-01")
     assert output.metrics["replaced"] == "week-01"
+    kept = {record["run"]: record["drift"] for record in publications(first.paths.bucket_root, "current")}
+    assert (kept["week-01"], kept["week-02"]["cosine"]) == (None, pytest.approx(1))
 
 
 def test_only_the_model_that_the_gate_compared_with_is_replaced(plan_run: Any, root: str | None) -> None:
