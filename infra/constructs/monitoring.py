@@ -325,7 +325,7 @@ class Monitoring(Construct):
                     cloudwatch.GraphWidget(title="Runs", width=12, left=runs),
                     cloudwatch.GraphWidget(title="Duration of runs", width=12, left=[took]),
                 ],
-                *([left, right] for left, right in zip(panels[::2], panels[1::2], strict=True)),
+                *(panels[start : start + 2] for start in range(0, len(panels), 2)),
             ],
         )
 

@@ -78,7 +78,7 @@ def train(run: Training, progress: Progress) -> None:
     if progress.step == 0:
         _validate(run, progress)
     run.encoder.train()
-    clock = time.monotonic()
+    clock = _start_clock(run)
     first = progress.step
     into_parts = partial(cut, size=run.config.micro_batch_on(device.kind))
     for number, batch in enumerate(device.batches(map(into_parts, run.batches.iterate(progress.step, run.steps)))):
@@ -126,7 +126,7 @@ def train(run: Training, progress: Progress) -> None:
         if told:
             raise _interrupted(run, progress)
         if validation_due or checkpoint_due:
-            clock = time.monotonic()
+            clock = _start_clock(run)
     run.watch.check(progress.step)
     if run.checkpoints is not None:
         run.checkpoints.wait()
@@ -184,6 +184,12 @@ def _read(run: Training, progress: Progress, losses: RecentLosses) -> None:
             )
     progress.window.losses += [loss for loss, _ in values]
     progress.window.norms += [norm for _, norm in values]
+
+
+def _start_clock(run: Training) -> float:
+    # A validation waits for its own batches, which are not training's.
+    run.device.waits.seconds = 0.0
+    return time.monotonic()
 
 
 def _spend(run: Training, progress: Progress, since: float) -> float:

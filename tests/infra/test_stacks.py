@@ -63,7 +63,8 @@ def test_a_stage_writes_its_own_part_of_a_run_only(deployment: Any, stage: Stage
     assert f"/runs/*/{stage}/*" in written
     others = [other for other in STAGES if other is not stage and f"/runs/*/{other}/*" in written]
     assert others == []
-    assert ("/registry/*" in written) == (stage is Stage.PUBLISH)
+    assert ("/registry/*.json" in written) == (stage is Stage.PUBLISH)
+    assert ("/registry/*/index.html" in written) == (stage is Stage.REPORT)
     assert ("/runs/*/plan.json" in written) == (stage is Stage.PLAN)
     own = {resource for resource in granted(deployment, role_of(stage), "s3:DeleteObject") if "/runs/" in resource}
     assert own == {f"/runs/*/{stage}/*"}
