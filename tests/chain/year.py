@@ -37,7 +37,7 @@ from pipeline.config import merge
 from tests.chain import invariants
 from tests.chain.site import REAL, Depth, Execution, Site, marked, open_site, wait_until
 from tests.chain.year_checks import Outsider, Truth, View, error, read_json, size_of
-from tests.chain.year_inputs import HOLDOUT_SHARE, WEEKLY_ROWS, Inputs, make_initial
+from tests.chain.year_inputs import HOLDOUT_SHARE, Inputs, make_initial
 from tests.chain.year_plan import Delivery, Operation, Week, plan_year
 
 DEFAULT_FOLDER = Path(".trnpipe/year")
@@ -54,7 +54,7 @@ CONFIG: dict[str, Any] = {
         "delete": [f"s3://{INPUTS}/delete/"],
         "holdout_fraction": HOLDOUT_SHARE,
         "holdout_queries": 2500,
-        "replay_fraction": 1.0,
+        "replay_fraction": 4.0,
         "ingest_children": 2,
     },
     "model": {"initial": f"s3://{INPUTS}/initial/"},
@@ -62,7 +62,7 @@ CONFIG: dict[str, Any] = {
         "batch_size": 32,
         "query_length": 12,
         "buckets": [24, 40],
-        "learning_rate": 1e-3,
+        "learning_rate": 3e-4,
         "log_every": 5,
         "checkpoint_every": 20,
         "keep_checkpoints": 1,
@@ -76,7 +76,7 @@ CONFIG: dict[str, Any] = {
 }
 """The deployment's run configuration."""
 
-FIRST_WEEK = {"train": {"epochs": 3, "learning_rate": 2e-3}}
+FIRST_WEEK = {"train": {"epochs": 2, "learning_rate": 2e-3}}
 PLANTED = {"train": {"learning_rate": 1e-9}}
 """The new model is then its parent."""
 
@@ -186,8 +186,8 @@ class Year:
         for late, rows in self.late.items():
             self.inputs.deliver(late, rows)
         self.late.clear()
-        without = "adv" if week.delivery is Delivery.ONE_LOCALE_LESS else ""
-        first, second = (self.inputs.take(WEEKLY_ROWS // 2, without) for _ in range(2))
+        without = self.inputs.smallest_locale if week.delivery is Delivery.ONE_LOCALE_LESS else ""
+        first, second = (self.inputs.take(self.inputs.weekly_rows // 2, without) for _ in range(2))
         if week.delivery is Delivery.MIXED_UP:
             self.mixed_up[f"{name}-a"] = first
             self.inputs.deliver_mixed_up(f"{name}-a", first)
@@ -229,6 +229,9 @@ class Year:
         }.get(week.operation)
         code = self.execute(entry, settings, during)
         after = self.view()
+        if week.operation is Operation.LOSE_HOST:
+            attempts = [len(job.attempts) for job in self.training_jobs(run)]
+            self.expect(entry, max(attempts) > 1, f"a host was lost, and training took {attempts} attempts")
         held = week.operation in (Operation.HOLD, Operation.HOLD_WHILE_TRAINING)
         gate = read_json(self.site.file(f"{self.root}/runs/{run}/evaluate/scorecard.json")).get("gate", {})
         entry.verdict = "superseded" if held else gate.get("verdict", "")
@@ -458,17 +461,23 @@ def say(words: str) -> None:
 
 
 @contextmanager
-def open_year(folder: Path, weeks: int, refreshes: int, seed: int) -> Iterator[Year]:
-    """A year before its first week, in an empty folder."""
-    templates = folder / "cdk.out"
+def open_year(folder: Path, templates: Path, *, weeks: int, refreshes: int, seed: int) -> Iterator[Year]:
+    """A year before its first week, in an empty folder.
+
+    Args:
+        templates: where the synthesized app is kept.
+    """
     context = local_context((1, 2), CONFIG, schedule={"enabled": True, "refresh_enabled": True})
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
     with open_site(YEAR, folder, templates, context) as site:
         site.s3.create_bucket(Bucket=INPUTS)
 
         def put(key: str, content: bytes) -> None:
             site.s3.put_object(Bucket=INPUTS, Key=key, Body=content)
 
-        inputs = Inputs.first(put, seed)
+        inputs = Inputs.first(put, seed, weeks)
         make_initial(folder / "initial", inputs.pool, seed)
         for path in (folder / "initial").rglob("*"):
             if path.is_file():
@@ -489,12 +498,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # Unwinds what is open: the endpoint, and the processes of jobs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
     folder = options.folder.absolute()
     shutil.rmtree(folder / "state", ignore_errors=True)
     started = time.monotonic()
-    with open_year(folder / "state", options.weeks, options.refreshes, options.seed) as year:
+    asked = {"weeks": options.weeks, "refreshes": options.refreshes, "seed": options.seed}
+    with open_year(folder / "state", folder / "cdk.out", **asked) as year:
         try:
             year.live()
         except Exception as error:

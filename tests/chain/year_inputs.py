@@ -12,7 +12,7 @@ import json
 import random
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,7 +35,7 @@ REMEMBERED_WORDS = 2
 
 HOLDOUT_SHARE = 0.25
 HIDDEN_PAIRS = 20_000
-FIRST_ROWS, WEEKLY_ROWS, REWRITTEN_ROWS = 8000, 300, 60
+FIRST_ROWS, WEEKLY_ROWS = 8000, 300
 FIRST_DOCUMENTS = 3000
 CORPUS_FILES, CHANGED_FILES = 6, 2
 ADDED, CHANGED, DROPPED = 40, 15, 10
@@ -124,6 +124,7 @@ class Inputs:
 
     Attributes:
         hidden: pairs that are in no shard, ever.
+        weekly_rows: new rows of a usual week.
         shards: key -> rows.
         corpus: key -> documents by id.
         deleted: ids that `data.delete` names.
@@ -134,17 +135,19 @@ class Inputs:
     draw: random.Random
     pool: list[Row]
     hidden: list[Row]
+    weekly_rows: int
     shards: dict[str, list[Row]] = field(default_factory=dict)
     corpus: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     deleted: set[str] = field(default_factory=set)
     deleted_texts: set[int] = field(default_factory=set)
 
     @classmethod
-    def first(cls, put: Callable[[str, bytes], None], seed: int) -> Inputs:
-        """What is there before the first execution."""
+    def first(cls, put: Callable[[str, bytes], None], seed: int, weeks: int) -> Inputs:
+        """What is there before the first execution of so many weeks."""
         rows = read_rows()
-        hidden = min(HIDDEN_PAIRS, len(rows) // 3)
-        inputs = cls(put, random.Random(seed), rows[hidden:], rows[:hidden])
+        hidden = min(HIDDEN_PAIRS, len(rows) // 5)
+        weekly = min(WEEKLY_ROWS, (len(rows) - hidden - FIRST_ROWS) // (weeks + 1))
+        inputs = cls(put, random.Random(seed), rows[hidden:], rows[:hidden], weekly)
         rows = inputs.take(FIRST_ROWS)
         inputs.deliver("week-01", rows)
         for number, row in enumerate(rows[:FIRST_DOCUMENTS]):
@@ -153,6 +156,10 @@ class Inputs:
             inputs._put_corpus(key)
         put("delete/none.txt", b"")
         return inputs
+
+    @property
+    def smallest_locale(self) -> str:
+        return Counter(row.locale for row in self.hidden).most_common()[-1][0]
 
     def take(self, count: int, without: str = "") -> list[Row]:
         """Take rows from the pool, none of one locale."""
@@ -168,8 +175,9 @@ class Inputs:
 
     def rewrite(self, name: str) -> None:
         """Write a shard again, without some of its rows and with others."""
-        kept = self.shards[f"pairs/{name}.jsonl"][: -REWRITTEN_ROWS // 2]
-        self.deliver(name, [*kept, *self.take(REWRITTEN_ROWS)])
+        changed = self.weekly_rows // 10
+        kept = self.shards[f"pairs/{name}.jsonl"][:-changed]
+        self.deliver(name, [*kept, *self.take(2 * changed)])
 
     def deliver_mixed_up(self, name: str, rows: Sequence[Row]) -> None:
         """Write a shard whose documents answer other queries of the shard."""
@@ -177,7 +185,7 @@ class Inputs:
 
     def change_corpus(self) -> None:
         """Add, change and drop documents in some of the corpus's files."""
-        searched = [row for rows in self.shards.values() for row in rows[-WEEKLY_ROWS:]]
+        searched = [row for rows in self.shards.values() for row in rows]
         keys = self.draw.sample(sorted(self.corpus), CHANGED_FILES)
         there = {name for documents in self.corpus.values() for name in documents}
         for key in keys:
