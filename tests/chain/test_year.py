@@ -42,9 +42,9 @@ def test_chance_is_told_from_failure() -> None:
 
 @pytest.fixture(scope="module")
 def year(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Year]:
-    """Five weeks with a refresh each; the first one that also prunes is the fourth."""
+    """Five weeks with a refresh each; the fourth ends with a prune."""
     templates = request.config.cache.mkdir("cdk-out-year")
-    with open_year(tmp_path_factory.mktemp("year"), templates, weeks=5, refreshes=1, seed=1) as year:
+    with open_year(tmp_path_factory.mktemp("year"), templates, weeks=5, refreshes=1, seed=1, hidden=6000) as year:
         year.live()
         yield year
 
@@ -59,8 +59,7 @@ def test_five_weeks_keep_every_invariant(year: Year) -> None:
     assert len(year.inputs.deleted) == 5
     # Week 3's model was taken back, so its rows, with the shard that came late, are new in week 4.
     new = {number: _plan(year, f"week-{number:02d}")["train"]["new_rows"] for number in (4, 5)}
-    assert new[4] > 2 * new[5] - new[5] // 2
-    assert set(year.view().runs) == year.view().needed | {"week-05"}
+    assert new[4] > 2 * new[5]
 
 
 def _plan(year: Year, run: str) -> Any:

@@ -37,7 +37,7 @@ from pipeline.config import merge
 from tests.chain import invariants
 from tests.chain.site import REAL, Depth, Execution, Site, marked, open_site, wait_until
 from tests.chain.year_checks import Outsider, Truth, View, error, read_json, size_of
-from tests.chain.year_inputs import HOLDOUT_SHARE, Inputs, make_initial
+from tests.chain.year_inputs import HIDDEN_PAIRS, HOLDOUT_SHARE, Inputs, make_initial
 from tests.chain.year_plan import Delivery, Operation, Week, plan_year
 
 DEFAULT_FOLDER = Path(".trnpipe/year")
@@ -461,11 +461,14 @@ def say(words: str) -> None:
 
 
 @contextmanager
-def open_year(folder: Path, templates: Path, *, weeks: int, refreshes: int, seed: int) -> Iterator[Year]:
+def open_year(
+    folder: Path, templates: Path, *, weeks: int, refreshes: int, seed: int, hidden: int = HIDDEN_PAIRS
+) -> Iterator[Year]:
     """A year before its first week, in an empty folder.
 
     Args:
         templates: where the synthesized app is kept.
+        hidden: pairs that no execution has.
     """
     context = local_context((1, 2), CONFIG, schedule={"enabled": True, "refresh_enabled": True})
     transformers.utils.logging.disable_progress_bar()
@@ -477,7 +480,7 @@ def open_year(folder: Path, templates: Path, *, weeks: int, refreshes: int, seed
         def put(key: str, content: bytes) -> None:
             site.s3.put_object(Bucket=INPUTS, Key=key, Body=content)
 
-        inputs = Inputs.first(put, seed, weeks)
+        inputs = Inputs.first(put, seed, weeks, hidden)
         make_initial(folder / "initial", inputs.pool, seed)
         for path in (folder / "initial").rglob("*"):
             if path.is_file():

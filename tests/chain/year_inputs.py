@@ -40,7 +40,7 @@ FIRST_DOCUMENTS = 3000
 CORPUS_FILES, CHANGED_FILES = 6, 2
 ADDED, CHANGED, DROPPED = 40, 15, 10
 """Documents that a refresh finds added, changed and gone."""
-VOCABULARY, HIDDEN_SIZE = 4000, 48
+VOCABULARY, READ_FOR_WORDS, HIDDEN_SIZE = 4000, 30_000, 48
 
 
 class Row(NamedTuple):
@@ -92,7 +92,7 @@ def text_hash(text: str) -> int:
 def make_initial(folder: Path, rows: Sequence[Row], seed: int) -> None:
     """Write a random two-layer BERT with a vocabulary of the rows' words as a model folder."""
     words = BertWordPieceTokenizer()
-    texts = (text for row in rows for text in (row.query, row.document))
+    texts = (text for row in rows[:READ_FOR_WORDS] for text in (row.query, row.document))
     words.train_from_iterator(texts, vocab_size=VOCABULARY, min_frequency=3, show_progress=False)
     source = folder.with_name("tokenizer")
     source.mkdir(parents=True)
@@ -142,10 +142,10 @@ class Inputs:
     deleted_texts: set[int] = field(default_factory=set)
 
     @classmethod
-    def first(cls, put: Callable[[str, bytes], None], seed: int, weeks: int) -> Inputs:
-        """What is there before the first execution of so many weeks."""
+    def first(cls, put: Callable[[str, bytes], None], seed: int, weeks: int, hidden: int) -> Inputs:
+        """What is there before the first execution of so many weeks, with so many hidden pairs if there is text enough."""
         rows = read_rows()
-        hidden = min(HIDDEN_PAIRS, len(rows) // 5)
+        hidden = min(hidden, len(rows) // 5)
         weekly = min(WEEKLY_ROWS, (len(rows) - hidden - FIRST_ROWS) // (weeks + 1))
         inputs = cls(put, random.Random(seed), rows[hidden:], rows[:hidden], weekly)
         rows = inputs.take(FIRST_ROWS)
