@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.chain import year_inputs
 from tests.chain.year import CONFIG, NAME, Year, binomial_limit, open_year, slack
 from tests.chain.year_checks import Outsider, View
 from tests.chain.year_plan import DELIVERIES, OPERATIONS, Operation, plan_year
@@ -38,6 +39,19 @@ def test_chance_is_told_from_failure() -> None:
     assert binomial_limit(10, 0.05) == 4
     deviations = np.random.default_rng(0).normal(0, 0.1, 20_000)
     assert 0.003 < slack(deviations, 2000, 52) < slack(deviations, 500, 52) < 0.02
+
+
+@pytest.mark.long
+def test_docstrings_take_the_place_of_glosses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(year_inputs, "WORDNET", tmp_path)
+    objects: dict[str, bytes] = {}
+    inputs = year_inputs.Inputs.first(objects.__setitem__, seed=1, weeks=52, hidden=20_000)
+    assert inputs.weekly_rows * 53 <= len(inputs.pool)
+    assert inputs.weekly_rows > 100
+    assert len(inputs.hidden) > 4000
+    given = b"".join(objects.values()).decode()
+    assert not [row.id for row in inputs.hidden[:100] if json.dumps(row.document) in given]
+    assert len(inputs.documents()) == given.count('"text":')
 
 
 @pytest.fixture(scope="module")
