@@ -93,20 +93,41 @@ def test_what_nothing_needs_is_pruned(state: Path) -> None:
     given, runs = ("--state", str(state)), state / "bucket" / "runs"
     (runs / "trial").mkdir()
     (runs / "trial" / "file").write_text("x")
-    assert "0 runs would be removed" in trnpipe("prune", *given)
+    assert "0 folders would be removed" in trnpipe("prune", *given)
     age(runs, 40)
     # week-02 has the model, and the refresh's part; week-01 was replaced long ago.
-    assert "2 runs would be removed; --yes removes them" in (listed := trnpipe("prune", *given))
-    assert [line.split()[0] for line in listed.splitlines() if line.strip().startswith(("week", "trial", "daily"))] == [
-        "trial",
-        "week-01",
+    assert "2 folders would be removed; --yes removes them" in (listed := trnpipe("prune", *given))
+    assert [line.split()[0] for line in listed.splitlines() if line.strip().startswith("runs/")] == [
+        "runs/trial",
+        "runs/week-01",
     ]
     trnpipe("pin", "week-01", *given)
-    assert "1 runs would" in trnpipe("prune", *given)
+    assert "1 folders would" in trnpipe("prune", *given)
     trnpipe("unpin", *given)
-    assert "0 runs would" in trnpipe("prune", *given, "--keep-days", "60")
-    assert "2 runs removed" in trnpipe("prune", *given, "--yes")
-    assert sorted(path.name for path in runs.iterdir() if any(path.iterdir())) == ["daily", "week-02"]
+    assert "0 folders would" in trnpipe("prune", *given, "--keep-days", "60")
+    assert "2 folders removed" in trnpipe("prune", *given, "--yes")
+    # A local folder stays when its last file goes.
+    assert {path.relative_to(runs).parts[0] for path in runs.rglob("*") if path.is_file()} == {"daily", "week-02"}
+
+
+def test_what_was_ingested_of_rewritten_files_is_pruned(state: Path) -> None:
+    given, bucket = ("--state", str(state)), state / "bucket"
+    store.delete_folder(f"{bucket}/ingested")
+    for rows in ("listed", "of the corpus", "of a run that goes", "of a file that was rewritten"):
+        for folder in ("rows", f"tokens/{rows}"):
+            store.write_json(f"{bucket}/ingested/{folder}/{rows}/profile.json", {})
+    store.write_json(f"{bucket}/runs/week-02/prepare/inputs.json", {"shards": [{"rows": "listed"}]})
+    store.write_json(f"{bucket}/runs/daily/prepare/corpus.json", {"shards": [{"rows": "of the corpus"}]})
+    store.write_json(f"{bucket}/runs/week-01/prepare/inputs.json", {"shards": [{"rows": "of a run that goes"}]})
+    age(bucket / "runs", 40)
+    trnpipe("prune", *given, "--yes")
+    # They are young.
+    assert len([*(bucket / "ingested").rglob("profile.json")]) == 8
+    age(bucket / "ingested", 40)
+    trnpipe("prune", *given, "--yes")
+    left = {path.relative_to(bucket / "ingested").parts[1] for path in (bucket / "ingested").rglob("profile.json")}
+    assert left == {"listed", "of the corpus"}
+    assert len([*(bucket / "ingested").rglob("profile.json")]) == 4
 
 
 def test_what_was_replaced_a_short_time_ago_stays_readable(state: Path) -> None:
@@ -119,8 +140,9 @@ def test_what_was_replaced_a_short_time_ago_stays_readable(state: Path) -> None:
     store.write_json(f"{root}/runs/week-03/embed/manifest.json", {"parts": []})
     keep_publication(root, "current", pointer)
     store.write_json(f"{root}/registry/current.json", {**pointer, "embeddings": "s3://bucket/runs/week-03/embed/manifest.json"})
-    assert "1 runs would" in trnpipe("prune", *given)
-    assert "3 runs would" in trnpipe("prune", *given, "--keep-days", "0")
+    store.delete_folder(f"{root}/ingested")
+    assert "1 folders would" in trnpipe("prune", *given)
+    assert "3 folders would" in trnpipe("prune", *given, "--keep-days", "0")
 
 
 def test_a_pin_is_set_and_taken_away(state: Path) -> None:
