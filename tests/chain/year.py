@@ -37,7 +37,7 @@ from pipeline.config import merge
 from tests.chain import invariants
 from tests.chain.site import REAL, Depth, Execution, Site, marked, open_site, wait_until
 from tests.chain.year_checks import Outsider, Truth, View, error, read_json, size_of
-from tests.chain.year_inputs import HIDDEN_PAIRS, HOLDOUT_SHARE, Inputs, make_initial
+from tests.chain.year_inputs import HIDDEN_PAIRS, HOLDOUT_SHARE, Inputs, Row, make_initial
 from tests.chain.year_plan import Delivery, Operation, Week, plan_year
 
 DEFAULT_FOLDER = Path(".trnpipe/year")
@@ -125,6 +125,8 @@ class Year:
         trained: run -> the rows that its model and the models before it were trained on.
         worse: per model that surely fell by more than `gate.max_drop`, whether the gate accepted it.
         entries: executions in order.
+        forgotten: ids and texts that were deleted before the last weekly execution.
+        late, mixed_up: shards that are still to come, and those that are to be repaired.
     """
 
     site: Site
@@ -139,8 +141,9 @@ class Year:
     worse: list[bool] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    mixed_up: dict[str, list[Any]] = field(default_factory=dict)
-    late: dict[str, list[Any]] = field(default_factory=dict)
+    forgotten: list[str] = field(default_factory=list)
+    late: dict[str, list[Row]] = field(default_factory=dict)
+    mixed_up: dict[str, list[Row]] = field(default_factory=dict)
 
     @property
     def root(self) -> str:
@@ -248,6 +251,7 @@ class Year:
             self.expect(entry, published == (run, run), f"published are {published}")
             self.expect(entry, after.pointer.get("epoch") == before.pointer.get("epoch", 0), "the epoch has changed")
         if week.operation is not Operation.HOLD:
+            self.forgotten = [*self.inputs.deleted, *self.inputs.deleted_texts]
             self.check_rows(entry, before)
             self.check_candidate(entry, before, gate)
         self.check_published(entry, embedded=not held)
@@ -377,14 +381,17 @@ class Year:
         entry.documents = len(view.vectors)
 
     def prune(self, week: Week) -> None:
-        """Remove old runs as an operator does: what is needed stays, and nothing else."""
+        """Remove old runs as an operator does: what is needed stays, and nothing else, nor anything of deleted documents."""
         view = self.view()
         before, needed = view.runs, view.needed
         self.operate("prune", "--keep-days", "0", "--yes")
         after = view.runs
         if after.keys() != needed:
             self.broken.append(f"week {week.number}: prune has left {sorted(after)}, needed are {sorted(needed)}")
-        say(f"prune: {size(before)} before, {size(after)} after")
+        files = [path.read_bytes() for path in self.site.file(f"{self.root}/ingested").rglob("*") if path.is_file()]
+        if found := [one for one in self.forgotten if any(one.encode() in content for content in files)]:
+            self.broken.append(f"week {week.number}: ingested files still have deleted documents: {found[:3]}")
+        say(f"prune: {size(before)} before, {size(after)} after, {sum(map(len, files)) / 1e6:.1f} MB ingested")
 
     def end(self, entry: Entry) -> None:
         self.entries.append(entry)

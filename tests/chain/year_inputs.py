@@ -128,7 +128,7 @@ class Inputs:
         shards: key -> rows.
         corpus: key -> documents by id.
         deleted: ids that `data.delete` names.
-        deleted_texts: hashes of texts that it names.
+        deleted_texts: texts that it names by their hashes.
     """
 
     put: Callable[[str, bytes], None]
@@ -139,7 +139,7 @@ class Inputs:
     shards: dict[str, list[Row]] = field(default_factory=dict)
     corpus: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     deleted: set[str] = field(default_factory=set)
-    deleted_texts: set[int] = field(default_factory=set)
+    deleted_texts: set[str] = field(default_factory=set)
 
     @classmethod
     def first(cls, put: Callable[[str, bytes], None], seed: int, weeks: int, hidden: int) -> Inputs:
@@ -205,27 +205,29 @@ class Inputs:
         documents = self.documents()
         *ids, last = self.draw.sample(sorted(documents), count)
         self.deleted.update(ids)
-        self.deleted_texts.add(text_hash(documents[last]))
+        self.deleted_texts.add(documents[last])
         self.put(f"delete/{name}.txt", "\n".join([*ids, f"hash:{text_hash(documents[last]):016x}"]).encode())
 
     def documents(self) -> dict[str, str]:
         """Return the documents that are to be embedded: id -> text."""
+        hashes = {text_hash(text) for text in self.deleted_texts}
         return {
             name: text
             for documents in self.corpus.values()
             for name, text in documents.items()
-            if name not in self.deleted and text_hash(text) not in self.deleted_texts
+            if name not in self.deleted and text_hash(text) not in hashes
         }
 
     def rows(self) -> set[tuple[str, str, str]]:
         """Return the distinct rows that may be trained on: neither held out nor deleted."""
+        hashes = {text_hash(text) for text in self.deleted_texts}
         return {
             (row.locale, row.query, row.document)
             for rows in self.shards.values()
             for row in rows
             if text_hash(row.document) >= HOLDOUT_SHARE * 2**64
             and row.id not in self.deleted
-            and not {text_hash(row.document), text_hash(row.query)} & self.deleted_texts
+            and not {text_hash(row.document), text_hash(row.query)} & hashes
         }
 
     def _put_corpus(self, key: str) -> None:
