@@ -2,8 +2,8 @@
 
 Needed are: what the registry's pointers name, with the runs that hold parts of these embeddings; what was replaced a short time
 ago, as readers may still be at it; the references; and every run that was written to a short time ago. The rows that a run was
-trained on are recorded outside of its folder, and stay. Of the ingested shards those stay which a run that stays has listed, and
-young ones: what a file held before it was rewritten or removed goes.
+trained on are recorded outside of its folder, and stay. Of the ingested shards those stay which the last weekly run, the last
+refresh or a young run has listed, and young ones: what a file held before it was rewritten or removed goes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from operator import attrgetter
 
 from rich.table import Table
 
@@ -49,7 +50,8 @@ def find(root: str, keep_days: int) -> list[OldFolder]:
     needed = {run for name in _names(root) for run in _needed(root, name, keep_days)}
     runs = _folders(root, "runs")
     old = [run for name, run in runs.items() if name not in needed and run.written < limit]
-    listed = {shard["rows"] for run in runs.values() if run not in old for shard in _shards(run.folder)}
+    recent = [*_newest(runs).values(), *(run for run in runs.values() if run.written >= limit)]
+    listed = {shard["rows"] for run in recent for shard in _shards(run.folder)}
     ingested = [*_folders(root, "ingested/rows").items(), *_folders(root, "ingested/tokens").items()]
     return old + [shard for rows, shard in ingested if rows not in listed and shard.written < limit]
 
@@ -62,6 +64,15 @@ def _folders(root: str, parent: str) -> dict[str, OldFolder]:
         before = found.get(name, OldFolder(store.join(root, parent, name), 0, 0.0))
         found[name] = OldFolder(before.folder, before.size + info.size, max(before.written, info.modified))
     return dict(sorted(found.items()))
+
+
+def _newest(runs: dict[str, OldFolder]) -> dict[str, OldFolder]:
+    """Return the run of each mode that was written to last."""
+    found: dict[str, OldFolder] = {}
+    for run in sorted(runs.values(), key=attrgetter("written")):
+        with suppress(MissingInput):
+            found[store.read_json(RunPaths(run.folder).inputs)["config"]["mode"]] = run
+    return found
 
 
 def _shards(run: str) -> Iterator[dict[str, str]]:

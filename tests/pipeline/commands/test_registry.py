@@ -113,21 +113,34 @@ def test_what_nothing_needs_is_pruned(state: Path) -> None:
 def test_what_was_ingested_of_rewritten_files_is_pruned(state: Path) -> None:
     given, bucket = ("--state", str(state)), state / "bucket"
     store.delete_folder(f"{bucket}/ingested")
-    for rows in ("listed", "of the corpus", "of a run that goes", "of a file that was rewritten"):
+    trnpipe("pin", "week-01", *given)
+    # The last weekly run was refused: it goes, but the next one lists what it has listed.
+    listings = (
+        ("week-01", "train", "inputs", "before it was rewritten"),
+        ("week-03", "train", "inputs", "after"),
+        ("daily", "refresh", "inputs", "a first listing of the corpus"),
+        ("daily", "refresh", "corpus", "the corpus"),
+        ("", "", "", "of no run"),
+    )
+    for run, mode, file, rows in listings:
         for folder in ("rows", f"tokens/{rows}"):
             store.write_json(f"{bucket}/ingested/{folder}/{rows}/profile.json", {})
-    store.write_json(f"{bucket}/runs/week-02/prepare/inputs.json", {"shards": [{"rows": "listed"}]})
-    store.write_json(f"{bucket}/runs/daily/prepare/corpus.json", {"shards": [{"rows": "of the corpus"}]})
-    store.write_json(f"{bucket}/runs/week-01/prepare/inputs.json", {"shards": [{"rows": "of a run that goes"}]})
+        if run:
+            store.write_json(f"{bucket}/runs/{run}/prepare/{file}.json", {"config": {"mode": mode}, "shards": [{"rows": rows}]})
     age(bucket / "runs", 40)
+    age(bucket / "runs" / "week-01", 50)
     trnpipe("prune", *given, "--yes")
     # They are young.
-    assert len([*(bucket / "ingested").rglob("profile.json")]) == 8
-    age(bucket / "ingested", 40)
+    assert len([*(bucket / "ingested").rglob("profile.json")]) == 2 * len(listings)
+    store.write_json(f"{bucket}/runs/week-03/prepare/inputs.json", {"config": {"mode": "train"}, "shards": [{"rows": "after"}]})
+    age(bucket, 40)
+    age(bucket / "runs" / "week-01", 50)
     trnpipe("prune", *given, "--yes")
-    left = {path.relative_to(bucket / "ingested").parts[1] for path in (bucket / "ingested").rglob("profile.json")}
-    assert left == {"listed", "of the corpus"}
-    assert len([*(bucket / "ingested").rglob("profile.json")]) == 4
+    left = [path.relative_to(bucket / "ingested").parts[1] for path in (bucket / "ingested").rglob("profile.json")]
+    assert sorted(left) == sorted(2 * ["after", "a first listing of the corpus", "the corpus"])
+    assert not list((bucket / "runs" / "week-03").rglob("*.json"))
+    # What only the reference has listed is gone, and the reference is there.
+    assert list((bucket / "runs" / "week-01").rglob("inputs.json"))
 
 
 def test_what_was_replaced_a_short_time_ago_stays_readable(state: Path) -> None:
