@@ -18,7 +18,8 @@ from tests.chain.year import CONFIG, NAME, Year, binomial_limit, open_year, slac
 from tests.chain.year_checks import Outsider, View
 from tests.chain.year_plan import DELIVERIES, OPERATIONS, Operation, plan_year
 
-pytestmark = pytest.mark.slow
+# Ten executions with their processes, on a machine that may be busy.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_a_year_has_everything_and_the_same_seed_the_same_year() -> None:

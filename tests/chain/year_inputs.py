@@ -96,7 +96,9 @@ def make_initial(folder: Path, rows: Sequence[Row], seed: int) -> None:
     words.train_from_iterator(texts, vocab_size=VOCABULARY, min_frequency=3, show_progress=False)
     source = folder.with_name("tokenizer")
     source.mkdir(parents=True)
-    words.save_model(str(source))
+    special, learned = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], set(words.get_vocab())
+    # The trainer finds the same ones in every process, in another order.
+    (source / "vocab.txt").write_text("\n".join([*special, *sorted(learned - {*special})]))
     BertTokenizerFast(str(source / "vocab.txt")).save_pretrained(source)
     torch.manual_seed(seed)
     config = BertConfig(
