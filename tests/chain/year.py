@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import comb
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -89,7 +90,7 @@ WHOLE_SETS = 4
 """How often in a year every published vector is computed again, not a sample."""
 
 FALSE_ACCEPTANCES = 0.05
-"""Share of the models that fell by more than `gate.max_drop` which the gate accepts, at most (docs: `gate.undecided`)."""
+"""Share of the models that fell by more than `gate.max_drop` which the gate accepts, at most: see `gate.undecided`."""
 CHANCE = 1e-3
 """Of a false alarm in a year, by one statistical check."""
 
@@ -241,6 +242,7 @@ class Year:
         if held:
             self.expect(entry, code == 68, f"an execution while models are held ends with {code}")
             self.expect(entry, same(before, after, but=("held", "epoch")), "the pointer has changed while models are held")
+            self.expect(entry, bool(after.pointer["held"]), "models are not held any more")
         elif entry.verdict == "refused":
             self.expect(entry, code == 67, f"a refused model's execution ends with {code}")
             self.expect(entry, after.pointer["run"] == before.pointer["run"], "a refused model is published")
@@ -426,8 +428,6 @@ def slack(differences: np.ndarray, queries: int, weeks: int) -> float:
 
 def binomial_limit(count: int, share: float) -> int:
     """Return the number that so many draws with this chance exceed only with a chance of CHANCE."""
-    from math import comb
-
     likely, total = 0, 0.0
     while True:
         total += comb(count, likely) * share**likely * (1 - share) ** (count - likely)
