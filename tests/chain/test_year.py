@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.chain import year_inputs
-from tests.chain.year import CONFIG, NAME, Year, binomial_limit, open_year, slack
+from tests.chain.year import CONFIG, Entry, Year, binomial_limit, open_year, slack
 from tests.chain.year_checks import Outsider, View
 from tests.chain.year_plan import DELIVERIES, OPERATIONS, Operation, plan_year
 
@@ -111,12 +113,43 @@ def lack_what_is_new(documents: dict[str, str]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("damage", "words"), [(forget_a_part, "documents have no embedding"), (move_a_vector, "vectors differ")])
 def test_an_outsider_sees_damaged_files(year: Year, tmp_path: Path, damage: Callable[[View], None], words: str) -> None:
-    shutil.copytree(year.site.endpoint.mirror_folder, tmp_path / "bucket")
-    view = View.now(year.root, NAME, lambda uri: tmp_path / "bucket" / uri.removeprefix(f"{year.root}/"))
+    view = _copied(year, tmp_path).view()
     damage(view)
     broken = _broken(year, view, year.inputs.documents())
     assert words in str(broken)
     assert "has not the hash of the manifest" in str(broken)
+
+
+@pytest.mark.long
+def test_an_outsider_sees_a_model_below_the_budget(year: Year, tmp_path: Path) -> None:
+    copy = _copied(year, tmp_path)
+    view = copy.view()
+    year.truth.make_worse(view.model, tmp_path / "worse", fall=0.1, seed=0)
+    shutil.copy(tmp_path / "worse" / "model.safetensors", view.model)
+    entry = Entry(week=5, run=view.pointer["embeddings_run"], event="")
+    copy.check_published(entry, embedded=True)
+    assert "below the reference" in str(entry.broken)
+    assert "do not agree about the weights" in str(entry.broken)
+    assert "vectors differ" in str(entry.broken)
+
+
+@pytest.mark.long
+def test_an_outsider_counts_the_new_rows(year: Year) -> None:
+    right, wrong = (Entry(week=5, run="week-05", event="") for _ in range(2))
+    # Week 5's model was refused: its parent is still the published one.
+    year.check_rows(right, year.view())
+    replace(year, trained={**year.trained, "week-04": year.trained["week-02"]}).check_rows(wrong, year.view())
+    assert (right.broken, len(wrong.broken)) == ([], 1)
+
+
+def _copied(year: Year, folder: Path) -> Year:
+    """The year with a copy of its bucket."""
+    shutil.copytree(year.site.endpoint.mirror_folder, folder / "bucket")
+
+    def locate(uri: str) -> Path:
+        return folder / "bucket" / uri.removeprefix(f"{year.root}/")
+
+    return replace(year, site=SimpleNamespace(file=locate, stack=year.site.stack))  # type: ignore[arg-type]
 
 
 @pytest.mark.long
