@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local parity test test-long chaos bench check docs site images images-check mirror lock clean
+.PHONY: help setup local parity test test-long chaos year bench check docs site images images-check mirror lock clean
 
 SUPPORTED := import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
@@ -73,6 +73,9 @@ chaos: setup ## Whole executions with one fault each (RUNS=50 REAL_RUNS=5 for a 
 	$(VENV)/bin/python -m tests.chain.chaos --depth orchestration --runs $(RUNS) || status=$$?; \
 	$(VENV)/bin/python -m tests.chain.chaos --depth real --runs $(REAL_RUNS) || status=$$?; \
 	exit $$status
+
+year: setup ## A year of weekly executions and refreshes, checked from outside (ARGS="--weeks 5 --refreshes 1")
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chain.year $(ARGS)
 
 # The peers' environment: without torch-xla, see tests/benchmarks/peers/requirements.in.
 .bench/ready: tests/benchmarks/peers/requirements.lock | setup

@@ -84,11 +84,11 @@ def registry_prune(
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Remove the folders of runs that nothing needs any more: neither what is published, nor the reference, nor a reader of what
-    was replaced a short time ago."""
+    was replaced a short time ago. And what was ingested of files that were rewritten or removed since."""
     from pipeline.commands import prune, registry
     from pipeline.commands.terminal import print_table
 
     found = prune.find(registry.root_of(bucket, state), keep_days)
     if found:
         print_table(prune.table(found))
-    typer.echo(prune.remove(found) if yes else f"{len(found)} runs would be removed; --yes removes them")
+    typer.echo(prune.remove(found) if yes else f"{len(found)} folders would be removed; --yes removes them")

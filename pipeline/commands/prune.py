@@ -1,21 +1,25 @@
-"""`trnpipe registry prune`: which runs' folders nothing needs any more, and their removal.
+"""`trnpipe registry prune`: which folders of runs and of ingested shards nothing needs any more, and their removal.
 
 Needed are: what the registry's pointers name, with the runs that hold parts of these embeddings; what was replaced a short time
 ago, as readers may still be at it; the references; and every run that was written to a short time ago. The rows that a run was
-trained on are recorded outside of its folder, and stay.
+trained on are recorded outside of its folder, and stay. Of the ingested shards those stay which the last weekly run, the last
+refresh or a young run has listed, and young ones: what a file held before it was rewritten or removed goes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from operator import attrgetter
 
 from rich.table import Table
 
 from pipeline import store
 from pipeline.commands.terminal import left, right, simple_table
+from pipeline.contract import RunPaths
 from pipeline.errors import MissingInput
 from pipeline.evaluation.reference import read_reference
 from pipeline.run.registry import publications, read_pointer
@@ -25,33 +29,57 @@ GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class OldRun:
-    """A run that nothing needs: its folder, how many bytes that holds, and when it was last written to."""
+class OldFolder:
+    """A folder that nothing needs: how many bytes it holds, and when it was last written to."""
 
     folder: str
     size: int
     written: float
 
 
-def find(root: str, keep_days: int) -> list[OldRun]:
-    """Return the runs of a bucket that can be removed.
+def find(root: str, keep_days: int) -> list[OldFolder]:
+    """Return the runs of a bucket, and the ingested shards, that can be removed.
 
     Args:
-        keep_days: for so long after its replacement what was published stays, and a run after its last file.
+        keep_days: for so long after its replacement what was published stays, and a folder after its last file.
 
     Raises:
         BadData: what the registry names cannot be read: then nothing can be removed.
     """
-    needed = {run for name in _names(root) for run in _needed(root, name, keep_days)}
-    sizes: dict[str, int] = {}
-    written: dict[str, float] = {}
-    for info in store.list_objects(store.join(root, "runs")):
-        run = info.uri.removeprefix(store.join(root, "runs")).strip("/").split("/")[0]
-        sizes[run] = sizes.get(run, 0) + info.size
-        written[run] = max(written.get(run, 0.0), info.modified)
     limit = time.time() - keep_days * DAY
-    old = sorted(run for run in sizes if run not in needed and written[run] < limit)
-    return [OldRun(store.join(root, "runs", run), sizes[run], written[run]) for run in old]
+    needed = {run for name in _names(root) for run in _needed(root, name, keep_days)}
+    runs = _folders(root, "runs")
+    old = [run for name, run in runs.items() if name not in needed and run.written < limit]
+    recent = [*_newest(runs).values(), *(run for run in runs.values() if run.written >= limit)]
+    listed = {shard["rows"] for run in recent for shard in _shards(run.folder)}
+    ingested = [*_folders(root, "ingested/rows").items(), *_folders(root, "ingested/tokens").items()]
+    return old + [shard for rows, shard in ingested if rows not in listed and shard.written < limit]
+
+
+def _folders(root: str, parent: str) -> dict[str, OldFolder]:
+    """Return the folders in a folder by name, in the order of their names."""
+    found: dict[str, OldFolder] = {}
+    for info in store.list_objects(store.join(root, parent)):
+        name = info.uri.removeprefix(store.join(root, parent)).strip("/").split("/")[0]
+        before = found.get(name, OldFolder(store.join(root, parent, name), 0, 0.0))
+        found[name] = OldFolder(before.folder, before.size + info.size, max(before.written, info.modified))
+    return dict(sorted(found.items()))
+
+
+def _newest(runs: dict[str, OldFolder]) -> dict[str, OldFolder]:
+    """Return the run of each mode that was written to last."""
+    found: dict[str, OldFolder] = {}
+    for run in sorted(runs.values(), key=attrgetter("written")):
+        with suppress(MissingInput):
+            found[store.read_json(RunPaths(run.folder).inputs)["config"]["mode"]] = run
+    return found
+
+
+def _shards(run: str) -> Iterator[dict[str, str]]:
+    """Yield the shards that a run has listed."""
+    for uri in (RunPaths(run).inputs, RunPaths(run).corpus):
+        with suppress(MissingInput):
+            yield from store.read_json(uri)["shards"]
 
 
 def _names(root: str) -> set[str]:
@@ -86,17 +114,17 @@ def _below_runs(uri: str) -> str:
     return uri.rsplit("/runs/", 1)[-1]
 
 
-def table(runs: list[OldRun]) -> Table:
+def table(folders: list[OldFolder]) -> Table:
     """Return them as a table."""
-    shown = simple_table(left("run"), right("GB"), left("last written"))
-    for run in runs:
-        moment = datetime.fromtimestamp(run.written, timezone.utc)
-        shown.add_row(run.folder.rsplit("/", 1)[-1], f"{run.size / GB:,.3f}", f"{moment:%Y-%m-%d %H:%M}")
+    shown = simple_table(left("folder"), right("GB"), left("last written"))
+    for one in folders:
+        moment = datetime.fromtimestamp(one.written, timezone.utc)
+        shown.add_row("/".join(one.folder.split("/")[-2:]), f"{one.size / GB:,.3f}", f"{moment:%Y-%m-%d %H:%M}")
     return shown
 
 
-def remove(runs: list[OldRun]) -> str:
+def remove(folders: list[OldFolder]) -> str:
     """Remove the folders; return in words what was removed."""
-    for run in runs:
-        store.delete_folder(run.folder)
-    return f"{len(runs)} runs removed, {sum(run.size for run in runs) / GB:,.3f} GB"
+    for one in folders:
+        store.delete_folder(one.folder)
+    return f"{len(folders)} folders removed, {sum(one.size for one in folders) / GB:,.3f} GB"

@@ -242,7 +242,8 @@ def corpus_to_embed(paths: RunPaths, inputs: RunInputs, noncurrent_days: int | N
         round=last.round + 1 if last else 1,
         shards=list_documents(inputs.config, inputs.tokenizer, deletions),
         deletions=deletions,
-        earlier=tuple(dict.fromkeys([own, *([pointer.embeddings] if pointer else [])])),
+        # The newest of one form first: it has what refreshes have embedded since the model's own run.
+        earlier=tuple(dict.fromkeys([*([pointer.embeddings] if pointer else []), own])),
     )
     store.write_bytes(paths.corpus, corpus.model_dump_json(indent=1).encode())
     log.info("prepare: to be embedded with the model of run %s", model.run)

@@ -94,20 +94,54 @@ def test_what_nothing_needs_is_pruned(state: Path) -> None:
     given, runs = ("--state", str(state)), state / "bucket" / "runs"
     (runs / "trial").mkdir()
     (runs / "trial" / "file").write_text("x")
-    assert "0 runs would be removed" in trnpipe("prune", *given)
+    assert "0 folders would be removed" in trnpipe("prune", *given)
     age(runs, 40)
     # week-02 has the model, and the refresh's part; week-01 was replaced long ago.
-    assert "2 runs would be removed; --yes removes them" in (listed := trnpipe("prune", *given))
-    assert [line.split()[0] for line in listed.splitlines() if line.strip().startswith(("week", "trial", "daily"))] == [
-        "trial",
-        "week-01",
+    assert "2 folders would be removed; --yes removes them" in (listed := trnpipe("prune", *given))
+    assert [line.split()[0] for line in listed.splitlines() if line.strip().startswith("runs/")] == [
+        "runs/trial",
+        "runs/week-01",
     ]
     trnpipe("pin", "week-01", *given)
-    assert "1 runs would" in trnpipe("prune", *given)
+    assert "1 folders would" in trnpipe("prune", *given)
     trnpipe("unpin", *given)
-    assert "0 runs would" in trnpipe("prune", *given, "--keep-days", "60")
-    assert "2 runs removed" in trnpipe("prune", *given, "--yes")
-    assert sorted(path.name for path in runs.iterdir() if any(path.iterdir())) == ["daily", "week-02"]
+    assert "0 folders would" in trnpipe("prune", *given, "--keep-days", "60")
+    assert "2 folders removed" in trnpipe("prune", *given, "--yes")
+    # A local folder stays when its last file goes.
+    assert {path.relative_to(runs).parts[0] for path in runs.rglob("*") if path.is_file()} == {"daily", "week-02"}
+
+
+def test_what_was_ingested_of_rewritten_files_is_pruned(state: Path) -> None:
+    given, bucket = ("--state", str(state)), state / "bucket"
+    store.delete_folder(f"{bucket}/ingested")
+    trnpipe("pin", "week-01", *given)
+    # The last weekly run was refused: it goes, but the next one lists what it has listed.
+    listings = (
+        ("week-01", "train", "inputs", "before it was rewritten"),
+        ("week-03", "train", "inputs", "after"),
+        ("daily", "refresh", "inputs", "a first listing of the corpus"),
+        ("daily", "refresh", "corpus", "the corpus"),
+        ("", "", "", "of no run"),
+    )
+    for run, mode, file, rows in listings:
+        for folder in ("rows", f"tokens/{rows}"):
+            store.write_json(f"{bucket}/ingested/{folder}/{rows}/profile.json", {})
+        if run:
+            store.write_json(f"{bucket}/runs/{run}/prepare/{file}.json", {"config": {"mode": mode}, "shards": [{"rows": rows}]})
+    age(bucket / "runs", 40)
+    age(bucket / "runs" / "week-01", 50)
+    trnpipe("prune", *given, "--yes")
+    # They are young.
+    assert len([*(bucket / "ingested").rglob("profile.json")]) == 2 * len(listings)
+    store.write_json(f"{bucket}/runs/week-03/prepare/inputs.json", {"config": {"mode": "train"}, "shards": [{"rows": "after"}]})
+    age(bucket, 40)
+    age(bucket / "runs" / "week-01", 50)
+    trnpipe("prune", *given, "--yes")
+    left = [path.relative_to(bucket / "ingested").parts[1] for path in (bucket / "ingested").rglob("profile.json")]
+    assert sorted(left) == sorted(2 * ["after", "a first listing of the corpus", "the corpus"])
+    assert not list((bucket / "runs" / "week-03").rglob("*.json"))
+    # What only the reference has listed is gone, and the reference is there.
+    assert list((bucket / "runs" / "week-01").rglob("inputs.json"))
 
 
 def test_what_was_replaced_a_short_time_ago_stays_readable(state: Path) -> None:
@@ -120,8 +154,9 @@ def test_what_was_replaced_a_short_time_ago_stays_readable(state: Path) -> None:
     store.write_json(f"{root}/runs/week-03/embed/manifest.json", {"parts": []})
     keep_publication(root, "current", pointer)
     store.write_json(f"{root}/registry/current.json", {**pointer, "embeddings": "s3://bucket/runs/week-03/embed/manifest.json"})
-    assert "1 runs would" in trnpipe("prune", *given)
-    assert "3 runs would" in trnpipe("prune", *given, "--keep-days", "0")
+    store.delete_folder(f"{root}/ingested")
+    assert "1 folders would" in trnpipe("prune", *given)
+    assert "3 folders would" in trnpipe("prune", *given, "--keep-days", "0")
 
 
 def test_a_pin_is_set_and_taken_away(state: Path) -> None:
