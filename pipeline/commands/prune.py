@@ -66,12 +66,13 @@ def _folders(root: str, parent: str) -> dict[str, OldFolder]:
     return dict(sorted(found.items()))
 
 
-def _newest(runs: dict[str, OldFolder]) -> dict[str, OldFolder]:
-    """Return the run of each mode that was written to last."""
-    found: dict[str, OldFolder] = {}
+def _newest(runs: dict[str, OldFolder]) -> dict[tuple[str | None, str], OldFolder]:
+    """Return the run of each registry name and mode that was written to last."""
+    found: dict[tuple[str | None, str], OldFolder] = {}
     for run in sorted(runs.values(), key=attrgetter("written")):
         with suppress(MissingInput):
-            found[store.read_json(RunPaths(run.folder).inputs)["config"]["mode"]] = run
+            config = store.read_json(RunPaths(run.folder).inputs)["config"]
+            found[config["registry"], config["mode"]] = run
     return found
 
 

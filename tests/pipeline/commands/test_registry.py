@@ -121,24 +121,32 @@ def test_what_was_ingested_of_rewritten_files_is_pruned(state: Path) -> None:
         ("week-03", "train", "inputs", "after"),
         ("daily", "refresh", "inputs", "a first listing of the corpus"),
         ("daily", "refresh", "corpus", "the corpus"),
+        ("other", "train", "inputs", "of another name"),
         ("", "", "", "of no run"),
     )
+
+    def inputs(run: str, mode: str, rows: str) -> dict[str, Any]:
+        return {"config": {"registry": run if run == "other" else "current", "mode": mode}, "shards": [{"rows": rows}]}
+
     for run, mode, file, rows in listings:
         for folder in ("rows", f"tokens/{rows}"):
             store.write_json(f"{bucket}/ingested/{folder}/{rows}/profile.json", {})
         if run:
-            store.write_json(f"{bucket}/runs/{run}/prepare/{file}.json", {"config": {"mode": mode}, "shards": [{"rows": rows}]})
+            store.write_json(f"{bucket}/runs/{run}/prepare/{file}.json", inputs(run, mode, rows))
     age(bucket / "runs", 40)
-    age(bucket / "runs" / "week-01", 50)
+    for run in ("week-01", "other"):
+        age(bucket / "runs" / run, 50)
     trnpipe("prune", *given, "--yes")
     # They are young.
     assert len([*(bucket / "ingested").rglob("profile.json")]) == 2 * len(listings)
-    store.write_json(f"{bucket}/runs/week-03/prepare/inputs.json", {"config": {"mode": "train"}, "shards": [{"rows": "after"}]})
+    for run, mode, file, rows in listings[1::3]:  # week-03 and other, which the first prune has removed
+        store.write_json(f"{bucket}/runs/{run}/prepare/{file}.json", inputs(run, mode, rows))
     age(bucket, 40)
-    age(bucket / "runs" / "week-01", 50)
+    for run in ("week-01", "other"):
+        age(bucket / "runs" / run, 50)
     trnpipe("prune", *given, "--yes")
     left = [path.relative_to(bucket / "ingested").parts[1] for path in (bucket / "ingested").rglob("profile.json")]
-    assert sorted(left) == sorted(2 * ["after", "a first listing of the corpus", "the corpus"])
+    assert sorted(left) == sorted(2 * ["after", "a first listing of the corpus", "the corpus", "of another name"])
     assert not list((bucket / "runs" / "week-03").rglob("*.json"))
     # What only the reference has listed is gone, and the reference is there.
     assert list((bucket / "runs" / "week-01").rglob("inputs.json"))
