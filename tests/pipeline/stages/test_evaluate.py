@@ -38,6 +38,7 @@ from pipeline.model.folder import load_encoder, save_folder
 from pipeline.run.context import StageOutput
 from pipeline.run_inputs import GraphsPlan, PlannedWorld, Published
 from pipeline.stages import evaluate
+from tests.tiny import make_model
 
 GOLDEN_SET = {"name": "shop", "queries": "s3://b/queries.jsonl", "qrels": "s3://b/test.tsv", "corpus": "s3://b/corpus.jsonl"}
 
@@ -391,25 +392,44 @@ def test_drift_is_that_between_the_published_vectors_and_the_new_ones(plan_run: 
     told = cloudwatch()[-1]
     assert (told["Cosine"], told["NeighbourOverlap"]) == (drift["cosine"], drift["overlap@10"])
     holdout = read_holdout(Path(run.paths.rows))
-
-    def vectors(folder: str, texts: Any) -> Any:
-        encoder = load_encoder(Path(folder), run.plan.config.model).eval()
-        with torch.no_grad():
-            rows = [encoder(torch.tensor([text.tolist()]), torch.ones(1, len(text), dtype=torch.int64))[0] for text in texts]
-        return torch.stack(rows)
-
-    old, new = (vectors(paths.model, holdout.candidates) for paths in (before.paths, run.paths))
+    old, new = (vectors_of(run, Path(paths.model), holdout.candidates) for paths in (before.paths, run.paths))
     cosines = torch.nn.functional.cosine_similarity(old, new).numpy()
     assert drift["documents"] == len(holdout.candidates) == 100
     assert (drift["cosine"], drift["cosine_p1"]) == pytest.approx((cosines.mean(), np.quantile(cosines, 0.01)), abs=1e-5)
     assert drift["overlap@10"] == pytest.approx(overlaps(old, new).mean(), abs=0.005)
-    mixed = retrieve(vectors(run.paths.model, holdout.queries), [(np.arange(100), old)], holdout.relevant)
+    mixed = retrieve(vectors_of(run, Path(run.paths.model), holdout.queries), [(np.arange(100), old)], holdout.relevant)
     expected = mixed["ndcg@10"].mean() - output.metrics["baseline"]["ndcg@10"]
     assert drift["new_on_old"] == pytest.approx(expected, abs=1e-3)
     gate = output.metrics["gate"]
     verdicts = {rule["slice"]: (rule["metric"], rule["verdict"]) for rule in gate["guardrails"]}
     assert verdicts == {"drift": ("cosine", "refused"), "mixed": ("ndcg@10", "too small")}
     assert (gate["verdict"], "cosine of drift fell by" in gate["reason"]) == ("refused", True)
+
+
+def test_models_of_equal_quality_differ_by_less_than_their_interval(plan_run: Any, tmp_path: Path) -> None:
+    """Random weights of two seeds are equally good: no model chooses what it is examined with."""
+    run = plan_run()
+    holdout = read_holdout(Path(run.paths.rows))
+    measured = []
+    for seed in range(12):
+        make_model(tmp_path / f"seed-{seed}", seed=100 + seed)
+        candidates, queries = (vectors_of(run, tmp_path / f"seed-{seed}", one) for one in (holdout.candidates, holdout.queries))
+        measured.append(retrieve(queries, [(np.arange(len(candidates)), candidates)], holdout.relevant))
+    every = np.ones(len(holdout.queries), np.bool_)
+    found = [
+        evaluate.compare(one, other, holdout.units, every, run.plan.config)["difference"]["ndcg@10"]
+        for one, other in zip(measured[::2], measured[1::2], strict=True)
+    ]
+    assert all(one["value"] != 0 for one in found)
+    assert sum(one["low"] <= 0 <= one["high"] for one in found) >= 5  # of 6, each with a chance of 95 %
+
+
+def vectors_of(run: Any, folder: Path, texts: Any) -> torch.Tensor:
+    """Vectors of texts, (texts, D), computed one by one."""
+    encoder = load_encoder(folder, run.plan.config.model).eval()
+    with torch.no_grad():
+        rows = [encoder(torch.tensor([text.tolist()]), torch.ones(1, len(text), dtype=torch.int64))[0] for text in texts]
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
