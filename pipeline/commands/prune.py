@@ -51,7 +51,7 @@ def find(root: str, keep_days: int) -> list[OldFolder]:
     runs = _folders(root, "runs")
     old = [run for name, run in runs.items() if name not in needed and run.written < limit]
     recent = [*_newest(runs).values(), *(run for run in runs.values() if run.written >= limit)]
-    listed = {shard["rows"] for run in recent for shard in _shards(run.folder)}
+    listed = {shard.get("rows") for run in recent for shard in _shards(run.folder)}
     ingested = [*_folders(root, "ingested/rows").items(), *_folders(root, "ingested/tokens").items()]
     return old + [shard for rows, shard in ingested if rows not in listed and shard.written < limit]
 
@@ -72,7 +72,7 @@ def _newest(runs: dict[str, OldFolder]) -> dict[tuple[str | None, str], OldFolde
     for run in sorted(runs.values(), key=attrgetter("written")):
         with suppress(MissingInput):
             config = store.read_json(RunPaths(run.folder).inputs)["config"]
-            found[config["registry"], config["mode"]] = run
+            found[config["registry"], config.get("mode", "train")] = run
     return found
 
 
