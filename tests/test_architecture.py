@@ -64,6 +64,7 @@ def test_package_is_imported_only_by_its_owner(package: str) -> None:
         ("pipeline.operate.runs", {"torch", "transformers", "pyarrow", "moto", "aws_cdk"}),
         ("pipeline.host.supervisor", {"torch", "transformers", "pyarrow"}),
         ("pipeline.stages.ingest", {"torch", "transformers"}),
+        ("pipeline.stages.prepare", {"torch", "transformers"}),
         ("infra.workflow.machine", {"torch", "boto3", "transformers", "pyarrow"}),
     ],
 )

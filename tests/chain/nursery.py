@@ -46,6 +46,7 @@ PRELOADED = (
     "pipeline.stages.ingest",
     "pipeline.stages.plan",
     "pipeline.stages.prepare",
+    "pipeline.stages.prepare_inputs",
     "pipeline.stages.publish",
     "pipeline.stages.report",
     "pyarrow.parquet",
