@@ -327,7 +327,7 @@ class Walker:
         if number > fault.times:
             return None
         if fault.status is None:
-            time.sleep(2 * TIMEOUT_SECONDS)
+            time.sleep(5 * TIMEOUT_SECONDS)
             # Nobody waits for it any more; a 5xx would be asked again by the client that was left behind.
             return request.fail("400 Bad Request", "TooLate")
         line = f"{fault.status} Error"
