@@ -67,7 +67,7 @@ class CorpusReader:
             cut: shortens token ids.
 
         Returns:
-            The columns of FACTS, and with `cut` and any documents DOCUMENT_TOKENS. Takes memory for these and a copy of them.
+            The columns of FACTS, and with `cut` DOCUMENT_TOKENS. Takes memory for these and a copy of them.
 
         Raises:
             MissingInput: an ingested shard is gone.
@@ -83,8 +83,10 @@ class CorpusReader:
             first &= facts["document_hash"].to_numpy() != TOMBSTONE
             order = np.argsort(keys[first])
             documents = facts.filter(pa.array(first)).take(pa.array(order))
-            if cut is None or not documents.num_rows:
+            if cut is None:
                 return documents
+            if not documents.num_rows:
+                return documents.append_column(DOCUMENT_TOKENS, pa.array([], pa.list_(pa.int32())))
             masks = np.split(first, np.cumsum([table.num_rows for table in tables])[:-1])
             pieces = readers.map(partial(_tokens, cut), self.files, begins, masks)
             tokens = pa.chunked_array([piece for found in pieces for piece in found])

@@ -10,7 +10,7 @@ from pipeline.config import RunConfig
 from pipeline.dataset.generations import list_corpus
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, rows_name, tokens_name
 from pipeline.dataset.shards import find_shards
-from pipeline.errors import BadConfig
+from pipeline.errors import BadConfig, MissingInput
 from pipeline.log import log
 from pipeline.run_inputs import InputShard, TokenizerPlan
 
@@ -42,6 +42,16 @@ def list_documents(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) 
     named = partial(_named, config, tokenizer, DOCUMENTS, of_pairs=not data.corpus, deletions=deletions)
     log.info("%d shards of documents", len(corpus))
     return tuple(named(shard, generation=generation) for shard, generation in corpus)
+
+
+def list_documents_again(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) -> tuple[InputShard, ...] | None:
+    """Return the documents' shards as they are by now; None if what was listed first is gone altogether: a run that has trained
+    embeds it all the same."""
+    try:
+        return list_documents(config, tokenizer, deletions)
+    except MissingInput as error:
+        log.warning("the documents cannot be listed again; those that the run began with are embedded: %s", error)
+        return None
 
 
 def _training(config: RunConfig) -> list[store.ObjectInfo]:

@@ -19,8 +19,8 @@ from typing import Any
 from pipeline import store
 from pipeline.config import KeyRole, RunConfig, RunInput, build_config, keys_of
 from pipeline.contract import Artifact, RunPaths, Stage, StageResult, now
-from pipeline.dataset.ingested import IngestedShard
-from pipeline.dataset.listing import list_documents
+from pipeline.dataset.ingested import DOCUMENTS, IngestedShard
+from pipeline.dataset.listing import list_documents_again
 from pipeline.errors import BadConfig
 from pipeline.log import log
 from pipeline.plan import EmbedPlan, RunPlan
@@ -126,7 +126,7 @@ def corpus_to_embed(paths: RunPaths, inputs: RunInputs, noncurrent_days: int | N
         model=model,
         listed=now(),
         round=last.round + 1 if last else 1,
-        shards=list_documents(inputs.config, inputs.tokenizer, deletions),
+        shards=list_documents_again(inputs.config, inputs.tokenizer, deletions) or inputs.shards_of(DOCUMENTS),
         deletions=deletions,
         # The newest of one form first: it has what refreshes have embedded since the model's own run.
         earlier=tuple(dict.fromkeys([*([pointer.embeddings] if pointer else []), own])),

@@ -25,7 +25,7 @@ from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ids import IdDigest, id_hash
 from pipeline.dataset.ingested import Hashes, part_range
-from pipeline.dataset.listing import list_documents
+from pipeline.dataset.listing import list_documents_again
 from pipeline.dataset.parts import PartRecord, part_schema, quarantine_from_json, read_batches
 from pipeline.dataset.reading import return_memory
 from pipeline.errors import BadData, Defect, GateRefused, MissingInput, Superseded
@@ -114,8 +114,8 @@ def must_embed_again(context: StageContext) -> str | None:
     if plan.embed.round >= MOST_ROUNDS:
         return None
     there = {(shard.uri, shard.version) for shard in plan.embed.shards}
-    listed = {(shard.uri, shard.version) for shard in list_documents(plan.config, plan.embed.tokenizer, plan.embed.deletions)}
-    changed = len(there ^ listed)
+    listed = list_documents_again(plan.config, plan.embed.tokenizer, plan.embed.deletions)
+    changed = 0 if listed is None else len(there ^ {(shard.uri, shard.version) for shard in listed})
     return f"{changed} files of documents have come, changed or gone" if changed else None
 
 

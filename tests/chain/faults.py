@@ -608,7 +608,7 @@ class AllTorn(TornCheckpoint):
 
 
 class ShardGone(Fault):
-    """A shard is removed once it is ingested: nothing reads it again."""
+    """The shard of the documents is removed once it is ingested: nothing reads it again, and they are embedded all the same."""
 
     kind = "shard-gone"
     stages = STAGES[STAGES.index(Stage.PLAN) : -1]
@@ -623,21 +623,18 @@ class ShardGone(Fault):
 
 
 class ShardChanged(ShardGone):
-    """The same shard gets shorter."""
+    """The same shard is written again, in another order: the run ingests that, and embeds the same documents."""
 
     kind = "shard-changed"
 
     def spoil(self, site: Site) -> None:
-        site.put(self._uri, site.data.text.encode()[: len(site.data.text) // 2])
+        site.put(self._uri, "".join(reversed(site.data.text.splitlines(keepends=True))).encode())
 
 
 class IngestedGone(Fault):
-    """A file of an ingested shard is removed before it is embedded."""
+    """A file of an ingested shard is removed before it is embedded: prepare comes again first, and has it ingested anew."""
 
     kind = "ingested-gone"
-    retryable = False
-    code = 66
-    words = "does not exist"
     stages = (Stage.EVALUATE,)
 
     def act(self, scene: Scene) -> None:

@@ -122,6 +122,15 @@ def test_records_describe_their_parts(plan_run: Any) -> None:
     assert str(total) == run.plan.embed.ids
 
 
+def test_a_part_may_have_no_document(plan_run: Any, tmp_path: Path) -> None:
+    run = plan_run(texts=make_texts(40), part_rows=2, children=1)
+    assert 0 in [part.rows for part in run.plan.embed.parts]
+    run.finish(Stage.EVALUATE, evaluate.run(run.context(Stage.EVALUATE)))
+    run.finish(Stage.EMBED, embed.run(run.context(Stage.EMBED)))
+    assert publish.run(run.context(Stage.PUBLISH)).metrics["documents"] == 40
+    assert sorted(embeddings(run, tmp_path)) == sorted(identifier for identifier, _ in run.texts)
+
+
 def test_float16(plan_run: Any, tmp_path: Path) -> None:
     run = plan_run(children=1, settings={"embed": {"dtype": "float16"}})
     assert run_child(run, 0).metrics["dtype"] == "float16"

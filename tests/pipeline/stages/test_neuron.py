@@ -323,7 +323,7 @@ def test_evaluate_compares_both_models_through_traces(trained_run: Any, tmp_path
     device = open_device("cpu", "fp32", RankWorld())
     for measured, name, folder in (("parent", "baseline", plan.parent.folder), ("new", "new", paths.model)):
         model = evaluate.prepare(context, device, holdout, measured, folder)
-        expected = evaluate.measure(context, model, 0, model.tokens)
+        expected = evaluate.measure(context, measured, evaluate.encode_texts(context, model, 0, model.tokens), holdout)
         assert metrics[name]["mrr@10"] == pytest.approx(expected["mrr@10"].mean(), abs=1e-6)
     assert metrics["new"]["mrr@10"] != metrics["baseline"]["mrr@10"]
 

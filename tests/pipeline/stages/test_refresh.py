@@ -225,6 +225,15 @@ def test_a_refresh_lands_in_the_middle_of_a_week(bench: Bench) -> None:
     assert (pointer(bench).run, pointer(bench).embeddings_run) == ("two", "two")
 
 
+def test_a_week_whose_files_are_gone_embeds_what_it_began_with(bench: Bench) -> None:
+    judge(bench, "one")
+    store.delete_folder(f"{bench.root}/corpus")
+    embed(bench, "one")
+    found = end(bench, "one")
+    assert (found["published"], found["documents"]) == (True, 100)
+    assert set(published(bench)) == {f"doc{number}" for number in range(100)}
+
+
 def test_documents_that_keep_coming_do_not_keep_a_run_from_publishing(bench: Bench) -> None:
     judge(bench, "one")
     for number in range(publish.MOST_ROUNDS):

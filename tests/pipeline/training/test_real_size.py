@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.estimate import memory
 
-NEEDED_BYTES = 8 << 30
+NEEDED_BYTES = 9 << 30
 LOWERING_BYTES = 12 << 30
 
 # As the supervisor starts a rank on processors.
