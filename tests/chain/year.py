@@ -515,8 +515,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with open_year(folder / "state", folder / "cdk.out", **asked) as year:
         try:
             year.live()
-        except Exception as error:
-            year.broken.append(f"the year has ended early: {error!r}")
+        except BaseException as error:
+            year.broken.append(f"the year has ended early, after {len(year.entries)} executions: {error!r}")
             raise
         finally:
             seconds = time.monotonic() - started
