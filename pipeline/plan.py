@@ -133,9 +133,6 @@ class EmbedPlan(PlanSection):
             update={"fingerprint": digest_of([fingerprint, self.model_dump(mode="json", exclude={"fingerprint"})])}
         )
 
-    def to_json(self) -> bytes:
-        return self.model_dump_json(indent=1).encode()
-
     @classmethod
     def from_json(cls, data: bytes) -> EmbedPlan:
         """
@@ -291,9 +288,6 @@ class RunPlan(PlanSection):
     def fingerprint_of(self, stage: Stage) -> str:
         """Return what a stage's result names: embed and publish may be done again with the corpus as it is by then."""
         return (stage in EMBEDDING and self.embed.fingerprint) or self.fingerprint
-
-    def to_json(self) -> bytes:
-        return self.model_dump_json(indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> RunPlan:

@@ -17,6 +17,9 @@ from pipeline.errors import BadData
 class PlanSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def to_json(self) -> bytes:
+        return self.model_dump_json(indent=1).encode()
+
 
 class InputShard(PlanSection):
     """One version of an input file in one use, and the names of what ingest makes of it (pipeline/dataset/ingested).
@@ -267,9 +270,6 @@ class RunInputs(PlanSection):
             "device_gib": round(self.memory.device / (1 << 30), 2) if self.memory else None,
             "host_gib": round(self.memory.host / (1 << 30), 2) if self.memory else None,
         }
-
-    def to_json(self) -> bytes:
-        return self.model_dump_json(indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> RunInputs:

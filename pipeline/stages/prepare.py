@@ -47,7 +47,7 @@ def run(context: StageContext) -> StageOutput:
         inputs = new_inputs(context, request)
     corpus = corpus_to_embed(context.paths, inputs, request.deployment.noncurrent_days)
     missing = missing_shards(context.paths, inputs.config, corpus.shards if corpus else inputs.shards)
-    store.write_bytes(context.paths.missing, missing.model_dump_json().encode())
+    store.write_bytes(context.paths.missing, missing.to_json())
     metrics = {**inputs.summary(), "ingest_children": missing.children}
     for name, value in metrics.items():
         log.info("prepare: %s = %s", name, value)
@@ -131,7 +131,7 @@ def corpus_to_embed(paths: RunPaths, inputs: RunInputs, noncurrent_days: int | N
         # The newest of one form first: it has what refreshes have embedded since the model's own run.
         earlier=tuple(dict.fromkeys([*([pointer.embeddings] if pointer else []), own])),
     )
-    store.write_bytes(paths.corpus, corpus.model_dump_json(indent=1).encode())
+    store.write_bytes(paths.corpus, corpus.to_json())
     log.info("prepare: to be embedded with the model of run %s", model.run)
     return corpus
 
