@@ -16,13 +16,20 @@ from types import FrameType
 
 
 def main() -> int:
-    # The default action until the child exists would end this process and orphan nothing; from then on the child decides.
-    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        process.send_signal(number)
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
 
+    # Before the command is started, which may be told to end as soon as it runs: only the command decides what comes of that.
     signal.signal(signal.SIGTERM, forward)
+    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    for number in early:
+        process.send_signal(number)
     threading.Thread(target=_kill_when_orphaned, daemon=True).start()
     code = process.wait()
     return 128 - code if code < 0 else code
