@@ -43,7 +43,12 @@ def test_a_signal_becomes_128_plus_its_number() -> None:
 
 def test_sigterm_reaches_a_command_that_has_just_begun() -> None:
     """However soon it comes: the command tells its parent to end before it does anything else."""
-    code = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); os.kill(os.getppid(), 15); signal.pause()"
+    code = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+os.kill(os.getppid(), signal.SIGTERM)
+signal.pause()
+"""
     for _ in range(10):
         process = start(sys.executable, "-I", "-S", "-c", code)
         assert process.wait(20) == 75
