@@ -22,10 +22,11 @@ from typing import Any
 
 from infra.local.batch_checks import check_retry, check_submission
 from infra.local.batch_jobs import FINAL_STATES, Attempt, Job, Node, build_job, milliseconds, named
-from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, free_port, start_node, stop_nodes
+from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, start_node, stop_nodes
 from infra.local.definitions import ClientError, JobDefinition, JobQueue, refuse_if
 from infra.local.ecs import HostPool
 from pipeline.log import log
+from pipeline.run.world import free_port
 
 MOST_DESCRIBED = 100
 LONGEST_REASON = 1024

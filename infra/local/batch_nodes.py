@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -157,9 +156,3 @@ def stop_nodes(nodes: Sequence[Node], grace: timedelta) -> None:
         if node.process.stdin:
             node.process.stdin.close()
         shutil.rmtree(node.folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

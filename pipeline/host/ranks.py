@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
 from pipeline.log import log
 from pipeline.run import failure, processes, tether
-from pipeline.run.world import ROOT_COMM_PORT
+from pipeline.run.world import free_port
 from pipeline.sdk import neuron_launch
 from pipeline.sdk.known_errors import Action, LogFinding
 
@@ -435,11 +434,3 @@ def until(done: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(POLL_SECONDS)
     return True
-
-
-def free_port() -> int:
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = int(listener.getsockname()[1])
-        if port != ROOT_COMM_PORT:
-            return port

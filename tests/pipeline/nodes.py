@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract import RunPaths, Stage
+from pipeline.run.world import free_port
 from pipeline.run_inputs import PlannedWorld
 
 PROGRAM = """
@@ -133,9 +133,3 @@ def scripted_stage(tmp_path: Path) -> dict[str, str]:
     )
     (folder / "stage.py").write_text(SCRIPTED_STAGE)
     return {"PYTHONPATH": str(folder)}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

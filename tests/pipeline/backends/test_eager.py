@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from pipeline.backends import eager
 from pipeline.backends.device import EMULATED_BF16, open_device, resolve_precision
-from pipeline.run.world import World
+from pipeline.run.world import World, free_port
 
 RANKS = 2
 ROWS = 3
@@ -87,9 +86,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, tensors: tuple[Tensor, Tenso
     """What each of two gloo processes computed."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     torch.save(tensors, folder / "tensors.pt")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     outputs = [folder / f"rank-{rank}.json" for rank in range(RANKS)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     processes = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.retrieval import retrieve
 from pipeline.evaluation.retrieval_metrics import DEPTH
 from pipeline.evaluation.validation import GATHER_ROWS, validate
-from pipeline.run.world import World
+from pipeline.run.world import World, free_port
 from tests.tiny import make_model
 
 
@@ -113,8 +112,7 @@ def test_two_ranks_share_blocks_of_one_shape_whatever_the_data(tmp_path: Path) -
     encoder = make_model(tmp_path / "model")
     for name, found in rows.items():
         write(tmp_path / name, found, sorted({document for _, document, *_ in found}))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RANK_PROGRAM]
     ranks = [subprocess.Popen([*command, str(rank), str(port), str(tmp_path)], env=environment) for rank in range(2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.model.loss import DocumentRole, contrastive_loss
+from pipeline.run.world import free_port
 from pipeline.training.batches import roles
 
 TEMPERATURE = 0.05
@@ -96,8 +96,7 @@ def test_one_rank_equals_plain_computation() -> None:
 
 
 def test_two_ranks_equal_plain_computation(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     ranks = [
         subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), str(port), str(tmp_path)], env=environment)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from pipeline.backends.device import open_device
 from pipeline.contract import Stage, StageFailure, StageResult
 from pipeline.errors import BadConfig, ExitCode, Transient, UnhealthyHost
 from pipeline.health.answers import sequence
+from pipeline.run.world import free_port
 from pipeline.run_inputs import PlannedWorld
 from pipeline.stages import health_check
 from tests.trainium import NCCOM_FAILURE, TrainiumHost
@@ -237,9 +237,7 @@ def run_ranks(run: Any, tmp_path: Path, *, nodes: int, ranks_per_node: int, faul
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(fault)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     processes = []
     size = nodes * ranks_per_node
     for rank in range(size):

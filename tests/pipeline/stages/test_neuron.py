@@ -33,7 +33,6 @@ from pipeline.evaluation.holdout import read_holdout
 from pipeline.graphs import fingerprint
 from pipeline.graphs.compiled import GraphSet, read_set, traces_uri, write_set
 from pipeline.graphs.fingerprint import missing_sets, plan_graphs, set_uri
-from pipeline.host.ranks import free_port
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder
 from pipeline.model.inference import encode, encode_shapes
@@ -41,6 +40,7 @@ from pipeline.plan import EmbedPlan, RunPlan
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World as RankWorld
+from pipeline.run.world import free_port
 from pipeline.run_inputs import GraphsPlan, PlannedWorld
 from pipeline.sdk import compile_cache
 from pipeline.sdk.compile_cache import GraphState

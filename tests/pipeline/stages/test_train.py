@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from pipeline.model.dropout import BitDropout
 from pipeline.model.encoder import Encoder
 from pipeline.plan import ResumedRun
 from pipeline.run.context import StageOutput
+from pipeline.run.world import free_port
 from pipeline.stages import train as stage
 from pipeline.training import loop, step
 from pipeline.training.metrics import WATCHED
@@ -240,8 +240,7 @@ def test_two_ranks_train_as_one_does(training_run: PlanTraining, s3_root: str, t
         config = store.join(run.plan.parent.folder, "config.json")
         store.write_json(config, {**store.read_json(config), "hidden_dropout_prob": 0.0})
     train(single)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     scratch = tmp_path / "shared"
     scratch.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -266,8 +265,7 @@ def test_ranks_that_drift_apart_are_noticed_at_the_next_checkpoint(
     training_run: PlanTraining, s3_root: str, tmp_path: Path
 ) -> None:
     run = training_run(s3_root, run="drift", steps=10, ranks=2, batch_size=4)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     scratch = tmp_path / "shared"
     scratch.mkdir()
     command = [sys.executable, "-c", DIVERGING]

@@ -15,11 +15,10 @@ from torch import Tensor
 from pipeline.backends.device import Device, open_device
 from pipeline.config import RunConfig, TrainConfig, build_config
 from pipeline.errors import BadConfig
-from pipeline.host.ranks import free_port
 from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training
 from pipeline.model.folder import load_encoder
 from pipeline.model.loss import contrastive_loss
-from pipeline.run.world import World
+from pipeline.run.world import World, free_port
 from pipeline.training.micro_batches import TOWERS, cut, micro_batches
 from pipeline.training.step import RecentLosses, both_towers, build_optimizer, train_step
 from tests.tiny import make_model
