@@ -11,6 +11,8 @@ import torch
 import torch.utils._python_dispatch
 from hypothesis import given
 from hypothesis import strategies as st
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from sentence_transformers.util import dot_score
 
 from pipeline.errors import BadData
 from pipeline.evaluation import retrieval
@@ -50,6 +52,25 @@ def test_equals_trec_eval(seed: int, documents: int, levels: int) -> None:
     assert set(result) == set(METRICS)
     for metric in METRICS:
         np.testing.assert_allclose(result[metric], expected[metric], atol=1e-9, err_msg=metric)
+
+
+def test_equals_sentence_transformers() -> None:
+    """InformationRetrievalEvaluator knows relevant and irrelevant documents alone, and gives means."""
+    rng = np.random.default_rng(0)
+    queries, candidates = (torch.from_numpy(rng.normal(size=(count, 8)).astype(np.float32)) for count in (40, 300))
+    chosen = [rng.choice(300, size=size, replace=False).tolist() for size in rng.integers(1, 30, 40)]
+    result = retrieve(queries, whole(candidates), Relevant.of([dict.fromkeys(one, 1.0) for one in chosen]))
+    evaluator = InformationRetrievalEvaluator(
+        {str(number): "" for number in range(40)},
+        {str(number): "" for number in range(300)},
+        {str(number): set(map(str, one)) for number, one in enumerate(chosen)},
+        precision_recall_at_k=[1, 10, 100],
+        score_functions={"dot": dot_score},
+    )
+    evaluator.embed_inputs = lambda *_, encode_fn_name, **__: queries if encode_fn_name == "query" else candidates
+    found: Any = evaluator.compute_all_metrics(None)["dot"]
+    expected = {metric: found[f"{metric.split('@')[0]}@k"][int(metric.split("@")[1])] for metric in METRICS}
+    assert {metric: values.mean() for metric, values in result.items()} == pytest.approx(expected, abs=1e-9)
 
 
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 40))
