@@ -138,10 +138,13 @@ class PlannedRows:
                 places, last = sample_documents(self._corpus, held, distractors, self.folder.with_name("hashes"))
                 table = self._read(self._corpus, places, ["document_tokens"], ["document_hash"])
                 _add(writers, "candidates.arrow", _documents(table, documents))
+            # The rows of a document are in the same slices as it is, or those of a query are; rows of groups may be anywhere.
+            anywhere = self._config.data.holdout_by == "group"
+            last = SLICES if anywhere else last
             for _, _, table in self._tables(held, last, distractors, lambda group, *_: group.repeat == 1):
                 if not self._corpus:
                     missing = self.held_documents + distractors - writer.rows["candidates.arrow"]
-                    if not missing:
+                    if not missing and not anywhere:
                         break
                     _add(writers, "candidates.arrow", _documents(table, documents)[:missing])
                 writer.add(KNOWN, table.filter(pa.array(_positive_for(table, known))))

@@ -725,11 +725,13 @@ def test_the_last_evaluation_says_how_far_queries_differ(bench: Bench) -> None:
     assert "deviate by 0.20, as in the last evaluation" in bench.plan("two").holdout.decides
 
 
-@pytest.mark.parametrize("by", ["document", "query"])
+@pytest.mark.parametrize("by", ["document", "query", "group"])
 def test_relevant_documents_that_are_trained_on_are_known(bench: Bench, by: str) -> None:
     """Queries with 20 relevant documents, as in ESCI."""
     numbers = [(query, one) for query in range(30) for one in range(20)]
-    words = [{"id": f"{query}-{one}", "query": f"query {query}", "document": f"{query} {one}"} for query, one in numbers]
+    words = [
+        {"id": f"{query}-{one}", "query": f"query {query}", "document": f"{query} {one}", "group": one} for query, one in numbers
+    ]
     bench.shard("a.jsonl", words)
     bench.start("run", {"data": {"holdout_by": by, "holdout_fraction": 0.2}, "evaluate": {"candidates": 10_000}})
     held, candidates, known = (bench.rows("run", name) for name in ("holdout.arrow", "candidates.arrow", "known.arrow"))
@@ -738,7 +740,26 @@ def test_relevant_documents_that_are_trained_on_are_known(bench: Bench, by: str)
     found = {(row["query_hash"], row["document_hash"]) for row in (*held, *known)}
     assert found == {(query, document) for document, query in hashes.items() if query in queries}
     assert len(candidates) == len(words)
-    assert (len(known) > 0) == (by == "document")
+    assert (len(known) > 0) == (by != "query")
+
+
+def test_relevant_documents_of_any_group_are_known(bench: Bench) -> None:
+    """Whatever slices the candidates are from: those of a corpus are found by their texts, and rows by their groups."""
+    words = [
+        {"id": f"{query}-{one}", "query": f"query {query}", "document": f"{query} {one}", "group": one}
+        for query in range(30)
+        for one in range(20)
+    ]
+    bench.shard("a.jsonl", words)
+    bench.shard("c.jsonl", [{"id": row["id"], "text": row["document"]} for row in words], folder="corpus")
+    data = {"holdout_by": "group", "holdout_fraction": 0.2, "corpus": [f"{bench.root}/corpus"]}
+    bench.start("run", {"data": data, "evaluate": {"candidates": 100}})
+    held, candidates, known = (bench.rows("run", name) for name in ("holdout.arrow", "candidates.arrow", "known.arrow"))
+    queries, documents = {row["query_hash"] for row in held}, {row["document_hash"] for row in candidates}
+    pairs = {(normalized_hash(row["query"]), normalized_hash(row["document"])) for row in words}
+    wanted = {pair for pair in pairs if pair[0] in queries and pair[1] in documents}
+    assert wanted <= {(row["query_hash"], row["document_hash"]) for row in (*held, *known)}
+    assert len(wanted) > len(held)
 
 
 def test_candidates_are_documents_of_the_corpus(bench: Bench) -> None:
