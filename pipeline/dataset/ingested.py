@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import store
 from pipeline.dataset.ids import id_hash
-from pipeline.dataset.reading import read_records
+from pipeline.dataset.reading import in_threads, read_records
 from pipeline.errors import BadData, MissingInput
 from pipeline.log import log
 from pipeline.run_inputs import InputShard, TokenizerPlan
@@ -308,7 +308,8 @@ class IngestedShard:
         Args:
             cache: local folder, where the file is kept: of one that is read in many ranges.
         """
-        return read_records(self._file(f"hashes-{file:05d}.bin"), HASHES[self.shard.kind], start, stop, cache)
+        uri, rows = self._file(f"hashes-{file:05d}.bin"), self.profile.files[file].rows
+        return read_records(uri, HASHES[self.shard.kind], start, stop, rows, cache)
 
     def facts(self, file: int, start: int, stop: int) -> Iterator[pa.Table]:
         """Yield the facts of the rows [start, stop) of a file, some thousand rows at a time."""
@@ -324,19 +325,24 @@ class IngestedShard:
         schema = token_schema(self.profile.kind, self.token_profile.vocabulary)
         return _ranges(f"{self.tokens_uri}/tokens-{file:05d}.arrow", schema, self.token_profile.files[file], start, stop)
 
-    def has_rows(self) -> bool:
-        """Return whether the rows are complete; log what is damaged."""
-        return _is_complete(Profile, self.rows_uri)
+    def has_rows(self, sizes: Mapping[str, int] | None = None) -> bool:
+        """Return whether the rows are complete; log what is damaged.
+
+        Args:
+            sizes: see `ingested_sizes`.
+        """
+        return _is_complete(lambda: self.profile, self.rows_uri, sizes)
 
     def lacks_deletion(self) -> bool:
         """Return whether rows may be among those of a complete shard that the run must not use."""
         return self.shard.deletions not in ("", *self.profile.deletions)
 
-    def is_ingested(self) -> bool:
+    def is_ingested(self, sizes: Mapping[str, int] | None = None) -> bool:
         """Return whether rows and tokens are complete, without a row to delete; log what is damaged."""
-        if not self.has_rows() or self.lacks_deletion() or not _is_complete(TokenProfile, self.tokens_uri):
+        if not self.has_rows(sizes) or self.lacks_deletion():
             return False
-        return self.token_profile.rows_name == self.files_name
+        complete = _is_complete(lambda: self.token_profile, self.tokens_uri, sizes)
+        return complete and self.token_profile.rows_name == self.files_name
 
     def _file(self, name: str) -> str:
         return "/".join(filter(None, [self.rows_uri, self.profile.folder, name]))
@@ -354,17 +360,35 @@ def _read_profile(kind: type[ProfileT], folder: str) -> ProfileT:
         ) from error
 
 
-def _is_complete(kind: type[ProfileT], folder: str) -> bool:
+def ingested_sizes(folder: str) -> dict[str, int]:
+    """Return the bytes of all ingested files in a folder, or of all there are in `ingested/`: by their paths below that."""
+    return {_path(info.uri): info.size for info in store.list_objects(folder)}
+
+
+def not_ingested(bucket_root: str, shards: Sequence[InputShard]) -> list[InputShard]:
+    """Return the shards whose rows or tokens are not complete; log what is damaged."""
+    # One listing of all: thousands of shards are known, and few files are of others.
+    sizes = ingested_sizes(store.join(bucket_root, "ingested"))
+    found = in_threads(lambda shard: IngestedShard(bucket_root, shard).is_ingested(sizes), shards)
+    return [shard for shard, there in zip(shards, found, strict=True) if not there]
+
+
+def _path(uri: str) -> str:
+    return uri.rpartition("/ingested/")[2]
+
+
+def _is_complete(read: Callable[[], Profile | TokenProfile], folder: str, sizes: Mapping[str, int] | None) -> bool:
+    sizes = ingested_sizes(folder) if sizes is None else sizes
+    if _path(f"{folder}/profile.json") not in sizes:
+        return False
     try:
-        profile = _read_profile(kind, folder)
+        profile = read()
     except MissingInput:
         return False
     except BadData as error:
         log.warning("%s: %s; ingesting the shard again", error.what, "; ".join(error.value))
         return False
-    name = folder.rsplit("/", 1)[-1]
-    found = {info.uri.rpartition(f"/{name}/")[2]: info.size for info in store.list_objects(folder)}
-    if wrong := [name for name, size in profile.sizes.items() if found.get(name) != size]:
+    if wrong := [name for name, size in profile.sizes.items() if sizes.get(_path(f"{folder}/{name}")) != size]:
         log.warning("an ingested shard is damaged: %s/%s; ingesting it again", folder, wrong[0])
     return not wrong and profile.schema_version == SCHEMA_VERSION
 

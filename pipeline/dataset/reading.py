@@ -44,20 +44,21 @@ def in_threads(read: Callable[[Any], R], items: Sequence[Any]) -> Iterator[R]:
             yield from pool.map(read, items[start : start + 2 * READERS])
 
 
-def read_records(uri: str, kind: np.dtype[Any], start: int, stop: int, cache: Path | None = None) -> NDArray[Any]:
+def read_records(uri: str, kind: np.dtype[Any], start: int, stop: int, records: int, cache: Path | None = None) -> NDArray[Any]:
     """Return the records [start, stop) of a file that has nothing else.
 
     Args:
+        records: all that the file has.
         cache: local folder, where a copy of the object is kept: however many ranges of it are read, it is fetched once.
 
     Raises:
         MissingInput, StorageRefused, Transient.
-        BadData: the file ends before `stop`.
+        BadData: the file has another size.
     """
     if cache is not None and store.is_s3(uri) and start < stop:
         path = cache / hashlib.sha256(uri.encode()).hexdigest()
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
-            store.download(uri, path)
+            store.download(uri, path, size=kind.itemsize * records)
         uri = str(path)
     return np.frombuffer(store.read_range(uri, kind.itemsize * start, kind.itemsize * stop), kind)

@@ -128,7 +128,7 @@ class SeenRows:
 
     def _range(self, name: str, record: SeenRecord, first: int, last: int) -> Hashes:
         uri, cache = store.join(seen_uri(self._bucket_root, record.run), name), self._cache if name == VERSIONS else None
-        return read_records(uri, np.dtype(np.uint64), record.slices[first], record.slices[last], cache)
+        return read_records(uri, np.dtype(np.uint64), record.slices[first], record.slices[last], record.rows, cache)
 
 
 def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch: Path) -> SeenRecord:

@@ -14,7 +14,6 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +42,7 @@ from pipeline.dataset.ingested import (
     Profile,
     TokenProfile,
     ingested_tokens_uri,
+    not_ingested,
     row_versions,
     string_hashes,
     token_schema,
@@ -50,7 +50,7 @@ from pipeline.dataset.ingested import (
     write_file,
     write_profile,
 )
-from pipeline.dataset.reading import return_memory
+from pipeline.dataset.reading import in_threads, return_memory
 from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.rows import Block, normalized_hashes, read_blocks, shard_columns
 from pipeline.dataset.tokens import SIDES, TEXTS_AT_ONCE, TextTokenizer
@@ -66,8 +66,6 @@ FILE_BYTES = 16 << 20
 QUARANTINE = "quarantine.jsonl"
 NAMED_VALUES = 1000
 OTHERS = "…"
-LOOKS_AT_ONCE = 16
-"""Shards that are looked for in parallel requests."""
 
 
 def run(context: StageContext) -> StageOutput | None:
@@ -89,7 +87,8 @@ def run(context: StageContext) -> StageOutput | None:
         files.setdefault((shard.uri, shard.version), []).append(shard)
     own = list(files.values())[child :: listed.children or 1]
     # This child, or another run, may have made some of them by now.
-    todo = [left for shards in own if (left := [one for one in shards if not _ingested(context, one).is_ingested()])]
+    missing = set(not_ingested(context.paths.bucket_root, [shard for shards in own for shard in shards]))
+    todo = [left for shards in own if (left := [shard for shard in shards if shard in missing])]
     log.info("ingest: child %d of %d: %d of its %d files are to do", child, listed.children, len(todo), len(own))
     if todo:
         worker = open_ingester(context, inputs, listed.shards[0].deletions)
@@ -460,14 +459,12 @@ def _lists(values: pa.Array, width: int) -> pa.ListArray:
 def stage_output(context: StageContext, shards: Sequence[InputShard], seconds: float) -> StageOutput | None:
     """Return the output of the whole array, or None while some of these shards are missing."""
     context.heartbeat.beat(note="looking at the other children's files")
-    with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
-        ingested = [_ingested(context, shard) for shard in shards]
-        if not all(pool.map(IngestedShard.is_ingested, ingested)):
-            log.info("ingest: this child is done; others still run")
-            return None
-        # Of a file in two uses, the one that it was written for.
-        counted = [one for one in ingested if (one.shard.kind == PAIRS) == one.shard.of_pairs]
-        profiles = list(pool.map(lambda one: one.profile, counted))
+    if not_ingested(context.paths.bucket_root, shards):
+        log.info("ingest: this child is done; others still run")
+        return None
+    # Of a file in two uses, the one that it was written for.
+    counted = [shard for shard in shards if (shard.kind == PAIRS) == shard.of_pairs]
+    profiles = list(in_threads(lambda shard: _ingested(context, shard).profile, counted))
     return StageOutput(
         inputs={"inputs": Artifact(context.paths.inputs, store.sha256(context.paths.inputs))},
         metrics={

@@ -164,7 +164,9 @@ class PlannedRows:
         Args:
             enough: rows after which the caller may stop.
         """
-        for first, last in groups(self._source.per_slice, begin, end, min(HOLDOUT_GROUP, max(enough, 1))):
+        # Rather more: some rows are left out, and the pieces of another group have two ends in every file.
+        per_slice = self._source.per_slice
+        for first, last in groups(per_slice, begin, end, min(HOLDOUT_GROUP, enough + enough // 8 + int(per_slice.max()))):
             group = self._source.read(first, last)
             group = group.take(wanted(group, first, last))
             if len(group):

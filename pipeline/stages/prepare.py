@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pipeline import store
 from pipeline.config import KeyRole, RunConfig, RunInput, build_config, keys_of
 from pipeline.contract import Artifact, RunPaths, Stage, StageResult, now
-from pipeline.dataset.ingested import DOCUMENTS, IngestedShard
+from pipeline.dataset.ingested import DOCUMENTS, not_ingested
 from pipeline.dataset.listing import list_documents_again
 from pipeline.errors import BadConfig
 from pipeline.log import log
@@ -32,9 +31,6 @@ from pipeline.stages.prepare_checks import check_compiled, check_nodes, keep_del
 
 NOT_PLANNED = frozenset(keys_of(KeyRole.EXECUTION, RunConfig))
 """Settings of how an execution is carried out, not of what it computes: they may differ when a run resumes."""
-
-LOOKS_AT_ONCE = 16
-"""Ingested shards that are looked at together: a few requests each."""
 
 
 def run(context: StageContext) -> StageOutput:
@@ -165,9 +161,7 @@ def is_published(paths: RunPaths) -> bool:
 
 def missing_shards(paths: RunPaths, config: RunConfig, shards: Sequence[InputShard]) -> MissingShards:
     """Return what is not ingested yet."""
-    with ThreadPoolExecutor(LOOKS_AT_ONCE, "look") as pool:
-        found = pool.map(lambda shard: IngestedShard(paths.bucket_root, shard).is_ingested(), shards)
-        missing = [shard for shard, there in zip(shards, found, strict=True) if not there]
+    missing = not_ingested(paths.bucket_root, shards)
     files = {(shard.uri, shard.version) for shard in missing}
     children = min(config.data.ingest_children, len(files))
     return MissingShards(shards=tuple(missing), children=children)

@@ -288,7 +288,9 @@ def download(uri: str, path: Path, *, sha256: str | None = None, size: int | Non
         Transient: also if another process replaces the object meanwhile.
     """
     with replacing(path) as stream:
-        if is_s3(uri):
+        if is_s3(uri) and size is not None and size <= s3.PIECE_BYTES:
+            digest = _copy(iter([read_bytes(uri)]), stream)
+        elif is_s3(uri):
             info = stat(uri)
             if info is None:
                 raise MissingInput("the object or bucket does not exist", value=uri, remedy="check the URI")

@@ -99,7 +99,7 @@ def test_equal_documents_take_their_hashes_alone(s3_root: str, tokenizer: TextTo
     monkeypatch.setattr(store, "read_range", lambda uri, *limits: ranges.append(uri) or read(uri, *limits))
     downloads: list[str] = []
     fetch = store.download
-    monkeypatch.setattr(store, "download", lambda uri, path: downloads.append(uri) or fetch(uri, path))
+    monkeypatch.setattr(store, "download", lambda uri, path, **size: downloads.append(uri) or fetch(uri, path, **size))
     monkeypatch.setattr(selection, "GROUP_ROWS", 50)
     with tempfile.TemporaryDirectory() as cache:
         found = count_documents(shards, 50, 1, Path(cache), lambda _: None, print)
