@@ -84,9 +84,6 @@ class Device(Protocol):
     def checkpointed(self) -> Callable[..., Any]:
         """`checkpoint(function, *arguments)`: call it now, keep only its inputs, and call it again in the backward pass."""
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the weights; gradients must be reduced (and clipped) already."""
-
     def seed(self, value: int) -> None:
         """Seed the random numbers that modules draw on the device (dropout)."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.backends.buckets import buckets
 from pipeline.backends.counts import GraphCounts, Waits
 from pipeline.backends.device import Batch, EncodeFunction, ModuleT
 from pipeline.config.sections import PREFETCH_BATCHES
@@ -80,18 +81,15 @@ class EagerDevice:
         if self.world.size == 1:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for group in _groups(gradients, REDUCE_BUCKET_ELEMENTS):
-            flat = torch.cat([gradient.reshape(-1) for gradient in group])
+        for bucket in buckets(gradients, REDUCE_BUCKET_ELEMENTS):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat)
             flat /= self.world.size
-            for gradient, mean in zip(group, torch.split(flat, [gradient.numel() for gradient in group]), strict=True):
+            for gradient, mean in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
 
     def checkpointed(self) -> Callable[..., Any]:
         return partial(checkpoint, use_reentrant=False)
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
@@ -167,19 +165,6 @@ class _EagerGather(torch.autograd.Function):
         own = gradient.new_empty((ctx.rows, *gradient.shape[1:]))
         dist.reduce_scatter_tensor(own, gradient)
         return own, None
-
-
-def _groups(tensors: list[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    group: list[Tensor] = []
-    elements = 0
-    for tensor in tensors:
-        if group and elements + tensor.numel() > limit:
-            yield group
-            group, elements = [], 0
-        group.append(tensor)
-        elements += tensor.numel()
-    if group:
-        yield group
 
 
 def _ahead(batches: Iterable[Batch], depth: int) -> Iterator[Batch]:

@@ -110,9 +110,6 @@ class LazyDevice:
         # torch's own would compute the activations twice in one graph, where the compiler finds them equal and keeps them.
         return checkpoint  # type: ignore[no-any-return]
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
-
     def seed(self, value: int) -> None:
         xm.set_rng_state(value, str(self.torch_device))
 

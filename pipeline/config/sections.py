@@ -377,6 +377,14 @@ class TrainConfig(Section):
     activation_checkpointing: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
         False, description="Compute each layer's activations again in the backward pass instead of keeping them."
     )
+    shard_optimizer: Annotated[Literal["auto"] | bool, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE] = Field(
+        "auto",
+        description="Each rank keeps one share of the optimizer's state instead of all of it, and ranks gather the weights after "
+        "each step. auto: where 16 bytes per parameter exceed a quarter of a device's memory (neuron, cuda).",
+    )
+    freeze_word_embeddings: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        False, description="Leave the word embeddings as they are: no gradient, no optimizer state. For large vocabularies."
+    )
     query_length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         32, description="Static length of queries in tokens."
     )

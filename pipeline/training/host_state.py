@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipeline.backends.device import Device
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import save_folder
+from pipeline.training.optimizer import AdamW
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANDOM_FILE = "random.safetensors"
@@ -22,22 +23,20 @@ RANDOM_FILE = "random.safetensors"
 Tensors = dict[str, Tensor]
 
 
-def host_state(encoder: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> tuple[Tensors, Tensors]:
-    """Copy a model in training to the host, in one go.
+def host_state(encoder: nn.Module, optimizer: AdamW, device: Device) -> tuple[Tensors, Tensors]:
+    """Copy a model in training to the host. Where the optimizer is sharded, all ranks must take part in its own part.
 
     Returns:
         The encoder's state, and the optimizer's tensors as `NAME/KIND`, e.g. `head.inner.weight/exp_avg`.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in encoder.named_parameters()}
-    state = {f"{names[parameter]}/{kind}": value for parameter, kinds in optimizer.state.items() for kind, value in kinds.items()}
-    weights = encoder.state_dict()
-    copies = device.to_host({**{f"w:{name}": tensor for name, tensor in weights.items()}, **state})
-    return {name: copies[f"w:{name}"] for name in weights}, {name: copies[name].contiguous() for name in state}
+    weights = device.to_host(encoder.state_dict())
+    state = optimizer.host_state()
+    moments = {f"{names[one]}/{kind}": value.contiguous() for one, kinds in state.items() for kind, value in kinds.items()}
+    return weights, moments
 
 
-def checkpoint_files(
-    encoder: Encoder, optimizer: torch.optim.Optimizer, device: Device, model_source: Path
-) -> Callable[[Path], None]:
+def checkpoint_files(encoder: Encoder, optimizer: AdamW, device: Device, model_source: Path) -> Callable[[Path], None]:
     """Copy everything to the host now; the function that is returned writes it to files, at any later time and in any thread.
 
     Args:
@@ -54,17 +53,11 @@ def checkpoint_files(
     return write
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device, path: Path) -> None:
+def load_optimizer(model: nn.Module, optimizer: AdamW, path: Path) -> None:
     """Put the optimizer's tensors back. Hyper-parameters are the configuration's, not the checkpoint's."""
-    parameters = dict(model.named_parameters())
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     with safe_open(path, framework="pt") as file:
-        tensors = device.from_host({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a mapping
-    states: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, kind = key.rsplit("/", 1)
-        states.setdefault(name, {})[kind] = tensor
-    for name, state in states.items():
-        optimizer.state[parameters[name]] = state
+        optimizer.load(lambda parameter, kind: file.get_tensor(f"{names[parameter]}/{kind}"))
 
 
 def random_states(device: Device) -> dict[str, Tensor]:

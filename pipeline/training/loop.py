@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from pipeline.backends.device import Device
 from pipeline.config import RunConfig
 from pipeline.contract import EAGER_KINDS
@@ -29,6 +27,7 @@ from pipeline.training.digest import chain
 from pipeline.training.host_state import checkpoint_files
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.micro_batches import cut
+from pipeline.training.optimizer import AdamW
 from pipeline.training.state import MetricsWindow, Progress
 from pipeline.training.step import RecentLosses, require_equal_weights, step_seed, train_step
 
@@ -53,7 +52,7 @@ class Training:
     steps: int
     device: Device
     encoder: Encoder
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW
     source: Path
     batches: Batches
     validation: Holdout
@@ -107,7 +106,8 @@ def train(run: Training, progress: Progress) -> None:
         log_due, validation_due, checkpoint_due = (
             last or step % every == 0 for every in (config.log_every, config.validate_every, config.checkpoint_every)
         )
-        told = run.shutdown.received and _may_stop(run, step)
+        # Only together with the others can a rank write a checkpoint of a sharded optimizer.
+        told = run.shutdown.received and _may_stop(run, step) and (checkpoint_due or not run.optimizer.sharded)
         if not (log_due or validation_due or checkpoint_due or told):
             continue
         run.monitor.check()
@@ -256,6 +256,8 @@ def _checkpoint(run: Training, progress: Progress, *, validated: bool) -> None:
     """
     progress.checkpoints += 1
     if run.checkpoints is None or run.metrics is None:
+        if run.optimizer.sharded:
+            run.optimizer.host_state()
         return
     begun = time.monotonic()
     run.heartbeat.beat(progress.step, run.steps, unit="pairs", note="checkpoint")

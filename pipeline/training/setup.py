@@ -22,6 +22,7 @@ from pipeline.plan import RunPlan
 from pipeline.run.context import StageContext
 from pipeline.training.checkpoint import Checkpoint, fetch_checkpoint, find_checkpoint, open_checkpoint
 from pipeline.training.host_state import OPTIMIZER_FILE, RANDOM_FILE, load_optimizer, restore_random_states
+from pipeline.training.optimizer import AdamW
 from pipeline.training.state import Progress
 from pipeline.training.step import build_optimizer, prepare_encoder, require_equal
 
@@ -36,7 +37,7 @@ class TrainState:
     """
 
     encoder: Encoder
-    optimizer: torch.optim.AdamW
+    optimizer: AdamW
     source: Path
     checkpoint: Checkpoint | None
 
@@ -71,7 +72,7 @@ def load_state(context: StageContext, device: Device) -> TrainState:
     require_equal(device, digest.to(device.torch_device))
     optimizer = build_optimizer(encoder, config.train, device, adds_up=config.adds_up(device.kind))
     if checkpoint:
-        load_optimizer(encoder, optimizer, device, checkpoint.folder / OPTIMIZER_FILE)
+        load_optimizer(encoder, optimizer, checkpoint.folder / OPTIMIZER_FILE)
         if context.world.is_leader:
             # The leader's states: every other rank has its own, on which no step depends.
             restore_random_states(device, checkpoint.folder / RANDOM_FILE)

@@ -1,4 +1,4 @@
-"""One optimizer step, the optimizer it moves with, and the losses that stay on the device until they are read."""
+"""One optimizer step, and the losses that stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_
 from pipeline.model.loss import contrastive_loss
 from pipeline.model.unpadded import PaddedBatch
 from pipeline.training.micro_batches import TOWERS, micro_batches
+from pipeline.training.optimizer import AdamW, FlatAdamW, FusedAdamW
 
 if TYPE_CHECKING:
     from pipeline.backends.device import Batch, Device
@@ -34,7 +35,7 @@ def prepare_encoder(encoder: Encoder, config: TrainConfig, device: Device) -> No
         checkpoint_activations(encoder, device.checkpointed())
 
 
-def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device, *, adds_up: bool = False) -> torch.optim.AdamW:
+def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device, *, adds_up: bool = False) -> AdamW:
     """AdamW without decay on biases and normalization. The learning rate is a tensor that every step fills from its batch.
 
     On lazy devices its state exists from the beginning, because a first step that makes it would be a graph of its own; and
@@ -48,27 +49,17 @@ def build_optimizer(encoder: nn.Module, config: TrainConfig, device: Device, *, 
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = not device.compiles
-    # Lazy devices have no fused form; `capturable` keeps the step count in a tensor there, so the graph is constant.
-    optimizer = torch.optim.AdamW(
-        groups,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=fused,
-        foreach=False if not fused else None,
-        capturable=not fused,
-    )
+    sharded = config.shard_optimizer is True and device.world.size > 1
+    optimizer: AdamW
+    if device.compiles or sharded:
+        optimizer = FlatAdamW(groups, config, device, sharded=sharded, adds_up=adds_up)
+    else:
+        optimizer = FusedAdamW(groups, config, device)
     rate = torch.zeros((), device=device.torch_device)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    for parameter in parameters:
-        if not fused:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=device.torch_device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-        if adds_up:
+    if adds_up:
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
     device.sync()
     return optimizer
@@ -121,7 +112,7 @@ class RecentLosses:
 
 def train_step(
     encoder: Encoder,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AdamW,
     device: Device,
     batch: Batch,
     config: TrainConfig,
@@ -141,7 +132,6 @@ def train_step(
         last: False for a batch whose gradients are only added up, to be used with those of the step's last batch.
         sync_points: 2 ends a piece of work after the backward pass as well; a batch that is cut always does.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = micro_batches(batch)
     if len(parts) > 1:
         cached_backward(encoder, device, batch, parts, config, losses, seed_of)
@@ -154,14 +144,14 @@ def train_step(
         losses.add(loss)
     if not last:
         return
-    device.reduce_gradients(parameters)
+    reduced = optimizer.reduce()
     losses.reduce()
     if sync_points == 2 and len(parts) == 1:
-        device.sync()
-    norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm or float("inf"))
+        device.sync(*reduced)
+    norm = optimizer.clip(config.clip_norm)
     for group in optimizer.param_groups:
         group["lr"].copy_(batch["learning_rate"].reshape(()))
-    device.step(optimizer)
+    optimizer.step()
     optimizer.zero_grad(set_to_none=config.accumulation == 1 and len(parts) == 1)
     losses.push(norm)
 

@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
         found["resumed_from"] = resumed.progress.step
         encoder = load_encoder(resumed.folder, plan.config.model)
         optimizer = begin(encoder, device, plan)
-        load_optimizer(encoder, optimizer, device, resumed.folder / OPTIMIZER_FILE)
+        load_optimizer(encoder, optimizer, resumed.folder / OPTIMIZER_FILE)
         train(training(context, device, encoder, optimizer, steps=STEPS), resumed.progress)
         found["resumed"] = [resumed.progress.step, resumed.progress.loss, host_digest(encoder).tolist()]
     sys.stdout.write(json.dumps(found) + "\n")

@@ -92,7 +92,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, s3_root: str, write: 
     assert not resolved.converted
     other = make_model(tmp_path / "other", seed=3, head=16)
     restored = build_optimizer(other, TrainConfig(), open_device("cpu", "fp32", World(), threads=1))
-    load_optimizer(other, restored, DEVICE, found.folder / "optimizer.safetensors")
+    load_optimizer(other, restored, found.folder / "optimizer.safetensors")
     named = dict(other.named_parameters())
     for name, parameter in encoder.named_parameters():
         for kind, value in optimizer.state[parameter].items():

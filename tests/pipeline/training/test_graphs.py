@@ -130,7 +130,7 @@ def test_next_week_needs_no_compilation(compiled: Run, planned: Callable[..., Ru
     checkpoint = Path(paths.checkpoint(9))
     encoder = load_encoder(checkpoint, plan.config.model)
     optimizer = build_optimizer(encoder, plan.config.train, cpu)
-    load_optimizer(encoder, optimizer, cpu, checkpoint / OPTIMIZER_FILE)
+    load_optimizer(encoder, optimizer, checkpoint / OPTIMIZER_FILE)
     assert {float(state["step"]) for state in optimizer.state.values()} == {9.0}
     before = [parameter.clone() for parameter in encoder.parameters()]
     for parameter in encoder.parameters():

@@ -52,7 +52,7 @@ def reload(folder: str) -> dict[str, Any]:
     encoder = load_encoder(checkpoint, ModelConfig(head=HeadConfig(hidden=16)))
     weights = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     optimizer = build_optimizer(device.place(encoder), TrainConfig(), device)
-    load_optimizer(encoder, optimizer, device, checkpoint / OPTIMIZER_FILE)
+    load_optimizer(encoder, optimizer, checkpoint / OPTIMIZER_FILE)
     weights, moments = host_state(encoder, optimizer, device)
     expected = {**{f"w:{name}": tensor for name, tensor in weights.items()}, **load_file(checkpoint / OPTIMIZER_FILE)}
     found = {**{f"w:{name}": tensor for name, tensor in weights.items()}, **moments}
