@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfA
 from pipeline.errors import BadConfig
 from pipeline.model import unpadded
 from pipeline.model.dropout import use_bit_dropout
+from pipeline.model.embeddings import avoid_scatters
 from pipeline.model.unpadded import PaddedBatch
 
 if TYPE_CHECKING:
@@ -124,6 +125,11 @@ class Encoder(nn.Module):
         """The backbone's configuration."""
         return self.backbone.config
 
+    @property
+    def word_embeddings(self) -> Tensor:
+        """The words' table, (V, D)."""
+        return cast(Tensor, self.backbone.get_input_embeddings().weight)
+
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Embed a batch.
 
@@ -173,9 +179,9 @@ class Encoder(nn.Module):
             (B, D) fp32 for each.
         """
         tokens = torch.cat([batch.tokens.reshape(-1)[batch.places] for batch in batches])
-        positions = torch.cat([self._positions(batch.tokens).reshape(-1)[batch.places] for batch in batches])
+        positions = [self._positions(batch.tokens).expand_as(batch.tokens).reshape(-1)[batch.places] for batch in batches]
         rows = unpadded.rows_of(batches, MASKED)
-        hidden = self._hidden(tokens[None], positions[None], rows=rows)[0]
+        hidden = self._hidden(tokens[None], torch.cat(positions)[None], rows=rows)[0]
         with torch.autocast(tokens.device.type, enabled=False):
             pooled = [
                 pool(own.padded(hidden).float(), batch.mask, self.pooling) for own, batch in zip(rows, batches, strict=True)
@@ -183,11 +189,13 @@ class Encoder(nn.Module):
             return torch.split(self._finish(torch.cat(pooled)), [batch.mask.shape[0] for batch in batches])
 
     def _positions(self, tokens: Tensor) -> Tensor:
-        return (torch.arange(tokens.shape[1], device=tokens.device)[None, :] + self._first_position).expand_as(tokens)
+        """(B, L) to (1, L): the same in every row."""
+        return torch.arange(tokens.shape[1], device=tokens.device)[None, :] + self._first_position
 
     def _hidden(self, tokens: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
         if self._family.token_types:
-            arguments["token_type_ids"] = torch.zeros_like(tokens)
+            # One for all tokens: texts that stand alone are of type 0.
+            arguments["token_type_ids"] = torch.zeros_like(tokens[:1, :1])
         hidden: Tensor = self.backbone(input_ids=tokens, position_ids=positions, **arguments).last_hidden_state
         return hidden
 
@@ -227,6 +235,7 @@ def prepare_for_training(
     unpadded_rows: bool = False,
     bit_dropout: bool = False,
     dropout: float | None = None,
+    scatters: bool = True,
 ) -> None:
     """Choose how attention and dropout are computed in training; the saved configuration keeps its own values.
 
@@ -238,7 +247,10 @@ def prepare_for_training(
         unpadded_rows: allow `Encoder.unpadded`, where the library lets attention be replaced (`Encoder.unpads` says so).
         bit_dropout: see pipeline.model.dropout; for processors.
         dropout: of hidden states; None: as configured in the model.
+        scatters: False where they are slow: of all embeddings, only the words' then has one, in its backward pass.
     """
+    if not scatters:
+        avoid_scatters(encoder.backbone, encoder._first_position)
     if bit_dropout:
         use_bit_dropout(encoder.backbone)
     for module in encoder.backbone.modules():

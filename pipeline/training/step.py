@@ -30,7 +30,9 @@ def prepare_encoder(encoder: Encoder, config: TrainConfig, device: Device) -> No
         unpadded_rows=not device.compiles,
         bit_dropout=device.kind == "cpu",
         dropout=config.dropout,
+        scatters=not device.compiles,
     )
+    encoder.word_embeddings.requires_grad_(not config.freeze_word_embeddings)
     if config.activation_checkpointing:
         checkpoint_activations(encoder, device.checkpointed())
 
