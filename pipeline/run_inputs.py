@@ -191,7 +191,8 @@ class ModelShape:
 
     Attributes:
         parameters: elements of all weights.
-        largest: elements of the largest weight, the word embeddings.
+        largest: elements of the largest weight.
+        words: elements of the word embeddings.
         multiplied: elements of the matrices that every token is multiplied with; autocast keeps a copy of them.
         layers, hidden, heads, intermediate: of the backbone.
         head: width of the residual head, 0 without.
@@ -202,6 +203,7 @@ class ModelShape:
 
     parameters: int
     largest: int
+    words: int
     multiplied: int
     layers: int
     hidden: int

@@ -28,6 +28,7 @@ from pipeline.estimate.memory import (
     HOST_KINDS,
     Budget,
     MemoryCapacity,
+    decide_sharding,
     estimate_memory,
     gib,
     known_capacity,
@@ -313,6 +314,7 @@ def report(
     capacity = known_capacity(config, world.kind, here=here)
     with tempfile.TemporaryDirectory(prefix="trnpipe-") as scratch:
         shape = fetch_shape(parent, config.model, Path(scratch))
+    config = decide_sharding(config, shape, world, capacity)
     found = None
     if any((train_rows, corpus_rows, query_tokens, document_tokens, deadline_hours)):
         work, assumptions = workload(

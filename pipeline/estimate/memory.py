@@ -1,9 +1,9 @@
 """The memory that a run requires on each rank's device and each node's host, from the model's shape and the settings alone.
 
-Training keeps 16 bytes per parameter (fp32 weights and gradients, AdamW's two moments) and the activations of one micro-batch:
-the tensors that Korthikanti et al. 2022 count for a transformer layer ("Reducing Activation Recomputation in Large Transformer
-Models", section 4.1), in the widths that fp32 and torch's autocast give them. tests/pipeline/estimate/test_memory.py compares
-both with what torch allocates. Not counted, because only the hardware can tell: a compiler's spills and programs.
+Training keeps 16 bytes per parameter (fp32 weights and gradients, AdamW's two moments; 8 and a share of 16 where ranks share the
+optimizer's state) and the activations of one micro-batch: the tensors that Korthikanti et al. 2022 count for a transformer layer
+("Reducing Activation Recomputation in Large Transformer Models", section 4.1), in the widths that fp32 and torch's autocast give
+them. tests/pipeline/estimate/test_memory.py compares both with what torch allocates. Not counted, because only the hardware can tell: a compiler's spills and programs.
 """
 
 from __future__ import annotations
@@ -109,6 +109,15 @@ def this_host_bytes() -> int:
     return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
 
 
+def decide_sharding(config: RunConfig, shape: ModelShape, world: PlannedWorld, capacity: MemoryCapacity) -> RunConfig:
+    """Return the configuration with `train.shard_optimizer` decided where it is `auto`: weights, gradients and moments of every
+    parameter would take more than a quarter of a device."""
+    if config.train.shard_optimizer != "auto":
+        return config
+    sharded = world.ranks > 1 and capacity.device is not None and 4 * FP32 * shape.parameters > capacity.device // 4
+    return config.model_copy(update={"train": config.train.model_copy(update={"shard_optimizer": sharded})})
+
+
 # ---- requirements ----------------------------------------------------------------------------------------------------
 
 
@@ -158,17 +167,19 @@ class Footprint:
 
     def training(self) -> Items:
         """Return the requirement of a training step."""
-        train, weights = self.config.train, FP32 * self.shape.parameters
+        train, gradients = self.config.train, FP32 * self.trained
         width = self.training_width()
         longest = max(train.buckets)
         recomputed = self.layer(longest) if train.activation_checkpointing else 0
         return {
-            "weights (fp32)": weights,
-            "optimizer state (AdamW, 2 x fp32)": 2 * weights,
-            # Several backward passes of a step add up their gradients.
-            "gradients (fp32)": weights * (2 if self.config.adds_up(self.world.kind) else 1),
-            # Each tower has a whole gradient of the word embeddings until they are added.
-            "second gradient of the largest weight": FP32 * self.shape.largest,
+            "weights (fp32)": FP32 * self.shape.parameters,
+            **self.optimizer_state(),
+            # Several backward passes of a step add up their gradients. While a checkpoint is made of a sharded optimizer, its
+            # moments are here in their stead, one after the other.
+            "gradients (fp32)": gradients * (2 if self.config.adds_up(self.world.kind) else 1),
+            # Each tower has a whole gradient of the word embeddings until they are added; the optimizer copies a bucket later.
+            "second gradient of the largest weight": FP32
+            * (self.shape.hidden * self.shape.intermediate if train.freeze_word_embeddings else self.shape.largest),
             "weights cast for products": width * self.shape.multiplied if width < FP32 else 0,
             "activations of queries": self.activations(train.query_length),
             "activations of documents": self.activations(longest),
@@ -178,6 +189,12 @@ class Footprint:
             "batches": self.batches(1 + (self.config.device.loader.device_prefetch if self.lazy else 0)),
             **self.reserved(),
         }
+
+    def optimizer_state(self) -> Items:
+        """Return the requirement of AdamW's moments; sharded, the share also has weights and gradients of its own."""
+        if self.config.train.shard_optimizer is True and self.world.ranks > 1:
+            return {"share of the optimizer state (AdamW, 4 x fp32)": 4 * FP32 * -(-self.trained // self.world.ranks)}
+        return {"optimizer state (AdamW, 2 x fp32)": 2 * FP32 * self.trained}
 
     def activations(self, length: int) -> int:
         """Return what the forward pass of one tower over a micro-batch keeps for the backward pass."""
@@ -232,7 +249,7 @@ class Footprint:
         ahead = self.config.device.loader.host_prefetch if self.lazy else PREFETCH_BATCHES + 1
         return {
             "batches ahead": ranks * self.batches(ahead),
-            "weights and optimizer state on their way to the disk": 3 * FP32 * self.shape.parameters,
+            "weights and optimizer state on their way to the disk": FP32 * (self.shape.parameters + 2 * self.trained),
         }
 
     def loading(self, ranks: int) -> Items:
@@ -246,6 +263,11 @@ class Footprint:
 
     def reserved(self) -> Items:
         return {"Neuron runtime and buffers": NEURON_RESERVED_BYTES} if self.world.kind == "neuron" else {}
+
+    @property
+    def trained(self) -> int:
+        """Weights with a gradient."""
+        return self.shape.parameters - (self.shape.words if self.config.train.freeze_word_embeddings else 0)
 
     @property
     def lazy(self) -> bool:

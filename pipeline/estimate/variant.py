@@ -12,7 +12,7 @@ from pipeline.backends.device import default_ranks_per_node, require_available, 
 from pipeline.config import RunConfig
 from pipeline.contract import now
 from pipeline.dataset.steps import count_steps
-from pipeline.estimate.memory import known_capacity, require_memory, totals
+from pipeline.estimate.memory import decide_sharding, known_capacity, require_memory, totals
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import inspect_folder
 from pipeline.model.shape import read_shape
@@ -56,7 +56,9 @@ def plan_variant(
     world = plan_world(config)
     backbone, _ = inspect_folder(parent, config.model)
     shape = read_shape(parent, config.model)
-    memory = totals(require_memory(shape, config, world, known_capacity(config, world.kind, here=True)))
+    capacity = known_capacity(config, world.kind, here=True)
+    config = decide_sharding(config, shape, world, capacity)
+    memory = totals(require_memory(shape, config, world, capacity))
     return plan.model_copy(
         update={
             "run": run,

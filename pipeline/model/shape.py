@@ -35,6 +35,7 @@ def shape_of(encoder: Encoder) -> ModelShape:
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in encoder.parameters()),
         largest=max(parameter.numel() for parameter in encoder.parameters()),
+        words=encoder.word_embeddings.numel(),
         multiplied=sum(module.weight.numel() for module in encoder.backbone.modules() if isinstance(module, nn.Linear)),
         layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),

@@ -13,7 +13,7 @@ from pipeline.dataset.ingested import SCHEMA_VERSION
 from pipeline.dataset.listing import list_documents, list_pairs
 from pipeline.dataset.row_files import Lengths
 from pipeline.errors import BadData, Superseded
-from pipeline.estimate.memory import known_capacity, require_memory, totals
+from pipeline.estimate.memory import decide_sharding, known_capacity, require_memory, totals
 from pipeline.estimate.variant import plan_world
 from pipeline.evaluation.reference import read_reference
 from pipeline.graphs.fingerprint import plan_graphs
@@ -58,6 +58,10 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     lineage = find_lineage(paths.bucket_root, origin.run, identity, config)
     resolved = resolve_parent(origin.uri, config.model, scratch)
     backbone, tokenizer = check_parent(resolved.folder, config)
+    shape = read_shape(resolved.folder, config.model)
+    # Prepare runs on another host than the ranks do, unless all of them share a local run folder.
+    capacity = known_capacity(config, world.kind, here=not store.is_s3(paths.root))
+    config = decide_sharding(config, shape, world, capacity)
     graphs = plan_graphs(config, world, backbone, paths.bucket_root)
     if world.precision == "compiler":
         log.warning(
@@ -79,9 +83,6 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     elif pointer:
         published = plan_published(context, config, world, pointer, tokenizer, Lengths.of(config), graphs)
         published_lineage = find_lineage(paths.bucket_root, pointer.run, identity, config)
-    shape = read_shape(resolved.folder, config.model)
-    # Prepare runs on another host than the ranks do, unless all of them share a local run folder.
-    capacity = known_capacity(config, world.kind, here=not store.is_s3(paths.root))
     memory = MemoryPlan(**totals(require_memory(shape, config, world, capacity)))
     planned_tokenizer = tokenizer.plan(text_positions(backbone))
     deletions = keep_deletions(paths, config, request.deployment.noncurrent_days)

@@ -128,6 +128,7 @@ def encode(
 SHAPE = ModelShape(
     parameters=1,
     largest=1,
+    words=1,
     multiplied=1,
     layers=1,
     hidden=DIMENSION,
@@ -167,6 +168,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "pipeline.model.shape": {"read_shape": lambda folder, config: SHAPE},
     # What is small fits.
     "pipeline.estimate.memory": {
+        "decide_sharding": lambda config, shape, world, capacity: config,
         "known_capacity": lambda config, kind, here: SimpleNamespace(device=None, host=None),
         "require_memory": lambda shape, config, world, capacity: [],
         "totals": lambda budgets: {"device": 0, "host": 0},
