@@ -3,7 +3,8 @@
 Training keeps 16 bytes per parameter (fp32 weights and gradients, AdamW's two moments; 8 and a share of 16 where ranks share the
 optimizer's state) and the activations of one micro-batch: the tensors that Korthikanti et al. 2022 count for a transformer layer
 ("Reducing Activation Recomputation in Large Transformer Models", section 4.1), in the widths that fp32 and torch's autocast give
-them. tests/pipeline/estimate/test_memory.py compares both with what torch allocates. Not counted, because only the hardware can tell: a compiler's spills and programs.
+them. tests/pipeline/estimate/test_memory.py compares both with what torch allocates. Not counted, because only the hardware can
+tell: a compiler's spills and programs.
 """
 
 from __future__ import annotations

@@ -232,10 +232,11 @@ except Defect as error:
 """One weight of rank 1 changes a little in the fourth step."""
 
 
-def test_two_ranks_train_as_one_does(training_run: PlanTraining, s3_root: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_ranks_train_as_one_does(training_run: PlanTraining, s3_root: str, tmp_path: Path, sharded: bool) -> None:
     """Same global batches, same mean gradient: without dropout only the order of sums differs."""
     single = training_run(run="single", steps=10)
-    double = training_run(s3_root, run="double", steps=10, ranks=2, batch_size=4)
+    double = training_run(s3_root, run="double", steps=10, ranks=2, batch_size=4, shard_optimizer=sharded)
     for run in (single, double):
         config = store.join(run.plan.parent.folder, "config.json")
         store.write_json(config, {**store.read_json(config), "hidden_dropout_prob": 0.0})

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import BertConfig, MPNetConfig, PreTrainedConfig, XLMRobertaConfig
 
-from pipeline.config import build_config
-from pipeline.model.encoder import new_encoder
+from pipeline.config import RunConfig, build_config
+from pipeline.model.encoder import Encoder, new_encoder
 from pipeline.model.folder import inspect_folder
 from pipeline.run.world import World
 from pipeline.training import step
@@ -42,6 +43,10 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "checkpointed": (0, 64, {"train": {"activation_checkpointing": True, "dropout": 0.1}}, "fp32"),
     "checkpointed, rank 63": (63, 64, {"train": {"activation_checkpointing": True, "dropout": 0.1}}, "fp32"),
     "bf16": (0, 64, {}, "bf16"),
+    "sharded": (0, 64, {"train": {"shard_optimizer": True}}, "fp32"),
+    "sharded, rank 63": (63, 64, {"train": {"shard_optimizer": True}}, "fp32"),
+    "sharded, accumulation": (0, 64, {"train": {"shard_optimizer": True, "accumulation": 2}}, "fp32"),
+    "frozen words": (0, 64, {"train": {"freeze_word_embeddings": True}}, "fp32"),
     "cut": (0, 64, {"train": {"batch_size": 4, "micro_batch": 2, "dropout": 0.1}}, "fp32"),
     "cut, rank 63": (63, 64, {"train": {"batch_size": 4, "micro_batch": 2, "dropout": 0.1}}, "fp32"),
     "cut, one sync": (0, 64, {"train": {"batch_size": 4, "micro_batch": 2}, "device": {"sync_points": 1}}, "fp32"),
@@ -49,11 +54,27 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
 }
 
 
+FAMILIES = {"bert": BertConfig, "xlm-roberta": XLMRobertaConfig, "mpnet": MPNetConfig}
+LAYERS = (2, 5)
+
+
 def lower(folder: Path, rank: int, ranks: int, settings: dict[str, Any], precision: str) -> dict[int, list[dict[str, Any]]]:
     """Bucket -> its graphs."""
     config = build_config(BASE, settings)
     backbone, _ = inspect_folder(folder, config.model)
-    steps = lower_training(new_encoder(backbone, config.model), config, precision, World(rank=rank, size=ranks))
+    return lower_encoder(new_encoder(backbone, config.model), config, precision, World(rank=rank, size=ranks))
+
+
+def lower_family(family: type[PreTrainedConfig], layers: int, *, sharded: bool) -> dict[int, list[dict[str, Any]]]:
+    """Bucket -> graphs of an encoder of this family, in bf16."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+    backbone = family(vocab_size=105, pad_token_id=1, num_hidden_layers=layers, **sizes)
+    config = build_config(BASE, {"train": {"shard_optimizer": sharded}})
+    return lower_encoder(new_encoder(backbone, config.model), config, "bf16", World(rank=1, size=64))
+
+
+def lower_encoder(encoder: Encoder, config: RunConfig, precision: str, world: World) -> dict[int, list[dict[str, Any]]]:
+    steps = lower_training(encoder, config, precision, world)
     return {
         bucket: [{"fingerprint": graph.fingerprint, **asdict(graph.description), "text": graph.text} for graph in graphs]
         for bucket, graphs in steps
@@ -98,6 +119,10 @@ def modules() -> dict[str, str]:
 def main(folder: Path) -> None:
     make_model(folder)
     found = {name: lower(folder, *settings) for name, settings in SETTINGS.items()}
+    for name, family in FAMILIES.items():
+        for layers in LAYERS:
+            for sharded in (False, True):
+                found[f"{name}, {layers} layers{', sharded' * sharded}"] = lower_family(family, layers, sharded=sharded)
     planted = [rank_in_the_graph(folder, rank) for rank in (0, 63)]
     for graphs in (graph for buckets in (*found.values(), *planted) for steps in buckets.values() for graph in steps):
         # The number of operations that a text has, to hold the description against; texts are large.

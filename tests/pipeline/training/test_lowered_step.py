@@ -11,6 +11,9 @@ from tests.pipeline.training.conftest import Lowering
 
 pytestmark = pytest.mark.long
 
+FAMILIES, LAYERS = ("bert", "xlm-roberta", "mpnet"), (2, 5)
+"""As tests.pipeline.training.lowered has them, which loads torch-xla."""
+
 ACROSS_64 = {"all-gather x64": 1, "all-reduce x64": 2, "reduce-scatter x64": 1}
 """Embeddings are gathered, and scattered again by the backward pass; gradients are reduced, and beside them the loss."""
 
@@ -36,7 +39,13 @@ def test_collectives_span_all_ranks(lowering: Lowering) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "zero"),
-    [("rank 5", "rank 0"), ("rank 63", "rank 0"), ("checkpointed, rank 63", "checkpointed"), ("cut, rank 63", "cut")],
+    [
+        ("rank 5", "rank 0"),
+        ("rank 63", "rank 0"),
+        ("checkpointed, rank 63", "checkpointed"),
+        ("cut, rank 63", "cut"),
+        ("sharded, rank 63", "sharded"),
+    ],
 )
 def test_every_rank_compiles_the_same(rank: str, zero: str, lowering: Lowering) -> None:
     assert fingerprints(lowering, rank) == fingerprints(lowering, zero)
@@ -114,6 +123,53 @@ def test_accumulation_in_micro_batches_has_no_graph_more(lowering: Lowering) -> 
 
 def test_micro_batches_are_cut_whatever_the_sync_points_are(lowering: Lowering) -> None:
     assert len(collectives(lowering, "cut, one sync")) == 6
+
+
+def test_sharded_gradients_are_scattered_and_weights_gathered(lowering: Lowering) -> None:
+    """Two vectors, of weights with decay and without; besides, the embeddings and the loss, and the norm of all shares."""
+    backward = {**ACROSS_64, "all-reduce x64": 1, "reduce-scatter x64": 3}
+    update = {"all-gather x64": 2, "all-reduce x64": 1}
+    assert collectives(lowering, "sharded") == [backward, update]
+    without = {name: count for name, count in ACROSS_64.items() if not name.startswith("all-reduce")}
+    assert collectives(lowering, "sharded, accumulation") == [without, backward, update]
+
+
+def test_sharded_graphs_put_out_a_share_of_the_state(lowering: Lowering) -> None:
+    """Of 21,856 weights with decay and 768 without, 64 ranks have 342 and 12 each: both moments, and the weights themselves."""
+    outputs = lowering["lowered"]["sharded"]["8"][1]["outputs"]
+    assert (outputs["f32[342]"], outputs["f32[12]"]) == (3, 3)
+    whole = lowering["lowered"]["rank 0"]["8"][1]["outputs"]
+    assert (whole["f32[21856]"], whole["f32[768]"]) == (2, 2)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sharded", ["", ", sharded"])
+def test_only_word_embeddings_scatter(family: str, layers: int, sharded: str, lowering: Lowering) -> None:
+    """One scatter in the backward pass of each tower."""
+    for backward, update in lowering["lowered"][f"{family}, {layers} layers{sharded}"].values():
+        assert backward["operations"]["scatter"] == 2
+        assert not {"scatter", "dynamic-update-slice"} & update["operations"].keys()
+        assert "dynamic-update-slice" not in backward["operations"]
+
+
+def test_frozen_words_leave_nothing_to_scatter(lowering: Lowering) -> None:
+    for backward, update in lowering["lowered"]["frozen words"].values():
+        assert "scatter" not in backward["operations"] | update["operations"]
+        assert "f32[105,32]" not in update["outputs"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sharded", ["", ", sharded"])
+def test_the_optimizer_does_not_grow_with_the_layers(family: str, sharded: str, lowering: Lowering) -> None:
+    """Of a parameter, the update has what cuts and shapes it; arithmetic is that of whole vectors."""
+    few, many = (lowering["lowered"][f"{family}, {layers} layers{sharded}"]["8"][1]["operations"] for layers in LAYERS)
+    moved = {"slice", "reshape", "get-tuple-element", "tuple"}
+    assert {name: count for name, count in few.items() if name not in moved} == {
+        name: count for name, count in many.items() if name not in moved
+    }
+    assert many.get("power", 0) <= 4
+    assert many["constant"] <= 30
 
 
 def test_descriptions_count_what_the_text_says(lowering: Lowering) -> None:
