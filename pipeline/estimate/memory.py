@@ -115,7 +115,8 @@ def decide_sharding(config: RunConfig, shape: ModelShape, world: PlannedWorld, c
     parameter would take more than a quarter of a device."""
     if config.train.shard_optimizer != "auto":
         return config
-    sharded = world.ranks > 1 and capacity.device is not None and 4 * FP32 * shape.parameters > capacity.device // 4
+    # A share has weights and gradients besides the moments: half of 16 bytes saves nothing.
+    sharded = world.ranks > 2 and capacity.device is not None and 4 * FP32 * shape.parameters > capacity.device // 4
     return config.model_copy(update={"train": config.train.model_copy(update={"shard_optimizer": sharded})})
 
 

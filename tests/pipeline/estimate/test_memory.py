@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,7 @@ def test_nothing_makes_a_giant_fit() -> None:
         ({"activation_checkpointing": True}, False),
         ({"dropout": 0.0}, False),
         ({"micro_batch": 16}, False),
+        ({"freeze_word_embeddings": True}, False),
     ],
 )
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "xla", "neuron"])
@@ -390,6 +392,64 @@ def test_activations_are_those_of_a_micro_batch(kind: str) -> None:
     # The loss is still over the whole batch.
     assert cut.scores() == whole.scores()
     assert cut.batches(1) == whole.batches(1)
+
+
+def test_a_large_model_shares_its_optimizer_state() -> None:
+    """500M parameters on one node of 32 cores: 2 GB of weights, as many gradients, and a share of the rest."""
+    config, _, limits = on_trainium(batch_size=8, buckets=[64])
+    shape, world = replace(large(), parameters=500_000_000), planned("neuron", "bf16", ranks=32)
+    decided = memory.decide_sharding(config, shape, world, limits)
+    assert decided.train.shard_optimizer is True
+    items = Footprint(shape, decided, world).training()
+    state = sum(size for name, size in items.items() if name.startswith(("weights (fp32)", "share of", "gradients (fp32)")))
+    assert 4.0e9 < state < 4.3e9
+    memory.require_memory(shape, decided, world, limits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "capacity", "sharded"),
+    [
+        ({}, 32, 16 * GIB, True),
+        ({}, 32, 64 * GIB, False),
+        ({}, 2, 16 * GIB, False),
+        ({}, 3, 16 * GIB, True),
+        ({}, 32, None, False),
+        ({"shard_optimizer": False}, 32, 16 * GIB, False),
+        ({"shard_optimizer": True}, 32, None, True),
+    ],
+)
+def test_when_the_state_is_shared(changes: dict[str, Any], ranks: int, capacity: int | None, sharded: bool) -> None:
+    config = settings("neuron", **changes)
+    found = memory.decide_sharding(config, large(), planned("neuron", ranks=ranks), MemoryCapacity(capacity, None))
+    assert found.train.shard_optimizer is sharded
+    assert found.model_copy(update={"train": config.train}) == config
+
+
+def test_a_share_is_what_a_rank_holds() -> None:
+    """The same of two ranks: the second one's moments and weights, and its gradients between two graphs."""
+    config = settings(shard_optimizer=True)
+    encoder = new_encoder(backbone(**LARGER), ModelConfig())
+    device = open_device("cpu", "fp32", World(), threads=1)
+    device.world = World(rank=1, size=2)
+    optimizer = build_optimizer(encoder, config.train, device)
+    held = sum(vector.nbytes for vectors in optimizer.state.values() for vector in vectors.values())
+    items = Footprint(shape_of(encoder), config, planned(ranks=2)).training()
+    assert items["share of the optimizer state (AdamW, 4 x fp32)"] == pytest.approx(held * 4 / 3, rel=1e-4)
+
+
+def test_frozen_words_have_weights_alone() -> None:
+    shape, world = large(), planned("neuron", "bf16", ranks=32)
+    before, after = (
+        Footprint(shape, settings("neuron", freeze_word_embeddings=frozen), world).training() for frozen in (False, True)
+    )
+    words = FP32 * 250_002 * 1024
+    assert shape.words == words // FP32
+    changed = {name: before[name] - after[name] for name in before if before[name] != after[name]}
+    assert changed == {
+        "optimizer state (AdamW, 2 x fp32)": 2 * words,
+        "gradients (fp32)": words,
+        "second gradient of the largest weight": words - FP32 * 4096 * 1024,
+    }
 
 
 # ---- capacity --------------------------------------------------------------------------------------------------------

@@ -102,6 +102,43 @@ def test_texts_that_share_a_row_do_not_see_each_other(backbone: PreTrainedConfig
         torch.testing.assert_close(encoder.packed(others, segments, positions)[4], expected[2], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_products_give_the_gradients_of_scatters(backbone: PreTrainedConfig, autocast: bool) -> None:
+    """Padded batches, and packed rows, which may be longer than a text can be; embeddings and names are the same to the bit."""
+    plain = new_encoder(backbone, ModelConfig())
+    found: list[tuple[list[Tensor], list[Tensor]]] = []
+    for scatters in (True, False):
+        encoder = new_encoder(backbone, ModelConfig()).train()
+        encoder.load_state_dict(plain.state_dict())
+        prepare_for_training(encoder, fused_attention=False, dropout=0.0, scatters=scatters)
+        assert encoder.state_dict().keys() == plain.state_dict().keys()
+        tokens, mask = some_batch(backbone.pad_token_id)
+        packed = torch.cat([tokens[0], tokens[0], tokens[1], tokens[2, :3]])[None]
+        segments = torch.tensor([[1] * 16 + [2] * 16 + [3] * 9 + [0] * 7 + [4] * 3])
+        positions = torch.cat([torch.arange(16)] * 3 + [torch.arange(3)])[None]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            embeddings = [encoder(tokens, mask), encoder.packed(packed, segments, positions)]
+        weights = torch.linspace(-1, 1, 32)
+        sum(((one * weights) ** 3).sum() for one in embeddings).backward()  # type: ignore[union-attr]
+        found.append((embeddings, [parameter.grad for parameter in encoder.parameters() if parameter.grad is not None]))
+    (embeddings, gradients), (others, products) = found
+    assert all(torch.equal(one, other) for one, other in zip(embeddings, others, strict=True))
+    assert len(gradients) == len(list(plain.parameters()))
+    for one, other in zip(gradients, products, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=2e-6)
+
+
+def test_all_tokens_have_the_first_type(backbone: PreTrainedConfig) -> None:
+    """Its gradient is the sum over all tokens; the other types have none."""
+    if backbone.model_type == "mpnet":
+        pytest.skip("it has no token types")
+    encoder = new_encoder(backbone, ModelConfig(normalize=False))
+    encoder(*some_batch(0)).sum().backward()
+    types, positions = (encoder.backbone.get_submodule(f"embeddings.{name}_embeddings") for name in ("token_type", "position"))
+    torch.testing.assert_close(types.weight.grad[0], positions.weight.grad.sum(0), rtol=0, atol=1e-6)  # type: ignore[index,union-attr]
+    assert not types.weight.grad[1:].any()  # type: ignore[index]
+
+
 def test_bf16_autocast_gives_fp32_unit_vectors_near_fp32(backbone: PreTrainedConfig) -> None:
     encoder = new_encoder(backbone, ModelConfig(head=HeadConfig(hidden=8))).eval()
     tokens, mask = some_batch(0)

@@ -11,7 +11,9 @@ from pipeline.backends.device import Device, open_device
 from pipeline.config import TrainConfig
 from pipeline.model.encoder import checkpoint_activations, prepare_for_training
 from pipeline.run.world import World
-from pipeline.training.step import RecentLosses, build_optimizer, step_seed, train_step
+from pipeline.training.host_state import host_state
+from pipeline.training.optimizer import FlatAdamW
+from pipeline.training.step import RecentLosses, build_optimizer, prepare_encoder, step_seed, train_step
 from tests.tiny import make_model
 
 
@@ -63,6 +65,26 @@ def test_equals_plain_torch(tmp_path: Path, device: Device) -> None:
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
     assert [pytest.approx(pair, rel=1e-4) for pair in losses.read()] == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_frozen_words_have_no_gradient_and_no_state(ranks: int, tmp_path: Path, device: Device) -> None:
+    """In torch's AdamW and, as a gang that shares its state would have it, in ours."""
+    config = TrainConfig(freeze_word_embeddings=True, shard_optimizer=True)
+    encoder = make_model(tmp_path / "model").train()
+    prepare_encoder(encoder, config, device)
+    words, others = encoder.word_embeddings, [one for one in encoder.parameters() if one.requires_grad]
+    assert len(others) == len(list(encoder.parameters())) - 1
+    before = [words.clone(), *(one.detach().clone() for one in others)]
+    optimizer = build_optimizer(encoder, config, device)
+    if ranks > 1:
+        optimizer = FlatAdamW(optimizer.param_groups, config, device)
+    train_step(encoder, optimizer, device, some_batch(1e-3), config, RecentLosses(1, device), seed_of=int)
+    moved = [not torch.equal(one, other) for one, other in zip(before, [words, *others], strict=True)]
+    assert (moved[0], sum(moved)) == (False, len(others))
+    assert {f"{name}/exp_avg" for name, one in encoder.named_parameters() if one is not words} == {
+        name for name in host_state(encoder, optimizer, device)[1] if name.endswith("/exp_avg")
+    }
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
