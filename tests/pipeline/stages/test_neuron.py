@@ -594,14 +594,17 @@ def test_a_rank_of_the_trial_says_why_it_failed(account: Account) -> None:
 
 
 @pytest.mark.long
-def test_a_gang_compiles(account: Account) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_gang_compiles(account: Account, sharded: bool) -> None:
     """Two ranks under torchrun, each with its own weights on the device, and graphs that put out zeros."""
-    paths, plan = account.plan("two-ranks", ranks=2, sections={"embed": {"buckets": [16], "tokens_per_batch": 256}})
+    sections = {"embed": {"buckets": [16], "tokens_per_batch": 256}, "train": {"shard_optimizer": sharded}}
+    run = f"two-ranks{'-sharded' * sharded}"
+    paths, plan = account.plan(run, ranks=2, sections=sections)
     metrics = account.stage(Stage.COMPILE, paths).metrics
     assert missing_sets(account.root, plan.graphs) == []
     assert metrics["graphs"] == len(compile_cache.modules(graphs_of(plan).cache))
-    trial = [one for one in environments(account, "two-ranks-compile") if "NEURON_EXTRACT_GRAPHS_ONLY" in one]
-    loaded = [one for one in environments(account, "two-ranks-compile") if LOADING in one]
+    trial = [one for one in environments(account, f"{run}-compile") if "NEURON_EXTRACT_GRAPHS_ONLY" in one]
+    loaded = [one for one in environments(account, f"{run}-compile") if LOADING in one]
     assert sorted(one["RANK"] for one in trial) == sorted(one["RANK"] for one in loaded) == ["0", "1"]
 
 

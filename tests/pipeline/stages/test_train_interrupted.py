@@ -86,12 +86,17 @@ def step_of(run: TrainingRun) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("nodes", "ranks", "told"), [(1, 1, 0), (2, 2, 0), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "told", "sharded"),
+    [(1, 1, 0, False), (2, 2, 0, False), (2, 2, 1, False), (2, 2, 0, True), (2, 2, 1, True)],
+)
 def test_sigterm_leaves_a_checkpoint_of_the_step_and_is_75(
-    training_run: PlanTraining, supervise: Any, s3_root: str, tmp_path: Path, nodes: int, ranks: int, told: int
+    training_run: PlanTraining, supervise: Any, s3_root: str, tmp_path: Path, nodes: int, ranks: int, told: int, sharded: bool
 ) -> None:
-    sizes = {"batch_size": 8 // ranks, "ranks": ranks, "nodes": nodes}
-    whole, broken = (training_run(s3_root, run=run, steps=400, checkpoint_every=390, **sizes) for run in ("whole", "broken"))
+    """Of a sharded optimizer, the checkpoint of the next step that has one anyway."""
+    every = 30 if sharded else 390
+    sizes = {"batch_size": 8 // ranks, "ranks": ranks, "nodes": nodes, "shard_optimizer": sharded, "checkpoint_every": every}
+    whole, broken = (training_run(s3_root, run=run, steps=400, **sizes) for run in ("whole", "broken"))
 
     def gang(run: TrainingRun, job: str) -> list[Node]:
         return [supervise(Stage.TRAIN, run.paths.root, node=node, nodes=nodes, job=job) for node in range(nodes)]
@@ -101,9 +106,11 @@ def test_sigterm_leaves_a_checkpoint_of_the_step_and_is_75(
     first[told].process.send_signal(signal.SIGTERM)
     assert first[0].wait() == 75
     assert "the node was terminated by SIGTERM" in first[0].log
-    (manifest,) = [info.uri for info in store.list_objects(broken.paths.checkpoints) if info.uri.endswith("manifest.json")]
-    stopped_at = store.read_json(manifest)["step"]
+    manifests = [info.uri for info in store.list_objects(broken.paths.checkpoints) if info.uri.endswith("manifest.json")]
+    assert sharded or len(manifests) == 1
+    stopped_at = max(store.read_json(manifest)["step"] for manifest in manifests)
     assert 10 <= stopped_at < 390
+    assert not sharded or stopped_at % every == 0
     for node in first:
         node.wait()
 
