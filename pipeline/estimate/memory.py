@@ -176,10 +176,10 @@ class Footprint:
         return {
             "weights (fp32)": FP32 * self.shape.parameters,
             **self.optimizer_state(),
-            # Several backward passes of a step add up their gradients. While a checkpoint is made of a sharded optimizer, its
-            # moments are here in their stead, one after the other.
+            # Several backward passes of a step add up their gradients. Later a checkpoint of a sharded optimizer uses the same
+            # memory: it gathers one moment after the other.
             "gradients (fp32)": gradients * (2 if self.config.adds_up(self.world.kind) else 1),
-            # Each tower has a whole gradient of the word embeddings until they are added; the optimizer copies a bucket later.
+            # Each tower has a whole gradient of the word embeddings until they are added; later the optimizer copies a bucket.
             "second gradient of the largest weight": FP32
             * (self.shape.hidden * self.shape.intermediate if train.freeze_word_embeddings else self.shape.largest),
             "weights cast for products": width * self.shape.multiplied if width < FP32 else 0,

@@ -247,7 +247,7 @@ def prepare_for_training(
         unpadded_rows: allow `Encoder.unpadded`, where the library lets attention be replaced (`Encoder.unpads` says so).
         bit_dropout: see pipeline.model.dropout; for processors.
         dropout: of hidden states; None: as configured in the model.
-        scatters: False where they are slow: of all embeddings, only the words' then has one, in its backward pass.
+        scatters: False on devices where a scatter is slow: only the gradient of the word embeddings then has one.
     """
     if not scatters:
         avoid_scatters(encoder.backbone, encoder._first_position)

@@ -597,8 +597,12 @@ def test_a_rank_of_the_trial_says_why_it_failed(account: Account) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_gang_compiles(account: Account, sharded: bool) -> None:
     """Two ranks under torchrun, each with its own weights on the device, and graphs that put out zeros."""
-    sections = {"embed": {"buckets": [16], "tokens_per_batch": 256}, "train": {"shard_optimizer": sharded}}
     run = f"two-ranks{'-sharded' * sharded}"
+    sections = {
+        "embed": {"buckets": [16], "tokens_per_batch": 256},
+        "train": {"shard_optimizer": sharded},
+        "compile": {**SECTIONS["compile"], "cache": f"{account.root}/graphs/{run}"},
+    }
     paths, plan = account.plan(run, ranks=2, sections=sections)
     metrics = account.stage(Stage.COMPILE, paths).metrics
     assert missing_sets(account.root, plan.graphs) == []
