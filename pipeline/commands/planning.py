@@ -23,6 +23,7 @@ from pipeline import store
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import RunPaths, check_run_folder
 from pipeline.cost import CURRENCY, HARDWARE, INSTANCE_HOUR, REGIONS
+from pipeline.dataset.steps import step_bins
 from pipeline.errors import BadConfig
 from pipeline.estimate.memory import (
     HOST_KINDS,
@@ -196,13 +197,13 @@ class PlanReport:
 
     @property
     def global_batch(self) -> int:
-        """Pairs per optimizer step."""
+        """Pairs per optimizer step, at most."""
         return self.config.train.batch_size * self.config.train.accumulation * self.world.ranks
 
     @property
     def tokens_per_step(self) -> int:
-        """Padded tokens, in steps of the longest documents."""
-        return self.global_batch * (self.config.train.query_length + max(self.config.train.buckets))
+        """Padded tokens."""
+        return step_bins(self.config, self.world.ranks) * self.config.train.bin_shape.tokens
 
     def require(self) -> None:
         """Refuse a plan that cannot fit.
@@ -245,7 +246,7 @@ class PlanReport:
         world = self.world
         title = (
             f"{self.shape.parameters / 1e6:.1f}M parameters on {world.kind} ({world.precision}), {world.nodes} x "
-            f"{world.ranks_per_node} ranks\n{self.global_batch} pairs, at most {self.tokens_per_step} tokens per step"
+            f"{world.ranks_per_node} ranks\nat most {self.global_batch} pairs, {self.tokens_per_step} tokens per step"
         )
         table = _table("memory", right=("size", "of"), title=title)
         for budget in self.shown:

@@ -29,7 +29,7 @@ KILL_COUNTS = (
 )
 
 MEMORY_REMEDY = (
-    "use fewer ranks per node (device.ranks_per_node), less at once (train.micro_batch, train.batch_size, "
+    "use fewer ranks per node (device.ranks_per_node), less at once (train.micro_batches, train.batch_size, "
     "embed.tokens_per_batch) or smaller parts (embed.rows_per_part), or a host with more memory"
 )
 

@@ -20,6 +20,7 @@ from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
 
+from pipeline.config.sections import texts_per_row
 from pipeline.errors import BadConfig
 from pipeline.model import unpadded
 from pipeline.model.dropout import use_bit_dropout
@@ -32,10 +33,6 @@ SELF_ATTENTION = (BertSelfAttention, RobertaSelfAttention, XLMRobertaSelfAttenti
 
 MASKED = -30_000.0
 """Added to the score of a masked position: its probability is exactly 0, and the number is finite in fp32, bf16 and fp16."""
-
-TOKENS_PER_TEXT = 8
-"""A packed row has room for one text per so many tokens. More room costs little: a row more in the matrix that pools. With less,
-rows are full of texts before they are full of tokens: at 16, texts of 21 tokens leave 7 % padding instead of 2 %."""
 
 HEAD_SEED = 0x7E57
 """A new head's first layer is the same on every rank and in every stage that makes one."""
@@ -284,11 +281,6 @@ def pool_packed(hidden: Tensor, segments: Tensor, positions: Tensor, pooling: st
         members = members & (positions == 0)[:, None, :]
     weights = members.to(hidden.dtype)
     return (weights @ hidden) / weights.sum(dim=2, keepdim=True).clamp(min=1)
-
-
-def texts_per_row(length: int) -> int:
-    """Texts that a packed row of so many tokens has room for."""
-    return max(1, length // TOKENS_PER_TEXT)
 
 
 class PackedEncoder(nn.Module):

@@ -13,7 +13,7 @@ from pipeline.errors import Defect
 from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training
 from pipeline.model.loss import contrastive_loss
 from pipeline.model.unpadded import PaddedBatch
-from pipeline.training.micro_batches import TOWERS, micro_batches
+from pipeline.training.batches import TOWERS, micro_batches
 
 if TYPE_CHECKING:
     from pipeline.backends.device import Batch, Device
@@ -136,10 +136,10 @@ def train_step(
     The end of a step is a sync point too, which comes with the next batch (`Device.batches`) or a reading.
 
     Args:
-        batch: whole, or cut by `pipeline.training.micro_batches.cut`.
+        batch: see `TrainingBatches.iterate`.
         seed_of: number of a micro-batch -> seed of its dropout.
         last: False for a batch whose gradients are only added up, to be used with those of the step's last batch.
-        sync_points: 2 ends a piece of work after the backward pass as well; a batch that is cut always does.
+        sync_points: 2 ends a piece of work after the backward pass as well; one in several micro-batches always does.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = micro_batches(batch)
@@ -148,7 +148,7 @@ def train_step(
     else:
         device.seed(seed_of(0))
         with device.autocast():
-            queries, documents = both_towers(encoder, parts[0])
+            queries, documents = both_towers(encoder, parts[0], len(batch["weights"]))
         loss = _loss(queries, documents, batch, config, device)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.add(loss)
@@ -183,10 +183,11 @@ def cached_backward(
     passes gives both the same dropout. On devices that compile, all micro-batches share two graphs, and the loss is a third.
     """
     cached: list[Tensor] = []
+    pairs = len(batch["weights"]) // len(parts)
     for number, part in enumerate(parts):
         device.seed(seed_of(number))
         with torch.no_grad(), device.autocast():
-            embeddings = both_towers(encoder, part)
+            embeddings = both_towers(encoder, part, pairs)
         device.sync(*embeddings)
         cached += [embedding.detach().requires_grad_() for embedding in embeddings]
     loss = _loss(torch.cat(cached[0::2]), torch.cat(cached[1::2]), batch, config, device)
@@ -196,7 +197,7 @@ def cached_backward(
     for number, part in enumerate(parts):
         device.seed(seed_of(number))
         with device.autocast():
-            embeddings = both_towers(encoder, part)
+            embeddings = both_towers(encoder, part, pairs)
         torch.autograd.backward(embeddings, gradients[2 * number : 2 * number + 2])
         device.sync()
 
@@ -208,13 +209,21 @@ def _loss(queries: Tensor, documents: Tensor, batch: Batch, config: TrainConfig,
     )
 
 
-def both_towers(encoder: Encoder, batch: Batch) -> tuple[Tensor, ...]:
-    """Embeddings of a (micro-)batch's queries and of its documents, both (B, D) fp32."""
-    if "query_places" in batch:
-        return encoder.unpadded(
-            *(PaddedBatch(batch[f"{tower}_tokens"], batch[f"{tower}_mask"], batch[f"{tower}_places"]) for tower in TOWERS)
+def both_towers(encoder: Encoder, texts: Batch, pairs: int) -> tuple[Tensor, ...]:
+    """Embeddings of a micro-batch's queries and of its documents, both (pairs, D) fp32; 0 or any where there is no pair."""
+    if "segments" in texts:
+        embeddings = encoder.packed(texts["tokens"], texts["segments"], texts["positions"])
+        # A product rather than a selection, whose backward pass would be a scatter.
+        numbers = torch.arange(len(embeddings), device=embeddings.device)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return tuple((texts[f"{tower}_texts"][:, None] == numbers).float() @ embeddings for tower in TOWERS)
+    if "query_places" in texts:
+        found = encoder.unpadded(
+            *(PaddedBatch(texts[f"{tower}_tokens"], texts[f"{tower}_mask"], texts[f"{tower}_places"]) for tower in TOWERS)
         )
-    return tuple(encoder(batch[f"{tower}_tokens"], batch[f"{tower}_mask"]) for tower in TOWERS)
+    else:
+        found = tuple(encoder(texts[f"{tower}_tokens"], texts[f"{tower}_mask"]) for tower in TOWERS)
+    return tuple(each.new_zeros(pairs, encoder.dimension).index_copy(0, texts["pairs"], each) for each in found)
 
 
 def require_equal_weights(encoder: nn.Module, device: Device) -> None:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pipeline.training.micro_batches import TOWERS
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.backends.device import open_device
@@ -27,7 +28,6 @@ from pipeline.model.folder import load_encoder
 from pipeline.model.inference import encode
 from pipeline.model.shape import read_shape
 from pipeline.run.world import World
-from pipeline.training.micro_batches import TOWERS
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
 from tests.benchmarks.peers.__main__ import peak
 from tests.benchmarks.train_step import KEEP_MEMORY, batch_of, batches_of_lists

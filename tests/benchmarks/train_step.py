@@ -92,9 +92,9 @@ def measure(options: argparse.Namespace) -> tuple[float, float]:
 def batch_of(lists: Sequence[list[list[int]]], rows: int, *, places: bool) -> dict[str, Any]:
     """A step's batch of queries and documents, each padded to its longest; with places it is computed without the padding."""
     import torch
+    from pipeline.training.micro_batches import TOWERS
 
     from pipeline.model.inference import pad
-    from pipeline.training.micro_batches import TOWERS
 
     batch = {
         "roles": torch.eye(rows, dtype=torch.int32),

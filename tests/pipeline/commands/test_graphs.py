@@ -237,7 +237,7 @@ def test_ranks_that_disagree_end_with_69() -> None:
 def test_an_execution_of_several_steps_ends_at_the_checkpoint_and_another_follows(tmp_path: Path) -> None:
     plan = RunPlan.from_json(store.read_bytes(plan_for_neuron(tmp_path).plan))
     device = {"sync_points": 1, "loader": {"batches_per_execution": 8}}
-    train = {"buckets": [32], "micro_batch": None, "log_every": 8, "validate_every": 8, "checkpoint_every": 8}
+    train = {"length": 32, "micro_batch": None, "log_every": 8, "validate_every": 8, "checkpoint_every": 8}
     config = build_config(plan.config.model_dump(mode="json"), {"train": train, "device": device})
     found = proof_config(plan.model_copy(update={"config": config}), None, np.array([30] * 20, np.int32))
     assert (found.train.checkpoint_every, found.train.steps) == (16, 17)

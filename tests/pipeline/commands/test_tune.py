@@ -195,7 +195,7 @@ def test_kind_that_compiles(training_run: PlanTraining, tmp_path: Path, monkeypa
     """A variant goes through compile and train; it reads losses only every few steps."""
     # The programs are as many and compute the same, only slower.
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    run = training_run(str(tmp_path / "state" / "bucket"), buckets=[32])
+    run = training_run(str(tmp_path / "state" / "bucket"), length=32)
     small = {"device": {"kind": "xla"}, "embed": {"buckets": [32]}, "compile": {"trial_steps": 2}}
     run.plan = run.plan.model_copy(update={"config": build_config(run.plan.config.model_dump(mode="json"), small)}).sealed()
     store.write_bytes(run.paths.plan, run.plan.to_json())
@@ -365,7 +365,7 @@ def test_default_space_by_kind() -> None:
     assert tune_space.common_window(config, tune_space.parse_vary(["device.loader.batches_per_execution=2,3"], config), cpu) == 6
     # Whatever is tried is a configuration, alone on a base that allows it.
     single = {
-        "train": {"buckets": [128], "log_every": 4, "validate_every": 20, "checkpoint_every": 20},
+        "train": {"length": 128, "log_every": 4, "validate_every": 20, "checkpoint_every": 20},
         "device": {"kind": "neuron"},
     }
     for each in (each for factor in neuron for each in factor):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline.training.micro_batches import cut
 from torch import Tensor
 from transformers import BertConfig, MPNetConfig, PreTrainedConfig, XLMRobertaConfig
 
@@ -24,7 +25,6 @@ from pipeline.model.folder import load_encoder
 from pipeline.model.shape import read_shape, shape_of
 from pipeline.run.world import World
 from pipeline.run_inputs import ModelShape, PlannedWorld
-from pipeline.training.micro_batches import cut
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
 from tests.tiny import make_model
 
@@ -43,7 +43,7 @@ def settings(
     return build_config(
         {
             "device": {"kind": kind, **(device or {})},
-            "train": {"batch_size": 8, "query_length": 16, "buckets": [32, 64], **train},
+            "train": {"batch_size": 8, "query_length": 16, "length": 64, **train},
             "embed": {"buckets": [32, 64], "tokens_per_batch": 256, **(embed or {})},
         }
     )
@@ -90,7 +90,7 @@ def test_activations_are_what_autograd_keeps(
     dropout = 0.0 if fused else 0.1
     encoder = new_encoder(backbone(kind, **sizes), ModelConfig()).train()
     prepare_for_training(encoder, fused_attention=fused, dropout=dropout)
-    config, world = settings(buckets=[length], dropout=dropout), planned("cuda" if fused else "cpu", precision)
+    config, world = settings(length=length, dropout=dropout), planned("cuda" if fused else "cpu", precision)
     shape = shape_of(encoder)
     footprint = Footprint(shape, config, world)
     predicted = footprint.activations(length) + (2 * shape.multiplied if precision == "bf16" else 0)
@@ -229,7 +229,7 @@ def on_trainium(**train: Any) -> tuple[RunConfig, PlannedWorld, MemoryCapacity]:
 
 
 def test_a_small_batch_of_a_large_model_fits_a_neuron_core() -> None:
-    config, world, limits = on_trainium(batch_size=8, buckets=[64, 128])
+    config, world, limits = on_trainium(batch_size=8, length=128)
     budgets = memory.require_memory(large(), config, world, limits)
     assert {(found.stage, found.place): found.limit for found in budgets} == {
         (stage, place): limit for stage in ("train", "embed") for place, limit in (("device", 16 * GIB), ("host", 479 * GIB))
@@ -242,7 +242,7 @@ def test_a_small_batch_of_a_large_model_fits_a_neuron_core() -> None:
 def test_bert_large_as_the_neuron_samples_train_it_fits(batch: int, length: int) -> None:
     """run_dp_bert_large_hf_pretrain_bf16_s128.sh and ..._s512_phase2.sh of aws-neuron-samples, `amp`: fp32 weights, autocast."""
     shape = large(BertConfig, vocab_size=30_522, max_position_embeddings=512, type_vocab_size=2, pad_token_id=0)
-    config, _, limits = on_trainium(batch_size=batch, query_length=4, buckets=[length], accumulation=32)
+    config, _, limits = on_trainium(batch_size=batch, query_length=4, length=length, accumulation=32)
     memory.require_memory(shape, config, planned("neuron", "bf16", ranks=32), limits)
 
 
@@ -252,7 +252,7 @@ def with_train(config: RunConfig, **changes: Any) -> RunConfig:
 
 def test_a_huge_micro_batch_is_refused_and_what_is_suggested_fits() -> None:
     shape = large()
-    config, world, limits = on_trainium(batch_size=512, micro_batch=512, query_length=32, buckets=[64, 256])
+    config, world, limits = on_trainium(batch_size=512, micro_batch=512, query_length=32, length=256)
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(shape, config, world, limits)
     error = caught.value
@@ -268,7 +268,7 @@ def test_a_huge_micro_batch_is_refused_and_what_is_suggested_fits() -> None:
 def test_a_batch_whose_scores_are_too_large_is_refused(micro_batch: int | None) -> None:
     """No micro-batch helps: every rank has the scores of its queries with the documents of all ranks."""
     shape = large()
-    config, world, limits = on_trainium(batch_size=4096, micro_batch=micro_batch, query_length=32, buckets=[64, 256])
+    config, world, limits = on_trainium(batch_size=4096, micro_batch=micro_batch, query_length=32, length=256)
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(shape, config, world, limits)
     found = re.search(r"train\.batch_size=(\d+) and train\.micro_batch=(\d+) fits", caught.value.remedy)
@@ -283,7 +283,7 @@ def test_a_batch_whose_scores_are_too_large_is_refused(micro_batch: int | None) 
 
 def test_every_remedy_is_enough_by_itself() -> None:
     shape = large()
-    config, world, limits = on_trainium(batch_size=24, buckets=[256])
+    config, world, limits = on_trainium(batch_size=24, length=256)
     found = memory.remedies(shape, config, world, limits)
     assert found == ["train.activation_checkpointing=true fits", "train.micro_batch=6 fits"]
     for changes in ({"activation_checkpointing": True}, {"micro_batch": 6}):
@@ -291,7 +291,7 @@ def test_every_remedy_is_enough_by_itself() -> None:
 
 
 def test_batches_of_embedding_are_judged_too() -> None:
-    config, world, limits = on_trainium(batch_size=1, buckets=[32, 64])
+    config, world, limits = on_trainium(batch_size=1, length=64)
     config = config.model_copy(update={"embed": config.embed.model_copy(update={"tokens_per_batch": 1 << 20})})
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(large(), config, world, limits)
@@ -299,7 +299,7 @@ def test_batches_of_embedding_are_judged_too() -> None:
 
 
 def test_every_shape_of_a_traced_encoder_has_weights_of_its_own() -> None:
-    config, world, limits = on_trainium(batch_size=1, buckets=[32])
+    config, world, limits = on_trainium(batch_size=1, length=32)
     shape = large()
     weights = budget(memory.estimate_memory(shape, config, world, limits), "embed", "device").items[
         "weights (fp32), of every shape"
@@ -319,7 +319,7 @@ def test_every_shape_of_a_traced_encoder_has_weights_of_its_own() -> None:
 
 @pytest.mark.parametrize("batch", [512, 4096])
 def test_both_may_have_to_shrink(batch: int) -> None:
-    config, world, limits = on_trainium(batch_size=batch, buckets=[64, 256])
+    config, world, limits = on_trainium(batch_size=batch, length=256)
     config = config.model_copy(update={"embed": config.embed.model_copy(update={"tokens_per_batch": 1 << 20})})
     (remedy,) = memory.remedies(large(), config, world, limits)
     assert "together fit" in remedy
@@ -330,7 +330,7 @@ def test_both_may_have_to_shrink(batch: int) -> None:
 
 
 def test_ranks_that_load_at_once_exhaust_a_host() -> None:
-    config, world, _ = on_trainium(batch_size=1, buckets=[32, 64])
+    config, world, _ = on_trainium(batch_size=1, length=64)
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(large(), config, world, MemoryCapacity(16 * GIB, 64 * GIB))
     assert "while the model is loaded" in caught.value.value[0]
@@ -361,7 +361,7 @@ def test_nothing_makes_a_giant_fit() -> None:
     ("change", "grows"),
     [
         ({"batch_size": 40}, True),
-        ({"buckets": [32, 80]}, True),
+        ({"length": 80}, True),
         ({"accumulation": 2}, True),
         ({"activation_checkpointing": True}, False),
         ({"dropout": 0.0}, False),
@@ -371,7 +371,7 @@ def test_nothing_makes_a_giant_fit() -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "xla", "neuron"])
 def test_what_settings_do(kind: str, change: dict[str, Any], grows: bool) -> None:
     shape, world = large(num_hidden_layers=4, vocab_size=1000), planned(kind, "bf16", ranks=2)
-    common: dict[str, Any] = {"buckets": [32, 64], "batch_size": 32, "query_length": 16}
+    common: dict[str, Any] = {"length": 64, "batch_size": 32, "query_length": 16}
     before, after = (
         sum(Footprint(shape, settings(kind, **changed), world).training().values()) for changed in (common, {**common, **change})
     )
@@ -383,7 +383,7 @@ def test_what_settings_do(kind: str, change: dict[str, Any], grows: bool) -> Non
 def test_activations_are_those_of_a_micro_batch(kind: str) -> None:
     shape, world = large(num_hidden_layers=4, vocab_size=1000), planned(kind, "bf16", ranks=2)
     eight, whole, cut = (
-        Footprint(shape, settings(kind, buckets=[64], **changes), world)
+        Footprint(shape, settings(kind, length=64, **changes), world)
         for changes in ({"batch_size": 8}, {"batch_size": 64, "micro_batch": 64}, {"batch_size": 64, "micro_batch": 8})
     )
     assert cut.activations(64) == eight.activations(64) == whole.activations(64) // 8

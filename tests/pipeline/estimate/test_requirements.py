@@ -57,7 +57,7 @@ def test_row_files_are_as_large_as_allowed_for_and_a_rank_holds_none_of_their_ro
     with RowWriter(tmp_path, 1 << 20, ["train.arrow"]) as writer:
         writer.add("train.arrow", pa.table(columns))
     lengths = DocumentLengths(tmp_path / "train.arrow")
-    write_orders(tmp_path, lengths, build_config({"train": {"batch_size": 32, "query_length": 8, "buckets": [8]}}), 1)
+    write_orders(tmp_path, lengths, build_config({"train": {"batch_size": 32, "query_length": 8, "length": 8}}), 1)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert size / rows == pytest.approx(limits.ROW_FILE_BYTES + 4 * (4 + 6), rel=0.1)
 

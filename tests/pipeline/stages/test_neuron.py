@@ -61,7 +61,7 @@ SECTIONS: dict[str, Any] = {
     "evaluate": {"bootstrap_samples": 100},
     "gate": {"undecided": "accept", "max_drop": 1},
 }
-TRAIN: dict[str, Any] = {"steps": 4, "rows": 40, "buckets": [16], "learning_rate": 2e-2, "log_every": 2}
+TRAIN: dict[str, Any] = {"steps": 4, "rows": 40, "length": 16, "learning_rate": 2e-2, "log_every": 2}
 TEXTS = make_texts(20)
 HLO = bytes.fromhex("0a01661a190a016612120a01781209706172616d657465721a02100b28013001")
 """A module that returns its input, a number."""

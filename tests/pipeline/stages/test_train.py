@@ -91,7 +91,7 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
         assert [record[metric.value] for record in told] == [line[name] for line in lines]
     assert all(0 <= line["data_wait_share"] <= 1 and line["step_seconds"] > 0 for line in lines)
     assert metrics["steps"] == 40
-    assert metrics["pairs"] == 2 * 150 + 8 + 6  # 40 steps: two epochs of 19 steps and two of the third, one of them not full
+    assert metrics["pairs"] == 40 * 8  # two epochs of 150 pairs, and some of the third
     assert metrics["last_validation"]["ndcg@10"] > metrics["first_validation"]["ndcg@10"] + 0.08
     assert (metrics["device"], metrics["ranks"], metrics["resumed_from"], metrics["checkpoints"]) == ("cpu", 1, None, 7)
     assert metrics["pairs_per_second"] == pytest.approx(metrics["pairs"] / metrics["seconds"])
@@ -311,10 +311,10 @@ def test_other_ranks_than_planned(training_run: PlanTraining) -> None:
 
 
 def test_buckets_longer_than_the_encoder(training_run: PlanTraining) -> None:
-    run = training_run(buckets=[16, 65])
+    run = training_run(length=65)
     with pytest.raises(BadConfig, match="longer than the encoder allows") as caught:
         stage.run(run.context())
-    assert "train.buckets: 65" in str(caught.value)
+    assert "train.length: 65" in str(caught.value)
 
 
 def test_rows_or_parent_missing(training_run: PlanTraining) -> None:

@@ -27,7 +27,7 @@ from pipeline.training import step
 from pipeline.training.lowered_step import lower_training
 from tests.tiny import make_model
 
-BASE = {"train": {"batch_size": 2, "query_length": 4, "buckets": [8, 16]}}
+BASE = {"train": {"batch_size": 2, "query_length": 4, "length": 16}}
 SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     # name: rank, ranks, settings, precision
     "rank 0": (0, 64, {}, "fp32"),

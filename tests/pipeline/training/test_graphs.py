@@ -28,7 +28,7 @@ from tests.pipeline.training.planned import plan_training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ONE_LENGTH = {"buckets": [32]}
+ONE_LENGTH = {"length": 32}
 SMALL = {
     "embed": {"buckets": [16, 32], "tokens_per_batch": 256},
     "compile": {"trial_steps": 2},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline.training.micro_batches import TOWERS, cut, micro_batches
 from torch import Tensor
 
 from pipeline.backends.device import Device, open_device
@@ -19,7 +20,6 @@ from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_
 from pipeline.model.folder import load_encoder
 from pipeline.model.loss import contrastive_loss
 from pipeline.run.world import World, free_port
-from pipeline.training.micro_batches import TOWERS, cut, micro_batches
 from pipeline.training.step import RecentLosses, both_towers, build_optimizer, train_step
 from tests.tiny import make_model
 
