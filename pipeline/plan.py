@@ -267,7 +267,7 @@ class RunPlan(PlanSection):
     reference: str | None = None
     """The run that is the reference (pipeline/evaluation/reference). None: there is none, or it cannot be compared with."""
     row_files: dict[str, RowFile] = Field({})
-    """`train.arrow`, `holdout.arrow`, `candidates.arrow`, `known.arrow`, those in `published/` and `reference/`, and `order.bin`."""
+    """`train.arrow`, `holdout.arrow`, `candidates.arrow`, `known.arrow`, those in `published/` and `reference/`, `order.bin`."""
     lineage: tuple[str, ...] = ()
     """The runs whose rows count as seen: the parent's run and its ancestors, the oldest first (pipeline/dataset/seen)."""
     pairs: tuple[str, ...] = ()

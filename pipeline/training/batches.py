@@ -272,7 +272,7 @@ def packed_texts(bins: Sequence[Sequence[tuple[Tokens, Tokens]]], shape: BinShap
 
     Returns:
         tokens, segments, positions: (bins * rows, length) int64, see `Encoder.packed`; query_texts, document_texts:
-        (bins * pairs,) int64, of each pair the numbers of its texts among the rows' embeddings; its bin's first where there is none.
+        (bins * pairs,) int64, of each pair the numbers of its texts among the rows' embeddings; of a filler its bin's first.
     """
     rows = np.zeros((3, len(bins), shape.rows, shape.length), np.int64)
     texts = np.tile(shape.texts * np.arange(len(bins))[:, None], (len(TOWERS), 1, shape.pairs))

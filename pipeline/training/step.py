@@ -216,7 +216,7 @@ def both_towers(encoder: Encoder, texts: Batch, pairs: int) -> tuple[Tensor, ...
         # A product rather than a selection, whose backward pass would be a scatter.
         numbers = torch.arange(len(embeddings), device=embeddings.device)
         with torch.autocast(embeddings.device.type, enabled=False):
-            return tuple((texts[f"{tower}_texts"][:, None] == numbers).float() @ embeddings for tower in TOWERS)
+            return tuple((texts[f"{tower}_texts"][:, None] == numbers).to(embeddings.dtype) @ embeddings for tower in TOWERS)
     if "query_places" in texts:
         found = encoder.unpadded(
             *(PaddedBatch(texts[f"{tower}_tokens"], texts[f"{tower}_mask"], texts[f"{tower}_places"]) for tower in TOWERS)

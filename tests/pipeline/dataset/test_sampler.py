@@ -21,7 +21,13 @@ SHAPE = BinShape(rows=2, length=32, pairs=5)
 
 
 def order(
-    lengths: Lengths, shape: BinShape = SHAPE, *, bins: int = 2, seed: int = 3, size: int = 50, limit: tuple[str, int] = ("epochs", 1)
+    lengths: Lengths,
+    shape: BinShape = SHAPE,
+    *,
+    bins: int = 2,
+    seed: int = 3,
+    size: int = 50,
+    limit: tuple[str, int] = ("epochs", 1),
 ) -> list[list[list[int]]]:
     """The rows of each bin of each step."""
     pieces = np.split(np.array(lengths, np.int32), range(size, len(lengths), size))

@@ -41,7 +41,14 @@ def open_batches(
     apart: bool = False,
 ) -> TrainingBatches:
     """Batches of bins of 4 pairs at most, in two rows of 32 tokens."""
-    train = {"batch_size": 4 * bins, "batch_tokens": 64 * bins, "micro_batches": bins, "length": 32, "query_length": 8, "epochs": 2}
+    train = {
+        "batch_size": 4 * bins,
+        "batch_tokens": 64 * bins,
+        "micro_batches": bins,
+        "length": 32,
+        "query_length": 8,
+        "epochs": 2,
+    }
     config = build_config({"seed": 3, "train": {**train, "accumulation": accumulation}})
     ordered = folder / str(step_bins(config, size))
     if not ordered.exists():
