@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pipeline.allowed_uris import objection
 from pipeline.contract import ARRAY_LIMIT, RUN_ID_PATTERN
+from pipeline.packing import BinShape
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -64,37 +65,6 @@ than 5,000,000 instructions (aws-neuron-sdk issue 819); AWS's scripts train BERT
 
 PAIR_TOKENS = 64
 """Tokens of a batch for each of its pairs at most, where nothing else is set: batches of longer pairs are full of tokens."""
-
-TOKENS_PER_TEXT = 8
-"""A packed row has room for one text per so many tokens. More room costs little: a row more in the matrix that pools. With less,
-rows are full of texts before they are full of tokens: at 16, texts of 21 tokens leave 7 % padding instead of 2 %."""
-
-
-def texts_per_row(length: int) -> int:
-    """Return the texts that a packed row of so many tokens has room for."""
-    return max(1, length // TOKENS_PER_TEXT)
-
-
-class BinShape(NamedTuple):
-    """The shape of a bin: packed rows, which the texts of some pairs fill.
-
-    Attributes:
-        rows, length: rows, and tokens of each.
-        pairs: room for so many.
-    """
-
-    rows: int
-    length: int
-    pairs: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-    @property
-    def texts(self) -> int:
-        """Embeddings that a bin's rows give, those without a text included."""
-        return self.rows * texts_per_row(self.length)
 
 
 PREFETCH_BATCHES = 4

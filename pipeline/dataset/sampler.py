@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.sections import BinShape, texts_per_row
 from pipeline.dataset.external_sort import ExternalSort
 from pipeline.dataset.ingested import Hashes, mixed
+from pipeline.packing import BinShape, texts_per_row
 
 MASKED = -1
 """Row number of a filler: it has no text and must not count in the loss."""

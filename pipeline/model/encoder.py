@@ -20,11 +20,11 @@ from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
 
-from pipeline.config.sections import texts_per_row
 from pipeline.errors import BadConfig
 from pipeline.model import unpadded
 from pipeline.model.dropout import use_bit_dropout
 from pipeline.model.unpadded import PaddedBatch
+from pipeline.packing import texts_per_row
 
 if TYPE_CHECKING:
     from pipeline.config import ModelConfig

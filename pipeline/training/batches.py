@@ -19,21 +19,23 @@ import torch
 
 from pipeline.backends.device import Batch
 from pipeline.config import TrainConfig
-from pipeline.config.sections import BinShape, texts_per_row
 from pipeline.dataset.row_files import read_table
 from pipeline.dataset.sampler import MASKED, Bin, read_order
 from pipeline.dataset.steps import ORDER
 from pipeline.model.inference import pad
 from pipeline.model.loss import DocumentRole
+from pipeline.packing import BinShape, texts_per_row
 from pipeline.run.world import World
 from pipeline.training.digest import digest_batch
-
-TOWERS = ("query", "document")
+from pipeline.training.micro_batches import TOWERS
 
 Rows = npt.NDArray[np.int32]
 Hashes = npt.NDArray[np.uint64]
 Tokens = npt.NDArray[Any]
 EMPTY: Tokens = np.empty(0, np.uint16)
+
+GROUPS, LEAST_TEXTS = 6, 8
+"""Groups of similar lengths at most, and texts of one, about: where each is a few operations of its own."""
 
 
 class Padding(Enum):
@@ -43,7 +45,7 @@ class Padding(Enum):
     """Texts share rows, in the shapes that are set, for devices that compile a graph per shape."""
 
     LONGEST = auto()
-    """Queries and documents are as long as the longest of a micro-batch."""
+    """Texts of similar lengths are as long as the longest of them."""
 
     NONE = auto()
     """As LONGEST on the host; the batch also says where its tokens are, and the encoder computes nothing else."""
@@ -176,10 +178,7 @@ class TrainingBatches:
 
         Yields:
             roles (B, N): int32, see DocumentRole; weights (B,) and learning_rate (1,): fp32. And of each micro-batch, under the
-            name, `/` and its number, either packed rows (see `packed_texts`), or, without what a bin has not filled:
-            query_tokens, query_mask, document_tokens, document_mask (V, L) int64, and pairs (V,) int64, the places of these
-            pairs in the micro-batch; with Padding.NONE also query_places and document_places (T,) int64, where the flattened
-            masks are 1.
+            name, `/` and its number, what `packed_texts` or `grouped_texts` returns.
         """
         for step in range(start, stop):
             rows = np.array(self._order[step])
@@ -226,15 +225,10 @@ class TrainingBatches:
 
     def _unpacked(self, rows: Rows) -> Batch:
         places = np.flatnonzero(rows != MASKED)
-        # Where there is no pair, a text whose gradient is 0: all ranks reduce the same gradients.
-        made = {"pairs": torch.from_numpy(places if len(places) else np.zeros(1, np.int64))}
-        for tower in TOWERS:
-            lists = self._columns[tower].lists(rows[places]) or [np.zeros(1, np.uint16)]
-            tokens, mask = pad(lists, len(lists), max(map(len, lists), default=1))
-            made |= {f"{tower}_tokens": tokens, f"{tower}_mask": mask}
-            if self._padding is Padding.NONE:
-                made[f"{tower}_places"] = mask.flatten().nonzero().flatten()
-        return made
+        lists = [tokens for tower in TOWERS for tokens in self._columns[tower].lists(rows[places])]
+        texts = np.zeros((len(TOWERS), len(rows)), np.int64)
+        texts[:, places] = np.arange(len(lists)).reshape(len(TOWERS), -1)
+        return grouped_texts(lists, texts, places=self._padding is Padding.NONE)
 
     def _count(self, batch: Rows) -> StepFacts:
         rows = batch[batch != MASKED]
@@ -245,9 +239,10 @@ class TrainingBatches:
         if self._padding is Padding.PACKED:
             slots = len(batch) // self._shape.pairs * self._shape.tokens
         if self._padding is Padding.LONGEST:
-            # Every micro-batch has lengths of its own.
-            pieces = lengths.reshape(len(TOWERS), -1, self._shape.pairs if self._apart else self._train.batch_size)
-            slots = int((pieces.max(axis=2) * (pieces[0] > 0).sum(axis=1)).sum())
+            # Every micro-batch has groups of its own.
+            size = self._shape.pairs if self._apart else self._train.batch_size
+            pieces = np.split(lengths, lengths.shape[1] // size, axis=1)
+            slots = sum(len(group) * int(group[0]) for piece in pieces for group in length_groups(piece[piece > 0]))
         if not self._world.is_leader:
             return StepFacts(len(rows), tokens, slots)
         query_hash, document_hash = self._hashes(rows)
@@ -291,14 +286,38 @@ def packed_texts(bins: Sequence[Sequence[tuple[Tokens, Tokens]]], shape: BinShap
     }
 
 
-def micro_batches(batch: Batch) -> list[Batch]:
-    """The texts of each micro-batch, in order."""
-    found: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in batch.items():
-        field, _, number = name.partition("/")
-        if number:
-            found.setdefault(int(number), {})[field] = tensor
-    return [found[number] for number in range(len(found))]
+def grouped_texts(lists: Sequence[Tokens], texts: npt.NDArray[np.int64], *, places: bool) -> dict[str, torch.Tensor]:
+    """Return texts in groups of similar lengths, each padded to its longest text.
+
+    Args:
+        lists: the tokens of each text.
+        texts: (2, pairs) numbers of the queries and of the documents among them; anything where there is no pair.
+        places: whether to say where the tokens are.
+
+    Returns:
+        Of each group, under the name, `:` and its number, tokens and mask (n, L) int64, and places (T,) int64, where the
+        flattened mask is 1; query_texts, document_texts: (pairs,) int64, numbers of the pairs' texts in the order of groups.
+    """
+    # Where there is no pair, a text whose gradient is 0: all ranks reduce the same gradients.
+    lists = lists or [np.zeros(1, np.uint16)]
+    lengths = np.array([len(tokens) for tokens in lists])
+    order = np.argsort(-lengths, kind="stable")
+    made, done = dict[str, torch.Tensor](), 0
+    for number, group in enumerate(length_groups(lengths)):
+        chosen = [lists[text] for text in order[done : done + len(group)].tolist()]
+        tokens, mask = pad(chosen, len(chosen), int(group[0]))
+        made |= {f"tokens:{number}": tokens, f"mask:{number}": mask}
+        if places:
+            made[f"places:{number}"] = mask.flatten().nonzero().flatten()
+        done += len(group)
+    numbers = np.argsort(order, kind="stable")[texts]
+    return made | {f"{tower}_texts": torch.from_numpy(own) for tower, own in zip(TOWERS, numbers, strict=True)}
+
+
+def length_groups(lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Cut lengths, the longest first, into groups of similar ones: attention takes a square of a group's longest text of each."""
+    falling = np.sort(lengths)[::-1]
+    return np.array_split(falling, min(GROUPS, -(-len(falling) // LEAST_TEXTS)))
 
 
 def roles(

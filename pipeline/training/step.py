@@ -13,7 +13,7 @@ from pipeline.errors import Defect
 from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training
 from pipeline.model.loss import contrastive_loss
 from pipeline.model.unpadded import PaddedBatch
-from pipeline.training.batches import TOWERS, micro_batches
+from pipeline.training.micro_batches import TOWERS, micro_batches
 
 if TYPE_CHECKING:
     from pipeline.backends.device import Batch, Device
@@ -148,7 +148,7 @@ def train_step(
     else:
         device.seed(seed_of(0))
         with device.autocast():
-            queries, documents = both_towers(encoder, parts[0], len(batch["weights"]))
+            queries, documents = both_towers(encoder, parts[0])
         loss = _loss(queries, documents, batch, config, device)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.add(loss)
@@ -183,11 +183,10 @@ def cached_backward(
     passes gives both the same dropout. On devices that compile, all micro-batches share two graphs, and the loss is a third.
     """
     cached: list[Tensor] = []
-    pairs = len(batch["weights"]) // len(parts)
     for number, part in enumerate(parts):
         device.seed(seed_of(number))
         with torch.no_grad(), device.autocast():
-            embeddings = both_towers(encoder, part, pairs)
+            embeddings = both_towers(encoder, part)
         device.sync(*embeddings)
         cached += [embedding.detach().requires_grad_() for embedding in embeddings]
     loss = _loss(torch.cat(cached[0::2]), torch.cat(cached[1::2]), batch, config, device)
@@ -197,7 +196,7 @@ def cached_backward(
     for number, part in enumerate(parts):
         device.seed(seed_of(number))
         with device.autocast():
-            embeddings = both_towers(encoder, part, pairs)
+            embeddings = both_towers(encoder, part)
         torch.autograd.backward(embeddings, gradients[2 * number : 2 * number + 2])
         device.sync()
 
@@ -209,21 +208,27 @@ def _loss(queries: Tensor, documents: Tensor, batch: Batch, config: TrainConfig,
     )
 
 
-def both_towers(encoder: Encoder, texts: Batch, pairs: int) -> tuple[Tensor, ...]:
-    """Embeddings of a micro-batch's queries and of its documents, both (pairs, D) fp32; 0 or any where there is no pair."""
+def both_towers(encoder: Encoder, texts: Batch) -> tuple[Tensor, ...]:
+    """Embeddings of a micro-batch's queries and of its documents, both (pairs, D) fp32; any where there is no pair.
+
+    Args:
+        texts: see `packed_texts` and `grouped_texts`.
+    """
+    chosen = [texts[f"{tower}_texts"] for tower in TOWERS]
     if "segments" in texts:
         embeddings = encoder.packed(texts["tokens"], texts["segments"], texts["positions"])
         # A product rather than a selection, whose backward pass would be a scatter.
         numbers = torch.arange(len(embeddings), device=embeddings.device)
         with torch.autocast(embeddings.device.type, enabled=False):
-            return tuple((texts[f"{tower}_texts"][:, None] == numbers).to(embeddings.dtype) @ embeddings for tower in TOWERS)
-    if "query_places" in texts:
-        found = encoder.unpadded(
-            *(PaddedBatch(texts[f"{tower}_tokens"], texts[f"{tower}_mask"], texts[f"{tower}_places"]) for tower in TOWERS)
-        )
+            return tuple((own[:, None] == numbers).to(embeddings.dtype) @ embeddings for own in chosen)
+    groups = range(sum(name.startswith("tokens:") for name in texts))
+    if "places:0" in texts:
+        batches = [PaddedBatch(*(texts[f"{name}:{group}"] for name in PaddedBatch._fields)) for group in groups]
+        found = encoder.unpadded(*batches)
     else:
-        found = tuple(encoder(texts[f"{tower}_tokens"], texts[f"{tower}_mask"]) for tower in TOWERS)
-    return tuple(each.new_zeros(pairs, encoder.dimension).index_copy(0, texts["pairs"], each) for each in found)
+        found = tuple(encoder(texts[f"tokens:{group}"], texts[f"mask:{group}"]) for group in groups)
+    embeddings = torch.cat(found)
+    return tuple(embeddings[own] for own in chosen)
 
 
 def require_equal_weights(encoder: nn.Module, device: Device) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.sections import BinShape, texts_per_row
 from pipeline.dataset import external_sort
 from pipeline.dataset.sampler import MASKED, Bin, read_order, write_order
+from pipeline.packing import BinShape, texts_per_row
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 32)), min_size=1, max_size=120)
 Lengths = list[tuple[int, int]]

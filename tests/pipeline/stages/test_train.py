@@ -169,9 +169,9 @@ def test_micro_batches_change_neither_losses_nor_evaluations(training_run: PlanT
     rows: list[int] = []
     both_towers = step.both_towers
 
-    def counting(encoder: Encoder, texts: Batch, pairs: int) -> tuple[Tensor, ...]:
-        rows.append(len(texts["query_tokens"]))
-        return both_towers(encoder, texts, pairs)
+    def counting(encoder: Encoder, texts: Batch) -> tuple[Tensor, ...]:
+        rows.append(len(texts["query_texts"]))
+        return both_towers(encoder, texts)
 
     monkeypatch.setattr(step, "both_towers", counting)
     lines = []

@@ -11,13 +11,13 @@ import torch
 
 from pipeline.backends.device import Batch
 from pipeline.config import build_config
-from pipeline.config.sections import texts_per_row
 from pipeline.dataset.row_files import PairLengths, read_table
-from pipeline.dataset.sampler import MASKED
 from pipeline.dataset.steps import step_bins, write_steps
 from pipeline.model.loss import DocumentRole
+from pipeline.packing import texts_per_row
 from pipeline.run.world import World
-from pipeline.training.batches import Padding, TokenColumn, TrainingBatches, micro_batches
+from pipeline.training.batches import Padding, TokenColumn, TrainingBatches, length_groups
+from pipeline.training.micro_batches import micro_batches
 from tests.pipeline.training.planned import write_rows
 from tests.tiny import make_model
 
@@ -74,6 +74,22 @@ def texts_of(part: Batch, tower: str) -> list[list[int]]:
         there = part["segments"][row] == text + 1
         assert part["positions"][row][there].tolist() == list(range(int(there.sum())))
         found.append(part["tokens"][row][there].tolist())
+    return found
+
+
+def grouped(part: Batch, tower: str) -> list[list[int]]:
+    """The same of a micro-batch of groups."""
+    groups = [name for name in part if name.startswith("tokens:")]
+    texts = [
+        row[: int(count)].tolist()
+        for name in groups
+        for row, count in zip(part[name], part[name.replace("tokens", "mask")].sum(1), strict=True)
+    ]
+    return [texts[number] for number in part[f"{tower}_texts"].tolist()]
+
+
+def places_of(mask: torch.Tensor) -> list[int]:
+    found: list[int] = mask.nonzero().flatten().tolist()
     return found
 
 
@@ -169,11 +185,15 @@ def test_bins_apart_are_the_batch_cut_up(rows: Path, padding: Padding) -> None:
             texts = [text for piece in pieces for text in texts_of(piece, "document")]
             assert texts == texts_of(part, "document")
         else:
-            masks = [piece["document_mask"].sum(1).tolist() for piece in pieces]
-            valid = [len(counts) for counts in masks]
-            filled = (whole._order[step].reshape(3, 4) != MASKED).sum(1).tolist()
+            valid = (one["weights"] > 0).reshape(3, 4)
+            counts = [sum(len(piece[name]) for name in piece if name.startswith("tokens")) for piece in pieces]
             # Where a bin is empty, there is one made-up text.
-            assert valid == [max(1, count) for count in filled]
+            assert counts == [max(1, 2 * count) for count in valid.sum(1).tolist()]
+            for tower in ("query", "document"):
+                texts = [
+                    grouped(piece, tower)[place] for piece, own in zip(pieces, valid, strict=True) for place in places_of(own)
+                ]
+                assert texts == [grouped(part, tower)[place] for place in places_of(valid.flatten())]
         assert whole.take_facts(step).tokens == parts.take_facts(step).tokens
 
 
@@ -181,23 +201,35 @@ def test_bins_apart_are_the_batch_cut_up(rows: Path, padding: Padding) -> None:
 def test_without_static_shapes_pairs_are_as_long_as_their_longest(rows: Path, padding: Padding) -> None:
     packed, other = open_batches(rows), open_batches(rows, padding=padding)
     for step, (one, two) in enumerate(zip(packed.iterate(0, packed.steps), other.iterate(0, packed.steps), strict=True)):
-        [rows_], [pairs] = micro_batches(one), micro_batches(two)
-        slots = 0
+        [rows_], [groups] = micro_batches(one), micro_batches(two)
+        valid = places_of(one["weights"] > 0)
         for tower in ("query", "document"):
-            tokens, mask = pairs[f"{tower}_tokens"], pairs[f"{tower}_mask"]
-            texts = [row[: int(count)].tolist() for row, count in zip(tokens, mask.sum(1), strict=True)]
-            there = texts_of(rows_, tower)
-            assert texts == [there[place] for place in pairs["pairs"].tolist()]
-            assert tokens.shape[1] == max(map(len, texts))
+            there, found = texts_of(rows_, tower), grouped(groups, tower)
+            assert [found[place] for place in valid] == [there[place] for place in valid]
+        slots = 0
+        for name in [name for name in groups if name.startswith("tokens:")]:
+            tokens, mask = groups[name], groups[name.replace("tokens", "mask")]
+            assert tokens.shape[1] == int(mask.sum(1).max())
             if padding is Padding.NONE:
-                places = pairs[f"{tower}_places"]
+                places = groups[name.replace("tokens", "places")]
                 assert torch.equal(tokens.flatten()[places], tokens[mask.bool()])
             slots += int(mask.sum()) if padding is Padding.NONE else tokens.numel()
-        assert pairs["pairs"].tolist() == (one["weights"] > 0).nonzero().flatten().tolist()
         assert torch.equal(one["roles"], two["roles"])
         facts = other.take_facts(step)
         assert facts.slots == slots
         assert facts.digest == packed.take_facts(step).digest
+
+
+def test_groups_have_texts_of_similar_lengths() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(4.2, 0.8, 160), 8, 256).astype(int)
+    groups = length_groups(lengths)
+    assert np.concatenate(groups).tolist() == sorted(lengths.tolist(), reverse=True)
+    assert len(groups) == 6
+    # Attention in squares of a group's longest text, against one group of all texts.
+    assert sum(len(group) * int(group[0]) ** 2 for group in groups) < 0.4 * len(lengths) * lengths.max() ** 2
+    assert [len(group) for group in length_groups(lengths[:9])] == [5, 4]
+    assert [len(group) for group in length_groups(lengths[:1])] == [1]
 
 
 def test_starting_late_gives_the_same_batches(rows: Path) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pipeline.backends.device import Device, open_device
 from pipeline.config import RunConfig, TrainConfig, build_config
-from pipeline.config.sections import BinShape
 from pipeline.errors import BadConfig
 from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training
 from pipeline.model.folder import load_encoder
-from pipeline.model.inference import pad
 from pipeline.model.loss import contrastive_loss
+from pipeline.packing import BinShape
 from pipeline.run.world import World, free_port
-from pipeline.training.batches import TOWERS, Padding, micro_batches, packed_texts
+from pipeline.training.batches import Padding, grouped_texts, packed_texts
+from pipeline.training.micro_batches import micro_batches
 from pipeline.training.step import RecentLosses, both_towers, build_optimizer, train_step
 from tests.tiny import make_model
 
@@ -56,12 +56,10 @@ def texts_in(bins: list[list[tuple[Any, ...]]], form: Padding) -> dict[str, Tens
     """The texts of a micro-batch in one of its forms."""
     if form is Padding.PACKED:
         return packed_texts(bins, SHAPE)
-    made = {"pairs": torch.tensor([bin_ * SHAPE.pairs + place for bin_, pairs in enumerate(bins) for place in range(len(pairs))])}
-    for tower, lists in zip(TOWERS, zip(*(pair for pairs in bins for pair in pairs), strict=True), strict=True):
-        made[f"{tower}_tokens"], made[f"{tower}_mask"] = pad(lists, len(lists), max(map(len, lists)))
-        if form is Padding.NONE:
-            made[f"{tower}_places"] = made[f"{tower}_mask"].flatten().nonzero().flatten()
-    return made
+    lists = [tokens for tower in zip(*(pair for pairs in bins for pair in pairs), strict=True) for tokens in tower]
+    texts = np.zeros((2, len(bins), SHAPE.pairs), np.int64)
+    texts[:, np.arange(SHAPE.pairs) < np.array([len(pairs) for pairs in bins])[:, None]] = np.arange(len(lists)).reshape(2, -1)
+    return grouped_texts(lists, texts.reshape(2, -1), places=form is Padding.NONE)
 
 
 def seed_of(part: int) -> int:
@@ -104,11 +102,11 @@ def in_parts(encoder: Encoder, device: Device, batch: dict[str, Tensor], *, accu
 
 def in_one_piece(encoder: Encoder, device: Device, batch: dict[str, Tensor]) -> Found:
     """The same by a single backward pass through all micro-batches, each with its own seed for dropout."""
-    embeddings, parts = [], micro_batches(batch)
-    for number, part in enumerate(parts):
+    embeddings = []
+    for number, part in enumerate(micro_batches(batch)):
         device.seed(seed_of(number))
         with device.autocast():
-            embeddings.append(both_towers(encoder, part, len(batch["weights"]) // len(parts)))
+            embeddings.append(both_towers(encoder, part))
     queries, documents = (torch.cat(tower) for tower in zip(*embeddings, strict=True))
     loss = contrastive_loss(queries, documents, batch["roles"], batch["weights"], temperature=0.1, gather=device.gather)
     loss.backward()  # type: ignore[no-untyped-call]
