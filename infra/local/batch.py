@@ -26,7 +26,7 @@ from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, start_node, sto
 from infra.local.definitions import ClientError, JobDefinition, JobQueue, refuse_if
 from infra.local.ecs import HostPool
 from pipeline.log import log
-from pipeline.run.world import free_port
+from pipeline.ports import free_port
 
 MOST_DESCRIBED = 100
 LONGEST_REASON = 1024

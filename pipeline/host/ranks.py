@@ -26,8 +26,8 @@ from pipeline.host.exhaustion import MEMORY_REMEDY, kernel_kills
 from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
 from pipeline.log import log
+from pipeline.ports import free_port
 from pipeline.run import failure, processes, tether
-from pipeline.run.world import free_port
 from pipeline.sdk import neuron_launch
 from pipeline.sdk.known_errors import Action, LogFinding
 

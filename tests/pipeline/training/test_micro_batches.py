@@ -18,7 +18,8 @@ from pipeline.errors import BadConfig
 from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training
 from pipeline.model.folder import load_encoder
 from pipeline.model.loss import contrastive_loss
-from pipeline.run.world import World, free_port
+from pipeline.ports import free_port
+from pipeline.run.world import World
 from pipeline.training.micro_batches import TOWERS, cut, micro_batches
 from pipeline.training.step import RecentLosses, both_towers, build_optimizer, train_step
 from tests.tiny import make_model
