@@ -373,20 +373,18 @@ def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> Trnp
         return _killed("torchrun", code, "SIGKILL usually comes from the host's out-of-memory killer; see the log above")
     if code != 1 or started:
         # It refused its command line, or ended in an unknown way.
-        return failure.as_unexpected(
-            Defect(
-                "torchrun ended without naming a failed rank",
-                value=[f"exit status {code}", *last_lines[-5:]],
-                remedy="report it with the log above",
-            )
+        return Defect(
+            "torchrun ended without naming a failed rank",
+            value=[f"exit status {code}", *last_lines[-5:]],
+            remedy="report it with the log above",
+            kind=FailureKind.UNEXPECTED,
         )
-    return failure.as_unexpected(
-        Transient(
-            "torchrun ended before its ranks had started",
-            value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
-            rule="the torchruns of all nodes meet at the main node's address",
-            remedy="see the logs of the other nodes; the run is retried",
-        )
+    return Transient(
+        "torchrun ended before its ranks had started",
+        value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
+        rule="the torchruns of all nodes meet at the main node's address",
+        remedy="see the logs of the other nodes; the run is retried",
+        kind=FailureKind.UNEXPECTED,
     )
 
 
@@ -397,32 +395,32 @@ def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> Trn
         out_of_memory: the kernel has killed processes out of memory while the ranks ran.
     """
     if code == -signal.SIGKILL and out_of_memory:
-        return failure.as_unexpected(
-            Transient(
-                f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
-                value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
-                rule="all ranks of a node and what they prefetch fit the memory of the job",
-                remedy=f"{MEMORY_REMEDY}; the run is retried from its last checkpoint or part",
-            )
+        return Transient(
+            f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
+            value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
+            rule="all ranks of a node and what they prefetch fit the memory of the job",
+            remedy=f"{MEMORY_REMEDY}; the run is retried from its last checkpoint or part",
+            kind=FailureKind.UNEXPECTED,
         )
     if code < 0:
         killer = f"SIGKILL usually comes from the host's out-of-memory killer: {MEMORY_REMEDY}"
         return _killed(f"rank {rank}", code, killer if code == -signal.SIGKILL else "see the log above")
-    error = Defect(
-        f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
+    return Defect(
+        f"rank {rank} ended without an explanation",
+        value=f"exit status {code}",
+        remedy="report it with the log above",
+        exit_code=ExitCode.of(code),
+        kind=FailureKind.UNEXPECTED,
     )
-    error.exit_code = ExitCode.of(code)
-    return failure.as_unexpected(error)
 
 
 def _killed(who: str, code: int, remedy: str) -> TrnpipeError:
-    return failure.as_unexpected(
-        Transient(
-            f"{who} was killed by {signal.Signals(-code).name}",
-            value=f"signal {-code}",
-            rule="a killed process may do better in a new attempt",
-            remedy=remedy,
-        )
+    return Transient(
+        f"{who} was killed by {signal.Signals(-code).name}",
+        value=f"signal {-code}",
+        rule="a killed process may do better in a new attempt",
+        remedy=remedy,
+        kind=FailureKind.UNEXPECTED,
     )
 
 
