@@ -128,8 +128,7 @@ def instance_id() -> str:
     try:
         if (host := _container_instance()) is None:
             return ""
-        cluster, instance = host
-        described = _ecs().describe_container_instances(cluster=cluster, containerInstances=[instance])
+        described = _ecs().describe_container_instances(**host)
         return str(described["containerInstances"][0].get("ec2InstanceId", ""))
     except (*ECS_TROUBLE, IndexError) as error:
         log.info("the instance's id is not known: %s", one_line(error))
@@ -148,19 +147,18 @@ def leave_cluster() -> bool:
     try:
         if (host := _container_instance()) is None:
             return False
-        cluster, instance = host
-        answer = _ecs().update_container_instances_state(cluster=cluster, containerInstances=[instance], status="DRAINING")
+        answer = _ecs().update_container_instances_state(**host, status="DRAINING")
         if answer.get("failures"):
             raise ValueError(f"ECS answered {answer['failures']}")
     except ECS_TROUBLE as error:
         log.warning("this host could not be taken out of its cluster, a retry may land on it again: %s", one_line(error))
         return False
-    log.warning("this host takes no further jobs: container instance %s is DRAINING", instance)
+    log.warning("this host takes no further jobs: container instance %s is DRAINING", *host["containerInstances"])
     return True
 
 
-def _container_instance() -> tuple[str, str] | None:
-    """Return the cluster and the ARN of this container's EC2 instance; None outside ECS and on Fargate."""
+def _container_instance() -> dict[str, Any] | None:
+    """Return this container's EC2 instance as arguments of ECS's requests; None outside ECS and on Fargate."""
     if (task := ecs_metadata.read_metadata("/task")) is None:
         return None
     cluster, arn = str(task["Cluster"]), str(task["TaskARN"])
@@ -168,7 +166,7 @@ def _container_instance() -> tuple[str, str] | None:
     if not answer["tasks"]:
         raise ValueError(f"ECS does not know this task: {answer.get('failures')}")
     instance = answer["tasks"][0].get("containerInstanceArn")
-    return (cluster, str(instance)) if instance else None
+    return {"cluster": cluster, "containerInstances": [instance]} if instance else None
 
 
 def _ecs() -> Any:

@@ -22,7 +22,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ from pipeline.errors import (
     TrnpipeError,
     one_line,
 )
-from pipeline.host import gang
+from pipeline.host import gang, own_job
 from pipeline.host.deadlines import Deadlines
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.launch import RankLaunch
@@ -97,9 +97,7 @@ def resolve_run(run_uri: str, node: NodeWorld) -> str:
     """Return the run folder; Batch is asked for it where the command holds a literal `Ref::run`."""
     if run_uri != f"Ref::{RUN_PARAMETER}":
         return run_uri
-    from pipeline.host.own_job import run_uri_of_job
-
-    uri = run_uri_of_job(node.job)
+    uri = own_job.run_uri_of_job(node.job)
     log.info("the command holds a literal Ref::%s; the job's own parameter says %s", RUN_PARAMETER, uri)
     return uri
 
@@ -133,7 +131,7 @@ class Supervisor:
                 node,
                 stale_seconds=deadlines.stale_seconds,
                 start_seconds=deadlines.peer_start_seconds,
-                ended=_ended_nodes,
+                ended=own_job.ended_nodes,
             )
             if self._in_gang and node.is_main
             else None
@@ -165,10 +163,8 @@ class Supervisor:
             ended = self._describe(exhaustion(error) or failure.unexpected(error))
         reached = not self._in_gang or self._best_effort(partial(gang.write_exit, self._paths, self._stage, self._node, ended))
         if ended and ended.exit_code == ExitCode.UNHEALTHY_HOST and ended.node == self._node.index:
-            from pipeline.host.own_job import leave_cluster  # no retry lands on this host
-
             self._cloudwatch.write({Metric.UNHEALTHY_HOSTS: 1})
-            leave_cluster()
+            own_job.leave_cluster()  # no retry lands on this host
         if self._peers and not done:
             ended = self._settle(self._peers, ended)
         if self._node.is_main:
@@ -275,9 +271,7 @@ class Supervisor:
             threading.Thread(target=self._tell_queue_wait, name="queue-wait", daemon=True).start()
 
     def _tell_queue_wait(self) -> None:
-        from pipeline.host.own_job import queue_wait_seconds
-
-        if (waited := queue_wait_seconds(self._node.job, now=time.time())) is not None:
+        if (waited := own_job.queue_wait_seconds(self._node.job, now=time.time())) is not None:
             self._cloudwatch.write({Metric.QUEUE_WAIT_SECONDS: waited})
 
     def _watch(self, ranks: Ranks, watchdog: Watchdog, reporter: Reporter) -> StageFailure | None:
@@ -510,12 +504,6 @@ def _fingerprint(stage: Stage, paths: RunPaths) -> str:
     if stage not in EMBEDDING or not store.exists(paths.embed_plan):
         return ""
     return str(json.loads(store.read_bytes(paths.embed_plan))["fingerprint"])
-
-
-def _ended_nodes(job: str, nodes: Sequence[int]) -> dict[int, str]:
-    from pipeline.host.own_job import ended_nodes  # here, because it loads an SDK that most supervisors do without
-
-    return ended_nodes(job, nodes)
 
 
 class Reporter(threading.Thread):
