@@ -159,16 +159,15 @@ class NodeAttempt(Record):
         """
         record = super(NodeAttempt, cls).from_json(data)
         try:
-            whole = None not in (record.begin.tzinfo, record.last_seen.tzinfo)
-        except ValueError:
-            whole = False
-        if not whole:
+            if None in (record.begin.tzinfo, record.last_seen.tzinfo):
+                raise ValueError("no time zone")
+        except ValueError as error:
             raise BadData(
                 "the times of an attempt cannot be read",
                 value=[record.started, record.seen],
                 rule="ISO 8601 with the time zone",
                 remedy="delete the record: the attempt is then not counted",
-            )
+            ) from error
         return record
 
 
