@@ -248,7 +248,7 @@ class BatchRunner:
             started=started,
             stopped=milliseconds(),
             host=main.host,
-            log_stream=main.log_stream,
+            log_stream=job.log_stream(number, main.index),
             node_codes=node_codes,
         ), stopped_because is None
 
