@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -467,9 +467,14 @@ R = TypeVar("R", bound="Record")
 
 
 class Record:
-    """Base of the dataclasses that are written as JSON objects."""
+    """Base of the dataclasses that are written as JSON objects, moments as ISO 8601.
+
+    Attributes:
+        if_unreadable: the remedy for a record that cannot be read.
+    """
 
     __slots__ = ()
+    if_unreadable: ClassVar[str] = "restore an earlier version of it, or delete it and run its stage again"
 
     @classmethod
     def from_json(cls: type[R], data: bytes) -> R:
@@ -491,11 +496,11 @@ class Record:
                 "a record cannot be read",
                 value=error,
                 rule=f"a JSON object with the fields of {cls.__name__}",
-                remedy="restore an earlier version of it, or delete it and run its stage again",
+                remedy=cls.if_unreadable,
             ) from error
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()  # type: ignore[call-overload]
+        return json.dumps(asdict(self), indent=1, sort_keys=True, default=datetime.isoformat).encode()  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)

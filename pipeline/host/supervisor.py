@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -44,7 +45,6 @@ from pipeline.contract import (
     StageFailure,
     StageResult,
     check_run_folder,
-    now,
 )
 from pipeline.cost import NOTE_SECONDS, NodeAttempt
 from pipeline.errors import (
@@ -137,7 +137,7 @@ class Supervisor:
             else None
         )
         self._signal: signal.Signals | None = None
-        self._started = now()
+        self._started = datetime.now(timezone.utc)
         # The main node's end is the gang's, and its leader writes the checkpoint while all ranks still take part.
         ends_itself = STAGES[stage].resumes and node.is_main
         self._attempt_ends = time.monotonic() + deadlines.attempt_seconds if ends_itself else math.inf
@@ -427,7 +427,7 @@ class Supervisor:
                     job=node.job,
                     host=node.host,
                     started=self._started,
-                    seen=now(),
+                    seen=datetime.now(timezone.utc),
                     exit_code=exit_code,
                 ).to_json(),
             )
