@@ -203,18 +203,6 @@ class Transient(TrnpipeError):
     exit_code = ExitCode.TRANSIENT
 
 
-class LostPeer(Transient):
-    """Another rank went away during a collective: exit 75, retried."""
-
-    kind = FailureKind.LOST_PEER
-
-
-class Terminated(Transient):
-    """The node received SIGTERM: exit 75, retried."""
-
-    kind = FailureKind.TERMINATED
-
-
 class UnhealthyHost(TrnpipeError):
     """A host whose devices fail a check: exit 76, retried on another host."""
 

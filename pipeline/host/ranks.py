@@ -12,9 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,6 @@ from pipeline.run.world import free_port
 from pipeline.sdk import neuron_launch
 from pipeline.sdk.known_errors import Action, LogFinding
 
-POLL_SECONDS = 0.02
 STACKS_SECONDS = 5.0
 """Writing every Python stack takes milliseconds; a process that cannot do it in this time does not react to signals."""
 
@@ -93,7 +91,7 @@ class Ranks(ABC):
             log.error("stacks of rank %d:", rank)
             # A process that was stopped sees the signal only when it continues.
             self._signal(rank, living[rank], signal.SIGABRT, signal.SIGCONT)
-            if not until(lambda rank=rank: rank not in self.running(), STACKS_SECONDS):  # type: ignore[misc]
+            if not processes.until(lambda rank=rank: rank not in self.running(), STACKS_SECONDS):  # type: ignore[misc]
                 log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank)
             self._pump()
         self.kill()
@@ -115,7 +113,7 @@ class Ranks(ABC):
 
     def wait(self, seconds: float) -> bool:
         """Give the ranks time to end; return whether all have."""
-        return until(lambda: self.ended, seconds)
+        return processes.until(lambda: self.ended, seconds)
 
     def stop(self, grace_seconds: float) -> None:
         """Send SIGTERM to all running ranks, and SIGKILL to those that still run after the grace period."""
@@ -301,7 +299,7 @@ class TorchrunRanks(Ranks):
             # Its session, because a compiler or a loader that it started would outlive it.
             processes.signal_group(pid, signal.SIGKILL)
         self._process.wait()
-        if not until(lambda: not self._living(), KILL_SECONDS):
+        if not processes.until(lambda: not self._living(), KILL_SECONDS):
             log.error("ranks %s outlive SIGKILL: they hang in the kernel or in a driver", list(self._living()))
         self._poll()
 
@@ -422,13 +420,3 @@ def _killed(who: str, code: int, remedy: str) -> TrnpipeError:
         remedy=remedy,
         kind=FailureKind.UNEXPECTED,
     )
-
-
-def until(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait until this is done; return whether it was in time."""
-    deadline = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_SECONDS)
-    return True

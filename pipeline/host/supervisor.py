@@ -55,7 +55,6 @@ from pipeline.errors import (
     FailureKind,
     MissingInput,
     NoProgress,
-    Terminated,
     Transient,
     TrnpipeError,
     one_line,
@@ -64,12 +63,13 @@ from pipeline.host import gang, own_job
 from pipeline.host.deadlines import Deadlines
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.launch import RankLaunch
-from pipeline.host.ranks import Ranks, start, until
+from pipeline.host.ranks import Ranks, start
 from pipeline.log import log
 from pipeline.run import failure
 from pipeline.run.cloudwatch import EmbeddedMetrics
 from pipeline.run.heartbeat import Stall, Watchdog
 from pipeline.run.logs import configure_logging
+from pipeline.run.processes import until
 from pipeline.run.world import NodeWorld
 from pipeline.sdk import neuron_launch
 
@@ -444,11 +444,12 @@ class Supervisor:
 
     def _interrupted(self, received: signal.Signals) -> StageFailure:
         return self._describe(
-            Terminated(
+            Transient(
                 f"the node was terminated by {received.name}",
                 value=f"{self._stage} on node {self._node.index}",
                 rule="the next attempt resumes an interrupted stage",
                 remedy="none is needed, unless this was unintended: a job timeout, a terminated job, a reclaimed host",
+                kind=FailureKind.TERMINATED,
             )
         )
 

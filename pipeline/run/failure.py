@@ -10,19 +10,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.contract import Stage, StageFailure, now
-from pipeline.errors import Defect, ExitCode, FailureKind, LostPeer, TrnpipeError, shown
+from pipeline.errors import Defect, ExitCode, FailureKind, Transient, TrnpipeError, shown
 from pipeline.files import write_atomically
 from pipeline.run.world import NodeWorld
 
 VALUES_KEPT = 20
 
 
-def lost_peer(detail: str) -> LostPeer:
+def lost_peer(detail: str) -> Transient:
     """Return the failure of a rank that knows only that another one is gone."""
-    return LostPeer(
+    return Transient(
         "another rank went away during a collective",
         value=detail,
         remedy="see the log of the node that failed first; the run is retried",
+        kind=FailureKind.LOST_PEER,
     )
 
 

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.log import log
 
 PROC = Path("/proc")
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 KILL_SECONDS = 5.0
 """Time for processes to end after SIGKILL; one that does not hangs in the kernel or in a driver."""
 
@@ -41,12 +42,19 @@ def end_group(process: subprocess.Popen[bytes], *, grace_seconds: float = 0.0) -
 
 
 def _signal_and_wait(process: subprocess.Popen[bytes], number: int, seconds: float) -> None:
+    signal_group(process.pid, number)
+    # A leader that is not reaped still counts as one of its group.
+    until(lambda: process.poll() is not None and not signal_group(process.pid, 0), seconds)
+
+
+def until(done: Callable[[], bool], seconds: float) -> bool:
+    """Wait until this is done; return whether it was in time."""
     deadline = time.monotonic() + seconds
-    left = signal_group(process.pid, number)
-    while left and time.monotonic() < deadline:
-        process.poll()  # a leader that is not reaped still counts as one of its group
-        if left := signal_group(process.pid, 0):
-            time.sleep(POLL_SECONDS)
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def all_processes() -> dict[int, dict[str, str]]:
