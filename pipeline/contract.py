@@ -278,6 +278,15 @@ METRICS: dict[Metric, MetricSpec] = {
 EAGER_KINDS = ("cpu", "cuda")
 """Device types that run every operation at once, in any shape. All others compile graphs, one per shape."""
 
+JOBS_AT_ONCE = 100
+"""Jobs, or job definitions, that Batch describes in one request at most (API reference)."""
+
+JOB_ENDED = ("SUCCEEDED", "FAILED")
+"""States of a Batch job that has ended."""
+
+GATE_REFUSED = "GateRefused"
+"""Error with which the state machine ends a run whose model the gate has refused."""
+
 RUN_PARAMETER = "run"
 """Batch job parameter with the run folder's URI: `Ref::run` in every command."""
 

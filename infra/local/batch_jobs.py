@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from infra.local import ecs
 from infra.local.definitions import ACCOUNT, REGION, ClientError, JobDefinition, JobQueue, RetryStrategy, environment_of
 
-FINAL_STATES = ("SUCCEEDED", "FAILED")
 Named = TypeVar("Named", JobDefinition, JobQueue)
 
 

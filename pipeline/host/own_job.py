@@ -14,7 +14,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from pipeline.contract import RUN_PARAMETER
+from pipeline.contract import JOB_ENDED, JOBS_AT_ONCE, RUN_PARAMETER
 from pipeline.errors import BadConfig, Transient, one_line
 from pipeline.log import log
 from pipeline.run import ecs_metadata
@@ -22,8 +22,6 @@ from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code
 
 RULE = f"Batch replaces Ref::{RUN_PARAMETER} in the command, or the job can read its own parameters"
 ATTEMPTS = 8
-DESCRIBED_AT_ONCE = 100
-"""Jobs in a DescribeJobs request (API reference)."""
 ECS_CLIENT = Config(connect_timeout=2, read_timeout=3, retries={"mode": "standard", "total_max_attempts": 2})
 """The node is about to end and its gang waits for its record: better to skip draining than to wait long."""
 BATCH_CLIENT = Config(connect_timeout=2, read_timeout=5, retries={"mode": "standard", "total_max_attempts": 2})
@@ -74,8 +72,8 @@ def ended_nodes(job_id: str, nodes: Sequence[int]) -> dict[int, str]:
     try:
         return {
             int(str(job["jobId"]).rpartition("#")[2]): str(job.get("statusReason") or job["status"])
-            for job in _jobs([f"{job_id}#{node}" for node in nodes[:DESCRIBED_AT_ONCE]], BATCH_CLIENT)
-            if job["status"] in ("SUCCEEDED", "FAILED")
+            for job in _jobs([f"{job_id}#{node}" for node in nodes[:JOBS_AT_ONCE]], BATCH_CLIENT)
+            if job["status"] in JOB_ENDED
         }
     except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
         log.info("the state of the other nodes is unknown: %s", one_line(error))
