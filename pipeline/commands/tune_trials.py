@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count, pairwise
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -244,12 +244,8 @@ def device_memory(paths: RunPaths) -> int | None:
 
 def step_buckets(rows: Path, steps: int) -> list[int]:
     """Return the bucket of each of the first steps, from the stored order."""
-    buckets: list[int] = []
-    for epoch in count():
-        if len(buckets) >= steps:
-            break
-        buckets += np.lib.format.open_memmap(rows / order_file(epoch), mode="r")[:, 0].tolist()
-    return buckets[:steps]
+    epochs = (np.lib.format.open_memmap(rows / order_file(epoch), mode="r")[:, 0].tolist() for epoch in count())
+    return list(islice(chain.from_iterable(epochs), steps))
 
 
 def rate(lines: Sequence[Mapping[str, Any]], plan: RunPlan, buckets: Sequence[int]) -> float:

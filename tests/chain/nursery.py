@@ -51,7 +51,6 @@ PRELOADED = (
     "pipeline.stages.report",
     "pyarrow.parquet",
     "rich.console",
-    "smart_open",
     "typer",
 )
 FRAMEWORKS = (
