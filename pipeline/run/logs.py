@@ -11,7 +11,7 @@ from pipeline.errors import BadConfig, plain
 LEVEL_VARIABLE = "TRNPIPE_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-TELL_TOO_MUCH = ("boto3", "botocore", "s3transfer", "urllib3")
+TELL_TOO_MUCH = ("boto3", "botocore", "s3transfer", "urllib3", "smart_open")
 """Libraries whose debug lines hold session tokens, signatures and request bodies: never below INFO."""
 
 

@@ -51,6 +51,7 @@ PRELOADED = (
     "pipeline.stages.report",
     "pyarrow.parquet",
     "rich.console",
+    "smart_open",
     "typer",
 )
 FRAMEWORKS = (

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import smart_open.s3
 from botocore.exceptions import ClientError
 
 from pipeline import store
@@ -31,8 +33,9 @@ Start = Callable[..., FaultyStorage]
 @pytest.fixture
 def faulty(s3_root: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """A function that puts rules between the store and its endpoint. Requests are made once by botocore, so the store's own
-    patience is what is seen."""
+    patience is what is seen. smart_open, which reconnects after 1, 2, 4, 8 and 16 seconds, does so after a tenth of that."""
     monkeypatch.setattr(s3, "REQUEST_ATTEMPTS", 1)
+    monkeypatch.setattr(smart_open.s3, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10)))
     monkeypatch.setenv("TRNPIPE_STORAGE_SECONDS", "20")
     with ExitStack() as proxies:
 
