@@ -49,9 +49,12 @@ def objection(uri: str) -> str | None:
         bucket, *parts = uri.removeprefix(S3).split("/")
         if not bucket:
             return "names no bucket"
-        leaves = any(part in (".", "..") for part in parts) or "" in parts[:-1]
-        return "has a part that is empty, `.` or `..`" if leaves else None
-    return "is neither s3://BUCKET/KEY nor a local path" if "://" in uri.removeprefix(FILE) else None
+        if any(part in (".", "..") for part in parts) or "" in parts[:-1]:
+            return "has a part that is empty, `.` or `..`"
+        return None
+    if "://" in uri.removeprefix(FILE):
+        return "is neither s3://BUCKET/KEY nor a local path"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +98,9 @@ class AllowedUris:
             return None if any(_is_below(uri, folder) for folder in (self.own, *self.read)) else "is outside of these folders"
         # Links are followed: what counts is where a path leads.
         path, own = (os.path.realpath(name.removeprefix(FILE)) for name in (uri, self.own))
-        may = self.local_paths or (not is_s3(self.own) and _is_below(path, own))
-        return None if may else "is a local path, which only local runs may name"
+        if self.local_paths or (not is_s3(self.own) and _is_below(path, own)):
+            return None
+        return "is a local path, which only local runs may name"
 
 
 def _strange(text: str) -> bool:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
 
@@ -259,9 +258,13 @@ def delete_folder(uri: str) -> None:
 
 def upload(path: Path, uri: str) -> Artifact:
     """Copy a local file to `uri` (on S3 in parallel parts), hashing it meanwhile; return the object."""
-    with ThreadPoolExecutor(1, "hash") as hashing:
-        digest = hashing.submit(sha256_file, path)
-        return Artifact(uri, size=_send(path, uri), sha256=digest.result())
+    if is_s3(uri):
+        with ThreadPoolExecutor(1, "hash") as hashing:
+            digest = hashing.submit(sha256_file, path)
+            return Artifact(uri, size=_send(path, uri), sha256=digest.result())
+    size = path.stat().st_size
+    with translated(uri), replacing(_local(uri)) as stream, open(path, "rb") as source:
+        return Artifact(uri, _copy(_chunks(source), stream), size)
 
 
 def _send(path: Path, uri: str) -> int:
@@ -359,7 +362,8 @@ def _each_file(folder: Path, uri: str, send: Callable[[Path, str], SentT]) -> di
     with ThreadPoolExecutor(UPLOADS_AT_ONCE, "upload") as pool:
         futures = {name: pool.submit(send, folder / name, join(uri, name)) for name in names}
         done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
-        pool.shutdown(wait=False, cancel_futures=True)
+        for future in futures.values():
+            future.cancel()
         for failed in filter(Future.exception, done):
             failed.result()
         return {name: future.result() for name, future in futures.items()}
@@ -447,7 +451,8 @@ def _one_version(uri: str) -> Iterator[None]:
 
 
 def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
-    return iter(partial(stream.read, CHUNK_BYTES), b"")
+    while chunk := stream.read(CHUNK_BYTES):
+        yield chunk
 
 
 def _counted(chunks: Iterator[bytes], beat: Callable[[int], None]) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError
+from botocore.exceptions import BotoCoreError, ClientError, IncompleteReadError, ReadTimeoutError
 
 from pipeline.allowed_uris import S3
 from pipeline.contract import retention_tags
@@ -88,6 +88,8 @@ def tagging(key: str) -> dict[str, str]:
 class ObjectStream(io.RawIOBase):
     """A span of one version of an object as a seekable stream, which continues on a new connection after one breaks.
 
+    smart_open reads, and reconnects a few times; this class handles longer failures.
+
     Args:
         start, stop: bytes; None: to the end.
         etag: of the version; empty: the current one.
@@ -102,6 +104,8 @@ class ObjectStream(io.RawIOBase):
         self._uri = uri
         self._bucket, self._key = split(uri)
         self._position = start
+        # One request for a short span; a whole object comes over one connection.
+        self._request_bytes = stop - start if stop else None
         self._body: Any = None
         if stop is None or not etag:
             found = persistently(uri, lambda: s3_client().head_object(Bucket=self._bucket, Key=self._key))
@@ -140,11 +144,15 @@ class ObjectStream(io.RawIOBase):
     def _read(self, wanted: int) -> bytes:
         try:
             if self._body is None:
-                # One request for all that is left of the span.
-                span = f"bytes={self._position}-{self._stop - 1}"
-                answer = s3_client().get_object(Bucket=self._bucket, Key=self._key, Range=span, IfMatch=self._etag)
-                self._body = answer["Body"]
+                self._body = self._open()
             data: bytes = self._body.read(wanted)
+        except OSError as error:
+            self._drop()
+            # smart_open's own: it holds S3's answer, or says that smart_open gave up reconnecting.
+            answer = getattr(error, "backend_error", None)
+            if answer is None and error.errno is None:
+                answer = ReadTimeoutError(endpoint_url=self._uri, error=error)
+            raise answer or error from error
         except BaseException:
             self._drop()
             raise
@@ -152,6 +160,21 @@ class ObjectStream(io.RawIOBase):
             self._drop()
             raise IncompleteReadError(actual_bytes=self._position, expected_bytes=self._stop)
         return data
+
+    def _open(self) -> Any:
+        import smart_open.s3  # here: it takes a third of a second to load, and a supervisor starts without it
+
+        body = smart_open.s3.open(
+            self._bucket,
+            self._key,
+            "rb",
+            defer_seek=True,
+            client=s3_client(),
+            client_kwargs={"S3.Client.get_object": {"IfMatch": self._etag}},
+            range_chunk_size=self._request_bytes,
+        )
+        body.seek(self._position)
+        return body
 
     def _drop(self) -> None:
         body, self._body = self._body, None
@@ -187,7 +210,8 @@ def pieces(uri: str, size: int, etag: str) -> Iterator[bytes]:
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for future in waiting:
+                future.cancel()
 
 
 def send_file(path: Path, uri: str, content_type: str) -> None:
