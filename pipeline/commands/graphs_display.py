@@ -31,8 +31,6 @@ def show(findings: Findings, console: Console, *, as_json: bool = False) -> None
     say(console, f"{findings.run}: {findings.kind}, {findings.precision}, {counted(findings.ranks, 'rank')}", style="bold")
     if findings.kind in EAGER_KINDS:
         say(console, f"The device type `{findings.kind}` runs operations one by one: it has no graphs, and compiles nothing.")
-    elif not findings.sets:
-        say(console, "The plan names no compiled sets: it was made by an earlier version.", style="yellow")
     else:
         table = simple_table(left("compiled set"), left("fingerprint"), left("state"), right("graphs"))
         for one in findings.sets:

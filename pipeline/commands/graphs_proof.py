@@ -85,10 +85,7 @@ def prove_graphs(
     proof = _copy(plan, base.bucket_root, root, folder, config, rows)
     paths = RunPaths(str(folder / "bucket" / "runs" / proof.run))
 
-    def run(stage: Stage, name: str) -> None:
-        _run(stage, paths, folder / f"{name.replace(' ', '-')}.log", lambda words: on_progress(f"{name}: {words}"))
-
-    run(Stage.COMPILE, "compile")
+    _run(Stage.COMPILE, "compile", paths, folder, on_progress)
     assert proof.graphs is not None
     _, known = read_sets(paths, proof.graphs)
     if known is None:
@@ -96,7 +93,7 @@ def prove_graphs(
     stages: list[StageGraphs] = []
 
     def meet(stage: Stage, name: str) -> None:
-        run(stage, name)
+        _run(stage, name, paths, folder, on_progress)
         if (found := read_stage(paths, stage, known, name=name)) is not None:
             stages.append(found)
 
@@ -272,24 +269,28 @@ def _forget_after(paths: RunPaths, step: int) -> None:
             store.delete(info.uri)
 
 
-def _run(stage: Stage, paths: RunPaths, log: Path, on_progress: Callable[[str], None]) -> None:
+def _run(stage: Stage, name: str, paths: RunPaths, folder: Path, on_progress: Callable[[str], None]) -> None:
     """Run one stage as its container would.
+
+    Args:
+        name: of its log in the folder, and in the progress.
 
     Raises:
         TrnpipeError: it failed.
     """
+    log = folder / f"{name.replace(' ', '-')}.log"
     ended = run_stage(
         stage,
         paths.root,
         log=log,
         timeout_seconds=60 * STAGE_MINUTES,
-        on_poll=lambda: on_progress(progress_note(paths, stage)),
+        on_poll=lambda: on_progress(f"{name}: {progress_note(paths, stage)}"),
     )
     if not ended.code:
         return
     failed = read_failure(paths, stage)
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-    error = TrnpipeError(
+    raise TrnpipeError(
         f"{stage} failed on torch-xla",
         value=[
             f"exit code {ended.code}",
@@ -298,6 +299,5 @@ def _run(stage: Stage, paths: RunPaths, log: Path, on_progress: Callable[[str], 
         ],
         rule="the real stages run on the plan's own model, settings and rows, with one rank",
         remedy=f"with --keep FOLDER the run and its logs stay ({log.name})",
+        exit_code=ExitCode.TRANSIENT if ended.timed_out else ExitCode.of(ended.code),
     )
-    error.exit_code = ExitCode.TRANSIENT if ended.timed_out else ExitCode.of(ended.code)
-    raise error

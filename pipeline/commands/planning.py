@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from pipeline import store
+from pipeline.commands.terminal import left, right, simple_table
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import RunPaths, check_run_folder
 from pipeline.cost import CURRENCY, HARDWARE, INSTANCE_HOUR, REGIONS
@@ -118,8 +118,7 @@ class Estimate:
 
     def shown(self) -> RenderableType:
         """Return the tables and sentences for people."""
-        options = _table("stage", "hosts", right=("hours", CURRENCY))
-        options.add_column("")
+        options = simple_table(Column("stage"), left("hosts"), right("hours"), right(CURRENCY), Column(""))
         for stage in (self.trains, self.embeds):
             for option in stage:
                 chosen = option in (self.best or ())
@@ -133,10 +132,10 @@ class Estimate:
                     style="bold" if chosen else "" if option.within_limit else "dim",
                 )
             options.add_section()
-        units = _table(f"{CURRENCY} for", right=("a million", "a billion tokens"))
+        units = simple_table(Column(f"{CURRENCY} for"), right("a million"), right("a billion tokens"))
         for name, costs in self.unit_costs.items():
             units.add_row(name, f"{costs['million_rows']:,.3f}", f"{costs['billion_tokens']:,.3f}")
-        needs = _table("grows with the data", right=("requires", "of"))
+        needs = simple_table(Column("grows with the data"), right("requires"), right("of"))
         for one in self.requirements:
             style = "" if not one.over else "bold red" if one.breaks else "yellow"
             needs.add_row(one.what, one.shown(one.amount), one.shown(one.limit), style=style)
@@ -163,16 +162,6 @@ class Estimate:
         hosts = f"{train.count} x {train.host}, then {embed.count} x {embed.host}"
         usd = (train.usd or 0.0) + (embed.usd or 0.0)
         return Text(f"Cheapest{within}: {hosts}: {_hours(train.hours + embed.hours)} h, {usd:,.2f} {CURRENCY}.", style="bold")
-
-
-def _table(*names: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    return Table(
-        *(Column(name, no_wrap=name == "hosts") for name in names),
-        *(Column(name, no_wrap=True, justify="right") for name in right),
-        box=box.SIMPLE_HEAD,
-        title=title,
-        title_justify="left",
-    )
 
 
 def _hours(hours: float) -> str:
@@ -248,7 +237,7 @@ class PlanReport:
             f"{self.shape.parameters / 1e6:.1f}M parameters on {world.kind} ({world.precision}), {world.nodes} x "
             f"{world.ranks_per_node} ranks\nat most {self.global_batch} pairs, {self.tokens_per_step} tokens per step"
         )
-        table = _table("memory", right=("size", "of"), title=title)
+        table = simple_table(Column("memory"), right("size"), right("of"), title=title)
         for budget in self.shown:
             table.add_row(
                 f"{budget.stage}, {PLACES[budget.place]}, {budget.moment}",

@@ -78,8 +78,6 @@ def _free_space(error: BaseException) -> Iterator[str]:
     """Yield the free space of the file systems that the error may concern."""
     name = getattr(error, "filename", None)
     for folder in {Path(name).parent if isinstance(name, str) else None, Path(tempfile.gettempdir())} - {None}:
-        try:
+        with suppress(OSError):
             usage = shutil.disk_usage(str(folder))
-        except OSError:
-            continue
-        yield f"{folder}: {usage.free / 1e6:,.0f} of {usage.total / 1e6:,.0f} MB are free"
+            yield f"{folder}: {usage.free / 1e6:,.0f} of {usage.total / 1e6:,.0f} MB are free"

@@ -37,10 +37,10 @@ from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder
 from pipeline.model.inference import encode, encode_shapes
 from pipeline.plan import EmbedPlan, RunPlan
+from pipeline.ports import free_port
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World as RankWorld
-from pipeline.run.world import free_port
 from pipeline.run_inputs import GraphsPlan, PlannedWorld
 from pipeline.sdk import compile_cache
 from pipeline.sdk.compile_cache import GraphState

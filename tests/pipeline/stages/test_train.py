@@ -24,8 +24,8 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.dropout import BitDropout
 from pipeline.model.encoder import Encoder
 from pipeline.plan import ResumedRun
+from pipeline.ports import free_port
 from pipeline.run.context import StageOutput
-from pipeline.run.world import free_port
 from pipeline.stages import train as stage
 from pipeline.training import loop, step
 from pipeline.training.metrics import WATCHED

@@ -20,7 +20,8 @@ from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_
 from pipeline.model.folder import load_encoder
 from pipeline.model.loss import contrastive_loss
 from pipeline.packing import BinShape
-from pipeline.run.world import World, free_port
+from pipeline.ports import free_port
+from pipeline.run.world import World
 from pipeline.training.batches import Padding, grouped_texts, packed_texts
 from pipeline.training.micro_batches import micro_batches
 from pipeline.training.step import RecentLosses, both_towers, build_optimizer, train_step
