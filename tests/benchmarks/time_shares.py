@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pipeline.training.micro_batches import TOWERS
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.backends.device import open_device
@@ -84,7 +83,7 @@ def trained(model: Path, lists: Sequence[tuple[list[list[int]], ...]]) -> tuple[
         for batch in batches:
             train_step(encoder, optimizer, device, batch, config.train, losses, seed_of=int)
 
-    return run, sum(int(batch[f"{tower}_mask"].sum()) for batch in batches for tower in TOWERS), 3
+    return run, sum(int(batch[name].sum()) for batch in batches for name in batch if name.startswith("mask")), 3
 
 
 def embedded(model: Path, lists: Sequence[tuple[list[list[int]], ...]], length: int) -> tuple[Callable[[], None], int, int]:

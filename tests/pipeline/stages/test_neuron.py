@@ -503,8 +503,8 @@ def compile_here(account: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("words", "temperature", "error", "remedy"),
     [
         ("[NCC_ITIN902] TensorInitialization error: BIR verification failed", 0.1, Defect, "report it"),
-        ("[NCC_EOOM001] allocated memory exceeds the device memory capacity", 0.2, BadConfig, "lower train.micro_batch"),
-        ("[NCC_EXTP004] The number of instructions generated exceeds the limit.", 0.3, BadConfig, "lower train.micro_batch"),
+        ("[NCC_EOOM001] allocated memory exceeds the device memory capacity", 0.2, BadConfig, "raise train.micro_batches"),
+        ("[NCC_EXTP004] The number of instructions generated exceeds the limit.", 0.3, BadConfig, "raise train.micro_batches"),
     ],
 )
 def test_a_graph_that_cannot_be_compiled(
