@@ -219,10 +219,11 @@ class PipelineStack(Stack):
         """A sick host takes itself out of its cluster, or the retry would land on it again."""
         # Batch names a compute environment's cluster after it; which of the two forms depends on the environment's age.
         clusters = [form.format(name) for name in environments for form in ("AWSBatch-{}-*", "{}_Batch_*")]
-        arns = [self.format_arn(service="ecs", resource="container-instance", resource_name=f"{name}/*") for name in clusters]
-        tasks = [self.format_arn(service="ecs", resource="task", resource_name=f"{name}/*") for name in clusters]
-        _allow(role, ["ecs:UpdateContainerInstancesState", "ecs:DescribeContainerInstances"], arns)
-        _allow(role, ["ecs:DescribeTasks"], tasks)
+        for kind, actions in (
+            ("container-instance", ["ecs:UpdateContainerInstancesState", "ecs:DescribeContainerInstances"]),
+            ("task", ["ecs:DescribeTasks"]),
+        ):
+            _allow(role, actions, [self.format_arn(service="ecs", resource=kind, resource_name=f"{name}/*") for name in clusters])
         if STAGES[stage].shape is Shape.GANG:
             # Where Batch leaves `Ref::run` in a node's command, the stage asks for its own job's parameters.
             _allow(role, ["batch:DescribeJobs"], ["*"])

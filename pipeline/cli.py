@@ -174,11 +174,10 @@ def start(
     from pipeline.operate import watch as watching
     from pipeline.operate.deployment import open_site
 
-    console = Console()
     with open_site(stack, state) as site:
         execution = starting.start(site, given, name)
         if watch:
-            raise typer.Exit(watching.watch(site, execution, console, lines=lines))
+            raise typer.Exit(watching.watch(site, execution, Console(), lines=lines))
         typer.echo(f"run {execution.run} started as execution {execution.name}")
         if link := site.console_link(execution.arn):
             typer.echo(link)
@@ -561,8 +560,7 @@ def main() -> NoReturn:
     try:
         app()
     except TrnpipeError as error:
-        for line in error.lines():
-            sys.stderr.write(line + "\n")
+        sys.stderr.write(f"{error}\n")
         sys.exit(int(error.exit_code))
     except BrokenPipeError:
         sys.exit(int(ExitCode.DONE))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -278,6 +278,15 @@ METRICS: dict[Metric, MetricSpec] = {
 EAGER_KINDS = ("cpu", "cuda")
 """Device types that run every operation at once, in any shape. All others compile graphs, one per shape."""
 
+JOBS_AT_ONCE = 100
+"""Jobs, or job definitions, that Batch describes in one request at most (API reference)."""
+
+JOB_ENDED = ("SUCCEEDED", "FAILED")
+"""States of a Batch job that has ended."""
+
+GATE_REFUSED = "GateRefused"
+"""Error with which the state machine ends a run whose model the gate has refused."""
+
 RUN_PARAMETER = "run"
 """Batch job parameter with the run folder's URI: `Ref::run` in every command."""
 
@@ -467,9 +476,14 @@ R = TypeVar("R", bound="Record")
 
 
 class Record:
-    """Base of the dataclasses that are written as JSON objects."""
+    """Base of the dataclasses that are written as JSON objects, moments as ISO 8601.
+
+    Attributes:
+        if_unreadable: the remedy for a record that cannot be read.
+    """
 
     __slots__ = ()
+    if_unreadable: ClassVar[str] = "restore an earlier version of it, or delete it and run its stage again"
 
     @classmethod
     def from_json(cls: type[R], data: bytes) -> R:
@@ -491,11 +505,11 @@ class Record:
                 "a record cannot be read",
                 value=error,
                 rule=f"a JSON object with the fields of {cls.__name__}",
-                remedy="restore an earlier version of it, or delete it and run its stage again",
+                remedy=cls.if_unreadable,
             ) from error
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()  # type: ignore[call-overload]
+        return json.dumps(asdict(self), indent=1, sort_keys=True, default=datetime.isoformat).encode()  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Instance types, their prices, and what a run costs: the node-hours of its stages times the price of an hour.
 
-Standard library only. Prices are those that AWS publishes: USD an hour, Linux, shared tenancy, on demand. Only regions and types
+Prices are those that AWS publishes: USD an hour, Linux, shared tenancy, on demand. Only regions and types
 that could be confirmed are listed: an unknown one has no price, never a guessed one. A deployment says what it really pays
 (Savings Plans, Capacity Blocks, Spot) in its setting `prices`, which also stands in for what is missing here. Sources, read in
 November 2026:
@@ -21,10 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+import msgspec
 
 from pipeline.contract import STAGES, Queue, Record, Shape, Stage
-from pipeline.errors import BadData
 
 CURRENCY = "USD"
 
@@ -120,6 +121,9 @@ def fargate_hour(region: str, *, vcpus: float, memory_gib: float, disk_gib: floa
 NOTE_SECONDS = 60.0
 """Longest time between two signs of life in a node's record, and so the uncertainty about a killed node."""
 
+Moment = Annotated[datetime, msgspec.Meta(tz=True)]
+"""With a time zone."""
+
 HourlyPrices = Mapping[Queue, float]
 """USD for an hour of one node, by queue; queues with an unknown price are left out."""
 
@@ -131,45 +135,19 @@ class NodeAttempt(Record):
 
     Attributes:
         node: index within the gang, or of the array child.
-        started, seen: ISO 8601 in UTC: its supervisor's start, and its last sign of life.
+        started, seen: its supervisor's start, and its last sign of life.
         exit_code: None while it runs, and if it was killed.
     """
+
+    if_unreadable: ClassVar[str] = "delete the record: the attempt is then not counted"
 
     node: int
     attempt: int
     job: str
     host: str
-    started: str
-    seen: str
+    started: Moment
+    seen: Moment
     exit_code: int | None = None
-
-    @property
-    def begin(self) -> datetime:
-        return datetime.fromisoformat(self.started)
-
-    @property
-    def last_seen(self) -> datetime:
-        return datetime.fromisoformat(self.seen)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> NodeAttempt:
-        """
-        Raises:
-            BadData: not an attempt's record, or a time in it is invalid or without a time zone.
-        """
-        record = super(NodeAttempt, cls).from_json(data)
-        try:
-            whole = None not in (record.begin.tzinfo, record.last_seen.tzinfo)
-        except ValueError:
-            whole = False
-        if not whole:
-            raise BadData(
-                "the times of an attempt cannot be read",
-                value=[record.started, record.seen],
-                rule="ISO 8601 with the time zone",
-                remedy="delete the record: the attempt is then not counted",
-            )
-        return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +179,7 @@ def stage_use(stage: Stage, records: Sequence[NodeAttempt], moment: datetime) ->
     at_most = False
     for record in records:
         ended, known = _end(record, records, moment)
-        intervals.setdefault(record.host, []).append((record.begin, ended))
+        intervals.setdefault(record.host, []).append((record.started, ended))
         at_most |= not known
     used = sum((_covered(spans) for spans in intervals.values()), timedelta())
     by_node = [record.node for record in records]
@@ -217,13 +195,13 @@ def stage_use(stage: Stage, records: Sequence[NodeAttempt], moment: datetime) ->
 def _end(record: NodeAttempt, records: Iterable[NodeAttempt], moment: datetime) -> tuple[datetime, bool]:
     """Return when an attempt ended, and whether that is known or only the latest possible moment."""
     if record.exit_code is not None:
-        return record.last_seen, True
-    after = [other.begin for other in records if other.node == record.node and other.begin > record.begin]
+        return record.seen, True
+    after = [other.started for other in records if other.node == record.node and other.started > record.started]
     silence = timedelta(seconds=NOTE_SECONDS)
-    alive = record.last_seen > moment - silence
+    alive = record.seen > moment - silence
     if alive and not after:
         return moment, True  # still running, as the report itself is
-    return min([moment if alive else record.last_seen + silence, *after]), False
+    return min([moment if alive else record.seen + silence, *after]), False
 
 
 def _covered(spans: list[tuple[datetime, datetime]]) -> timedelta:

@@ -92,17 +92,29 @@ class TrnpipeError(Exception):
         value: the offending value, or several as a list.
         rule: the rule that the value broke.
         remedy: what a person can do about it.
+        exit_code, kind: those of this failure, where they differ from the class's.
     """
 
     exit_code: ExitCode = ExitCode.DEFECT
     kind: FailureKind = FailureKind.OWN
 
-    def __init__(self, what: str, *, value: Any = None, rule: str = "", remedy: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        value: Any = None,
+        rule: str = "",
+        remedy: str = "",
+        exit_code: ExitCode | None = None,
+        kind: FailureKind | None = None,
+    ) -> None:
         super().__init__(what)
         self.what = what
         self.value = value
         self.rule = rule
         self.remedy = remedy
+        self.exit_code = exit_code or self.exit_code
+        self.kind = kind or self.kind
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -189,18 +201,6 @@ class Transient(TrnpipeError):
     """A failure of storage, network or a peer that may pass: exit 75, retried."""
 
     exit_code = ExitCode.TRANSIENT
-
-
-class LostPeer(Transient):
-    """Another rank went away during a collective: exit 75, retried."""
-
-    kind = FailureKind.LOST_PEER
-
-
-class Terminated(Transient):
-    """The node received SIGTERM: exit 75, retried."""
-
-    kind = FailureKind.TERMINATED
 
 
 class UnhealthyHost(TrnpipeError):

@@ -61,8 +61,7 @@ class TrainPlan(PlanSection):
         new_rows, replay_rows: their split: rows that the parent and its ancestors were not trained on, and others.
         bad_rows: refused rows of all training shards.
         not_positive: good rows of all training shards with a label of 0 or less, which are no pairs to train on.
-        bucket_rows: document bucket -> rows, after moving remainders (see pipeline/dataset/sampler).
-        steps_per_epoch, steps, warmup_steps: optimizer steps.
+        steps, warmup_steps: optimizer steps.
         resumed: the run whose training this run resumes; None: training begins with the parent.
     """
 
@@ -73,8 +72,6 @@ class TrainPlan(PlanSection):
     replay_rows: int = 0
     bad_rows: int = 0
     not_positive: int = 0
-    bucket_rows: dict[str, int] = Field({})
-    steps_per_epoch: int = 0
     steps: int = 0
     warmup_steps: int = 0
     resumed: ResumedRun | None = None
@@ -270,8 +267,7 @@ class RunPlan(PlanSection):
     reference: str | None = None
     """The run that is the reference (pipeline/evaluation/reference). None: there is none, or it cannot be compared with."""
     row_files: dict[str, RowFile] = Field({})
-    """`train.arrow`, `holdout.arrow`, `candidates.arrow`, `known.arrow`, those in `published/` and `reference/`, and
-    `order-EPOCH.npy`."""
+    """`train.arrow`, `holdout.arrow`, `candidates.arrow`, `known.arrow`, those in `published/` and `reference/`, `order.bin`."""
     lineage: tuple[str, ...] = ()
     """The runs whose rows count as seen: the parent's run and its ancestors, the oldest first (pipeline/dataset/seen)."""
     pairs: tuple[str, ...] = ()

@@ -27,8 +27,16 @@ from constructs import Construct
 from infra.console import Console
 from infra.runbook import GUIDE, advice, remedy
 from infra.settings import Settings
-from infra.workflow.machine import GATE_REFUSED
-from pipeline.contract import DEPLOYMENT_DIMENSION, METRICS, METRICS_NAMESPACE, STAGE_DIMENSION, Metric, Queue, Stage
+from pipeline.contract import (
+    DEPLOYMENT_DIMENSION,
+    GATE_REFUSED,
+    METRICS,
+    METRICS_NAMESPACE,
+    STAGE_DIMENSION,
+    Metric,
+    Queue,
+    Stage,
+)
 
 CHECKPOINT_STALL_SECONDS = 60
 """Training waits for a copy in host memory, which takes seconds; a minute means that it waited for an upload."""

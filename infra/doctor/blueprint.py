@@ -105,6 +105,10 @@ class Blueprint:
     def fleets(self) -> list[Fleet]:
         return [self._fleet(logical_id, properties) for logical_id, properties in self.resources(COMPUTE_ENVIRONMENT).items()]
 
+    def subnet_ids(self) -> list[str]:
+        """The subnets of an existing VPC that hosts and tasks start in, sorted."""
+        return sorted({subnet for fleet in self.fleets() for subnet in fleet.subnet_ids})
+
     def _fleet(self, logical_id: str, properties: Mapping[str, Any]) -> Fleet:
         compute = properties["ComputeResources"]
         subnets = self.resources("AWS::EC2::Subnet")

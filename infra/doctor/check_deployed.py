@@ -10,11 +10,9 @@ from typing import Any
 from infra.app import CDK
 from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, warning
 from infra.doctor.blueprint import COMPUTE_ENVIRONMENT
+from pipeline.contract import JOBS_AT_ONCE
 
 COMPLETE = ("CREATE_COMPLETE", "UPDATE_COMPLETE", "IMPORT_COMPLETE")
-JOBS_AT_ONCE = 100
-"""Jobs that DescribeJobs takes, and job definitions that DescribeJobDefinitions takes."""
-
 REASONS = {
     "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY": (
         "EC2 has no free hosts of this type in the zone now",

@@ -94,7 +94,7 @@ def resolvers(subject: Subject) -> Findings:
 def subnets(subject: Subject) -> Findings:
     if subject.settings.vpc is None:
         return
-    wanted = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
+    wanted = subject.blueprint.subnet_ids()
     absent = problem(
         "a subnet does not exist",
         rule=f"{', '.join(wanted)} in {subject.settings.region}",
@@ -152,8 +152,7 @@ def endpoints(subject: Subject) -> Findings:
     vpc_id, region = subject.settings.vpc.vpc_id, subject.settings.region
     found = subject.ask("ec2", "DescribeVpcEndpoints", Filters=[{"Name": "vpc-id", "Values": [vpc_id]}])["VpcEndpoints"]
     by_service = {endpoint["ServiceName"].partition(f"{region}.")[2]: endpoint for endpoint in found}
-    subnet_ids = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
-    tables = {subnet: route_table(subject, subnet, vpc_id) for subnet in subnet_ids}
+    tables = {subnet: route_table(subject, subnet, vpc_id) for subnet in subject.blueprint.subnet_ids()}
     if not (without_way_out := {subnet: table for subnet, table in tables.items() if not way_out(table)}):
         yield ok("services are reached through", ", ".join(sorted({way_out(table) for table in tables.values()})))
     missing = []
@@ -173,7 +172,7 @@ def endpoints(subject: Subject) -> Findings:
             value=", ".join(missing),
             rule="a private subnet needs an endpoint for each of them, or a route to a NAT or transit gateway",
             remedy=f"aws ec2 create-vpc-endpoint --vpc-id {vpc_id} --vpc-endpoint-type Interface --private-dns-enabled "
-            f"--subnet-ids {' '.join(subnet_ids)} --service-name com.amazonaws.{region}.SERVICE (Gateway for s3, dynamodb)",
+            f"--subnet-ids {' '.join(tables)} --service-name com.amazonaws.{region}.SERVICE (Gateway for s3, dynamodb)",
         )
     elif without_way_out:
         yield ok("endpoints", ", ".join((*GATEWAY_SERVICES, *subject.blueprint.endpoint_services)))
@@ -223,8 +222,8 @@ def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any],
     if not (group_ids := sorted(group["GroupId"] for group in endpoint.get("Groups", ()))):
         return
     groups = subject.ask("ec2", "DescribeSecurityGroups", GroupIds=group_ids)["SecurityGroups"]
-    subnet_ids = sorted({subnet for fleet in subject.blueprint.fleets() for subnet in fleet.subnet_ids})
-    blocks = [subnet["CidrBlock"] for subnet in subject.ask("ec2", "DescribeSubnets", SubnetIds=subnet_ids)["Subnets"]]
+    subnets = subject.ask("ec2", "DescribeSubnets", SubnetIds=subject.blueprint.subnet_ids())["Subnets"]
+    blocks = [subnet["CidrBlock"] for subnet in subnets]
     rules = [rule for group in groups for rule in group.get("IpPermissions", ()) if _covers(rule, HTTPS)]
     from_groups = {group for rule in rules for group in _groups(rule)}
     allowed = [ipaddress.IPv4Network(one["CidrIp"]) for rule in rules for one in rule.get("IpRanges", ())]

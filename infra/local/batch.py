@@ -21,14 +21,14 @@ from itertools import count
 from typing import Any
 
 from infra.local.batch_checks import check_retry, check_submission
-from infra.local.batch_jobs import FINAL_STATES, Attempt, Job, Node, build_job, milliseconds, named
+from infra.local.batch_jobs import Attempt, Job, Node, build_job, milliseconds, named
 from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, start_node, stop_nodes
 from infra.local.definitions import ClientError, JobDefinition, JobQueue, refuse_if
 from infra.local.ecs import HostPool
+from pipeline.contract import JOB_ENDED, JOBS_AT_ONCE
 from pipeline.log import log
-from pipeline.run.world import free_port
+from pipeline.ports import free_port
 
-MOST_DESCRIBED = 100
 LONGEST_REASON = 1024
 
 
@@ -87,7 +87,7 @@ class BatchRunner:
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses what DescribeJobs does (https://docs.aws.amazon.com/batch/latest/APIReference/API_DescribeJobs.html)."""
         asked = request.get("jobs", ())
-        refuse_if(not 1 <= len(asked) <= MOST_DESCRIBED, f"jobs must have 1 to {MOST_DESCRIBED} ids, found {len(asked)}")
+        refuse_if(not 1 <= len(asked) <= JOBS_AT_ONCE, f"jobs must have 1 to {JOBS_AT_ONCE} ids, found {len(asked)}")
         found = []
         with self._lock:
             for job_id in asked:
@@ -157,7 +157,7 @@ class BatchRunner:
     def _stop(self, job: Job, reason: str) -> None:
         with self._lock:
             for one in (job, *job.children):
-                if one.status not in FINAL_STATES and one.stop_reason is None:
+                if one.status not in JOB_ENDED and one.stop_reason is None:
                     one.stop_reason = reason
 
     def _run(self, job: Job) -> None:
@@ -248,7 +248,7 @@ class BatchRunner:
             started=started,
             stopped=milliseconds(),
             host=main.host,
-            log_stream=main.log_stream,
+            log_stream=job.log_stream(number, main.index),
             node_codes=node_codes,
         ), stopped_because is None
 

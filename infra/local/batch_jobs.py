@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from infra.local import ecs
 from infra.local.definitions import ACCOUNT, REGION, ClientError, JobDefinition, JobQueue, RetryStrategy, environment_of
 
-FINAL_STATES = ("SUCCEEDED", "FAILED")
 Named = TypeVar("Named", JobDefinition, JobQueue)
 
 
@@ -30,7 +29,6 @@ class Node:
     host: str
     process: subprocess.Popen[bytes]
     folder: Path
-    log_stream: str
     host_lost: bool = False
 
     def kill(self) -> None:
@@ -107,10 +105,8 @@ class Job:
 
     def log_stream(self, attempt: int, node: int) -> str:
         """Log file of one node of one attempt, below the folder of all logs."""
-        folder = f"{self.name}-{self.id[:8]}"
-        if self.array_index is not None:
-            return f"{folder}/child-{self.array_index:05d}-attempt-{attempt}.log"
-        return f"{folder}/attempt-{attempt}-node-{node:05d}.log"
+        child = None if self.array_index is None else f"child-{self.array_index:05d}-attempt-{attempt}"
+        return f"{self.name}-{self.id[:8]}/{child or f'attempt-{attempt}-node-{node:05d}'}.log"
 
     def summary(self) -> dict[str, Any]:
         """The job as ListJobs shows it."""
@@ -177,7 +173,10 @@ class Job:
             ],
         }
         if running := self._running(index):
-            shown |= {"logStreamName": running.log_stream, "containerInstanceArn": ecs.INSTANCE_ARN + running.host}
+            shown |= {
+                "logStreamName": self.log_stream(len(self.attempts) + 1, index),
+                "containerInstanceArn": ecs.INSTANCE_ARN + running.host,
+            }
         elif self.attempts:
             last = self.attempts[-1]
             shown["containerInstanceArn"] = ecs.INSTANCE_ARN + last.host

@@ -88,8 +88,7 @@ def start_node(
         port: of the gang's rendezvous: all nodes share one address here.
         host_environment: variables of the host's own.
     """
-    log_stream = job.log_stream(attempt, index)
-    path = settings.logs / log_stream
+    path = settings.logs / job.log_stream(attempt, index)
     path.parent.mkdir(parents=True, exist_ok=True)
     # A container starts with an empty file system and leaves nothing behind.
     folder = Path(tempfile.mkdtemp(prefix="trnpipe-node-"))
@@ -139,7 +138,7 @@ def start_node(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Node(index=index, host=host, process=process, folder=folder, log_stream=log_stream)
+    return Node(index=index, host=host, process=process, folder=folder)
 
 
 def stop_nodes(nodes: Sequence[Node], grace: timedelta) -> None:

@@ -57,9 +57,8 @@ class Mirror:
         if any(part in ("", ".", "..") for part in parts) or "\0" in key:
             return "every part of a key must be a file name"
         path = self.folder.joinpath(*parts)
-        if path.is_dir() or any(parent.is_file() for parent in path.parents[: len(parts) - 1]):
-            return "a key cannot be both an object and a folder of objects"
-        return None
+        taken = path.is_dir() or any(parent.is_file() for parent in path.parents[: len(parts) - 1])
+        return "a key cannot be both an object and a folder of objects" if taken else None
 
     def store(self, key: str) -> None:
         """Make the file what moto's object is now: written, or removed when there is no such object."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -242,12 +241,19 @@ def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) ->
     with ThreadPoolExecutor(max_workers=1) as pool:
         # Node.js works on the templates while the demo's text is read here, where Ctrl-C interrupts it, and the engine is loaded.
         synthesis = pool.submit(synthesize, state / "cdk.out", context)
-        from infra.local.server import load_services
+        from infra.local.batch import BatchRunner
+        from infra.local.batch_nodes import THIS_INSTALLATION, BatchSettings
+        from infra.local.server import load_services, local_endpoint
 
         load_services()
         weeks = demo.weekly_shards(state / "demo", rows=size.rows) if size else []
         stack = read_stack(synthesis.result())
-    with _endpoint(request, stack, program) as endpoint:
+
+    def runner(environment: dict[str, str]) -> BatchRunner:
+        settings = BatchSettings(logs=state / "logs", environment=environment, program=program or THIS_INSTALLATION)
+        return BatchRunner(stack.job_definitions, stack.queues, settings)
+
+    with local_endpoint(stack, state, runner) as endpoint:
         training, corpus = list(request.training), list(request.corpus)
         if request.demo:
             documents = [state / "demo" / demo.CORPUS / week.name for week in weeks]
@@ -318,21 +324,6 @@ def _logs(runner: BatchRunner, line: StageLine, failure: StageFailure | None) ->
             node = failure.node if failure and failure.node < len(one.definition.containers) else one.definition.main_node
             attempt = failure.attempt if failure and 0 < failure.attempt <= len(one.attempts) else len(one.attempts)
             yield str(runner.settings.logs / one.log_stream(attempt, node))
-
-
-def _endpoint(request: LocalRequest, stack: LocalStack, program: tuple[str, ...] | None) -> AbstractContextManager[LocalEndpoint]:
-    from infra.local.batch import BatchRunner
-    from infra.local.batch_nodes import THIS_INSTALLATION, BatchSettings
-    from infra.local.server import local_endpoint
-
-    def runner(environment: dict[str, str]) -> BatchRunner:
-        return BatchRunner(
-            stack.job_definitions,
-            stack.queues,
-            BatchSettings(logs=request.state / "logs", environment=environment, program=program or THIS_INSTALLATION),
-        )
-
-    return local_endpoint(stack, request.state, runner)
 
 
 def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | None) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import hmac
 import io
 import json
 import logging
-import os
 import re
 import secrets
 import threading
@@ -131,12 +130,7 @@ def local_endpoint(
         exit_stack.callback(_stop_executions, endpoint.client("stepfunctions"), machines)
         exit_stack.callback(application.watches.clear)
         application.load(endpoint.client("dynamodb"))
-        exit_stack.enter_context(
-            announced(
-                state,
-                EndpointRecord(state_machine=stack.state_machine_arn, environment=environment, process=os.getpid()),
-            )
-        )
+        exit_stack.enter_context(announced(state, EndpointRecord(state_machine=stack.state_machine_arn, environment=environment)))
         yield endpoint
 
 

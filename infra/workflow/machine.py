@@ -33,9 +33,8 @@ from infra.workflow.states import (
     read_result,
     resource,
 )
-from pipeline.contract import RunPaths, Stage
+from pipeline.contract import GATE_REFUSED, RunPaths, Stage
 
-GATE_REFUSED = "GateRefused"
 LOCK_HELD = "LockHeld"
 INPUT_REFUSED = "InputRefused"
 """Errors of the machine's own under which an execution ends, besides `NoSuchGang` and those of infra/workflow/states.py."""

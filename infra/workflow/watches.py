@@ -33,14 +33,12 @@ from infra.runbook import remedy
 from infra.setting_sections import DAYS_OF_WEEK
 from infra.settings import Settings
 from infra.workflow.states import CALL_SECONDS, DISCARD, States
-from pipeline.contract import EXECUTION_TAG, STAGES, Queue
+from pipeline.contract import EXECUTION_TAG, JOB_ENDED, STAGES, Queue
 
 DAY_SECONDS = 24 * 3600
 LOOK_AGAIN_SECONDS = 30
 LOOKS = 2
 ENDED_BADLY = ("ABORTED", "TIMED_OUT", "FAILED")
-ENDED = ("SUCCEEDED", "FAILED")
-"""States of a job."""
 METADATA_ONLY = {"IncludedData": "METADATA_ONLY"}
 """Without input and output, which could exceed what a state may hold. An execution whose input does has started no job: its first
 state holds the input three times."""
@@ -218,7 +216,7 @@ def _job_states(partition: str, topic: str, console: Console) -> States:
                     "And": [
                         {"Variable": owner, "IsPresent": True},
                         {"Variable": owner, "StringEqualsPath": "$.execution"},
-                        *({"Not": {"Variable": "$.job.Status", "StringEquals": status}} for status in ENDED),
+                        *({"Not": {"Variable": "$.job.Status", "StringEquals": status}} for status in JOB_ENDED),
                         # The second look meets the jobs that the first one has terminated.
                         {
                             "Or": [

@@ -51,7 +51,7 @@ class Findings:
         found = [
             f"{stage.name} met {counted(len(stage.new), 'graph')} that compile did not" for stage in self.stages if stage.new
         ]
-        if self.lowered and any(bucket.difference for bucket in self.lowered.buckets):
+        if self.lowered and self.lowered.difference:
             found.append(f"rank {self.lowered.ranks - 1} would compile other graphs than rank 0")
         return found + [
             f"on torch-xla {stage.name} met {counted(len(stage.new), 'graph')} that the trial did not"

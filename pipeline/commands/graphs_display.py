@@ -31,8 +31,6 @@ def show(findings: Findings, console: Console, *, as_json: bool = False) -> None
     say(console, f"{findings.run}: {findings.kind}, {findings.precision}, {counted(findings.ranks, 'rank')}", style="bold")
     if findings.kind in EAGER_KINDS:
         say(console, f"The device type `{findings.kind}` runs operations one by one: it has no graphs, and compiles nothing.")
-    elif not findings.sets:
-        say(console, "The plan names no compiled sets: it was made by an earlier version.", style="yellow")
     else:
         table = simple_table(left("compiled set"), left("fingerprint"), left("state"), right("graphs"))
         for one in findings.sets:
@@ -82,37 +80,29 @@ def _lowered(lowered: Lowered, console: Console, *, other_kind: bool) -> None:
     say(console, f"Graphs of a training step{as_kind}, {lowered.precision}, {counted(lowered.ranks, 'rank')}:")
     last = [left(f"rank {lowered.ranks - 1} = 0")] if lowered.ranks > 1 else []
     counts = map(right, ("operations", "inputs"))
-    table = simple_table(right("tokens"), right("graph"), left("fingerprint"), *counts, left("collectives"), *last)
-    for bucket in lowered.buckets:
-        for number, graph in enumerate(bucket.graphs, start=1):
-            first = number == 1
-            collectives = ", ".join(
-                f"{name}{f' ({count})' if count > 1 else ''}" for name, count in graph.description.collectives.items()
-            )
-            cells = [
-                str(bucket.bucket) if first else "",
-                f"{number}{f' ({graph.times} times)' if graph.times > 1 else ''}",
-                graph.fingerprint[:FINGERPRINT_SHOWN],
-                str(graph.description.size),
-                str(sum(graph.description.inputs.values())),
-                collectives,
-            ]
-            agrees = Text("no", "bold red") if bucket.difference else Text("yes", "green")
-            table.add_row(*cells, *([agrees if first else ""] if last else []))
+    table = simple_table(right("graph"), left("fingerprint"), *counts, left("collectives"), *last)
+    agrees = Text("no", "bold red") if lowered.difference else Text("yes", "green")
+    for number, graph in enumerate(lowered.graphs, start=1):
+        collectives = ", ".join(
+            f"{name}{f' ({count})' if count > 1 else ''}" for name, count in graph.description.collectives.items()
+        )
+        cells = [
+            f"{number}{f' ({graph.times} times)' if graph.times > 1 else ''}",
+            graph.fingerprint[:FINGERPRINT_SHOWN],
+            str(graph.description.size),
+            str(sum(graph.description.inputs.values())),
+            collectives,
+        ]
+        table.add_row(*cells, *([agrees if number == 1 else ""] if last else []))
     console.print(table)
-    for bucket in lowered.buckets:
-        if bucket.difference:
-            say(console, f"{bucket.bucket} tokens, rank {lowered.ranks - 1}: {bucket.difference}", style="red")
+    if lowered.difference:
+        say(console, f"rank {lowered.ranks - 1}: {lowered.difference}", style="red")
 
 
 def _proof(proof: Proof, console: Console) -> None:
-    lengths = ", ".join(map(str, proof.buckets))
-    partial = f"a last batch of {counted(proof.partial_rows, 'row')}" if proof.partial_rows else "no partial batch (of one row)"
     say(
         console,
-        f"Proof on torch-xla, {proof.precision}, 1 rank: the trial met {proof.recorded} graphs; then {proof.steps} steps over "
-        f"documents of {lengths} tokens, {partial}, and again from the checkpoint of step {proof.checkpoint}:",
+        f"Proof on torch-xla, {proof.precision}, 1 rank: the trial met {proof.recorded} graphs; then {proof.steps} steps, "
+        f"and again from the checkpoint of step {proof.checkpoint}:",
     )
-    if proof.without_rows:
-        say(console, f"No row of the run has a length of {', '.join(map(str, proof.without_rows))} tokens.", style="yellow")
     _stages(proof.stages, console)

@@ -1,7 +1,7 @@
 """Lower the graphs of a training step as the first and the last rank of a plan would compile them, in a child process.
 
 torch-xla takes over the process that loads it, and an error inside XLA ends a process without an exception: hence a child, on the
-host's processor whatever devices there are. It prints one JSON line per rank and bucket.
+host's processor whatever devices there are. It prints one JSON line per rank.
 """
 
 from __future__ import annotations
@@ -46,37 +46,25 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketGraphs:
-    """The graphs of a step of one bucket.
-
-    Attributes:
-        bucket: static document length in tokens.
-        graphs: rank 0's, in the order in which they run.
-        difference: how the last rank's differ, in words; empty: they are the same, byte for byte.
-    """
-
-    bucket: int
-    graphs: tuple[Graph, ...]
-    difference: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """All buckets of a plan.
+    """The graphs of a plan's step.
 
     Attributes:
         kind: device type of the graphs; `neuron` where the plan's own has none.
         ranks: the plan's number of ranks, which the graphs contain.
+        graphs: rank 0's, in the order in which they run.
+        difference: how the last rank's differ, in words; empty: they are the same, byte for byte.
     """
 
     kind: str
     precision: str
     ranks: int
-    buckets: tuple[BucketGraphs, ...]
+    graphs: tuple[Graph, ...]
+    difference: str
 
 
 def lower_plan(plan: RunPlan, root: str | None, on_progress: Callable[[str], None]) -> Lowered:
-    """Lower a step of every bucket for rank 0 and for the last rank, and compare them.
+    """Lower a step for rank 0 and for the last rank, and compare them.
 
     Args:
         root: local bucket that stands for the one the plan names, see `find_run`.
@@ -90,7 +78,7 @@ def lower_plan(plan: RunPlan, root: str | None, on_progress: Callable[[str], Non
     eager = plan.world.kind in EAGER_KINDS
     kind = "neuron" if eager else plan.world.kind
     precision = resolve_precision(kind, plan.config.device.precision) if eager else plan.world.precision
-    ranks, buckets = plan.world.ranks, plan.config.train.buckets
+    ranks = plan.world.ranks
     chosen = sorted({0, ranks - 1})
     with tempfile.TemporaryDirectory(prefix="trnpipe-lower-") as scratch:
         folder = fetch_without_weights(mirrored(plan.parent.folder, root), Path(scratch) / "parent")
@@ -102,27 +90,21 @@ def lower_plan(plan: RunPlan, root: str | None, on_progress: Callable[[str], Non
             "ranks": ranks,
             "chosen": chosen,
         }
-        found: dict[tuple[int, int], list[Graph]] = {}
+        found: dict[int, list[Graph]] = {}
         for line in _answers(request, Path(scratch) / "log", plan.graphs.environment if plan.graphs else {}):
-            on_progress(f"rank {line['rank']} of {ranks}: step of {line['bucket']} tokens")
-            found[line["rank"], line["bucket"]] = [
+            on_progress(f"rank {line['rank']} of {ranks}")
+            found[line["rank"]] = [
                 Graph(fingerprint=graph["fingerprint"], description=GraphDescription(**graph["description"]), times=1)
                 for graph in line["graphs"]
             ]
-    if missing := [(rank, bucket) for rank in chosen for bucket in buckets if not found.get((rank, bucket))]:
-        raise Defect("the child did not lower all graphs", value=[f"rank {rank}, bucket {bucket}" for rank, bucket in missing])
+    if missing := [rank for rank in chosen if not found.get(rank)]:
+        raise Defect("the child did not lower all graphs", value=[f"rank {rank}" for rank in missing])
     return Lowered(
         kind=kind,
         precision=precision,
         ranks=ranks,
-        buckets=tuple(
-            BucketGraphs(
-                bucket=bucket,
-                graphs=tuple(_merged(found[0, bucket])),
-                difference=rank_difference(found[0, bucket], found[ranks - 1, bucket]),
-            )
-            for bucket in buckets
-        ),
+        graphs=tuple(_merged(found[0])),
+        difference=rank_difference(found[0], found[ranks - 1]),
     )
 
 
@@ -191,10 +173,10 @@ def _lower_here(request: dict[str, Any]) -> None:
         world = World(rank=rank, size=request["ranks"])
         # Weights are inputs of the graphs, so any will do.
         encoder = new_encoder(backbone, config.model)
-        for bucket, lowered in lower_training(encoder, config, request["precision"], world):
-            graphs = [{"fingerprint": one.fingerprint, "description": asdict(one.description)} for one in lowered]
-            sys.stdout.write(json.dumps({"rank": rank, "bucket": bucket, "graphs": graphs}) + "\n")
-            sys.stdout.flush()
+        lowered = lower_training(encoder, config, request["precision"], world)
+        graphs = [{"fingerprint": one.fingerprint, "description": asdict(one.description)} for one in lowered]
+        sys.stdout.write(json.dumps({"rank": rank, "graphs": graphs}) + "\n")
+        sys.stdout.flush()
         del encoder
         gc.collect()
 

@@ -2,8 +2,8 @@
 
 A copy of the plan gets a run folder of its own, with device type `xla`: the same model, settings and program, and graphs that XLA
 really compiles, on this host's processor. The lowered graphs cover what one host does not have: collectives, and the compiler's
-own cast, which is fp32 here. The rows are few, and chosen so that a short run meets what a long one meets: every bucket, the last
-partial batch, the rise and the fall of the learning rate, validation, a checkpoint, and a process that resumes from it.
+own cast, which is fp32 here. The rows are few, but a short run meets what a long one meets: bins of different pairs, the rise and
+the fall of the learning rate, validation, a checkpoint, and a process that resumes from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.backends.device import require_available
@@ -24,8 +23,8 @@ from pipeline.contract import RunPaths, Stage, StageResult
 from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.ingested import TEXTS, ingested_rows_uri, ingested_tokens_uri, write_batches, write_file, write_profile
-from pipeline.dataset.row_files import KNOWN, read_table, token_lengths
-from pipeline.dataset.steps import count_steps, write_orders
+from pipeline.dataset.row_files import KNOWN, PairLengths, read_table, token_lengths
+from pipeline.dataset.steps import write_steps
 from pipeline.errors import BadConfig, BadData, Defect, ExitCode, TrnpipeError
 from pipeline.estimate.variant import plan_variant
 from pipeline.host.child import progress_note, read_failure, run_stage, sentence
@@ -35,7 +34,6 @@ from pipeline.run.find_run import mirrored
 LEAST_STEPS = 8
 """Enough for a rise of the learning rate, a peak and a fall, with a checkpoint in the middle."""
 
-BATCHES_PER_BUCKET = 2
 HOLDOUT_ROWS = 48
 DOCUMENTS = 256
 """Documents of the corpus that embed gets."""
@@ -52,9 +50,6 @@ class Proof:
         run: its folder.
         recorded: number of graphs that its trial met.
         steps: optimizer steps that it trained.
-        buckets: document lengths that its rows have.
-        without_rows: lengths of the plan that none of the run's rows has.
-        partial_rows: rows of the last, partial batch; 0: every batch has one row.
         checkpoint: step from which a second process resumed.
         stages: in their order; train comes twice.
     """
@@ -63,9 +58,6 @@ class Proof:
     precision: str
     recorded: int
     steps: int
-    buckets: tuple[int, ...]
-    without_rows: tuple[int, ...]
-    partial_rows: int
     checkpoint: int
     stages: tuple[StageGraphs, ...]
 
@@ -89,17 +81,11 @@ def prove_graphs(
     require_available("xla")
     on_progress("choosing rows")
     rows = store.local_folder(base.rows, folder / "planned-rows")
-    train = read_table(rows / "train.arrow")
-    lengths = token_lengths(train["document_tokens"])
-    chosen = choose_rows(lengths, plan.config)
-    config = proof_config(plan, steps, lengths[chosen])
-    proof = _copy(plan, base.bucket_root, root, folder, config, rows, train.take(pa.array(chosen)), lengths[chosen])
+    config = proof_config(plan, steps)
+    proof = _copy(plan, base.bucket_root, root, folder, config, rows)
     paths = RunPaths(str(folder / "bucket" / "runs" / proof.run))
 
-    def run(stage: Stage, name: str) -> None:
-        _run(stage, paths, folder / f"{name.replace(' ', '-')}.log", lambda words: on_progress(f"{name}: {words}"))
-
-    run(Stage.COMPILE, "compile")
+    _run(Stage.COMPILE, "compile", paths, folder, on_progress)
     assert proof.graphs is not None
     _, known = read_sets(paths, proof.graphs)
     if known is None:
@@ -107,7 +93,7 @@ def prove_graphs(
     stages: list[StageGraphs] = []
 
     def meet(stage: Stage, name: str) -> None:
-        run(stage, name)
+        _run(stage, name, paths, folder, on_progress)
         if (found := read_stage(paths, stage, known, name=name)) is not None:
             stages.append(found)
 
@@ -124,58 +110,30 @@ def prove_graphs(
         meet(Stage.EMBED, "embed")
     if len(stages) != (4 if proof.embed.parts else 3):
         raise Defect("a stage has not reported which graphs it met", value=", ".join(stage.name for stage in stages))
-    used = np.unique(np.searchsorted(np.asarray(config.train.buckets), lengths))
-    buckets = tuple(config.train.buckets[index] for index in used)
     return Proof(
         run=paths.root,
         precision=proof.world.precision,
         recorded=len(known),
         steps=proof.train.steps,
-        buckets=buckets,
-        without_rows=tuple(bucket for bucket in config.train.buckets if bucket not in buckets),
-        partial_rows=len(chosen) % step_rows(config),
         checkpoint=checkpoint,
         stages=tuple(stages),
     )
 
 
-def step_rows(config: RunConfig) -> int:
-    """Rows of an optimizer step of one rank."""
-    return config.train.batch_size * config.train.accumulation
-
-
-def choose_rows(lengths: NDArray[np.int32], config: RunConfig) -> NDArray[np.int64]:
-    """Choose rows of which a rank makes whole batches of every bucket that has rows, and one partial batch.
-
-    A row may repeat where a bucket has few.
-
-    Returns:
-        Indices of the rows.
-    """
-    batch = step_rows(config)
-    bucket_of = np.searchsorted(np.asarray(config.train.buckets), lengths)
-    used = np.unique(bucket_of)
-    whole = [np.resize(np.flatnonzero(bucket_of == bucket), BATCHES_PER_BUCKET * batch) for bucket in used]
-    return np.concatenate([*whole, np.resize(np.flatnonzero(bucket_of == used[-1]), batch // 2)])
-
-
-def proof_config(plan: RunPlan, steps: int | None, lengths: NDArray[np.int32]) -> RunConfig:
+def proof_config(plan: RunPlan, steps: int | None) -> RunConfig:
     """Return the plan's configuration for a short run of one xla rank, with one checkpoint and one validation in the middle.
-
-    Args:
-        lengths: (chosen rows,) document lengths in tokens.
 
     Raises:
         BadConfig: too few steps to meet everything.
     """
     config = plan.config
     joined = config.device.loader.batches_per_execution
-    least = max(LEAST_STEPS, count_steps([lengths], config, 1).steps_per_epoch, 2 * joined + 1)
+    least = max(LEAST_STEPS, 2 * joined + 1)
     if steps is not None and steps < least:
         raise BadConfig(
             "too few steps to meet every graph of a run",
             value=f"--steps {steps}",
-            rule=f"{least} steps meet every bucket, a checkpoint and the steps after it",
+            rule=f"{least} steps meet a checkpoint and the steps after it",
             remedy=f"--steps {least}, or leave it out",
         )
     total = steps or least
@@ -214,14 +172,14 @@ def _copy(
     folder: Path,
     config: RunConfig,
     rows: Path,
-    train: pa.Table,
-    lengths: NDArray[np.int32],
 ) -> RunPlan:
     """Write the copy's rows and plan."""
+    # As many rows as the steps have room for.
+    train = read_table(rows / "train.arrow")[: config.train.batch_size * config.train.accumulation * LEAST_STEPS]
     name = f"{plan.run[:74]}-proof"
     paths = RunPaths(str(folder / "bucket" / "runs" / name))
     parent = store.local_folder(mirrored(plan.parent.folder, root), folder / "parent").absolute()
-    proof = plan_variant(plan, config, run=name, parent=parent, lengths=lengths, bucket_root=paths.bucket_root)
+    proof = plan_variant(plan, config, run=name, parent=parent, rows=len(train), bucket_root=paths.bucket_root)
     holdout, candidates = choose_holdout(rows, config)
     target = Path(paths.rows)
     target.mkdir(parents=True)
@@ -229,7 +187,7 @@ def _copy(
     for file, table in (("train.arrow", train), ("holdout.arrow", holdout), ("candidates.arrow", candidates), (KNOWN, known)):
         with pa.ipc.new_file(str(target / file), table.schema) as writer:
             writer.write_table(table)
-    write_orders(target, [lengths], config, 1)
+    write_steps(target, PairLengths(target / "train.arrow"), len(train), config, 1)
     embed = one_part(plan.embed, base, paths.bucket_root, folder / "documents")
     proof = proof.model_copy(update={"embed": embed, "row_files": {}}).sealed()
     store.write_bytes(paths.plan, proof.to_json())
@@ -311,24 +269,28 @@ def _forget_after(paths: RunPaths, step: int) -> None:
             store.delete(info.uri)
 
 
-def _run(stage: Stage, paths: RunPaths, log: Path, on_progress: Callable[[str], None]) -> None:
+def _run(stage: Stage, name: str, paths: RunPaths, folder: Path, on_progress: Callable[[str], None]) -> None:
     """Run one stage as its container would.
+
+    Args:
+        name: of its log in the folder, and in the progress.
 
     Raises:
         TrnpipeError: it failed.
     """
+    log = folder / f"{name.replace(' ', '-')}.log"
     ended = run_stage(
         stage,
         paths.root,
         log=log,
         timeout_seconds=60 * STAGE_MINUTES,
-        on_poll=lambda: on_progress(progress_note(paths, stage)),
+        on_poll=lambda: on_progress(f"{name}: {progress_note(paths, stage)}"),
     )
     if not ended.code:
         return
     failed = read_failure(paths, stage)
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-    error = TrnpipeError(
+    raise TrnpipeError(
         f"{stage} failed on torch-xla",
         value=[
             f"exit code {ended.code}",
@@ -337,6 +299,5 @@ def _run(stage: Stage, paths: RunPaths, log: Path, on_progress: Callable[[str], 
         ],
         rule="the real stages run on the plan's own model, settings and rows, with one rank",
         remedy=f"with --keep FOLDER the run and its logs stay ({log.name})",
+        exit_code=ExitCode.TRANSIENT if ended.timed_out else ExitCode.of(ended.code),
     )
-    error.exit_code = ExitCode.TRANSIENT if ended.timed_out else ExitCode.of(ended.code)
-    raise error

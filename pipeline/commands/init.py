@@ -165,6 +165,7 @@ def choose(data: DataFacts, model: ModelFacts, inputs: Sequence[str], corpus: Se
     longest = min(LONGEST_BUCKET, model.longest // BUCKET_STEP * BUCKET_STEP)
     buckets = sorted({min(longest, _up(np.quantile(data.documents, share), BUCKET_STEP)) for share in BUCKET_SHARES})
     trained = data.rows * (1 - fraction)
+    mean = np.minimum(data.documents, buckets[-1]).mean() + data.queries.mean()
     batch = next((size for size in BATCH_SIZES if trained / size >= LEAST_STEPS), BATCH_SIZES[-1])
     return {
         "data": {
@@ -176,9 +177,10 @@ def choose(data: DataFacts, model: ModelFacts, inputs: Sequence[str], corpus: Se
         "model": {"initial": model.name},
         "train": {
             "epochs": max(1, min(MOST_EPOCHS, math.ceil(FEW_STEPS * batch / trained))),
-            "batch_size": batch,
+            "batch_size": 2 * batch,
+            "batch_tokens": _up(batch * mean, BUCKET_STEP),
             "query_length": min(longest, max(16, _up(np.quantile(data.queries, 0.99), QUERY_STEP))),
-            "buckets": buckets,
+            "length": buckets[-1],
         },
         "embed": {"buckets": buckets},
         "gate": gate,
@@ -214,9 +216,9 @@ def write_config(path: Path, chosen: dict[str, Any], data: DataFacts) -> None:
     """
     config = build_config(chosen)
     fraction, train = config.data.holdout_fraction, config.train
-    steps = round(data.rows * (1 - fraction) / train.batch_size * train.epochs)
+    steps = round(data.rows * (1 - fraction) / (train.batch_size // 2) * train.epochs)
     queries = held_out_queries(data.first.rows, config.data) * data.rows / max(1, len(data.first.rows))
-    cut = (data.documents > train.buckets[-1]).mean(), (data.queries > train.query_length).mean()
+    cut = (data.documents > train.length).mean(), (data.queries > train.query_length).mean()
     reasons = {
         "data.train": "files, or folders of them; later files go here, into the folder, or after --input",
         "data.corpus": "rows {id, text} to embed",
@@ -224,10 +226,11 @@ def write_config(path: Path, chosen: dict[str, Any], data: DataFacts) -> None:
         "data.holdout_fraction": f"kept from training to measure quality: about {queries:,.0f} queries",
         "model.initial": "of the first run; later runs continue from the published model",
         "train.epochs": f"passes over the rows: about {steps:,} steps of one rank",
-        "train.batch_size": "pairs of a rank whose documents compete; halve it if memory is short",
+        "train.batch_size": "pairs of a rank whose documents compete, at most; usually half as many fit into",
+        "train.batch_tokens": "tokens of these pairs; halve both if memory is short",
         "train.query_length": f"tokens; {cut[1]:.1%} of the queries are longer and are cut",
-        "train.buckets": f"lengths of documents in tokens; {cut[0]:.1%} are longer and are cut",
-        "embed.buckets": "the same for the documents to embed",
+        "train.length": f"tokens of a packed row; {cut[0]:.1%} of the documents are longer and are cut",
+        "embed.buckets": "tokens of the rows that documents are embedded in",
         "gate.max_drop": "the drop in nDCG that a new model must not have; fewer queries cannot exclude a smaller one",
         "gate.undecided": "refuse only what is surely worse: too few queries to exclude a drop",
     }

@@ -14,15 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from pipeline import store
+from pipeline.commands.terminal import left, right, simple_table
 from pipeline.config import RunConfig, build_config
 from pipeline.contract import RunPaths, check_run_folder
 from pipeline.cost import CURRENCY, HARDWARE, INSTANCE_HOUR, REGIONS
+from pipeline.dataset.steps import step_bins
 from pipeline.errors import BadConfig
 from pipeline.estimate.memory import (
     HOST_KINDS,
@@ -118,8 +119,7 @@ class Estimate:
 
     def shown(self) -> RenderableType:
         """Return the tables and sentences for people."""
-        options = _table("stage", "hosts", right=("hours", CURRENCY))
-        options.add_column("")
+        options = simple_table(Column("stage"), left("hosts"), right("hours"), right(CURRENCY), Column(""))
         for stage in (self.trains, self.embeds):
             for option in stage:
                 chosen = option in (self.best or ())
@@ -133,10 +133,10 @@ class Estimate:
                     style="bold" if chosen else "" if option.within_limit else "dim",
                 )
             options.add_section()
-        units = _table(f"{CURRENCY} for", right=("a million", "a billion tokens"))
+        units = simple_table(Column(f"{CURRENCY} for"), right("a million"), right("a billion tokens"))
         for name, costs in self.unit_costs.items():
             units.add_row(name, f"{costs['million_rows']:,.3f}", f"{costs['billion_tokens']:,.3f}")
-        needs = _table("grows with the data", right=("requires", "of"))
+        needs = simple_table(Column("grows with the data"), right("requires"), right("of"))
         for one in self.requirements:
             style = "" if not one.over else "bold red" if one.breaks else "yellow"
             needs.add_row(one.what, one.shown(one.amount), one.shown(one.limit), style=style)
@@ -165,16 +165,6 @@ class Estimate:
         return Text(f"Cheapest{within}: {hosts}: {_hours(train.hours + embed.hours)} h, {usd:,.2f} {CURRENCY}.", style="bold")
 
 
-def _table(*names: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    return Table(
-        *(Column(name, no_wrap=name == "hosts") for name in names),
-        *(Column(name, no_wrap=True, justify="right") for name in right),
-        box=box.SIMPLE_HEAD,
-        title=title,
-        title_justify="left",
-    )
-
-
 def _hours(hours: float) -> str:
     return f"{hours:,.2f}" if hours >= 1 else f"{hours:.3f}"
 
@@ -197,13 +187,13 @@ class PlanReport:
 
     @property
     def global_batch(self) -> int:
-        """Pairs per optimizer step."""
+        """Pairs per optimizer step, at most."""
         return self.config.train.batch_size * self.config.train.accumulation * self.world.ranks
 
     @property
     def tokens_per_step(self) -> int:
-        """Padded tokens, in steps of the longest documents."""
-        return self.global_batch * (self.config.train.query_length + max(self.config.train.buckets))
+        """Padded tokens."""
+        return step_bins(self.config, self.world.ranks) * self.config.train.bin_shape.tokens
 
     def require(self) -> None:
         """Refuse a plan that cannot fit.
@@ -246,9 +236,9 @@ class PlanReport:
         world = self.world
         title = (
             f"{self.shape.parameters / 1e6:.1f}M parameters on {world.kind} ({world.precision}), {world.nodes} x "
-            f"{world.ranks_per_node} ranks\n{self.global_batch} pairs, at most {self.tokens_per_step} tokens per step"
+            f"{world.ranks_per_node} ranks\nat most {self.global_batch} pairs, {self.tokens_per_step} tokens per step"
         )
-        table = _table("memory", right=("size", "of"), title=title)
+        table = simple_table(Column("memory"), right("size"), right("of"), title=title)
         for budget in self.shown:
             table.add_row(
                 f"{budget.stage}, {PLACES[budget.place]}, {budget.moment}",

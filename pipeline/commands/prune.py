@@ -103,12 +103,10 @@ def _needed(root: str, name: str, keep_days: int) -> Iterator[str]:
         replaced = record["published"]
     for record in readable:
         yield from (record["run"], record.get("embeddings_run", record["run"]))
-        try:
+        with suppress(MissingInput):  # removed already, by hand
             # A local run's files are named as its endpoint has them.
             parts = store.read_json(store.join(root, "runs", _below_runs(record["embeddings"])))["parts"]
-        except MissingInput:
-            continue  # removed already, by hand
-        yield from (_below_runs(part["uri"]).split("/")[0] for part in parts)
+            yield from (_below_runs(part["uri"]).split("/")[0] for part in parts)
 
 
 def _below_runs(uri: str) -> str:

@@ -52,9 +52,9 @@ def right(heading: str) -> Column:
     return Column(heading, justify="right", no_wrap=True)
 
 
-def simple_table(*columns: Column) -> Table:
+def simple_table(*columns: Column, title: str | None = None) -> Table:
     """Return an empty table with a line under its headings."""
-    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
 
 
 def print_table(table: Table) -> None:

@@ -117,14 +117,13 @@ def climb(
     """
     best = bench.row_of({}, on_progress)
     if best.status != "done":
-        error = TrnpipeError(
+        raise TrnpipeError(
             "the run's own settings do not train here",
             value=f"exit code {best.exit_code}: {best.what}",
             rule="variants are compared with the run's own settings",
             remedy=f"see the logs in {bench.folder / 'runs' / best.name}",
+            exit_code=ExitCode.TRANSIENT if best.status == "slow" else ExitCode.of(best.exit_code),
         )
-        error.exit_code = ExitCode.TRANSIENT if best.status == "slow" else ExitCode.of(best.exit_code)
-        raise error
     left = math.inf if limit is None else limit
     for factor in factors:
         found = best

@@ -34,9 +34,9 @@ def default_space(config: RunConfig, world: PlannedWorld) -> list[Factor]:
         share = max(1, available_cores() // world.ranks_per_node)
         factors.append(_factor("device.threads_per_rank", sorted({1, *(1 << bit for bit in range(share.bit_length())), share})))
     if world.kind not in EAGER_KINDS:
-        loader, pairs = config.device.loader, config.micro_batch_on(world.kind)
+        loader, bins = config.device.loader, config.train.bins
         factors += [
-            _factor("train.micro_batch", [size for size in (2 * pairs, pairs // 2) if size and batch % size == 0]),
+            _factor("train.micro_batches", [count for count in (bins // 2, 2 * bins) if count and batch % count == 0]),
             _factor("device.sync_points", [1, 2]),
             _factor("device.loader.batches_per_execution", [2, 4]),
             _factor("device.loader.transfer_threads", [2 * loader.transfer_threads, 4 * loader.transfer_threads]),

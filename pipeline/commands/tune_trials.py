@@ -7,13 +7,12 @@ import json
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,8 @@ from pipeline import store
 from pipeline.commands.tune_table import Row, Settings, Table
 from pipeline.config import RunConfig, build_config, flattened, nested
 from pipeline.contract import EAGER_KINDS, RunPaths, Stage, StageResult
-from pipeline.dataset.row_files import SCHEMAS, read_table, token_lengths
-from pipeline.dataset.steps import order_file, write_orders
+from pipeline.dataset.row_files import SCHEMAS, PairLengths
+from pipeline.dataset.steps import write_steps
 from pipeline.errors import BadConfig, MissingInput, TrnpipeError
 from pipeline.estimate.variant import plan_variant
 from pipeline.graphs.compiled import read_set
@@ -97,15 +96,8 @@ class Bench:
             "validation_queries": 1,
         }
         config = build_config(base_config(self.plan.config).model_dump(mode="json"), nested(settings), {"train": short})
-        planned = max(self.plan.config.train.buckets)
-        if max(config.train.buckets) != planned:
-            raise BadConfig(
-                "the longest bucket differs from the run's",
-                value=f"train.buckets = {list(config.train.buckets)}",
-                rule=f"the rows are tokenized for {planned}",
-            )
         return plan_variant(
-            self.plan, config, run=name, parent=self.parent, lengths=self.lengths, bucket_root=str(self.folder)
+            self.plan, config, run=name, parent=self.parent, rows=len(self.lengths), bucket_root=str(self.folder)
         ).sealed()
 
     def _run(self, settings: Settings, plan: RunPlan, on_progress: Callable[[str], None]) -> Row:
@@ -116,7 +108,7 @@ class Bench:
         rows.mkdir(parents=True)
         for name in SCHEMAS:
             (rows / name).symlink_to(self.rows / name)
-        write_orders(rows, [self.lengths], plan.config, plan.world.ranks)
+        write_steps(rows, [self.lengths], len(self.lengths), plan.config, plan.world.ranks)
         store.write_bytes(paths.plan, plan.to_json())
         memory = 0
         for stage in (Stage.TRAIN,) if plan.world.kind in EAGER_KINDS else (Stage.COMPILE, Stage.TRAIN):
@@ -192,7 +184,7 @@ def open_bench(
             folder=folder,
             rows=rows,
             parent=store.local_folder(mirrored(plan.parent.folder, root), folder / "parent").absolute(),
-            lengths=token_lengths(read_table(rows / "train.arrow")["document_tokens"]),
+            lengths=np.concatenate(list(PairLengths(rows / "train.arrow"))),
             lock=lock.fileno(),
             timeout_seconds=timeout_seconds,
         )
@@ -221,9 +213,9 @@ def measure(paths: RunPaths, plan: RunPlan, *, memory_bytes: int, settings: Sett
             "batch_size": train.batch_size,
             "accumulation": train.accumulation,
             "ranks": plan.world.ranks,
-            "buckets": list(train.buckets),
+            "tokens": train.bins * train.bin_shape.tokens,
         },
-        samples_per_second=rate(warm, plan, step_buckets(Path(paths.rows), steps)),
+        samples_per_second=statistics.median(line["pairs_per_second"] for line in warm),
         step_seconds=statistics.median(step_seconds),
         compile_seconds=compile_seconds,
         graphs=graphs,
@@ -240,33 +232,3 @@ def device_memory(paths: RunPaths) -> int | None:
     except MissingInput:
         return None
     return max((size for line in lines if (size := json.loads(line)["device_memory_bytes"]) is not None), default=None)
-
-
-def step_buckets(rows: Path, steps: int) -> list[int]:
-    """Return the bucket of each of the first steps, from the stored order."""
-    buckets: list[int] = []
-    for epoch in count():
-        if len(buckets) >= steps:
-            break
-        buckets += np.lib.format.open_memmap(rows / order_file(epoch), mode="r")[:, 0].tolist()
-    return buckets[:steps]
-
-
-def rate(lines: Sequence[Mapping[str, Any]], plan: RunPlan, buckets: Sequence[int]) -> float:
-    """Return pairs per second of a whole run, by the median of some lines of metrics.
-
-    A step's time depends on its bucket, and a few steps meet the buckets by chance. Where every line is of one bucket, the run's
-    rows count at the median of their own bucket (buckets without a line are left out); else it is the median of all lines.
-
-    Args:
-        buckets: of each step.
-    """
-    every = plan.config.train.log_every
-    by_bucket: dict[int, list[float]] = {}
-    for line in lines:
-        seen = set(buckets[line["step"] - every : line["step"]])
-        if len(seen) > 1:
-            return statistics.median(float(line["pairs_per_second"]) for line in lines)
-        by_bucket.setdefault(seen.pop(), []).append(float(line["pairs_per_second"]))
-    rows = {bucket: plan.train.bucket_rows[str(bucket)] for bucket in by_bucket}
-    return sum(rows.values()) / sum(rows[bucket] / statistics.median(rates) for bucket, rates in by_bucket.items())

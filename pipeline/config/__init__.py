@@ -22,7 +22,6 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from pipeline.config.sections import (
-    MICRO_BATCH_TOKENS,
     CompileConfig,
     DataConfig,
     DataLimits,
@@ -148,23 +147,10 @@ class RunConfig(Section):
         for golden in self.evaluate.sets:
             yield from ((f"evaluate.sets: {golden.name}", uri) for uri in golden.uris)
 
-    def micro_batch_on(self, kind: str) -> int:
-        """Return the pairs of a micro-batch on this device type: a divisor of `train.batch_size`, see `train.micro_batch`."""
-        train = self.train
-        if train.micro_batch is not None:
-            return train.micro_batch
-        if kind in EAGER_KINDS or self.device.loader.batches_per_execution > 1:
-            return train.batch_size
-        return largest_divisor(train.batch_size, self.most_compiled_pairs)
-
-    @property
-    def most_compiled_pairs(self) -> int:
-        """The most pairs of an automatic micro-batch on devices that compile graphs."""
-        return max(1, MICRO_BATCH_TOKENS // (self.train.query_length + max(self.train.buckets)))
-
     def cuts_batches(self, kind: str) -> bool:
-        """Return whether batches have several micro-batches there, and so every step two forward passes."""
-        return self.micro_batch_on(kind) < self.train.batch_size
+        """Return whether micro-batches are computed one at a time there, and so every step has two forward passes."""
+        joined = self.device.loader.batches_per_execution > 1
+        return self.train.bins > 1 and (self.train.micro_batches is not None or not (kind in EAGER_KINDS or joined))
 
     def adds_up(self, kind: str) -> bool:
         """Return whether several backward passes of a step add up their gradients there."""
@@ -184,10 +170,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _query_fits(self) -> RunConfig:
-        for section, buckets in (("train", self.train.buckets), ("embed", self.embed.buckets)):
+        for key, longest in (("train.length", self.train.length), ("the longest of embed.buckets", max(self.embed.buckets))):
             refuse_if(
-                self.train.query_length > max(buckets),
-                f"train.query_length {self.train.query_length} is longer than the longest of {section}.buckets, {max(buckets)}",
+                self.train.query_length > longest,
+                f"train.query_length {self.train.query_length} is longer than {key}, {longest}",
             )
         return self
 
@@ -216,14 +202,13 @@ class RunConfig(Section):
         if joined == 1:
             return self
         refuse_if(
-            len(self.train.buckets) > 1 or self.train.accumulation > 1,
-            f"device.loader.batches_per_execution = {joined} joins steps into one graph, one for every sequence of shapes:"
-            " it needs a single length in train.buckets and train.accumulation = 1",
+            self.train.accumulation > 1,
+            f"device.loader.batches_per_execution = {joined} joins steps into one graph: it needs train.accumulation = 1",
         )
         refuse_if(
-            self.train.micro_batch not in (None, self.train.batch_size),
-            f"device.loader.batches_per_execution = {joined} joins steps into one graph, which train.micro_batch ="
-            f" {self.train.micro_batch} cuts: leave one of them out",
+            self.train.micro_batches not in (None, 1),
+            f"device.loader.batches_per_execution = {joined} joins steps into one graph, which train.micro_batches ="
+            f" {self.train.micro_batches} cuts: leave one of them out",
         )
         for name in ("log_every", "validate_every", "checkpoint_every"):
             refuse_if(

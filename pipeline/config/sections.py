@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from pipeline.allowed_uris import objection
 from pipeline.contract import ARRAY_LIMIT, RUN_ID_PATTERN
+from pipeline.packing import BinShape
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -57,10 +58,13 @@ RunId = Annotated[str, matching(RUN_ID_PATTERN)]
 Buckets = Annotated[tuple[Annotated[int, Field(ge=4)], ...], AfterValidator(_ascending)]
 """Static lengths in tokens, ascending."""
 
-MICRO_BATCH_TOKENS = 4096
-"""Tokens of a micro-batch, padding included, at most, where graphs are compiled and nothing else is set. A graph grows with its
-tokens, and neuronx-cc refuses one of more than 5,000,000 instructions (aws-neuron-sdk issue 819); AWS's scripts train BERT-Large
-on a NeuronCore with 2,048 at a time (aws-neuron-samples, run_dp_bert_large_hf_pretrain_bf16_s128.sh)."""
+MICRO_BATCH_TOKENS = 2048
+"""Tokens of a micro-batch at most, where nothing else is set. A graph grows with its tokens, and neuronx-cc refuses one of more
+than 5,000,000 instructions (aws-neuron-sdk issue 819); AWS's scripts train BERT-Large on a NeuronCore with as many at a time
+(aws-neuron-samples, run_dp_bert_large_hf_pretrain_bf16_s128.sh)."""
+
+PAIR_TOKENS = 64
+"""Tokens of a batch for each of its pairs at most, where nothing else is set: batches of longer pairs are full of tokens."""
 
 
 PREFETCH_BATCHES = 4
@@ -363,16 +367,21 @@ class TrainConfig(Section):
         1, description="Passes over the run's training rows, unless `steps` is set."
     )
     batch_size: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
-        64, description="Pairs per rank whose documents compete; times `accumulation` per step."
+        128,
+        description="Pairs per rank whose documents compete, at most: as many as their tokens leave room for; times "
+        "`accumulation` per step.",
+    )
+    batch_tokens: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        None, description=f"Tokens per rank that the pairs of a batch share, in packed rows. None: {PAIR_TOKENS} x batch_size."
     )
     accumulation: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
         1, description="Batches whose gradients are added up before an optimizer step: a larger batch in the same memory."
     )
-    micro_batch: Annotated[PositiveInt | None, KeyRole.LEARNED, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+    micro_batches: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
         None,
-        description="Pairs that pass through the encoder at a time: a memory setting, which changes neither loss nor negatives. "
-        "Divides batch_size; where it is smaller, the forward pass runs twice. None: the largest divisor with at most "
-        f"{MICRO_BATCH_TOKENS} tokens where graphs are compiled (xla, neuron), elsewhere the whole batch.",
+        description="Equal pieces of a batch, each packed for itself, that pass through the encoder one at a time: a memory "
+        "setting, which changes neither loss nor negatives. From 2 on, the forward pass runs twice. Divides batch_size. None: as "
+        f"few as have at most {MICRO_BATCH_TOKENS} tokens each; and cpu and cuda compute all of them at once.",
     )
     activation_checkpointing: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
         False, description="Compute each layer's activations again in the backward pass instead of keeping them."
@@ -386,10 +395,10 @@ class TrainConfig(Section):
         False, description="Leave the word embeddings as they are: no gradient, no optimizer state. For large vocabularies."
     )
     query_length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        32, description="Static length of queries in tokens."
+        32, description="Tokens at which queries are cut."
     )
-    buckets: Annotated[Buckets, KeyRole.LEARNED, KeyRole.GRAPH, KeyRole.TUNABLE] = Field(
-        (64, 128, 256), description="Static lengths of documents, ascending."
+    length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        256, description="Tokens of a packed row, and those at which documents are cut."
     )
     learning_rate: Annotated[float, KeyRole.LEARNED] = Field(2e-5, gt=0, description="Peak learning rate of AdamW.")
     schedule: Annotated[Literal["cosine", "linear", "constant"], KeyRole.LEARNED] = Field(
@@ -448,12 +457,29 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> TrainConfig:
-        if self.micro_batch is not None and self.batch_size % self.micro_batch:
+        if self.micro_batches is not None and self.batch_size % self.micro_batches:
             raise ValueError(
-                f"micro_batch = {self.micro_batch} does not divide batch_size = {self.batch_size}, but all micro-batches "
-                f"have the same size: set micro_batch = {largest_divisor(self.batch_size, self.micro_batch)}, or leave it out"
+                f"micro_batches = {self.micro_batches} does not divide batch_size = {self.batch_size}, but all micro-batches "
+                f"have the same size: set micro_batches = {largest_divisor(self.batch_size, self.micro_batches)}, or leave it out"
             )
         return self
+
+    @property
+    def bins(self) -> int:
+        """Micro-batches into which a rank's batch is packed, also where they are computed at once."""
+        most = max(1, MICRO_BATCH_TOKENS // self.length)
+        divisors = (count for count in range(1, self.batch_size + 1) if self.batch_size % count == 0)
+        return self.micro_batches or next(count for count in divisors if self._rows <= count * most or count == self.batch_size)
+
+    @property
+    def bin_shape(self) -> BinShape:
+        """The shape of each. The longest query and the longest document fit into one."""
+        rows = max(-(-self._rows // self.bins), 2)
+        return BinShape(rows=rows, length=self.length, pairs=self.batch_size // self.bins)
+
+    @property
+    def _rows(self) -> int:
+        return -(-(self.batch_tokens or PAIR_TOKENS * self.batch_size) // self.length)
 
 
 class GoldenSet(Section):

@@ -41,16 +41,16 @@ from pipeline.errors import BadData, MissingInput
 from pipeline.log import log
 from pipeline.run_inputs import InputShard, TokenizerPlan
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Of everything below, and of the rules of rows.py: a change of either makes new names."""
 
 SLICES = 1024
 FILE_ROWS = 1 << 18
-BATCH_ROWS = 64
-"""Rows of a record batch, the smallest piece that is read."""
+BATCH_ROWS, TOKEN_BATCH_ROWS = 64, 16
+"""Rows of a record batch, the smallest piece that is read; of tokens, which are larger than what decides about their rows."""
 
-READ_BATCHES = 64
-"""Batches of one request: some megabytes."""
+READ_ROWS = 4096
+"""Rows of one request: some megabytes. Whole batches."""
 
 PAIRS, DOCUMENTS = "pairs", "documents"
 HASHES = {PAIRS: np.dtype([("version", np.uint64)]), DOCUMENTS: np.dtype([("key", np.uint64), ("document_hash", np.uint64)])}
@@ -394,23 +394,28 @@ def _is_complete(read: Callable[[], Profile | TokenProfile], folder: str, sizes:
 
 
 def _ranges(uri: str, schema: pa.Schema, offsets: Sequence[int], start: int, stop: int) -> Iterator[pa.Table]:
-    last = -(-stop // BATCH_ROWS) if stop > start else 0
-    for first in range(start // BATCH_ROWS, last, READ_BATCHES):
-        behind = min(first + READ_BATCHES, last)
+    rows = _batch_rows(schema)
+    last = -(-stop // rows) if stop > start else 0
+    for first in range(start // rows, last, READ_ROWS // rows):
+        behind = min(first + READ_ROWS // rows, last)
         reader = pa.BufferReader(store.read_range(uri, offsets[first], offsets[behind]))
         batches = [pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema) for _ in range(first, behind)]
         table = pa.Table.from_batches(batches, schema)
-        begin = max(start - first * BATCH_ROWS, 0)
-        yield table.slice(begin, min(stop, behind * BATCH_ROWS) - first * BATCH_ROWS - begin)
+        begin = max(start - first * rows, 0)
+        yield table.slice(begin, min(stop, behind * rows) - first * rows - begin)
+
+
+def _batch_rows(schema: pa.Schema) -> int:
+    return TOKEN_BATCH_ROWS if tuple(schema.names) in TOKENS.values() else BATCH_ROWS
 
 
 def write_batches(path: Path, table: pa.Table) -> tuple[int, ...]:
-    """Write an Arrow file in batches of BATCH_ROWS rows; return the first byte of each, and the first one behind the last."""
-    offsets: list[int] = []
+    """Write an Arrow file in small batches of rows; return the first byte of each, and the first one behind the last."""
+    offsets, rows = list[int](), _batch_rows(table.schema)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        for start in range(0, table.num_rows, BATCH_ROWS):
-            # Combined, so that a batch has exactly BATCH_ROWS rows.
-            [batch] = table.slice(start, BATCH_ROWS).combine_chunks().to_batches()
+        for start in range(0, table.num_rows, rows):
+            # Combined, so that a batch has exactly so many rows.
+            [batch] = table.slice(start, rows).combine_chunks().to_batches()
             writer.write_batch(batch)
             # The writer puts the schema before its first batch.
             offsets = offsets or [sink.tell() - pa.ipc.get_record_batch_size(batch)]

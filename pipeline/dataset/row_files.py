@@ -41,7 +41,7 @@ class Lengths:
     @classmethod
     def of(cls, config: RunConfig) -> Lengths:
         """Return those of a run."""
-        return cls(query=config.train.query_length, document=max(config.train.buckets), candidate=max(config.embed.buckets))
+        return cls(query=config.train.query_length, document=config.train.length, candidate=max(config.embed.buckets))
 
     def of_columns(self, names: Sequence[str]) -> dict[str, int]:
         """Return those of columns of tokens of the hold-out."""
@@ -109,14 +109,14 @@ def token_lengths(column: pa.ChunkedArray) -> NDArray[np.int32]:
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentLengths:
-    """Number of tokens of each row's document in `train.arrow`, piece by piece, as often as they are asked for."""
+class PairLengths:
+    """Tokens of each row's query and document in `train.arrow`, (n, 2), piece by piece, as often as they are asked for."""
 
     path: Path
 
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
-        for chunk in read_table(self.path)["document_tokens"].chunks:
-            yield np.diff(chunk.offsets.to_numpy())
+        for batch in read_table(self.path).select(["query_tokens", "document_tokens"]).to_batches():
+            yield np.stack([np.diff(column.offsets.to_numpy()) for column in batch.columns], axis=1)
 
 
 class RowWriter:

@@ -25,13 +25,13 @@ from pipeline.dataset.ingested import SLICES, Hashes
 from pipeline.dataset.reading import in_threads, read_records
 from pipeline.dataset.row_files import read_table
 from pipeline.dataset.sampler import MASKED
-from pipeline.dataset.steps import order_file
+from pipeline.dataset.steps import ORDER
 from pipeline.errors import BadData, MissingInput
 from pipeline.plan import RunPlan
 
 VERSIONS, KEYS, RECORD = "versions.bin", "keys.bin", "record.json"
 ROW = np.dtype([("key", np.uint64), ("version", np.uint64)])
-BATCHES_AT_ONCE = 4096
+ROWS_AT_ONCE = 1 << 20
 
 
 class SeenRecord(BaseModel):
@@ -140,7 +140,7 @@ def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch:
         scratch: local folder for temporary files.
     """
     table = read_table(rows / "train.arrow").select(["key", "version", "new"])
-    trained = trained_rows(rows, table.num_rows, steps, plan.train.steps_per_epoch)
+    trained = trained_rows(rows / ORDER, table.num_rows, steps / plan.train.steps)
     folder = scratch / "seen"
     sort = ExternalSort(folder / "sort", table.num_rows, ROW)
     start = 0
@@ -172,13 +172,16 @@ def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch:
     return record
 
 
-def trained_rows(folder: Path, rows: int, steps: int, steps_per_epoch: int) -> NDArray[np.bool_]:
-    """Return which of the training rows the first steps took, (rows,)."""
-    if steps >= steps_per_epoch:
-        return np.ones(rows, np.bool_)
+def trained_rows(order: Path, rows: int, share: float) -> NDArray[np.bool_]:
+    """Return which of the training rows the first steps took, (rows,).
+
+    Args:
+        order: the file with the rows of all steps.
+        share: of its steps.
+    """
     trained = np.zeros(rows, np.bool_)
-    order = np.lib.format.open_memmap(folder / order_file(0), mode="r")
-    for start in range(0, steps, BATCHES_AT_ONCE):
-        taken = order[start : min(start + BATCHES_AT_ONCE, steps), 1:]
-        trained[taken[taken != MASKED]] = True
+    taken = np.memmap(order, np.int32, mode="r")
+    for start in range(0, stop := round(share * len(taken)), ROWS_AT_ONCE):
+        chosen = taken[start : min(start + ROWS_AT_ONCE, stop)]
+        trained[chosen[chosen != MASKED]] = True
     return trained

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.dataset.ingested import BATCH_ROWS, READ_BATCHES, SLICES, Hashes, IngestedShard, identities, positive
+from pipeline.dataset.ingested import READ_ROWS, SLICES, Hashes, IngestedShard, identities, positive
 from pipeline.dataset.reading import in_threads
 from pipeline.dataset.seen import SeenRows
 
@@ -252,7 +252,7 @@ def pieces(shard: Numbers, file: Numbers, row: Numbers) -> Iterator[tuple[int, i
     Args:
         shard, file, row: where the rows are, in this order. All arrays are (rows,).
     """
-    keys = np.stack([shard, file, row // (BATCH_ROWS * READ_BATCHES)])
+    keys = np.stack([shard, file, row // READ_ROWS])
     apart = np.any(np.diff(keys, prepend=-1) != 0, axis=0) | (np.diff(row, prepend=0) > LONGEST_GAP)
     begins = np.flatnonzero(apart)
     for start, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(row)], strict=False):

@@ -1,4 +1,4 @@
-"""Count the steps of a run and its rows by bucket, and write the order of its batches, from document lengths and settings."""
+"""The steps of a run: written as the order of its pairs, and counted for the learning rate."""
 
 from __future__ import annotations
 
@@ -6,53 +6,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.dataset.sampler import Layout, Lengths, lay_out, write_order
+from pipeline.dataset.sampler import Lengths, write_order
+
+ORDER = "order.bin"
+"""Among the row files: see pipeline/dataset/sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
     """The counts of a `TrainPlan`."""
 
-    bucket_rows: dict[str, int]
-    steps_per_epoch: int
     steps: int
     warmup_steps: int
 
+    @classmethod
+    def of(cls, config: RunConfig, steps: int) -> StepCounts:
+        return cls(steps=steps, warmup_steps=round(steps * config.train.warmup_fraction))
 
-def order_file(epoch: int) -> str:
-    """Return the name of an epoch's order among the row files."""
-    return f"order-{epoch:05d}.npy"
+
+def step_bins(config: RunConfig, ranks: int) -> int:
+    """Return the bins of an optimizer step: of all ranks, and of all batches that it accumulates."""
+    return config.train.bins * config.train.accumulation * ranks
 
 
-def count_steps(lengths: Lengths, config: RunConfig, ranks: int) -> StepCounts:
-    """Return the optimizer steps of a run, and its rows by bucket.
+def write_steps(folder: Path, lengths: Lengths, rows: int, config: RunConfig, ranks: int) -> StepCounts:
+    """Write the order of a run's pairs, and count its steps.
 
     Args:
-        lengths: of the documents, none above the longest bucket.
+        folder: gets ORDER.
+        lengths: see `pipeline.dataset.sampler`; no pair is longer than a bin of `train` has room for.
+        rows: number of pairs.
     """
-    return _counts(_layout(lengths, config, ranks), config)
-
-
-def write_orders(folder: Path, lengths: Lengths, config: RunConfig, ranks: int) -> StepCounts:
-    """Write the order of every epoch that the run's steps need; arguments as of `count_steps`."""
-    layout = _layout(lengths, config, ranks)
-    counts = _counts(layout, config)
-    for epoch in range(-(-counts.steps // layout.steps)):
-        write_order(folder / order_file(epoch), lengths, layout, config.seed, epoch)
-    return counts
-
-
-def _layout(lengths: Lengths, config: RunConfig, ranks: int) -> Layout:
-    """Each step takes one global batch, of all ranks and all batches that it accumulates."""
-    settings = config.train
-    return lay_out(lengths, settings.buckets, settings.batch_size * settings.accumulation * ranks)
-
-
-def _counts(layout: Layout, config: RunConfig) -> StepCounts:
-    steps = config.train.steps or config.train.epochs * layout.steps
-    return StepCounts(
-        bucket_rows={str(bucket): rows for bucket, rows in layout.bucket_rows.items()},
-        steps_per_epoch=layout.steps,
-        steps=steps,
-        warmup_steps=round(steps * config.train.warmup_fraction),
-    )
+    train = config.train
+    limit = ("steps", train.steps) if train.steps else ("epochs", train.epochs)
+    steps = write_order(folder / ORDER, lengths, rows, train.bin_shape, step_bins(config, ranks), config.seed, limit=limit)
+    return StepCounts.of(config, steps)

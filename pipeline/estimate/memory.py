@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import RunConfig, largest_divisor
+from pipeline.config import RunConfig
 from pipeline.config.sections import PREFETCH_BATCHES
 from pipeline.contract import EAGER_KINDS
 from pipeline.cost import HARDWARE
@@ -171,22 +171,17 @@ class Footprint:
         """Return the requirement of a training step."""
         train, gradients = self.config.train, FP32 * self.trained
         width = self.training_width()
-        longest = max(train.buckets)
-        recomputed = self.layer(longest) if train.activation_checkpointing else 0
+        recomputed = self.layer() if train.activation_checkpointing else 0
         return {
             "weights (fp32)": FP32 * self.shape.parameters,
             **self.optimizer_state(),
             # Several backward passes of a step add up their gradients. Later a checkpoint of a sharded optimizer uses the same
             # memory: it gathers one moment after the other.
             "gradients (fp32)": gradients * (2 if self.config.adds_up(self.world.kind) else 1),
-            # Each tower has a whole gradient of the word embeddings until they are added; later the optimizer copies a bucket.
-            "second gradient of the largest weight": FP32
-            * (self.shape.hidden * self.shape.intermediate if train.freeze_word_embeddings else self.shape.largest),
             "weights cast for products": width * self.shape.multiplied if width < FP32 else 0,
-            "activations of queries": self.activations(train.query_length),
-            "activations of documents": self.activations(longest),
+            "activations": self.activations(),
             # Gradients of at most half of what a layer keeps exist at a time.
-            "work space of a layer": self.layer(longest) // 2 + recomputed,
+            "work space of a layer": self.layer() // 2 + recomputed,
             "embeddings and scores": self.scores(),
             "batches": self.batches(1 + (self.config.device.loader.device_prefetch if self.lazy else 0)),
             **self.reserved(),
@@ -198,15 +193,20 @@ class Footprint:
             return {"share of the optimizer state (AdamW, 4 x fp32)": 4 * FP32 * -(-self.trained // self.world.ranks)}
         return {"optimizer state (AdamW, 2 x fp32)": 2 * FP32 * self.trained}
 
-    def activations(self, length: int) -> int:
-        """Return what the forward pass of one tower over a micro-batch keeps for the backward pass."""
-        texts = self.config.micro_batch_on(self.world.kind) * length
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        train = self.config.train
+        return train.bin_shape.tokens * (1 if self.config.cuts_batches(self.world.kind) else train.bins)
+
+    def activations(self) -> int:
+        """Return what the forward pass over a micro-batch keeps for the backward pass."""
         # The embeddings' sum and its dropout; with checkpointing, the input of every layer.
-        ends = 2 * texts * self.shape.hidden * FP32
-        kept = texts * self.shape.hidden * FP32 if self.config.train.activation_checkpointing else self.layer(length)
+        ends = 2 * self.tokens * self.shape.hidden * FP32
+        kept = self.tokens * self.shape.hidden * FP32 if self.config.train.activation_checkpointing else self.layer()
         return ends + self.shape.layers * kept
 
-    def layer(self, length: int) -> int:
+    def layer(self) -> int:
         """Return what one layer keeps of a micro-batch.
 
         In the hidden width: inputs of both normalizations (fp32), then in the products' width the layer's input, query, key,
@@ -217,8 +217,8 @@ class Footprint:
         shape, width = self.shape, self.training_width()
         cast = width < FP32
         per_token = shape.hidden * (2 * FP32 + (8 if cast else 6) * width + 2 * self.dropped) + 2 * shape.intermediate * width
-        per_token += shape.heads * (FP32 if self.fused else length * (FP32 + (width if cast else 0)))
-        return self.config.micro_batch_on(self.world.kind) * length * per_token
+        per_token += shape.heads * (FP32 if self.fused else self.config.train.length * (FP32 + (width if cast else 0)))
+        return self.tokens * per_token
 
     def scores(self) -> int:
         """Return the embeddings of all ranks' texts, this rank's scores with all documents, both gradients, the scores' masks."""
@@ -227,10 +227,9 @@ class Footprint:
         return FP32 * (2 * (pairs + everyone) * self.shape.hidden + 4 * pairs * everyone) + 2 * pairs * everyone
 
     def batches(self, count: int) -> int:
-        """Return the tokens and masks of both towers in int64, and an int32 for every query and document of the batch."""
+        """Return tokens, segments and positions in int64, and an int32 for every query and document of the batch."""
         train = self.config.train
-        tokens = 2 * 8 * (train.query_length + max(train.buckets))
-        return count * train.batch_size * (tokens + 4 * train.batch_size * self.world.ranks)
+        return count * (3 * 8 * train.bins * train.bin_shape.tokens + 4 * train.batch_size**2 * self.world.ranks)
 
     def embedding(self) -> Items:
         """Return the requirement of a batch of embed, at the widest moment of a layer that keeps nothing."""
@@ -350,26 +349,28 @@ def remedies(shape: ModelShape, config: RunConfig, world: PlannedWorld, capacity
     checkpointing = {"activation_checkpointing": True}
     if fits(checkpointing):
         found.append("train.activation_checkpointing=true fits")
-    whole, rows = config.train.batch_size, config.micro_batch_on(world.kind)
+    whole, bins, tokens = config.train.batch_size, config.train.bins, config.train.bins * config.train.bin_shape.tokens
+    divisors, apart = [count for count in range(1, whole + 1) if whole % count == 0], config.cuts_batches(world.kind)
     for more, words in (({}, ""), (checkpointing, " with train.activation_checkpointing=true")):
-        # The same loss and negatives in less memory; only if that is not enough, fewer negatives.
-        if pairs := _largest(rows, lambda size: fits({"micro_batch": size, **more})):  # noqa: B023 - called at once
-            found.append(f"train.micro_batch={largest_divisor(whole, pairs)}{words} fits")
+        # The same negatives in less memory; only if that is not enough, fewer of them.
+        smaller = (count for count in divisors if count > (bins if apart else max(1, bins - 1)))
+        if count := next((count for count in smaller if fits({"micro_batches": count, **more})), 0):
+            found.append(f"train.micro_batches={count}{words} fits")
             break
-        # As many micro-batches of a size that fits as fit: an automatic size would depend on the batch's divisors.
-        if pairs := _largest(min(whole, rows) + 1, lambda size: fits({"batch_size": size, "micro_batch": size, **more})):  # noqa: B023
-            parts = _largest(whole // pairs + 1, lambda parts: fits({"batch_size": parts * pairs, "micro_batch": pairs, **more}))  # noqa: B023
-            found.append(f"train.batch_size={parts * pairs} and train.micro_batch={pairs}{words} fits")
+        sizes = [size for size in reversed(divisors) if size < whole]
+        less = ({"batch_size": size, "batch_tokens": tokens * size // whole, "micro_batches": size} for size in sizes)
+        if changed := next((each for each in less if fits({**each, **more})), None):
+            found.append(f"{', '.join(f'train.{key}={value}' for key, value in changed.items())}{words} together fit")
             break
     if tokens := _largest(config.embed.tokens_per_batch, lambda count: fits(embed={"tokens_per_batch": count})):
         found.append(f"embed.tokens_per_batch={tokens} fits")
     lengths = config.embed.buckets
     if kept := _largest(len(lengths), lambda count: fits(embed={"buckets": _thinned(lengths, count)})):
         found.append(f"embed.buckets=[{','.join(map(str, _thinned(lengths, kept)))}] fits")
-    small, short = {"micro_batch": 1, **checkpointing}, {"tokens_per_batch": max(lengths)}
-    if not found and (batch := _largest(whole + 1, lambda size: fits({"batch_size": size, **small}, short))):
+    smallest = {"batch_size": 1, "batch_tokens": None, "micro_batches": 1, **checkpointing}
+    if not found and fits(smallest, {"tokens_per_batch": max(lengths)}):
         rest = f"train.activation_checkpointing=true and embed.tokens_per_batch={max(lengths)}"
-        found.append(f"train.batch_size={batch}, train.micro_batch=1, {rest} together fit")
+        found.append(f"train.batch_size=1, {rest} together fit")
     if not found and (ranks := _largest(world.ranks_per_node, lambda count: fits(ranks=count))):
         found.append(f"device.ranks_per_node={ranks} fits")
     return found

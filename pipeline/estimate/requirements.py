@@ -99,7 +99,7 @@ def requirements(
     tokens, candidates = work.query_tokens + work.document_tokens, work.candidates + config.evaluate.candidates
     shards = "name fewer shards in data.train"
     files = (work.train_rows + work.queries) * (ROW_FILE_BYTES + 4 * tokens) + candidates * (16 + 4 * work.document_tokens)
-    remedy = f"{shards}, lower data.replay_fraction, or shorten train.buckets"
+    remedy = f"{shards}, lower data.replay_fraction, or shorten train.length"
     hashes = HASH_BYTES * (work.known_rows + work.corpus_rows)
     yield Requirement("plan, disk: row files and hashes", files + hashes, FARGATE_DISK_GIB * GIB, remedy)
     what = "train, disk of a node: row files and two checkpoints"

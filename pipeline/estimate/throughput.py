@@ -17,7 +17,7 @@ from pipeline.config import RunConfig
 from pipeline.contract import Stage
 from pipeline.cost import HARDWARE
 from pipeline.estimate.memory import FP32
-from pipeline.estimate.workload import Lengths, MeasuredRun, Workload
+from pipeline.estimate.workload import PADDING, Lengths, MeasuredRun, Workload
 from pipeline.plan import part_count
 from pipeline.run_inputs import ModelShape
 
@@ -59,11 +59,19 @@ def text_flops(shape: ModelShape, lengths: Lengths) -> float:
     return sum(rows * shape.flops(length) for length, rows in lengths.items())
 
 
-def pair_flops(shape: ModelShape, config: RunConfig, documents: Lengths, ranks: int) -> float:
-    """Return the operations of training with one pair: both texts, and the query's scores with the documents of all ranks."""
-    scores = 2.0 * config.train.batch_size * ranks * shape.hidden
-    forward = shape.flops(config.train.query_length) + text_flops(shape, documents) + scores
-    return forward * (3 + config.train.activation_checkpointing + config.cuts_batches("neuron"))
+def batch_flops(shape: ModelShape, config: RunConfig, ranks: int) -> float:
+    """Return the operations of a rank's batch: all packed rows, and its queries' scores with the documents of all ranks."""
+    train = config.train
+    scores = 2.0 * train.batch_size**2 * ranks * shape.hidden
+    forward = train.bins * train.bin_shape.rows * shape.flops(train.length) + scores
+    return forward * (3 + train.activation_checkpointing + config.cuts_batches("neuron"))
+
+
+def batch_pairs(config: RunConfig, work: Workload) -> float:
+    """Return the pairs that a rank's batch has room for, on average."""
+    train = config.train
+    tokens = min(work.query_tokens, train.query_length) + min(work.document_tokens, train.length)
+    return min(train.batch_size, train.bins * train.bin_shape.tokens * (1 - PADDING) / tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +107,9 @@ class Rates:
         """Return the rates of a run on Neuron, as far as its results have them; else the published ones."""
         rates, plan, config, ranks = cls.published(shape.hidden), run.plan, run.plan.config, run.plan.world.ranks
         if speed := run.train.get("pairs_per_second"):
-            per_step = config.train.batch_size * config.train.accumulation * ranks
-            seconds = per_step / speed - all_reduce_seconds(shape.parameters, plan.world.nodes)
-            work = per_step * pair_flops(shape, config, run.bucket_shares, ranks)
+            pairs = run.train["pairs"] / run.train["steps"]
+            seconds = pairs / speed - all_reduce_seconds(shape.parameters, plan.world.nodes)
+            work = config.train.accumulation * ranks * batch_flops(shape, config, ranks)
             source = f"measured: run {plan.run}, {speed:,.0f} pairs/s on {plan.world.nodes} nodes"
             if seconds > 0:
                 rates = replace(rates, train=work / seconds / (ranks * CORE_FLOPS), train_source=source)
@@ -169,9 +177,9 @@ class Estimator:
     def train(self, work: Workload, nodes: int) -> Option:
         """Return training on this many trn1.32xlarge."""
         settings, ranks = self.config.train, HARDWARE[TRAIN_HOST].cores * nodes
-        per_step = settings.batch_size * settings.accumulation * ranks
-        steps = settings.steps or settings.epochs * math.ceil(work.train_rows / per_step)
-        flops = steps * per_step * pair_flops(self.shape, self.config, work.train_lengths, ranks)
+        batches = settings.accumulation * ranks
+        steps = settings.steps or math.ceil(settings.epochs * work.train_rows / (batches * batch_pairs(self.config, work)))
+        flops = steps * batches * batch_flops(self.shape, self.config, ranks)
         return self._option(
             Stage.TRAIN,
             TRAIN_HOST,

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipeline.backends.device import default_ranks_per_node, require_available, require_world, resolve_kind, resolve_precision
 from pipeline.config import RunConfig
 from pipeline.contract import now
-from pipeline.dataset.steps import count_steps
+from pipeline.dataset.steps import StepCounts
 from pipeline.estimate.memory import decide_sharding, known_capacity, require_memory, totals
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import inspect_folder
@@ -38,16 +35,14 @@ def plan_world(config: RunConfig) -> PlannedWorld:
     )
 
 
-def plan_variant(
-    plan: RunPlan, config: RunConfig, *, run: str, parent: Path, lengths: NDArray[np.int32], bucket_root: str
-) -> RunPlan:
+def plan_variant(plan: RunPlan, config: RunConfig, *, run: str, parent: Path, rows: int, bucket_root: str) -> RunPlan:
     """Return a run's plan with another configuration, not sealed yet.
 
     Args:
-        config: of the variant.
+        config: of the variant; it names its steps.
         run: id of the variant.
         parent: local folder of the run's parent.
-        lengths: (rows,) document lengths in tokens of the rows that the variant trains on.
+        rows: training rows of the variant.
         bucket_root: of the variant; its compiled sets are named below it.
 
     Raises:
@@ -68,7 +63,7 @@ def plan_variant(
             "reference": None,
             "parent": plan.parent.model_copy(update={"folder": str(parent)}),
             "published": None,
-            "train": plan.train.model_copy(update={"rows": len(lengths), **asdict(count_steps([lengths], config, world.ranks))}),
+            "train": plan.train.model_copy(update={"rows": rows, **asdict(StepCounts.of(config, config.train.steps or 0))}),
             "memory": MemoryPlan(**memory),
             "graphs": plan_graphs(config, world, backbone, bucket_root),
         }

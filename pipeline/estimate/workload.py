@@ -34,7 +34,7 @@ class Workload:
         corpus_rows: documents embedded.
         queries, candidates: of the hold-out.
         query_tokens, document_tokens: means, special tokens included, without padding.
-        train_lengths, embed_lengths: of the rows that documents are computed in; empty where no time is estimated.
+        embed_lengths: of the rows that documents are computed in; empty where no time is estimated.
     """
 
     train_rows: int
@@ -44,7 +44,6 @@ class Workload:
     candidates: int
     query_tokens: float
     document_tokens: float
-    train_lengths: Lengths = field(default_factory=dict)
     embed_lengths: Lengths = field(default_factory=dict)
 
 
@@ -78,12 +77,6 @@ class MeasuredRun:
         uris = [paths.result(stage) for stage in (Stage.TRAIN, Stage.EMBED)]
         train, embed = (StageResult.from_json(store.read_bytes(uri)).metrics if store.exists(uri) else {} for uri in uris)
         return cls(plan=plan, deployment=deployment, train=train, embed=embed)
-
-    @property
-    def bucket_shares(self) -> Lengths:
-        """Document bucket -> its share of the training rows."""
-        total = sum(self.plan.train.bucket_rows.values())
-        return {int(bucket): rows / total for bucket, rows in self.plan.train.bucket_rows.items()}
 
     @property
     def embed_lengths(self) -> Lengths:
@@ -146,9 +139,8 @@ def workload(
     mean = document_tokens or (run.document_tokens if run else 0.0) or DOCUMENT_TOKENS
     source = ", as in the run" if run and run.document_tokens else "; or name --document-tokens"
     longest = max(config.embed.buckets)
-    train_lengths: Lengths = same.bucket_shares if same and config.train.buckets == same.plan.config.train.buckets else {}
     embed_lengths: Lengths = same.embed_lengths if same and config.embed.buckets == same.plan.config.embed.buckets else {}
-    train_bucket, embed_bucket = bucket_of(mean, config.train.buckets), bucket_of(mean, config.embed.buckets)
+    embed_bucket = bucket_of(mean, config.embed.buckets)
     held = round(pairs * config.data.holdout_fraction)
     assumptions = (
         (
@@ -161,11 +153,10 @@ def workload(
         ),
         (
             query_tokens is None,
-            f"a query has {QUERY_TOKENS:g} tokens on average (it is computed at train.query_length anyway)",
+            f"a query has {QUERY_TOKENS:g} tokens on average",
         ),
         (document_tokens is None, f"a document has {mean:.4g} tokens on average{source}"),
         (mean > longest, f"embed cuts every document at {longest} tokens: the mean is taken for as many"),
-        (not train_lengths, f"train computes every document at {train_bucket} tokens, the bucket that holds the mean"),
         (not embed_lengths, f"embed packs documents into rows of {embed_bucket} tokens, {PADDING:.0%} of them padding"),
         (True, f"{config.data.holdout_fraction:.2%} of the pairs are held out, each with a query and a document of its own"),
     )
@@ -178,7 +169,6 @@ def workload(
             candidates=held,
             query_tokens=query_tokens or QUERY_TOKENS,
             document_tokens=min(mean, longest),
-            train_lengths=train_lengths or {train_bucket: 1.0},
             embed_lengths=embed_lengths or packed(mean, config.embed.buckets, PADDING),
         ),
         [sentence for holds, sentence in assumptions if holds],

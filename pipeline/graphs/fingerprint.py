@@ -73,8 +73,8 @@ def plan_graphs(config: RunConfig, world: PlannedWorld, backbone: PreTrainedConf
         **compiler,
         "sources": sources_digest(TRAINING),
         "training": graph_settings(config, "device", "train"),
-        # The setting may leave it to the device.
-        "micro_batch": config.micro_batch_on(world.kind),
+        # The settings may leave them to the program.
+        "bins": [config.train.bins, *config.train.bin_shape, config.cuts_batches(world.kind)],
     }
     infer = {
         "flags": infer_flags,

@@ -66,16 +66,7 @@ def judged_product(device: Device) -> TestRecord:
             known = known_errors.classify(str(error).splitlines())
             if known and known.row.exit_code != ExitCode.UNHEALTHY_HOST:
                 raise
-            return TestRecord(
-                name="quick_matmul",
-                rank=device.world.rank,
-                passed=False,
-                value=1.0,
-                ceiling=0.0,
-                unit="relative error",
-                seconds=time.monotonic() - began,
-                detail=str(error),
-            )
+            return _record("quick_matmul", device, 1.0, began, detail=str(error))
 
 
 def meet_graphs(device: Device) -> None:
@@ -118,7 +109,7 @@ def known_sum(device: Device) -> TestRecord:
     return _record("quick_all_reduce", device, largest_error(device, total, expected.astype(np.float64)), began)
 
 
-def _record(name: str, device: Device, error: float, began: float) -> TestRecord:
+def _record(name: str, device: Device, error: float, began: float, *, detail: str = "") -> TestRecord:
     return TestRecord(
         name=name,
         rank=device.world.rank,
@@ -127,4 +118,5 @@ def _record(name: str, device: Device, error: float, began: float) -> TestRecord
         ceiling=0.0,
         unit="relative error",
         seconds=time.monotonic() - began,
+        detail=detail,
     )

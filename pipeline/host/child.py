@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from pipeline import store
 from pipeline.contract import RunPaths, Stage, StageFailure
 from pipeline.errors import MissingInput
-from pipeline.run.processes import signal_group, tree_memory
+from pipeline.run.processes import end_group, tree_memory
 from pipeline.sdk.neuron_launch import LAUNCHER_NAMES
 
 POLL_SECONDS = 0.2
@@ -73,25 +72,20 @@ def run_stage(
             start_new_session=True,
             pass_fds=keep_open,
         )
-    memory, told = 0, None
+    memory, timed_out = 0, False
     try:
-        while (ended := _reap(process)) is None:
+        while (ended := _reap(process)) is None and not timed_out:
             memory = max(memory, tree_memory(process.pid))
-            if told is None and time.monotonic() - started > timeout_seconds:
-                told = time.monotonic()
-                process.send_signal(signal.SIGTERM)
-            if told is not None and time.monotonic() - told > STOP_SECONDS:
-                signal_group(process.pid, signal.SIGKILL)
             on_poll()
             time.sleep(POLL_SECONDS)
-    except BaseException:
-        _stop(process)
-        raise
+            timed_out = time.monotonic() - started > timeout_seconds
+    finally:
+        end_group(process, grace_seconds=STOP_SECONDS)
     return StageEnd(
-        code=process.returncode,
+        code=process.wait(),
         seconds=time.monotonic() - started,
-        memory_bytes=max(memory, ended),
-        timed_out=told is not None,
+        memory_bytes=max(memory, ended or 0),
+        timed_out=timed_out and ended is None,
     )
 
 
@@ -126,15 +120,3 @@ def _reap(process: subprocess.Popen[bytes]) -> int | None:
         return None
     process.returncode = os.waitstatus_to_exitcode(status)
     return usage.ru_maxrss * MAXRSS_UNIT
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.returncode is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_SECONDS)
-    except BaseException:
-        signal_group(process.pid, signal.SIGKILL)
-        process.wait()
-        raise

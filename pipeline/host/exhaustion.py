@@ -29,7 +29,7 @@ KILL_COUNTS = (
 )
 
 MEMORY_REMEDY = (
-    "use fewer ranks per node (device.ranks_per_node), less at once (train.micro_batch, train.batch_size, "
+    "use fewer ranks per node (device.ranks_per_node), less at once (train.micro_batches, train.batch_size, "
     "embed.tokens_per_batch) or smaller parts (embed.rows_per_part), or a host with more memory"
 )
 
@@ -78,8 +78,6 @@ def _free_space(error: BaseException) -> Iterator[str]:
     """Yield the free space of the file systems that the error may concern."""
     name = getattr(error, "filename", None)
     for folder in {Path(name).parent if isinstance(name, str) else None, Path(tempfile.gettempdir())} - {None}:
-        try:
+        with suppress(OSError):
             usage = shutil.disk_usage(str(folder))
-        except OSError:
-            continue
-        yield f"{folder}: {usage.free / 1e6:,.0f} of {usage.total / 1e6:,.0f} MB are free"
+            yield f"{folder}: {usage.free / 1e6:,.0f} of {usage.total / 1e6:,.0f} MB are free"

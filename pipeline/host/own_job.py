@@ -14,7 +14,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from pipeline.contract import RUN_PARAMETER
+from pipeline.contract import JOB_ENDED, JOBS_AT_ONCE, RUN_PARAMETER
 from pipeline.errors import BadConfig, Transient, one_line
 from pipeline.log import log
 from pipeline.run import ecs_metadata
@@ -22,8 +22,6 @@ from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code
 
 RULE = f"Batch replaces Ref::{RUN_PARAMETER} in the command, or the job can read its own parameters"
 ATTEMPTS = 8
-DESCRIBED_AT_ONCE = 100
-"""Jobs in a DescribeJobs request (API reference)."""
 ECS_CLIENT = Config(connect_timeout=2, read_timeout=3, retries={"mode": "standard", "total_max_attempts": 2})
 """The node is about to end and its gang waits for its record: better to skip draining than to wait long."""
 BATCH_CLIENT = Config(connect_timeout=2, read_timeout=5, retries={"mode": "standard", "total_max_attempts": 2})
@@ -74,8 +72,8 @@ def ended_nodes(job_id: str, nodes: Sequence[int]) -> dict[int, str]:
     try:
         return {
             int(str(job["jobId"]).rpartition("#")[2]): str(job.get("statusReason") or job["status"])
-            for job in _jobs([f"{job_id}#{node}" for node in nodes[:DESCRIBED_AT_ONCE]], BATCH_CLIENT)
-            if job["status"] in ("SUCCEEDED", "FAILED")
+            for job in _jobs([f"{job_id}#{node}" for node in nodes[:JOBS_AT_ONCE]], BATCH_CLIENT)
+            if job["status"] in JOB_ENDED
         }
     except (OSError, ValueError, KeyError, BotoCoreError, ClientError) as error:
         log.info("the state of the other nodes is unknown: %s", one_line(error))
@@ -128,8 +126,7 @@ def instance_id() -> str:
     try:
         if (host := _container_instance()) is None:
             return ""
-        cluster, instance = host
-        described = _ecs().describe_container_instances(cluster=cluster, containerInstances=[instance])
+        described = _ecs().describe_container_instances(**host)
         return str(described["containerInstances"][0].get("ec2InstanceId", ""))
     except (*ECS_TROUBLE, IndexError) as error:
         log.info("the instance's id is not known: %s", one_line(error))
@@ -148,19 +145,18 @@ def leave_cluster() -> bool:
     try:
         if (host := _container_instance()) is None:
             return False
-        cluster, instance = host
-        answer = _ecs().update_container_instances_state(cluster=cluster, containerInstances=[instance], status="DRAINING")
+        answer = _ecs().update_container_instances_state(**host, status="DRAINING")
         if answer.get("failures"):
             raise ValueError(f"ECS answered {answer['failures']}")
     except ECS_TROUBLE as error:
         log.warning("this host could not be taken out of its cluster, a retry may land on it again: %s", one_line(error))
         return False
-    log.warning("this host takes no further jobs: container instance %s is DRAINING", instance)
+    log.warning("this host takes no further jobs: container instance %s is DRAINING", *host["containerInstances"])
     return True
 
 
-def _container_instance() -> tuple[str, str] | None:
-    """Return the cluster and the ARN of this container's EC2 instance; None outside ECS and on Fargate."""
+def _container_instance() -> dict[str, Any] | None:
+    """Return this container's EC2 instance as arguments of ECS's requests; None outside ECS and on Fargate."""
     if (task := ecs_metadata.read_metadata("/task")) is None:
         return None
     cluster, arn = str(task["Cluster"]), str(task["TaskARN"])
@@ -168,7 +164,7 @@ def _container_instance() -> tuple[str, str] | None:
     if not answer["tasks"]:
         raise ValueError(f"ECS does not know this task: {answer.get('failures')}")
     instance = answer["tasks"][0].get("containerInstanceArn")
-    return (cluster, str(instance)) if instance else None
+    return {"cluster": cluster, "containerInstances": [instance]} if instance else None
 
 
 def _ecs() -> Any:

@@ -12,9 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +25,11 @@ from pipeline.host.exhaustion import MEMORY_REMEDY, kernel_kills
 from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
 from pipeline.log import log
+from pipeline.ports import free_port
 from pipeline.run import failure, processes, tether
-from pipeline.run.world import free_port
 from pipeline.sdk import neuron_launch
 from pipeline.sdk.known_errors import Action, LogFinding
 
-POLL_SECONDS = 0.02
 STACKS_SECONDS = 5.0
 """Writing every Python stack takes milliseconds; a process that cannot do it in this time does not react to signals."""
 
@@ -93,7 +91,7 @@ class Ranks(ABC):
             log.error("stacks of rank %d:", rank)
             # A process that was stopped sees the signal only when it continues.
             self._signal(rank, living[rank], signal.SIGABRT, signal.SIGCONT)
-            if not until(lambda rank=rank: rank not in self.running(), STACKS_SECONDS):  # type: ignore[misc]
+            if not processes.until(lambda rank=rank: rank not in self.running(), STACKS_SECONDS):  # type: ignore[misc]
                 log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank)
             self._pump()
         self.kill()
@@ -115,7 +113,7 @@ class Ranks(ABC):
 
     def wait(self, seconds: float) -> bool:
         """Give the ranks time to end; return whether all have."""
-        return until(lambda: self.ended, seconds)
+        return processes.until(lambda: self.ended, seconds)
 
     def stop(self, grace_seconds: float) -> None:
         """Send SIGTERM to all running ranks, and SIGKILL to those that still run after the grace period."""
@@ -301,7 +299,7 @@ class TorchrunRanks(Ranks):
             # Its session, because a compiler or a loader that it started would outlive it.
             processes.signal_group(pid, signal.SIGKILL)
         self._process.wait()
-        if not until(lambda: not self._living(), KILL_SECONDS):
+        if not processes.until(lambda: not self._living(), KILL_SECONDS):
             log.error("ranks %s outlive SIGKILL: they hang in the kernel or in a driver", list(self._living()))
         self._poll()
 
@@ -373,20 +371,18 @@ def torchrun_end(code: int, last_lines: Sequence[str], *, started: bool) -> Trnp
         return _killed("torchrun", code, "SIGKILL usually comes from the host's out-of-memory killer; see the log above")
     if code != 1 or started:
         # It refused its command line, or ended in an unknown way.
-        return failure.as_unexpected(
-            Defect(
-                "torchrun ended without naming a failed rank",
-                value=[f"exit status {code}", *last_lines[-5:]],
-                remedy="report it with the log above",
-            )
+        return Defect(
+            "torchrun ended without naming a failed rank",
+            value=[f"exit status {code}", *last_lines[-5:]],
+            remedy="report it with the log above",
+            kind=FailureKind.UNEXPECTED,
         )
-    return failure.as_unexpected(
-        Transient(
-            "torchrun ended before its ranks had started",
-            value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
-            rule="the torchruns of all nodes meet at the main node's address",
-            remedy="see the logs of the other nodes; the run is retried",
-        )
+    return Transient(
+        "torchrun ended before its ranks had started",
+        value=[f"exit status {code}", *[line for line in last_lines if "Error" in line][-3:]],
+        rule="the torchruns of all nodes meet at the main node's address",
+        remedy="see the logs of the other nodes; the run is retried",
+        kind=FailureKind.UNEXPECTED,
     )
 
 
@@ -397,40 +393,30 @@ def unexplained_end(rank: int, code: int, *, out_of_memory: bool = False) -> Trn
         out_of_memory: the kernel has killed processes out of memory while the ranks ran.
     """
     if code == -signal.SIGKILL and out_of_memory:
-        return failure.as_unexpected(
-            Transient(
-                f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
-                value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
-                rule="all ranks of a node and what they prefetch fit the memory of the job",
-                remedy=f"{MEMORY_REMEDY}; the run is retried from its last checkpoint or part",
-            )
+        return Transient(
+            f"rank {rank} was killed by the kernel: the host, or the container, is out of memory",
+            value=f"signal {signal.SIGKILL.value}, and the kernel counts killed processes (oom_kill)",
+            rule="all ranks of a node and what they prefetch fit the memory of the job",
+            remedy=f"{MEMORY_REMEDY}; the run is retried from its last checkpoint or part",
+            kind=FailureKind.UNEXPECTED,
         )
     if code < 0:
         killer = f"SIGKILL usually comes from the host's out-of-memory killer: {MEMORY_REMEDY}"
         return _killed(f"rank {rank}", code, killer if code == -signal.SIGKILL else "see the log above")
-    error = Defect(
-        f"rank {rank} ended without an explanation", value=f"exit status {code}", remedy="report it with the log above"
+    return Defect(
+        f"rank {rank} ended without an explanation",
+        value=f"exit status {code}",
+        remedy="report it with the log above",
+        exit_code=ExitCode.of(code),
+        kind=FailureKind.UNEXPECTED,
     )
-    error.exit_code = ExitCode.of(code)
-    return failure.as_unexpected(error)
 
 
 def _killed(who: str, code: int, remedy: str) -> TrnpipeError:
-    return failure.as_unexpected(
-        Transient(
-            f"{who} was killed by {signal.Signals(-code).name}",
-            value=f"signal {-code}",
-            rule="a killed process may do better in a new attempt",
-            remedy=remedy,
-        )
+    return Transient(
+        f"{who} was killed by {signal.Signals(-code).name}",
+        value=f"signal {-code}",
+        rule="a killed process may do better in a new attempt",
+        remedy=remedy,
+        kind=FailureKind.UNEXPECTED,
     )
-
-
-def until(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait until this is done; return whether it was in time."""
-    deadline = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_SECONDS)
-    return True

@@ -22,8 +22,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -44,7 +45,6 @@ from pipeline.contract import (
     StageFailure,
     StageResult,
     check_run_folder,
-    now,
 )
 from pipeline.cost import NOTE_SECONDS, NodeAttempt
 from pipeline.errors import (
@@ -55,21 +55,21 @@ from pipeline.errors import (
     FailureKind,
     MissingInput,
     NoProgress,
-    Terminated,
     Transient,
     TrnpipeError,
     one_line,
 )
-from pipeline.host import gang
+from pipeline.host import gang, own_job
 from pipeline.host.deadlines import Deadlines
 from pipeline.host.exhaustion import exhaustion
 from pipeline.host.launch import RankLaunch
-from pipeline.host.ranks import Ranks, start, until
+from pipeline.host.ranks import Ranks, start
 from pipeline.log import log
 from pipeline.run import failure
 from pipeline.run.cloudwatch import EmbeddedMetrics
 from pipeline.run.heartbeat import Stall, Watchdog
 from pipeline.run.logs import configure_logging
+from pipeline.run.processes import until
 from pipeline.run.world import NodeWorld
 from pipeline.sdk import neuron_launch
 
@@ -97,9 +97,7 @@ def resolve_run(run_uri: str, node: NodeWorld) -> str:
     """Return the run folder; Batch is asked for it where the command holds a literal `Ref::run`."""
     if run_uri != f"Ref::{RUN_PARAMETER}":
         return run_uri
-    from pipeline.host.own_job import run_uri_of_job
-
-    uri = run_uri_of_job(node.job)
+    uri = own_job.run_uri_of_job(node.job)
     log.info("the command holds a literal Ref::%s; the job's own parameter says %s", RUN_PARAMETER, uri)
     return uri
 
@@ -133,13 +131,13 @@ class Supervisor:
                 node,
                 stale_seconds=deadlines.stale_seconds,
                 start_seconds=deadlines.peer_start_seconds,
-                ended=_ended_nodes,
+                ended=own_job.ended_nodes,
             )
             if self._in_gang and node.is_main
             else None
         )
         self._signal: signal.Signals | None = None
-        self._started = now()
+        self._started = datetime.now(timezone.utc)
         # The main node's end is the gang's, and its leader writes the checkpoint while all ranks still take part.
         ends_itself = STAGES[stage].resumes and node.is_main
         self._attempt_ends = time.monotonic() + deadlines.attempt_seconds if ends_itself else math.inf
@@ -165,10 +163,8 @@ class Supervisor:
             ended = self._describe(exhaustion(error) or failure.unexpected(error))
         reached = not self._in_gang or self._best_effort(partial(gang.write_exit, self._paths, self._stage, self._node, ended))
         if ended and ended.exit_code == ExitCode.UNHEALTHY_HOST and ended.node == self._node.index:
-            from pipeline.host.own_job import leave_cluster  # no retry lands on this host
-
             self._cloudwatch.write({Metric.UNHEALTHY_HOSTS: 1})
-            leave_cluster()
+            own_job.leave_cluster()  # no retry lands on this host
         if self._peers and not done:
             ended = self._settle(self._peers, ended)
         if self._node.is_main:
@@ -275,9 +271,7 @@ class Supervisor:
             threading.Thread(target=self._tell_queue_wait, name="queue-wait", daemon=True).start()
 
     def _tell_queue_wait(self) -> None:
-        from pipeline.host.own_job import queue_wait_seconds
-
-        if (waited := queue_wait_seconds(self._node.job, now=time.time())) is not None:
+        if (waited := own_job.queue_wait_seconds(self._node.job, now=time.time())) is not None:
             self._cloudwatch.write({Metric.QUEUE_WAIT_SECONDS: waited})
 
     def _watch(self, ranks: Ranks, watchdog: Watchdog, reporter: Reporter) -> StageFailure | None:
@@ -433,7 +427,7 @@ class Supervisor:
                     job=node.job,
                     host=node.host,
                     started=self._started,
-                    seen=now(),
+                    seen=datetime.now(timezone.utc),
                     exit_code=exit_code,
                 ).to_json(),
             )
@@ -450,11 +444,12 @@ class Supervisor:
 
     def _interrupted(self, received: signal.Signals) -> StageFailure:
         return self._describe(
-            Terminated(
+            Transient(
                 f"the node was terminated by {received.name}",
                 value=f"{self._stage} on node {self._node.index}",
                 rule="the next attempt resumes an interrupted stage",
                 remedy="none is needed, unless this was unintended: a job timeout, a terminated job, a reclaimed host",
+                kind=FailureKind.TERMINATED,
             )
         )
 
@@ -510,12 +505,6 @@ def _fingerprint(stage: Stage, paths: RunPaths) -> str:
     if stage not in EMBEDDING or not store.exists(paths.embed_plan):
         return ""
     return str(json.loads(store.read_bytes(paths.embed_plan))["fingerprint"])
-
-
-def _ended_nodes(job: str, nodes: Sequence[int]) -> dict[int, str]:
-    from pipeline.host.own_job import ended_nodes  # here, because it loads an SDK that most supervisors do without
-
-    return ended_nodes(job, nodes)
 
 
 class Reporter(threading.Thread):

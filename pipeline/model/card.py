@@ -38,7 +38,7 @@ def model_card(plan: RunPlan, folder: Path, steps: int, pairs: int) -> str:
         "Evaluation": f"runs/{plan.run}/evaluate/scorecard.json and runs/{plan.run}/report/index.html compare the "
         "model with its baseline",
         "Longest text": f"{read_max_length(folder)} tokens, special ones included; in training {config.train.query_length} of a "
-        f"query and {max(config.train.buckets)} of a document",
+        f"query and {config.train.length} of a document",
         "Prompts": ", ".join(f"{side} {json.dumps(text)}" for side, text in read_prompts(folder).items()),
         "Pooling": config.model.pooling,
         "Normalized": "yes, to length 1" if config.model.normalize else "no",

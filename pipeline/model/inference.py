@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from pipeline.model.encoder import Encoder, PackedEncoder, prepare_for_inference, texts_per_row
+from pipeline.model.encoder import Encoder, PackedEncoder, prepare_for_inference
+from pipeline.packing import texts_per_row
 
 if TYPE_CHECKING:
     from pipeline.backends.device import Batch, Device, EncodeFunction

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,22 +81,22 @@ class Machine:
             ) from error
 
 
+@dataclass(eq=False)
 class Site:
     """One deployment, or one local run; use `open_site`.
 
-    Args:
+    Attributes:
         machine_arn: ARN of the state machine.
         stack: name of the pipeline's stack; empty of a local run.
         log_group: of the jobs; None of a local run.
         state: the local run's state folder, None for an account.
     """
 
-    def __init__(self, machine_arn: str, *, stack: str = "", log_group: str | None = None, state: Path | None = None) -> None:
-        self.machine_arn = machine_arn
-        self.stack = stack
-        self.log_group = log_group
-        self.state = state
-        self._clients: dict[str, Any] = {}
+    machine_arn: str
+    stack: str = ""
+    log_group: str | None = None
+    state: Path | None = None
+    _clients: dict[str, Any] = field(default_factory=dict)
 
     @property
     def option(self) -> str:
@@ -231,8 +231,7 @@ class S3Files:
             pages = self._site.client("s3").get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=start)
             return [
                 Listed(item["Key"].removeprefix(f"{self._key}/"), item["LastModified"].timestamp(), item["ETag"])
-                for page in pages
-                for item in page.get("Contents", ())
+                for item in pages.search("Contents || `[]`")
             ]
 
     def as_typed(self, text: str) -> str:

@@ -6,12 +6,12 @@ own commands: only its owner can read it, and it disappears with the endpoint. S
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from pipeline.contract import Record
 from pipeline.errors import BadData
@@ -29,12 +29,10 @@ class EndpointRecord(Record):
     Attributes:
         state_machine: ARN of its only state machine.
         environment: variables with which every AWS SDK talks to this endpoint alone, its key among them.
-        process: id of the process that serves it.
     """
 
     state_machine: str
     environment: dict[str, str]
-    process: int
 
 
 def make_private(state: Path) -> None:
@@ -49,8 +47,8 @@ def announced(state: Path, record: EndpointRecord) -> Iterator[None]:
     path, temporary = state / NAME, state / f"{NAME}.tmp"
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        json.dump(asdict(record), stream)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(record.to_json())
     temporary.replace(path)
     try:
         yield
@@ -67,11 +65,9 @@ def read_endpoint(state: Path) -> EndpointRecord | None:
         BadData: the file is not an endpoint's.
     """
     try:
-        data = (state / NAME).read_bytes()
+        return EndpointRecord.from_json((state / NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        return EndpointRecord.from_json(data)
     except BadData as error:
         error.value = f"{state / NAME}: {error.value}"
         error.remedy = "delete it; a running `trnpipe local` writes it when it starts"
@@ -81,13 +77,6 @@ def read_endpoint(state: Path) -> EndpointRecord | None:
 @contextmanager
 def only_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set the variables in this process's environment, without its user's AWS settings; restore it afterwards."""
-    before = dict(os.environ)
-    for key in before:
-        if key.startswith("AWS_"):
-            del os.environ[key]
-    os.environ.update(variables)
-    try:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("AWS_")}
+    with mock.patch.dict(os.environ, {**kept, **variables}, clear=True):
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -132,8 +132,7 @@ def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
     size = {"MaxItems": limit, "PageSize": min(limit, FIRST_PAGE)}
     with site.asking("executions"):
         pages = site.client("stepfunctions").get_paginator("list_executions").paginate(**asked, PaginationConfig=size)
-        found = [one["executionArn"] for page in pages for one in page["executions"]]
-    return [describe(site, arn) for arn in found]
+        return [describe(site, arn) for arn in pages.search("executions[].executionArn")]
 
 
 def stop(site: Site, execution: Execution, reason: str) -> None:

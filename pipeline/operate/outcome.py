@@ -14,13 +14,12 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from pipeline.commands.terminal import clock, right, say
-from pipeline.contract import RunPaths, Stage, StageFailure, history_uri
+from pipeline.contract import GATE_REFUSED, RunPaths, Stage, StageFailure, history_uri
 from pipeline.errors import ExitCode, TrnpipeError, plain, shown
 from pipeline.operate import run_files
 from pipeline.operate.progress import StageLine, Tracker
 from pipeline.operate.run_files import IN_FOLDER, RunFiles, number, read_metrics
 
-GATE_REFUSED = "GateRefused"
 ERROR_CODES = {
     GATE_REFUSED: ExitCode.GATE_REFUSED,
     "InputRefused": ExitCode.BAD_CONFIG,

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.commands.terminal import clock, say
-from pipeline.contract import STAGES, Shape, Stage
+from pipeline.contract import JOB_ENDED, STAGES, Shape, Stage
 from pipeline.errors import plain
 from pipeline.operate.run_files import IN_FOLDER, Listed, RunFiles, json_object, number, read_metrics
 
@@ -32,7 +32,6 @@ SKIPPED = {Stage.PLAN: (Stage.INGEST, "no new shard"), Stage.TRAIN: (Stage.COMPI
 """Stage -> the stage that the state machine may go past just before it, and why."""
 
 BATCH_SUBMITS = ("submitJob", "submitJob.sync")
-JOB_ENDED = ("SUCCEEDED", "FAILED")
 SHOWN_METRIC = "ndcg@10"
 METRICS_TAIL_BYTES = 64 << 10
 """Enough of `metrics.jsonl` for its last lines of either kind."""

@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from pipeline.contract import EXECUTION_TAG, StageFailure
+from pipeline.contract import EXECUTION_TAG, JOB_ENDED, JOBS_AT_ONCE, StageFailure
 from pipeline.operate.deployment import Site
 from pipeline.operate.executions import Execution
-from pipeline.operate.progress import JOB_ENDED
 
-DESCRIBED_AT_ONCE = 100
 CLOCKS_DIFFER = timedelta(minutes=1)
 """Allowance for a job that seems older than its execution."""
 
@@ -20,7 +18,7 @@ Job = Mapping[str, Any]
 
 def describe(site: Site, ids: Sequence[str]) -> list[Job]:
     """Return the jobs as DescribeJobs describes them, without those that Batch has forgotten (a week after their end)."""
-    pages = (list(ids[first : first + DESCRIBED_AT_ONCE]) for first in range(0, len(ids), DESCRIBED_AT_ONCE))
+    pages = (list(ids[first : first + JOBS_AT_ONCE]) for first in range(0, len(ids), JOBS_AT_ONCE))
     return [job for page in pages for job in site.ask("jobs", "batch", "describe_jobs", jobs=page)["jobs"]]
 
 

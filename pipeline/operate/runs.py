@@ -15,13 +15,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from pipeline.commands.terminal import clock, left, right
-from pipeline.contract import RUN_ID_PATTERN, Stage
+from pipeline.contract import GATE_REFUSED, RUN_ID_PATTERN, Stage
 from pipeline.errors import plain
 from pipeline.operate import executions
 from pipeline.operate.deployment import EndpointGone, Site, open_site
 from pipeline.operate.endpoint import read_endpoint
 from pipeline.operate.executions import Execution, History
-from pipeline.operate.outcome import GATE_REFUSED, judge
+from pipeline.operate.outcome import judge
 from pipeline.operate.progress import SHOWN_METRIC, Tracker
 from pipeline.operate.run_files import IN_FOLDER, LocalFiles, RunFiles, json_object, number, read_failure, read_result
 

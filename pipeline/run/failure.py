@@ -10,33 +10,31 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.contract import Stage, StageFailure, now
-from pipeline.errors import Defect, ExitCode, FailureKind, LostPeer, TrnpipeError, shown
+from pipeline.errors import Defect, ExitCode, FailureKind, Transient, TrnpipeError, shown
 from pipeline.files import write_atomically
 from pipeline.run.world import NodeWorld
 
 VALUES_KEPT = 20
 
 
-def lost_peer(detail: str) -> LostPeer:
+def lost_peer(detail: str) -> Transient:
     """Return the failure of a rank that knows only that another one is gone."""
-    return LostPeer(
+    return Transient(
         "another rank went away during a collective",
         value=detail,
         remedy="see the log of the node that failed first; the run is retried",
+        kind=FailureKind.LOST_PEER,
     )
 
 
 def unexpected(error: BaseException) -> TrnpipeError:
     """Return the failure of a process that ended with an exception that trnpipe does not know."""
-    return as_unexpected(
-        Defect(f"{type(error).__name__}: {error}", rule="this is a mistake in trnpipe", remedy="report it with the log above")
+    return Defect(
+        f"{type(error).__name__}: {error}",
+        rule="this is a mistake in trnpipe",
+        remedy="report it with the log above",
+        kind=FailureKind.UNEXPECTED,
     )
-
-
-def as_unexpected(error: TrnpipeError) -> TrnpipeError:
-    """Return an error that a line of the log may explain better, marked as such."""
-    error.kind = FailureKind.UNEXPECTED
-    return error
 
 
 def describe(error: TrnpipeError, *, stage: Stage, run: str, node: NodeWorld, rank: int) -> StageFailure:
@@ -61,9 +59,14 @@ def describe(error: TrnpipeError, *, stage: Stage, run: str, node: NodeWorld, ra
 
 def error_of(failure: StageFailure) -> TrnpipeError:
     """Return the exception that a record was made from, to raise in place of the rank that failed."""
-    error = TrnpipeError(failure.what, value=failure.value or None, rule=failure.rule, remedy=failure.remedy)
-    error.exit_code, error.kind = ExitCode.of(failure.exit_code), failure.kind
-    return error
+    return TrnpipeError(
+        failure.what,
+        value=failure.value or None,
+        rule=failure.rule,
+        remedy=failure.remedy,
+        exit_code=ExitCode.of(failure.exit_code),
+        kind=failure.kind,
+    )
 
 
 def cause(failures: Iterable[StageFailure]) -> StageFailure | None:

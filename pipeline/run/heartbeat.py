@@ -59,10 +59,9 @@ class Heartbeat:
                 until the next heartbeat.
         """
         moment = time.monotonic()
-        if self._path is None:
-            return
         # A change of patience is never thinned out: a long one would be missed, or outlive its reason.
-        if moment - self._written < HEARTBEAT_SECONDS and done != total and patience == self._patience:
+        thinned_out = moment - self._written < HEARTBEAT_SECONDS and done != total and patience == self._patience
+        if self._path is None or thinned_out:
             return
         self._written, self._patience = moment, patience
         record = {

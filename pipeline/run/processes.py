@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.log import log
 
 PROC = Path("/proc")
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 KILL_SECONDS = 5.0
 """Time for processes to end after SIGKILL; one that does not hangs in the kernel or in a driver."""
 
@@ -31,16 +32,29 @@ def end_group(process: subprocess.Popen[bytes], *, grace_seconds: float = 0.0) -
     Args:
         grace_seconds: from SIGTERM to SIGKILL; 0: SIGKILL at once.
     """
-    stages = ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, KILL_SECONDS))
-    for number, seconds in stages if grace_seconds else stages[1:]:
-        deadline = time.monotonic() + seconds
-        left = signal_group(process.pid, number)
-        while left and time.monotonic() < deadline:
-            process.poll()  # a leader that is not reaped still counts as one of its group
-            if left := signal_group(process.pid, 0):
-                time.sleep(POLL_SECONDS)
+    try:
+        if grace_seconds:
+            _signal_and_wait(process, signal.SIGTERM, grace_seconds)
+    finally:  # also where the wait is interrupted
+        _signal_and_wait(process, signal.SIGKILL, KILL_SECONDS)
     if process.poll() is None:
         log.warning("process %d does not end: it hangs in the kernel or in a driver", process.pid)
+
+
+def _signal_and_wait(process: subprocess.Popen[bytes], number: int, seconds: float) -> None:
+    signal_group(process.pid, number)
+    # A leader that is not reaped still counts as one of its group.
+    until(lambda: process.poll() is not None and not signal_group(process.pid, 0), seconds)
+
+
+def until(done: Callable[[], bool], seconds: float) -> bool:
+    """Wait until this is done; return whether it was in time."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def all_processes() -> dict[int, dict[str, str]]:
@@ -50,11 +64,7 @@ def all_processes() -> dict[int, dict[str, str]]:
 
 def status(pid: int) -> dict[str, str]:
     """Return the fields of /proc/PID/status (proc_pid_status(5)); empty if there is no such process."""
-    try:
-        lines = (PROC / str(pid) / "status").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in _read(pid, "status").splitlines())}
 
 
 def children(parent: int) -> list[int]:
@@ -69,11 +79,7 @@ def lives(pid: int) -> bool:
 
 def environment(pid: int) -> dict[str, str]:
     """Return the variables that a process was started with; empty if it is gone."""
-    try:
-        text = (PROC / str(pid) / "environ").read_text("utf-8", "replace")
-    except OSError:
-        return {}
-    return dict(part.split("=", 1) for part in text.split("\0") if "=" in part)
+    return dict(part.split("=", 1) for part in _read(pid, "environ").split("\0") if "=" in part)
 
 
 def tree_memory(root: int) -> int:
@@ -83,3 +89,11 @@ def tree_memory(root: int) -> int:
     while grown := {pid for pid, fields in processes.items() if int(fields["PPid"]) in family} - family:
         family |= grown
     return sum(int(processes[pid].get("VmHWM", "0 kB").split()[0]) * 1024 for pid in family & processes.keys())
+
+
+def _read(pid: int, name: str) -> str:
+    """Return a file of /proc/PID; empty if the process is gone."""
+    try:
+        return (PROC / str(pid) / name).read_text("utf-8", "replace")
+    except OSError:
+        return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,15 +101,12 @@ def change_pointer(
     uri = registry_uri(bucket_root, name)
     for _ in range(MOST_WRITES):
         pointer = read_pointer(bucket_root, name)
-        content = change(pointer)
-        if content is None:
+        if (content := change(pointer)) is None:
             return pointer.content if pointer else None
         condition: dict[str, Any] = {"if_match": pointer.etag} if pointer else {"if_absent": True}
-        try:
+        with suppress(store.Conflict):
             store.write_json(uri, content, **condition)
             return content
-        except store.Conflict:
-            continue
     raise Transient("others keep writing the registry's pointer", value=uri, remedy="try again later")
 
 
@@ -124,8 +122,7 @@ def keep_publication(bucket_root: str, name: str, record: Mapping[str, Any]) -> 
 
 def publications(bucket_root: str, name: str) -> Iterator[dict[str, Any]]:
     """Yield what was published under a name, the newest first, as `keep_publication` got it."""
-    found = sorted(info.uri for info in store.list_objects(_publications_uri(bucket_root, name)))
-    for uri in reversed(found):
+    for uri in sorted((info.uri for info in store.list_objects(_publications_uri(bucket_root, name))), reverse=True):
         # The history of runs is in the same folder: a page, and records in a folder below.
         if uri.endswith(".json") and uri.split("/")[-3:-1] == ["registry", name]:
             yield store.read_json(uri)

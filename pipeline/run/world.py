@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import os
 import platform
-import random
 import re
-import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 ROOT_COMM_PORT = 62182
@@ -21,9 +18,6 @@ ROOT_COMM_PORT = 62182
 
 LEADER_PORT = 29500
 """Rendezvous port of the main node: below the ports that Linux hands to outgoing connections (32768-60999)."""
-
-FREE_PORTS = range(10_000, LEADER_PORT)
-"""Ports for those who share a machine, below those of outgoing connections too: it takes a rank seconds to bind its port."""
 
 LOOPBACK = "127.0.0.1"
 ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - the gang's security group decides who reaches it
@@ -117,13 +111,3 @@ class World:
             has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             node=NodeWorld.from_environment(environment),
         )
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on and that no outgoing connection takes until it is bound."""
-    # The system's source of randomness: equal seeds must not mean equal ports.
-    ports = random.SystemRandom()
-    while True:
-        port = ports.choice(FREE_PORTS)
-        with suppress(OSError), socket.create_server((LOOPBACK, port)):
-            return port

@@ -208,8 +208,7 @@ def _run(
     def take(lines: list[bytes]) -> None:
         for line in [raw.decode("utf-8", "replace").rstrip("\r") for raw in lines] or [""]:
             on_line(line)
-            if _speaks(line, kept):
-                kept.append(line[: 4 * known_errors.LINE_CHARACTERS])
+            _keep(line[: 4 * known_errors.LINE_CHARACTERS], kept)
 
     deadline = time.monotonic() + timeout
     # A file, because a pipe stays open as long as a compiler that was left behind holds it.
@@ -233,18 +232,13 @@ def _run(
     return process.returncode, kept
 
 
-def _speaks(line: str, kept: list[str]) -> bool:
-    """Whether to keep a line: the last ones are kept, and all lines of the summary."""
+def _keep(line: str, kept: list[str]) -> None:
+    """Add a line to those that are kept: the last ones, and all lines of the summary, without the compiler's dots."""
     if not line.strip(". "):
-        return False  # the compiler's dots
+        return
     if len(kept) >= KEPT_LINES:
-        for index, old in enumerate(kept):
-            if not any(pattern.search(old) for pattern in OF_THE_SUMMARY):
-                del kept[index]
-                break
-        else:
-            del kept[0]
-    return True
+        del kept[next((index for index, old in enumerate(kept) if not any(one.search(old) for one in OF_THE_SUMMARY)), 0)]
+    kept.append(line)
 
 
 def _summary(code: int, lines: list[str], cache: str, seconds: float) -> Summary:
@@ -372,9 +366,8 @@ def clear_locks(cache: str, *, in_use: bool) -> list[str]:
         The URIs removed.
     """
     locks = [info.uri for info in store.list_objects(cache) if info.uri.endswith(LOCK_SUFFIX) and CACHE_KEY.search(info.uri)]
-    if in_use:
-        if locks:
-            log.warning("%d locks stay in %s: other runs use it", len(locks), cache)
+    if locks and in_use:
+        log.warning("%d locks stay in %s: other runs use it", len(locks), cache)
         return []
     for uri in locks:
         store.delete(uri)

@@ -20,10 +20,10 @@ from pipeline.dataset.corpus_plan import Places, sample_documents
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import SLICES, IngestedShard
 from pipeline.dataset.reading import in_threads
-from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, PUBLISHED, DocumentLengths, Lengths, RowWriter
+from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, PUBLISHED, Lengths, PairLengths, RowWriter
 from pipeline.dataset.seen import SeenRows
 from pipeline.dataset.selection import Group, HashedRows, Mask, Numbers, Selection, groups, holdout_slices, pieces, select
-from pipeline.dataset.steps import StepCounts, order_file, write_orders
+from pipeline.dataset.steps import ORDER, StepCounts, write_steps
 from pipeline.dataset.tokens import TextTokenizer, cut
 from pipeline.evaluation.reference import copy_reference
 from pipeline.run_inputs import RunInputs, TokenizerPlan
@@ -234,11 +234,10 @@ class PlannedRows:
                     writer.add("train.arrow", table)
                     self._beat("writing training rows", writer.rows["train.arrow"])
         self.rows |= writer.rows
-        train = DocumentLengths(self.folder / "train.arrow")
-        counts = write_orders(self.folder, train, self._config, ranks)
-        for epoch in range(-(-counts.steps // counts.steps_per_epoch)):
-            self.rows[order_file(epoch)] = counts.steps_per_epoch
-        return counts, sum(int(piece.sum()) for piece in train) / self.rows["train.arrow"]
+        lengths, count = PairLengths(self.folder / "train.arrow"), self.rows["train.arrow"]
+        counts = write_steps(self.folder, lengths, count, self._config, ranks)
+        self.rows[ORDER] = counts.steps
+        return counts, sum(int(piece[:, 1].sum()) for piece in lengths) / count
 
 
 def read_rows(

@@ -6,7 +6,7 @@ import hashlib
 import json
 
 from pipeline import store
-from pipeline.config import RunConfig, RunInput, build_config
+from pipeline.config import RunInput, build_config
 from pipeline.contract import RunPaths, now
 from pipeline.dataset.columns import check_columns
 from pipeline.dataset.ingested import SCHEMA_VERSION
@@ -70,7 +70,6 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
             config.compile.auto_cast_type,
             config.compile.training_cast(world.precision),
         )
-    warn_small_micro_batch(config, world.kind)
     check_compiled(paths, graphs, config)
     published, published_lineage = None, lineage
     if pointer and (pointer.model == origin.uri or config.mode == "refresh"):
@@ -118,17 +117,3 @@ def write_inputs(paths: RunPaths, inputs: RunInputs) -> RunInputs:
         log.warning("another prepare of this run was faster; keeping its inputs")
         return RunInputs.from_json(store.read_bytes(paths.inputs))
     return inputs
-
-
-def warn_small_micro_batch(config: RunConfig, kind: str) -> None:
-    """A batch without divisors of a fair size is cut into very small pieces, each with a forward pass of its own."""
-    batch, most, found = config.train.batch_size, config.most_compiled_pairs, config.micro_batch_on(kind)
-    if config.train.micro_batch is None and 2 * found < min(batch, most):
-        log.warning(
-            "batches of %d pairs are computed %d at a time, although %d fit: %d has no larger divisor; train.batch_size = %d has",
-            batch,
-            found,
-            most,
-            batch,
-            batch // most * most,
-        )

@@ -145,7 +145,7 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
     positions = text_positions(backbone)
     lengths = {
         "train.query_length": config.train.query_length,
-        "train.buckets": max(config.train.buckets),
+        "train.length": config.train.length,
         "embed.buckets": max(config.embed.buckets),
     }
     problems = [f"{key}: {length}" for key, length in lengths.items() if length > positions]

@@ -85,10 +85,9 @@ def run(context: StageContext) -> StageOutput | None:
                 batches=TrainingBatches(
                     rows,
                     context.world,
-                    batch_size=config.train.batch_size,
-                    accumulation=config.train.accumulation,
-                    query_length=config.train.query_length,
+                    config.train,
                     padding=padding(device, state.encoder),
+                    apart=config.cuts_batches(device.kind),
                     learning_rate=partial(
                         learning_rate, config.train, steps=plan.train.steps, warmup_steps=plan.train.warmup_steps
                     ),
@@ -117,7 +116,7 @@ def run(context: StageContext) -> StageOutput | None:
 def padding(device: Device, encoder: Encoder) -> Padding:
     """Return how much of a batch has to be padding."""
     if device.kind not in EAGER_KINDS:
-        return Padding.STATIC
+        return Padding.PACKED
     return Padding.NONE if encoder.unpads else Padding.LONGEST
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,28 +18,34 @@ import pyarrow as pa
 import torch
 
 from pipeline.backends.device import Batch
+from pipeline.config import TrainConfig
 from pipeline.dataset.row_files import read_table
-from pipeline.dataset.sampler import MASKED
-from pipeline.dataset.steps import order_file
+from pipeline.dataset.sampler import MASKED, Bin, read_order
+from pipeline.dataset.steps import ORDER
 from pipeline.model.inference import pad
 from pipeline.model.loss import DocumentRole
+from pipeline.packing import BinShape, texts_per_row
 from pipeline.run.world import World
 from pipeline.training.digest import digest_batch
+from pipeline.training.micro_batches import TOWERS
 
 Rows = npt.NDArray[np.int32]
 Hashes = npt.NDArray[np.uint64]
 Tokens = npt.NDArray[Any]
 EMPTY: Tokens = np.empty(0, np.uint16)
 
+GROUPS, LEAST_TEXTS = 6, 8
+"""Groups of similar lengths at most, and texts of one, about: where each is a few operations of its own."""
+
 
 class Padding(Enum):
     """The padding of a batch of rows of different lengths."""
 
-    STATIC = auto()
-    """Every batch has the lengths that are set, for devices that compile a graph per shape."""
+    PACKED = auto()
+    """Texts share rows, in the shapes that are set, for devices that compile a graph per shape."""
 
     LONGEST = auto()
-    """A batch is as long as its longest row."""
+    """Texts of similar lengths are as long as the longest of them."""
 
     NONE = auto()
     """As LONGEST on the host; the batch also says where its tokens are, and the encoder computes nothing else."""
@@ -133,12 +139,11 @@ class TrainingBatches:
     """This rank's batches of all steps.
 
     Args:
-        folder: with `train.arrow` and the orders of epochs, whose batches are `world.size x batch_size x accumulation` rows.
+        folder: with `train.arrow` and the order of its rows, which has so many bins a step as all ranks' batches have.
         world: this rank among all.
-        batch_size: pairs per rank and batch.
-        accumulation: batches per step, all of one bucket.
-        query_length: length of queries in tokens, at most.
+        train: the bins of a batch, and the batches of a step.
         padding: see Padding.
+        apart: whether each bin is a micro-batch; else all of a batch's bins are one.
         learning_rate: step from 0 -> learning rate; it travels with the batch (as a constant it would make a graph per step).
         shards: URIs of the shards, by the numbers that rows have.
     """
@@ -147,63 +152,51 @@ class TrainingBatches:
         self,
         folder: Path,
         world: World,
+        train: TrainConfig,
         *,
-        batch_size: int,
-        accumulation: int = 1,
-        query_length: int,
-        padding: Padding = Padding.STATIC,
+        padding: Padding = Padding.PACKED,
+        apart: bool = False,
         learning_rate: Callable[[int], float],
         shards: Sequence[str] = (),
     ) -> None:
-        self._folder = folder
         self._table = read_table(folder / "train.arrow")
-        self._queries, self._documents = (TokenColumn(self._table[f"{tower}_tokens"]) for tower in ("query", "document"))
-        self._query_hash, self._document_hash = (HashColumn(self._table[f"{tower}_hash"]) for tower in ("query", "document"))
+        self._columns = {tower: TokenColumn(self._table[f"{tower}_tokens"]) for tower in TOWERS}
+        self._query_hash, self._document_hash = (HashColumn(self._table[f"{tower}_hash"]) for tower in TOWERS)
         self._world = world
-        self._batch_size = batch_size
-        self._accumulation = accumulation
-        self._query_length = query_length
+        self._train = train
+        self._shape = train.bin_shape
         self._padding = padding
+        self._apart = apart
         self._learning_rate = learning_rate
         self._shards = shards
         self._facts: dict[int, StepFacts] = {}
-        self.steps_per_epoch = len(self._order(0))
-
-    def _order(self, epoch: int) -> npt.NDArray[np.int32]:
-        return cast(npt.NDArray[np.int32], np.lib.format.open_memmap(self._folder / order_file(epoch), mode="r"))
-
-    def _batches(self, start: int, stop: int) -> Iterator[tuple[int, int, Rows]]:
-        """Yield the number, the bucket and the rows of the global batch of each of the steps start, ..., stop - 1."""
-        while start < stop:
-            epoch, first = divmod(start, self.steps_per_epoch)
-            last = min(self.steps_per_epoch, first + stop - start)
-            for step, batch in enumerate(self._order(epoch)[first:last], start):
-                yield step, int(batch[0]), np.array(batch[1:])
-            start += last - first
+        self._order = read_order(folder / ORDER, train.bins * train.accumulation * world.size, self._shape.pairs)
+        self.steps = len(self._order)
 
     def iterate(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches of the steps start, ..., stop - 1, on the host.
 
         Yields:
-            query_tokens, query_mask (B, query length) and document_tokens, document_mask (B, bucket): int64, shorter unless
-            padding is STATIC; with Padding.NONE query_places and document_places (T,): int64, where the flattened masks are 1;
-            roles (B, N): int32, see DocumentRole; weights (B,) and learning_rate (1,): fp32.
+            roles (B, N): int32, see DocumentRole; weights (B,) and learning_rate (1,): fp32. And of each micro-batch, under the
+            name, `/` and its number, what `packed_texts` or `grouped_texts` returns.
         """
-        for step, bucket, rows in self._batches(start, stop):
-            self._facts[step] = self._count(bucket, rows)
+        for step in range(start, stop):
+            rows = np.array(self._order[step])
+            self._facts[step] = self._count(rows)
             # Each query weighs the same in its step, in whichever of the step's batches it is.
             weight = self._world.size / (rows != MASKED).sum()
-            for share in np.split(rows, self._accumulation):
-                yield self._batch(share, bucket, weight, self._learning_rate(step))
+            for share in np.split(rows, self._train.accumulation):
+                yield self._batch(share, weight, self._learning_rate(step))
 
-    def _batch(self, rows: Rows, bucket: int, weight: float, learning_rate: float) -> Batch:
+    def _batch(self, rows: Rows, weight: float, learning_rate: float) -> Batch:
         """This rank's share of the `rows` of all ranks."""
-        own = slice(self._world.rank * self._batch_size, (self._world.rank + 1) * self._batch_size)
-        valid = rows != MASKED
+        size = self._train.batch_size
+        own, valid = slice(self._world.rank * size, (self._world.rank + 1) * size), rows != MASKED
+        bins = np.split(rows[own], self._train.bins if self._apart else 1)
+        texts = self._packed if self._padding is Padding.PACKED else self._unpacked
         return {
-            **self._tokens("query", self._queries, rows[own], self._query_length),
-            **self._tokens("document", self._documents, rows[own], bucket),
-            "roles": torch.from_numpy(roles(*self._hashes(rows), valid, own.start, self._batch_size)),
+            **{f"{name}/{number}": tensor for number, part in enumerate(bins) for name, tensor in texts(part).items()},
+            "roles": torch.from_numpy(roles(*self._hashes(rows), valid, own.start, size)),
             "weights": torch.from_numpy(np.where(valid[own], weight, 0.0).astype(np.float32)),
             # Not a scalar: torch-xla shares equal scalars, so a rate that equals another constant would change the graph.
             "learning_rate": torch.tensor([learning_rate], dtype=torch.float32),
@@ -215,7 +208,7 @@ class TrainingBatches:
 
     def row_ids(self, step: int) -> list[str]:
         """Names of the rows of a step's global batch: SHARD:LINE."""
-        [(_, _, batch)] = self._batches(step, step + 1)
+        batch = self._order[step]
         rows = self._table.select(["shard", "line"]).take(pa.array(batch[batch != MASKED])).to_pylist()
         named = dict(enumerate(self._shards))
         return [f"{named.get(row['shard'], row['shard'])}:{row['line']}" for row in rows]
@@ -225,44 +218,106 @@ class TrainingBatches:
         known = np.maximum(rows, 0)
         return self._query_hash[known], self._document_hash[known]
 
-    def _tokens(self, tower: str, column: TokenColumn, rows: Rows, length: int) -> dict[str, torch.Tensor]:
-        # Fillers stand at the end of a batch, so the lists that are there keep their places.
-        lists = column.lists(rows[rows != MASKED])
-        tokens, mask = pad(lists, len(rows), length if self._padding is Padding.STATIC else max(map(len, lists), default=1))
-        made = {f"{tower}_tokens": tokens, f"{tower}_mask": mask}
-        if self._padding is Padding.NONE:
-            made[f"{tower}_places"] = mask.flatten().nonzero().flatten()
-        return made
+    def _packed(self, rows: Rows) -> Batch:
+        bins = rows.reshape(-1, self._shape.pairs)
+        lists = [[self._columns[tower].lists(each[each != MASKED]) for tower in TOWERS] for each in bins]
+        return packed_texts([list(zip(*towers, strict=True)) for towers in lists], self._shape)
 
-    def _count(self, bucket: int, batch: Rows) -> StepFacts:
+    def _unpacked(self, rows: Rows) -> Batch:
+        places = np.flatnonzero(rows != MASKED)
+        lists = [tokens for tower in TOWERS for tokens in self._columns[tower].lists(rows[places])]
+        texts = np.zeros((len(TOWERS), len(rows)), np.int64)
+        texts[:, places] = np.arange(len(lists)).reshape(len(TOWERS), -1)
+        return grouped_texts(lists, texts, places=self._padding is Padding.NONE)
+
+    def _count(self, batch: Rows) -> StepFacts:
         rows = batch[batch != MASKED]
-        query_lengths, document_lengths = self._queries.lengths(rows), self._documents.lengths(rows)
-        tokens = int(query_lengths.sum() + document_lengths.sum())
-        slots = len(batch) * (self._query_length + bucket)
-        if self._padding is Padding.NONE:
-            # A filler is one token of each tower.
-            slots = tokens + 2 * (len(batch) - len(rows))
+        lengths = np.zeros((len(TOWERS), len(batch)), np.int32)
+        for tower, counted in zip(TOWERS, lengths, strict=True):
+            counted[batch != MASKED] = self._columns[tower].lengths(rows)
+        tokens = slots = int(lengths.sum())
+        if self._padding is Padding.PACKED:
+            slots = len(batch) // self._shape.pairs * self._shape.tokens
         if self._padding is Padding.LONGEST:
-            # Every rank's batches have lengths of their own. Fillers stand at the end.
-            towers = np.stack([query_lengths, document_lengths])
-            shares = np.pad(towers, ((0, 0), (0, len(batch) - len(rows))), constant_values=1).reshape(2, -1, self._batch_size)
-            slots = self._batch_size * int(shares.max(axis=2).sum())
+            # Every micro-batch has groups of its own.
+            size = self._shape.pairs if self._apart else self._train.batch_size
+            pieces = np.split(lengths, lengths.shape[1] // size, axis=1)
+            slots = sum(len(group) * int(group[0]) for piece in pieces for group in length_groups(piece[piece > 0]))
         if not self._world.is_leader:
             return StepFacts(len(rows), tokens, slots)
         query_hash, document_hash = self._hashes(rows)
         digest = digest_batch(
             {
-                "shape": np.array([self._accumulation, self._query_length, bucket]),
+                "shape": np.array([self._train.accumulation, *self._shape]),
                 "valid": batch != MASKED,
                 "query_hash": query_hash,
                 "document_hash": document_hash,
-                "query_lengths": query_lengths,
-                "document_lengths": document_lengths,
-                "query_tokens": self._queries.joined(rows),
-                "document_tokens": self._documents.joined(rows),
+                **{f"{tower}_lengths": self._columns[tower].lengths(rows) for tower in TOWERS},
+                **{f"{tower}_tokens": self._columns[tower].joined(rows) for tower in TOWERS},
             }
         )
         return StepFacts(len(rows), tokens, slots, digest)
+
+
+def packed_texts(bins: Sequence[Sequence[tuple[Tokens, Tokens]]], shape: BinShape) -> dict[str, torch.Tensor]:
+    """Return the packed rows of some bins.
+
+    Args:
+        bins: the tokens of the queries and documents of each, which fit in this order (pipeline/dataset/sampler).
+
+    Returns:
+        tokens, segments, positions: (bins * rows, length) int64, see `Encoder.packed`; query_texts, document_texts:
+        (bins * pairs,) int64, of each pair the numbers of its texts among the rows' embeddings; of a filler its bin's first.
+    """
+    rows = np.zeros((3, len(bins), shape.rows, shape.length), np.int64)
+    texts = np.tile(shape.texts * np.arange(len(bins))[:, None], (len(TOWERS), 1, shape.pairs))
+    for number, pairs in enumerate(bins):
+        bin_ = Bin(shape)
+        for pair, lists in enumerate(pairs):
+            places = bin_.add(*map(len, lists))
+            assert places is not None
+            for tower, (tokens, (row, start, text)) in enumerate(zip(lists, places, strict=True)):
+                there = slice(start, start + len(tokens))
+                rows[:, number, row, there] = tokens, np.full(len(tokens), text + 1), np.arange(len(tokens))
+                texts[tower, number, pair] += row * texts_per_row(shape.length) + text
+    named = zip(("tokens", "segments", "positions"), rows.reshape(3, -1, shape.length), strict=True)
+    return {name: torch.from_numpy(values) for name, values in named} | {
+        f"{tower}_texts": torch.from_numpy(values) for tower, values in zip(TOWERS, texts.reshape(len(TOWERS), -1), strict=True)
+    }
+
+
+def grouped_texts(lists: Sequence[Tokens], texts: npt.NDArray[np.int64], *, places: bool) -> dict[str, torch.Tensor]:
+    """Return texts in groups of similar lengths, each padded to its longest text.
+
+    Args:
+        lists: the tokens of each text.
+        texts: (2, pairs) numbers of the queries and of the documents among them; anything where there is no pair.
+        places: whether to say where the tokens are.
+
+    Returns:
+        Of each group, under the name, `:` and its number, tokens and mask (n, L) int64, and places (T,) int64, where the
+        flattened mask is 1; query_texts, document_texts: (pairs,) int64, numbers of the pairs' texts in the order of groups.
+    """
+    # Where there is no pair, a text whose gradient is 0: all ranks reduce the same gradients.
+    lists = lists or [np.zeros(1, np.uint16)]
+    lengths = np.array([len(tokens) for tokens in lists])
+    order = np.argsort(-lengths, kind="stable")
+    made, done = dict[str, torch.Tensor](), 0
+    for number, group in enumerate(length_groups(lengths)):
+        chosen = [lists[text] for text in order[done : done + len(group)].tolist()]
+        tokens, mask = pad(chosen, len(chosen), int(group[0]))
+        made |= {f"tokens:{number}": tokens, f"mask:{number}": mask}
+        if places:
+            made[f"places:{number}"] = mask.flatten().nonzero().flatten()
+        done += len(group)
+    numbers = np.argsort(order, kind="stable")[texts]
+    return made | {f"{tower}_texts": torch.from_numpy(own) for tower, own in zip(TOWERS, numbers, strict=True)}
+
+
+def length_groups(lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Cut lengths, the longest first, into groups of similar ones: attention takes a square of a group's longest text of each."""
+    falling = np.sort(lengths)[::-1]
+    return np.array_split(falling, min(GROUPS, -(-len(falling) // LEAST_TEXTS)))
 
 
 def roles(

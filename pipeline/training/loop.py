@@ -26,13 +26,12 @@ from pipeline.training.checkpoint import CheckpointWriter
 from pipeline.training.digest import chain
 from pipeline.training.host_state import checkpoint_files
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.micro_batches import cut
 from pipeline.training.optimizer import AdamW
 from pipeline.training.state import MetricsWindow, Progress
 from pipeline.training.step import RecentLosses, require_equal_weights, step_seed, train_step
 
 FIRST_STEPS = 32
-"""Steps of an attempt in which every bucket has come up, and with it every graph has been loaded."""
+"""Steps of an attempt in which every graph has been loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +78,7 @@ def train(run: Training, progress: Progress) -> None:
     run.encoder.train()
     clock = _start_clock(run)
     first = progress.step
-    into_parts = partial(cut, size=run.config.micro_batch_on(device.kind))
-    for number, batch in enumerate(device.batches(map(into_parts, run.batches.iterate(progress.step, run.steps)))):
+    for number, batch in enumerate(device.batches(run.batches.iterate(progress.step, run.steps))):
         # The sync point that ended the step before came with this batch.
         run.watch.check(progress.step)
         position = number % config.accumulation

@@ -12,13 +12,12 @@ from pipeline.backends.lowering import LoweredGraph, LoweringDevice
 from pipeline.config import RunConfig
 from pipeline.model.encoder import Encoder
 from pipeline.run.world import World
-from pipeline.training.micro_batches import cut
 from pipeline.training.step import RecentLosses, build_optimizer, prepare_encoder, step_seed, train_step
 from pipeline.training.trial import TrialBatches
 
 
-def lower_training(encoder: Encoder, config: RunConfig, precision: str, world: World) -> Iterator[tuple[int, list[LoweredGraph]]]:
-    """Yield every bucket, a static document length in tokens, with the graphs of its step in the order of the sync points.
+def lower_training(encoder: Encoder, config: RunConfig, precision: str, world: World) -> list[LoweredGraph]:
+    """Return the graphs of a step in the order of the sync points.
 
     Args:
         encoder: on the host; it is moved to the lowering device.
@@ -32,25 +31,22 @@ def lower_training(encoder: Encoder, config: RunConfig, precision: str, world: W
     losses = RecentLosses(config.train.log_every, device)
     device.results = lambda: _results(encoder, optimizer, losses)
     device.sync()
-    batches = TrialBatches(config, world, encoder.config.vocab_size, each=1)
-    for step, bucket in enumerate(config.train.buckets):
-        device.graphs_lowered.clear()
-        for position, batch in enumerate(batches.iterate(step, step + 1)):
-            parts = cut(batch, config.micro_batch_on(device.kind))
-            on_device = {name: tensor.to(device.torch_device) for name, tensor in parts.items()}
-            train_step(
-                encoder,
-                optimizer,
-                device,
-                on_device,
-                config.train,
-                losses,
-                seed_of=partial(step_seed, config.seed, position, 0),
-                last=position == config.train.accumulation - 1,
-                sync_points=config.device.sync_points,
-            )
-            device.sync()
-        yield bucket, list(device.graphs_lowered)
+    batches = TrialBatches(config, world, encoder.config.vocab_size, config.cuts_batches(device.kind), steps=1)
+    device.graphs_lowered.clear()
+    for position, batch in enumerate(batches.iterate(0, 1)):
+        train_step(
+            encoder,
+            optimizer,
+            device,
+            {name: tensor.to(device.torch_device) for name, tensor in batch.items()},
+            config.train,
+            losses,
+            seed_of=partial(step_seed, config.seed, position, 0),
+            last=position == config.train.accumulation - 1,
+            sync_points=config.device.sync_points,
+        )
+        device.sync()
+    return list(device.graphs_lowered)
 
 
 def _results(encoder: Encoder, optimizer: torch.optim.Optimizer, losses: RecentLosses) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """Resuming another run's training in another world: fewer nodes than planned are available, or more.
 
-The order of examples depends on the global batch alone (pipeline/dataset/sampler), so that a checkpoint of step n says for any
-number of ranks which examples have been used, as long as ranks x batch size x accumulation stays what it was.
+The order of pairs depends on the bins of a step alone (pipeline/dataset/sampler), so that a checkpoint of step n says for any
+number of ranks which pairs have been used, as long as ranks x micro-batches x accumulation and the bins stay what they were.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pipeline import store
 from pipeline.config import KeyRole, ModelConfig, TrainConfig, keys_of
 from pipeline.contract import RunPaths
+from pipeline.dataset.steps import step_bins
 from pipeline.errors import BadConfig
 from pipeline.log import log
 from pipeline.plan import ResumedRun, RunPlan
@@ -34,9 +35,10 @@ def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
         raise BadConfig(
             "the run that train.resume names trained something else",
             value=differences,
-            rule="parent, rows, steps, global batch (ranks x train.batch_size x train.accumulation) and the settings of train and"
-            " model are the same; nodes and ranks may differ",
-            remedy="set them as they were there, with data.train naming the same shards, or leave train.resume out",
+            rule="parent, rows, steps, bins (ranks x train.micro_batches x train.accumulation in a step) and the settings of"
+            " train and model are the same; nodes and ranks may differ",
+            remedy="set them as they were there, with data.train naming the same shards, or leave train.resume out; on half the"
+            " ranks, double train.batch_size, train.batch_tokens and train.micro_batches",
         )
     compete = [one.world.ranks * one.config.train.batch_size for one in (earlier, plan)]
     if compete[0] != compete[1]:
@@ -54,5 +56,6 @@ def _training_facts(plan: RunPlan) -> dict[str, object]:
         "parent's weights (sha256)": plan.parent.sha256,
         "training rows (sha256)": plan.row_files["train.arrow"].sha256,
         "steps": plan.train.steps,
-        "global batch": plan.world.ranks * train.batch_size * train.accumulation,
+        "bins of a step": step_bins(config, plan.world.ranks),
+        "rows, tokens and pairs of a bin": tuple(train.bin_shape),
     }

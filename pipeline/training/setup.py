@@ -64,7 +64,7 @@ def load_state(context: StageContext, device: Device) -> TrainState:
         context.heartbeat.beat(note="fetching the parent")
         source = store.local_folder(plan.parent.folder, context.scratch / "parent")
     encoder = load_encoder(source, config.model)
-    require_length(encoder, max(*config.train.buckets, config.train.query_length), "train.buckets")
+    require_length(encoder, config.train.length, "train.length")
     require_length(encoder, max(config.embed.buckets), "embed.buckets")
     prepare_encoder(encoder, config.train, device)
     digest = host_digest(encoder)

@@ -129,10 +129,10 @@ def train_step(
     The end of a step is a sync point too, which comes with the next batch (`Device.batches`) or a reading.
 
     Args:
-        batch: whole, or cut by `pipeline.training.micro_batches.cut`.
+        batch: see `TrainingBatches.iterate`.
         seed_of: number of a micro-batch -> seed of its dropout.
         last: False for a batch whose gradients are only added up, to be used with those of the step's last batch.
-        sync_points: 2 ends a piece of work after the backward pass as well; a batch that is cut always does.
+        sync_points: 2 ends a piece of work after the backward pass as well; one in several micro-batches always does.
     """
     parts = micro_batches(batch)
     if len(parts) > 1:
@@ -200,13 +200,27 @@ def _loss(queries: Tensor, documents: Tensor, batch: Batch, config: TrainConfig,
     )
 
 
-def both_towers(encoder: Encoder, batch: Batch) -> tuple[Tensor, ...]:
-    """Embeddings of a (micro-)batch's queries and of its documents, both (B, D) fp32."""
-    if "query_places" in batch:
-        return encoder.unpadded(
-            *(PaddedBatch(batch[f"{tower}_tokens"], batch[f"{tower}_mask"], batch[f"{tower}_places"]) for tower in TOWERS)
-        )
-    return tuple(encoder(batch[f"{tower}_tokens"], batch[f"{tower}_mask"]) for tower in TOWERS)
+def both_towers(encoder: Encoder, texts: Batch) -> tuple[Tensor, ...]:
+    """Embeddings of a micro-batch's queries and of its documents, both (pairs, D) fp32; any where there is no pair.
+
+    Args:
+        texts: see `packed_texts` and `grouped_texts`.
+    """
+    chosen = [texts[f"{tower}_texts"] for tower in TOWERS]
+    if "segments" in texts:
+        embeddings = encoder.packed(texts["tokens"], texts["segments"], texts["positions"])
+        # A product rather than a selection, whose backward pass would be a scatter.
+        numbers = torch.arange(len(embeddings), device=embeddings.device)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return tuple((own[:, None] == numbers).to(embeddings.dtype) @ embeddings for own in chosen)
+    groups = range(sum(name.startswith("tokens:") for name in texts))
+    if "places:0" in texts:
+        batches = [PaddedBatch(*(texts[f"{name}:{group}"] for name in PaddedBatch._fields)) for group in groups]
+        found = encoder.unpadded(*batches)
+    else:
+        found = tuple(encoder(texts[f"tokens:{group}"], texts[f"mask:{group}"]) for group in groups)
+    embeddings = torch.cat(found)
+    return tuple(embeddings[own] for own in chosen)
 
 
 def require_equal_weights(encoder: nn.Module, device: Device) -> None:

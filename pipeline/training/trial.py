@@ -1,8 +1,8 @@
 """The trial that compile runs: the train command itself on made-up batches, long enough to meet every graph of a whole run.
 
-Some steps for each bucket (with every batch of a step), a reading, a validation and a checkpoint, then encoding as evaluate and
-embed do it. Batches are made up because next week's data may fill a bucket that this week's does not. The learning
-rate rises and falls as in a run: were it in the graph, the trial would notice as little as a run, hence the watch in training.
+Some steps (with every batch of a step), a reading, a validation and a checkpoint, then encoding as evaluate and embed do it. The
+learning rate rises and falls as in a run: were it in the graph, the trial would notice as little as a run, hence the watch in
+training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.run.context import StageContext
 from pipeline.run.shutdown import ShutdownRequest
 from pipeline.run.world import World
 from pipeline.sdk.monitor import HostMonitor
-from pipeline.training.batches import StepFacts
+from pipeline.training.batches import StepFacts, packed_texts
 from pipeline.training.checkpoint import CheckpointRetention, CheckpointWriter
 from pipeline.training.host_state import host_state
 from pipeline.training.learning_rate import learning_rate
@@ -40,29 +40,26 @@ from pipeline.training.state import Progress
 
 @dataclass(frozen=True, slots=True)
 class TrialBatches:
-    """Made-up batches in the shapes of a run: the buckets one after another, some steps each.
+    """Made-up batches in the shapes of a run.
 
     Args:
         vocabulary: token ids are below it.
-        each: steps per bucket.
+        apart: see `TrainingBatches`.
+        steps: how many there are.
     """
 
     config: RunConfig
     world: World
     vocabulary: int
-    each: int
-
-    @property
-    def steps(self) -> int:
-        return self.each * len(self.config.train.buckets)
+    apart: bool
+    steps: int
 
     def iterate(self, start: int, stop: int) -> Iterator[Batch]:
         train = self.config.train
         for step in range(start, stop):
-            bucket = train.buckets[min(step // self.each, len(train.buckets) - 1)]
             rate = learning_rate(train, step, max(stop, self.steps), max(1, self.steps // 2))
             for _ in range(train.accumulation):
-                yield self._batch(bucket, rate)
+                yield self._batch(rate)
 
     def take_facts(self, step: int) -> StepFacts:  # noqa: ARG002 - every step is alike
         pairs = self.config.train.batch_size * self.world.size * self.config.train.accumulation
@@ -71,22 +68,20 @@ class TrialBatches:
     def row_ids(self, step: int) -> list[str]:  # noqa: ARG002 - every step is alike
         return ["(made up)"]
 
-    def _batch(self, bucket: int, rate: float) -> Batch:
-        size, query_length = self.config.train.batch_size, self.config.train.query_length
+    def _batch(self, rate: float) -> Batch:
+        train, shape, size = self.config.train, self.config.train.bin_shape, self.config.train.batch_size
         roles = np.full((size, size * self.world.size), DocumentRole.NEGATIVE, np.int32)
         roles[np.arange(size), np.arange(size) + self.world.rank * size] = DocumentRole.POSITIVE
+        # The longest query and document, and room for more pairs.
+        tokens = [np.arange(length) % self.vocabulary for length in (train.query_length, train.length)]
+        bins = train.bins if self.apart else 1
+        parts = [packed_texts([[(tokens[0], tokens[1])]] * (train.bins // bins), shape) for _ in range(bins)]
         return {
-            "query_tokens": self._tokens(size, query_length),
-            "query_mask": torch.ones((size, query_length), dtype=torch.int64),
-            "document_tokens": self._tokens(size, bucket),
-            "document_mask": torch.ones((size, bucket), dtype=torch.int64),
+            **{f"{name}/{number}": tensor for number, part in enumerate(parts) for name, tensor in part.items()},
             "roles": torch.from_numpy(roles),
-            "weights": torch.full((size,), 1.0 / size / self.config.train.accumulation),
+            "weights": torch.full((size,), 1.0 / size / train.accumulation),
             "learning_rate": torch.tensor([rate], dtype=torch.float32),
         }
-
-    def _tokens(self, rows: int, length: int) -> torch.Tensor:
-        return torch.arange(rows * length, dtype=torch.int64).reshape(rows, length) % self.vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +109,9 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
     encode(for_encoding(state.encoder, compiles=device.compiles), device, texts_of_every_shape(*shapes), *shapes)
     infer = device.graphs()
     meet_graphs(device)
-    each = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
-    batches = TrialBatches(config, context.world, state.encoder.config.vocab_size, each)
+    steps = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
+    apart = config.cuts_batches(device.kind)
+    batches = TrialBatches(config, context.world, state.encoder.config.vocab_size, apart, steps)
     local = context.scratch / "trial"
     # A checkpoint needs somewhere to go; this one is not read.
     paths = RunPaths(str(local / "run"))

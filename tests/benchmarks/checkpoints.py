@@ -123,10 +123,12 @@ def measure_stall(options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(0)
     size = options.batch
     batch = {
-        "query_tokens": torch.randint(1000, 20000, (size, 32), generator=generator),
-        "query_mask": torch.ones(size, 32, dtype=torch.long),
-        "document_tokens": torch.randint(1000, 20000, (size, 64), generator=generator),
-        "document_mask": torch.ones(size, 64, dtype=torch.long),
+        "tokens:0/0": torch.randint(1000, 20000, (size, 64), generator=generator),
+        "mask:0/0": torch.ones(size, 64, dtype=torch.long),
+        "tokens:1/0": torch.randint(1000, 20000, (size, 32), generator=generator),
+        "mask:1/0": torch.ones(size, 32, dtype=torch.long),
+        "document_texts/0": torch.arange(size),
+        "query_texts/0": torch.arange(size, 2 * size),
         "roles": torch.eye(size, dtype=torch.int32),
         "weights": torch.full((size,), 1 / size),
         "learning_rate": torch.tensor([1e-5]),

@@ -67,7 +67,7 @@ def measure(folder: Path, corpus: Path, pairs: Path) -> tuple[float, float]:
     """Peak (KiB) and documents per second of one run."""
     config = {
         "device": {"threads_per_rank": 1},
-        "train": {"query_length": 12, "buckets": [16, 32]},
+        "train": {"query_length": 12, "length": 32},
         "evaluate": {"candidates": 10},
         "embed": {"children": 1, "buckets": [16, 32]},
     }

@@ -74,7 +74,7 @@ TINY_RUN = {
     "train.epochs": "1",
     "train.batch_size": "8",
     "train.query_length": "8",
-    "train.buckets": "[16, 32]",
+    "train.length": "32",
     "data.holdout_fraction": "0.2",
     "evaluate.bootstrap_samples": "100",
     "gate.undecided": "accept",

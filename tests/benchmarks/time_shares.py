@@ -27,7 +27,6 @@ from pipeline.model.folder import load_encoder
 from pipeline.model.inference import encode
 from pipeline.model.shape import read_shape
 from pipeline.run.world import World
-from pipeline.training.micro_batches import TOWERS
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
 from tests.benchmarks.peers.__main__ import peak
 from tests.benchmarks.train_step import KEEP_MEMORY, batch_of, batches_of_lists
@@ -84,7 +83,7 @@ def trained(model: Path, lists: Sequence[tuple[list[list[int]], ...]]) -> tuple[
         for batch in batches:
             train_step(encoder, optimizer, device, batch, config.train, losses, seed_of=int)
 
-    return run, sum(int(batch[f"{tower}_mask"].sum()) for batch in batches for tower in TOWERS), 3
+    return run, sum(int(batch[name].sum()) for batch in batches for name in batch if name.startswith("mask")), 3
 
 
 def embedded(model: Path, lists: Sequence[tuple[list[list[int]], ...]], length: int) -> tuple[Callable[[], None], int, int]:

@@ -24,6 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 VARIANTS = ("product", "malloc", "padded", "torch-dropout", "fused")
 
@@ -90,26 +92,22 @@ def measure(options: argparse.Namespace) -> tuple[float, float]:
 
 
 def batch_of(lists: Sequence[list[list[int]]], rows: int, *, places: bool) -> dict[str, Any]:
-    """A step's batch of queries and documents, each padded to its longest; with places it is computed without the padding."""
+    """A step's batch of queries and documents in groups of similar lengths; with places it is computed without padding."""
     import torch
 
-    from pipeline.model.inference import pad
-    from pipeline.training.micro_batches import TOWERS
+    from pipeline.training.batches import grouped_texts
 
-    batch = {
+    texts = grouped_texts([np.array(each) for own in lists for each in own], np.arange(2 * rows).reshape(2, -1), places=places)
+    return {
+        **{f"{name}/0": tensor for name, tensor in texts.items()},
         "roles": torch.eye(rows, dtype=torch.int32),
         "weights": torch.full((rows,), 1 / rows),
         "learning_rate": torch.tensor([1e-5]),
     }
-    for tower, own in zip(TOWERS, lists, strict=True):
-        batch[f"{tower}_tokens"], batch[f"{tower}_mask"] = pad(own, rows, max(map(len, own)))
-        if places:
-            batch[f"{tower}_places"] = batch[f"{tower}_mask"].flatten().nonzero().flatten()
-    return batch
 
 
 def batches_of_lists(model: Path, *, rows: int, steps: int, length: int) -> list[tuple[list[list[int]], ...]]:
-    """Token lists of queries and documents, batch by batch, documents of a batch within 16 tokens of each other mostly."""
+    """Token lists of queries and documents, batch by batch."""
     from pipeline.dataset.tokens import TextTokenizer
     from tests.benchmarks.peers.texts import write_pairs
 
@@ -117,10 +115,7 @@ def batches_of_lists(model: Path, *, rows: int, steps: int, length: int) -> list
     with tempfile.TemporaryDirectory() as folder:
         lines = write_pairs(Path(folder) / "pairs.jsonl", rows * steps).read_text().splitlines()
     towers = [tokenizer.encode([json.loads(line)[name] for line in lines], length) for name in ("query", "document")]
-    order = sorted(range(len(lines)), key=lambda row: -(-len(towers[1][row]) // 16))
-    return [
-        tuple([tower[row] for row in order[start : start + rows]] for tower in towers) for start in range(0, len(order), rows)
-    ]
+    return [tuple(tower[start : start + rows] for tower in towers) for start in range(0, rows * steps, rows)]
 
 
 if __name__ == "__main__":

@@ -137,13 +137,7 @@ def measure_feed(options: argparse.Namespace) -> None:
         paths = RunPaths(f"{root}/runs/run")
         plan = RunPlan.from_json(store.read_bytes(paths.plan))
         train = plan.config.train
-        batches = TrainingBatches(
-            Path(paths.rows),
-            World(rank=0, size=options.ranks),
-            batch_size=train.batch_size,
-            query_length=train.query_length,
-            learning_rate=float,
-        )
+        batches = TrainingBatches(Path(paths.rows), World(rank=0, size=options.ranks), train, apart=True, learning_rate=float)
         begun, count = time.monotonic(), sum(1 for _ in batches.iterate(0, plan.train.steps))
         seconds = time.monotonic() - begun
         print(f"{count} batches of {train.batch_size} pairs in {seconds:.1f} s: {count / seconds:.0f} a second")

@@ -140,7 +140,9 @@ def measure(variant: Variant, batch: int, bucket: int, chunks: int) -> dict[str,
     settings = {
         "train": {
             "batch_size": batch,
-            "buckets": [bucket],
+            "length": bucket,
+            "query_length": min(32, bucket),
+            "micro_batches": 1,
             "dropout": 0.0,
             # Whatever cuts the graph comes with the last of an execution's batches.
             **dict.fromkeys(("log_every", "validate_every", "checkpoint_every"), CHUNK),
@@ -157,7 +159,7 @@ def measure(variant: Variant, batch: int, bucket: int, chunks: int) -> dict[str,
     device.place(encoder).train()
     optimizer = build_optimizer(encoder, config.train, device)
     losses = RecentLosses(CHUNK, device)
-    batches = TrialBatches(config, world, encoder.config.vocab_size, config.compile.trial_steps)
+    batches = TrialBatches(config, world, encoder.config.vocab_size, apart=False, steps=config.compile.trial_steps)
     seconds: list[tuple[float, float]] = []
     values: list[float] = []
     clocks = time.monotonic(), time.process_time()

@@ -22,7 +22,7 @@ SETTINGS = {
     "train.epochs": 3,
     "train.batch_size": 16,
     "train.query_length": 8,
-    "train.buckets": "[16, 32]",
+    "train.length": "32",
     "train.learning_rate": "2e-3",
     "train.log_every": 2,
     "train.checkpoint_every": 5,

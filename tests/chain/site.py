@@ -85,7 +85,7 @@ ORCHESTRATION = Depth(
     program=(sys.executable, "-m", "tests.chain.light.program"),
     settings={
         **COMMON,
-        "train": {"batch_size": 4, "query_length": 8, "buckets": [16, 32], "epochs": 3, "checkpoint_every": 4},
+        "train": {"batch_size": 4, "query_length": 8, "length": 32, "epochs": 3, "checkpoint_every": 4},
         "embed": {"children": 2, "rows_per_part": 10, "buckets": [16, 32]},
     },
     rows=80,
@@ -101,7 +101,7 @@ REAL = Depth(
         "train": {
             "batch_size": 8,
             "query_length": 8,
-            "buckets": [16, 32],
+            "length": 32,
             "epochs": 3,
             "learning_rate": 2e-3,
             "log_every": 2,

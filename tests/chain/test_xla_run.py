@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 SETTINGS: dict[str, Any] = {
     # Each shape costs seconds of XLA's compiler in every process that meets it.
     "train__epochs": 1,
-    "train__buckets": "[16]",
+    "train__length": "16",
     "embed__buckets": "[16]",
     "compile__trial_steps": 2,
     "health_check__matmul_size": 32,

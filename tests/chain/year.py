@@ -62,7 +62,7 @@ CONFIG: dict[str, Any] = {
     "train": {
         "batch_size": 32,
         "query_length": 12,
-        "buckets": [24, 40],
+        "length": 40,
         "learning_rate": 3e-4,
         "log_every": 5,
         "checkpoint_every": 20,

@@ -51,7 +51,7 @@ CONFIG = {
     "data": {"train": [f"s3://{BUCKET}/data/pairs/"]},
     "model": {"parent": f"s3://{BUCKET}/data/encoder"},
     "device": {"kind": "cpu"},
-    "train": {"batch_size": 8, "query_length": 12, "buckets": [16, 32]},
+    "train": {"batch_size": 8, "query_length": 12, "length": 32},
     "gate": {"undecided": "accept"},
     "embed": {"buckets": [16, 32]},
 }

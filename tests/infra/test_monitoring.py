@@ -11,8 +11,7 @@ import pytest
 
 from infra.constructs.monitoring import CHECKPOINT_STALL_SECONDS, REFUSALS
 from infra.runbook import ADVICE, RUNBOOK, advice
-from infra.workflow.machine import GATE_REFUSED
-from pipeline.contract import METRICS, METRICS_NAMESPACE, Metric
+from pipeline.contract import GATE_REFUSED, METRICS, METRICS_NAMESPACE, Metric
 
 SERVICES = {
     "AWS/States": {"ExecutionsStarted", "ExecutionsSucceeded", "ExecutionsFailed", "ExecutionsAborted", "ExecutionsTimedOut"}

@@ -17,8 +17,8 @@ from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
 from infra.local.server import LocalEndpoint, local_endpoint
 from infra.runbook import RUNBOOK
-from infra.workflow.watches import ENDED, ENDED_BADLY, LOOK_AGAIN_SECONDS, LOOKS, cleanup, overdue, week
-from pipeline.contract import STAGES, Queue
+from infra.workflow.watches import ENDED_BADLY, LOOK_AGAIN_SECONDS, LOOKS, cleanup, overdue, week
+from pipeline.contract import JOB_ENDED, STAGES, Queue
 from tests.infra.machines import stack_around
 from tests.infra.test_stacks import granted
 
@@ -84,7 +84,7 @@ def test_cleanup_looks_for_the_job_of_every_stage_in_its_queue(service_model: An
         {"stage": stage.value, "queue": f"arn:{spec.queue}"} for stage, spec in STAGES.items()
     ]
     # Whatever Batch calls a job that has ended.
-    assert set(ENDED) < set(service_model.enumeration("batch", "ListJobs", "jobStatus"))
+    assert set(JOB_ENDED) < set(service_model.enumeration("batch", "ListJobs", "jobStatus"))
     assert (LOOKS, machine["States"]["Wait"]["Seconds"]) == (2, LOOK_AGAIN_SECONDS)
 
 

@@ -35,7 +35,7 @@ from tests.tiny import WORDS, make_model
 
 SMALL = {
     "device": {"kind": "cpu", "precision": "fp32", "threads_per_rank": 1},
-    "train": {"query_length": 12, "buckets": [16, 32]},
+    "train": {"query_length": 12, "length": 32},
     "embed": {"buckets": [8, 16, 32], "tokens_per_batch": 256},
     "evaluate": {"bootstrap_samples": 200},
     "gate": {"undecided": "accept"},
@@ -163,8 +163,6 @@ def plan_run(tmp_path: Path) -> PlanRun:
                 rows=90,
                 new_rows=90,
                 replay_rows=0,
-                bucket_rows={"16": 60, "32": 30},
-                steps_per_epoch=10,
                 steps=10,
                 warmup_steps=1,
             ),

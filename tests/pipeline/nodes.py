@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract import RunPaths, Stage
-from pipeline.run.world import free_port
+from pipeline.ports import free_port
 from pipeline.run_inputs import PlannedWorld
 
 PROGRAM = """

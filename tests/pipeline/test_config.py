@@ -61,7 +61,7 @@ def test_unknown_key_names_the_nearest_valid_one(key: str, nearest: str) -> None
         ["train.steps=0"],
         ["train.batch_size=-1"],
         ["nodes=0"],
-        ["train.buckets=[128, 64]"],
+        ["embed.buckets=[128, 64]"],
         ["train.query_length=512"],
         ["data.holdout_fraction=1.0"],
         ["share=not-alphanumeric"],

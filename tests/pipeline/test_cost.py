@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -24,7 +23,7 @@ def at(minutes: float) -> datetime:
 def attempt(start: float, seen: float, *, host: str = "a", exit_code: int | None = 0, **facts: Any) -> NodeAttempt:
     """An attempt from one minute to another."""
     known = {"node": 0, "attempt": 1, "job": "job-1", **facts}
-    return NodeAttempt(host=host, started=at(start).isoformat(), seen=at(seen).isoformat(), exit_code=exit_code, **known)
+    return NodeAttempt(host=host, started=at(start), seen=at(seen), exit_code=exit_code, **known)
 
 
 def use(*records: NodeAttempt, stage: Stage = Stage.TRAIN, now: float = 10_000) -> StageUse:
@@ -121,7 +120,7 @@ def test_at_most_is_the_dearest_stage_for_the_whole_time_budget() -> None:
     "changes", [{"started": "yesterday"}, {"seen": "2026-01-04T03:00:00"}, {"node": "0"}, {"node": None}, {"more": 1}]
 )
 def test_a_record_is_read_with_its_types_and_times(changes: dict[str, Any]) -> None:
-    record = asdict(attempt(0, 1))
+    record = json.loads(attempt(0, 1).to_json())
     assert NodeAttempt.from_json(json.dumps(record).encode()) == attempt(0, 1)
     with pytest.raises(BadData):
         NodeAttempt.from_json(json.dumps(record | changes).encode())

@@ -136,7 +136,9 @@ def train(model: Path, cores: int, options: argparse.Namespace, about: Mapping[s
             "steps": steps,
             "batch_size": BATCH,
             "query_length": TRAIN_LENGTH,
-            "buckets": [32, 48, 64, 80, 96, 112, TRAIN_LENGTH],
+            "length": TRAIN_LENGTH,
+            # Room for as many pairs in every batch as the peer has.
+            "batch_tokens": 2 * BATCH * TRAIN_LENGTH,
             "learning_rate": 5e-5,
             "validate_every": 10 * steps,
             "checkpoint_every": 10 * steps,

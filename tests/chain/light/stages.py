@@ -126,13 +126,13 @@ class Training:
 
     def _step(self) -> None:
         plan, world = self._context.plan.train, self._context.world
-        rows = self._versions[self.progress.step % plan.steps_per_epoch :: plan.steps_per_epoch][world.rank :: world.size]
+        rows = self._versions[self.progress.step % plan.steps :: plan.steps][world.rank :: world.size]
         time.sleep(PACE_SECONDS)
         share = hashlib.sha256(f"{self._weights} {self.progress.step} {rows}".encode()).hexdigest()
         shares = self._exchange.all_gather(share)
         self._weights = hashlib.sha256(" ".join([self._weights, *shares]).encode()).hexdigest()
         self.progress.step += 1
-        self.progress.pairs += len(self._versions[self.progress.step % plan.steps_per_epoch :: plan.steps_per_epoch])
+        self.progress.pairs += len(self._versions[self.progress.step % plan.steps :: plan.steps])
         self.progress.data_digest = chain(self.progress.data_digest, " ".join(shares))
         self._lines.append(json.dumps({"step": self.progress.step, "loss": 1 / self.progress.step, "time": time.time()}))
         self._context.heartbeat.beat(self.progress.step, plan.steps, unit="pairs", note="training")

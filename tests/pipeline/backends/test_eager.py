@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pipeline.backends import eager
 from pipeline.backends.device import EMULATED_BF16, open_device, resolve_precision
-from pipeline.run.world import World, free_port
+from pipeline.ports import free_port
+from pipeline.run.world import World
 
 RANKS = 2
 ROWS = 3

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -21,13 +20,11 @@ from pipeline import store
 from pipeline.backends.hlo import GraphDescription
 from pipeline.commands.graphs import Findings, find
 from pipeline.commands.graphs_display import show
-from pipeline.commands.graphs_lowered import BucketGraphs, Graph, Lowered, rank_difference
-from pipeline.commands.graphs_proof import choose_rows, proof_config
+from pipeline.commands.graphs_lowered import Graph, Lowered, rank_difference
+from pipeline.commands.graphs_proof import proof_config
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage
 from pipeline.dataset.ingested import DOCUMENTS
-from pipeline.dataset.sampler import MASKED
-from pipeline.dataset.steps import write_orders
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.graphs.compiled import GraphSet, write_set
@@ -103,7 +100,6 @@ def test_every_graph_of_a_short_real_run_was_met_by_the_trial(proved: tuple[RunP
     assert all(stage["compiled"] > 0 for stage in proof["stages"])
     assert [stage["fallbacks"] for stage in proof["stages"]] == [{}, {}, {}, {}]
     assert (proof["steps"], proof["checkpoint"], proof["precision"]) == (8, 4, "fp32")
-    assert (proof["buckets"], proof["without_rows"], proof["partial_rows"]) == ([16, 32], [], 2)
 
     plan = RunPlan.from_json(store.read_bytes(paths.plan))
     assert (plan.world.kind, plan.world.ranks, plan.config.device.kind) == ("xla", 1, "xla")
@@ -225,8 +221,7 @@ def test_ranks_that_disagree_end_with_69() -> None:
     assert rank_difference([first], [first, first]) == "2 graphs instead of 1"
     words = rank_difference([first, first], [first, last])
     assert words == "other constants: new f32 64; instead of f32 1"
-    bucket = BucketGraphs(bucket=32, graphs=(first, first), difference=words)
-    lowered = Lowered(kind="neuron", precision="compiler", ranks=64, buckets=(bucket,))
+    lowered = Lowered(kind="neuron", precision="compiler", ranks=64, graphs=(first, first), difference=words)
     found = Findings(
         run="w", uri="u", kind="neuron", precision="compiler", ranks=64, sets=(), stages=(), lowered=lowered, proof=None
     )
@@ -237,23 +232,7 @@ def test_ranks_that_disagree_end_with_69() -> None:
 def test_an_execution_of_several_steps_ends_at_the_checkpoint_and_another_follows(tmp_path: Path) -> None:
     plan = RunPlan.from_json(store.read_bytes(plan_for_neuron(tmp_path).plan))
     device = {"sync_points": 1, "loader": {"batches_per_execution": 8}}
-    train = {"buckets": [32], "micro_batch": None, "log_every": 8, "validate_every": 8, "checkpoint_every": 8}
+    train = {"length": 32, "log_every": 8, "validate_every": 8, "checkpoint_every": 8}
     config = build_config(plan.config.model_dump(mode="json"), {"train": train, "device": device})
-    found = proof_config(plan.model_copy(update={"config": config}), None, np.array([30] * 20, np.int32))
+    found = proof_config(plan.model_copy(update={"config": config}), None)
     assert (found.train.checkpoint_every, found.train.steps) == (16, 17)
-
-
-@pytest.mark.parametrize("batch", [1, 4, 7])
-def test_few_rows_make_every_kind_of_batch(batch: int, tmp_path: Path) -> None:
-    """Whole batches of every bucket that has rows, however few it has, and a partial one."""
-    plan = RunPlan.from_json(store.read_bytes(plan_for_neuron(tmp_path).plan))
-    config = build_config(plan.config.model_dump(mode="json"), {"train": {"batch_size": batch, "buckets": [8, 16, 24, 32]}})
-    lengths = np.array([5] * 40 + [14] * 2 + [30] * 9, np.int32)
-    chosen = choose_rows(lengths, config)
-    found = proof_config(plan.model_copy(update={"config": config}), None, lengths[chosen])
-    write_orders(tmp_path, [lengths[chosen]], found, 1)
-    assert found.train.steps is not None
-    assert 0 < found.train.checkpoint_every < found.train.steps
-    batches = np.concatenate([np.load(path) for path in sorted(tmp_path.glob("order-*.npy"))])[: found.train.steps]
-    assert set(batches[:, 0].tolist()) == {8, 16, 32}
-    assert (batches == MASKED).any() == (batch > 1)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -95,7 +94,7 @@ def table_of(given: dict[str, Any], rows: list[Row]) -> Table:
 
 
 def row(name: str, settings: dict[str, Any], rate: float, loss: float, *, batch: int = 8, **more: Any) -> Row:
-    batches = {"batch_size": batch, "accumulation": 1, "ranks": 1, "buckets": [16, 32]}
+    batches = {"batch_size": batch, "accumulation": 1, "ranks": 1, "tokens": 64 * batch}
     figures = {"samples_per_second": rate, "loss": loss, "step_seconds": 0.1, "host_memory_bytes": 2**28}
     return Row(name=name, settings=settings, status="done", batches=batches, **{**figures, **more})
 
@@ -141,8 +140,7 @@ def test_tries_keeps_resumes(training_run: PlanTraining, tmp_path: Path, s3_root
     paths = RunPaths(str(next((state / "tune").iterdir()) / "runs" / larger["name"]))
     plan = RunPlan.from_json(store.read_bytes(paths.plan))
     assert (plan.config.train.batch_size, plan.train.steps, plan.config.registry) == (64, 8, None)
-    assert plan.train.bucket_rows == {"16": 64, "32": 86}
-    assert plan.train.steps_per_epoch == 3
+    assert plan.train.rows == 150
     assert [line["step"] for line in map(json.loads, store.read_bytes(paths.metrics).splitlines()) if "loss" in line] == [
         *range(1, 9)
     ]
@@ -195,7 +193,7 @@ def test_kind_that_compiles(training_run: PlanTraining, tmp_path: Path, monkeypa
     """A variant goes through compile and train; it reads losses only every few steps."""
     # The programs are as many and compute the same, only slower.
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    run = training_run(str(tmp_path / "state" / "bucket"), buckets=[32])
+    run = training_run(str(tmp_path / "state" / "bucket"), length=32)
     small = {"device": {"kind": "xla"}, "embed": {"buckets": [32]}, "compile": {"trial_steps": 2}}
     run.plan = run.plan.model_copy(update={"config": build_config(run.plan.config.model_dump(mode="json"), small)}).sealed()
     store.write_bytes(run.paths.plan, run.plan.to_json())
@@ -290,28 +288,6 @@ def test_which_rows_are_tried_again(status: str, exit_code: int, seconds: float,
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-def test_rows_count_at_the_rate_of_their_bucket(training_run: PlanTraining) -> None:
-    run = training_run(steps=8, log_every=1)
-    plan, buckets = run.plan, tune_trials.step_buckets(Path(run.paths.rows), 8)
-    assert buckets == np.load(Path(run.paths.rows) / "order-00000.npy")[:8, 0].tolist()
-    assert set(buckets) == {16, 32}
-    lines = [{"step": step, "pairs_per_second": 100.0 if bucket == 16 else 25.0} for step, bucket in enumerate(buckets, start=1)]
-    lines[0]["pairs_per_second"] = 1.0  # a median does not care
-    rows = plan.train.bucket_rows
-    assert tune_trials.rate(lines, plan, buckets) == pytest.approx(150 / (rows["16"] / 100 + rows["32"] / 25))
-    # Lines over several buckets cannot be told apart.
-    mixed = training_run(run="mixed", steps=8, log_every=4).plan
-    lines = [{"step": 4, "pairs_per_second": 60.0}, {"step": 8, "pairs_per_second": 70.0}]
-    assert tune_trials.rate(lines, mixed, buckets) == 65.0
-
-
-def test_the_buckets_of_steps_go_on_in_the_next_epoch(training_run: PlanTraining) -> None:
-    run = training_run(steps=30)
-    epochs = [np.load(path)[:, 0] for path in sorted(Path(run.paths.rows).glob("order-*.npy"))]
-    assert len(epochs) == 2
-    assert tune_trials.step_buckets(Path(run.paths.rows), 30) == np.concatenate(epochs)[:30].tolist()
-
-
 def test_device_memory_is_the_monitors_largest(training_run: PlanTraining) -> None:
     paths = training_run().paths
     assert tune_trials.device_memory(paths) is None
@@ -346,8 +322,8 @@ def test_default_space_by_kind() -> None:
     assert keys(of("cpu", "fp32")) == ["train.batch_size", "device.precision", "device.threads_per_rank"]
     assert keys(of("cuda", "bf16")) == ["train.batch_size", "device.precision"]
     neuron = of("neuron", "bf16")
-    # 8 pairs of 288 tokens are one micro-batch.
-    assert [each for factor in neuron for each in factor if "train.micro_batch" in each] == [{"train.micro_batch": 4}]
+    # Eight pairs are one micro-batch.
+    assert [each for factor in neuron for each in factor if "train.micro_batches" in each] == [{"train.micro_batches": 2}]
     assert {"device.sync_points", "device.loader.transfer_threads", "compile.optlevel"} <= set(keys(neuron))
     assert [{"device.precision": "fp32"}] in neuron
     casts = [{"compile.auto_cast": cast, "device.precision": "compiler"} for cast in ("matmult", "all")]
@@ -365,7 +341,7 @@ def test_default_space_by_kind() -> None:
     assert tune_space.common_window(config, tune_space.parse_vary(["device.loader.batches_per_execution=2,3"], config), cpu) == 6
     # Whatever is tried is a configuration, alone on a base that allows it.
     single = {
-        "train": {"buckets": [128], "log_every": 4, "validate_every": 20, "checkpoint_every": 20},
+        "train": {"length": 128, "log_every": 4, "validate_every": 20, "checkpoint_every": 20},
         "device": {"kind": "neuron"},
     }
     for each in (each for factor in neuron for each in factor):
@@ -394,8 +370,8 @@ def test_nonsense_is_refused_before_anything_runs(training_run: PlanTraining, tm
 
 def test_values_are_yaml() -> None:
     config = build_config({})
-    [buckets, cast] = tune_space.parse_vary(["train.buckets=[64, 256],[256]", "compile.auto_cast=null,all"], config)
-    assert buckets == [{"train.buckets": [64, 256]}, {"train.buckets": [256]}]
+    [sizes, cast] = tune_space.parse_vary(["train.micro_batches=null,16", "compile.auto_cast=null,all"], config)
+    assert sizes == [{"train.micro_batches": None}, {"train.micro_batches": 16}]
     assert cast == [{"compile.auto_cast": None}, {"compile.auto_cast": "all", "device.precision": "compiler"}]
     with pytest.raises(BadConfig, match="varied twice"):
         tune_space.parse_vary(["train.batch_size=1", "train.batch_size=2"], config)
@@ -420,18 +396,14 @@ def test_the_four_casts_of_training_are_one_search() -> None:
 
 
 def test_contradiction_is_a_row(training_run: PlanTraining, tmp_path: Path) -> None:
-    """Steps cannot be joined over two buckets, and rows are tokenized for their longest one."""
-    given = options(
-        planned(training_run, tmp_path),
-        vary=("device.loader.batches_per_execution=2", "train.buckets=[16]", "train.batch_size=x"),
-    )
+    """Micro-batches divide a batch."""
+    given = options(planned(training_run, tmp_path), vary=("train.micro_batches=3", "train.batch_size=x"))
     table_of(given, [row("base", {}, 100.0, 1.0)])
     table, best = searched(given)
     assert best.name == "base"
-    assert [(each.status, each.exit_code) for each in table.rows[1:]] == [("refused", 64)] * 3
-    assert "single length" in table.rows[1].what
-    assert "longest bucket differs" in table.rows[2].what
-    assert "train.batch_size" in table.rows[3].what
+    assert [(each.status, each.exit_code) for each in table.rows[1:]] == [("refused", 64)] * 2
+    assert "does not divide" in table.rows[1].what
+    assert "train.batch_size" in table.rows[2].what
     rendered = Console(record=True, width=200, file=io.StringIO())
     rendered.print(grid(table, given["tolerance"], best))
     assert "refused, 64" in rendered.export_text()

@@ -1,10 +1,9 @@
-"""The order of batches: every row once per epoch, whatever the global batch, and the same with any partitions on disk."""
+"""The order of pairs: each once an epoch, in bins that its texts fit into, the same for any ranks and partitions on disk."""
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,84 +12,126 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.dataset import external_sort
-from pipeline.dataset.sampler import MASKED, Layout, lay_out, write_order
+from pipeline.dataset.sampler import MASKED, Bin, read_order, write_order
+from pipeline.packing import BinShape, texts_per_row
 
-BUCKETS = (8, 16, 32)
-LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=120)
-
-
-def pieces(lengths: list[int], size: int = 50) -> list[np.ndarray]:
-    return np.split(np.array(lengths, np.int32), range(size, len(lengths), size))
+LENGTHS = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 32)), min_size=1, max_size=120)
+Lengths = list[tuple[int, int]]
+SHAPE = BinShape(rows=2, length=32, pairs=5)
 
 
-def layout(lengths: list[int], global_batch: int) -> Layout:
-    return lay_out(pieces(lengths), BUCKETS, global_batch)
-
-
-def order(lengths: list[int], global_batch: int, seed: int = 3, epoch: int = 0, size: int = 50) -> list[tuple[int, list[int]]]:
-    """Bucket and rows of each global batch."""
+def order(
+    lengths: Lengths,
+    shape: BinShape = SHAPE,
+    *,
+    bins: int = 2,
+    seed: int = 3,
+    size: int = 50,
+    limit: tuple[str, int] = ("epochs", 1),
+) -> list[list[list[int]]]:
+    """The rows of each bin of each step."""
+    pieces = np.split(np.array(lengths, np.int32), range(size, len(lengths), size))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "order.npy"
-        write_order(path, pieces(lengths, size), layout(lengths, global_batch), seed, epoch)
-        assert [one.name for one in Path(folder).iterdir()] == ["order.npy"]
-        found = np.load(path)
-    assert found.dtype == np.int32
-    return [(row[0], row[1:]) for row in found.tolist()]
+        path = Path(folder) / "order.bin"
+        steps = write_order(path, pieces, len(lengths), shape, bins, seed, limit=limit)
+        assert [one.name for one in Path(folder).iterdir()] == ["order.bin"]
+        found = np.array(read_order(path, bins, shape.pairs))
+    assert found.shape == (steps, bins * shape.pairs)
+    return found.reshape(steps, bins, shape.pairs).tolist()
 
 
-@given(LENGTHS, st.integers(1, 20), st.integers(0, 4), st.integers(0, 2))
+def rows_in(steps: list[list[list[int]]]) -> list[int]:
+    return [row for step in steps for bin_ in step for row in bin_ if row != MASKED]
+
+
+def mixed_lengths(count: int, shortest: int, longest: int, spread: float) -> Lengths:
+    rng = np.random.default_rng(0)
+    documents = np.clip(rng.lognormal(np.log(longest / 3), spread, count), shortest, longest).astype(int)
+    return list(zip(np.clip(rng.lognormal(2.3, 0.4, count), 4, 32).astype(int).tolist(), documents.tolist(), strict=True))
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 9), st.integers(1, 3))
 @settings(deadline=None)
-def test_every_row_comes_exactly_once_per_epoch(lengths: list[int], global_batch: int, seed: int, epoch: int) -> None:
-    batches = order(lengths, global_batch, seed, epoch)
-    assert sorted(row for _, batch in batches for row in batch if row != MASKED) == list(range(len(lengths)))
-    # Only one batch has fillers, at its end, and never nothing else.
-    partial = [batch for _, batch in batches if MASKED in batch]
-    assert len(partial) <= 1
-    assert all(batch[0] != MASKED and batch[batch.index(MASKED) :] == [MASKED] * batch.count(MASKED) for batch in partial)
-    assert all(lengths[row] <= bucket for bucket, batch in batches for row in batch if row != MASKED)
-    made = layout(lengths, global_batch)
-    assert sum(made.bucket_rows.values()) == len(lengths)
-    assert len(batches) == made.steps == sum(-(-rows // global_batch) for rows in made.bucket_rows.values())
-    for bucket, rows in made.bucket_rows.items():
-        assert rows == sum(row != MASKED for found, batch in batches if found == bucket for row in batch)
+def test_every_pair_comes_once_an_epoch_and_has_a_place_of_its_own(lengths: Lengths, bins: int, pairs: int, epochs: int) -> None:
+    shape = BinShape(rows=2, length=32, pairs=pairs)
+    steps = order(lengths, shape, bins=bins, limit=("epochs", epochs))
+    assert sorted(rows_in(steps)) == sorted(list(range(len(lengths))) * epochs)
+    for bin_ in itertools.chain(*steps):
+        chosen = [row for row in bin_ if row != MASKED]
+        assert bin_ == chosen + [MASKED] * (pairs - len(chosen))
+        packed, taken = Bin(shape), np.zeros((shape.rows, shape.length), int)
+        for row in chosen:
+            places = packed.add(*lengths[row])
+            assert places is not None
+            for (there, start, text), length in zip(places, lengths[row], strict=True):
+                assert text < texts_per_row(shape.length)
+                assert not taken[there, start : start + length].any()
+                taken[there, start : start + length] = 1
+        assert taken.sum() == sum(sum(lengths[row]) for row in chosen)
+    # Only the last step may lack bins.
+    assert all(any(row != MASKED for row in bin_) for step in steps[:-1] for bin_ in step)
+
+
+def test_any_number_of_ranks_sees_the_same_bins() -> None:
+    lengths = mixed_lengths(500, 2, 32, 0.5)
+    four, one = order(lengths, bins=4), order(lengths, bins=1)
+    assert [bin_ for step in four for bin_ in step if bin_[0] != MASKED] == [bin_ for step in one for bin_ in step]
+
+
+@pytest.mark.parametrize(("shortest", "longest", "spread"), [(8, 256, 0.8), (12, 256, 0.4), (5, 80, 0.5)])
+def test_rows_of_mixed_texts_are_nearly_full(shortest: int, longest: int, spread: float) -> None:
+    lengths = mixed_lengths(4000, shortest, longest, spread)
+    shape = BinShape(rows=8, length=256, pairs=64)
+    bins = [bin_ for step in order(lengths, shape, bins=1) for bin_ in step]
+    tokens = sum(sum(lengths[row]) for bin_ in bins for row in bin_ if row != MASKED)
+    assert tokens / (len(bins) * shape.tokens) > 0.97
+
+
+def test_a_pair_that_does_not_fit_waits_for_the_next_bin() -> None:
+    rows = rows_in(order([(1, 32)] * 3 + [(4, 4)] * 30, BinShape(rows=2, length=32, pairs=50), bins=1))
+    long = [place for place, row in enumerate(rows) if row < 3]
+    # One fits into an empty bin with its query; the order is that of the shuffle, but for what waited.
+    assert len(long) == 3
+    steps = order([(1, 32)] * 3, BinShape(rows=2, length=32, pairs=50), bins=1)
+    assert [len(rows_in([step])) for step in steps] == [1, 1, 1]
+
+
+def test_pairs_too_many_for_a_bin_wait_as_well() -> None:
+    steps = order([(1, 1)] * 20, BinShape(rows=2, length=64, pairs=3), bins=1)
+    assert [len(rows_in([step])) for step in steps] == [3] * 6 + [2]
+
+
+def test_steps_go_on_into_further_epochs() -> None:
+    lengths = [(2, 6)] * 30
+    steps = order(lengths, limit=("steps", 11))
+    assert len(steps) == 11
+    counts = np.bincount(rows_in(steps), minlength=30)
+    # Eight pairs a step, as rows have room for four texts: all pairs in each of two epochs, and most a third time.
+    assert (counts.min(), counts.max(), counts.sum()) == (2, 3, 88)
+    assert order(lengths, limit=("steps", 2)) == steps[:2]
 
 
 def test_partitions_and_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = np.random.default_rng(0).integers(1, 33, 5000).tolist()
-    whole = order(lengths, 8)
+    lengths = mixed_lengths(5000, 1, 32, 0.5)
+    whole = order(lengths)
     monkeypatch.setattr(external_sort, "PARTITION_ROWS", 100)
-    assert order(lengths, 8) == order(lengths, 8, size=333) == whole
+    assert order(lengths) == order(lengths, size=333) == whole
 
 
 def test_epochs_and_seeds_differ() -> None:
-    found = [order([4] * 64, 8, seed, epoch) for seed, epoch in itertools.product((3, 4), (0, 1))]
-    assert all(one != other for one, other in itertools.combinations(found, 2))
-
-
-def test_remainders_move_to_the_next_bucket_in_use() -> None:
-    made = layout([8] * 6 + [9] * 3, 4)
-    assert made.bucket_rows == {8: 4, 16: 5}
-    assert made.steps == 3
-    # A bucket without rows of its own, and the longest one, stay out of it: they would be more graphs to compile, for padding.
-    assert layout([8] * 6 + [30] * 3, 4).bucket_rows == {8: 4, 32: 5}
-    assert layout([8] * 5, 4).bucket_rows == {8: 5}
-    # Which rows move is drawn anew in each epoch.
-    epochs = [order([8] * 6 + [9] * 2, 4, epoch=epoch) for epoch in range(8)]
-    assert len({tuple(sorted(row for bucket, batch in epoch for row in batch if bucket == 16)) for epoch in epochs}) > 2
-
-
-def test_batches_of_different_buckets_are_mixed() -> None:
-    buckets = [bucket for bucket, _ in order([8] * 200 + [30] * 200, 4)]
-    changes = sum(left != right for left, right in pairwise(buckets))
-    assert changes > 20  # 100 batches; in runs of one bucket each there would be 1
+    lengths = [(4, 4)] * 64
+    found = [rows_in(order(lengths, seed=seed)) for seed in (3, 4)]
+    twice = rows_in(order(lengths, limit=("epochs", 2)))
+    assert found[0] == twice[:64]
+    assert len({*map(tuple, found), tuple(twice[64:])}) == 3
 
 
 def test_the_order_is_the_one_of_earlier_releases() -> None:
-    # Training that another run resumes is planned again, perhaps with a newer NumPy, and goes on in the order it began with.
-    assert [batch for _, batch in order([4] * 6, 3, seed=0)] == [[5, 2, 0], [3, 1, 4]]
+    # Training that another run resumes is planned again, perhaps with a newer NumPy, and continues in the order it began with.
+    assert rows_in(order([(4, 4)] * 6, seed=0)) == [2, 0, 3, 5, 4, 1]
 
 
-@pytest.mark.parametrize(("lengths", "words"), [([], "no rows"), ([33, 40, 8], "2 documents")])
-def test_impossible_lengths_are_refused(lengths: list[int], words: str) -> None:
+@pytest.mark.parametrize(("lengths", "words"), [([], "no rows"), ([(4, 4), (8, 33)], r"\(8, 33\) tokens does not fit")])
+def test_impossible_lengths_are_refused(lengths: Lengths, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        layout(lengths, 1)
+        order(lengths)

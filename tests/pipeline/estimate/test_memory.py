@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from pipeline.model.folder import load_encoder
 from pipeline.model.shape import read_shape, shape_of
 from pipeline.run.world import World
 from pipeline.run_inputs import ModelShape, PlannedWorld
-from pipeline.training.micro_batches import cut
+from pipeline.training.batches import packed_texts
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
 from tests.tiny import make_model
 
@@ -44,7 +45,7 @@ def settings(
     return build_config(
         {
             "device": {"kind": kind, **(device or {})},
-            "train": {"batch_size": 8, "query_length": 16, "buckets": [32, 64], **train},
+            "train": {"batch_size": 8, "query_length": 16, "length": 64, **train},
             "embed": {"buckets": [32, 64], "tokens_per_batch": 256, **(embed or {})},
         }
     )
@@ -62,8 +63,8 @@ def cast(precision: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
-def kept_by_autograd(encoder: Encoder, length: int, precision: str) -> int:
-    """Bytes that a forward pass of 8 rows keeps for the backward pass, weights aside."""
+def kept_by_autograd(encoder: Encoder, rows: int, length: int, precision: str) -> int:
+    """Bytes that a forward pass of some rows keeps for the backward pass, weights aside."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in encoder.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -72,7 +73,7 @@ def kept_by_autograd(encoder: Encoder, length: int, precision: str) -> int:
             kept[place] = tensor
         return tensor
 
-    tokens = torch.randint(5, 300, (8, length))
+    tokens = torch.randint(5, 300, (rows, length))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast(precision):
         embeddings = encoder(tokens, torch.ones_like(tokens))
     assert embeddings.requires_grad
@@ -91,11 +92,11 @@ def test_activations_are_what_autograd_keeps(
     dropout = 0.0 if fused else 0.1
     encoder = new_encoder(backbone(kind, **sizes), ModelConfig()).train()
     prepare_for_training(encoder, fused_attention=fused, dropout=dropout)
-    config, world = settings(buckets=[length], dropout=dropout), planned("cuda" if fused else "cpu", precision)
+    config, world = settings(length=length, dropout=dropout), planned("cuda" if fused else "cpu", precision)
     shape = shape_of(encoder)
     footprint = Footprint(shape, config, world)
-    predicted = footprint.activations(length) + (2 * shape.multiplied if precision == "bf16" else 0)
-    assert predicted == pytest.approx(kept_by_autograd(encoder, length, precision), rel=0.03)
+    predicted = footprint.activations() + (2 * shape.multiplied if precision == "bf16" else 0)
+    assert predicted == pytest.approx(kept_by_autograd(encoder, footprint.tokens // length, length, precision), rel=0.03)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
@@ -103,7 +104,7 @@ def test_activation_functions(activation: str) -> None:
     encoder = new_encoder(backbone(hidden_act=activation, intermediate_size=512), ModelConfig()).train()
     prepare_for_training(encoder, fused_attention=False)
     footprint = Footprint(shape_of(encoder), settings(), planned())
-    assert footprint.activations(32) == pytest.approx(kept_by_autograd(encoder, 32, "fp32"), rel=0.03)
+    assert footprint.activations() == pytest.approx(kept_by_autograd(encoder, 8, 64, "fp32"), rel=0.03)
 
 
 @pytest.mark.parametrize("head", [None, {"hidden": 24}])
@@ -126,21 +127,20 @@ def test_parameters_and_optimizer_state_are_exact(tmp_path: Path, head: dict[str
 def one_step(encoder: Encoder, optimizer: torch.optim.AdamW, device: Device, config: RunConfig) -> None:
     """A step of train.accumulation batches."""
     train, losses = config.train, RecentLosses(1, device)
-    rows, vocabulary = train.batch_size, int(encoder.config.vocab_size)
-    queries = torch.randint(5, vocabulary, (rows, train.query_length))
-    documents = torch.randint(5, vocabulary, (rows, max(train.buckets)))
+    size, vocabulary, shape = train.batch_size, int(encoder.config.vocab_size), train.bin_shape
+    rng = np.random.default_rng(0)
+    # A query of 16 tokens and a document fill a row.
+    pair = [rng.integers(5, vocabulary, length) for length in (train.query_length, train.length - train.query_length)]
+    parts = train.bins if config.cuts_batches("cpu") else 1
+    texts = packed_texts([[tuple(pair)] * shape.pairs] * (train.bins // parts), shape)
     batch = {
-        "query_tokens": queries,
-        "query_mask": torch.ones_like(queries),
-        "document_tokens": documents,
-        "document_mask": torch.ones_like(documents),
-        "roles": torch.zeros(rows, rows, dtype=torch.int32).fill_diagonal_(1),
-        "weights": torch.full((rows,), 1 / rows),
+        **{f"{name}/{number}": tensor for number in range(parts) for name, tensor in texts.items()},
+        "roles": torch.zeros(size, size, dtype=torch.int32).fill_diagonal_(1),
+        "weights": torch.full((size,), 1 / size),
         "learning_rate": torch.tensor([1e-4]),
     }
     for number in range(train.accumulation):
-        parts, last = cut(batch, config.micro_batch_on("cpu")), number == train.accumulation - 1
-        train_step(encoder, optimizer, device, parts, train, losses, seed_of=int, last=last)
+        train_step(encoder, optimizer, device, batch, train, losses, seed_of=int, last=number == train.accumulation - 1)
 
 
 @contextmanager
@@ -160,8 +160,8 @@ def allocations(before: int) -> Iterator[list[int]]:
         (SMALL, {}),
         (LARGER, {}),
         (LARGER, {"accumulation": 2}),
-        (LARGER, {"micro_batch": 2}),
-        (LARGER, {"micro_batch": 4, "activation_checkpointing": True, "batch_size": 32}),
+        (LARGER, {"micro_batches": 4}),
+        (LARGER, {"micro_batches": 8, "activation_checkpointing": True, "batch_size": 32}),
         (LARGER, {"activation_checkpointing": True}),
         ({**SMALL, "num_hidden_layers": 24, "hidden_size": 48}, {"activation_checkpointing": True, "batch_size": 32}),
         # Weights outweigh activations, and the word embeddings all other weights.
@@ -230,7 +230,7 @@ def on_trainium(**train: Any) -> tuple[RunConfig, PlannedWorld, MemoryCapacity]:
 
 
 def test_a_small_batch_of_a_large_model_fits_a_neuron_core() -> None:
-    config, world, limits = on_trainium(batch_size=8, buckets=[64, 128])
+    config, world, limits = on_trainium(batch_size=8, length=128)
     budgets = memory.require_memory(large(), config, world, limits)
     assert {(found.stage, found.place): found.limit for found in budgets} == {
         (stage, place): limit for stage in ("train", "embed") for place, limit in (("device", 16 * GIB), ("host", 479 * GIB))
@@ -243,7 +243,7 @@ def test_a_small_batch_of_a_large_model_fits_a_neuron_core() -> None:
 def test_bert_large_as_the_neuron_samples_train_it_fits(batch: int, length: int) -> None:
     """run_dp_bert_large_hf_pretrain_bf16_s128.sh and ..._s512_phase2.sh of aws-neuron-samples, `amp`: fp32 weights, autocast."""
     shape = large(BertConfig, vocab_size=30_522, max_position_embeddings=512, type_vocab_size=2, pad_token_id=0)
-    config, _, limits = on_trainium(batch_size=batch, query_length=4, buckets=[length], accumulation=32)
+    config, _, limits = on_trainium(batch_size=batch, batch_tokens=batch * length, query_length=4, length=length, accumulation=32)
     memory.require_memory(shape, config, planned("neuron", "bf16", ranks=32), limits)
 
 
@@ -253,46 +253,49 @@ def with_train(config: RunConfig, **changes: Any) -> RunConfig:
 
 def test_a_huge_micro_batch_is_refused_and_what_is_suggested_fits() -> None:
     shape = large()
-    config, world, limits = on_trainium(batch_size=512, micro_batch=512, query_length=32, buckets=[64, 256])
+    config, world, limits = on_trainium(batch_size=512, micro_batches=1, query_length=32, length=256)
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(shape, config, world, limits)
     error = caught.value
-    assert any("activations of documents" in line for line in error.value)
+    assert any("activations" in line for line in error.value)
     assert "16.00 GiB per rank's device" in error.rule
-    (pairs,) = (int(part.split("=")[1].split()[0]) for part in error.remedy.split("; or ") if "train.micro_batch=" in part)
-    memory.require_memory(shape, with_train(config, micro_batch=pairs), world, limits)
+    (count,) = (int(part.split("=")[1].split()[0]) for part in error.remedy.split("; or ") if "train.micro_batches=" in part)
+    memory.require_memory(shape, with_train(config, micro_batches=count), world, limits)
     with pytest.raises(BadConfig):
-        memory.require_memory(shape, with_train(config, micro_batch=2 * pairs), world, limits)
+        memory.require_memory(shape, with_train(config, micro_batches=count // 2), world, limits)
 
 
-@pytest.mark.parametrize("micro_batch", [None, 2])
-def test_a_batch_whose_scores_are_too_large_is_refused(micro_batch: int | None) -> None:
+@pytest.mark.parametrize("micro_batches", [None, 512])
+def test_a_batch_whose_scores_are_too_large_is_refused(micro_batches: int | None) -> None:
     """No micro-batch helps: every rank has the scores of its queries with the documents of all ranks."""
     shape = large()
-    config, world, limits = on_trainium(batch_size=4096, micro_batch=micro_batch, query_length=32, buckets=[64, 256])
+    config, world, limits = on_trainium(batch_size=4096, micro_batches=micro_batches, query_length=32, length=256)
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(shape, config, world, limits)
-    found = re.search(r"train\.batch_size=(\d+) and train\.micro_batch=(\d+) fits", caught.value.remedy)
+    found = re.search(
+        r"train\.batch_size=(\d+), train\.batch_tokens=(\d+), train\.micro_batches=(\d+) together fit", caught.value.remedy
+    )
     assert found is not None, caught.value.remedy
-    batch, pairs = map(int, found.groups())
-    assert pairs > 1
-    assert batch % pairs == 0
-    memory.require_memory(shape, with_train(config, batch_size=batch, micro_batch=pairs), world, limits)
+    batch, tokens, count = map(int, found.groups())
+    assert 1 < batch < 4096
+    assert tokens == 64 * batch
+    suggested = with_train(config, batch_size=batch, batch_tokens=tokens, micro_batches=count)
+    memory.require_memory(shape, suggested, world, limits)
     with pytest.raises(BadConfig):
-        memory.require_memory(shape, with_train(config, batch_size=batch + 8 * pairs, micro_batch=pairs), world, limits)
+        memory.require_memory(shape, with_train(suggested, batch_size=2 * batch, batch_tokens=2 * tokens), world, limits)
 
 
 def test_every_remedy_is_enough_by_itself() -> None:
     shape = large()
-    config, world, limits = on_trainium(batch_size=24, buckets=[256])
+    config, world, limits = on_trainium(batch_size=96, micro_batches=1, length=256)
     found = memory.remedies(shape, config, world, limits)
-    assert found == ["train.activation_checkpointing=true fits", "train.micro_batch=6 fits"]
-    for changes in ({"activation_checkpointing": True}, {"micro_batch": 6}):
+    assert found == ["train.activation_checkpointing=true fits", "train.micro_batches=3 fits"]
+    for changes in ({"activation_checkpointing": True}, {"micro_batches": 3}):
         memory.require_memory(shape, with_train(config, **changes), world, limits)
 
 
 def test_batches_of_embedding_are_judged_too() -> None:
-    config, world, limits = on_trainium(batch_size=1, buckets=[32, 64])
+    config, world, limits = on_trainium(batch_size=1, length=64)
     config = config.model_copy(update={"embed": config.embed.model_copy(update={"tokens_per_batch": 1 << 20})})
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(large(), config, world, limits)
@@ -300,7 +303,7 @@ def test_batches_of_embedding_are_judged_too() -> None:
 
 
 def test_every_shape_of_a_traced_encoder_has_weights_of_its_own() -> None:
-    config, world, limits = on_trainium(batch_size=1, buckets=[32])
+    config, world, limits = on_trainium(batch_size=1, length=32)
     shape = large()
     weights = budget(memory.estimate_memory(shape, config, world, limits), "embed", "device").items[
         "weights (fp32), of every shape"
@@ -320,18 +323,18 @@ def test_every_shape_of_a_traced_encoder_has_weights_of_its_own() -> None:
 
 @pytest.mark.parametrize("batch", [512, 4096])
 def test_both_may_have_to_shrink(batch: int) -> None:
-    config, world, limits = on_trainium(batch_size=batch, buckets=[64, 256])
+    config, world, limits = on_trainium(batch_size=batch, length=256)
     config = config.model_copy(update={"embed": config.embed.model_copy(update={"tokens_per_batch": 1 << 20})})
     (remedy,) = memory.remedies(large(), config, world, limits)
     assert "together fit" in remedy
-    suggested = int(remedy.split("=")[1].split(",")[0])
+    assert remedy.startswith("train.batch_size=1, ")
     config = config.model_copy(update={"embed": config.embed.model_copy(update={"tokens_per_batch": 256})})
-    changes = {"batch_size": suggested, "micro_batch": 1, "activation_checkpointing": True}
+    changes = {"batch_size": 1, "activation_checkpointing": True}
     memory.require_memory(large(), with_train(config, **changes), world, limits)
 
 
 def test_ranks_that_load_at_once_exhaust_a_host() -> None:
-    config, world, _ = on_trainium(batch_size=1, buckets=[32, 64])
+    config, world, _ = on_trainium(batch_size=1, length=64)
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(large(), config, world, MemoryCapacity(16 * GIB, 64 * GIB))
     assert "while the model is loaded" in caught.value.value[0]
@@ -361,19 +364,19 @@ def test_nothing_makes_a_giant_fit() -> None:
 @pytest.mark.parametrize(
     ("change", "grows"),
     [
-        ({"batch_size": 40}, True),
-        ({"buckets": [32, 80]}, True),
+        ({"batch_size": 16}, False),
+        ({"length": 128}, True),
         ({"accumulation": 2}, True),
         ({"activation_checkpointing": True}, False),
         ({"dropout": 0.0}, False),
-        ({"micro_batch": 16}, False),
         ({"freeze_word_embeddings": True}, False),
+        ({"micro_batches": 2}, False),
     ],
 )
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "xla", "neuron"])
 def test_what_settings_do(kind: str, change: dict[str, Any], grows: bool) -> None:
     shape, world = large(num_hidden_layers=4, vocab_size=1000), planned(kind, "bf16", ranks=2)
-    common: dict[str, Any] = {"buckets": [32, 64], "batch_size": 32, "query_length": 16}
+    common: dict[str, Any] = {"length": 64, "batch_size": 32, "query_length": 16}
     before, after = (
         sum(Footprint(shape, settings(kind, **changed), world).training().values()) for changed in (common, {**common, **change})
     )
@@ -385,10 +388,10 @@ def test_what_settings_do(kind: str, change: dict[str, Any], grows: bool) -> Non
 def test_activations_are_those_of_a_micro_batch(kind: str) -> None:
     shape, world = large(num_hidden_layers=4, vocab_size=1000), planned(kind, "bf16", ranks=2)
     eight, whole, cut = (
-        Footprint(shape, settings(kind, buckets=[64], **changes), world)
-        for changes in ({"batch_size": 8}, {"batch_size": 64, "micro_batch": 64}, {"batch_size": 64, "micro_batch": 8})
+        Footprint(shape, settings(kind, length=64, **changes), world)
+        for changes in ({"batch_size": 8}, {"batch_size": 64, "micro_batches": 1}, {"batch_size": 64, "micro_batches": 8})
     )
-    assert cut.activations(64) == eight.activations(64) == whole.activations(64) // 8
+    assert cut.activations() == eight.activations() == whole.activations() // 8
     # The loss is still over the whole batch.
     assert cut.scores() == whole.scores()
     assert cut.batches(1) == whole.batches(1)

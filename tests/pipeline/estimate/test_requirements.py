@@ -16,8 +16,8 @@ from transformers import BertConfig
 
 from pipeline.config import ModelConfig, build_config
 from pipeline.contract import Stage
-from pipeline.dataset.row_files import SCHEMAS, DocumentLengths, RowWriter
-from pipeline.dataset.steps import write_orders
+from pipeline.dataset.row_files import SCHEMAS, PairLengths, RowWriter
+from pipeline.dataset.steps import write_steps
 from pipeline.errors import BadConfig
 from pipeline.estimate import requirements as limits
 from pipeline.estimate.requirements import Requirement, attempt_minutes, over, refuse, requirements
@@ -56,13 +56,13 @@ def test_row_files_are_as_large_as_allowed_for_and_a_rank_holds_none_of_their_ro
     }
     with RowWriter(tmp_path, 1 << 20, ["train.arrow"]) as writer:
         writer.add("train.arrow", pa.table(columns))
-    lengths = DocumentLengths(tmp_path / "train.arrow")
-    write_orders(tmp_path, lengths, build_config({"train": {"batch_size": 32, "query_length": 8, "buckets": [8]}}), 1)
+    config = build_config({"train": {"batch_size": 32, "query_length": 8, "length": 8, "batch_tokens": 512}})
+    write_steps(tmp_path, PairLengths(tmp_path / "train.arrow"), rows, config, 1)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert size / rows == pytest.approx(limits.ROW_FILE_BYTES + 4 * (4 + 6), rel=0.1)
 
     def first_batch() -> Any:
-        batches = TrainingBatches(tmp_path, World(), batch_size=32, query_length=8, learning_rate=lambda _: 1e-3)
+        batches = TrainingBatches(tmp_path, World(), config.train, learning_rate=lambda _: 1e-3)
         return batches, next(batches.iterate(0, 4))
 
     before = pa.total_allocated_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +22,10 @@ from pipeline.estimate.throughput import (
     Option,
     Rates,
     all_reduce_seconds,
+    batch_flops,
+    batch_pairs,
     cheapest,
     embed_mfu,
-    pair_flops,
 )
 from pipeline.estimate.workload import Workload, bucket_of, packed
 from pipeline.model.encoder import new_encoder
@@ -40,7 +42,6 @@ WORK = Workload(
     candidates=0,
     query_tokens=10,
     document_tokens=100,
-    train_lengths={128: 1.0},
     embed_lengths={128: 1.0},
 )
 
@@ -95,19 +96,22 @@ def test_a_narrower_model_has_the_rate_of_the_next_narrower_published_one() -> N
 
 def test_hours_of_training_follow_from_operations_and_peak() -> None:
     option = estimator().train(WORK, 2)
-    steps = -(-WORK.train_rows // 4096)
-    flops = pair_flops(BASE, build_config(), {128: 1.0}, 64)
-    forward = BASE.flops(32) + BASE.flops(128) + 2 * 4096 * 768
+    pairs = batch_pairs(build_config(), WORK)
+    # Room for 8,192 tokens, of which two in a hundred are padding.
+    assert pairs == pytest.approx(min(128, 8192 * 0.98 / (WORK.query_tokens + WORK.document_tokens)))
+    steps = math.ceil(WORK.train_rows / (64 * pairs))
+    flops = batch_flops(BASE, build_config(), 64)
+    forward = 32 * BASE.flops(256) + 2 * 128 * 128 * 64 * 768
     # In micro-batches, each of which is embedded once more.
     assert flops == 4 * forward
-    assert option.items["computing"] * 3600 == pytest.approx(steps * 4096 * flops / (64 * 95e12 * 0.5))
+    assert option.items["computing"] * 3600 == pytest.approx(steps * 64 * flops / (64 * 95e12 * 0.5))
     # 109M gradients of 4 bytes, once around a ring of two nodes at 100 GB/s.
     assert all_reduce_seconds(BASE.parameters, 2) == pytest.approx(4 * BASE.parameters / 100e9)
     assert option.items["all-reduce of gradients"] * 3600 == pytest.approx(steps * 4 * BASE.parameters / 100e9)
     assert option.usd == pytest.approx(option.node_hours * 21.5) == pytest.approx(option.hours * 2 * 21.5)
     computing = [
         estimator(**train).train(WORK, 2).items["computing"]
-        for train in ({"activation_checkpointing": True}, {"micro_batch": 64})
+        for train in ({"activation_checkpointing": True}, {"micro_batches": 1})
     ]
     assert computing == pytest.approx([option.items["computing"] * 5 / 4, option.items["computing"] * 3 / 4])
     assert estimator(epochs=2).train(WORK, 2).hours == pytest.approx(2 * option.hours)

@@ -22,7 +22,8 @@ from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.retrieval import retrieve
 from pipeline.evaluation.retrieval_metrics import DEPTH
 from pipeline.evaluation.validation import GATHER_ROWS, validate
-from pipeline.run.world import World, free_port
+from pipeline.ports import free_port
+from pipeline.run.world import World
 from tests.tiny import make_model
 
 

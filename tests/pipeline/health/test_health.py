@@ -22,9 +22,10 @@ from pipeline.errors import ExitCode, UnhealthyHost
 from pipeline.health import neuron_host
 from pipeline.health.quick import meet_graphs, quick_check
 from pipeline.health.results import NodeReport, TestRecord
+from pipeline.ports import free_port
 from pipeline.run.context import StageContext
 from pipeline.run.heartbeat import Heartbeat
-from pipeline.run.world import NodeWorld, World, free_port
+from pipeline.run.world import NodeWorld, World
 from tests.trainium import HANG, NCCOM_FAILURE, TrainiumHost, neuron_ls
 
 CONFIG = HealthCheckConfig(tool_timeout_seconds=20, nccom_timeout_seconds=20)

@@ -148,7 +148,7 @@ def test_a_killed_rank_is_75_and_names_the_signal(planned: Any, supervise: Any) 
     assert last_lines(node.log) == ["error", "value", "rule", "remedy"]
     assert "rank 0 was killed by SIGKILL" in failure_of(paths).what
     assert used(paths).exit_code == ExitCode.TRANSIENT
-    assert used(paths).last_seen > used(paths).begin
+    assert used(paths).seen > used(paths).started
 
 
 def test_sigterm_ends_the_ranks_and_is_75(planned: Any, supervise: Any) -> None:
@@ -369,5 +369,5 @@ def test_a_child_of_an_array_notes_its_use_now_and_then_and_nothing_after_its_la
     assert (first.node, first.attempt, first.job, first.host, first.exit_code) == (3, 2, "job-9", "host-7", None)
     assert again == first, "the next sign of life is not due yet"
     assert (last.exit_code, last.started) == (0, first.started)
-    assert last.last_seen > first.last_seen
+    assert last.seen > first.seen
     assert after == last, "a thread that comes late takes nothing back"

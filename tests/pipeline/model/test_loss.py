@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.model.loss import DocumentRole, contrastive_loss
-from pipeline.run.world import free_port
+from pipeline.ports import free_port
 from pipeline.training.batches import roles
 
 TEMPERATURE = 0.05

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from pipeline.contract import RunPaths, Stage, StageFailure
-from pipeline.errors import BadData, ExitCode, FailureKind, Terminated, TrnpipeError
+from pipeline.errors import BadData, ExitCode, FailureKind, Transient, TrnpipeError
 from pipeline.host.ranks import unexplained_end
 from pipeline.run import failure
 from pipeline.run.world import NodeWorld, World
@@ -51,7 +51,7 @@ def test_the_earliest_failure_is_the_cause_but_a_lost_peer_only_if_there_is_no_o
         (failure.lost_peer("gloo"), FailureKind.LOST_PEER),
         (failure.unexpected(KeyError("x")), FailureKind.UNEXPECTED),
         (unexplained_end(0, -9), FailureKind.UNEXPECTED),
-        (Terminated("the node was terminated by SIGTERM"), FailureKind.TERMINATED),
+        (Transient("the node was terminated by SIGTERM", kind=FailureKind.TERMINATED), FailureKind.TERMINATED),
         (BadData("rows are broken"), FailureKind.OWN),
     ],
 )

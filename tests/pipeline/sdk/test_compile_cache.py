@@ -14,7 +14,7 @@ import pytest
 from pipeline import store
 from pipeline.contract import ATTEMPT_VARIABLE
 from pipeline.errors import BadConfig, ExitCode, MissingInput, NoProgress, TrnpipeError
-from pipeline.run.world import free_port
+from pipeline.ports import free_port
 from pipeline.sdk import compile_cache, neuron_launch
 from pipeline.sdk.compile_cache import GraphState
 from tests.trainium import COMPILER, COMPILER_WORDS, write_parallel_compile

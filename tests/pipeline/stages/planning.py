@@ -46,7 +46,7 @@ class Bench:
             "device": {"kind": "cpu", "ranks_per_node": 2, "precision": "fp32"},
             "data": {"train": [store.join(root, "data")], "holdout_fraction": 0.2, "replay_fraction": 0.5},
             "model": {"parent": str(model)},
-            "train": {"batch_size": 4, "query_length": 12, "buckets": [16, 32]},
+            "train": {"batch_size": 4, "query_length": 12, "length": 32},
             "evaluate": {"candidates": 7},
             "gate": {"undecided": "accept"},
             "embed": {"children": 3, "rows_per_part": 50, "buckets": [16, 40]},

@@ -22,7 +22,7 @@ from pipeline.backends.device import open_device
 from pipeline.contract import Stage, StageFailure, StageResult
 from pipeline.errors import BadConfig, ExitCode, Transient, UnhealthyHost
 from pipeline.health.answers import sequence
-from pipeline.run.world import free_port
+from pipeline.ports import free_port
 from pipeline.run_inputs import PlannedWorld
 from pipeline.stages import health_check
 from tests.trainium import NCCOM_FAILURE, TrainiumHost

@@ -37,10 +37,10 @@ from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder
 from pipeline.model.inference import encode, encode_shapes
 from pipeline.plan import EmbedPlan, RunPlan
+from pipeline.ports import free_port
 from pipeline.run.context import StageContext, StageOutput
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World as RankWorld
-from pipeline.run.world import free_port
 from pipeline.run_inputs import GraphsPlan, PlannedWorld
 from pipeline.sdk import compile_cache
 from pipeline.sdk.compile_cache import GraphState
@@ -61,7 +61,7 @@ SECTIONS: dict[str, Any] = {
     "evaluate": {"bootstrap_samples": 100},
     "gate": {"undecided": "accept", "max_drop": 1},
 }
-TRAIN: dict[str, Any] = {"steps": 4, "rows": 40, "buckets": [16], "learning_rate": 2e-2, "log_every": 2}
+TRAIN: dict[str, Any] = {"steps": 4, "rows": 40, "length": 16, "learning_rate": 2e-2, "log_every": 2}
 TEXTS = make_texts(20)
 HLO = bytes.fromhex("0a01661a190a016612120a01781209706172616d657465721a02100b28013001")
 """A module that returns its input, a number."""
@@ -503,8 +503,8 @@ def compile_here(account: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("words", "temperature", "error", "remedy"),
     [
         ("[NCC_ITIN902] TensorInitialization error: BIR verification failed", 0.1, Defect, "report it"),
-        ("[NCC_EOOM001] allocated memory exceeds the device memory capacity", 0.2, BadConfig, "lower train.micro_batch"),
-        ("[NCC_EXTP004] The number of instructions generated exceeds the limit.", 0.3, BadConfig, "lower train.micro_batch"),
+        ("[NCC_EOOM001] allocated memory exceeds the device memory capacity", 0.2, BadConfig, "raise train.micro_batches"),
+        ("[NCC_EXTP004] The number of instructions generated exceeds the limit.", 0.3, BadConfig, "raise train.micro_batches"),
     ],
 )
 def test_a_graph_that_cannot_be_compiled(

@@ -17,10 +17,11 @@ from pipeline.contract import Stage, StageResult, reference_uri
 from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.ingested import SLICES, part_range
-from pipeline.dataset.row_files import PUBLISHED, SCHEMAS, DocumentLengths, read_table, token_lengths
+from pipeline.dataset.row_files import PUBLISHED, SCHEMAS, read_table, token_lengths
 from pipeline.dataset.rows import normalized_hash
-from pipeline.dataset.sampler import MASKED, lay_out
+from pipeline.dataset.sampler import MASKED, read_order
 from pipeline.dataset.selection import holdout_slices
+from pipeline.dataset.steps import ORDER
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.estimate import requirements as limits
@@ -76,11 +77,9 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
         for name, longest in (("query", 12), ("document", 32)):
             assert found[f"{name}_tokens"] == tokenizer.encode([row[name]], longest)[0].tolist()
     # The stored order has the plan's numbers, and every row once.
-    order = np.load(folder / "order-00000.npy")
-    layout = lay_out(DocumentLengths(folder / "train.arrow"), (16, 32), 16)
-    assert plan.train.steps_per_epoch == plan.train.steps == len(order) == layout.steps
-    assert plan.train.bucket_rows == {str(bucket): count for bucket, count in layout.bucket_rows.items()}
-    assert sorted(order[:, 1:][order[:, 1:] != MASKED].tolist()) == list(range(len(kept)))
+    order = read_order(folder / ORDER, plan.world.ranks, 4)
+    assert plan.train.steps == len(order)
+    assert sorted(order[order != MASKED].tolist()) == list(range(len(kept)))
     assert plan.train.warmup_steps == round(0.1 * plan.train.steps)
     holdout = read_table(folder / "holdout.arrow")
     assert sorted(holdout["id"].to_pylist()) == sorted(row["id"] for row in one + two if held_out(row))
@@ -91,7 +90,7 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
     assert [normalized_hash(texts[one]) for one in candidates["id"].to_pylist()] == candidates["document_hash"].to_pylist()
     assert max(token_lengths(candidates["document_tokens"])) <= 40
 
-    assert set(plan.row_files) == {*SCHEMAS, "order-00000.npy"}
+    assert set(plan.row_files) == {*SCHEMAS, ORDER}
     for name, file in plan.row_files.items():
         assert store.sha256(store.join(bench.paths("first").rows, name)) == file.sha256
     assert output.metrics == {**plan.summary(), "compile": False, "next": "health_check"}
@@ -169,22 +168,23 @@ def test_configured_steps_win_over_epochs(bench: Bench) -> None:
     bench.start("steps", {"train": {"steps": 50, "epochs": 3}})
     assert (bench.plan("steps").train.steps, bench.plan("steps").train.warmup_steps) == (50, 5)
     bench.start("epochs", {"train": {"epochs": 3}})
-    train = bench.plan("epochs").train
-    assert train.steps == 3 * train.steps_per_epoch
-    assert len([name for name in bench.plan("epochs").row_files if name.startswith("order")]) == 3
+    plan = bench.plan("epochs")
+    order = np.fromfile(Path(bench.paths("epochs").rows) / ORDER, np.int32)
+    assert (np.bincount(order[order != MASKED]) == 3).all()
+    assert plan.train.steps * plan.world.ranks * 4 == len(order)
 
 
 def test_training_of_another_run_is_gone_on_with_on_fewer_nodes(bench: Bench) -> None:
     bench.shard("a.jsonl", rows(0, 200))
     bench.start("first")
-    bench.start("second", {"nodes": 1, "train": {"resume": "first", "batch_size": 8}})
+    bench.start("second", {"nodes": 1, "train": {"resume": "first", "batch_size": 8, "micro_batches": 2}})
     first, second = bench.plan("first"), bench.plan("second")
     assert (first.world.ranks, second.world.ranks) == (4, 2)
     assert second.train.resumed == ResumedRun(run="first", fingerprint=first.fingerprint)
-    assert (second.train.steps, second.train.bucket_rows) == (first.train.steps, first.train.bucket_rows)
+    assert second.train.steps == first.train.steps
     assert second.row_files == first.row_files
     error = refusal(
-        BadConfig, lambda: bench.start("third", {"nodes": 1, "train": {"resume": "first"}}), "global batch: 16 there, 8 here"
+        BadConfig, lambda: bench.start("third", {"nodes": 1, "train": {"resume": "first"}}), "bins of a step: 4 there, 2 here"
     )
     assert error.exit_code == 64
 
@@ -351,7 +351,7 @@ def test_a_shard_that_is_written_again_brings_nothing_new(bench: Bench) -> None:
 def test_rows_that_training_did_not_come_to_are_new_again(bench: Bench) -> None:
     bench.shard("week-1.jsonl", rows(0, 200))
     bench.start("one", {"train": {"steps": 4}})
-    order = np.load(Path(bench.paths("one").rows) / "order-00000.npy")[:4, 1:]
+    order = np.fromfile(Path(bench.paths("one").rows) / ORDER, np.int32)
     hashes = [row["document_hash"] for row in bench.rows("one")]
     seen = {hashes[row] for row in order[order != MASKED]}
     record = bench.train("one")
@@ -490,7 +490,7 @@ def test_thirteen_weeks_never_evaluate_with_what_was_trained_on(bench: Bench) ->
         known = {normalized_hash(row["document"]) for row in rows(0, start + 150) if not held_out(row, fraction)}
         assert {row["document_hash"] for row in found if row["new"]} == known - documents[lineage]
         bench.train(run)
-        order = np.load(Path(bench.paths(run).rows) / "order-00000.npy")[: plan.train.steps, 1:]
+        order = np.fromfile(Path(bench.paths(run).rows) / ORDER, np.int32)
         taken = {found[row]["document_hash"] for row in order[order != MASKED]}
         documents[(*lineage, run)] = documents[lineage] | taken
         if week % 5 != 3:  # the gate refuses the others
@@ -627,8 +627,8 @@ def test_a_plan_is_kept(bench: Bench) -> None:
 def test_a_kept_plan_needs_its_row_files(bench: Bench) -> None:
     bench.shard("a.jsonl", rows(0, 100))
     bench.start("run")
-    store.delete(store.join(bench.paths("run").rows, "order-00000.npy"))
-    refusal(MissingInput, lambda: bench.stage(Stage.PLAN, "run"), "order-00000.npy", "start a new run")
+    store.delete(store.join(bench.paths("run").rows, ORDER))
+    refusal(MissingInput, lambda: bench.stage(Stage.PLAN, "run"), ORDER, "start a new run")
 
 
 def test_of_two_plans_the_first_one_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

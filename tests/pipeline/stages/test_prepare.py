@@ -275,9 +275,9 @@ def test_an_input_that_contradicts_the_plan_is_refused(bench: Bench) -> None:
         ({"nodes": 4}, ["nodes = 4", "1, 2"]),
         ({"data": {"columns": {"querry": "q"}}}, ["data.columns.querry"]),
         ({"data": {"train": []}}, ["data.train"]),
-        ({"train": {"buckets": [16, 64]}}, ["train.buckets: 64", "at most 48"]),
+        ({"train": {"length": 64}}, ["train.length: 64", "at most 48"]),
         ({"embed": {"buckets": [49]}}, ["embed.buckets: 49"]),
-        ({"train": {"query_length": 64, "buckets": [64]}, "embed": {"buckets": [64]}}, ["train.query_length: 64"]),
+        ({"train": {"query_length": 64, "length": 64}, "embed": {"buckets": [64]}}, ["train.query_length: 64"]),
         ({"train": {"query_length": 32}, "embed": {"buckets": [24]}}, ["train.query_length 32", "embed.buckets, 24"]),
         ({"device": {"kind": "xla"}}, ["4 ranks", "one node, one rank"]),
         (

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from pipeline import store
 from pipeline.backends.device import Batch
+from pipeline.config import RunConfig
 from pipeline.dataset.seen import read_record
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.dropout import BitDropout
 from pipeline.model.encoder import Encoder
 from pipeline.plan import ResumedRun
+from pipeline.ports import free_port
 from pipeline.run.context import StageOutput
-from pipeline.run.world import free_port
 from pipeline.stages import train as stage
 from pipeline.training import loop, step
 from pipeline.training.metrics import WATCHED
@@ -91,11 +92,11 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
         assert [record[metric.value] for record in told] == [line[name] for line in lines]
     assert all(0 <= line["data_wait_share"] <= 1 and line["step_seconds"] > 0 for line in lines)
     assert metrics["steps"] == 40
-    assert metrics["pairs"] == 2 * 150 + 8 + 6  # 40 steps: two epochs of 19 steps and two of the third, one of them not full
+    assert metrics["pairs"] == 40 * 8  # two epochs of 150 pairs, and some of the third
     assert metrics["last_validation"]["ndcg@10"] > metrics["first_validation"]["ndcg@10"] + 0.08
     assert (metrics["device"], metrics["ranks"], metrics["resumed_from"], metrics["checkpoints"]) == ("cpu", 1, None, 7)
     assert metrics["pairs_per_second"] == pytest.approx(metrics["pairs"] / metrics["seconds"])
-    assert 0 < metrics["padding_share"] < 1
+    assert metrics["padding_share"] == 0
     lines = metrics_of(run)
     losses = [line["loss"] for line in lines if "loss" in line]
     # Which rows are in a line's steps moves its loss by a third, so three lines are looked at together.
@@ -105,8 +106,9 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
     assert [line["step"] for line in lines if "validation" in line] == [0, 8, 16, 24, 32, 40]
     assert len(store.list_objects(run.paths.tensorboard)) == 1
     kept = {info.uri.removeprefix(run.paths.checkpoints)[1:14] for info in store.list_objects(run.paths.checkpoints)}
-    # The newest three, and the best of those with a validation, 24 and 40.
-    assert kept == {"step-00000024", "step-00000030", "step-00000036", "step-00000040"}
+    # The newest three, and the best of those with a validation.
+    scores = {line["step"]: line["validation"]["ndcg@10"] for line in lines if "validation" in line}
+    assert kept == {f"step-{step:08d}" for step in (30, 36, 40, max((24, 40), key=scores.__getitem__))}
     assert output.outputs["model"].sha256 == store.sha256(f"{run.paths.model}/model.safetensors")
     assert sentence_transformer(run.paths.model).encode(["bake limo"]).shape == (1, 32)
     seen = read_record(run.paths.bucket_root, run.plan.run)
@@ -120,8 +122,8 @@ def test_processors_compute_no_padding_and_drop_by_bits(training_run: PlanTraini
     (run,) = seen
     assert run.encoder.unpads
     assert {type(module) for module in run.encoder.modules() if isinstance(module, torch.nn.Dropout)} == {BitDropout}
-    # Lengths differ by a factor of eight; what is left are the rows that fill an epoch's last batch up.
-    assert metrics["padding_share"] < 0.02
+    # Lengths differ by a factor of eight.
+    assert metrics["padding_share"] == 0
 
 
 @pytest.mark.parametrize("died_at", [3, 13, 15])
@@ -137,7 +139,7 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(
     expected = weights_of(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(broken).items())
     assert metrics_of(broken) == metrics_of(whole)
-    assert output.metrics["pairs"] == 150 + 5 * 8
+    assert output.metrics["pairs"] == 24 * 8
 
 
 def test_resumes_from_an_older_checkpoint_when_the_newest_is_corrupt(
@@ -167,14 +169,15 @@ def test_micro_batches_change_neither_losses_nor_evaluations(training_run: PlanT
     rows: list[int] = []
     both_towers = step.both_towers
 
-    def counting(encoder: Encoder, batch: Batch) -> tuple[Tensor, ...]:
-        rows.append(len(batch["query_tokens"]))
-        return both_towers(encoder, batch)
+    def counting(encoder: Encoder, texts: Batch) -> tuple[Tensor, ...]:
+        rows.append(len(texts["query_texts"]))
+        return both_towers(encoder, texts)
 
     monkeypatch.setattr(step, "both_towers", counting)
     lines = []
-    for name, size, computed in (("whole", None, [8] * 8), ("cut", 2, [2] * 64)):
-        run = training_run(run=name, steps=8, dropout=0.0, micro_batch=size)
+    for name, cuts, computed in (("whole", False, [8] * 8), ("cut", True, [2] * 64)):
+        monkeypatch.setattr(RunConfig, "cuts_batches", lambda *_, cuts=cuts: cuts)
+        run = training_run(run=name, steps=8, dropout=0.0, micro_batches=4)
         output = train(run)
         assert rows == computed
         rows.clear()
@@ -197,6 +200,7 @@ def test_on_s3(training_run: PlanTraining, s3_root: str) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
+from pipeline.config import RunConfig
 from pipeline.contract import RunPaths, Stage
 from pipeline.run.context import StageContext
 from pipeline.run.heartbeat import Heartbeat
@@ -312,10 +316,10 @@ def test_other_ranks_than_planned(training_run: PlanTraining) -> None:
 
 
 def test_buckets_longer_than_the_encoder(training_run: PlanTraining) -> None:
-    run = training_run(buckets=[16, 65])
+    run = training_run(length=65)
     with pytest.raises(BadConfig, match="longer than the encoder allows") as caught:
         stage.run(run.context())
-    assert "train.buckets: 65" in str(caught.value)
+    assert "train.length: 65" in str(caught.value)
 
 
 def test_rows_or_parent_missing(training_run: PlanTraining) -> None:
@@ -328,15 +332,15 @@ def test_rows_or_parent_missing(training_run: PlanTraining) -> None:
 
 def test_another_world_goes_on_where_a_run_was_left(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks planned, one to be had: the same examples in the same order, so each once per epoch."""
-    whole = training_run(run="whole", steps=24)
-    left = training_run(run="left", steps=24)
+    whole = training_run(run="whole", steps=24, micro_batches=2)
+    left = training_run(run="left", steps=24, micro_batches=2)
     train(whole)
     interrupt(left, 15, monkeypatch)
     # As if two ranks had written the checkpoints, whose content knows nothing of ranks.
     world = left.plan.world.model_copy(update={"ranks_per_node": 2})
-    halved = left.plan.config.train.model_copy(update={"batch_size": 4})
+    halved = left.plan.config.train.model_copy(update={"batch_size": 4, "micro_batches": 1})
     left.plan = left.plan.model_copy(update={"world": world, "config": left.plan.config.model_copy(update={"train": halved})})
-    on = training_run(run="on", steps=24)
+    on = training_run(run="on", steps=24, micro_batches=2)
     asked = on.plan.config.model_copy(update={"train": on.plan.config.train.model_copy(update={"resume": "left"})})
     store.write_bytes(left.paths.plan, left.plan.to_json())
     on.plan = on.plan.model_copy(update={"config": asked})
@@ -353,7 +357,8 @@ def test_another_world_goes_on_where_a_run_was_left(training_run: PlanTraining, 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"batch_size": 4}, "global batch: 8 there, 4 here"),
+        ({"batch_size": 16, "micro_batches": 2}, "bins of a step: 1 there, 2 here"),
+        ({"batch_size": 4}, "rows, tokens and pairs of a bin: (16, 32, 8) there, (8, 32, 4) here"),
         ({"learning_rate": 1e-3}, "train.learning_rate: 0.002 there, 0.001 here"),
         ({"rows": 151}, "training rows (sha256)"),
     ],

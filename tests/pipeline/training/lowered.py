@@ -1,6 +1,6 @@
 """Lowers training steps of the tiny model in many settings: `python -m tests.pipeline.training.lowered FOLDER`; JSON at the end.
 
-A program of its own, because torch-xla takes over the process that loads it. `lowered`: setting -> bucket -> graphs, each with
+A program of its own, because torch-xla takes over the process that loads it. `lowered`: setting -> graphs, each with
 its fingerprint, description, the number of operations in its text and the types that they compute; `planted`: the same for a
 program that differs between ranks; `modules`: small HLO modules, base64.
 """
@@ -28,7 +28,7 @@ from pipeline.training import step
 from pipeline.training.lowered_step import lower_training
 from tests.tiny import make_model
 
-BASE = {"train": {"batch_size": 2, "query_length": 4, "buckets": [8, 16]}}
+BASE = {"train": {"batch_size": 2, "query_length": 4, "length": 16, "batch_tokens": 48}}
 SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     # name: rank, ranks, settings, precision
     "rank 0": (0, 64, {}, "fp32"),
@@ -37,6 +37,7 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "32 ranks": (0, 32, {}, "fp32"),
     "alone": (0, 1, {}, "fp32"),
     "batch": (0, 64, {"train": {"batch_size": 4}}, "fp32"),
+    "length": (0, 64, {"train": {"length": 8}}, "fp32"),
     "rate": (0, 64, {"train": {"learning_rate": 1e-3}, "seed": 9}, "fp32"),
     "one sync": (0, 64, {"device": {"sync_points": 1}}, "fp32"),
     "accumulation": (0, 64, {"train": {"accumulation": 3}}, "fp32"),
@@ -47,10 +48,10 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "sharded, rank 63": (63, 64, {"train": {"shard_optimizer": True}}, "fp32"),
     "sharded, accumulation": (0, 64, {"train": {"shard_optimizer": True, "accumulation": 2}}, "fp32"),
     "frozen words": (0, 64, {"train": {"freeze_word_embeddings": True}}, "fp32"),
-    "cut": (0, 64, {"train": {"batch_size": 4, "micro_batch": 2, "dropout": 0.1}}, "fp32"),
-    "cut, rank 63": (63, 64, {"train": {"batch_size": 4, "micro_batch": 2, "dropout": 0.1}}, "fp32"),
-    "cut, one sync": (0, 64, {"train": {"batch_size": 4, "micro_batch": 2}, "device": {"sync_points": 1}}, "fp32"),
-    "cut, accumulation": (0, 64, {"train": {"batch_size": 4, "micro_batch": 2, "accumulation": 2}}, "fp32"),
+    "cut": (0, 64, {"train": {"batch_size": 4, "micro_batches": 2, "dropout": 0.1}}, "fp32"),
+    "cut, rank 63": (63, 64, {"train": {"batch_size": 4, "micro_batches": 2, "dropout": 0.1}}, "fp32"),
+    "cut, one sync": (0, 64, {"train": {"batch_size": 4, "micro_batches": 2}, "device": {"sync_points": 1}}, "fp32"),
+    "cut, accumulation": (0, 64, {"train": {"batch_size": 4, "micro_batches": 2, "accumulation": 2}}, "fp32"),
 }
 
 
@@ -58,30 +59,27 @@ FAMILIES = {"bert": BertConfig, "xlm-roberta": XLMRobertaConfig, "mpnet": MPNetC
 LAYERS = (2, 5)
 
 
-def lower(folder: Path, rank: int, ranks: int, settings: dict[str, Any], precision: str) -> dict[int, list[dict[str, Any]]]:
-    """Bucket -> its graphs."""
+def lower(folder: Path, rank: int, ranks: int, settings: dict[str, Any], precision: str) -> list[dict[str, Any]]:
+    """The graphs of a step."""
     config = build_config(BASE, settings)
     backbone, _ = inspect_folder(folder, config.model)
     return lower_encoder(new_encoder(backbone, config.model), config, precision, World(rank=rank, size=ranks))
 
 
-def lower_family(family: type[PreTrainedConfig], layers: int, *, sharded: bool) -> dict[int, list[dict[str, Any]]]:
-    """Bucket -> graphs of an encoder of this family, in bf16."""
+def lower_family(family: type[PreTrainedConfig], layers: int, *, sharded: bool) -> list[dict[str, Any]]:
+    """The graphs of an encoder of this family, in bf16."""
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
     backbone = family(vocab_size=105, pad_token_id=1, num_hidden_layers=layers, **sizes)
     config = build_config(BASE, {"train": {"shard_optimizer": sharded}})
     return lower_encoder(new_encoder(backbone, config.model), config, "bf16", World(rank=1, size=64))
 
 
-def lower_encoder(encoder: Encoder, config: RunConfig, precision: str, world: World) -> dict[int, list[dict[str, Any]]]:
-    steps = lower_training(encoder, config, precision, world)
-    return {
-        bucket: [{"fingerprint": graph.fingerprint, **asdict(graph.description), "text": graph.text} for graph in graphs]
-        for bucket, graphs in steps
-    }
+def lower_encoder(encoder: Encoder, config: RunConfig, precision: str, world: World) -> list[dict[str, Any]]:
+    graphs = lower_training(encoder, config, precision, world)
+    return [{"fingerprint": graph.fingerprint, **asdict(graph.description), "text": graph.text} for graph in graphs]
 
 
-def rank_in_the_graph(folder: Path, rank: int) -> dict[int, list[dict[str, Any]]]:
+def rank_in_the_graph(folder: Path, rank: int) -> list[dict[str, Any]]:
     """With a mistake planted: which row is looked at depends on the rank."""
     contrastive_loss = step.contrastive_loss
 
@@ -124,7 +122,7 @@ def main(folder: Path) -> None:
             for sharded in (False, True):
                 found[f"{name}, {layers} layers{', sharded' * sharded}"] = lower_family(family, layers, sharded=sharded)
     planted = [rank_in_the_graph(folder, rank) for rank in (0, 63)]
-    for graphs in (graph for buckets in (*found.values(), *planted) for steps in buckets.values() for graph in steps):
+    for graphs in (graph for step_graphs in (*found.values(), *planted) for graph in step_graphs):
         # The number of operations that a text has, to hold the description against; texts are large.
         text = graphs.pop("text")
         graphs["lines"] = sum(" = " in line and " parameter(" not in line for line in text.splitlines())

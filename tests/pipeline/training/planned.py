@@ -13,9 +13,9 @@ import pyarrow as pa
 from pipeline import store
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, now
-from pipeline.dataset.row_files import SCHEMAS
+from pipeline.dataset.row_files import SCHEMAS, PairLengths
 from pipeline.dataset.rows import normalized_hash
-from pipeline.dataset.steps import write_orders
+from pipeline.dataset.steps import write_steps
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.graphs.fingerprint import plan_graphs
 from pipeline.model.folder import WEIGHTS, inspect_folder
@@ -31,7 +31,7 @@ SETTINGS = {
     "train": {
         "batch_size": 8,
         "query_length": 8,
-        "buckets": [16, 32],
+        "length": 32,
         "learning_rate": 2e-3,
         "log_every": 4,
         "validate_every": 8,
@@ -48,8 +48,8 @@ def pairs(count: int, seed: int) -> list[tuple[str, str]]:
     return [(" ".join(rng.permutation(words)[:2]), " ".join(words)) for words in documents]
 
 
-def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, rows: int, held: int) -> np.ndarray:
-    """The three Arrow files; returns the lengths of the training documents."""
+def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, rows: int, held: int) -> None:
+    """The Arrow files of a run's rows."""
     folder.mkdir(parents=True)
     tokenizer = TextTokenizer(model)
     train, holdout = pairs(rows, 1), pairs(held, 2)
@@ -89,7 +89,6 @@ def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, ro
         table = pa.table(columns, schema=SCHEMAS[name])
         with pa.ipc.new_file(str(folder / name), table.schema) as writer:
             writer.write_table(table, max_chunksize=50)
-    return np.array([len(tokens) for tokens in documents])
 
 
 def plan_training(
@@ -119,9 +118,9 @@ def plan_training(
         make_model(local / "parent", head=head)
     else:
         shutil.copytree(parent, local / "parent")
-    lengths = write_rows(local / "rows", local / "parent", settings.query_length, max(settings.buckets), rows=rows, held=40)
+    write_rows(local / "rows", local / "parent", settings.query_length, settings.length, rows=rows, held=40)
     enough = build_config(config.model_dump(mode="json"), {"train": {"steps": steps}} if steps else {})
-    counts = write_orders(local / "rows", [lengths], enough, ranks)
+    counts = write_steps(local / "rows", PairLengths(local / "rows" / "train.arrow"), rows, enough, ranks)
     files = {
         name: RowFile(sha256=artifact.sha256, size=artifact.size, rows={"train.arrow": rows}.get(name, 40))
         for name, artifact in store.upload_folder(local / "rows", paths.rows).items()
@@ -141,9 +140,7 @@ def plan_training(
             rows=rows,
             new_rows=rows,
             replay_rows=0,
-            bucket_rows=counts.bucket_rows,
-            steps_per_epoch=counts.steps_per_epoch,
-            steps=steps or counts.steps_per_epoch,
+            steps=counts.steps,
             warmup_steps=2,
         ),
         holdout=HoldoutPlan(rows=40, queries=40, candidates=40),

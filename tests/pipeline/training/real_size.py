@@ -62,7 +62,7 @@ def main(folder: Path) -> None:
         rows=8,
         batch_size=2,
         query_length=8,
-        buckets=[16],
+        length=16,
         validation_queries=2,
         sections={"embed": {"buckets": [16], "tokens_per_batch": 64}, "device": {"threads_per_rank": 2}},
     )
@@ -103,7 +103,7 @@ def lower() -> None:
     # Imported here: it takes over the process.
     from pipeline.training.lowered_step import lower_training
 
-    config = build_config({"train": {"batch_size": 32, "query_length": 32, "buckets": [128]}})
+    config = build_config({"train": {"batch_size": 32, "query_length": 32, "length": 128}})
     found: dict[str, Any] = {"ranks": {}}
     for rank in (0, RANKS - 1):
         encoder = new_encoder(xlm_roberta_large(), config.model)

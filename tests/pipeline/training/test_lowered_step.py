@@ -18,12 +18,12 @@ ACROSS_64 = {"all-gather x64": 1, "all-reduce x64": 2, "reduce-scatter x64": 1}
 """Embeddings are gathered, and scattered again by the backward pass; gradients are reduced, and beside them the loss."""
 
 
-def fingerprints(lowering: Lowering, name: str) -> dict[str, list[str]]:
-    return {bucket: [graph["fingerprint"] for graph in graphs] for bucket, graphs in lowering["lowered"][name].items()}
+def fingerprints(lowering: Lowering, name: str) -> list[str]:
+    return [graph["fingerprint"] for graph in lowering["lowered"][name]]
 
 
-def collectives(lowering: Lowering, name: str, bucket: str = "8") -> list[dict[str, int]]:
-    return [graph["collectives"] for graph in lowering["lowered"][name][bucket]]
+def collectives(lowering: Lowering, name: str) -> list[dict[str, int]]:
+    return [graph["collectives"] for graph in lowering["lowered"][name]]
 
 
 def described(graph: dict[str, Any]) -> GraphDescription:
@@ -31,8 +31,7 @@ def described(graph: dict[str, Any]) -> GraphDescription:
 
 
 def test_collectives_span_all_ranks(lowering: Lowering) -> None:
-    for bucket in ("8", "16"):
-        assert collectives(lowering, "rank 0", bucket) == [ACROSS_64, {}]
+    assert collectives(lowering, "rank 0") == [ACROSS_64, {}]
     assert collectives(lowering, "32 ranks")[0] == {name.replace("64", "32"): count for name, count in ACROSS_64.items()}
     assert collectives(lowering, "alone") == [{}, {}]
 
@@ -52,35 +51,26 @@ def test_every_rank_compiles_the_same(rank: str, zero: str, lowering: Lowering) 
 
 
 def test_a_rank_in_the_graph_would_be_seen(lowering: Lowering) -> None:
-    first, last = lowering["planted"]
-    for bucket in ("8", "16"):
-        (backward, update), (other, same) = first[bucket], last[bucket]
-        assert backward["fingerprint"] != other["fingerprint"]
-        assert update["fingerprint"] == same["fingerprint"]
-        assert "slice" in difference(described(other), [described(backward)])
+    (backward, update), (other, same) = lowering["planted"]
+    assert backward["fingerprint"] != other["fingerprint"]
+    assert update["fingerprint"] == same["fingerprint"]
+    assert "slice" in difference(described(other), [described(backward)])
 
 
-@pytest.mark.parametrize("name", ["32 ranks", "alone", "batch", "checkpointed", "bf16"])
+@pytest.mark.parametrize("name", ["32 ranks", "alone", "batch", "length", "checkpointed", "bf16"])
 def test_what_is_in_the_backward_graph_only(name: str, lowering: Lowering) -> None:
-    """Ranks, shapes and precision; the optimizer's graph is one and the same for all of them, and for every bucket."""
-    updates = set()
-    for bucket, (backward, update) in fingerprints(lowering, "rank 0").items():
-        other_backward, other_update = fingerprints(lowering, name)[bucket]
-        assert backward != other_backward
-        updates |= {update, other_update}
-    assert len(updates) == 1
+    """Ranks, shapes and precision; the optimizer's graph is one and the same for all of them."""
+    backward, update = fingerprints(lowering, "rank 0")
+    other_backward, other_update = fingerprints(lowering, name)
+    assert backward != other_backward
+    assert update == other_update
 
 
 def test_autocast_leaves_the_optimizer_alone(lowering: Lowering) -> None:
     """Weights, moments and all of their arithmetic are fp32, whatever products are computed in."""
-    for backward, update in lowering["lowered"]["bf16"].values():
-        assert "bf16" in backward["types"]
-        assert update["types"] == ["f32"]
-
-
-def test_buckets_have_graphs_of_their_own(lowering: Lowering) -> None:
-    (short, _), (long, _) = fingerprints(lowering, "rank 0").values()
-    assert short != long
+    backward, update = lowering["lowered"]["bf16"]
+    assert "bf16" in backward["types"]
+    assert update["types"] == ["f32"]
 
 
 def test_the_learning_rate_is_data(lowering: Lowering) -> None:
@@ -93,7 +83,7 @@ def test_sync_points_cut_a_step(lowering: Lowering) -> None:
 
 
 def test_accumulation_has_three_graphs_and_reduces_once(lowering: Lowering) -> None:
-    first, second, last, update = fingerprints(lowering, "accumulation")["8"]
+    first, second, last, update = fingerprints(lowering, "accumulation")
     assert first == second
     assert len({first, last, update}) == 3
     without = {name: count for name, count in ACROSS_64.items() if not name.startswith("all-reduce")}
@@ -104,18 +94,14 @@ def test_micro_batches_share_two_graphs(lowering: Lowering) -> None:
     """Embed; the loss, where ranks meet; backward; and the update, which reduces the gradients first."""
     loss = {name: count for name, count in ACROSS_64.items() if not name.startswith("all-reduce")}
     update = {name: count for name, count in ACROSS_64.items() if name.startswith("all-reduce")}
-    for bucket in ("8", "16"):
-        embed, again, _, backward, twice, _ = fingerprints(lowering, "cut")[bucket]
-        assert (embed, backward) == (again, twice)
-        assert collectives(lowering, "cut", bucket) == [{}, {}, loss, {}, {}, update]
-    shorter, longer = (set(found) for found in fingerprints(lowering, "cut").values())
-    assert (len(shorter), len(longer)) == (4, 4)
-    # Nothing but what meets the tokens knows their length.
-    assert len(shorter & longer) == 2
+    embed, again, _, backward, twice, _ = found = fingerprints(lowering, "cut")
+    assert (embed, backward) == (again, twice)
+    assert len(set(found)) == 4
+    assert collectives(lowering, "cut") == [{}, {}, loss, {}, {}, update]
 
 
 def test_accumulation_in_micro_batches_has_no_graph_more(lowering: Lowering) -> None:
-    found = fingerprints(lowering, "cut, accumulation")["8"]
+    found = fingerprints(lowering, "cut, accumulation")
     assert len(found) == 11
     assert found[5:10] == found[:5]
     assert len(set(found)) == 4
@@ -136,9 +122,9 @@ def test_sharded_gradients_are_scattered_and_weights_gathered(lowering: Lowering
 
 def test_sharded_graphs_put_out_a_share_of_the_state(lowering: Lowering) -> None:
     """Of 21,856 weights with decay and 768 without, 64 ranks have 342 and 12 each: both moments, and the weights themselves."""
-    outputs = lowering["lowered"]["sharded"]["8"][1]["outputs"]
+    outputs = lowering["lowered"]["sharded"][1]["outputs"]
     assert (outputs["f32[342]"], outputs["f32[12]"]) == (3, 3)
-    whole = lowering["lowered"]["rank 0"]["8"][1]["outputs"]
+    whole = lowering["lowered"]["rank 0"][1]["outputs"]
     assert (whole["f32[21856]"], whole["f32[768]"]) == (2, 2)
 
 
@@ -146,24 +132,24 @@ def test_sharded_graphs_put_out_a_share_of_the_state(lowering: Lowering) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sharded", ["", ", sharded"])
 def test_only_word_embeddings_scatter(family: str, layers: int, sharded: str, lowering: Lowering) -> None:
-    """One scatter in the backward pass of each tower."""
-    for backward, update in lowering["lowered"][f"{family}, {layers} layers{sharded}"].values():
-        assert backward["operations"]["scatter"] == 2
-        assert not {"scatter", "dynamic-update-slice"} & update["operations"].keys()
-        assert "dynamic-update-slice" not in backward["operations"]
+    """Queries and documents share one forward pass, and which text is whose is a product, too."""
+    backward, update = lowering["lowered"][f"{family}, {layers} layers{sharded}"]
+    assert backward["operations"]["scatter"] == 1
+    assert not {"scatter", "dynamic-update-slice"} & update["operations"].keys()
+    assert "dynamic-update-slice" not in backward["operations"]
 
 
 def test_frozen_words_leave_nothing_to_scatter(lowering: Lowering) -> None:
-    for backward, update in lowering["lowered"]["frozen words"].values():
-        assert "scatter" not in backward["operations"] | update["operations"]
-        assert "f32[105,32]" not in update["outputs"]
+    backward, update = lowering["lowered"]["frozen words"]
+    assert "scatter" not in backward["operations"] | update["operations"]
+    assert "f32[105,32]" not in update["outputs"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sharded", ["", ", sharded"])
 def test_the_optimizer_does_not_grow_with_the_layers(family: str, sharded: str, lowering: Lowering) -> None:
     """Of a parameter, the update has what cuts and shapes it; arithmetic is that of whole vectors."""
-    few, many = (lowering["lowered"][f"{family}, {layers} layers{sharded}"]["8"][1]["operations"] for layers in LAYERS)
+    few, many = (lowering["lowered"][f"{family}, {layers} layers{sharded}"][1]["operations"] for layers in LAYERS)
     moved = {"slice", "reshape", "get-tuple-element", "tuple"}
     assert {name: count for name, count in few.items() if name not in moved} == {
         name: count for name, count in many.items() if name not in moved
@@ -173,6 +159,6 @@ def test_the_optimizer_does_not_grow_with_the_layers(family: str, sharded: str, 
 
 
 def test_descriptions_count_what_the_text_says(lowering: Lowering) -> None:
-    graphs = [graph for buckets in lowering["lowered"].values() for found in buckets.values() for graph in found]
+    graphs = [graph for found in lowering["lowered"].values() for graph in found]
     assert all(graph["lines"] == sum(graph["operations"].values()) for graph in graphs)
     assert max(graph["lines"] for graph in graphs) > 1000

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,41 +19,58 @@ from pipeline.errors import BadConfig
 from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training
 from pipeline.model.folder import load_encoder
 from pipeline.model.loss import contrastive_loss
-from pipeline.run.world import World, free_port
-from pipeline.training.micro_batches import TOWERS, cut, micro_batches
+from pipeline.packing import BinShape
+from pipeline.ports import free_port
+from pipeline.run.world import World
+from pipeline.training.batches import Padding, grouped_texts, packed_texts
+from pipeline.training.micro_batches import micro_batches
 from pipeline.training.step import RecentLosses, both_towers, build_optimizer, train_step
 from tests.tiny import make_model
 
-ROWS, SIZE = 12, 4
+SHAPE = BinShape(rows=4, length=24, pairs=5)
+BINS = 3
+FORMS = list(Padding)
 Found = dict[str, Tensor]
 """The loss, and the gradient of every parameter by name."""
 
 
-def rows_of(rank: int, ranks: int, *, places: bool = False) -> dict[str, Tensor]:
-    """A rank's batch of ROWS pairs, of different lengths; each rank has rows of its own."""
-    generator = torch.Generator().manual_seed(4 + rank)
+def rows_of(rank: int, ranks: int, form: Padding = Padding.PACKED, parts: int = BINS) -> dict[str, Tensor]:
+    """A rank's batch of three bins with 4, 3 and 5 pairs of different lengths, in so many micro-batches; ranks have their own."""
+    rng = np.random.default_rng(4 + rank)
+    counts = (4, 3, 5)
+    bins = [[tuple(rng.integers(5, 100, rng.integers(2, most)) for most in (7, 11)) for _ in range(count)] for count in counts]
     batch: dict[str, Tensor] = {}
-    for tower, length in zip(TOWERS, (6, 10), strict=True):
-        batch[f"{tower}_tokens"] = torch.randint(5, 100, (ROWS, length), generator=generator)
-        ends = torch.randint(2, length + 1, (ROWS, 1), generator=generator)
-        batch[f"{tower}_mask"] = (torch.arange(length)[None, :] < ends).to(torch.int64)
-        if places:
-            batch[f"{tower}_places"] = batch[f"{tower}_mask"].flatten().nonzero().flatten()
-    roles = torch.zeros(ROWS, ROWS * ranks, dtype=torch.int32)
+    for number in range(parts):
+        own = bins[number::parts] if parts == BINS else bins
+        batch |= {f"{name}/{number}": tensor for name, tensor in texts_in(own, form).items()}
+    valid = np.concatenate([np.arange(SHAPE.pairs) < count for count in counts])
+    size = len(valid)
+    roles = torch.zeros(size, size * ranks, dtype=torch.int32)
     roles[:, 1::5] = -1
-    roles[torch.arange(ROWS), torch.arange(ROWS) + rank * ROWS] = 1
-    # The last two rows are padding.
-    weights = torch.tensor([1 / (ROWS - 2)] * (ROWS - 2) + [0.0, 0.0])
+    roles[:, ~np.tile(valid, ranks)] = -1
+    roles[torch.arange(size), torch.arange(size) + rank * size] = 1
+    weights = torch.from_numpy(np.where(valid, 1 / valid.sum(), 0.0).astype(np.float32))
     return {**batch, "roles": roles, "weights": weights, "learning_rate": torch.tensor([0.0])}
+
+
+def texts_in(bins: list[list[tuple[Any, ...]]], form: Padding) -> dict[str, Tensor]:
+    """The texts of a micro-batch in one of its forms."""
+    if form is Padding.PACKED:
+        return packed_texts(bins, SHAPE)
+    lists = [tokens for tower in zip(*(pair for pairs in bins for pair in pairs), strict=True) for tokens in tower]
+    texts = np.zeros((2, len(bins), SHAPE.pairs), np.int64)
+    texts[:, np.arange(SHAPE.pairs) < np.array([len(pairs) for pairs in bins])[:, None]] = np.arange(len(lists)).reshape(2, -1)
+    return grouped_texts(lists, texts.reshape(2, -1), places=form is Padding.NONE)
 
 
 def seed_of(part: int) -> int:
     return 70 + part
 
 
-def encoder_in(folder: Path, device: Device, *, unpadded: bool, dropout: float, checkpointed: bool) -> Encoder:
+def encoder_in(folder: Path, device: Device, form: Padding, *, dropout: float = 0.0, checkpointed: bool = False) -> Encoder:
     encoder = load_encoder(folder, build_config({}).model).train()
-    prepare_for_training(encoder, fused_attention=False, unpadded_rows=unpadded, bit_dropout=True, dropout=dropout)
+    unpads = form is Padding.NONE
+    prepare_for_training(encoder, fused_attention=False, unpadded_rows=unpads, bit_dropout=True, dropout=dropout)
     if checkpointed:
         checkpoint_activations(encoder, device.checkpointed())
     return device.place(encoder)
@@ -63,9 +81,10 @@ def gradients(encoder: Encoder, loss: float) -> Found:
     return {"loss": torch.tensor(loss), **named}
 
 
-def in_parts(encoder: Encoder, device: Device, batch: dict[str, Tensor], size: int, *, accumulation: int = 1) -> Found:
+def in_parts(encoder: Encoder, device: Device, batch: dict[str, Tensor], *, accumulation: int = 1) -> Found:
     """What one step leaves; the learning rate is 0, so that weights stay."""
-    config = TrainConfig(clip_norm=None, temperature=0.1, batch_size=ROWS, accumulation=accumulation)
+    size = len(batch["weights"])
+    config = TrainConfig(clip_norm=None, temperature=0.1, batch_size=size, accumulation=accumulation)
     optimizer, losses = build_optimizer(encoder, config, device, adds_up=True), RecentLosses(1, device)
     kept: list[Found] = []
     step = optimizer.step
@@ -77,15 +96,15 @@ def in_parts(encoder: Encoder, device: Device, batch: dict[str, Tensor], size: i
     optimizer.step = stepping  # type: ignore[method-assign]
     for number in range(accumulation):
         last = number == accumulation - 1
-        train_step(encoder, optimizer, device, cut(batch, size), config, losses, seed_of=seed_of, last=last)
+        train_step(encoder, optimizer, device, batch, config, losses, seed_of=seed_of, last=last)
     ((loss, _),) = losses.read()
     return {**kept[0], "loss": torch.tensor(loss)}
 
 
-def in_one_piece(encoder: Encoder, device: Device, batch: dict[str, Tensor], size: int) -> Found:
+def in_one_piece(encoder: Encoder, device: Device, batch: dict[str, Tensor]) -> Found:
     """The same by a single backward pass through all micro-batches, each with its own seed for dropout."""
     embeddings = []
-    for number, part in enumerate(micro_batches(cut(batch, size))):
+    for number, part in enumerate(micro_batches(batch)):
         device.seed(seed_of(number))
         with device.autocast():
             embeddings.append(both_towers(encoder, part))
@@ -105,12 +124,10 @@ def difference(one: Found, other: Found) -> float:
     return max(worst / largest, abs(float(one["loss"] - other["loss"])) / abs(float(other["loss"])))
 
 
-def compare(folder: Path, device: Device, size: int, *, unpadded: bool, **settings: Any) -> tuple[float, float]:
+def compare(folder: Path, device: Device, form: Padding, **settings: Any) -> tuple[float, float]:
     """How far the step in micro-batches is from the single pass, and the largest gradient."""
-    batch = rows_of(device.world.rank, device.world.size, places=unpadded)
-    found, expected = (
-        way(encoder_in(folder, device, unpadded=unpadded, **settings), device, batch, size) for way in (in_parts, in_one_piece)
-    )
+    batch = rows_of(device.world.rank, device.world.size, form)
+    found, expected = (way(encoder_in(folder, device, form, **settings), device, batch) for way in (in_parts, in_one_piece))
     return difference(found, expected), max(float(tensor.abs().max()) for name, tensor in found.items() if name != "loss")
 
 
@@ -128,39 +145,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("unpadded", [False, True], ids=["padded", "unpadded"])
-@pytest.mark.parametrize("size", [1, 3, 6])
+@pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradients_are_those_of_the_single_pass(
-    folder: Path, device: Device, size: int, unpadded: bool, dropout: float, checkpointed: bool
+    folder: Path, device: Device, form: Padding, dropout: float, checkpointed: bool
 ) -> None:
-    off, largest = compare(folder, device, size, unpadded=unpadded, dropout=dropout, checkpointed=checkpointed)
+    off, largest = compare(folder, device, form, dropout=dropout, checkpointed=checkpointed)
     assert off < 1e-6
     assert largest > 1e-3
 
 
-def test_without_dropout_the_whole_batch_in_one_piece_is_the_same(folder: Path, device: Device) -> None:
-    batch = rows_of(0, 1)
-    cuts, whole = (
-        way(encoder_in(folder, device, unpadded=False, dropout=0.0, checkpointed=False), device, batch, size)
-        for way, size in ((in_parts, SIZE), (in_one_piece, ROWS))
-    )
+@pytest.mark.parametrize("form", FORMS)
+def test_without_dropout_the_whole_batch_at_once_is_the_same(folder: Path, device: Device, form: Padding) -> None:
+    cuts, whole = (in_parts(encoder_in(folder, device, form), device, rows_of(0, 1, form, parts)) for parts in (BINS, 1))
     assert difference(cuts, whole) < 1e-6
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("parts", [1, BINS])
+def test_packed_rows_train_as_padded_ones_do(
+    folder: Path, device: Device, parts: int, pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, where embeddings and the loss are fp32 otherwise."""
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)
+    found = []
+    for form in (Padding.PACKED, Padding.LONGEST):
+        encoder = encoder_in(folder, device, form).double()
+        encoder.pooling = pooling
+        found.append(in_one_piece(encoder, device, {**rows_of(0, 1, form, parts), "weights": rows_of(0, 1)["weights"].double()}))
+    packed, padded = found
+    assert difference(packed, padded) < 1e-10
 
 
 def test_batches_of_a_step_add_up(folder: Path, device: Device) -> None:
     batch = rows_of(0, 1)
     once, twice = (
-        in_parts(
-            encoder_in(folder, device, unpadded=False, dropout=0.1, checkpointed=False), device, batch, SIZE, accumulation=times
-        )
-        for times in (1, 2)
+        in_parts(encoder_in(folder, device, Padding.PACKED, dropout=0.1), device, batch, accumulation=times) for times in (1, 2)
     )
     assert difference(twice, {name: 2 * tensor for name, tensor in once.items()}) < 1e-6
 
 
 def test_autocast_meets_the_same_embeddings_twice(folder: Path) -> None:
     bf16 = open_device("cpu", "bf16", World(), threads=1)
-    off, _ = compare(folder, bf16, SIZE, unpadded=False, dropout=0.1, checkpointed=False)
+    off, _ = compare(folder, bf16, Padding.PACKED, dropout=0.1)
     assert off < 1e-2
 
 
@@ -169,11 +195,10 @@ import json, sys
 from pathlib import Path
 from pipeline.backends.device import open_device
 from pipeline.run.world import World
-from tests.pipeline.training.test_micro_batches import SIZE, compare
+from tests.pipeline.training.test_micro_batches import FORMS, compare
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 device = open_device("cpu", "fp32", World(rank=rank, size=2, local_rank=rank, local_size=2, port=port), threads=1)
-cases = [(dropout, checkpointed) for dropout in (0.0, 0.1) for checkpointed in (False, True)]
-found = [compare(folder, device, SIZE, unpadded=True, dropout=dropout, checkpointed=on) for dropout, on in cases]
+found = [compare(folder, device, form, dropout=0.1, checkpointed=on) for form in FORMS for on in (False, True)]
 device.close()
 print(json.dumps(found))
 """
@@ -200,29 +225,19 @@ def test_on_two_ranks_too(folder: Path) -> None:
 
 
 def test_no_more_than_a_micro_batch_is_computed_at_once(folder: Path, device: Device) -> None:
-    """Twice each: without activations, then with them."""
-    encoder = encoder_in(folder, device, unpadded=False, dropout=0.1, checkpointed=False)
+    """Twice each: without activations, then with them. One call has queries and documents."""
+    encoder = encoder_in(folder, device, Padding.PACKED, dropout=0.1)
     calls: list[tuple[int, bool]] = []
-    encoder.register_forward_pre_hook(lambda _, given: calls.append((len(given[0]), torch.is_grad_enabled())))
-    in_parts(encoder, device, rows_of(0, 1), SIZE)
-    each = ROWS // SIZE * len(TOWERS)
-    assert calls == [(SIZE, False)] * each + [(SIZE, True)] * each
+
+    def called(_: Any, __: Any, given: dict[str, Tensor]) -> None:
+        calls.append((given["input_ids"].numel(), torch.is_grad_enabled()))
+
+    encoder.backbone.register_forward_pre_hook(called, with_kwargs=True)
+    in_parts(encoder, device, rows_of(0, 1))
+    assert calls == [(SHAPE.tokens, False)] * BINS + [(SHAPE.tokens, True)] * BINS
     calls.clear()
-    in_parts(encoder, device, rows_of(0, 1), ROWS)
-    assert calls == [(ROWS, True)] * len(TOWERS)
-
-
-def test_a_batch_is_cut_on_the_host() -> None:
-    batch = rows_of(0, 1, places=True)
-    assert cut(batch, ROWS) is batch
-    pieces = cut(batch, SIZE)
-    assert {name for name in pieces if "/" not in name} == {"roles", "weights", "learning_rate"}
-    parts = micro_batches(pieces)
-    assert len(parts) == ROWS // SIZE
-    for name in ("query_tokens", "document_mask"):
-        assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
-    for part in parts:
-        assert torch.equal(part["query_places"], part["query_mask"].flatten().nonzero().flatten())
+    in_parts(encoder, device, rows_of(0, 1, parts=1))
+    assert calls == [(BINS * SHAPE.tokens, True)]
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -233,40 +248,32 @@ def settings(**train: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("train", "pairs"),
+    ("train", "compiled", "eager"),
     [
-        # 288 tokens a pair.
-        ({}, 8),
-        ({"batch_size": 8}, 8),
-        ({"batch_size": 60}, 12),
-        ({"batch_size": 61}, 1),
-        ({"buckets": [64]}, 32),
-        ({"buckets": [8192]}, 1),
-        ({"micro_batch": 16}, 16),
-        ({"micro_batch": 64}, 64),
+        ({}, True, False),
+        ({"batch_size": 8}, False, False),
+        ({"micro_batches": 1}, False, False),
+        ({"micro_batches": 16}, True, True),
     ],
 )
-def test_micro_batches_of_a_compiled_graph_follow_from_tokens(train: dict[str, Any], pairs: int) -> None:
+def test_when_micro_batches_are_computed_one_at_a_time(train: dict[str, Any], compiled: bool, eager: bool) -> None:
     config = settings(**train)
-    for kind in ("xla", "neuron"):
-        assert config.micro_batch_on(kind) == pairs
-        assert config.cuts_batches(kind) == (pairs < config.train.batch_size)
-    for kind in ("cpu", "cuda"):
-        assert config.micro_batch_on(kind) == (config.train.micro_batch or config.train.batch_size)
+    assert {config.cuts_batches(kind) for kind in ("xla", "neuron")} == {compiled}
+    assert {config.cuts_batches(kind) for kind in ("cpu", "cuda")} == {eager}
 
 
-def test_a_micro_batch_divides_the_batch() -> None:
+def test_micro_batches_divide_the_batch() -> None:
     with pytest.raises(BadConfig, match="not valid") as caught:
-        settings(batch_size=64, micro_batch=24)
-    assert "micro_batch = 24 does not divide batch_size = 64" in caught.value.value[0]
-    assert "set micro_batch = 16" in caught.value.value[0]
+        settings(batch_size=64, micro_batches=24)
+    assert "micro_batches = 24 does not divide batch_size = 64" in caught.value.value[0]
+    assert "set micro_batches = 16" in caught.value.value[0]
     with pytest.raises(BadConfig):
-        settings(batch_size=8, micro_batch=16)
+        settings(batch_size=8, micro_batches=16)
 
 
 def test_joined_steps_are_not_cut() -> None:
     joined = {"device": {"sync_points": 1, "loader": {"batches_per_execution": 2}}}
-    assert build_config(joined, {"train": {"buckets": [256]}}).micro_batch_on("xla") == 64
+    assert not build_config(joined).cuts_batches("xla")
     with pytest.raises(BadConfig) as caught:
-        build_config(joined, {"train": {"buckets": [256], "micro_batch": 8}})
-    assert "train.micro_batch = 8 cuts" in caught.value.value[0]
+        build_config(joined, {"train": {"micro_batches": 8}})
+    assert "train.micro_batches = 8 cuts" in caught.value.value[0]

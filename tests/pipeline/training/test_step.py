@@ -28,10 +28,12 @@ def some_batch(learning_rate: float) -> dict[str, torch.Tensor]:
     roles = torch.zeros(4, 4, dtype=torch.int32).fill_diagonal_(1)
     ones = torch.ones_like(tokens)
     return {
-        "query_tokens": tokens[:, :6],
-        "query_mask": ones[:, :6],
-        "document_tokens": tokens,
-        "document_mask": ones,
+        "tokens:0/0": tokens,
+        "mask:0/0": ones,
+        "tokens:1/0": tokens[:, :6],
+        "mask:1/0": ones[:, :6],
+        "query_texts/0": torch.arange(4, 8),
+        "document_texts/0": torch.arange(4),
         "roles": roles,
         "weights": torch.full((4,), 0.25),
         "learning_rate": torch.tensor([learning_rate]),
@@ -54,8 +56,8 @@ def test_equals_plain_torch(tmp_path: Path, device: Device) -> None:
         train_step(ours, optimizer, device, batch, config, losses, seed_of=int)
         for group in reference.param_groups:
             group["lr"] = rate
-        queries = plain(batch["query_tokens"], batch["query_mask"])
-        documents = plain(batch["document_tokens"], batch["document_mask"])
+        queries = plain(batch["tokens:1/0"], batch["mask:1/0"])
+        documents = plain(batch["tokens:0/0"], batch["mask:0/0"])
         loss = torch.nn.functional.cross_entropy(queries @ documents.T / 0.1, torch.arange(4))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
@@ -103,7 +105,7 @@ def test_several_batches_add_up_to_one_step(tmp_path: Path, device: Device, chec
     for _ in range(2):
         halves = [
             {name: tensor[part, part] if name == "roles" else tensor[part] for name, tensor in some_batch(1e-3).items()}
-            | {"learning_rate": torch.tensor([1e-3])}
+            | {"learning_rate": torch.tensor([1e-3]), "query_texts/0": torch.arange(2, 4), "document_texts/0": torch.arange(2)}
             for part in (slice(0, 2), slice(2, 4))
         ]
         before = [parameter.clone() for parameter in ours.parameters()]
@@ -112,7 +114,8 @@ def test_several_batches_add_up_to_one_step(tmp_path: Path, device: Device, chec
         train_step(ours, optimizer, device, halves[1], config, losses, seed_of=int, last=True)
         total = torch.zeros(())
         for half in halves:
-            scores = plain(half["query_tokens"], half["query_mask"]) @ plain(half["document_tokens"], half["document_mask"]).T
+            queries = plain(half["tokens:1/0"], half["mask:1/0"])
+            scores = queries @ plain(half["tokens:0/0"], half["mask:0/0"]).T
             total = total + torch.nn.functional.cross_entropy(scores / 0.1, torch.arange(2)) / 2
         total.backward()
         reference.step()

@@ -141,7 +141,7 @@ def changing_scalar() -> Undo:
 
 
 def unpadded_batch() -> Undo:
-    """The sixth batch has only as many rows as are left."""
+    """The sixth batch has only as many pairs and packed rows as are left."""
     iterate = TrainingBatches.iterate
 
     def short(self: TrainingBatches, start: int, stop: int) -> Iterator[Any]:
