@@ -38,7 +38,7 @@ local: setup ## Run the weekly pipeline on this machine (DEVICE=xla; ARGS="--set
 # Enough hold-out queries to show 0.1 %, few steps, no dropout (every kind draws its own), nothing published, one text to embed.
 PARITY = .trnpipe/parity
 PARITY_SETTINGS = registry=null gate.max_drop=1 evaluate.candidates=1 embed.children=1 embed.buckets=[32,64] train.dropout=0 \
-	train.query_length=32 train.buckets=[64] train.steps=12 train.log_every=2 train.validate_every=6 train.checkpoint_every=12 \
+	train.query_length=32 train.length=64 train.steps=12 train.log_every=2 train.validate_every=6 train.checkpoint_every=12 \
 	train.validation_queries=2000
 A ?= cpu-fp32
 B ?= xla-fp32

@@ -50,8 +50,9 @@ CONFIG: dict[str, Any] = {
     "data": {"holdout_fraction": 0.25},
     "train": {
         "batch_size": 64,
+        "batch_tokens": 6144,
         "query_length": 24,
-        "buckets": [32, 64, 96],
+        "length": 96,
         "learning_rate": 5e-5,
         "dropout": 0.0,
         "log_every": 5,
@@ -96,7 +97,7 @@ SIZES: dict[str, DemoSize] = {
             {
                 # A larger share of less text: the first week needs the gate's 2,435 queries.
                 "data": {"holdout_fraction": 0.48, "replay_fraction": 1.0},
-                "train": {"buckets": [32, 48], "checkpoint_every": 15, "validation_queries": 128},
+                "train": {"batch_tokens": 4096, "length": 48, "checkpoint_every": 15, "validation_queries": 128},
                 "evaluate": {"candidates": 300},
                 "embed": {"buckets": [48]},
             },
@@ -109,7 +110,7 @@ SIZES: dict[str, DemoSize] = {
         config=merge(
             CONFIG,
             {
-                "train": {"epochs": 3, "buckets": [32, 64, 128], "checkpoint_every": 100, "validate_every": 100},
+                "train": {"epochs": 3, "batch_tokens": 7168, "length": 128, "checkpoint_every": 100, "validate_every": 100},
                 "embed": {"buckets": [128]},
             },
         ),

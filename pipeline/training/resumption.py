@@ -38,7 +38,7 @@ def resumed_run(plan: RunPlan, paths: RunPaths) -> ResumedRun | None:
             rule="parent, rows, steps, bins (ranks x train.micro_batches x train.accumulation in a step) and the settings of"
             " train and model are the same; nodes and ranks may differ",
             remedy="set them as they were there, with data.train naming the same shards, or leave train.resume out; on half the"
-            " ranks, double train.batch_size, train.batch_tokens and train.micro_batches",
+            " ranks, double train.accumulation, or train.batch_size, train.batch_tokens and train.micro_batches",
         )
     compete = [one.world.ranks * one.config.train.batch_size for one in (earlier, plan)]
     if compete[0] != compete[1]:

@@ -132,7 +132,8 @@ def test_the_hold_out_is_as_large_as_the_gate_needs_and_no_larger(
 def test_lengths_hold_the_texts_and_fit_the_model(tmp_path: Path, model: ModelFacts) -> None:
     short, long = pairs(95, words=20), pairs(5, words=3000)
     data, config = read(write(tmp_path / "pairs.jsonl", short + long), model)
-    assert config.train.buckets == (32, 512) == config.embed.buckets
+    assert config.embed.buckets == (32, 512)
+    assert config.train.length == 512
     assert data.documents.max() > 3000
     assert config.train.query_length == 16
     assert int(data.queries.max()) == 4  # the two special tokens included
@@ -140,9 +141,9 @@ def test_lengths_hold_the_texts_and_fit_the_model(tmp_path: Path, model: ModelFa
 
 def test_few_rows_get_small_batches_and_more_passes(tmp_path: Path, model: ModelFacts) -> None:
     _, few = read(write(tmp_path / "few.jsonl", pairs(400)), model)
-    assert (few.train.batch_size, few.train.epochs) == (16, 5)
+    assert (few.train.batch_size, few.train.epochs) == (32, 5)
     _, many = read(write(tmp_path / "many.jsonl", pairs(20_000)), model)
-    assert (many.train.batch_size, many.train.epochs) == (64, 1)
+    assert (many.train.batch_size, many.train.epochs) == (128, 1)
 
 
 def test_what_it_says_about_the_data(tmp_path: Path, model: ModelFacts) -> None:

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SETTINGS = ("train.query_length=16", "train.buckets=[32, 60]", "embed.buckets=[32, 60]")
+SETTINGS = ("train.query_length=16", "train.length=60", "embed.buckets=[32, 60]")
 
 
 def trnpipe(*arguments: str | Path, columns: int = 100) -> subprocess.CompletedProcess[str]:
