@@ -43,7 +43,6 @@ from pipeline.config.sections import (
     Section,
     TrainConfig,
     Uri,
-    largest_divisor,
     matching,
     refuse_if,
 )
@@ -72,7 +71,6 @@ __all__ = [
     "flattened",
     "is_below",
     "keys_of",
-    "largest_divisor",
     "load_config_file",
     "merge",
     "nested",

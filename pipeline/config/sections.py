@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from pipeline.allowed_uris import objection
 from pipeline.contract import ARRAY_LIMIT, RUN_ID_PATTERN
-from pipeline.packing import BinShape
+from pipeline.packing import MICRO_BATCH_TOKENS, PAIR_TOKENS, BinShape, bins_of, largest_divisor
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -57,15 +57,6 @@ Uri = Annotated[str, AfterValidator(_well_formed)]
 RunId = Annotated[str, matching(RUN_ID_PATTERN)]
 Buckets = Annotated[tuple[Annotated[int, Field(ge=4)], ...], AfterValidator(_ascending)]
 """Static lengths in tokens, ascending."""
-
-MICRO_BATCH_TOKENS = 2048
-"""Tokens of a micro-batch at most, where nothing else is set. A graph grows with its tokens, and neuronx-cc refuses one of more
-than 5,000,000 instructions (aws-neuron-sdk issue 819); AWS's scripts train BERT-Large on a NeuronCore with as many at a time
-(aws-neuron-samples, run_dp_bert_large_hf_pretrain_bf16_s128.sh)."""
-
-PAIR_TOKENS = 64
-"""Tokens of a batch for each of its pairs at most, where nothing else is set: batches of longer pairs are full of tokens."""
-
 
 PREFETCH_BATCHES = 4
 """Batches that are prepared ahead in host memory where nothing is compiled."""
@@ -352,11 +343,6 @@ class CompileConfig(Section):
         return cache
 
 
-def largest_divisor(number: int, limit: int) -> int:
-    """Return the largest divisor of a positive number up to `limit` and MICRO_BATCH_TOKENS; at least 1."""
-    return next((size for size in range(min(number, limit, MICRO_BATCH_TOKENS), 0, -1) if number % size == 0), 1)
-
-
 class TrainConfig(Section):
     """Contrastive training of the bi-encoder."""
 
@@ -467,19 +453,16 @@ class TrainConfig(Section):
     @property
     def bins(self) -> int:
         """Micro-batches into which a rank's batch is packed, also where they are computed at once."""
-        most = max(1, MICRO_BATCH_TOKENS // self.length)
-        divisors = (count for count in range(1, self.batch_size + 1) if self.batch_size % count == 0)
-        return self.micro_batches or next(count for count in divisors if self._rows <= count * most or count == self.batch_size)
+        return self._packed[0]
 
     @property
     def bin_shape(self) -> BinShape:
-        """The shape of each. The longest query and the longest document fit into one."""
-        rows = max(-(-self._rows // self.bins), 2)
-        return BinShape(rows=rows, length=self.length, pairs=self.batch_size // self.bins)
+        """The shape of each."""
+        return self._packed[1]
 
     @property
-    def _rows(self) -> int:
-        return -(-(self.batch_tokens or PAIR_TOKENS * self.batch_size) // self.length)
+    def _packed(self) -> tuple[int, BinShape]:
+        return bins_of(self.batch_size, self.batch_tokens or PAIR_TOKENS * self.batch_size, self.length, self.micro_batches)
 
 
 class GoldenSet(Section):

@@ -172,12 +172,15 @@ class Footprint:
         train, gradients = self.config.train, FP32 * self.trained
         width = self.training_width()
         recomputed = self.layer() if train.activation_checkpointing else 0
+        largest = self.shape.hidden * self.shape.intermediate if train.freeze_word_embeddings else self.shape.largest
         return {
             "weights (fp32)": FP32 * self.shape.parameters,
             **self.optimizer_state(),
             # Several backward passes of a step add up their gradients. Later a checkpoint of a sharded optimizer uses the same
             # memory: it gathers one moment after the other.
             "gradients (fp32)": gradients * (2 if self.config.adds_up(self.world.kind) else 1),
+            # Of a bucket, which a larger tensor has for itself.
+            "work space of the optimizer": FP32 * largest if self.lazy else 0,
             "weights cast for products": width * self.shape.multiplied if width < FP32 else 0,
             "activations": self.activations(),
             # Gradients of at most half of what a layer keeps exist at a time.

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.config import TrainConfig, build_config
-from pipeline.config.sections import MICRO_BATCH_TOKENS
 from pipeline.dataset.sampler import MASKED, read_order
 from pipeline.dataset.steps import ORDER, StepCounts, step_bins, write_steps
-from pipeline.packing import BinShape
+from pipeline.packing import MICRO_BATCH_TOKENS, BinShape
 
 LENGTHS = [np.array([[4, 10]] * 50 + [[4, 30]] * 14, np.int32)]
 TRAIN = {"batch_size": 4, "length": 32, "query_length": 8, "warmup_fraction": 0.25}

@@ -16,7 +16,8 @@ from torch import nn
 
 from pipeline.backends.device import Device, open_device
 from pipeline.config import TrainConfig
-from pipeline.run.world import World, free_port
+from pipeline.ports import free_port
+from pipeline.run.world import World
 from pipeline.training import optimizer as module
 from pipeline.training.host_state import OPTIMIZER_FILE
 from pipeline.training.optimizer import FlatAdamW
@@ -132,8 +133,9 @@ else:
     for step in range(3):
         tokens = torch.randint(5, 100, (4, 10), generator=torch.Generator().manual_seed(10 * step + rank))
         batch = {
-            "query_tokens": tokens[:, :6], "query_mask": torch.ones_like(tokens[:, :6]),
-            "document_tokens": tokens, "document_mask": torch.ones_like(tokens),
+            "tokens:0/0": tokens, "mask:0/0": torch.ones_like(tokens),
+            "tokens:1/0": tokens[:, :6], "mask:1/0": torch.ones_like(tokens[:, :6]),
+            "document_texts/0": torch.arange(4), "query_texts/0": torch.arange(4, 8),
             "roles": torch.zeros(4, 4 * size, dtype=torch.int32), "weights": torch.full((4,), 0.25),
             "learning_rate": torch.tensor([1e-3 * (step + 1)]),
         }
