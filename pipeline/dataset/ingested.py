@@ -1,7 +1,7 @@
 """Ingested shards: the rows of an input file as columnar files that all runs of a bucket share, and their tokens.
 
 ingest writes them once for each version of a file; plan, embed, publish and search read ranges of them, and nothing else of the
-input. They are named by all that they depend on, and complete once their `profile.json` is there, which is written last. They
+input. They are named by all that they depend on, and complete once their `profile.json.gz` is there, which is written last. They
 never change, but for rows that `data.delete` names: the others are written into a folder of their own below the shard's, the
 profile is replaced by one that names that folder, and the files before it are removed.
 
@@ -9,10 +9,10 @@ profile is replaced by one that names that folder, and the files before it are r
                            texts-00000.arrow    its texts
                            hashes-00000.bin     its 64-bit hashes by which plan decides, see HASHES
                            quarantine.jsonl     refused rows, if there are any
-                           profile.json         Profile
+                           profile.json.gz      Profile
     ingested/tokens/ROWS/NAME/
                            tokens-00000.arrow   token ids of the rows of that name, for one tokenizer
-                           profile.json         TokenProfile
+                           profile.json.gz      TokenProfile
 
 A file holds at most FILE_ROWS rows, sorted by `key`, a hash: of pairs the hash of what is held out together (`data.holdout_by`),
 of documents the hash of the id. So the hold-out, a sample to replay, and the documents of an output part are intervals of keys,
@@ -21,8 +21,10 @@ and contiguous rows of every file. The interval of all keys is divided into SLIC
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +42,9 @@ from pipeline.dataset.reading import in_threads, read_records
 from pipeline.errors import BadData, MissingInput
 from pipeline.log import log
 from pipeline.run_inputs import InputShard, TokenizerPlan
+
+PROFILE = "profile.json.gz"
+"""Compressed: it has the places of thousands of pieces of rows, and prepare and plan read that of every known shard each week."""
 
 SCHEMA_VERSION = 3
 """Of everything below, and of the rules of rows.py: a change of either makes new names."""
@@ -350,11 +355,11 @@ class IngestedShard:
 
 def _read_profile(kind: type[ProfileT], folder: str) -> ProfileT:
     try:
-        return kind.model_validate_json(store.read_bytes(f"{folder}/profile.json"))
-    except ValidationError as error:
+        return kind.model_validate_json(gzip.decompress(store.read_bytes(f"{folder}/{PROFILE}")))
+    except (ValidationError, OSError, EOFError, zlib.error) as error:
         raise BadData(
             "the profile of an ingested shard cannot be read",
-            value=f"{folder}: {error.errors()[0]['msg']}",
+            value=f"{folder}: {error}".splitlines()[:4],
             rule="ingested shards are read by the version of trnpipe that wrote them",
             remedy="delete the folder and start the run again: the shard is ingested again",
         ) from error
@@ -379,7 +384,7 @@ def _path(uri: str) -> str:
 
 def _is_complete(read: Callable[[], Profile | TokenProfile], folder: str, sizes: Mapping[str, int] | None) -> bool:
     sizes = ingested_sizes(folder) if sizes is None else sizes
-    if _path(f"{folder}/profile.json") not in sizes:
+    if _path(f"{folder}/{PROFILE}") not in sizes:
         return False
     try:
         profile = read()
@@ -458,5 +463,5 @@ def write_profile(folder: Path | None, uri: str, profile: ProfileT) -> ProfileT:
     if folder is not None:
         # Readers compare sizes; hashes of the files would be read by no one.
         profile = profile.model_copy(update={"sizes": dict(sorted(store.send_folder(folder, uri).items()))})
-    store.write_bytes(f"{uri}/profile.json", profile.model_dump_json().encode())
+    store.write_bytes(f"{uri}/{PROFILE}", gzip.compress(profile.model_dump_json().encode(), mtime=0))
     return profile

@@ -34,6 +34,7 @@ from pipeline.dataset.ingested import (
     FACTS,
     FILE_ROWS,
     PAIRS,
+    PROFILE,
     SCHEMA_VERSION,
     TOKENS,
     TOMBSTONE,
@@ -295,7 +296,7 @@ def delete_rows(worker: Ingester, shard: InputShard) -> None:
             )
             profile = write_profile(Path(name), ingested.rows_uri, profile)
     for info in store.list_objects(ingested.rows_uri):
-        if info.uri.rpartition(f"/{shard.rows}/")[2] not in (*profile.sizes, "profile.json"):
+        if info.uri.rpartition(f"/{shard.rows}/")[2] not in (*profile.sizes, PROFILE):
             store.delete(info.uri)
     write_profile(None, ingested.rows_uri, profile.model_copy(update={"deletions": (*profile.deletions, deletions.digest)}))
     log.info("%s: %d rows are deleted", shard.uri, deleted)

@@ -130,7 +130,7 @@ def test_what_was_ingested_of_rewritten_files_is_pruned(state: Path) -> None:
 
     for run, mode, file, rows in listings:
         for folder in ("rows", f"tokens/{rows}"):
-            store.write_json(f"{bucket}/ingested/{folder}/{rows}/profile.json", {})
+            store.write_json(f"{bucket}/ingested/{folder}/{rows}/profile.json.gz", {})
         if run:
             store.write_json(f"{bucket}/runs/{run}/prepare/{file}.json", inputs(run, mode, rows))
     age(bucket / "runs", 40)
@@ -138,14 +138,14 @@ def test_what_was_ingested_of_rewritten_files_is_pruned(state: Path) -> None:
         age(bucket / "runs" / run, 50)
     trnpipe("prune", *given, "--yes")
     # They are young.
-    assert len([*(bucket / "ingested").rglob("profile.json")]) == 2 * len(listings)
+    assert len([*(bucket / "ingested").rglob("profile.json.gz")]) == 2 * len(listings)
     for run, mode, file, rows in listings[1::3]:  # week-03 and other, which the first prune has removed
         store.write_json(f"{bucket}/runs/{run}/prepare/{file}.json", inputs(run, mode, rows))
     age(bucket, 40)
     for run in ("week-01", "other"):
         age(bucket / "runs" / run, 50)
     trnpipe("prune", *given, "--yes")
-    left = [path.relative_to(bucket / "ingested").parts[1] for path in (bucket / "ingested").rglob("profile.json")]
+    left = [path.relative_to(bucket / "ingested").parts[1] for path in (bucket / "ingested").rglob("profile.json.gz")]
     assert sorted(left) == sorted(2 * ["after", "a first listing of the corpus", "the corpus", "of another name"])
     assert not list((bucket / "runs" / "week-03").rglob("*.json"))
     # What only the reference has listed is gone, and the reference is there.

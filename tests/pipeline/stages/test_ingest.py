@@ -361,7 +361,7 @@ def test_another_tokenizer_needs_no_input_file(bench: Bench, model: Path, tmp_pa
         assert not tokens.equals(table(old, "tokens"))
 
 
-@pytest.mark.parametrize("name", ["texts-00000.arrow", "profile.json", "tokens-00000.arrow"])
+@pytest.mark.parametrize("name", ["texts-00000.arrow", "profile.json.gz", "tokens-00000.arrow"])
 def test_what_is_damaged_is_made_again(bucket: Bench, name: str, caplog: pytest.LogCaptureFixture) -> None:
     bucket.shard("a.jsonl", rows(0, 100))
     bucket.shard("b.jsonl", rows(100, 200))
@@ -433,7 +433,7 @@ def test_what_must_not_be_used_is_removed_from_what_is_ingested(bucket: Bench, m
     assert traces(bucket, "row31", "query 31", "query 8") == {"query 8"}
     # The other file's rows and tokens stay as they are: only its profile says that they were looked through.
     assert [uri for uri in before if same.shard.rows in uri and before[uri] != after.get(uri)] == [
-        f"{same.rows_uri}/profile.json"
+        f"{same.rows_uri}/profile.json.gz"
     ]
     assert bucket.prepare("three", with_deletions(bucket, "row5", "row31")).metrics["ingest_children"] == 0
 
