@@ -21,7 +21,7 @@ import infra
 from infra.cdk_context import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS, read_context
 from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
 from infra.templates import Resource, Stacks
-from pipeline import allowed_uris, config, contract, cost, errors
+from pipeline import allowed_uris, config, contract, cost, errors, packing
 from pipeline.config import sections
 from pipeline.errors import BadConfig, Defect
 from pipeline.operate import aws_console
@@ -189,7 +189,7 @@ def synth_sources() -> list[Path]:
     """Every file of ours that synth reads; its context is given."""
     home = Path(infra.__file__).parent
     sources = [path for folder in (home, home / "constructs", home / "workflow") for path in folder.glob("*.py")]
-    shared = (config, sections, aws_console, contract, cost, errors, allowed_uris)
+    shared = (config, sections, aws_console, contract, cost, errors, allowed_uris, packing)
     return sorted([*sources, *ENVIRONMENTS.glob("*.yaml"), *(Path(str(module.__file__)) for module in shared)])
 
 

@@ -183,7 +183,8 @@ def _numbered(batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:
             yield {"number": number, "batch": dict(batch)}
             number += 1
     except BaseException as error:  # noqa: BLE001 - raised again by the consumer
-        yield {"number": number, "error": error}
+        # In a function, which has nothing that torch-xla would look for tensors in.
+        yield {"number": number, "error": lambda error=error: error}
 
 
 def _in_order(items: Iterator[dict[str, Any]]) -> Iterator[Batch]:
@@ -196,7 +197,7 @@ def _in_order(items: Iterator[dict[str, Any]]) -> Iterator[Batch]:
             waiting[item["number"]] = item
         item = waiting.pop(number)
         if "error" in item:
-            raise item["error"]
+            raise item["error"]()
         yield item["batch"]
 
 

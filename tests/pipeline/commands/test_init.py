@@ -61,7 +61,7 @@ def test_the_file_that_it_writes_is_what_the_next_commands_take(tmp_path: Path) 
     assert "trnpipe local --config run.yaml" in made.stdout
     given = load_config_file(tmp_path / "run.yaml")
     assert given["data"]["columns"] == {"query": "question", "document": "answer", "locale": "language"}
-    assert sum(map(len, given.values())) == 10
+    assert sum(map(len, given.values())) == 11
     settings = [line for line in (tmp_path / "run.yaml").read_text().splitlines() if line.startswith("  ")]
     assert all("  # " in line for line in settings)
     assert trnpipe(tmp_path, "config", "check", "run.yaml", "--read").returncode == 0

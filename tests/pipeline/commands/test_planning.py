@@ -47,13 +47,14 @@ def test_the_table_names_every_place_and_the_verdict(model: Path) -> None:
     assert result.returncode == 0, result.stderr
     for words in (
         "on neuron (bf16), 2 x 32 ranks",
-        f"{64 * 64} pairs, at most {64 * 64 * 76} tokens per step",
+        # Eight micro-batches of 18 rows of 60 tokens.
+        f"at most {64 * 128} pairs, {64 * 8 * 18 * 60} tokens per step",
         "train, a rank's device, in a training step",
         "of 16.00 GiB",
         "train, a node's host",
         "of 479.00 GiB",
         "embed, a rank's device, in a batch",
-        "activations of documents",
+        "embeddings and scores",
     ):
         assert words in result.stdout, words
     assert result.stdout.splitlines()[-1] == "It fits."
@@ -80,7 +81,8 @@ def test_a_planned_run_is_asked_about_with_other_settings(tmp_path: Path) -> Non
     found = report(parent=None, run=paths.root, layers=[])
     assert (found.world.kind, found.world.precision, found.world.ranks) == ("cpu", "fp32", 2)
     assert found.global_batch == 16
-    assert found.tokens_per_step == 16 * (8 + 32)
+    # Sixteen rows of 32 tokens for each rank.
+    assert found.tokens_per_step == 2 * 16 * 32
     assert "on cpu (fp32), 1 x 2 ranks" in str(found.table().title)
     # On processors the host is the device.
     assert {budget.place for budget in found.shown} == {"host"}
@@ -190,7 +192,7 @@ def measured_run(tmp_path: Path, kind: str) -> str:
     embed = made.embed.model_copy(update={"rows": 9000, "children": 2})
     store.write_bytes(paths.plan, made.model_copy(update={"world": world, "embed": embed}).sealed().to_json())
     metrics: dict[Stage, dict[str, Any]] = {
-        Stage.TRAIN: {"pairs_per_second": 4000.0, "checkpoints": 4, "checkpoint_stall_seconds": 6.0},
+        Stage.TRAIN: {"pairs_per_second": 4000.0, "pairs": 1536, "steps": 3, "checkpoints": 4, "checkpoint_stall_seconds": 6.0},
         Stage.EMBED: {"documents_per_second": 900.0, "documents": 9000, "tokens": 180_000, "padding": 0.2},
     }
     for stage, values in metrics.items():

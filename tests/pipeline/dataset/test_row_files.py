@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
 from pipeline.dataset import row_files
-from pipeline.dataset.row_files import SCHEMAS, DocumentLengths, RowWriter, read_table, token_lengths
+from pipeline.dataset.row_files import SCHEMAS, PairLengths, RowWriter, read_table, token_lengths
 
 
 def candidates(first: int, count: int) -> pa.Table:
@@ -35,9 +34,6 @@ def test_rows_come_in_any_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert table.to_pylist() == candidates(0, 230).select(table.schema.names).to_pylist()
     assert [len(chunk) for chunk in table["id"].chunks] == [100, 15, 100, 15]
     assert token_lengths(table["document_tokens"]).tolist() == [number % 5 for number in range(230)]
-    lengths = DocumentLengths(tmp_path / "candidates.arrow")
-    for _ in range(2):  # as often as they are asked for
-        assert np.concatenate(list(lengths)).tolist() == [number % 5 for number in range(230)]
 
 
 def test_a_large_vocabulary_takes_larger_integers(tmp_path: Path) -> None:
@@ -45,4 +41,4 @@ def test_a_large_vocabulary_takes_larger_integers(tmp_path: Path) -> None:
         writer.add("candidates.arrow", candidates(0, 3))
     assert read_table(tmp_path / "new" / "candidates.arrow").schema.field("document_tokens").type.value_type == pa.uint32()
     assert read_table(tmp_path / "new" / "train.arrow").num_rows == 0
-    assert list(DocumentLengths(tmp_path / "new" / "train.arrow")) == []
+    assert list(PairLengths(tmp_path / "new" / "train.arrow")) == []

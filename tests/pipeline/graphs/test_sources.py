@@ -15,7 +15,7 @@ from pipeline.graphs.sources import ENCODING, PACKAGE, TRAINING, closure, digest
 GRAPHS = {
     *("model.loss", "model.dropout", "model.embeddings", "model.encoder", "model.inference", "model.unpadded"),
     *("backends.counts", "sdk.graph_variables", "backends.lazy", "backends.traced", "backends.xla_layers"),
-    *("backends.buckets", "training.micro_batches", "training.optimizer", "training.step"),
+    *("packing", "backends.buckets", "training.micro_batches", "training.optimizer", "training.step"),
 }
 
 
@@ -89,7 +89,7 @@ def test_what_computes_nothing_leaves_the_digest(package: Path, module: str, old
         ("training/optimizer.py", "(norm + 1e-6)", "(norm + 1e-7)", False),
         ("model/embeddings.py", "[:, None] == ", "[:, None] != ", True),
         ("backends/buckets.py", "> limit", ">= limit", False),
-        ("training/micro_batches.py", "torch.split(batch[name], size)", "torch.chunk(batch[name], size)", False),
+        ("training/micro_batches.py", 'partition("/")', 'partition(":")', False),
         ("model/loss.py", "/ temperature", "* temperature", False),
         ("model/encoder.py", "F.relu(", "F.gelu(", True),
         ("model/encoder.py", "-30_000.0", "-20_000.0", True),

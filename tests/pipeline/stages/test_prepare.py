@@ -367,16 +367,17 @@ def test_a_batch_that_no_neuron_core_can_hold_is_refused_with_one_that_fits(benc
     bench.config["model"]["parent"] = str(wide_model)
     bench.config["device"] = {"kind": "neuron"}
     bench.config["train"]["batch_size"] = 50_000
-    words = ("activations of documents", "at most 16.00 GiB per rank's device", "train.batch_size=")
+    words = ("embeddings and scores", "at most 16.00 GiB per rank's device", "train.batch_size=")
     error = refusal(BadConfig, lambda: bench.prepare("huge"), *words)
     assert error.exit_code == ExitCode.BAD_CONFIG
     assert not store.exists(bench.paths("huge").inputs)
     suggested = next(part for part in error.remedy.split("; or ") if part.startswith("train.batch_size="))
-    batch = int(suggested.removeprefix("train.batch_size=").split()[0])
-    bench.prepare("smaller", {"train": {"batch_size": batch}})
+    found = dict(part.split("=") for part in suggested.removesuffix(" together fit").split(", "))
+    bench.prepare("smaller", {"train": {key.removeprefix("train."): int(value) for key, value in found.items()}})
     memory = bench.inputs("smaller").memory
     assert memory is not None
-    assert 8 * 2**30 < memory.device <= 16 * 2**30
+    # Suggested is a divisor of the batch: the next larger one is twice as large at most.
+    assert 4 * 2**30 < memory.device <= 16 * 2**30
 
 
 def test_a_host_with_too_little_memory_is_refused(bench: Bench) -> None:
