@@ -207,8 +207,8 @@ def test_compile_fills_the_cache_and_stores_traces(compiled_run: Any) -> None:
     assert set(trained) == set(states)
     assert set(states.values()) == {GraphState.DONE}
     assert all(graph is not None and graph.size > 0 for graph in trained.values())
-    # A training step is among them, with its batch.
-    assert any("s64[8,16]" in graph.inputs for graph in trained.values() if graph)
+    # A training step is among them, with its packed rows.
+    assert any("s64[32,16]" in graph.inputs for graph in trained.values() if graph)
 
     shapes = encode_shapes([16, 32], 256)
     traces = {info.uri.rsplit("/", 1)[-1] for info in store.list_objects(traces_uri(account.root, graphs.infer))}

@@ -34,7 +34,7 @@ from pipeline.run.context import Heartbeat, StageContext
 from pipeline.run.shutdown import ShutdownRequest
 from pipeline.run.world import World
 from pipeline.sdk.monitor import HostMonitor
-from pipeline.training.batches import TrainingBatches
+from pipeline.training.batches import Padding, TrainingBatches
 from pipeline.training.checkpoint import PROGRESS_FILE, open_checkpoint
 from pipeline.training.host_state import OPTIMIZER_FILE, checkpoint_files, load_optimizer
 from pipeline.training.learning_rate import learning_rate
@@ -107,7 +107,7 @@ def lower() -> None:
     found: dict[str, Any] = {"ranks": {}}
     for rank in (0, RANKS - 1):
         encoder = new_encoder(xlm_roberta_large(), config.model)
-        ((_, graphs),) = lower_training(encoder, config, "bf16", World(rank=rank, size=RANKS))
+        graphs = lower_training(encoder, config, "bf16", World(rank=rank, size=RANKS))
         found["ranks"][rank] = [
             {"fingerprint": graph.fingerprint, "operations": graph.description.size, "collectives": graph.description.collectives}
             for graph in graphs
@@ -147,9 +147,8 @@ def training(
         batches=TrainingBatches(
             rows,
             context.world,
-            batch_size=config.train.batch_size,
-            accumulation=config.train.accumulation,
-            query_length=config.train.query_length,
+            config.train,
+            padding=Padding.LONGEST,
             learning_rate=partial(learning_rate, config.train, steps=STEPS, warmup_steps=0),
         ),
         validation=read_holdout(rows, most=config.train.validation_queries),
