@@ -103,7 +103,7 @@ def lower() -> None:
     # Imported here: it takes over the process.
     from pipeline.training.lowered_step import lower_training
 
-    config = build_config({"train": {"batch_size": 32, "query_length": 32, "length": 128}})
+    config = build_config({"train": {"batch_size": 32, "query_length": 32, "length": 128, "micro_batches": 2}})
     found: dict[str, Any] = {"ranks": {}}
     for rank in (0, RANKS - 1):
         encoder = new_encoder(xlm_roberta_large(), config.model)

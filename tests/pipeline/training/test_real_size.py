@@ -66,5 +66,8 @@ def test_64_ranks_would_compile_the_same() -> None:
     # 24 layers of 303M parameters: their gradients, 1.2 GB, are reduced in pieces of 50 MiB.
     assert set(update["collectives"]) == {"all-reduce x64"}
     assert 24 <= update["collectives"]["all-reduce x64"] <= 30
-    assert min(backward["operations"], update["operations"]) > 20_000
+    # Queries and documents pass together; each alone, they took more than 20,000.
+    assert 10_000 < backward["operations"] < 20_000
+    # Not one chain of operations for each of 390 tensors.
+    assert update["operations"] < 5_000
     assert found["peak"] < LOWERING_BYTES
