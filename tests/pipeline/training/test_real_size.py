@@ -68,6 +68,6 @@ def test_64_ranks_would_compile_the_same() -> None:
     assert 24 <= update["collectives"]["all-reduce x64"] <= 30
     # Queries and documents pass together; each alone, they took more than 20,000.
     assert 10_000 < backward["operations"] < 20_000
-    # Not one chain of operations for each of 390 tensors.
-    assert update["operations"] < 5_000
+    # Of each of 390 tensors it cuts and shapes pieces; arithmetic is that of whole vectors. One by one, they took 20,000.
+    assert update["operations"] < 8_000
     assert found["peak"] < LOWERING_BYTES
