@@ -136,8 +136,9 @@ class PlannedRows:
             distractors, last = self._config.evaluate.candidates, SLICES
             if self._corpus:
                 places, last = sample_documents(self._corpus, held, distractors, self.folder.with_name("hashes"))
-                table = self._read(self._corpus, places, ["document_tokens"], ["document_hash"])
-                _add(writers, "candidates.arrow", _documents(table, documents))
+                if len(places[0]):
+                    table = self._read(self._corpus, places, ["document_tokens"], ["document_hash"])
+                    _add(writers, "candidates.arrow", _documents(table, documents))
             # The rows of a document are in the same slices as it is, or those of a query are; rows of groups may be anywhere.
             anywhere = self._config.data.holdout_by == "group"
             last = SLICES if anywhere else last

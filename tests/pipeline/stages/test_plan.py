@@ -743,6 +743,15 @@ def test_relevant_documents_that_are_trained_on_are_known(bench: Bench, by: str)
     assert (len(known) > 0) == (by != "query")
 
 
+def test_a_corpus_may_have_no_document_in_the_slices_of_the_candidates(bench: Bench) -> None:
+    bench.shard("a.jsonl", rows(0, 200))
+    [text, *_] = (text for text in map(str, range(1000)) if normalized_hash(text) * SLICES >> 64 == 0)
+    bench.shard("c.jsonl", [{"id": "one", "text": text}], folder="corpus")
+    bench.start("run", {"data": {"corpus": [f"{bench.root}/corpus"]}, "evaluate": {"candidates": 10}})
+    held, candidates = (bench.rows("run", name) for name in ("holdout.arrow", "candidates.arrow"))
+    assert {row["document_hash"] for row in held} <= {row["document_hash"] for row in candidates}
+
+
 def test_relevant_documents_of_any_group_are_known(bench: Bench) -> None:
     """Whatever slices the candidates are from: those of a corpus are found by their texts, and rows by their groups."""
     words = [
