@@ -278,7 +278,7 @@ class CompileConfig(Section):
 
     enabled: bool = Field(True, description="false: never compile ahead; a run without a complete compiled set ends with 64.")
     trial_steps: Annotated[int, Field(ge=2, le=50)] = Field(
-        4, description="Training steps per bucket of the trial, which meets every graph once."
+        4, description="Training steps of the trial, which meets every graph once."
     )
     new_graphs: Literal["report", "stop"] = Field(
         "report", description="A graph that training meets and compile did not: log and count it, or end the run with 69."

@@ -317,7 +317,8 @@ def grouped_texts(lists: Sequence[Tokens], texts: npt.NDArray[np.int64], *, plac
 def length_groups(lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
     """Cut lengths, the longest first, into groups of similar ones: attention takes a square of a group's longest text of each."""
     falling = np.sort(lengths)[::-1]
-    return np.array_split(falling, min(GROUPS, -(-len(falling) // LEAST_TEXTS)))
+    # A rank's last batch may have no pair at all.
+    return np.array_split(falling, min(GROUPS, -(-len(falling) // LEAST_TEXTS))) if len(falling) else []
 
 
 def roles(

@@ -230,6 +230,7 @@ def test_groups_have_texts_of_similar_lengths() -> None:
     assert sum(len(group) * int(group[0]) ** 2 for group in groups) < 0.4 * len(lengths) * lengths.max() ** 2
     assert [len(group) for group in length_groups(lengths[:9])] == [5, 4]
     assert [len(group) for group in length_groups(lengths[:1])] == [1]
+    assert length_groups(lengths[:0]) == []
 
 
 def test_starting_late_gives_the_same_batches(rows: Path) -> None:
