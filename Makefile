@@ -7,7 +7,8 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
 	$$name -c '$(SUPPORTED)' 2>/dev/null && { echo $$name; break; }; done)
 VENV := .venv
 UV := uv==0.13.8
-INSTALL = $(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python
+# Where Python may not keep bytecode, every process would compile every module anew: seconds each, thousands in the tests.
+INSTALL = $(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python $(if $(PYTHONDONTWRITEBYTECODE),--compile-bytecode)
 # Index of torch's CPU builds: cpu, PyTorch's own, which uv knows, or the address of a copy. Empty: the build of the lock.
 TORCH_INDEX ?=
 
@@ -37,7 +38,7 @@ local: setup ## Run the weekly pipeline on this machine (DEVICE=xla; ARGS="--set
 
 # Enough hold-out queries to show 0.1 %, few steps, no dropout (every kind draws its own), nothing published, one text to embed.
 PARITY = .trnpipe/parity
-PARITY_SETTINGS = registry=null gate.max_drop=1 evaluate.candidates=1 embed.children=1 embed.buckets=[32,64] train.dropout=0 \
+PARITY_SETTINGS = registry=null gate.max_drop=1 evaluate.candidates=1 embed.children=1 embed.length=64 train.dropout=0 \
 	train.query_length=32 train.length=64 train.steps=12 train.log_every=2 train.validate_every=6 train.checkpoint_every=12 \
 	train.validation_queries=2000
 A ?= cpu-fp32

@@ -115,7 +115,10 @@ def expectation(settings: Settings) -> Iterator[str]:
     names, prices, config = host_names(settings), highest_prices(settings), settings.run_config()
     if not names:
         return
+    apart = config.compile.where == "cpu" and settings.train_hardware.neuron_devices > 0
     children = {
+        Stage.COLLECT: config.nodes * apart,
+        Stage.PRECOMPILE: STAGES[Stage.PRECOMPILE].size * apart,
         Stage.INGEST: min(config.data.ingest_children, settings.cpu_max_vcpus // FARGATE_VCPUS),
         Stage.EMBED: min(config.embed.children, most_embed_hosts(settings)),
     }

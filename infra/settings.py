@@ -445,6 +445,12 @@ class Settings(SettingsSection):
                     f"config.device.kind neuron: {', '.join(hosts)} has no NeuronCores",
                     remedy="set config.device.kind: cpu, or take trn1 and inf2 hosts",
                 )
+            least = -(-FARGATE_VCPUS * STAGES[Stage.PRECOMPILE].size * 100 // (100 - self.compute_reservation))
+            refuse_if(
+                config.compile.where == "cpu" and self.cpu_max_vcpus < least,
+                f"config.compile.where cpu: a single share has too few of cpu_max_vcpus {self.cpu_max_vcpus} for precompile",
+                remedy=f"set cpu_max_vcpus to {least} or more, or config.compile.where: gang",
+            )
             for key, ranks, host, kind in (
                 ("device.ranks_per_node", config.device.ranks_per_node, self.train_hardware, self.instance_type),
                 ("embed.ranks_per_child", config.embed.ranks_per_child, self.embed_hardware, self.embed_instance_type),

@@ -26,7 +26,9 @@ from pipeline.contract import STAGES, Queue, Shape, Stage
 SHARD_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.PUBLISH)
 """Stages that see the input shards: prepare and publish list them, ingest reads them, and plan golden sets."""
 
-PARENT_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
+COMPILING = (Stage.COLLECT, Stage.PRECOMPILE, Stage.COMPILE)
+
+PARENT_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, *COMPILING, Stage.TRAIN, Stage.EVALUATE)
 """Stages that load the parent or its tokenizer, which may be outside the run folders, as the initial model is."""
 
 INGESTED = "ingested/*"
@@ -41,9 +43,13 @@ GRAPHS = "graphs/*"
 COMPILER_CACHE = "graphs/neuron-cache/*"
 """The compiler's persistent cache among them, in which a graph that training meets unannounced is compiled, too."""
 
+HEALTH_GRAPHS = "graphs/health/*"
+"""health_check's own small graphs."""
+
 READERS: dict[str, tuple[Stage, ...]] = {
+    HEALTH_GRAPHS: (Stage.HEALTH_CHECK,),
     # Stages that look for compiled sets or load them.
-    GRAPHS: (Stage.PREPARE, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED),
+    GRAPHS: (Stage.PREPARE, Stage.PLAN, *COMPILING, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED),
     # prepare asks whether a shard is ingested; publish names the documents without an embedding.
     INGESTED: (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH),
     SEEN: (Stage.PREPARE, Stage.PLAN, Stage.TRAIN),
@@ -51,7 +57,7 @@ READERS: dict[str, tuple[Stage, ...]] = {
 }
 """Objects besides the run folders and the registry -> the stages that read them."""
 
-CACHE_WRITERS = (Stage.COMPILE, Stage.TRAIN)
+CACHE_WRITERS = (*COMPILING, Stage.TRAIN)
 
 
 BOOTSTRAP_QUALIFIER = "@aws-cdk/core:bootstrapQualifier"
@@ -196,6 +202,9 @@ class PipelineStack(Stack):
         written: dict[Stage, list[str]] = {
             Stage.INGEST: [INGESTED],
             Stage.PLAN: ["runs/*/plan.json", "runs/*/embed/plan.json"],
+            Stage.COLLECT: [COMPILER_CACHE],
+            Stage.PRECOMPILE: [COMPILER_CACHE],
+            Stage.HEALTH_CHECK: [HEALTH_GRAPHS],
             Stage.COMPILE: [GRAPHS],
             Stage.TRAIN: ["runs/*/model/*", SEEN, COMPILER_CACHE],
             Stage.PUBLISH: ["runs/*/embed/manifest.json", "registry/*.json"],

@@ -104,6 +104,8 @@ class Stage(str, Enum):
     PREPARE = "prepare"
     INGEST = "ingest"
     PLAN = "plan"
+    COLLECT = "collect"
+    PRECOMPILE = "precompile"
     HEALTH_CHECK = "health_check"
     COMPILE = "compile"
     TRAIN = "train"
@@ -145,6 +147,7 @@ class StageSpec:
             timeout, because Batch does not retry an attempt that it ended itself.
         always_runs: runs although its result exists: hosts change, compiled sets may be gone, the input of an execution that
             resumes a run may contradict its plan, the report shows the newest state.
+        size: vCPUs and memory of its job on Fargate, in multiples of the other stages'. Costs count it as so many nodes.
     """
 
     queue: Queue
@@ -153,6 +156,7 @@ class StageSpec:
     attempts: int = 4
     resumes: bool = False
     always_runs: bool = False
+    size: int = 1
 
 
 STAGES: dict[Stage, StageSpec] = {
@@ -161,6 +165,9 @@ STAGES: dict[Stage, StageSpec] = {
         queue=Queue.CPU, shape=Shape.ARRAY, timeout_minutes=6 * 60, attempts=6, resumes=True, always_runs=True
     ),
     Stage.PLAN: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120, always_runs=True),
+    Stage.COLLECT: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=60, always_runs=True),
+    # Fargate's largest job, because several compilers run at once.
+    Stage.PRECOMPILE: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=240, always_runs=True, size=4),
     Stage.HEALTH_CHECK: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=30, always_runs=True),
     Stage.COMPILE: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=240, always_runs=True),
     Stage.TRAIN: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=24 * 60, attempts=8, resumes=True),
@@ -173,6 +180,12 @@ STAGES: dict[Stage, StageSpec] = {
 STAGES_WITHOUT_PLAN = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.REPORT)
 """prepare and ingest come before the plan, which plan writes; a report is written even for a run without a plan."""
 
+
+COMPILED_APART = (Stage.COLLECT, Stage.PRECOMPILE)
+"""Stages that only a run with compile.where = cpu has."""
+
+TRIAL_STAGES = (Stage.COLLECT, Stage.COMPILE)
+"""Gangs whose nodes run one process each on `neuron`: it starts torchrun itself, below neuron_parallel_compile."""
 
 EMBEDDING = (Stage.EMBED, Stage.PUBLISH)
 """These follow `embed/plan.json` where there is one."""
@@ -353,6 +366,10 @@ class RunPaths:
     """The queries that rose and fell most, with their texts: only with `report.texts` (pipeline/evaluation/changes)."""
     vectors = _Inside("evaluate/vectors.npy")
     """The new model's vectors of all hold-out texts, see pipeline/evaluation/reuse."""
+    collected = _Inside("collect/modules.json")
+    """Names of the graphs that collect left in the compiler's cache."""
+    traces = _Inside("precompile/traces")
+    """The traced encoder of precompile, which compile takes over."""
     embed_plan = _Inside("embed/plan.json")
     """What is embedded, and with which model: `pipeline.plan.EmbedPlan`, in place of the one in the plan."""
     embed_manifest = _Inside("embed/manifest.json")

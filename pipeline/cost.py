@@ -155,7 +155,7 @@ class StageUse:
     """The node-hours of a stage, over all its attempts.
 
     Attributes:
-        nodes: different nodes of its gang, or children of its array.
+        nodes: different nodes of its gang, or children of its array; a job of several nodes' size counts as so many.
         attempts: of the node that had most of them, in all executions of the run.
         at_most: an attempt's end is unknown, and it counts up to the latest possible one.
     """
@@ -185,9 +185,9 @@ def stage_use(stage: Stage, records: Sequence[NodeAttempt], moment: datetime) ->
     by_node = [record.node for record in records]
     return StageUse(
         stage=stage,
-        nodes=len(set(by_node)),
+        nodes=len(set(by_node)) * STAGES[stage].size,
         attempts=max(by_node.count(node) for node in set(by_node)),
-        node_hours=used.total_seconds() / 3600,
+        node_hours=used.total_seconds() / 3600 * STAGES[stage].size,
         at_most=at_most,
     )
 
@@ -247,9 +247,6 @@ class Bill:
     def price(self, use: StageUse) -> float | None:
         return self.prices.get(STAGES[use.stage].queue)
 
-    def usd_of(self, use: StageUse) -> float | None:
-        return cost_of({use.stage: use.node_hours}, self.prices)
-
     def metrics(self) -> dict[str, Any]:
         """Return the bill as metrics of a stage's result."""
         return {
@@ -262,7 +259,7 @@ class Bill:
                     "nodes": use.nodes,
                     "attempts": use.attempts,
                     "node_hours": _rounded(use.node_hours, 4),
-                    "usd": _rounded(self.usd_of(use), 2),
+                    "usd": _rounded(cost_of({use.stage: use.node_hours}, self.prices), 2),
                 }
                 for use in self.uses
             },
@@ -278,9 +275,9 @@ def nodes_of(stage: Stage, *, nodes: int, children: Mapping[Stage, int]) -> int:
 
     Args:
         nodes: of the run's gangs.
-        children: of its array jobs, by stage.
+        children: of its array jobs, by stage, and of other stages that do not have the usual number.
     """
-    return {Shape.GANG: nodes, Shape.ARRAY: children.get(stage, 1), Shape.SINGLE: 1}[STAGES[stage].shape]
+    return children.get(stage, nodes if STAGES[stage].shape is Shape.GANG else 1)
 
 
 def most(prices: HourlyPrices, *, nodes: int, children: Mapping[Stage, int], time_budget: timedelta) -> float | None:

@@ -152,9 +152,11 @@ class Jobs(Construct):
         definition = batch.CfnJobDefinition
         fargate = spec.queue is Queue.CPU
         hardware = None if fargate else self._hardware(spec.queue)
-        vcpus, memory = (hardware.job_vcpus, hardware.job_memory_mib) if hardware else (FARGATE_VCPUS, FARGATE_MEMORY_MIB)
+        task = FARGATE_VCPUS * spec.size, FARGATE_MEMORY_MIB * spec.size
+        vcpus, memory = (hardware.job_vcpus, hardware.job_memory_mib) if hardware else task
         return definition.ContainerPropertiesProperty(
-            image=self._images[spec.queue],
+            # precompile runs the compiler of the hosts that train.
+            image=self._images[Queue.TRAIN if stage is Stage.PRECOMPILE else spec.queue],
             command=stage_command(stage),
             environment=[
                 definition.EnvironmentProperty(name=name, value=value)

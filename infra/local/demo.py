@@ -63,7 +63,7 @@ CONFIG: dict[str, Any] = {
     },
     "evaluate": {"candidates": 3000},
     # A batch's activations then fit the cache of a processor's core: a sixth less time per token than with 16,384 tokens in bf16.
-    "embed": {"rows_per_part": 1500, "buckets": [96], "tokens_per_batch": 4096},
+    "embed": {"rows_per_part": 1500, "length": 96, "tokens_per_batch": 4096},
     # A later week has a few steps and three thousand queries, which move nDCG by half a percent either way.
     "gate": {"max_drop": 0.01},
 }
@@ -99,7 +99,7 @@ SIZES: dict[str, DemoSize] = {
                 "data": {"holdout_fraction": 0.48, "replay_fraction": 1.0},
                 "train": {"batch_tokens": 4096, "length": 48, "checkpoint_every": 15, "validation_queries": 128},
                 "evaluate": {"candidates": 300},
-                "embed": {"buckets": [48]},
+                "embed": {"length": 48},
             },
         ),
     ),
@@ -111,7 +111,7 @@ SIZES: dict[str, DemoSize] = {
             CONFIG,
             {
                 "train": {"epochs": 3, "batch_tokens": 7168, "length": 128, "checkpoint_every": 100, "validate_every": 100},
-                "embed": {"buckets": [128]},
+                "embed": {"length": 128},
             },
         ),
     ),

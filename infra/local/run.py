@@ -254,14 +254,15 @@ def _run(request: LocalRequest, plain: bool, program: tuple[str, ...] | None) ->
         return BatchRunner(stack.job_definitions, stack.queues, settings)
 
     with local_endpoint(stack, state, runner) as endpoint:
-        training, corpus = list(request.training), list(request.corpus)
+        training, demo_corpus = list(request.training), list[Path]()
         if request.demo:
             documents = [state / "demo" / demo.CORPUS / week.name for week in weeks]
             refresh = request.config.mode == "refresh"
             training = [] if refresh else demo.next_weeks(weeks, released)
-            corpus = demo.next_weeks(documents, there) if refresh else documents[: len(released) + len(training)]
+            demo_corpus = demo.next_weeks(documents, there) if refresh else documents[: len(released) + len(training)]
         _put_files(endpoint, stack, state, training, DEMO if request.demo else INPUT)
-        _put_files(endpoint, stack, state, corpus, DEMO_CORPUS if request.demo else CORPUS)
+        _put_files(endpoint, stack, state, demo_corpus, DEMO_CORPUS)
+        _put_files(endpoint, stack, state, request.corpus, CORPUS)
         execution_input = _execution_input(request, stack, size)
         # Once more, with everything: what prepare would find only after the start.
         build_config(DEPLOYMENT_CONFIG, execution_input)

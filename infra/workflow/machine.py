@@ -6,6 +6,7 @@ infra/constructs/workflow.py deploys it.
                                            └──────────────────────────────────────────│─────────────────────────────┘
     every other way out ─► keep the failure ─► its words ───────────────────────► report ─► unlock ─► notify ─► end
 
+With compile.where = cpu, collect and precompile come before health_check when compiled sets are missing.
 After the gate the run comes back to prepare: the corpus is listed as it is by then, and embedded with the new model, or with
 the published one where the new one is refused. A refresh goes straight there. publish sends the run back once more if documents
 have changed meanwhile.
@@ -73,9 +74,13 @@ def definition(targets: Targets) -> dict[str, Any]:
                 "Choices": [{"Variable": "$.plan.metrics.next", "StringEquals": Stage.EMBED.value, "Next": "ChooseEmbed"}],
                 "Default": "ChooseGang",
             },
-            **_choose_gang(targets, then="health_check"),
+            **_choose_gang(targets, then="ChoosePrecompile"),
+            **_choose("ChoosePrecompile", "precompile", says=True, then="collect", otherwise="health_check"),
+            **gang(targets, Stage.COLLECT, then="precompile"),
+            **job(targets, Stage.PRECOMPILE, then="health_check"),
             **gang(targets, Stage.HEALTH_CHECK, then="ChooseCompile"),
-            **_choose_compile(missing="compile", complete="train"),
+            # Without a word of plan's, compile looks for itself.
+            **_choose("ChooseCompile", "compile", says=False, then="train", otherwise="compile"),
             **gang(targets, Stage.COMPILE, then="train"),
             **gang(targets, Stage.TRAIN, then="evaluate"),
             **job(targets, Stage.EVALUATE, then="ReadScorecard"),
@@ -324,7 +329,7 @@ def _write_input(targets: Targets, *, then: str) -> States:
 
 
 def _choose_gang(targets: Targets, *, then: str) -> States:
-    """The plan's node count is in its graphs: it chooses the job definitions, once, for all three gangs."""
+    """The plan's node count is in its graphs: it chooses the job definitions, once, for all gangs."""
     gangs = sorted(targets.gangs.items())
     return {
         "ChooseGang": {
@@ -355,11 +360,11 @@ def _choose_gang(targets: Targets, *, then: str) -> States:
     }
 
 
-def _choose_compile(*, missing: str, complete: str) -> States:
-    """Skip the compile gang only if the plan says that nothing is missing; otherwise the stage checks by itself."""
-    needed = "$.plan.metrics.compile"
-    nothing = {"And": [{"Variable": needed, "IsPresent": True}, {"Variable": needed, "BooleanEquals": False}], "Next": complete}
-    return {"ChooseCompile": {"Type": "Choice", "Choices": [nothing], "Default": missing}}
+def _choose(name: str, metric: str, *, says: bool, then: str, otherwise: str) -> States:
+    """Continue with `then` only where plan's metric has this value."""
+    path = f"$.plan.metrics.{metric}"
+    clear = {"And": [{"Variable": path, "IsPresent": True}, {"Variable": path, "BooleanEquals": says}], "Next": then}
+    return {name: {"Type": "Choice", "Choices": [clear], "Default": otherwise}}
 
 
 def _gate(targets: Targets, *, then: str, refused: str) -> States:

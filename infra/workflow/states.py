@@ -37,7 +37,7 @@ LONG_LAP_SECONDS = 300
 MOST_MISSES = 10
 """So many looks in a row may fail, or not find the job, before the gang counts as lost; each is retried for about a minute."""
 
-MOST_EVENTS = 15_000
+MOST_EVENTS = 17_000
 """Budget of events of an execution, whose history may hold 25,000. At that limit the execution ends at once, past every catch
 (https://docs.aws.amazon.com/step-functions/latest/dg/service-quotas.html). The rest is for calls that are retried."""
 LAP_EVENTS = 9

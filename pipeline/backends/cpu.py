@@ -17,14 +17,8 @@ class CpuDevice(EagerDevice):
     kind = "cpu"
 
     def for_inference(self, encoder: nn.Module, traces: Path | None) -> EncodeFunction:  # noqa: ARG002 - needs none
-        """In bf16 as a whole: autocast would turn every layer's activations into fp32 and back.
-
-        Pooling and head stay fp32, see `Encoder.forward`.
-        """
-        if self.precision == "bf16":
-            backbone = encoder.get_submodule("backbone").to(torch.bfloat16)
-            if can_pack():
-                pack_linears(backbone)
+        if self.precision == "bf16" and can_pack():
+            pack_linears(encoder.get_submodule("backbone"))
         return encoder
 
 

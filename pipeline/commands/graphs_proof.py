@@ -23,7 +23,7 @@ from pipeline.contract import RunPaths, Stage, StageResult
 from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
 from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.ingested import TEXTS, ingested_rows_uri, ingested_tokens_uri, write_batches, write_file, write_profile
-from pipeline.dataset.row_files import KNOWN, PairLengths, read_table, token_lengths
+from pipeline.dataset.row_files import KNOWN, PairLengths, read_table
 from pipeline.dataset.steps import write_steps
 from pipeline.errors import BadConfig, BadData, Defect, ExitCode, TrnpipeError
 from pipeline.estimate.variant import plan_variant
@@ -180,7 +180,7 @@ def _copy(
     paths = RunPaths(str(folder / "bucket" / "runs" / name))
     parent = store.local_folder(mirrored(plan.parent.folder, root), folder / "parent").absolute()
     proof = plan_variant(plan, config, run=name, parent=parent, rows=len(train), bucket_root=paths.bucket_root)
-    holdout, candidates = choose_holdout(rows, config)
+    holdout, candidates = choose_holdout(rows)
     target = Path(paths.rows)
     target.mkdir(parents=True)
     known = read_table(rows / KNOWN)
@@ -194,9 +194,8 @@ def _copy(
     return proof
 
 
-def choose_holdout(rows: Path, config: RunConfig) -> tuple[pa.Table, pa.Table]:
-    """Choose some held-out queries and their candidates: their documents, and enough of every bucket of embed to fill a batch,
-    because only then does embed open a batch of a shorter bucket.
+def choose_holdout(rows: Path) -> tuple[pa.Table, pa.Table]:
+    """Choose some held-out queries and their candidates: their documents.
 
     Raises:
         BadData: no query has a relevant document.
@@ -206,15 +205,8 @@ def choose_holdout(rows: Path, config: RunConfig) -> tuple[pa.Table, pa.Table]:
     if not relevant.size:
         raise BadData("the hold-out has no query with a relevant document", value=rows, remedy="raise data.holdout_fraction")
     held = holdout.take(pa.array(relevant))
-    lengths = token_lengths(candidates["document_tokens"])
-    bucket_of = np.searchsorted(np.asarray(config.embed.buckets), lengths)
-    some = []
-    for bucket in np.unique(bucket_of):
-        members = np.flatnonzero(bucket_of == bucket)
-        before = np.cumsum(lengths[members]) - lengths[members]
-        some.append(members[before < config.embed.tokens_per_batch])
     own = np.flatnonzero(np.isin(np.asarray(candidates["document_hash"]), np.asarray(held["document_hash"])))
-    return held, candidates.take(pa.array(np.unique(np.concatenate([own, *some]))))
+    return held, candidates.take(pa.array(own))
 
 
 def one_part(plan: EmbedPlan, base: str, bucket_root: str, folder: Path) -> EmbedPlan:

@@ -35,12 +35,12 @@ LONGEST_SAMPLED = 20_000
 CHARACTERS_PER_TOKEN = 4
 """Assumed where the model has no tokenizer.json: English text in WordPiece."""
 
-LONGEST_BUCKET = 512
-QUERY_STEP, BUCKET_STEP = 8, 32
+LONGEST_ROW = 512
+QUERY_STEP, ROW_STEP = 8, 32
 """Lengths are multiples of these, so that a few rows more or less change no shape."""
 
-BUCKET_SHARES = (0.5, 0.75, 0.9, 0.99)
-"""Shares of the documents that the buckets hold uncut."""
+UNCUT = 0.99
+"""Share of the queries, and of the documents, that a row holds uncut."""
 
 LARGEST_HOLDOUT = 0.25
 MAX_DROPS = (0.005, 0.01, 0.02)
@@ -162,10 +162,10 @@ def read_data(inputs: Sequence[str], columns: dict[str, str], model: ModelFacts)
 def choose(data: DataFacts, model: ModelFacts, inputs: Sequence[str], corpus: Sequence[str]) -> dict[str, Any]:
     """Return the settings for this data, in the form of a configuration file."""
     fraction, gate = _holdout(data)
-    longest = min(LONGEST_BUCKET, model.longest // BUCKET_STEP * BUCKET_STEP)
-    buckets = sorted({min(longest, _up(np.quantile(data.documents, share), BUCKET_STEP)) for share in BUCKET_SHARES})
+    longest = min(LONGEST_ROW, model.longest // ROW_STEP * ROW_STEP)
+    length = min(longest, _up(np.quantile(data.documents, UNCUT), ROW_STEP))
     trained = data.rows * (1 - fraction)
-    mean = np.minimum(data.documents, buckets[-1]).mean() + data.queries.mean()
+    mean = np.minimum(data.documents, length).mean() + data.queries.mean()
     batch = next((size for size in BATCH_SIZES if trained / size >= LEAST_STEPS), BATCH_SIZES[-1])
     return {
         "data": {
@@ -178,11 +178,11 @@ def choose(data: DataFacts, model: ModelFacts, inputs: Sequence[str], corpus: Se
         "train": {
             "epochs": max(1, min(MOST_EPOCHS, math.ceil(FEW_STEPS * batch / trained))),
             "batch_size": 2 * batch,
-            "batch_tokens": _up(batch * mean, BUCKET_STEP),
-            "query_length": min(longest, max(16, _up(np.quantile(data.queries, 0.99), QUERY_STEP))),
-            "length": buckets[-1],
+            "batch_tokens": _up(batch * mean, ROW_STEP),
+            "query_length": min(longest, max(16, _up(np.quantile(data.queries, UNCUT), QUERY_STEP))),
+            "length": length,
         },
-        "embed": {"buckets": buckets},
+        "embed": {"length": length},
         "gate": gate,
     }
 
@@ -230,7 +230,7 @@ def write_config(path: Path, chosen: dict[str, Any], data: DataFacts) -> None:
         "train.batch_tokens": f"tokens of a rank's batch: about {train.batch_size // 2} pairs; halve both if memory is short",
         "train.query_length": f"tokens; {cut[1]:.1%} of the queries are longer and are cut",
         "train.length": f"tokens of a packed row; {cut[0]:.1%} of the documents are longer and are cut",
-        "embed.buckets": "tokens of the rows that documents are embedded in",
+        "embed.length": "the same for embedding",
         "gate.max_drop": "the drop in nDCG that a new model must not have; fewer queries cannot exclude a smaller one",
         "gate.undecided": "refuse only what is surely worse: too few queries to exclude a drop",
     }

@@ -304,11 +304,11 @@ def query_encoder(model: Path, plan: RunPlan) -> Callable[[str], Vector]:
     # One query is too little for several threads: 17 ms with one, 90 to 520 ms with two where both cores have other work.
     device = open_device("cpu", "fp32", World(), threads=1)
     encoder = device.place(load_encoder(model, plan.config.model))
-    tokenizer, length = load_tokenizer(model), read_max_length(model) or max(plan.config.embed.buckets)
+    tokenizer, length = load_tokenizer(model), read_max_length(model) or plan.config.embed.length
 
     def embed(query: str) -> Vector:
         tokens = tokenizer.encode([query], length, tokenizer.prompts["query"])
-        vector: Vector = encode(encoder, device, tokens, (length,), length).embeddings[0].numpy()
+        vector: Vector = encode(encoder, device, tokens, length, length).embeddings[0].numpy()
         return vector
 
     return embed

@@ -168,7 +168,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _query_fits(self) -> RunConfig:
-        for key, longest in (("train.length", self.train.length), ("the longest of embed.buckets", max(self.embed.buckets))):
+        for key, longest in (("train.length", self.train.length), ("embed.length", self.embed.length)):
             refuse_if(
                 self.train.query_length > longest,
                 f"train.query_length {self.train.query_length} is longer than {key}, {longest}",

@@ -32,11 +32,6 @@ def _well_formed(uri: str) -> str:
     return uri
 
 
-def _ascending(buckets: tuple[int, ...]) -> tuple[int, ...]:
-    refuse_if(not buckets or list(buckets) != sorted(set(buckets)), f"buckets must ascend without repeats, found {list(buckets)}")
-    return buckets
-
-
 def matching(pattern: re.Pattern[str], rule: str = "") -> AfterValidator:
     """Return the validator of a text that the whole pattern must match.
 
@@ -55,8 +50,6 @@ Uri = Annotated[str, AfterValidator(_well_formed)]
 """s3://BUCKET/KEY or a local path; which of them a deployment may read is checked later (pipeline/allowed_uris)."""
 
 RunId = Annotated[str, matching(RUN_ID_PATTERN)]
-Buckets = Annotated[tuple[Annotated[int, Field(ge=4)], ...], AfterValidator(_ascending)]
-"""Static lengths in tokens, ascending."""
 
 PREFETCH_BATCHES = 4
 """Batches that are prepared ahead in host memory where nothing is compiled."""
@@ -309,6 +302,11 @@ class CompileConfig(Section):
     retry_failed: bool = Field(
         True, description="Compile graphs again that failed in an earlier run, instead of failing from the cache."
     )
+    where: Literal["gang", "cpu"] = Field(
+        "gang",
+        description="Where neuron's graphs are compiled: `gang`, on the hosts that train, which wait meanwhile; `cpu`, in a job "
+        "of 16 vCPUs on Fargate, before the gang's health check. No effect on other device types.",
+    )
     parallel: PositiveInt = Field(8, description="Parallel compilers.")
     cache: Annotated[Uri | None, KeyRole.URI] = Field(
         None,
@@ -376,6 +374,9 @@ class TrainConfig(Section):
         "auto",
         description="Each rank keeps one share of the optimizer's state instead of all of it, and ranks gather the weights after "
         "each step. auto: where 16 bytes per parameter exceed a quarter of a device's memory (neuron, cuda).",
+    )
+    bf16_weights: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        False, description="Keep weights and gradients in bf16, and fp32 weights, which AdamW updates, only in the ranks' shares."
     )
     freeze_word_embeddings: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         False, description="Leave the word embeddings as they are: no gradient, no optimizer state. For large vocabularies."
@@ -484,9 +485,9 @@ class EvaluateConfig(Section):
     """Retrieval metrics on the hold-out."""
 
     candidates: Annotated[PositiveInt, KeyRole.LEARNED] = Field(
-        50_000,
-        description="The most documents, besides the hold-out's own, that every model ranks for a query: of the corpus, "
-        "chosen by hash.",
+        100_000,
+        description="The most documents, besides the hold-out's own, that every model ranks for a query and whose drift is "
+        "measured: of the corpus, chosen by hash.",
     )
     sets: Annotated[tuple[GoldenSet, ...], KeyRole.BOOKKEEPING] = Field(
         (), description="Golden sets, on which every new model and its baseline are compared, too."
@@ -567,13 +568,11 @@ class EmbedConfig(Section):
     dtype: Annotated[Literal["float32", "float16"], KeyRole.BOOKKEEPING] = Field(
         "float32", description="Type of the stored embeddings."
     )
-    buckets: Annotated[Buckets, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        (64, 128, 256),
-        description="Lengths of rows in tokens, ascending; texts are cut at the longest. On devices that compile each is a "
-        "graph, on neuron with weights of its own, and texts share rows; on other devices rows are as long as their texts.",
+    length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        256, description="Tokens at which texts are cut, and on devices that compile those of a row, which texts share."
     )
     tokens_per_batch: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH] = Field(
-        16_384, description="Tokens of a batch; a bucket's batch size is this / its length."
+        16_384, description="Tokens of a batch, which has this / `length` rows."
     )
 
 

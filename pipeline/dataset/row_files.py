@@ -41,7 +41,7 @@ class Lengths:
     @classmethod
     def of(cls, config: RunConfig) -> Lengths:
         """Return those of a run."""
-        return cls(query=config.train.query_length, document=config.train.length, candidate=max(config.embed.buckets))
+        return cls(query=config.train.query_length, document=config.train.length, candidate=config.embed.length)
 
     def of_columns(self, names: Sequence[str]) -> dict[str, int]:
         """Return those of columns of tokens of the hold-out."""
@@ -102,12 +102,6 @@ def read_table(path: Path) -> pa.Table:
         return pa.ipc.open_file(source).read_all()
 
 
-def token_lengths(column: pa.ChunkedArray) -> NDArray[np.int32]:
-    """Return the number of tokens of each row of a `..._tokens` column, from the offsets alone."""
-    chunks = [np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]
-    return np.concatenate(chunks) if chunks else np.empty(0, np.int32)
-
-
 @dataclass(frozen=True, slots=True)
 class PairLengths:
     """Tokens of each row's query and document in `train.arrow`, (n, 2), piece by piece, as often as they are asked for."""
@@ -115,8 +109,13 @@ class PairLengths:
     path: Path
 
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
-        for batch in read_table(self.path).select(["query_tokens", "document_tokens"]).to_batches():
-            yield np.stack([np.diff(column.offsets.to_numpy()) for column in batch.columns], axis=1)
+        with pa.memory_map(str(self.path)) as source:
+            batches = pa.ipc.open_file(source).num_record_batches
+        for number in range(batches):
+            # A map of its own: what was read of one counts as memory of this process until it ends.
+            with pa.memory_map(str(self.path)) as source:
+                batch = pa.ipc.open_file(source).get_batch(number).select(["query_tokens", "document_tokens"])
+                yield np.stack([np.diff(column.offsets.to_numpy()) for column in batch.columns], axis=1)
 
 
 class RowWriter:

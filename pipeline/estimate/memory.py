@@ -113,10 +113,18 @@ def this_host_bytes() -> int:
 def decide_sharding(config: RunConfig, shape: ModelShape, world: PlannedWorld, capacity: MemoryCapacity) -> RunConfig:
     """Return the configuration with `train.shard_optimizer` decided where it is `auto`: weights, gradients and moments of every
     parameter would take more than a quarter of a device."""
+    bf16 = config.train.bf16_weights
+    if bf16 and (world.ranks == 1 or world.precision != "bf16" or config.train.shard_optimizer is False):
+        raise BadConfig(
+            "the plan cannot keep weights in bf16",
+            value=f"{world.ranks} ranks, precision {world.precision}, train.shard_optimizer = {config.train.shard_optimizer}",
+            rule="train.bf16_weights: several ranks share the fp32 weights, and products are in bf16",
+            remedy="set device.precision=bf16, several ranks, and no train.shard_optimizer; or leave train.bf16_weights out",
+        )
     if config.train.shard_optimizer != "auto":
         return config
     # A share has weights and gradients besides the moments: half of 16 bytes saves nothing.
-    sharded = world.ranks > 2 and capacity.device is not None and 4 * FP32 * shape.parameters > capacity.device // 4
+    sharded = bf16 or (world.ranks > 2 and capacity.device is not None and 4 * FP32 * shape.parameters > capacity.device // 4)
     return config.model_copy(update={"train": config.train.model_copy(update={"shard_optimizer": sharded})})
 
 
@@ -169,19 +177,21 @@ class Footprint:
 
     def training(self) -> Items:
         """Return the requirement of a training step."""
-        train, gradients = self.config.train, FP32 * self.trained
-        width = self.training_width()
+        train, width = self.config.train, self.training_width()
+        kept = BF16 if train.bf16_weights else FP32
+        gradients, frozen = kept * self.trained, self.shape.parameters - self.trained
+        name = "bf16" if train.bf16_weights else "fp32"
         recomputed = self.layer() if train.activation_checkpointing else 0
         largest = self.shape.hidden * self.shape.intermediate if train.freeze_word_embeddings else self.shape.largest
         return {
-            "weights (fp32)": FP32 * self.shape.parameters,
+            f"weights ({name})": kept * self.trained + FP32 * frozen,
             **self.optimizer_state(),
             # Several backward passes of a step add up their gradients. Later a checkpoint of a sharded optimizer uses the same
             # memory: it gathers one moment after the other.
-            "gradients (fp32)": gradients * (2 if self.config.adds_up(self.world.kind) else 1),
+            f"gradients ({name})": gradients * (2 if self.config.adds_up(self.world.kind) else 1),
             # Of a bucket, which a larger tensor has for itself.
             "work space of the optimizer": FP32 * largest if self.lazy else 0,
-            "weights cast for products": width * self.shape.multiplied if width < FP32 else 0,
+            "weights cast for products": width * self.shape.multiplied if width < kept else 0,
             "activations": self.activations(),
             # Gradients of at most half of what a layer keeps exist at a time.
             "work space of a layer": self.layer() // 2 + recomputed,
@@ -236,15 +246,13 @@ class Footprint:
 
     def embedding(self) -> Items:
         """Return the requirement of a batch of embed, at the widest moment of a layer that keeps nothing."""
-        shape, width, longest = self.shape, self.inference_width(), max(self.config.embed.buckets)
-        # On Neuron every traced shape has weights of its own on the core.
-        forms = len(self.config.embed.buckets) if self.world.kind == "neuron" else 1
-        attention = shape.hidden * width + (2 * shape.heads * longest * FP32 if self.lazy or not shape.fused else 0)
+        shape, width, length = self.shape, self.inference_width(), self.config.embed.length
+        attention = shape.hidden * width + (2 * shape.heads * length * FP32 if self.lazy or not shape.fused else 0)
         per_token = shape.hidden * (3 * FP32 + 3 * width) + max(attention, 2 * shape.intermediate * width)
         return {
-            "weights (fp32), of every shape" if forms > 1 else "weights (fp32)": forms * FP32 * shape.parameters,
+            "weights (fp32)": FP32 * shape.parameters,
             "weights cast for products": width * shape.multiplied if width < FP32 else 0,
-            "work space of a layer": max(self.config.embed.tokens_per_batch, longest) * per_token,
+            "work space of a layer": max(self.config.embed.tokens_per_batch, length) * per_token,
             **self.reserved(),
         }
 
@@ -367,21 +375,14 @@ def remedies(shape: ModelShape, config: RunConfig, world: PlannedWorld, capacity
             break
     if tokens := _largest(config.embed.tokens_per_batch, lambda count: fits(embed={"tokens_per_batch": count})):
         found.append(f"embed.tokens_per_batch={tokens} fits")
-    lengths = config.embed.buckets
-    if kept := _largest(len(lengths), lambda count: fits(embed={"buckets": _thinned(lengths, count)})):
-        found.append(f"embed.buckets=[{','.join(map(str, _thinned(lengths, kept)))}] fits")
+    row = config.embed.length
     smallest = {"batch_size": 1, "batch_tokens": None, "micro_batches": 1, **checkpointing}
-    if not found and fits(smallest, {"tokens_per_batch": max(lengths)}):
-        rest = f"train.activation_checkpointing=true and embed.tokens_per_batch={max(lengths)}"
+    if not found and fits(smallest, {"tokens_per_batch": row}):
+        rest = f"train.activation_checkpointing=true and embed.tokens_per_batch={row}"
         found.append(f"train.batch_size=1, {rest} together fit")
     if not found and (ranks := _largest(world.ranks_per_node, lambda count: fits(ranks=count))):
         found.append(f"device.ranks_per_node={ranks} fits")
     return found
-
-
-def _thinned(lengths: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return `count` of the lengths, evenly spread, the longest among them."""
-    return tuple(lengths[-1 - index * len(lengths) // count] for index in reversed(range(count)))
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:

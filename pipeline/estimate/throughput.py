@@ -17,7 +17,7 @@ from pipeline.config import RunConfig
 from pipeline.contract import Stage
 from pipeline.cost import HARDWARE
 from pipeline.estimate.memory import FP32
-from pipeline.estimate.workload import PADDING, Lengths, MeasuredRun, Workload
+from pipeline.estimate.workload import PADDING, MeasuredRun, Workload
 from pipeline.plan import part_count
 from pipeline.run_inputs import ModelShape
 
@@ -52,11 +52,6 @@ def embed_mfu(family: str, hidden: int) -> float:
 def all_reduce_seconds(parameters: int, nodes: int) -> float:
     """Return the seconds in which a ring of nodes reduces fp32 gradients: each sends and receives 2 (n - 1) / n of the bytes."""
     return 2 * (nodes - 1) / nodes * FP32 * parameters / EFA_BYTES
-
-
-def text_flops(shape: ModelShape, lengths: Lengths) -> float:
-    """Return the forward operations of the mean text."""
-    return sum(rows * shape.flops(length) for length, rows in lengths.items())
 
 
 def batch_flops(shape: ModelShape, config: RunConfig, ranks: int) -> float:
@@ -114,12 +109,12 @@ class Rates:
             if seconds > 0:
                 rates = replace(rates, train=work / seconds / (ranks * CORE_FLOPS), train_source=source)
         family = config.compile.infer_target
-        if (speed := run.embed.get("documents_per_second")) and run.embed_lengths and family in rates.embed:
+        if (speed := run.embed.get("documents_per_second")) and run.embed_rows and family in rates.embed:
             cores = plan.embed.children * (config.embed.ranks_per_child or plan.world.ranks_per_node)
             source = f"measured: run {plan.run}, {speed:,.0f} documents/s on {cores} cores"
             rates = replace(
                 rates,
-                embed={**rates.embed, family: speed * text_flops(shape, run.embed_lengths) / (cores * CORE_FLOPS)},
+                embed={**rates.embed, family: speed * run.embed_rows * shape.flops(config.embed.length) / (cores * CORE_FLOPS)},
                 embed_source={**rates.embed_source, family: source},
                 with_input=frozenset({family}),
             )
@@ -198,7 +193,7 @@ class Estimator:
         children = min(children, parts)
         rows = math.ceil(parts / (children * cores)) * work.corpus_rows / parts
         family = host.partition(".")[0]
-        computing = text_flops(self.shape, work.embed_lengths) / (CORE_FLOPS * self.rates.embed[family])
+        computing = work.embed_rows * self.shape.flops(self.config.embed.length) / (CORE_FLOPS * self.rates.embed[family])
         waiting = 0.0 if family in self.rates.with_input else max(0.0, 1 / READ_ROWS - computing)
         seconds = {"computing": rows * computing, "waiting for tokens": rows * waiting}
         return self._option(Stage.EMBED, host, children, seconds)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,9 +20,6 @@ QUERY_TOKENS, DOCUMENT_TOKENS = 12.0, 96.0
 PADDING = 0.02
 """Share of packed rows that is padding: 1.3 % for mixed texts, 2.3 % for short ones (tests/benchmarks/padding.py)."""
 
-Lengths = Mapping[int, float]
-"""Static length in tokens -> rows of it that are computed for the mean text; where texts are packed, less than one."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -34,7 +31,7 @@ class Workload:
         corpus_rows: documents embedded.
         queries, candidates: of the hold-out.
         query_tokens, document_tokens: means, special tokens included, without padding.
-        embed_lengths: of the rows that documents are computed in; empty where no time is estimated.
+        embed_rows: packed rows that are computed for the mean document, less than one; 0 where no time is estimated.
     """
 
     train_rows: int
@@ -44,7 +41,7 @@ class Workload:
     candidates: int
     query_tokens: float
     document_tokens: float
-    embed_lengths: Lengths = field(default_factory=dict)
+    embed_rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +76,9 @@ class MeasuredRun:
         return cls(plan=plan, deployment=deployment, train=train, embed=embed)
 
     @property
-    def embed_lengths(self) -> Lengths:
-        """Rows of embed for the mean document; empty where the run has embedded nothing."""
-        if not self.document_tokens:
-            return {}
-        return packed(self.document_tokens, self.plan.config.embed.buckets, self.embed.get("padding", 0.0))
+    def embed_rows(self) -> float:
+        """Rows of embed for the mean document; 0 where the run has embedded nothing."""
+        return rows_of(self.document_tokens, self.plan.config.embed.length, self.embed.get("padding", 0.0))
 
     @property
     def document_tokens(self) -> float:
@@ -91,19 +86,13 @@ class MeasuredRun:
         return float(self.embed.get("tokens", 0)) / (self.embed.get("documents") or 1)
 
 
-def bucket_of(tokens: float, buckets: Sequence[int]) -> int:
-    """Return the static length for a text; longer texts are cut."""
-    return next((bucket for bucket in buckets if tokens <= bucket), buckets[-1])
-
-
-def packed(tokens: float, buckets: Sequence[int], padding: float) -> Lengths:
-    """Return the packed rows that the mean text takes, of the shortest length that holds it.
+def rows_of(tokens: float, length: int, padding: float) -> float:
+    """Return the packed rows of so many tokens that the mean text takes; longer texts are cut.
 
     Args:
         padding: share of the rows.
     """
-    length = bucket_of(tokens, buckets)
-    return {length: min(tokens, length) / (1 - padding) / length}
+    return min(tokens, length) / (1 - padding) / length
 
 
 def workload(
@@ -138,10 +127,9 @@ def workload(
     same = run if document_tokens is None else None
     mean = document_tokens or (run.document_tokens if run else 0.0) or DOCUMENT_TOKENS
     source = ", as in the run" if run and run.document_tokens else "; or name --document-tokens"
-    longest = max(config.embed.buckets)
-    embed_lengths: Lengths = same.embed_lengths if same and config.embed.buckets == same.plan.config.embed.buckets else {}
-    embed_bucket = bucket_of(mean, config.embed.buckets)
-    held = round(pairs * config.data.holdout_fraction)
+    length = config.embed.length
+    embed_rows = same.embed_rows if same and length == same.plan.config.embed.length else 0.0
+    held = min(round(pairs * config.data.holdout_fraction), config.data.holdout_queries)
     assumptions = (
         (
             train_rows is None and not plan,
@@ -156,9 +144,9 @@ def workload(
             f"a query has {QUERY_TOKENS:g} tokens on average",
         ),
         (document_tokens is None, f"a document has {mean:.4g} tokens on average{source}"),
-        (mean > longest, f"embed cuts every document at {longest} tokens: the mean is taken for as many"),
-        (not embed_lengths, f"embed packs documents into rows of {embed_bucket} tokens, {PADDING:.0%} of them padding"),
-        (True, f"{config.data.holdout_fraction:.2%} of the pairs are held out, each with a query and a document of its own"),
+        (mean > length, f"embed cuts every document at {length} tokens: the mean is taken for as many"),
+        (not embed_rows, f"embed packs documents into rows of {length} tokens, {PADDING:.0%} of them padding"),
+        (True, f"{held:,} pairs are held out to evaluate with, each with a query and a document of its own"),
     )
     return (
         Workload(
@@ -168,8 +156,8 @@ def workload(
             queries=held,
             candidates=held,
             query_tokens=query_tokens or QUERY_TOKENS,
-            document_tokens=min(mean, longest),
-            embed_lengths=embed_lengths or packed(mean, config.embed.buckets, PADDING),
+            document_tokens=min(mean, length),
+            embed_rows=embed_rows or rows_of(mean, length, PADDING),
         ),
         [sentence for holds, sentence in assumptions if holds],
     )

@@ -42,7 +42,7 @@ def published_vectors(
         facts = {
             "weights": (result.inputs["model"].sha256, published.sha256),
             "device": ((plan.world.kind, plan.world.precision), (device.kind, device.precision)),
-            "lengths": (plan.config.embed.buckets, context.plan.config.embed.buckets),
+            "lengths": (plan.config.embed.length, context.plan.config.embed.length),
             "compiled forms": (plan.graphs and plan.graphs.infer, graphs and graphs.infer),
             "packages": (result.versions, versions()),
         }

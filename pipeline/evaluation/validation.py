@@ -35,13 +35,13 @@ def validate(
     A rank encodes every world-size-th candidate and query, and ranks all candidates for its queries.
 
     Args:
-        config: buckets and batch size, the same as for embedding.
+        config: row length and batch size, the same as for embedding.
         on_progress: as for `encode`, with this rank's texts.
     """
     own = slice(device.world.rank, None, device.world.size)
     encode_with = for_encoding(encoder, compiles=device.compiles)
     queries, candidates = (
-        encode(encode_with, device, texts[own], config.buckets, config.tokens_per_batch, on_progress=on_progress).embeddings
+        encode(encode_with, device, texts[own], config.length, config.tokens_per_batch, on_progress=on_progress).embeddings
         for texts in (data.queries, data.candidates)
     )
     count = len(data.candidates)

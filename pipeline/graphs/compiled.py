@@ -1,8 +1,9 @@
 """Compiled sets: all graphs of training, and all of evaluate and embed, each under a fingerprint of everything they depend on.
 
     graphs/train/FINGERPRINT.json    what compile's trial met: key -> description; the number of ranks is part of it
-    graphs/infer/FINGERPRINT.json    the same for encoding; beside it, in a folder of that name, traced forms (neuron)
+    graphs/infer/FINGERPRINT.json    the same for encoding; beside it, in a folder of that name, the traced form (neuron)
     graphs/neuron-cache/NAME/        the compiler's cache, for all sets of one SDK, flags and number of ranks (neuron)
+    graphs/health/                   a copy of the cache of health_check's graphs, by version of the compiler (neuron)
 
 Weights are inputs of graphs, so next week's model has the same fingerprints, and a run whose sets are there compiles nothing. The
 file is written when everything is in place: a set without it does not exist.
@@ -11,7 +12,7 @@ file is written when everything is in place: a set without it does not exist.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -21,11 +22,12 @@ from torch.nn import functional as F
 from pipeline import store
 from pipeline.backends.device import Device, EncodeFunction
 from pipeline.backends.hlo import GraphDescription
+from pipeline.config import CompileConfig
 from pipeline.contract import graphs_uri, now
 from pipeline.errors import BadData, Defect, MissingInput
 from pipeline.graphs.fingerprint import set_uri
 from pipeline.model.encoder import Encoder
-from pipeline.model.inference import encode_shapes, inference_form, probe_rows
+from pipeline.model.inference import batch_rows, inference_form, probe_rows
 from pipeline.run.context import StageContext
 
 KnownGraphs = Mapping[str, GraphDescription | None]
@@ -55,58 +57,63 @@ class GraphSet:
 
 
 def traces_uri(bucket_root: str, fingerprint: str) -> str:
-    """Return the folder of an infer set's traced forms (neuron)."""
+    """Return the folder of an infer set's traced form (neuron)."""
     return f"{graphs_uri(bucket_root)}/infer/{fingerprint}"
 
 
 def encode_function(context: StageContext, device: Device, encoder: Encoder) -> EncodeFunction:
-    """Return a model as evaluate and embed call it: compiled forms where the kind has them, otherwise the encoder on the device.
+    """Return a model as evaluate and embed call it: the compiled form where there is one, else the encoder on the device.
 
-    Every process compares its own traced forms with the host's encoder, because each has put the weights on its own core.
+    Every process compares its own traced form with the host's encoder, because each has put the weights on its own core.
 
     Raises:
-        Defect: a traced form gives other embeddings than the encoder.
+        Defect: the traced form gives other embeddings than the encoder.
     """
-    form = inference_form(encoder, compiles=device.compiles)
+    bf16 = inference_in_bf16(context.plan.config.compile, device.kind, device.precision)
+    form = inference_form(encoder, compiles=device.compiles, bf16=bf16)
     if device.kind != "neuron" or not context.plan.graphs:
         return device.for_inference(form, None)
-    context.heartbeat.beat(note="fetching traced encoders")
+    context.heartbeat.beat(note="fetching the traced encoder")
     uri = traces_uri(context.paths.bucket_root, context.plan.graphs.infer)
     traced = device.for_inference(form, store.local_folder(uri, context.scratch / "traces"))
-    context.heartbeat.beat(note="comparing traced encoders with the encoder on the host")
+    context.heartbeat.beat(note="comparing the traced encoder with the encoder on the host")
     config = context.plan.config.embed
-    require_faithful(traced, form, encode_shapes(config.buckets, config.tokens_per_batch), int(encoder.config.vocab_size))
+    rows = batch_rows(config.length, config.tokens_per_batch)
+    require_faithful(traced, form, (rows, config.length), int(encoder.config.vocab_size))
     return traced
 
 
-def require_faithful(
-    traced: EncodeFunction, encoder: nn.Module, shapes: Sequence[tuple[int, int]], vocabulary: int
-) -> dict[str, float]:
-    """Compare the traced forms of a packed encoder with the encoder itself, on the host in fp32, on a few rows of each form.
+def inference_in_bf16(config: CompileConfig, kind: str, precision: str) -> bool:
+    """Whether evaluate and embed keep weights in bf16; for tf32 and fp8, neuronx-cc casts fp32 weights."""
+    in_bf16 = config.inference_cast(precision) != "none" and config.infer_auto_cast_type == "bf16"
+    return in_bf16 if kind == "neuron" else precision == "bf16"
+
+
+def require_faithful(traced: EncodeFunction, encoder: nn.Module, shape: tuple[int, int], vocabulary: int) -> float:
+    """Compare the traced form of a packed encoder with the encoder itself, on the host in fp32, on a few rows.
 
     A weight that was not replaced shows as NaN (see `trace_encoder`), a cast that is too coarse as a low cosine.
 
     Args:
-        shapes: (rows, tokens) of the forms.
+        shape: (rows, tokens) of the form.
         vocabulary: number of token ids.
 
     Returns:
-        The least cosine of each form.
+        The least cosine of a text's embeddings.
 
     Raises:
         Defect: a text's cosine is below LEAST_COSINE.
     """
-    least = {}
-    for slots, length in shapes:
-        rows, texts = probe_rows(min(slots, PROBED_ROWS), length, vocabulary)
-        padded = [F.pad(values, (0, 0, 0, slots - len(values))) for values in rows]
-        with torch.no_grad():
-            found, expected = traced(*padded)[texts].float(), encoder(*rows)[texts]
-        least[f"{slots} x {length}"] = float(F.cosine_similarity(found, expected).min())
-    if not all(cosine >= LEAST_COSINE for cosine in least.values()):
+    slots, length = shape
+    rows, texts = probe_rows(min(slots, PROBED_ROWS), length, vocabulary)
+    padded = [F.pad(values, (0, 0, 0, slots - len(values))) for values in rows]
+    with torch.no_grad():
+        found, expected = traced(*padded)[texts].float(), encoder(*rows)[texts]
+    least = float(F.cosine_similarity(found, expected).min())
+    if not least >= LEAST_COSINE:  # also where it is NaN
         raise Defect(
-            "traced encoders give other embeddings than the encoder on the host",
-            value=[f"{shape} tokens: least cosine {cosine:.5f}" for shape, cosine in least.items()],
+            "the traced encoder gives other embeddings than the encoder on the host",
+            value=f"{slots} x {length} tokens: least cosine {least:.5f}",
             rule=f"every cosine is at least {LEAST_COSINE}; NaN: weights were not replaced in the traced form",
             remedy="NaN: use the torch-neuronx that pyproject.toml pins; a number: choose a more exact cast in "
             "compile.infer_auto_cast and infer_auto_cast_type, or another host if only this one fails",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.contract import Stage
+from pipeline.contract import TRIAL_STAGES, Stage
 from pipeline.run import tether
 from pipeline.run.world import LOOPBACK, NodeWorld
 from pipeline.sdk import neuron_launch
@@ -114,7 +114,7 @@ class RankLaunch:
             "MASTER_PORT": str(port),
             "TRNPIPE_LISTEN": self.listen,
         }
-        if self.kind == "neuron" and self.stage != Stage.COMPILE:
-            # A process takes all cores that it is not denied. (The compile stage's own process computes nothing.)
+        if self.kind == "neuron" and self.stage not in TRIAL_STAGES:
+            # A process takes all cores that it is not denied. (The own processes of collect and compile compute nothing.)
             environment["NEURON_RT_VISIBLE_CORES"] = str(local_rank)
         return environment

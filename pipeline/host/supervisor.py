@@ -36,6 +36,7 @@ from pipeline.contract import (
     RUN_PARAMETER,
     STAGES,
     STAGES_WITHOUT_PLAN,
+    TRIAL_STAGES,
     Metric,
     Queue,
     Record,
@@ -216,8 +217,8 @@ class Supervisor:
             nodes, ranks_per_node = numbers.nodes, numbers.ranks_per_node
         if kind == "neuron":
             neuron_launch.raise_open_files()
-            if self._stage == Stage.COMPILE:
-                # One process per node, which starts torchrun inside neuron_parallel_compile; it joins no collectives.
+            if self._stage in TRIAL_STAGES:
+                # The node's one process joins no collectives.
                 ranks_per_node = 1
             if nodes > 1 and node.is_main and node.leader.startswith("127."):
                 # The Neuron root communicator listens on the leader's address, and all ranks must name it alike.

@@ -159,7 +159,7 @@ class Encoder(nn.Module):
             makes of 0.
         """
         # Padding sees padding, so no softmax is over nothing.
-        additive = (segments[:, :, None] != segments[:, None, :]).to(torch.float32)[:, None] * MASKED
+        additive = (segments[:, :, None] != segments[:, None, :]).to(self.backbone.dtype)[:, None] * MASKED
         hidden = self._hidden(tokens, positions + self._first_position, attention_mask=additive)
         with torch.autocast(tokens.device.type, enabled=False):
             return self._finish(pool_packed(hidden.float(), segments, positions, self.pooling).flatten(0, 1))

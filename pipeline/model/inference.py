@@ -1,17 +1,16 @@
 """Encoding many token lists with one encoder: equal ones once, sorted by length, cut into batches, results in input order.
 
 Devices that run operations one by one get batches of similar lengths, in whatever shape they have. Devices that compile get the
-few shapes that the configuration names, and packed rows: several token lists one behind the other, until the row is full.
+one shape that the configuration names, and packed rows: several token lists one behind the other, until the row is full.
 
 The same function serves the evaluation inside training, the evaluate stage and the embed stage.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -81,7 +80,7 @@ def encode(
     encoder: EncodeFunction,
     device: Device,
     token_lists: Sequence[TokenList],
-    buckets: Sequence[int],
+    length: int,
     tokens_per_batch: int,
     *,
     on_progress: Callable[[int, float], None] | None = None,
@@ -90,15 +89,15 @@ def encode(
 
     Args:
         encoder: already on the device, see `for_encoding`; a module is switched to evaluation mode meanwhile.
-        token_lists: token ids with special tokens, each at least 1 and at most max(buckets) long.
-        buckets: lengths of rows in tokens, ascending.
+        token_lists: token ids with special tokens, each at least 1 and at most `length` long.
+        length: of a row, in tokens.
         tokens_per_batch: a batch has this / its length rows, at least 1.
         on_progress: called after every batch with the number of token lists done, and the share of the padded tokens computed.
     """
     first, place, copies = _distinct(token_lists)
     lengths = np.fromiter((len(token_lists[index]) for index in first.tolist()), dtype=np.int64, count=len(first))
     static = device.compiles
-    plan = plan_batches(lengths, buckets, tokens_per_batch, static=static)
+    plan = plan_batches(lengths, length, tokens_per_batch, static=static)
     if not plan:
         return Encoded(torch.empty((0, 0)), 0, 0)
     result: Tensor | None = None
@@ -147,107 +146,72 @@ def for_encoding(encoder: Encoder, *, compiles: bool) -> nn.Module:
     return PackedEncoder(encoder) if compiles else encoder
 
 
-def inference_form(encoder: Encoder, *, compiles: bool) -> nn.Module:
-    """Return an encoder as evaluate and embed call it; it trains no more."""
+def inference_form(encoder: Encoder, *, compiles: bool, bf16: bool) -> nn.Module:
+    """Return an encoder as evaluate and embed call it; it trains no more.
+
+    Args:
+        bf16: keep and compute all layers in bf16: autocast would turn activations into fp32 and back. Pooling and head stay fp32.
+    """
+    if bf16:
+        encoder.backbone.to(torch.bfloat16)
     prepare_for_inference(encoder, fused_attention=not compiles)
     return for_encoding(encoder, compiles=compiles).eval()
 
 
-def plan_batches(
-    lengths: npt.NDArray[np.int64], buckets: Sequence[int], tokens_per_batch: int, *, static: bool
-) -> list[EncodeBatch]:
+def plan_batches(lengths: npt.NDArray[np.int64], longest: int, tokens_per_batch: int, *, static: bool) -> list[EncodeBatch]:
     """Cut token lists of these lengths into batches, longest first (a batch too large for the memory shows at once).
 
     Args:
-        static: only the buckets' own shapes, one for each: several token lists are packed into a row.
+        static: rows of `longest` tokens, as many in every batch: several token lists are packed into a row.
             False: batches hardly longer than their longest row, without padding rows, and of a few hundred shapes in all
-            (LENGTHS_PER_OCTAVE); of the buckets, only the largest counts.
+            (LENGTHS_PER_OCTAVE).
 
     Raises:
-        ValueError: a length of 0, or one above the largest bucket.
+        ValueError: a length of 0, or one above `longest`.
     """
     if len(lengths) == 0:
         return []
-    if lengths.min() < 1 or lengths.max() > buckets[-1]:
-        raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit the buckets {list(buckets)}")
+    if lengths.min() < 1 or lengths.max() > longest:
+        raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit rows of {longest} tokens")
     order = np.argsort(-lengths, kind="stable")
-    if static:
-        return pack(lengths, order, buckets, tokens_per_batch)
-    return list(_free_batches(lengths, order, buckets[-1], tokens_per_batch))
+    return list((_packed_batches if static else _free_batches)(lengths, order, longest, tokens_per_batch))
 
 
-def pack(
-    lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64], buckets: Sequence[int], tokens_per_batch: int
-) -> list[EncodeBatch]:
+def _packed_batches(
+    lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64], row_length: int, tokens_per_batch: int
+) -> Iterator[EncodeBatch]:
     """Pack token lists into rows, each into the fullest row that still has room (best fit), the longest first.
-
-    Where none has room, a whole batch of rows is opened, of the shortest bucket that is long enough. So a bucket's rows are all
-    used before a shorter one's are opened, and only the last batch has many that are not.
 
     Args:
         order: the token lists by falling length.
     """
-    opened: list[_OpenBatch] = []
+    most, slots = texts_per_row(row_length), batch_rows(row_length, tokens_per_batch)
+    texts = list[int]()  # in each row
     # By the tokens that are left in them: rows, and one bit for each number of tokens of which there are some.
-    rows_with: list[list[_Row]] = [[] for _ in range(buckets[-1] + 1)]
+    rows_with: list[list[int]] = [[] for _ in range(row_length + 1)]
     there = 0
-    for index in order.tolist():
-        length = int(lengths[index])
+    places = np.empty((3, len(order)), np.int64)
+    for place, length in enumerate(lengths[order].tolist()):
         if roomy := there >> length:
             left = length + (roomy & -roomy).bit_length() - 1
             row = rows_with[left].pop()
             if not rows_with[left]:
                 there ^= 1 << left
         else:
-            left = buckets[bisect_left(buckets, length)]
-            batch = _OpenBatch(batch_rows(left, tokens_per_batch), left)
-            opened.append(batch)
-            row, *others = (_Row(batch, number) for number in range(batch.slots))
-            if others:
-                rows_with[left] = others[::-1]
-                there |= 1 << left
-        row.take(index, left)
+            row, left = len(texts), row_length
+            texts.append(0)
+        places[:, place] = row, row_length - left, texts[row]
+        texts[row] += 1
         left -= length
-        if left and row.texts < texts_per_row(row.batch.length):
+        if left and texts[row] < most:
             rows_with[left].append(row)
             there |= 1 << left
-    return [batch.closed() for batch in opened]
-
-
-@dataclass(slots=True)
-class _OpenBatch:
-    """A batch that is being packed; its lists become EncodeBatch's arrays."""
-
-    slots: int
-    length: int
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-
-    def closed(self) -> EncodeBatch:
-        return EncodeBatch(np.array(self.rows), self.slots, self.length, np.array(self.starts), np.array(self.outputs))
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row that is being packed.
-
-    Attributes:
-        number: among the batch's rows.
-        texts: that are in it.
-    """
-
-    batch: _OpenBatch
-    number: int
-    texts: int = 0
-
-    def take(self, index: int, left: int) -> None:
-        """Put a token list where `left` tokens are left."""
-        batch = self.batch
-        batch.rows.append(index)
-        batch.starts.append((self.number + 1) * batch.length - left)
-        batch.outputs.append(self.number * texts_per_row(batch.length) + self.texts)
-        self.texts += 1
+    rows, starts, numbers = places
+    batches = rows // slots
+    by_batch = np.argsort(batches, kind="stable")
+    for chosen in np.split(by_batch, np.flatnonzero(np.diff(batches[by_batch])) + 1):
+        within = rows[chosen] % slots
+        yield EncodeBatch(order[chosen], slots, row_length, within * row_length + starts[chosen], within * most + numbers[chosen])
 
 
 def _free_batches(
@@ -272,25 +236,9 @@ def _rounded_up(length: int) -> int:
     return -(-length // step) * step
 
 
-def batch_rows(bucket: int, tokens_per_batch: int) -> int:
-    """Rows of a bucket's batch."""
-    return max(1, tokens_per_batch // bucket)
-
-
-def encode_shapes(buckets: Sequence[int], tokens_per_batch: int) -> list[tuple[int, int]]:
-    """Every (rows, tokens) that is encoded on devices that compile."""
-    return [(batch_rows(bucket, tokens_per_batch), bucket) for bucket in buckets]
-
-
-def texts_of_every_shape(buckets: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Made-up token lists, all different, with which `encode` meets every shape: each bucket but the first gets full rows."""
-    counts = {bucket: batch_rows(bucket, tokens_per_batch) for bucket in buckets[1:]} | {buckets[0]: 1}
-    # As digits of small numbers, which are tokens in every vocabulary.
-    return [
-        [1 + (number >> shift & 7) for shift in range(0, 3 * bucket, 3)]
-        for bucket, count in counts.items()
-        for number in range(count)
-    ]
+def batch_rows(length: int, tokens_per_batch: int) -> int:
+    """Return the rows of a batch of rows of so many tokens, on devices that compile."""
+    return max(1, tokens_per_batch // length)
 
 
 def probe_rows(slots: int, length: int, vocabulary: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:

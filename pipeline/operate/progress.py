@@ -23,13 +23,15 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.commands.terminal import clock, say
-from pipeline.contract import JOB_ENDED, STAGES, Shape, Stage
+from pipeline.contract import COMPILED_APART, JOB_ENDED, STAGES, Shape, Stage
 from pipeline.errors import plain
 from pipeline.operate.run_files import IN_FOLDER, Listed, RunFiles, json_object, number, read_metrics
 
 PLAIN_PROGRESS = timedelta(seconds=15)
 SKIPPED = {Stage.PLAN: (Stage.INGEST, "no new shard"), Stage.TRAIN: (Stage.COMPILE, "nothing to compile")}
 """Stage -> the stage that the state machine may go past just before it, and why."""
+
+USUAL = tuple(stage for stage in Stage if stage not in COMPILED_APART)
 
 BATCH_SUBMITS = ("submitJob", "submitJob.sync")
 SHOWN_METRIC = "ndcg@10"
@@ -79,7 +81,7 @@ class Tracker:
     """
 
     files: RunFiles
-    lines: dict[Stage, StageLine] = field(default_factory=lambda: {stage: StageLine(stage=stage) for stage in Stage})
+    lines: dict[Stage, StageLine] = field(default_factory=lambda: {one: StageLine(stage=one) for one in USUAL})
     waiting: str = ""
     trouble: str = ""
     _seen: int = 0
@@ -140,7 +142,12 @@ class Tracker:
         if line := self.running:
             self._end(line, moment, failed=line.stage is failed)
         if failed is not None:
-            self.lines[failed].state = "failed"
+            self._line_of(failed).state = "failed"
+
+    def _line_of(self, stage: Stage) -> StageLine:
+        """Return a stage's line, which those that few runs have get only now."""
+        self.lines = {one: self.lines.get(one) or StageLine(stage=one) for one in Stage if one in self.lines or one is stage}
+        return self.lines[stage]
 
     def _take(self, event: Mapping[str, Any]) -> None:
         kind, moment = event["type"], event["timestamp"]
@@ -170,7 +177,7 @@ class Tracker:
             skipped, reason = SKIPPED[stage]
             if self.lines[skipped].state == "pending":
                 self.lines[skipped].state, self.lines[skipped].doing = "skipped", reason
-        entered = self.lines[stage]
+        entered = self._line_of(stage)
         if state.endswith(" failed"):
             self._end(entered, moment, failed=True)
         elif entered.state != "running":

@@ -7,7 +7,8 @@ compiles all graphs that have no result yet, several at a time, and prints a sum
                                                  model.log and no neff when that failed; *.lock while a compiler runs
 
 Sets of all runs with the same compiler, flags and ranks share a cache, so which of its graphs a trial met is read from the
-tool's log.
+tool's log. Its two halves are also commands of their own, which need the same compiler: `collect` runs the trial and compiles
+nothing, `compile` runs nothing and compiles what any trial has left.
 
 Documents: AWS Neuron SDK 2.29.1, "PyTorch NeuronX neuron_parallel_compile CLI" and neuron-caching.rst.
 """
@@ -21,9 +22,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 from pipeline import store
 from pipeline.contract import Stage, attempt_seconds, now
@@ -129,6 +132,7 @@ def parallel_compile(
     on_line: Callable[[str], None] | None = None,
     retries: int = 1,
     environment: Mapping[str, str] = os.environ,
+    half: Literal["collect", "compile"] | None = None,
 ) -> Summary:
     """Run a trial command under neuron_parallel_compile.
 
@@ -140,6 +144,7 @@ def parallel_compile(
         timeout: seconds for everything.
         on_line: called with every line of output, and often with "" while there is none.
         retries: further attempts of each graph whose compilation failed, e.g. because memory ran out while others compiled.
+        half: the one command of the tool to run, None for both. `compile` does not run `command`.
 
     Returns:
         The summary, also where graphs failed.
@@ -160,9 +165,10 @@ def parallel_compile(
     path = environment.get("PATH", "")
     if shutil.which(TOOL, path=path) is None:
         raise BadConfig(f"there is no {TOOL} on PATH", value=path, remedy="use the image with torch-neuronx")
+    tool = [TOOL, "--command", half] if half else [TOOL]
     code, lines = _run(
         # The command is tied to the tool, which knows nothing of that, and the tool to this process.
-        tether.tied([TOOL, "--num_parallel", str(parallel), *tether.tied(command, any_parent=True)]),
+        tether.tied([*tool, "--num_parallel", str(parallel), *tether.tied(command, any_parent=True)]),
         {
             **environment,
             "NEURON_CC_FLAGS": flags,
@@ -174,7 +180,7 @@ def parallel_compile(
         timeout,
         on_line or (lambda _: None),
     )
-    return _summary(code, lines, cache, time.monotonic() - started)
+    return _summary(code, lines, cache, time.monotonic() - started, collects=half == "collect")
 
 
 def run_command(
@@ -241,10 +247,10 @@ def _keep(line: str, kept: list[str]) -> None:
     kept.append(line)
 
 
-def _summary(code: int, lines: list[str], cache: str, seconds: float) -> Summary:
+def _summary(code: int, lines: list[str], cache: str, seconds: float, *, collects: bool = False) -> Summary:
     names = ("graphs", "successful compilations", "failed compilations")
     totals = {found.group(1): int(found.group(2)) for line in lines if (found := TOTAL.search(line))}
-    if any(NOTHING_TO_DO.search(line) for line in lines):
+    if (collects and code == 0) or any(NOTHING_TO_DO.search(line) for line in lines):
         totals = dict.fromkeys(names, 0)
     if len(totals) < 3:
         raise _classified(lines) or Defect(
@@ -408,3 +414,22 @@ def _note(cache: str, run: str) -> str:
     # A cache that is a whole bucket keeps its notes in itself.
     root = parent if slash and name and not parent.endswith(":/") else cache
     return store.join(root, "in-use", f"{run}.json")
+
+
+# Small graphs that every gang needs anew: a copy of a local cache, which no compiler at work on S3 can lock.
+
+
+def fetch(uri: str, cache: Path) -> None:
+    """Copy what `keep` left into a local cache; nothing where there is none yet."""
+    with suppress(MissingInput):
+        store.download_folder(uri, cache)
+
+
+def keep(cache: Path, uri: str) -> None:
+    """Copy what a local cache has beyond the last `fetch`, of each graph the mark that it is compiled last."""
+    known = {info.uri for info in store.list_objects(uri)}
+    files = [path for path in cache.rglob("*") if path.is_file() and path.suffix != LOCK_SUFFIX]
+    for path in sorted(files, key=lambda path: path.name == DONE_FILE):
+        target = store.join(uri, path.relative_to(cache).as_posix())
+        if target not in known:
+            store.upload(path, target)

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.contract import Queue, Shape, Stage, StageSpec
+from pipeline.contract import TRIAL_STAGES, Queue, Shape, Stage, StageSpec
 from pipeline.errors import BadConfig
 from pipeline.log import log
 from pipeline.run import ecs_metadata
@@ -83,8 +83,7 @@ def launcher(kind: str, stage: Stage, spec: StageSpec, environment: Mapping[str,
         raise BadConfig("unknown launcher", value=f"TRNPIPE_LAUNCHER={chosen}", rule=f"one of {', '.join(LAUNCHERS)}")
     if spec.shape != Shape.GANG:
         return PROCESSES
-    # The compile stage is one process per node, which starts torchrun itself, inside neuron_parallel_compile.
-    return chosen or (TORCHRUN if kind == "neuron" and stage != Stage.COMPILE else PROCESSES)
+    return chosen or (TORCHRUN if kind == "neuron" and stage not in TRIAL_STAGES else PROCESSES)
 
 
 def kind_of(planned: str, spec: StageSpec) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from pipeline.contract import Stage
+from pipeline.contract import COMPILED_APART, Stage
 from pipeline.run.context import StageContext, StageOutput
 
 StageFunction = Callable[[StageContext], StageOutput | None]
@@ -13,4 +13,6 @@ StageFunction = Callable[[StageContext], StageOutput | None]
 
 def stage_function(stage: Stage) -> StageFunction:
     """The `run` function of a stage; its module, with whatever framework it needs, is loaded only now."""
-    return import_module(f"pipeline.stages.{stage.value}").run  # type: ignore[no-any-return]
+    # compile's module also has the two stages that do parts of its work elsewhere.
+    module = Stage.COMPILE if stage in COMPILED_APART else stage
+    return import_module(f"pipeline.stages.{module.value}").run  # type: ignore[no-any-return]

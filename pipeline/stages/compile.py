@@ -5,6 +5,10 @@ known. `neuron` runs `neuron_parallel_compile` around the trial, which fills the
 all ranks, which shows whether they load and fit; and traces the encoder for evaluate and embed. Either way the two compiled sets
 that the plan names are complete afterwards; where they exist already, the state machine does not even start this stage. `cpu` and
 `cuda` run operations one by one and have no graphs.
+
+With `compile.where = cpu`, two stages do the slow part before the gang's health check: collect runs the trial on the gang and
+compiles nothing, precompile compiles its graphs and traces the encoder on a host without a device. compile then finds both, and
+compiles only what they have left.
 """
 
 from __future__ import annotations
@@ -12,13 +16,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,17 +30,17 @@ from transformers import PreTrainedConfig
 
 from pipeline import store
 from pipeline.backends.hlo import GraphDescription, describe
-from pipeline.backends.traced import TracedEncoder, trace_encoder
+from pipeline.backends.traced import FORM, TracedEncoder, trace_encoder
 from pipeline.config import ModelConfig
-from pipeline.contract import attempt_seconds
+from pipeline.contract import Stage, attempt_seconds
 from pipeline.errors import BadConfig, Defect, ExitCode, FailureKind, TrnpipeError
-from pipeline.graphs.compiled import GraphSet, read_set, require_faithful, traces_uri, write_set
+from pipeline.graphs.compiled import GraphSet, inference_in_bf16, read_set, require_faithful, traces_uri, write_set
 from pipeline.graphs.fingerprint import missing_sets, set_uri
 from pipeline.host import gang
 from pipeline.log import log
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import inspect_folder
-from pipeline.model.inference import encode_shapes, inference_form
+from pipeline.model.inference import batch_rows, inference_form
 from pipeline.run import failure
 from pipeline.run.context import NODE_FOLDER, StageContext, StageOutput
 from pipeline.run_inputs import GraphsPlan
@@ -58,12 +62,15 @@ LOADING_SECONDS = 1800 + JOIN_SECONDS
 LOADING = "TRNPIPE_TRIAL_LOADS"
 """Set for the ranks of a trial that runs what is compiled."""
 
+TARGET_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
+"""Tells Neuron's libraries on a host without a device what to compile for (github.com/huggingface/optimum-neuron/pull/961)."""
+
 RANDOM_WEIGHTS_SCALE = 0.02
 """The standard deviation with which BERT's own weights begin."""
 
 
 def run(context: StageContext) -> StageOutput | None:
-    """Make the missing ones of the plan's compiled sets; rank 0 returns the stage's output."""
+    """Make the missing ones of the plan's compiled sets, or the stage's share of them; rank 0 returns the stage's output."""
     plan = context.plan
     if plan.graphs is None:
         return _nothing(context, f"the kind `{plan.world.kind}` runs operations one by one and has no graphs")
@@ -77,7 +84,8 @@ def run(context: StageContext) -> StageOutput | None:
         with gang_device(context, plan) as device:
             run_trial(context, device, loading=device.computes)
         return None
-    return compile_on_neuron(context, plan.graphs)
+    work = {Stage.COLLECT: collect, Stage.PRECOMPILE: precompile}.get(context.stage, compile_on_neuron)
+    return work(context, plan.graphs)
 
 
 def _nothing(context: StageContext, reason: str) -> StageOutput | None:
@@ -130,13 +138,9 @@ def compile_on_neuron(context: StageContext, graphs: GraphsPlan) -> StageOutput 
     metrics: dict[str, Any] = {}
     trained: GraphSet | None = None
     if not store.exists(train_uri):
-        compile_cache.register(graphs.cache, run_id)
-        try:
-            if leader:
-                # No compiler of this gang is at work before all nodes' ranks have met, so every lock that is there is an earlier
-                # attempt's, however young.
-                compile_cache.clear_locks(graphs.cache, in_use=bool(compile_cache.others(graphs.cache, run_id)))
+        with use_of_cache(context, graphs):
             summary = compile_training(context, graphs)
+            require_compiled(summary)
             node = context.world.node
             store.write_json(
                 context.paths.compiled_node(node.node), {**asdict(summary), "attempt": node.attempt, "job": node.job}
@@ -145,14 +149,13 @@ def compile_on_neuron(context: StageContext, graphs: GraphsPlan) -> StageOutput 
             if leader:
                 trained = GraphSet(fingerprint=graphs.train, run=run_id, graphs=cached_graphs(graphs.cache, summary.modules))
             metrics["loading_seconds"] = load_training(context)
-        finally:
-            if leader:
-                compile_cache.unregister(graphs.cache, run_id)
-        metrics |= {"train_compiled": summary.compiled, "train_cached": summary.cached, "train_seconds": summary.seconds}
+        metrics |= _figures(summary)
     if not leader:
         return None
     if not store.exists(infer_uri):
-        write_set(infer_uri, GraphSet(fingerprint=graphs.infer, run=run_id, graphs=trace_encoders(context, graphs)))
+        trace(context, graphs)
+        # No program is kept of it.
+        write_set(infer_uri, GraphSet(fingerprint=graphs.infer, run=run_id, graphs={FORM: None}))
     if trained:
         # Last of all: with it, the run's sets are complete.
         write_set(train_uri, trained)
@@ -169,33 +172,90 @@ def compile_on_neuron(context: StageContext, graphs: GraphsPlan) -> StageOutput 
     )
 
 
-def compile_training(context: StageContext, graphs: GraphsPlan) -> compile_cache.Summary:
-    """Run neuron_parallel_compile around this node's share of the trial.
+def collect(context: StageContext, graphs: GraphsPlan) -> StageOutput | None:
+    """Write training's graphs to the persistent cache and compile none, all nodes together."""
+    if store.exists(set_uri(context.paths.bucket_root, "train", graphs.train)):
+        return _nothing(context, "training's compiled set is there")
+    summary = compile_training(context, graphs, half="collect")
+    if not context.world.is_leader:
+        return None
+    store.write_json(context.paths.collected, summary.modules)
+    return StageOutput(metrics={"graphs": len(summary.modules), "train_cached": summary.cached, "seconds": summary.seconds})
+
+
+def precompile(context: StageContext, graphs: GraphsPlan) -> StageOutput:
+    """Compile what collect has written, and trace the encoder, on a host without a device.
 
     Raises:
-        TrnpipeError: why a rank of the trial failed; see also `neuron_compile.parallel_compile` and `require_compiled`.
+        TrnpipeError: as `compile_on_neuron`, before a gang starts.
+    """
+    began = time.monotonic()
+    root, config = context.paths.bucket_root, context.plan.config.compile
+    metrics: dict[str, Any] = {}
+    if not store.exists(set_uri(root, "train", graphs.train)):
+        os.environ[TARGET_OVERRIDE] = config.target
+        with use_of_cache(context, graphs):
+            summary = compile_training(context, graphs, half="compile")
+        # The tool compiles what other runs have collected, too; what it says of those is theirs.
+        collected = store.read_json(context.paths.collected)
+        require_compiled(replace(summary, failed=tuple(graph for graph in summary.failed if graph.module in collected)))
+        metrics = _figures(summary)
+    if not store.exists(set_uri(root, "infer", graphs.infer)):
+        os.environ[TARGET_OVERRIDE] = config.infer_target
+        trace(context, graphs)
+        metrics["traced"] = True
+    return StageOutput(metrics={"seconds": time.monotonic() - began, **metrics})
+
+
+def _figures(summary: compile_cache.Summary) -> dict[str, Any]:
+    return {"train_compiled": summary.compiled, "train_cached": summary.cached, "train_seconds": summary.seconds}
+
+
+@contextmanager
+def use_of_cache(context: StageContext, graphs: GraphsPlan) -> Iterator[None]:
+    """Announce this run to the others that share the cache, and remove the locks of its earlier attempts."""
+    run_id, leader = context.paths.run_id, context.world.is_leader
+    compile_cache.register(graphs.cache, run_id)
+    try:
+        if leader:
+            # No compiler of this job is at work yet (a gang's start when all nodes' ranks have met), so every lock that is there
+            # is an earlier attempt's, however young.
+            compile_cache.clear_locks(graphs.cache, in_use=bool(compile_cache.others(graphs.cache, run_id)))
+        yield
+    finally:
+        if leader:
+            compile_cache.unregister(graphs.cache, run_id)
+
+
+def compile_training(
+    context: StageContext, graphs: GraphsPlan, *, half: Literal["collect", "compile"] | None = None
+) -> compile_cache.Summary:
+    """Run neuron_parallel_compile around this node's share of the trial, or one half of it.
+
+    Raises:
+        TrnpipeError: why a rank of the trial failed; see also `compile_cache.parallel_compile`.
     """
     with trial_folder(context, "extracting") as ranks:
-        summary = compile_cache.parallel_compile(
-            trial_command(context),
+        return compile_cache.parallel_compile(
+            # The tool demands a command also where it runs none.
+            ["true"] if half == "compile" else trial_command(context),
             flags=graphs.compiler_flags,
             cache=graphs.cache,
             parallel=context.plan.config.compile.parallel,
             timeout=compile_seconds(context),
             on_line=_beat(context, "neuron_parallel_compile"),
             environment={**os.environ, NODE_FOLDER: str(ranks)},
+            half=half,
         )
-    require_compiled(summary)
-    return summary
 
 
 def compile_seconds(context: StageContext) -> float:
-    """Return the seconds for compiling: the attempt less the time for loading, but at least half of it.
+    """Return the seconds for compiling: the attempt less the time for loading, but at least half of it; all where none loads.
 
     Batch retries an attempt that ends itself in time, with its compiled graphs in the cache; one that Batch ends is not retried.
     """
     seconds = attempt_seconds(context.stage) * SHARE_OF_TIMEOUT
-    return max(seconds - LOADING_SECONDS, seconds / 2)
+    return seconds if context.stage == Stage.COLLECT else max(seconds - LOADING_SECONDS, seconds / 2)
 
 
 def load_training(context: StageContext) -> float:
@@ -334,57 +394,60 @@ def cached_graphs(cache: str, own: Collection[str]) -> dict[str, GraphDescriptio
     return {key: describe(store.read_bytes(store.join(cache, key, compile_cache.HLO_FILE))) for key in states}
 
 
-def trace_encoders(context: StageContext, graphs: GraphsPlan) -> dict[str, GraphDescription | None]:
-    """Trace the encoder for every shape of evaluate and embed and store the forms; return their names (no programs are kept).
+def trace(context: StageContext, graphs: GraphsPlan) -> None:
+    """Trace the encoder of evaluate and embed, or take over what precompile has traced, and store the form.
+
+    precompile has no core to try the form on and stores it for compile.
 
     Raises:
-        Defect: a form gives other embeddings than the encoder on the host; nothing is stored.
+        Defect: the form gives other embeddings than the encoder on the host; nothing is stored.
     """
     from pipeline.backends import neuron
 
     plan, config = context.plan, context.plan.config
     neuron.require_neuron()
-    context.heartbeat.beat(note="tracing encoders")
+    context.heartbeat.beat(note="tracing the encoder")
     backbone, _ = inspect_folder(store.local_folder(plan.parent.folder, context.scratch / "parent"), config.model)
     folder = context.scratch / "traces"
     patience = attempt_seconds(context.stage)
-    shapes = encode_shapes(config.embed.buckets, config.embed.tokens_per_batch)
-    packed = random_encoder(backbone, config.model)
-    names: dict[str, GraphDescription | None] = {}
-    for shape in shapes:
-        context.heartbeat.beat(note=f"tracing the encoder for {shape[0]} x {shape[1]} tokens", patience=patience)
-        (path,) = trace_encoder(packed, [shape], folder, flags=graphs.infer_compiler_flags.split())
-        names[path.name] = None
-    context.heartbeat.beat(note="comparing traced encoders with the encoder on the host", patience=patience)
+    shape = batch_rows(config.embed.length, config.embed.tokens_per_batch), config.embed.length
+    bf16 = inference_in_bf16(config.compile, plan.world.kind, plan.world.precision)
+    context.heartbeat.beat(note=f"tracing the encoder for {shape[0]} x {shape[1]} tokens", patience=patience)
+    # precompile traces anew each time: compile may have refused what an earlier execution of the run left.
+    if context.stage == Stage.COMPILE and store.list_objects(context.paths.traces):
+        store.download_folder(context.paths.traces, folder)
+    else:
+        trace_encoder(random_encoder(backbone, config.model, bf16), shape, folder, flags=graphs.infer_compiler_flags.split())
+    if context.stage == Stage.PRECOMPILE:
+        store.upload_folder(folder, context.paths.traces)
+        return
+    context.heartbeat.beat(note="comparing the traced encoder with the encoder on the host", patience=patience)
     # The Neuron runtime keeps a core until its process ends, and the next ranks on this node need all of them.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        least = process.submit(check_traces, folder, backbone, config.model, shapes).result()
-    log.info("least cosine of traced encoders to the encoder on the host: %s", least)
+        least = process.submit(check_trace, folder, backbone, config.model, bf16, shape).result()
+    log.info("least cosine of the traced encoder to the encoder on the host: %.5f", least)
     store.upload_folder(folder, traces_uri(context.paths.bucket_root, graphs.infer))
-    return names
 
 
-def check_traces(
-    folder: Path, backbone: PreTrainedConfig, config: ModelConfig, shapes: Sequence[tuple[int, int]]
-) -> dict[str, float]:
-    """Give traced forms random weights on one core and compare them with the encoder on the host; see `require_faithful`.
+def check_trace(folder: Path, backbone: PreTrainedConfig, config: ModelConfig, bf16: bool, shape: tuple[int, int]) -> float:
+    """Give the traced form random weights on one core and compare it with the encoder on the host; see `require_faithful`.
 
-    One core of one node is enough: every core runs the same programs, and each process that embeds compares its own again.
+    One core of one node is enough: every core runs the same program, and each process that embeds compares its own again.
     """
     # Before the runtime loads, which takes all cores that it may see.
     os.environ["NEURON_RT_VISIBLE_CORES"] = "0"
     from pipeline.backends import neuron
 
     neuron.require_neuron()
-    packed = random_encoder(backbone, config)
-    return require_faithful(TracedEncoder(folder, packed.state_dict()), packed, shapes, int(backbone.vocab_size))
+    packed = random_encoder(backbone, config, bf16)
+    return require_faithful(TracedEncoder(folder, packed.state_dict()), packed, shape, int(backbone.vocab_size))
 
 
-def random_encoder(backbone: PreTrainedConfig, config: ModelConfig) -> nn.Module:
+def random_encoder(backbone: PreTrainedConfig, config: ModelConfig, bf16: bool) -> nn.Module:
     """Return an encoder as evaluate and embed call it on `neuron`, with noise on every weight (fresh biases would all be 0)."""
     torch.manual_seed(0x5EED)
     encoder = new_encoder(backbone, config)
     with torch.no_grad():
         for weight in encoder.parameters():
             weight.add_(RANDOM_WEIGHTS_SCALE * torch.randn_like(weight))
-    return inference_form(encoder, compiles=True)
+    return inference_form(encoder, compiles=True, bf16=bf16)

@@ -180,7 +180,7 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
             "weights": model.sha256,
             "folder": facts_of(folder),
             "model": config.model.model_dump(mode="json", include={"pooling", "normalize", "head"}),
-            "tokens": [plan.embed.tokenizer.digest, max(config.embed.buckets)],
+            "tokens": [plan.embed.tokenizer.digest, config.embed.length],
             "dtype": config.embed.dtype,
             "device": [device.kind, device.precision, plan.graphs.infer_compiler_flags if plan.graphs else ""],
             "versions": versions(),
@@ -212,15 +212,15 @@ def facts_of(folder: Path) -> dict[str, str]:
 
 
 def documents_of(context: StageContext, indices: Sequence[int]) -> Iterator[tuple[int, pa.Table]]:
-    """Yield parts and their documents: rows of CorpusReader with tokens that fit the longest bucket.
+    """Yield parts and their documents: rows of CorpusReader with tokens that fit a row.
 
     Raises:
         BadData: they are not the planned ones.
     """
-    plan, longest = context.plan.embed, max(context.plan.config.embed.buckets)
+    plan, length = context.plan.embed, context.plan.config.embed.length
     reader = CorpusReader(context.paths.bucket_root, plan.shards)
     for index in indices:
-        documents = reader.read_part(index, len(plan.parts), partial(cut, length=longest, plan=plan.tokenizer))
+        documents = reader.read_part(index, len(plan.parts), partial(cut, length=length, plan=plan.tokenizer))
         found, planned = str(IdDigest.of(documents["key"].to_numpy())), plan.parts[index].ids
         if found != planned:
             raise BadData(
@@ -366,7 +366,7 @@ def embed_window(
         tokens = pc.list_flatten(documents[DOCUMENT_TOKENS].take(pa.array(todo))).to_numpy().astype(np.int32)
         lists = np.split(tokens, np.cumsum(lengths[todo])[:-1])
         on_progress = partial(worker.beat, len(ids), len(tokens))
-        found = encode(worker.encode_with, worker.device, lists, config.buckets, config.tokens_per_batch, on_progress=on_progress)
+        found = encode(worker.encode_with, worker.device, lists, config.length, config.tokens_per_batch, on_progress=on_progress)
         worker.work += len(tokens)
         with np.errstate(over="ignore"):
             embeddings[todo] = found.embeddings.numpy().astype(config.dtype, copy=False)

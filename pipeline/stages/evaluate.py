@@ -219,10 +219,10 @@ def compare_on(context: StageContext, folder: Path, name: str, models: Sequence[
 def embeds_alike(plan: RunPlan, folder: Path) -> bool:
     """Return whether the run can embed with the published model, where its own is refused: it would cut texts as that one's
     folder says, and has its tokens and its graphs."""
-    published, longest = plan.published, max(plan.config.embed.buckets)
+    published = plan.published
     if published is None or published.own_tokens or not published.same_graphs:
         return False
-    return read_max_length(folder) in (None, longest)
+    return read_max_length(folder) in (None, plan.config.embed.length)
 
 
 def open_alone(context: StageContext, kind: str, precision: str) -> Device:
@@ -380,7 +380,7 @@ def encode_texts(context: StageContext, model: MeasuredModel, before: int, total
             note=f"encoding with the {model.name} model",
         )
 
-    found = encode(encode_with, device, texts, config.buckets, config.tokens_per_batch, on_progress=beat).embeddings
+    found = encode(encode_with, device, texts, config.length, config.tokens_per_batch, on_progress=beat).embeddings
     vectors = np.empty((len(own), dimension), np.float32)
     vectors[computed] = found.reshape(-1, dimension).numpy()
     vectors[~computed] = model.vectors[model.place[own[~computed]]].reshape(-1, dimension)

@@ -23,11 +23,13 @@ from torch import Tensor
 from pipeline import store
 from pipeline.backends.device import Device, open_device
 from pipeline.config import HealthCheckConfig
+from pipeline.contract import graphs_uri
 from pipeline.errors import Transient
 from pipeline.health.answers import largest_error, on_device, sequence
 from pipeline.health.neuron_host import DRIVER, compiler_environment, host_tests, wait_seconds, wrong_driver
 from pipeline.health.results import NodeReport, TestRecord
 from pipeline.run.context import StageContext, StageOutput
+from pipeline.sdk import compile_cache
 from pipeline.sdk.neuron_tools import HOST
 
 BANDWIDTH_REPEATS = 3
@@ -54,9 +56,12 @@ def run(context: StageContext, *, root: Path = HOST) -> StageOutput | None:
         uri=context.paths.node_health(context.world.node.node),
         wait_seconds=config.collective_timeout_seconds,
     )
+    compiled, cache = f"{graphs_uri(context.paths.bucket_root)}/health", context.scratch / "neuron-cache"
     if plan.world.kind == "neuron":
+        if context.world.local_rank == 0:  # for whose verdict the node's other ranks wait
+            compile_cache.fetch(compiled, cache)
         check_with_tools(context, report, config, root=root)
-        os.environ |= compiler_environment(os.environ.get("NEURON_CC_FLAGS", ""), context.scratch / "neuron-cache")
+        os.environ |= compiler_environment(os.environ.get("NEURON_CC_FLAGS", ""), cache)
     device = open_device(
         plan.world.kind,
         # The compiler's cast is left out.
@@ -69,6 +74,8 @@ def run(context: StageContext, *, root: Path = HOST) -> StageOutput | None:
         check_ranks(context, device, report, config)
     finally:
         device.close()
+    if plan.world.kind == "neuron" and context.world.is_leader:
+        compile_cache.keep(cache, compiled)
     return summary(context, time.monotonic() - started) if context.world.is_leader else None
 
 

@@ -458,8 +458,9 @@ def write_plan(paths: RunPaths, plan: RunPlan) -> RunPlan:
 
 
 def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
-    """Return the content of result.json. The state machine goes on with the stage `next`, and skips the compile stage where no
-    compiled set is missing."""
+    """Return the content of result.json. The state machine goes on with the stage `next`, skips the compile stage where no
+    compiled set is missing, and runs collect and precompile where compile.where wants it."""
+    missing = bool(missing_sets(paths.bucket_root, plan.graphs))
     shards = (*plan.train.new, *plan.train.replay)[:LISTED_SHARDS]
     data = store.read_bytes(paths.plan)
     outputs = {"plan": Artifact(paths.plan, hashlib.sha256(data).hexdigest(), len(data))}
@@ -470,7 +471,8 @@ def output(paths: RunPaths, plan: RunPlan) -> StageOutput:
         outputs=outputs,
         metrics={
             **plan.summary(),
-            "compile": bool(missing_sets(paths.bucket_root, plan.graphs)),
+            "compile": missing,
+            "precompile": missing and plan.world.kind == "neuron" and plan.config.compile.where == "cpu",
             "next": (Stage.EMBED if plan.embed.model else Stage.HEALTH_CHECK).value,
         },
     )

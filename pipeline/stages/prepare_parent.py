@@ -103,7 +103,7 @@ def as_it_embedded(config: RunConfig, bucket_root: str, run: str | None) -> RunC
     except (MissingInput, BadData) as error:
         log.warning("run %s is not known any more; embedding as it is configured now: %s", run, error.what)
         return config
-    embed = config.embed.model_copy(update={"buckets": earlier.embed.buckets, "dtype": earlier.embed.dtype})
+    embed = config.embed.model_copy(update={"length": earlier.embed.length, "dtype": earlier.embed.dtype})
     model = earlier.model.model_copy(update={"parent": None, "initial": config.model.initial})
     return config.model_copy(update={"embed": embed, "train": earlier.train, "model": model})
 
@@ -146,7 +146,7 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
     lengths = {
         "train.query_length": config.train.query_length,
         "train.length": config.train.length,
-        "embed.buckets": max(config.embed.buckets),
+        "embed.length": config.embed.length,
     }
     problems = [f"{key}: {length}" for key, length in lengths.items() if length > positions]
     if problems:
@@ -156,12 +156,12 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
             rule=f"at most {positions} tokens ({backbone.model_type})",
             remedy=f"choose lengths up to {positions}",
         )
-    if config.mode == "refresh" and (length := read_max_length(folder)) not in (None, lengths["embed.buckets"]):
+    if config.mode == "refresh" and (length := read_max_length(folder)) not in (None, config.embed.length):
         raise BadConfig(
             "the published model cuts texts at another length",
-            value=f"max_seq_length = {length}, longest of embed.buckets = {lengths['embed.buckets']}",
+            value=f"max_seq_length = {length}, embed.length = {config.embed.length}",
             rule="a refresh embeds as the model's folder says, so that queries and documents are embedded alike",
-            remedy="set embed.buckets as they were in the run that made the model, or publish a new model",
+            remedy="set embed.length as it was in the run that made the model, or publish a new model",
         )
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocabulary > backbone.vocab_size:

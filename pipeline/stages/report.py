@@ -19,7 +19,17 @@ from typing import Any, TypeVar
 
 from pipeline import store
 from pipeline.config import Deployment, RunConfig, RunInput, flattened, merge
-from pipeline.contract import REGISTRY_NAME_PATTERN, STAGES, Artifact, RunPaths, Stage, StageFailure, StageResult, now
+from pipeline.contract import (
+    COMPILED_APART,
+    REGISTRY_NAME_PATTERN,
+    STAGES,
+    Artifact,
+    RunPaths,
+    Stage,
+    StageFailure,
+    StageResult,
+    now,
+)
 from pipeline.cost import Bill, NodeAttempt, StageUse, stage_use
 from pipeline.errors import ExitCode, TrnpipeError
 from pipeline.log import log
@@ -159,8 +169,13 @@ class RunRecord:
     def skipped(self) -> set[Stage]:
         """Stages that the state machine goes past: every shard is ingested already; every compiled set is there; a refresh."""
         if self.plan and self.plan.config.mode == "refresh":
-            return {Stage.INGEST, Stage.HEALTH_CHECK, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE} - {*self.results}
-        nothing = {Stage.INGEST: (Stage.PREPARE, "ingest_children", 0), Stage.COMPILE: (Stage.PLAN, "compile", False)}
+            training = {Stage.HEALTH_CHECK, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE}
+            return {Stage.INGEST, *COMPILED_APART, *training} - {*self.results}
+        nothing: dict[Stage, tuple[Stage, str, Any]] = {
+            Stage.INGEST: (Stage.PREPARE, "ingest_children", 0),
+            **dict.fromkeys(COMPILED_APART, (Stage.PLAN, "precompile", False)),
+            Stage.COMPILE: (Stage.PLAN, "compile", False),
+        }
         return {stage for stage, (said_by, key, value) in nothing.items() if self.metrics(said_by).get(key) == value}
 
     def metrics(self, stage: Stage) -> dict[str, Any]:
@@ -257,7 +272,8 @@ def host_use(node: int, data: bytes) -> dict[str, Any]:
 def states(record: RunRecord) -> list[dict[str, Any]]:
     """Return stage, status, duration and place on one time axis of the stages in their order, None where unknown."""
     verdict, spans = record.verdict, {}
-    for stage in list(Stage)[:-1]:  # the report itself is the last one
+    # The report itself is the last one.
+    for stage in [one for one in Stage if one not in COMPILED_APART or one not in record.skipped][:-1]:
         result, failure = record.results.get(stage), record.failures.get(stage)
         if result:
             refused = verdict.kind == "refused" and stage is verdict.stage

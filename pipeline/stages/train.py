@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
+
+from torch import Tensor
 
 from pipeline import store
 from pipeline.backends.device import Device
@@ -22,10 +24,11 @@ from pipeline.run.shutdown import graceful_shutdown
 from pipeline.sdk.monitor import HostMonitor
 from pipeline.training.batches import Padding, TrainingBatches
 from pipeline.training.checkpoint import CheckpointRetention, CheckpointWriter
+from pipeline.training.host_state import host_weights
 from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.setup import gang_device, load_state
+from pipeline.training.setup import TrainState, gang_device, load_state
 from pipeline.training.state import Progress
 
 
@@ -104,8 +107,9 @@ def run(context: StageContext) -> StageOutput | None:
             progress,
         )
         if not context.world.is_leader:
+            state.optimizer.masters()
             return None
-        output = finish(context, device, state.encoder, state.source, progress)
+        output = finish(context, device, state, host_weights(state.encoder, state.optimizer, device), progress)
         write_seen(context.paths.bucket_root, plan, rows, progress.step, context.scratch)
         output.metrics["resumed_from"] = resumed_from
         if plan.graphs:
@@ -120,13 +124,18 @@ def padding(device: Device, encoder: Encoder) -> Padding:
     return Padding.NONE if encoder.unpads else Padding.LONGEST
 
 
-def finish(context: StageContext, device: Device, encoder: Encoder, source: Path, progress: Progress) -> StageOutput:
-    """Write the finished model and return the stage's output."""
+def finish(
+    context: StageContext, device: Device, state: TrainState, weights: Mapping[str, Tensor], progress: Progress
+) -> StageOutput:
+    """Write the finished model and return the stage's output.
+
+    Args:
+        weights: the encoder's state on the host.
+    """
     context.heartbeat.beat(progress.step, progress.step, unit="pairs", note="writing the model")
     folder = context.scratch / "train" / "model"
     # As embed cuts texts: all who embed with the folder do it alike.
-    length = max(context.plan.config.embed.buckets)
-    save_folder(encoder, folder, source, device.to_host(encoder.state_dict()), length)
+    save_folder(state.encoder, folder, state.source, weights, context.plan.config.embed.length)
     (folder / CARD).write_text(model_card(context.plan, folder, progress.step, progress.pairs), encoding="utf-8")
     written = store.upload_folder(folder, context.paths.model)
     return StageOutput(

@@ -24,7 +24,7 @@ from pipeline.log import log
 from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, error_text
 
 PATIENCE_SECONDS = 180.0
-"""Time from a call's first failure until it gives up, plus one last request (at most REQUEST_SECONDS of s3.py).
+"""Time from a call's start until it gives up, plus one last request (at most REQUEST_SECONDS of s3.py).
 
 Longer than the slow-downs in which S3 divides a suddenly busy prefix. Together with the last request it is a third of the time
 without a heartbeat after which a rank counts as stalled (progress_seconds of the supervisor), so that a storage failure is

@@ -23,15 +23,21 @@ RANDOM_FILE = "random.safetensors"
 Tensors = dict[str, Tensor]
 
 
+def host_weights(encoder: nn.Module, optimizer: AdamW, device: Device) -> Tensors:
+    """Copy an encoder's state to the host, in fp32; the other ranks call `optimizer.masters` meanwhile."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in encoder.named_parameters()}
+    return device.to_host(encoder.state_dict()) | {names[one]: value for one, value in optimizer.masters().items()}
+
+
 def host_state(encoder: nn.Module, optimizer: AdamW, device: Device) -> tuple[Tensors, Tensors]:
-    """Copy a model in training to the host. Where the optimizer is sharded, all ranks must take part in its own part.
+    """Copy a model in training to the host. Where the optimizer is sharded, the other ranks call its `masters` and
+    `host_state` meanwhile.
 
     Returns:
         The encoder's state, and the optimizer's tensors as `NAME/KIND`, e.g. `head.inner.weight/exp_avg`.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in encoder.named_parameters()}
-    weights = device.to_host(encoder.state_dict())
-    state = optimizer.host_state()
+    weights, state = host_weights(encoder, optimizer, device), optimizer.host_state()
     moments = {f"{names[one]}/{kind}": value.contiguous() for one, kinds in state.items() for kind, value in kinds.items()}
     return weights, moments
 

@@ -255,6 +255,7 @@ def _checkpoint(run: Training, progress: Progress, *, validated: bool) -> None:
     progress.checkpoints += 1
     if run.checkpoints is None or run.metrics is None:
         if run.optimizer.sharded:
+            run.optimizer.masters()
             run.optimizer.host_state()
         return
     begun = time.monotonic()

@@ -53,6 +53,10 @@ class FusedAdamW(torch.optim.AdamW):
         """Scale the gradients so that their norm is at most the limit; return the norm before, ()."""
         return torch.nn.utils.clip_grad_norm_(_parameters(self), limit or float("inf"))
 
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """Return nothing: the parameters are in fp32 themselves."""
+        return {}
+
     def host_state(self) -> State:
         """Copy the state to the host."""
         return {parameter: self._device.to_host(kinds) for parameter, kinds in self.state.items()}
@@ -90,8 +94,9 @@ class FlatAdamW(torch.optim.Optimizer):
     """AdamW in flat vectors, one of each kind for a bucket. `state` has them under the bucket's first parameter.
 
     Sharded, every rank keeps one share of each vector, and the weights of its share too: cut out of the parameters in a step,
-    they would be at another place in every rank's graph. (ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054. torch-xla's
-    own stores the state by rank, so that another number of ranks cannot resume from it.)
+    they would be at another place in every rank's graph. With `train.bf16_weights` these are the only ones in fp32.
+    (ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054. torch-xla's own stores the state by rank, so that another number of
+    ranks cannot resume from it.)
 
     Args:
         groups: as torch takes them, with `lr` and `weight_decay`; their parameters are on the device.
@@ -115,6 +120,12 @@ class FlatAdamW(torch.optim.Optimizer):
             for group in self.param_groups
             for parameters in buckets(group["params"], BUCKET_ELEMENTS)
         ]
+        self._has_masters = sharded and config.bf16_weights
+        if self._has_masters:
+            for bucket in self._buckets:
+                bucket.padding = [zeros.bfloat16() for zeros in bucket.padding]
+                for parameter in bucket.parameters:
+                    parameter.data = parameter.data.bfloat16()
 
     def reduce(self) -> list[Tensor]:
         """Join the means of all ranks' gradients, or this rank's share of them; return them, which `Device.sync` must keep."""
@@ -122,7 +133,7 @@ class FlatAdamW(torch.optim.Optimizer):
             self._device.reduce_gradients(_parameters(self))
         self._gradients = [bucket.flat(map(_gradient, bucket.parameters)) for bucket in self._buckets]
         if self.sharded:
-            self._gradients = [self._device.reduce_scatter(gradient) / self._shares for gradient in self._gradients]
+            self._gradients = [self._device.reduce_scatter(gradient).float() / self._shares for gradient in self._gradients]
         if not self._adds_up:
             self.zero_grad()
         return self._gradients
@@ -155,28 +166,37 @@ class FlatAdamW(torch.optim.Optimizer):
             weights = weights * kept[bucket.decay] - size * mean / (square.sqrt() * second + self._config.epsilon)
             if self.sharded:
                 state["weights"].copy_(weights)
-                weights = self._device.gather(weights)
+                weights = self._device.gather(weights.to(bucket.parameters[0].dtype))
             for parameter, piece in bucket.pieces(weights):
                 parameter.copy_(piece)
         self._gradients = []
 
-    @torch.no_grad()
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """Copy the fp32 weights to the leader's host, where parameters are in bf16; all ranks take part."""
+        return dict(self._whole("weights")) if self._has_masters else {}
+
     def host_state(self) -> State:
         """Copy the state to the host. Sharded, all ranks take part, and every rank but the leader gets the step alone."""
         found: State = {parameter: {"step": torch.tensor(float(self._steps))} for parameter in _parameters(self)}
         for kind in MOMENTS:
             # One kind at a time: gathered, it needs as much memory as the gradients did.
-            vectors = {str(number): self.state[bucket.parameters[0]][kind] for number, bucket in enumerate(self._buckets)}
-            if self.sharded:
-                vectors = {number: self._device.gather(vector) for number, vector in vectors.items()}
-                self._device.sync(*vectors.values())
-                if not self._device.world.is_leader:
-                    continue
-            copies = self._device.to_host(vectors)
-            for number, bucket in enumerate(self._buckets):
-                for parameter, piece in bucket.pieces(copies.pop(str(number))):
-                    found[parameter][kind] = piece.clone()
+            for parameter, value in self._whole(kind):
+                found[parameter][kind] = value
         return found
+
+    @torch.no_grad()
+    def _whole(self, kind: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every parameter with its tensor of a kind of state, on the host; sharded, on the leader alone."""
+        vectors = {str(number): self.state[bucket.parameters[0]][kind] for number, bucket in enumerate(self._buckets)}
+        if self.sharded:
+            vectors = {number: self._device.gather(vector) for number, vector in vectors.items()}
+            self._device.sync(*vectors.values())
+            if not self._device.world.is_leader:
+                return
+        copies = self._device.to_host(vectors)
+        for number, bucket in enumerate(self._buckets):
+            for parameter, piece in bucket.pieces(copies.pop(str(number))):
+                yield parameter, piece.clone()
 
     def load(self, read: Read) -> None:
         """Put back a state, which `read` returns tensor by tensor; of a sharded one, this rank's share."""

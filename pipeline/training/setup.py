@@ -65,7 +65,7 @@ def load_state(context: StageContext, device: Device) -> TrainState:
         source = store.local_folder(plan.parent.folder, context.scratch / "parent")
     encoder = load_encoder(source, config.model)
     require_length(encoder, config.train.length, "train.length")
-    require_length(encoder, max(config.embed.buckets), "embed.buckets")
+    require_length(encoder, config.embed.length, "embed.length")
     prepare_encoder(encoder, config.train, device)
     digest = host_digest(encoder)
     device.place(encoder)

@@ -22,7 +22,7 @@ from pipeline.evaluation.statistics import Units
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import meet_graphs
 from pipeline.log import log
-from pipeline.model.inference import encode, for_encoding, texts_of_every_shape
+from pipeline.model.inference import encode, for_encoding
 from pipeline.model.loss import DocumentRole
 from pipeline.run.context import StageContext
 from pipeline.run.shutdown import ShutdownRequest
@@ -104,9 +104,9 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
     writes = device.computes and not loading
     state = load_state(context, device)
     log.info("trial: made-up batches, whose losses and metrics mean nothing")
-    context.heartbeat.beat(note="trial: encoding every shape")
-    shapes = config.embed.buckets, config.embed.tokens_per_batch
-    encode(for_encoding(state.encoder, compiles=device.compiles), device, texts_of_every_shape(*shapes), *shapes)
+    context.heartbeat.beat(note="trial: encoding")
+    form = for_encoding(state.encoder, compiles=device.compiles)
+    encode(form, device, [made_up_text(config)], config.embed.length, config.embed.tokens_per_batch)
     infer = device.graphs()
     meet_graphs(device)
     steps = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
@@ -155,16 +155,19 @@ def trial_config(config: RunConfig, steps: int) -> RunConfig:
 
 
 def trial_validation(config: RunConfig, world: World) -> Holdout:
-    """Candidates of every shape for every rank, and a query for each."""
-    texts = texts_of_every_shape(config.embed.buckets, config.embed.tokens_per_batch)
-    queries = texts[-1:] * world.size
+    """A candidate and a query for every rank."""
+    texts = [made_up_text(config)] * world.size
     return Holdout(
-        keys=tuple((number, None) for number in range(len(queries))),
-        queries=queries,
-        # Ranks take every world-size-th.
-        candidates=[text for text in texts for _ in range(world.size)],
-        relevant=Relevant.of([{number: 1.0} for number in range(len(queries))]),
+        keys=tuple((number, None) for number in range(world.size)),
+        queries=texts,
+        candidates=texts,
+        relevant=Relevant.of([{number: 1.0} for number in range(world.size)]),
         known=Relevant.of(()),
-        units=Units.single(len(queries)),
-        tasks=[None] * len(queries),
+        units=Units.single(world.size),
+        tasks=[None] * world.size,
     )
+
+
+def made_up_text(config: RunConfig) -> list[int]:
+    """Return a row full of tokens that are in every vocabulary."""
+    return [1 + place % 8 for place in range(config.embed.length)]

@@ -69,7 +69,7 @@ def measure(folder: Path, corpus: Path, pairs: Path) -> tuple[float, float]:
         "device": {"threads_per_rank": 1},
         "train": {"query_length": 12, "length": 32},
         "evaluate": {"candidates": 10},
-        "embed": {"children": 1, "buckets": [16, 32]},
+        "embed": {"children": 1, "length": 32},
     }
     paths = ours.plan(folder / "bucket", model=folder / "model", pairs=pairs, corpus=corpus, config=config)
     ours.place_model(paths, folder / "model")

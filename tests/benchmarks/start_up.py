@@ -80,7 +80,7 @@ TINY_RUN = {
     "gate.undecided": "accept",
     "gate.max_drop": "1",
     "embed.children": "1",
-    "embed.buckets": "[16, 32]",
+    "embed.length": "32",
     "embed.tokens_per_batch": "512",
 }
 NO_PROGRESS_SECONDS = 120.0

@@ -63,6 +63,7 @@ def main() -> None:
         ("plain", {"batch_size": 64, "micro_batches": 1, "batch_tokens": 2048}),
         ("cached", {}),
         ("cached, sharded", {"shard_optimizer": True}),
+        ("cached, sharded, bf16 weights", {"shard_optimizer": True, "bf16_weights": True}),
     ):
         config = build_config({"train": {"dropout": 0.0, "shard_optimizer": False, **train}})
         encoder = new_encoder(backbone, config.model)
@@ -146,12 +147,10 @@ def state(shape: ModelShape) -> str:
     """Weights, gradients and optimizer state of a core."""
     world = PlannedWorld(kind="neuron", precision="bf16", nodes=1, ranks_per_node=32)
     large, words = replace(shape, parameters=500_000_000), []
-    config = build_config({"device": {"kind": "neuron"}, "train": {"micro_batches": 1}})
-    for name, chosen in (
-        ("replicated", build_config(config.model_dump(mode="json"), {"train": {"shard_optimizer": False}})),
-        ("as decided", decide_sharding(config, large, world, known_capacity(config, "neuron", here=False))),
-    ):
-        items, kept = Footprint(large, chosen, world).training(), ("weights (fp32)", "optimizer state", "share of", "gradients")
+    for name, train in (("replicated", {"shard_optimizer": False}), ("as decided", {}), ("bf16 weights", {"bf16_weights": True})):
+        config = build_config({"device": {"kind": "neuron"}, "train": {"micro_batches": 1, **train}})
+        chosen = decide_sharding(config, large, world, known_capacity(config, "neuron", here=False))
+        items, kept = Footprint(large, chosen, world).training(), ("weights (", "optimizer state", "share of", "gradients")
         size = sum(value for item, value in items.items() if item.startswith(kept))
         words.append(f"{name} {size / 1e9:.2f} GB")
     return f"state of a core at 500M parameters, one node: {', '.join(words)}"

@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.backends.device import open_device
 from pipeline.config import build_config
-from pipeline.model.encoder import prepare_for_inference, prepare_for_training
+from pipeline.model.encoder import prepare_for_training
 from pipeline.model.folder import load_encoder
-from pipeline.model.inference import encode
+from pipeline.model.inference import encode, inference_form
 from pipeline.model.shape import read_shape
 from pipeline.run.world import World
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
@@ -90,12 +90,11 @@ def embedded(model: Path, lists: Sequence[tuple[list[list[int]], ...]], length: 
     """Encoding of the documents, the tokens in them, and one pass."""
     device = open_device("cpu", "auto", World(), threads=1, inference=True)
     encoder = load_encoder(model, build_config({}).model)
-    prepare_for_inference(encoder, fused_attention=True)
-    encode_with = device.for_inference(encoder.eval(), None)
+    encode_with = device.for_inference(inference_form(encoder, compiles=False, bf16=device.precision == "bf16"), None)
     documents = [tokens for own in lists for tokens in own[1]]
 
     def run() -> None:
-        encode(encode_with, device, documents, (length,), BATCH * length)
+        encode(encode_with, device, documents, length, BATCH * length)
 
     return run, sum(map(len, documents)), 1
 

@@ -1,6 +1,6 @@
 """A training step of all-MiniLM-L6-v2 on the kind `xla`, once compiled, against the same step on the kind `cpu`, both in fp32.
 
-    python tests/benchmarks/xla_step.py [--rounds 3] [--chunks 4] [--batch 64] [--buckets 64 128] [--cores 2]
+    python tests/benchmarks/xla_step.py [--rounds 3] [--chunks 4] [--batch 64] [--lengths 64 128] [--cores 2]
 
 Variants run in turn, A B C A B C ..., each in a process of its own (torch-xla takes over its process) that starts as the
 supervisor would start it, on the same cores: `cpu`; `xla` with sync_points 2 (the default), `xla-1` with 1; `xla-join2` and
@@ -53,7 +53,7 @@ VARIANTS = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One process's steps in one bucket.
+    """One process's steps with one length of rows.
 
     Attributes:
         wall, cpu: medians over its chunks, seconds per step; CPU seconds are those of all its threads.
@@ -73,34 +73,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--buckets", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        name, bucket = options.one.split(":")
-        print(json.dumps(measure(VARIANTS[name], options.batch, int(bucket), options.chunks)))
+        name, length = options.one.split(":")
+        print(json.dumps(measure(VARIANTS[name], options.batch, int(length), options.chunks)))
         return
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    for bucket in options.buckets:
+    for length in options.lengths:
         runs: dict[str, list[Measured]] = {name: [] for name in options.variants}
         for _ in range(options.rounds):
             for name in options.variants:
-                runs[name].append(in_process(name, bucket))
-        show(bucket, options.batch, runs)
+                runs[name].append(in_process(name, length))
+        show(length, options.batch, runs)
 
 
-def in_process(name: str, bucket: int) -> Measured:
-    command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{name}:{bucket}"]
+def in_process(name: str, length: int) -> Measured:
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{name}:{length}"]
     result = subprocess.run(command, env=environment(VARIANTS[name].kind), capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(result.stderr)
     return Measured(**json.loads(result.stdout.splitlines()[-1]))
 
 
-def show(bucket: int, batch: int, runs: dict[str, list[Measured]]) -> None:
-    print(f"\nbucket {bucket}, {batch} pairs, cores {sorted(os.sched_getaffinity(0))}")
+def show(length: int, batch: int, runs: dict[str, list[Measured]]) -> None:
+    print(f"\nrows of {length} tokens, {batch} pairs, cores {sorted(os.sched_getaffinity(0))}")
     header = f"{'variant':<11}{'wall s':>8}{'CPU s':>8}{'pairs/s':>9}{'x cpu, wall':>13}{'x cpu, CPU s':>14}"
     print(f"{header}{'first s':>9}{'peak MiB':>10}  loss")
     for name, measured in runs.items():
@@ -127,7 +127,7 @@ def environment(kind: str) -> dict[str, str]:
     return found
 
 
-def measure(variant: Variant, batch: int, bucket: int, chunks: int) -> dict[str, object]:
+def measure(variant: Variant, batch: int, length: int, chunks: int) -> dict[str, object]:
     """A chunk that compiles, then `chunks` that count."""
     from pipeline.backends.device import open_device
     from pipeline.config import build_config
@@ -140,8 +140,8 @@ def measure(variant: Variant, batch: int, bucket: int, chunks: int) -> dict[str,
     settings = {
         "train": {
             "batch_size": batch,
-            "length": bucket,
-            "query_length": min(32, bucket),
+            "length": length,
+            "query_length": min(32, length),
             "micro_batches": 1,
             "dropout": 0.0,
             # Whatever cuts the graph comes with the last of an execution's batches.

@@ -36,7 +36,7 @@ SETTINGS = {
     "gate.undecided": "accept",
     "embed.children": 2,
     "embed.rows_per_part": 100,
-    "embed.buckets": "[16, 32]",
+    "embed.length": "32",
     "embed.tokens_per_batch": 512,
 }
 
@@ -67,7 +67,7 @@ class LocalState:
 
     def run(self, *inputs: Path, arguments: tuple[str, ...] = (), **settings: Any) -> subprocess.CompletedProcess[str]:
         command = self.command(*inputs, arguments=arguments, **settings)
-        return subprocess.run(command, capture_output=True, text=True, timeout=400)
+        return subprocess.run(command, capture_output=True, text=True, timeout=1200)
 
     @property
     def bucket(self) -> Path:

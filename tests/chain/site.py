@@ -86,7 +86,7 @@ ORCHESTRATION = Depth(
     settings={
         **COMMON,
         "train": {"batch_size": 4, "query_length": 8, "length": 32, "epochs": 3, "checkpoint_every": 4},
-        "embed": {"children": 2, "rows_per_part": 10, "buckets": [16, 32]},
+        "embed": {"children": 2, "rows_per_part": 10, "length": 32},
     },
     rows=80,
     limit_seconds=180,
@@ -109,7 +109,7 @@ REAL = Depth(
             "validate_every": 10,
         },
         "evaluate": {"bootstrap_samples": 100},
-        "embed": {"children": 2, "rows_per_part": 60, "buckets": [16, 32], "tokens_per_batch": 512},
+        "embed": {"children": 2, "rows_per_part": 60, "length": 32, "tokens_per_batch": 512},
         "health_check": {"matmul_size": 48, "memory_mib": 4, "collective_bytes": [4096], "storage_mib": 1},
     },
     rows=240,

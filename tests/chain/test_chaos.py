@@ -27,7 +27,7 @@ def sample(tmp_path: Path, templates: Path, *arguments: str) -> tuple[int, list[
     results = tmp_path / "results.jsonl"
     shutil.copytree(templates, tmp_path / "cdk.out")  # where a sitting keeps the synthesized app
     command = [sys.executable, "-m", "tests.chain.chaos", "--results", str(results), *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=1150)
     return process.returncode, chaos.read_results(results), process.stdout + process.stderr
 
 
@@ -218,7 +218,7 @@ def test_the_targets(others: list[chaos.Outcome], good: bool) -> None:
 
 
 def test_the_moment_of_a_fault_is_within_its_stage() -> None:
-    assert tuple(stage for stage in Stage if stage is not Stage.COMPILE) == faults.STAGES
+    assert tuple(stage for stage in Stage if stage not in (Stage.COLLECT, Stage.PRECOMPILE, Stage.COMPILE)) == faults.STAGES
     for kind in faults.KINDS:
         fault = kind(random.Random("s"))
         assert set(fault.order) <= set(kind.stages)

@@ -72,7 +72,7 @@ def test_a_sick_host_takes_itself_out_and_the_next_attempt_runs_elsewhere(endpoi
         "data": {"train": [f"{bucket}/data/shard.jsonl"], "holdout_fraction": 0.2},
         "model": {"parent": f"{bucket}/models/parent"},
         "train": {"batch_size": 8, "query_length": 8, "length": 32},
-        "embed": {"buckets": [16, 32]},
+        "embed": {"length": 32},
         "gate": {"undecided": "accept"},
         "health_check": {"matmul_size": 48, "memory_mib": 4, "collective_bytes": [4096], "storage_mib": 1},
     }

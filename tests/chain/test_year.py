@@ -164,5 +164,5 @@ def test_an_outsider_sees_another_corpus(year: Year, change: Callable[[dict[str,
 
 
 def _broken(year: Year, view: View, documents: dict[str, str]) -> list[str]:
-    outsider = Outsider(view.model, CONFIG["train"]["query_length"], max(CONFIG["embed"]["buckets"]))
+    outsider = Outsider(view.model, CONFIG["train"]["query_length"], CONFIG["embed"]["length"])
     return view.broken_set(documents, outsider, sorted(documents))

@@ -72,7 +72,7 @@ CONFIG: dict[str, Any] = {
     },
     "evaluate": {"candidates": 1500, "bootstrap_samples": 500},
     "gate": {"max_drop": 0.02, "total_drop": 0.03},
-    "embed": {"children": 2, "rows_per_part": 1000, "buckets": [40], "tokens_per_batch": 8192},
+    "embed": {"children": 2, "rows_per_part": 1000, "length": 40, "tokens_per_batch": 8192},
     "health_check": {"matmul_size": 48, "memory_mib": 4, "collective_bytes": [4096], "storage_mib": 1},
 }
 """The deployment's run configuration."""
@@ -374,7 +374,7 @@ class Year:
             documents = self.inputs.documents()
             whole = entry.week % max(1, len(self.plan) // WHOLE_SETS) == 0
             sample = list(documents) if whole else self.draw.sample(sorted(documents), SAMPLE)
-            outsider = Outsider(view.model, CONFIG["train"]["query_length"], max(CONFIG["embed"]["buckets"]))
+            outsider = Outsider(view.model, CONFIG["train"]["query_length"], CONFIG["embed"]["length"])
             entry.broken += view.broken_set(documents, outsider, sample)
             metrics = read_json(self.site.file(f"{self.root}/runs/{entry.run}/embed/result.json"))["metrics"]
             entry.copied = metrics["copied"]
@@ -495,7 +495,7 @@ def open_year(
         schedules = Stacks.read(templates).of_type("AWS::Scheduler::Schedule")
         given = [json.loads(schedule.properties["Target"]["Input"]) for schedule in schedules]
         starts = {"refresh" if start.get("mode") == "refresh" else "weekly": start for start in given if "share" in start}
-        truth = Truth(inputs.hidden, CONFIG["train"]["query_length"], max(CONFIG["embed"]["buckets"]))
+        truth = Truth(inputs.hidden, CONFIG["train"]["query_length"], CONFIG["embed"]["length"])
         yield Year(site, inputs, truth, starts, plan_year(weeks, seed), refreshes, random.Random(seed), folder)
 
 

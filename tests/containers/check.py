@@ -53,7 +53,7 @@ CONFIG = {
     "device": {"kind": "cpu"},
     "train": {"batch_size": 8, "query_length": 12, "length": 32},
     "gate": {"undecided": "accept"},
-    "embed": {"buckets": [16, 32]},
+    "embed": {"length": 32},
 }
 STAGES = (
     (Stage.PREPARE, RUN.inputs),

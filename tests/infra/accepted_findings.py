@@ -46,7 +46,7 @@ ACCEPTED: tuple[Accepted, ...] = (
     _accepted(_wildcard(r"\*"), r"Jobs/ExecutionRole/", "ecr:GetAuthorizationToken knows no resource-level permissions."),
     _accepted(
         _wildcard(r"\*"),
-        r"Jobs/(HealthCheck|Compile|Train)Role/",
+        r"Jobs/(Collect|HealthCheck|Compile|Train)Role/",
         "batch:DescribeJobs knows no resource-level permissions; a gang asks for its own job's parameters.",
     ),
     _accepted(
@@ -56,12 +56,12 @@ ACCEPTED: tuple[Accepted, ...] = (
     ),
     _accepted(
         _wildcard(r"arn:\w+:s3:::[^*]+\*"),
-        r"Jobs/(Prepare|Ingest|Plan|Compile|Train|Evaluate|Publish)Role/",
+        r"Jobs/(Prepare|Ingest|Plan|Collect|Precompile|Compile|Train|Evaluate|Publish)Role/",
         "Files are added under the folders that the settings name.",
     ),
     _accepted(
         _wildcard(r"arn:\w+:ecs:.*:(container-instance|task)/.*/\*"),
-        r"Jobs/(HealthCheck|Compile|Train|Evaluate|Embed)Role/",
+        r"Jobs/(Collect|HealthCheck|Compile|Train|Evaluate|Embed)Role/",
         "Batch adds a random part to the name of the cluster it makes, and instance and task ids come and go.",
     ),
     _accepted(

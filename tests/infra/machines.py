@@ -87,7 +87,7 @@ def tasks(machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 RESULTS: dict[str, dict[str, Any]] = {
     "prepare": {"ingest_children": 2},
-    "plan": {"nodes": 2, "embed_children": 3, "compile": True},
+    "plan": {"nodes": 2, "embed_children": 3, "compile": True, "precompile": True},
     "evaluate": {"gate": {"verdict": "accepted", "reason": "+0.002"}, "refresh": True},
     "publish": {"again": False, "refused": None, "model": "week-1", "documents": 1000},
 }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from infra.local.definitions import ACCOUNT, REGION
+from infra.stacks import COMPILING
 from pipeline.contract import STAGES, Queue, Stage
 from tests.chain.faults import SickHost
 from tests.chain.site import ORCHESTRATION, marked, open_site
@@ -136,8 +137,8 @@ def test_every_call_is_allowed(recorded: Recorded) -> None:
 
 
 def test_all_stages_and_the_machine_have_been_heard(recorded: Recorded) -> None:
-    """Compile is no stage of a processor's: tests/chain/test_xla_run.py looks at its calls."""
-    assert {call.caller for call in recorded.calls} == {*map(str, STAGES), MACHINE} - {Stage.COMPILE.value}
+    """Those that compile are no stages of a processor's: tests/chain/test_xla_run.py looks at the calls of one."""
+    assert {call.caller for call in recorded.calls} == {*map(str, STAGES), MACHINE} - {*map(str, COMPILING)}
     for stage, patterns in WRITTEN.items():
         keys = {in_run(recorded, call) for call in written(recorded) if call.caller == stage}
         for pattern in patterns:
@@ -218,7 +219,7 @@ def test_no_role_may_make_a_call_that_no_stage_makes(recorded: Recorded, role: s
 @pytest.mark.parametrize("role", [*map(str, STAGES), MACHINE])
 def test_no_role_has_an_action_that_nothing_needs(recorded: Recorded, role: str) -> None:
     made = {call.action for call in recorded.calls if call.caller == role}
-    if role == Stage.COMPILE:
+    if role in {*map(str, COMPILING)}:
         made = {"s3:GetObject", "s3:PutObject", "s3:ListBucket"}
     known = OF_THE_SERVICE | {"s3:ListBucket"} if role == MACHINE else set(UNRECORDED)
     assert recorded.roles.of(role).actions() - made - known == set()

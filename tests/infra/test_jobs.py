@@ -173,9 +173,12 @@ def test_fargate_stages_have_no_public_address_and_a_size_that_exists(deployment
     properties = definition(deployment, stage)
     assert properties["PlatformCapabilities"] == ["FARGATE"]
     assert container(properties)["NetworkConfiguration"] == {"AssignPublicIp": "DISABLED"}
-    assert needs(properties)["VCPU"] == 4
-    # Fargate with 4 vCPU: 8 to 30 GiB in steps of 1 GiB; 21 to 200 GiB of disk.
-    assert needs(properties)["MEMORY"] in range(8 * 1024, 31 * 1024, 1024)
+    # Fargate with 4 vCPU: 8 to 30 GiB in steps of 1 GiB; with 16, 32 to 120 GiB in steps of 8; 21 to 200 GiB of disk.
+    if stage is Stage.PRECOMPILE:
+        assert needs(properties) == {"VCPU": 16, "MEMORY": 120 * 1024}
+    else:
+        assert needs(properties)["VCPU"] == 4
+        assert needs(properties)["MEMORY"] in range(8 * 1024, 31 * 1024, 1024)
     assert 21 <= container(properties)["EphemeralStorage"]["SizeInGiB"] <= 200
 
 
@@ -194,6 +197,7 @@ def test_images_are_the_repositorys_or_the_given_ones(deployment: Any, other_dep
     assert container(definition(other_deployment, Stage.PREPARE, prefix="ranker"))["Image"].endswith("/team/neuron:7-cpu")
     given = container(definition(other_deployment, Stage.TRAIN, 2, "ranker"))["Image"]
     assert given == "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7"
+    assert container(definition(other_deployment, Stage.PRECOMPILE, prefix="ranker"))["Image"] == given
     pulls = [policy for policy in other_deployment.resources("AWS::IAM::Policy") if "ecr:BatchGetImage" in str(policy)]
     assert any("123456789012:repository/team/neuron" in str(policy) for policy in pulls)
 

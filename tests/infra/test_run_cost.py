@@ -67,6 +67,7 @@ def test_synth_says_what_each_stage_and_a_run_cost_at_most() -> None:
     # nodes x hours x price: an attempt of train may take a day, but the budget is six hours.
     assert by_stage["train"][1:] == ["2", "trn1.32xlarge", "21.5000", "6.0", f"{2 * 6 * 21.5:.2f}"]
     assert by_stage["health_check"][-2:] == ["0.5", f"{2 * 0.5 * 21.5:.2f}"]
+    assert [by_stage[stage][1] for stage in ("collect", "precompile")] == ["0", "0"]
     # Three children, and hosts for two.
     assert by_stage["embed"][1] == "2"
     text = " ".join(told)
@@ -82,6 +83,12 @@ def test_a_deployment_without_trainium_is_tried_for_two_dollars() -> None:
     assert len(stages) == len(STAGES)
     assert sum(float(words[-1]) for words in stages) < 2
     assert smoke.run_config().time_budget == timedelta(hours=1)
+
+
+def test_precompile_counts_as_four_ordinary_jobs_on_fargate() -> None:
+    told = lines(config={"nodes": 2, "device": {"kind": "neuron"}, "compile": {"where": "cpu"}})
+    by_stage = {line.split()[0]: line.split() for line in told}
+    assert [by_stage[stage][1] for stage in ("collect", "precompile", "report")] == ["2", "4", "1"]
 
 
 def test_as_many_children_count_as_have_hosts() -> None:

@@ -193,6 +193,17 @@ NEURON = {"device": {"kind": "neuron"}}
             "of cpu_max_vcpus 5, and one job on Fargate is 4",
             "set cpu_max_vcpus to 6 or more",
         ),
+        (
+            {
+                "compute_reservation": 30,
+                "cpu_max_vcpus": 22,
+                "max_vcpus": 1000,
+                "embed_max_vcpus": 183,
+                "config": {**NEURON, "compile": {"where": "cpu"}},
+            },
+            "too few of cpu_max_vcpus 22 for precompile",
+            "set cpu_max_vcpus to 23 or more, or config.compile.where: gang",
+        ),
         ({"shares": {**WEEKLY, "man-ual": 1}}, "share 'man-ual': AWS Batch share identifiers", "use letters and digits only"),
         ({"shares": {**WEEKLY, "te*am": 1}}, "share 'te*am'", "a `*` at the end"),
         ({"shares": {**WEEKLY, "team*": 1, "teamA1": 1}}, "shares team* and teamA1 overlap", "remove teamA1"),

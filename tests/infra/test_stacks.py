@@ -11,6 +11,9 @@ import pytest
 from pipeline.contract import STAGES, Stage
 from tests.infra.accepted_findings import ACCEPTED
 
+CACHE_WRITERS = (Stage.COLLECT, Stage.PRECOMPILE, Stage.COMPILE, Stage.TRAIN)
+"""Stages that write to the compiler's cache."""
+
 
 def statements(deployment: Any, role: str) -> Iterator[dict[str, Any]]:
     """Statements of every policy of a role, by its path in the construct tree."""
@@ -103,11 +106,15 @@ def test_only_checkpoints_are_tagged(deployment: Any, stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_compiled_sets_are_compile_s_and_those_who_load_them_only_read(deployment: Any, stage: Stage) -> None:
-    """prepare and plan ask whether they are there. The compiler's cache alone is also train's, for an unforeseen graph."""
+    """prepare and plan ask whether they are there, and health_check has graphs of its own. The compiler's cache is also written
+    by collect and precompile, and by train for an unforeseen graph."""
     cache = "/graphs/neuron-cache/*"
-    written = {Stage.COMPILE: {"/graphs/*"}, Stage.TRAIN: {cache}}.get(stage, set())
+    health = {"/graphs/health/*"}
+    wide = {Stage.COMPILE: {"/graphs/*"}, Stage.HEALTH_CHECK: health}
+    written = wide.get(stage, {cache} if stage in CACHE_WRITERS else set())
     read = {"/graphs/*"} if stage not in (Stage.INGEST, Stage.HEALTH_CHECK, Stage.PUBLISH, Stage.REPORT) else set()
-    removed = {cache} if stage in (Stage.COMPILE, Stage.TRAIN) else set()
+    read |= health if stage is Stage.HEALTH_CHECK else set()
+    removed = {cache} if stage in CACHE_WRITERS else set()
     for action, expected in (("s3:GetObject", read), ("s3:PutObject", written), ("s3:DeleteObject", removed)):
         assert {found for found in granted(deployment, role_of(stage), action) if "graphs" in found} == expected, action
     # Without it S3 says of an absent set that access is denied.
@@ -116,7 +123,7 @@ def test_compiled_sets_are_compile_s_and_those_who_load_them_only_read(deploymen
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_a_compiler_s_cache_elsewhere_is_open_to_those_who_compile(other_deployment: Any, stage: Stage) -> None:
-    role, compiles = role_of(stage), stage in (Stage.COMPILE, Stage.TRAIN)
+    role, compiles = role_of(stage), stage in CACHE_WRITERS
     for action in ("s3:GetObject", "s3:PutObject", "s3:DeleteObject"):
         assert ("arn:aws:s3:::their-caches/neuron/*" in granted(other_deployment, role, action)) == compiles, action
     assert ("arn:aws:s3:::their-caches" in granted(other_deployment, role, "s3:ListBucket")) == compiles
@@ -128,7 +135,7 @@ KEY = "arn:aws:kms:us-east-2:210987654321:key/0a1b2c3d"
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_who_reads_inputs_may_decrypt_them_through_s3_alone(other_deployment: Any, stage: Stage) -> None:
     reads = stage not in (Stage.HEALTH_CHECK, Stage.EMBED, Stage.REPORT)
-    compiles = stage in (Stage.COMPILE, Stage.TRAIN)
+    compiles = stage in CACHE_WRITERS
     role = role_of(stage)
     assert (KEY in granted(other_deployment, role, "kms:Decrypt")) == reads
     assert (KEY in granted(other_deployment, role, "kms:GenerateDataKey")) == compiles
@@ -167,7 +174,8 @@ def test_no_policy_allows_every_action(deployment: Any) -> None:
 def test_inputs_are_readable_where_they_are_read(other_deployment: Any, stage: Stage) -> None:
     """prepare and publish list the shards, ingest reads them, plan golden sets; the parent, perhaps of no run, is loaded."""
     reads_shards = stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.PUBLISH)
-    loads_parent = stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)
+    compiles = stage in CACHE_WRITERS
+    loads_parent = compiles or stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.EVALUATE)
     readable = granted(other_deployment, role_of(stage), "s3:GetObject")
     listed = granted(other_deployment, role_of(stage), "s3:ListBucket")
     for bucket, key, reads in (("their-data", "pairs/*", reads_shards), ("their-models", "e5/*", loads_parent)):

@@ -472,7 +472,7 @@ LONGEST_CAPACITY_WAIT = next(limit.le for limit in Settings.model_fields["capaci
 
 
 @pytest.mark.parametrize("hours", [Settings.model_fields["capacity_wait_hours"].default, LONGEST_CAPACITY_WAIT])
-def test_an_execution_whose_gangs_all_take_their_limits_has_15_000_events_at_most(hours: int) -> None:
+def test_an_execution_whose_gangs_all_take_their_limits_has_17_000_events_at_most(hours: int) -> None:
     states = definition(targets(capacity_wait_minutes=hours * HOUR))["States"]
     events = OTHER_EVENTS
     for stage in GANGS:
@@ -485,7 +485,7 @@ def test_an_execution_whose_gangs_all_take_their_limits_has_15_000_events_at_mos
         limit = 60 * (2 * STAGES[stage].timeout_minutes + hours * HOUR)
         assert 0 <= short_laps * waits[0] + (laps - short_laps) * waits[1] - limit < waits[1]
         events += laps * LAP_EVENTS
-    assert events <= 15_000 == MOST_EVENTS
+    assert events <= 17_000 == MOST_EVENTS
 
 
 def test_no_state_holds_more_than_it_may_with_the_largest_results(walks: Walks) -> None:

@@ -104,7 +104,7 @@ def test_stages_run_in_their_order_under_their_own_names(machine: dict[str, Any]
         assert earlier.value not in reachable(states, later.value, without=back)
 
 
-def test_ingest_and_compile_are_the_stages_that_may_be_left_out(machine: dict[str, Any]) -> None:
+def test_ingest_and_those_that_compile_are_the_stages_that_may_be_left_out(machine: dict[str, Any]) -> None:
     states = machine["States"]
     assert successors(states["ChooseIngest"]) == {"ingest", "ingest (single)", "plan"}
     assert successors(states["ChooseEmbed"]) == {"embed", "embed (single)"}
@@ -113,8 +113,12 @@ def test_ingest_and_compile_are_the_stages_that_may_be_left_out(machine: dict[st
     # A path that leads nowhere would end the execution on the spot: results of earlier versions do not say.
     [rule] = states["ChooseCompile"]["Choices"]
     assert rule["And"][0] == {"Variable": "$.plan.metrics.compile", "IsPresent": True}
-    assert "publish" in reachable(states, machine["StartAt"], without=frozenset({"compile", "ingest", "ingest (single)"}))
-    for stage in set(STAGES) - {Stage.INGEST, Stage.COMPILE, Stage.REPORT}:
+    assert successors(states["ChoosePrecompile"]) == {"collect", "health_check"}
+    assert states["ChoosePrecompile"]["Default"] == "health_check"
+    assert states["ChoosePrecompile"]["Choices"][0]["And"][0] == {"Variable": "$.plan.metrics.precompile", "IsPresent": True}
+    spared = frozenset({"collect", "precompile", "compile", "ingest", "ingest (single)"})
+    assert "publish" in reachable(states, machine["StartAt"], without=spared)
+    for stage in set(STAGES) - {Stage.INGEST, Stage.COLLECT, Stage.PRECOMPILE, Stage.COMPILE, Stage.REPORT}:
         without = frozenset({stage.value, f"{stage} (single)"})
         order = list(STAGES)
         # A refresh trains nothing; but no model comes to the gate without these.
@@ -415,13 +419,15 @@ def test_a_gang_that_fails(account: Account) -> None:
     found = account.run("week-1")
     assert found["status"] == "FAILED"
     assert "Host EC2 (instance i-1) terminated." in found["cause"]
-    assert account.batch.stages() == ["prepare", "ingest", "plan", "health_check", "compile", "report"]
+    apart = ["collect", "precompile"]
+    assert account.batch.stages() == ["prepare", "ingest", "plan", *apart, "health_check", "compile", "report"]
 
 
 @pytest.mark.parametrize(("name", "given"), [("week-1", {}), ("again", {"run": "week-1"})])
 def test_stopping_an_execution_ends_its_own_gang_only(account: Account, name: str, given: dict[str, Any]) -> None:
     """Jobs of the same name may be another execution's, which takes the run up, or have no tags; names match in either case."""
     account.batch.script["health_check"] = lambda: "RUNNING"
+    account.batch.results["plan"]["precompile"] = False
     queue = f"arn:aws:batch:{REGION}:{ACCOUNT}:job-queue/train"
     others: list[dict[str, Any]] = [{}, {"tags": {EXECUTION_TAG: "arn:another"}}]
     for more, other in zip(others, ("health_check-week-1", "health_check-Week-1"), strict=True):
@@ -443,11 +449,26 @@ def test_stopping_an_execution_ends_its_own_gang_only(account: Account, name: st
 
 
 def test_no_gang_is_started_where_nothing_is_to_be_compiled(account: Account) -> None:
-    account.batch.results["plan"]["compile"] = False
+    account.batch.results["plan"] |= {"compile": False, "precompile": False}
     found = account.run("week-2")
     assert found["status"] == "SUCCEEDED"
-    assert account.batch.stages() == with_refresh(stage.value for stage in STAGES if stage is not Stage.COMPILE)
+    left_out = (Stage.COLLECT, Stage.PRECOMPILE, Stage.COMPILE)
+    assert account.batch.stages() == with_refresh(stage.value for stage in STAGES if stage not in left_out)
     assert "compile" not in account.entered(found["executionArn"])
+
+
+def test_graphs_are_compiled_on_fargate_between_two_gangs_where_the_plan_says_so(account: Account) -> None:
+    account.run("week-1")
+    jobs = {request["jobName"].partition("-")[0]: request for request in account.batch.submitted}
+    assert list(jobs)[3:7] == ["collect", "precompile", "health_check", "compile"]
+    assert [jobs[stage]["jobQueue"].rpartition("/")[2] for stage in ("collect", "precompile")] == ["train", "cpu"]
+
+
+@pytest.mark.parametrize("said", [{}, {"precompile": "true"}, {"precompile": None}, {"precompile": False}])
+def test_nothing_is_precompiled_unless_the_plan_clearly_says_so(account: Account, said: dict[str, Any]) -> None:
+    account.batch.results["plan"] = {"nodes": 2, "embed_children": 3, **said}
+    assert account.run("week-1")["status"] == "SUCCEEDED"
+    assert account.batch.stages()[:4] == ["prepare", "ingest", "plan", "health_check"]
 
 
 @pytest.mark.parametrize("said", [{}, {"compile": "false"}, {"compile": None}])

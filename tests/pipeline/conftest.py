@@ -36,7 +36,7 @@ from tests.tiny import WORDS, make_model
 SMALL = {
     "device": {"kind": "cpu", "precision": "fp32", "threads_per_rank": 1},
     "train": {"query_length": 12, "length": 32},
-    "embed": {"buckets": [8, 16, 32], "tokens_per_batch": 256},
+    "embed": {"length": 32, "tokens_per_batch": 256},
     "evaluate": {"bootstrap_samples": 200},
     "gate": {"undecided": "accept"},
 }
@@ -213,7 +213,7 @@ def _write_rows(paths: RunPaths, config: RunConfig, model: Path, texts: Sequence
         "new": [index < 12 for index in range(len(held))],
     }
     candidates = {
-        "document_tokens": tokenizer.encode([text for _, text in texts], max(config.embed.buckets)),
+        "document_tokens": tokenizer.encode([text for _, text in texts], config.embed.length),
         "document_hash": [normalized_hash(text) for _, text in texts],
         "id": [identifier for identifier, _ in texts],
     }

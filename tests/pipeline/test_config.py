@@ -61,7 +61,7 @@ def test_unknown_key_names_the_nearest_valid_one(key: str, nearest: str) -> None
         ["train.steps=0"],
         ["train.batch_size=-1"],
         ["nodes=0"],
-        ["embed.buckets=[128, 64]"],
+        ["embed.length=3"],
         ["train.query_length=512"],
         ["data.holdout_fraction=1.0"],
         ["share=not-alphanumeric"],
@@ -80,11 +80,11 @@ def test_values_out_of_range_are_refused_by_name(settings: list[str]) -> None:
 
 
 def test_settings_are_yaml_and_numbers_without_a_dot_are_numbers() -> None:
-    parsed = parse_settings(["registry=null", "train.learning_rate=1e-5", "embed.buckets=[8, 32]", "time_budget=PT3H"])
+    parsed = parse_settings(["registry=null", "train.learning_rate=1e-5", "embed.length=32", "time_budget=PT3H"])
     config = build_config(parsed)
     assert config.registry is None
     assert config.train.learning_rate == 1e-5
-    assert config.embed.buckets == (8, 32)
+    assert config.embed.length == 32
     assert config.time_budget == timedelta(hours=3)
 
 
@@ -179,7 +179,7 @@ def test_lists_of_keys_follow_from_roles() -> None:
     assert not {"learning_rate", "steps", "keep_best"} & set(keys_of(KeyRole.GRAPH, TrainConfig))
     # Named by their section, and by themselves.
     assert {"device", "lock", "data.train", "train.batch_size"} < set(keys_of(KeyRole.BOOKKEEPING, RunConfig))
-    assert not {"seed", "train", "train.accumulation", "embed.buckets"} & set(keys_of(KeyRole.BOOKKEEPING, RunConfig))
+    assert not {"seed", "train", "train.accumulation", "embed.length"} & set(keys_of(KeyRole.BOOKKEEPING, RunConfig))
     assert {"micro_batches", "resume"} < set(keys_of(KeyRole.RESUMABLE, TrainConfig))
     assert keys_of(KeyRole.LEARNED, ModelConfig) == ("pooling", "normalize", "head")
     assert keys_of(KeyRole.EXECUTION, RunConfig) == ("run", "share", "time_budget", "lock")

@@ -81,7 +81,8 @@ def test_checkpoints_alone_are_tagged_to_expire() -> None:
 
 def test_every_stage_has_a_spec_and_a_command() -> None:
     assert list(STAGES) == list(Stage)
-    assert {stage for stage in Stage if STAGES[stage].shape is Shape.GANG} == {Stage.HEALTH_CHECK, Stage.COMPILE, Stage.TRAIN}
+    gangs = {stage for stage in Stage if STAGES[stage].shape is Shape.GANG}
+    assert gangs == {Stage.COLLECT, Stage.HEALTH_CHECK, Stage.COMPILE, Stage.TRAIN}
     assert all(STAGES[stage].queue is Queue.TRAIN for stage in Stage if STAGES[stage].shape is Shape.GANG)
     assert stage_command(Stage.EMBED) == ["trnpipe", "stage", "embed", "--run", "Ref::run"]
 

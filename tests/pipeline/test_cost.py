@@ -79,6 +79,11 @@ def test_a_stage_that_never_began_has_used_nothing() -> None:
     assert stage_use(Stage.TRAIN, [], at(0)) is None
 
 
+def test_a_job_of_four_times_the_size_counts_as_four_nodes() -> None:
+    found = use(attempt(0, 30), stage=Stage.PRECOMPILE)
+    assert (found.nodes, found.node_hours) == (4, pytest.approx(2.0))
+
+
 def test_the_bill_adds_stages_at_their_queues_prices() -> None:
     bill = Bill(
         uses=(use(attempt(0, 60), stage=Stage.PREPARE), use(attempt(0, 90, exit_code=None), attempt(200, 290, attempt=2))),
@@ -98,7 +103,7 @@ def test_without_a_price_there_are_node_hours_and_no_dollars() -> None:
     uses = (use(attempt(0, 60), stage=Stage.PREPARE), use(attempt(0, 60)))
     some = Bill(uses=uses, prices={Queue.CPU: 0.5})
     assert (some.usd, some.node_hours) == (None, 2.0)
-    assert [some.usd_of(each) for each in uses] == [0.5, None]
+    assert [stage["usd"] for stage in some.metrics()["stages"].values()] == [0.5, None]
     nothing = Bill(uses=uses, prices={}).metrics()
     assert nothing["usd"] is None
     assert [stage["usd"] for stage in nothing["stages"].values()] == [None, None]

@@ -4,10 +4,12 @@ Documents: "PyTorch NeuronX neuron_parallel_compile CLI" and neuron-caching.rst 
 compilation follow aws-neuron-sdk issue 948 (SDK 2.19). As the program itself does (package torch-neuronx,
 torch_neuronx/parallel_compile/neuron_parallel_compile.py), it compiles the graphs that the trial's log calls extracted, whatever
 else is in the cache, passes over those that are done or locked, and ends without a summary where the log calls none extracted.
+`--command collect` ends after the trial; `--command compile` does not run it and takes all graphs of the cache without a result.
+On a host without a device the compiler knows no target of its own (github.com/huggingface/optimum-neuron/pull/961).
 
 Variable STANDIN_TOOL, a JSON object: `trial` (false: the command is not run; it would meet all that is in the cache), `fail`
 (what the compiler says of the first graph), `load` (see torch_neuronx/xla.py), `seconds` (that compiling takes), `silent` (no
-summary), `lie` (added to the total). Graphs named MODULE_bad... fail in any case.
+summary), `lie` (added to the total). Graphs named MODULE_bad... fail in any case. STANDIN_NO_DEVICE: the host has none.
 """
 
 import argparse
@@ -33,20 +35,29 @@ def log(who: str, text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--command", default=None)
+    parser.add_argument("--command", default=None, choices=("collect", "compile"))
     parser.add_argument("--num_parallel", type=int, default=None)
     parser.add_argument("run", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     cache, plan = os.environ["NEURON_COMPILE_CACHE_URL"], json.loads(os.environ.get("STANDIN_TOOL", "{}"))
     log("NEURON_CACHE", f"Compile cache path: {cache}")
     folder = f"{cache}/{VERSION}"
-    if plan.get("trial", True):
+    if options.command == "compile":
+        if "STANDIN_NO_DEVICE" in os.environ and "NEURON_PLATFORM_TARGET_OVERRIDE" not in os.environ:
+            log("NEURON_PARALLEL_COMPILE", "Failed: supply compiler argument target, with one of options trn1, inf2, trn1n")
+            return 1
+        lines = left_by_a_trial(folder)
+    elif plan.get("trial", True):
         code, lines = run_trial(options.run)
         if code:
             log("NEURON_PARALLEL_COMPILE", f"Command {options.run} exited with {code}")
             return code
     else:
         lines = left_by_a_trial(folder)
+        for line in lines:
+            log("NEURON_CC_WRAPPER", line)
+    if options.command == "collect":
+        return 0
     time.sleep(plan.get("seconds", 0))
     extracted = sorted({found.group(1).rsplit("/", 1)[1] for line in lines if (found := EXTRACTED.search(line))})
     if not extracted:
@@ -88,15 +99,12 @@ def left_by_a_trial(folder: str) -> list[str]:
     """What a trial would say that met every graph in the cache."""
     uris = [info.uri for info in store.list_objects(folder)]
     places = sorted({uri.rsplit("/", 1)[0] for uri in uris})
-    lines = [
+    return [
         f"Using a cached neff at {place}/model.neff"
         if f"{place}/model.done" in uris
         else f"Extracting graphs ({place}/model.hlo_module.pb) for ahead-of-time parallel compilation. No compilation was done."
         for place in places
     ]
-    for line in lines:
-        log("NEURON_CC_WRAPPER", line)
-    return lines
 
 
 def words(plan: dict[str, str], module: str, todo: list[str]) -> str | None:

@@ -108,7 +108,7 @@ def encode(
     encoder: Encoder,
     device: Device,
     token_lists: Sequence[Sequence[int]],
-    buckets: Sequence[int],
+    length: int,
     tokens_per_batch: int,
     *,
     on_progress: Callable[[int, float], None],

@@ -18,7 +18,7 @@ from pipeline.contract import RunPaths, Stage, StageFailure, StageResult, now
 
 METRICS = {
     "prepare": {"ingest_children": 2},
-    "plan": {"nodes": 1, "embed_children": 2, "compile": True},
+    "plan": {"nodes": 1, "embed_children": 2, "compile": True, "precompile": True},
     "train": {"steps": 10, "pairs_per_second": 123.4},
     "evaluate": {
         "baseline": {"ndcg@10": 0.5, "recall@1": 0.4},

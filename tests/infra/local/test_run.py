@@ -205,6 +205,17 @@ def test_the_demo_s_second_week_has_the_size_of_the_first(
     assert "demo size M, as in earlier weeks" in text
 
 
+def test_the_demo_with_a_corpus_of_one_s_own(state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [demo.Pair(f"id{number}", f"query {number}", f"document {number}") for number in range(200)]
+    monkeypatch.setattr(demo, "read_pairs", lambda: pairs)
+    monkeypatch.setitem(demo.SIZES, "M", replace(demo.SIZES["M"], rows=130))
+    assert run(state, monkeypatch, demo_size="M", corpus=(shard,)) == 0
+    data = execution_input(state)["data"]
+    assert [uri.partition("/data/")[2] for uri in (*data["train"], *data["corpus"])] == ["demo/", "corpus/"]
+    [stored] = (state / "bucket/data/corpus").iterdir()
+    assert stored.read_bytes() == shard.read_bytes()
+
+
 def start(state: Path, shard: Path, script: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
     """Start a run in a process of its own, and return it once health_check runs."""
     program = textwrap.dedent(

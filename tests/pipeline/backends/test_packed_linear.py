@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from pipeline.backends import cpu
 from pipeline.backends.device import open_device
 from pipeline.backends.packed_linear import PackedLinear, can_pack, pack_linears
-from pipeline.model.encoder import prepare_for_inference
-from pipeline.model.inference import encode
+from pipeline.model.inference import encode, inference_form
 from pipeline.run.world import World
 from tests.tiny import make_model
 
@@ -70,12 +69,11 @@ def test_bf16_inference_embeds_as_fp32_does(tmp_path: Path, monkeypatch: pytest.
     for precision in ("fp32", "bf16"):
         device = open_device("cpu", precision, World(), threads=1, inference=True)
         encoder = make_model(tmp_path / precision, seed=1, head=48).eval()
-        prepare_for_inference(encoder, fused_attention=True)
-        placed = device.for_inference(encoder, None)
+        placed = device.for_inference(inference_form(encoder, compiles=False, bf16=precision == "bf16"), None)
         kinds = {type(module).__name__ for module in encoder.backbone.modules()}
         assert ("PackedLinear" in kinds) == (packs and precision == "bf16")
         assert isinstance(encoder.head.inner, nn.Linear), "the head stays in fp32"
-        found[precision] = encode(placed, device, texts, (32,), 128).embeddings
+        found[precision] = encode(placed, device, texts, 32, 128).embeddings
         assert found[precision].dtype == torch.float32
     assert F.cosine_similarity(found["bf16"], found["fp32"]).min() > 0.999
     assert not torch.equal(found["bf16"], found["fp32"])

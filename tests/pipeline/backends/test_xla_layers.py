@@ -61,7 +61,7 @@ print(json.dumps({"dtype": str(found.dtype), "error": wrong(found), "torch": wro
 
 
 def answer(program: str, *arguments: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -42,7 +42,7 @@ def graphs(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "pipeline.cli", "graphs", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         env={**os.environ, "OMP_NUM_THREADS": "1", "XLA_FLAGS": UNOPTIMIZED, "COLUMNS": "200"},
     )
 
@@ -59,7 +59,7 @@ def plan_for_neuron(state: Path) -> RunPaths:
         batch_size=4,
         sections={
             "device": {"precision": "compiler", "threads_per_rank": None},
-            "embed": {"buckets": [32], "tokens_per_batch": 256},
+            "embed": {"length": 32, "tokens_per_batch": 256},
             "compile": {"trial_steps": 2},
         },
     )

@@ -132,7 +132,7 @@ def test_the_hold_out_is_as_large_as_the_gate_needs_and_no_larger(
 def test_lengths_hold_the_texts_and_fit_the_model(tmp_path: Path, model: ModelFacts) -> None:
     short, long = pairs(95, words=20), pairs(5, words=3000)
     data, config = read(write(tmp_path / "pairs.jsonl", short + long), model)
-    assert config.embed.buckets == (32, 512)
+    assert config.embed.length == 512
     assert config.train.length == 512
     assert data.documents.max() > 3000
     assert config.train.query_length == 16

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pipeline import store
 from pipeline.commands.parity import FREE_SETTINGS, Comparison, Evaluation, ParityVerdict, compare_runs, judge
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, build_config, parse_settings
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.evaluation.query_values import QueryValues
@@ -346,3 +346,10 @@ def test_command(trained: Trained) -> None:
     result = trnpipe("base", "rate", "--state", trained.state)
     assert result.returncode == 64
     assert "value:  train.learning_rate: 0.002 | 0.001" in result.stderr
+
+
+def test_make_parity_gives_settings_that_there_are() -> None:
+    text = Path("Makefile").read_text().replace("\\\n", " ")
+    [line] = [line for line in text.splitlines() if line.startswith("PARITY_SETTINGS =")]
+    settings = line.partition("= ")[2].split()
+    assert build_config(parse_settings(settings)).embed.length == 64

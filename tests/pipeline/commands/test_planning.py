@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SETTINGS = ("train.query_length=16", "train.length=60", "embed.buckets=[32, 60]")
+SETTINGS = ("train.query_length=16", "train.length=60", "embed.length=60")
 
 
 def trnpipe(*arguments: str | Path, columns: int = 100) -> subprocess.CompletedProcess[str]:
@@ -153,10 +153,16 @@ def test_hosts_hours_and_dollars_are_printed_with_all_that_is_assumed(model: Pat
 
 
 def test_a_workload_that_no_stage_can_hold_ends_with_64(model: Path) -> None:
-    asked = plan("--parent", str(model), "--train-rows", "400000000")
+    asked = plan("--parent", str(model), "--train-rows", "400000000", "--set", "data.holdout_queries=10000000")
     assert isinstance(asked.exception, BadConfig)
     assert "evaluate, memory of a host" in str(asked.exception)
     assert "Breaks: evaluate, memory of a host" in " ".join(asked.output.split())
+
+
+def test_no_more_queries_are_estimated_than_evaluate_uses(model: Path) -> None:
+    said = [" ".join(plan("--parent", str(model), "--train-rows", rows).output.split()) for rows in ("5000", "200000000")]
+    assert "100 pairs are held out" in said[0]
+    assert "50,000 pairs are held out" in said[1]
 
 
 def test_a_deadline_that_no_option_meets_is_said(model: Path) -> None:
@@ -243,5 +249,5 @@ def test_a_run_on_another_kind_says_nothing_of_neuron(tmp_path: Path) -> None:
     # Its rows and lengths count all the same.
     assert (found.work.train_rows, found.work.corpus_rows) == (1500, 9000)
     assert found.work.document_tokens == 20
-    # 20 tokens a document and a fifth of padding, in rows of the shortest length that holds one.
-    assert found.work.embed_lengths == {32: pytest.approx(25 / 32)}
+    # 20 tokens a document and a fifth of padding, in the run's rows of 32.
+    assert found.work.embed_rows == pytest.approx(25 / 32)

@@ -48,7 +48,7 @@ def trnpipe_tune(state: Path, *arguments: str | Path, **environment: str) -> sub
         command(state, *arguments),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env={**os.environ, "OMP_NUM_THREADS": "1"} | environment,
     )
 
@@ -194,7 +194,7 @@ def test_kind_that_compiles(training_run: PlanTraining, tmp_path: Path, monkeypa
     # The programs are as many and compute the same, only slower.
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     run = training_run(str(tmp_path / "state" / "bucket"), length=32)
-    small = {"device": {"kind": "xla"}, "embed": {"buckets": [32]}, "compile": {"trial_steps": 2}}
+    small = {"device": {"kind": "xla"}, "embed": {"length": 32}, "compile": {"trial_steps": 2}}
     run.plan = run.plan.model_copy(update={"config": build_config(run.plan.config.model_dump(mode="json"), small)}).sealed()
     store.write_bytes(run.paths.plan, run.plan.to_json())
     given = options(tmp_path / "state", steps=16, vary=("device.loader.batches_per_execution=2",), limit=0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from pipeline.dataset import row_files
-from pipeline.dataset.row_files import SCHEMAS, PairLengths, RowWriter, read_table, token_lengths
+from pipeline.dataset.row_files import SCHEMAS, PairLengths, RowWriter, read_table
 
 
 def candidates(first: int, count: int) -> pa.Table:
@@ -33,7 +36,7 @@ def test_rows_come_in_any_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert table.schema == SCHEMAS["candidates.arrow"]
     assert table.to_pylist() == candidates(0, 230).select(table.schema.names).to_pylist()
     assert [len(chunk) for chunk in table["id"].chunks] == [100, 15, 100, 15]
-    assert token_lengths(table["document_tokens"]).tolist() == [number % 5 for number in range(230)]
+    assert pc.list_value_length(table["document_tokens"]).to_pylist() == [number % 5 for number in range(230)]
 
 
 def test_a_large_vocabulary_takes_larger_integers(tmp_path: Path) -> None:
@@ -42,3 +45,24 @@ def test_a_large_vocabulary_takes_larger_integers(tmp_path: Path) -> None:
     assert read_table(tmp_path / "new" / "candidates.arrow").schema.field("document_tokens").type.value_type == pa.uint32()
     assert read_table(tmp_path / "new" / "train.arrow").num_rows == 0
     assert list(PairLengths(tmp_path / "new" / "train.arrow")) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_lengths_of_many_rows_take_the_memory_of_few(tmp_path: Path) -> None:
+    kind, offsets = pa.list_(pa.uint16()), pa.array(np.arange((1 << 16) + 1, dtype=np.int32))
+    texts = pa.ListArray.from_arrays(offsets, pa.array(np.zeros(1 << 16, np.uint16)))
+    batch = pa.record_batch([texts, texts], schema=pa.schema([("query_tokens", kind), ("document_tokens", kind)]))
+    with pa.ipc.new_file(str(tmp_path / "train.arrow"), batch.schema) as writer:
+        for _ in range(40):
+            writer.write_batch(batch)
+
+    def resident() -> int:
+        status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["RssFile"].split()[0])  # pages of files, in KiB
+
+    before, most = resident(), 0
+    for piece in PairLengths(tmp_path / "train.arrow"):
+        assert (piece == 1).all()
+        most = max(most, resident() - before)
+    # All offsets are 20 MiB.
+    assert most < 4 << 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,7 +45,7 @@ def settings(
         {
             "device": {"kind": kind, **(device or {})},
             "train": {"batch_size": 8, "query_length": 16, "length": 64, **train},
-            "embed": {"buckets": [32, 64], "tokens_per_batch": 256, **(embed or {})},
+            "embed": {"length": 64, "tokens_per_batch": 256, **(embed or {})},
         }
     )
 
@@ -189,7 +188,7 @@ def test_the_peak_of_a_step(sizes: dict[str, int], changes: dict[str, Any]) -> N
 @pytest.mark.parametrize("length", [16, 64])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_peak_of_inference(length: int, precision: str) -> None:
-    config = settings(embed={"buckets": [length], "tokens_per_batch": 2048}, query_length=8)
+    config = settings(embed={"length": length, "tokens_per_batch": 2048}, query_length=8)
     encoder = new_encoder(backbone(**LARGER), ModelConfig()).eval()
     found = budget(memory.estimate_memory(shape_of(encoder), config, planned(precision=precision), UNKNOWN), "embed", "device")
     tokens = torch.randint(5, 300, (2048 // length, length))
@@ -225,7 +224,7 @@ def large(kind: type[PreTrainedConfig] = XLMRobertaConfig, **changes: Any) -> Mo
 
 
 def on_trainium(**train: Any) -> tuple[RunConfig, PlannedWorld, MemoryCapacity]:
-    config = settings("neuron", embed={"tokens_per_batch": 4096, "buckets": [32, 64, 128, 256]}, **train)
+    config = settings("neuron", embed={"tokens_per_batch": 4096, "length": 256}, **train)
     return config, planned("neuron", "bf16", ranks=32, nodes=2), memory.known_capacity(config, "neuron", here=False)
 
 
@@ -300,25 +299,6 @@ def test_batches_of_embedding_are_judged_too() -> None:
     with pytest.raises(BadConfig) as caught:
         memory.require_memory(large(), config, world, limits)
     assert "embed.tokens_per_batch=" in caught.value.remedy
-
-
-def test_every_shape_of_a_traced_encoder_has_weights_of_its_own() -> None:
-    config, world, limits = on_trainium(batch_size=1, length=32)
-    shape = large()
-    weights = budget(memory.estimate_memory(shape, config, world, limits), "embed", "device").items[
-        "weights (fp32), of every shape"
-    ]
-    assert weights == 4 * FP32 * shape.parameters
-    lengths = (16, 24, 32, 40, 48, 64, 80, 96, 128, 256)
-    many = config.model_copy(update={"embed": config.embed.model_copy(update={"buckets": lengths})})
-    with pytest.raises(BadConfig) as caught:
-        memory.require_memory(shape, many, world, limits)
-    assert caught.value.remedy.startswith("embed.buckets=[")
-    fewer = tuple(json.loads(caught.value.remedy.partition("=")[2].partition(" ")[0]))
-    assert set(fewer) < set(lengths)
-    assert fewer[-1] == 256
-    accepted = config.model_copy(update={"embed": config.embed.model_copy(update={"buckets": fewer})})
-    memory.require_memory(shape, accepted, world, limits)
 
 
 @pytest.mark.parametrize("batch", [512, 4096])
@@ -397,16 +377,27 @@ def test_activations_are_those_of_a_micro_batch(kind: str) -> None:
     assert cut.batches(1) == whole.batches(1)
 
 
-def test_a_large_model_shares_its_optimizer_state() -> None:
-    """500M parameters on one node of 32 cores: 2 GB of weights, as many gradients, and a share of the rest."""
-    config, _, limits = on_trainium(batch_size=8, length=64)
-    shape, world = replace(large(), parameters=500_000_000), planned("neuron", "bf16", ranks=32)
-    decided = memory.decide_sharding(config, shape, world, limits)
+HALF_A_BILLION = replace(large(), parameters=500_000_000)
+
+
+@pytest.mark.parametrize(("bf16", "least", "most"), [(False, 4.0e9, 4.3e9), (True, 2.2e9, 2.4e9)])
+def test_a_large_model_shares_its_optimizer_state(bf16: bool, least: float, most: float) -> None:
+    """On one node of 32 cores, in fp32: 2 GB of weights, as many gradients, and a share of the rest. In bf16, half of both."""
+    config, _, limits = on_trainium(batch_size=8, length=64, bf16_weights=bf16)
+    world, kept = planned("neuron", "bf16", ranks=32), "bf16" if bf16 else "fp32"
+    decided = memory.decide_sharding(config, HALF_A_BILLION, world, limits)
     assert decided.train.shard_optimizer is True
-    items = Footprint(shape, decided, world).training()
-    state = sum(size for name, size in items.items() if name.startswith(("weights (fp32)", "share of", "gradients (fp32)")))
-    assert 4.0e9 < state < 4.3e9
-    memory.require_memory(shape, decided, world, limits)
+    items = Footprint(HALF_A_BILLION, decided, world).training()
+    counted = (f"weights ({kept})", "share of", f"gradients ({kept})")
+    assert least < sum(size for name, size in items.items() if name.startswith(counted)) < most
+    memory.require_memory(HALF_A_BILLION, decided, world, limits)
+
+
+@pytest.mark.parametrize(("sharded", "precision", "ranks"), [("auto", "bf16", 1), ("auto", "fp32", 32), (False, "bf16", 32)])
+def test_what_bf16_weights_need(sharded: str | bool, precision: str, ranks: int) -> None:
+    config, _, limits = on_trainium(bf16_weights=True, shard_optimizer=sharded)
+    with pytest.raises(BadConfig, match="cannot keep weights in bf16"):
+        memory.decide_sharding(config, HALF_A_BILLION, planned("neuron", precision, ranks=ranks), limits)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from pipeline.estimate.throughput import (
     cheapest,
     embed_mfu,
 )
-from pipeline.estimate.workload import Workload, bucket_of, packed
+from pipeline.estimate.workload import Workload, rows_of
 from pipeline.model.encoder import new_encoder
 from pipeline.model.shape import shape_of
 from pipeline.run_inputs import ModelShape
@@ -42,7 +42,7 @@ WORK = Workload(
     candidates=0,
     query_tokens=10,
     document_tokens=100,
-    embed_lengths={128: 1.0},
+    embed_rows=1.0,
 )
 
 
@@ -167,7 +167,6 @@ def test_an_attempt_ends_when_the_deployment_says() -> None:
     assert option.within_limit == (option.hours <= 0.5)
 
 
-def test_a_text_is_computed_at_the_next_length() -> None:
-    assert [bucket_of(tokens, (32, 64)) for tokens in (1, 32, 32.5, 100)] == [32, 32, 64, 64]
-    assert packed(20, (32, 64), 0.2) == {32: pytest.approx(25 / 32)}
-    assert packed(100, (32, 64), 0.0) == {64: 1.0}
+def test_a_text_takes_a_share_of_a_row() -> None:
+    assert rows_of(20, 64, 0.2) == pytest.approx(25 / 64)
+    assert rows_of(100, 64, 0.0) == 1.0

@@ -61,7 +61,7 @@ def test_equals_evaluation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     encoder = make_model(tmp_path / "model")
     device = open_device("cpu", "fp32", World(), threads=1)
     monkeypatch.setattr(device, "gather", lambda _: pytest.fail("one rank has no peer to share with"))
-    found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=24), lambda *_: None)
+    found = validate(encoder, device, data, EmbedConfig(length=8, tokens_per_batch=24), lambda *_: None)
     assert found is not None
     with torch.no_grad():
         queries, candidates = (
@@ -94,7 +94,7 @@ gather, shapes = device.gather, []
 device.gather = lambda rows: (shapes.append(list(rows.shape)), gather(rows))[1]
 for name in ("one", "many"):
     data = read_holdout(folder / name, most=1000)
-    found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
+    found = validate(encoder, device, data, EmbedConfig(length=8, tokens_per_batch=96), lambda *_: None)
     assert (found is None) == (rank == 1)
     if found is not None:
         found.write(folder / f"{name}.parquet")
@@ -122,7 +122,7 @@ def test_two_ranks_share_blocks_of_one_shape_whatever_the_data(tmp_path: Path) -
     alone = open_device("cpu", "fp32", World(), threads=1)
     for name in rows:
         data = read_holdout(tmp_path / name, most=1000)
-        expected = validate(encoder, alone, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
+        expected = validate(encoder, alone, data, EmbedConfig(length=8, tokens_per_batch=96), lambda *_: None)
         assert expected is not None
         found = QueryValues.read(tmp_path / f"{name}.parquet")
         assert found.queries == expected.queries
@@ -152,7 +152,7 @@ encoder = device.place(load_encoder(folder / "model", ModelConfig()))
 compiled = []
 for name in ("few", "few", "many"):
     data = read_holdout(folder / name, most=1000)
-    found = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
+    found = validate(encoder, device, data, EmbedConfig(length=8, tokens_per_batch=96), lambda *_: None)
     found.write(folder / f"{name}.parquet")
     compiled.append(device.graph_counts().compiled)
 (folder / "compiled.json").write_text(json.dumps(compiled))
@@ -174,7 +174,7 @@ def test_more_data_compiles_nothing_on_a_lazy_device(tmp_path: Path) -> None:
     device = open_device("cpu", "fp32", World(), threads=1)
     for name in rows:
         data = read_holdout(tmp_path / name, most=1000)
-        expected = validate(encoder, device, data, EmbedConfig(buckets=(4, 8), tokens_per_batch=96), lambda *_: None)
+        expected = validate(encoder, device, data, EmbedConfig(length=8, tokens_per_batch=96), lambda *_: None)
         assert expected is not None
         found_values = QueryValues.read(tmp_path / f"{name}.parquet").values
         for metric, values in expected.values.items():

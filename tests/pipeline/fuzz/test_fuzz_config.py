@@ -88,7 +88,7 @@ def test_any_input_of_an_execution(data: bytes) -> None:
         speaks(error)
 
 
-@pytest.mark.parametrize("where", ["train: {steps: *j}", "embed: {buckets: *j}", "nodes: *j", "{}: *j"])
+@pytest.mark.parametrize("where", ["train: {steps: *j}", "embed: {length: *j}", "nodes: *j", "{}: *j"])
 def test_yaml_that_grows_does_not_fill_the_memory(tmp_path: Path, where: str) -> None:
     (tmp_path / "run.yaml").write_text(f"{LAUGHS}{where}\n")
     command = [sys.executable, "-m", "pipeline.cli", "config", "check", str(tmp_path / "run.yaml")]

@@ -35,6 +35,27 @@ QUICK = {"health_check": {"matmul_size": 64, "memory_mib": 8, "collective_bytes"
 LONG = {"health_check": {"matmul_size": 64, "memory_mib": 8, "collective_bytes": [16 << 20] * 400, "storage_mib": 1}}
 
 
+MEET = """
+open(os.path.join(os.environ["MEETING"], str(rank)), "w").close()
+while len(os.listdir(os.environ["MEETING"])) < int(os.environ["EXPECTED"]):
+    context.heartbeat.beat(note="meeting")
+    time.sleep(0.05)
+"""
+"""A rank goes on when the expected ones are there, however long a busy machine takes to start them."""
+
+
+@pytest.fixture
+def meeting(tmp_path: Path, scripted_stage: dict[str, str]) -> Callable[[int, str], dict[str, str]]:
+    """A function that returns variables with which so many ranks meet in MEETING, and then run some code."""
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+
+    def meeting(ranks: int, code: str) -> dict[str, str]:
+        return {**scripted_stage, "TRNPIPE_TEST_RANK": MEET + code, "MEETING": str(folder), "EXPECTED": str(ranks)}
+
+    return meeting
+
+
 @pytest.fixture
 def planned(plan_run: Callable[..., Any]) -> Callable[..., Any]:
     """A function that plans a run on some nodes and returns the run folder's paths."""
@@ -166,28 +187,28 @@ def test_sigterm_ends_the_ranks_and_is_75(planned: Any, supervise: Any) -> None:
     [(Stage.EMBED, None, 2), (Stage.EMBED, 1, 1), (Stage.EMBED, 3, 3), (Stage.EVALUATE, None, 2), (Stage.EVALUATE, 3, 3)],
 )
 def test_evaluate_and_embed_have_as_many_ranks_as_their_own_host(
-    plan_run: Any, supervise: Any, scripted_stage: dict[str, str], stage: Stage, ranks_per_child: int | None, started: int
+    plan_run: Any, supervise: Any, meeting: Any, stage: Stage, ranks_per_child: int | None, started: int
 ) -> None:
     """Those who embed may be other hosts than those who train, with fewer cores or more."""
     run = plan_run(settings={"embed": {"ranks_per_child": ranks_per_child}})
     run.replan(world=PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=2))
-    node = supervise(stage, run.paths.root, **scripted_stage, TRNPIPE_TEST_RANK="print('rank', os.environ['RANK'])")
+    node = supervise(stage, run.paths.root, **meeting(started, "print('rank', os.environ['RANK'])"))
     node.wait()
     assert sorted(re.findall(r"^.*rank (\d)$", node.log, re.M)) == [str(rank) for rank in range(started)]
 
 
-def test_ranks_that_stand_still_are_77_with_all_their_stacks_in_the_log(planned: Any, supervise: Any) -> None:
+def test_ranks_that_stand_still_are_77_with_all_their_stacks_in_the_log(planned: Any, supervise: Any, meeting: Any) -> None:
     paths = planned(ranks_per_node=2)
-    # Long enough for both ranks to have loaded Python on a busy machine.
-    node = supervise(Stage.HEALTH_CHECK, paths.root, TRNPIPE_PROGRESS_SECONDS="10")
+    there = meeting(2, "time.sleep(600)")
+    node = supervise(Stage.HEALTH_CHECK, paths.root, **there, TRNPIPE_PROGRESS_SECONDS="5")
     rank = node.rank_process()
-    node.wait_until(lambda: note(paths))
-    # The other rank gets no further than the rendezvous.
+    node.wait_until(lambda: len([*Path(there["MEETING"]).iterdir()]) == 2)
+    # It shows its stack all the same, as the other one, which sleeps.
     os.kill(rank, signal.SIGSTOP)
     assert node.wait() == ExitCode.NO_PROGRESS
     for number in range(2):
         assert "run_stage" in node.log.split(f"stacks of rank {number}:")[1].split("stacks of rank")[0]
-    assert failure_of(paths).value[0].endswith("after `starting`")
+    assert "no heartbeat for 5 seconds" in failure_of(paths).value[0]
     assert last_lines(node.log) == ["error", "value", "rule", "remedy"]
     assert is_gone(rank)
 

@@ -16,13 +16,12 @@ from pipeline.backends.device import Device, open_device
 from pipeline.config import EmbedConfig
 from pipeline.model.encoder import texts_per_row
 from pipeline.model.inference import (
+    batch_rows,
     encode,
-    encode_shapes,
     for_encoding,
     packed_rows,
     pad,
     plan_batches,
-    texts_of_every_shape,
 )
 from pipeline.run.world import World
 from pipeline.stages.embed import WINDOW_ROWS
@@ -45,8 +44,7 @@ def token_lists(lengths: Sequence[int]) -> list[list[int]]:
     static=st.booleans(),
 )
 def test_plan_covers_every_row_once_and_fits(lengths: list[int], tokens_per_batch: int, static: bool) -> None:
-    buckets = (8, 16, 64)
-    plan = plan_batches(np.array(lengths), buckets, tokens_per_batch, static=static)
+    plan = plan_batches(np.array(lengths), 64, tokens_per_batch, static=static)
     assert sorted(row for batch in plan for row in batch.rows.tolist()) == list(range(len(lengths)))
     for batch in plan:
         places = np.zeros(batch.slots * batch.length, dtype=np.int64)
@@ -59,16 +57,15 @@ def test_plan_covers_every_row_once_and_fits(lengths: list[int], tokens_per_batc
         assert len(set(batch.outputs.tolist())) == len(batch.rows)
         assert (batch.outputs // texts == batch.starts // batch.length).all()
         if static:
-            assert (batch.slots, batch.length) in encode_shapes(buckets, tokens_per_batch)
+            assert (batch.slots, batch.length) == (batch_rows(64, tokens_per_batch), 64)
         else:
             assert batch.slots == len(batch.rows)
             assert batch.slots * batch.length <= max(tokens_per_batch, batch.length)
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200), st.integers(64, 600))
-def test_a_batch_is_opened_only_where_no_row_has_room(lengths: list[int], tokens_per_batch: int) -> None:
-    buckets = (16, 64)
-    plan = plan_batches(np.array(lengths), buckets, tokens_per_batch, static=True)
+def test_a_row_is_begun_only_where_no_other_has_room(lengths: list[int], tokens_per_batch: int) -> None:
+    plan = plan_batches(np.array(lengths), 64, tokens_per_batch, static=True)
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     for number, batch in enumerate(plan):
         longest = lengths[batch.rows[0]]
@@ -85,26 +82,16 @@ def test_packed_rows_hardly_pad(median: float, spread: float) -> None:
     """Short texts, mixed ones, and such that are mostly cut."""
     embed = EmbedConfig()
     drawn = np.random.default_rng(0).lognormal(np.log(median), spread, WINDOW_ROWS)
-    lengths = np.clip(drawn.astype(np.int64), 3, max(embed.buckets))
-    plan = plan_batches(lengths, embed.buckets, embed.tokens_per_batch, static=True)
+    lengths = np.clip(drawn.astype(np.int64), 3, embed.length)
+    plan = plan_batches(lengths, embed.length, embed.tokens_per_batch, static=True)
     # One batch may be nearly empty.
     assert sum(batch.slots * batch.length for batch in plan) < 1.02 * lengths.sum() + embed.tokens_per_batch
 
 
-@given(st.lists(st.integers(2, 6), min_size=1, max_size=4, unique=True), st.integers(1, 2000))
-def test_made_up_texts_of_every_shape(exponents: list[int], tokens_per_batch: int) -> None:
-    buckets = tuple(2**exponent for exponent in sorted(exponents))
-    texts = texts_of_every_shape(buckets, tokens_per_batch)
-    assert len({tuple(text) for text in texts}) == len(texts)
-    assert {token for text in texts for token in text} <= set(range(1, 9))
-    plan = plan_batches(np.array([len(text) for text in texts]), buckets, tokens_per_batch, static=True)
-    assert {(batch.slots, batch.length) for batch in plan} == set(encode_shapes(buckets, tokens_per_batch))
-
-
-def test_lengths_outside_the_buckets_are_refused() -> None:
+def test_lengths_that_fit_no_row_are_refused() -> None:
     for lengths in ([0, 3], [9]):
         with pytest.raises(ValueError, match="do not fit"):
-            plan_batches(np.array(lengths), (4, 8), 32, static=True)
+            plan_batches(np.array(lengths), 8, 32, static=True)
 
 
 def test_pad() -> None:
@@ -115,7 +102,7 @@ def test_pad() -> None:
 
 def test_packed_rows() -> None:
     lengths = np.array([2, 9, 5, 1])
-    (batch,) = plan_batches(lengths, (16,), 32, static=True)
+    (batch,) = plan_batches(lengths, 16, 32, static=True)
     lists = [[10, 11], [20] * 9, [30] * 5, [40]]
     found = packed_rows([lists[row] for row in batch.rows], batch)
     assert list(found) == ["tokens", "segments", "positions"]
@@ -135,14 +122,14 @@ def test_embeddings_come_in_the_order_of_the_input(tmp_path: Path, device: Devic
         done.append(count)
         shares.append(share)
 
-    embeddings = encode(encoder, device, texts, (8, 16, 32), 48, on_progress=on_progress).embeddings
+    embeddings = encode(encoder, device, texts, 32, 48, on_progress=on_progress).embeddings
     with torch.no_grad():
         expected = torch.cat([encoder(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long)) for text in texts])
     torch.testing.assert_close(embeddings, expected, rtol=0, atol=1e-5)
     assert embeddings.dtype == torch.float32
     assert done == sorted(done)
     assert done[-1] == len(texts)
-    plan = plan_batches(np.array([len(text) for text in texts]), (8, 16, 32), 48, static=False)
+    plan = plan_batches(np.array([len(text) for text in texts]), 32, 48, static=False)
     computed = np.cumsum([batch.slots * batch.length for batch in plan])
     assert shares == (computed / computed[-1]).tolist()
     embeddings.requires_grad_().sum().backward()  # an ordinary tensor
@@ -151,7 +138,7 @@ def test_embeddings_come_in_the_order_of_the_input(tmp_path: Path, device: Devic
 def test_static_shapes_on_compiling_devices(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = make_model(tmp_path / "model").eval()
     texts = token_lists([3, 30, 8, 1, 17, 9, 16, 31, 5])
-    eager = encode(encoder, device, texts, (8, 16, 32), 48).embeddings
+    eager = encode(encoder, device, texts, 32, 48).embeddings
     shapes: set[tuple[int, ...]] = set()
 
     def compiled(tokens: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
@@ -159,10 +146,10 @@ def test_static_shapes_on_compiling_devices(tmp_path: Path, device: Device, monk
         return encoder.packed(tokens, segments, positions)
 
     monkeypatch.setattr(device, "compiles", True)
-    found = encode(compiled, device, texts, (8, 16, 32), 48)
-    assert shapes <= {(6, 8), (3, 16), (1, 32)}
+    found = encode(compiled, device, texts, 32, 48)
+    assert shapes == {(1, 32)}
     torch.testing.assert_close(found.embeddings, eager, rtol=0, atol=1e-5)
-    again = encode(for_encoding(encoder, compiles=device.compiles), device, texts, (8, 16, 32), 48)
+    again = encode(for_encoding(encoder, compiles=device.compiles), device, texts, 32, 48)
     assert torch.equal(again.embeddings, found.embeddings)
     assert found.tokens == sum(map(len, texts))
     assert found.slots - found.tokens < 48
@@ -171,13 +158,13 @@ def test_static_shapes_on_compiling_devices(tmp_path: Path, device: Device, monk
 def test_training_mode_is_left_and_restored(tmp_path: Path, device: Device) -> None:
     encoder = make_model(tmp_path / "model").train()
     texts = token_lists([5, 5])
-    first, second = (encode(encoder, device, texts, (8,), 64).embeddings for _ in range(2))
+    first, second = (encode(encoder, device, texts, 8, 64).embeddings for _ in range(2))
     assert torch.equal(first, second)
     assert encoder.training
 
 
 def test_nothing_to_encode(device: Device) -> None:
-    assert encode(lambda tokens, mask: tokens, device, [], (8,), 64).embeddings.shape == (0, 0)
+    assert encode(lambda tokens, mask: tokens, device, [], 8, 64).embeddings.shape == (0, 0)
 
 
 def test_equal_token_lists_are_computed_once(tmp_path: Path, device: Device) -> None:
@@ -191,16 +178,16 @@ def test_equal_token_lists_are_computed_once(tmp_path: Path, device: Device) -> 
         return encoder(tokens, mask)
 
     done: list[int] = []
-    found = encode(counting, device, texts, (8, 16, 32), 32, on_progress=lambda count, _: done.append(count))
+    found = encode(counting, device, texts, 32, 32, on_progress=lambda count, _: done.append(count))
     assert sum(seen) == 3
     assert done[-1] == 6
     assert (found.tokens, found.slots >= found.tokens) == (42, True)
-    torch.testing.assert_close(found.embeddings, encode(encoder, device, texts[::-1], (32,), 512).embeddings.flip(0))
+    torch.testing.assert_close(found.embeddings, encode(encoder, device, texts[::-1], 32, 512).embeddings.flip(0))
 
 
 @given(lengths=st.lists(st.integers(1, 256), min_size=200, max_size=400), tokens_per_batch=st.integers(2048, 16384))
 def test_free_batches_hardly_pad(lengths: list[int], tokens_per_batch: int) -> None:
-    plan = plan_batches(np.array(lengths), (256,), tokens_per_batch, static=False)
+    plan = plan_batches(np.array(lengths), 256, tokens_per_batch, static=False)
     for batch in plan:
         shortest = min(lengths[row] for row in batch.rows)
         small = batch.slots * batch.length <= tokens_per_batch / 8
@@ -213,7 +200,7 @@ def test_free_batches_have_few_shapes_however_many_windows_there_are() -> None:
     seen: set[tuple[int, int]] = set()
     for _ in range(40):
         lengths = np.clip(rng.lognormal(3.5, 1.0, 4096).astype(np.int64), 1, 250)
-        seen |= {(batch.slots, batch.length) for batch in plan_batches(lengths, (250,), 16384, static=False)}
+        seen |= {(batch.slots, batch.length) for batch in plan_batches(lengths, 250, 16384, static=False)}
         shapes.append(len(seen))
     # oneDNN keeps 1024 products, and a layer has about three of different sizes.
     assert shapes[-1] < 300

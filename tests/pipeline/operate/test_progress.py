@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.commands.terminal import clock
-from pipeline.contract import Stage, StageResult
+from pipeline.contract import COMPILED_APART, Stage, StageResult
 from pipeline.model.inference import plan_batches
 from pipeline.operate import progress
 from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker
@@ -76,7 +76,9 @@ def test_a_stage_that_is_left_out_is_skipped_and_one_that_was_not_reached_is_not
     events = history("prepare", "ReadInputs", "ChooseIngest")
     tracker.update(events)
     assert tracker.lines[Stage.INGEST].state == "pending"
-    events += history("plan", "ReadPlan", "health_check", "ChooseCompile")
+    events += history("plan", "ReadPlan", "ChoosePrecompile")
+    tracker.update(events)
+    events += history("health_check", "ChooseCompile")
     tracker.update(events)
     assert states(tracker) == {"prepare": "done", "ingest": "skipped", "plan": "done", "health_check": "done"}
     assert tracker.lines[Stage.COMPILE].state == "pending"
@@ -172,7 +174,7 @@ def remaining_times(folder: Path, *, by_work: bool) -> list[tuple[float, float]]
     A batch takes 0.1 ms per padded token, more for long texts, whose attention grows with the square of the length, and 2 ms.
     """
     lengths = np.random.default_rng(0).lognormal(3.5, 0.8, 12_000).clip(3, 256).astype(np.int64)
-    plan = plan_batches(lengths, (256,), 4096, static=False)
+    plan = plan_batches(lengths, 256, 4096, static=False)
     padded = np.array([batch.slots * batch.length for batch in plan])
     ends = np.cumsum(padded * 1e-4 * (1 + np.array([batch.length for batch in plan]) / 2048) + 2e-3)
     rows, work = np.cumsum([batch.slots for batch in plan]), np.cumsum(padded)
@@ -198,6 +200,14 @@ def test_the_remaining_time_is_right_although_the_longest_texts_go_first(tmp_pat
     assert all(after <= before + 1 for (before, _), (after, _) in pairwise(times[1:]))
     by_rows = remaining_times(tmp_path / "rows", by_work=False)
     assert max(shown / true for shown, true in by_rows[1:]) > 2
+
+
+def test_stages_that_few_runs_have_appear_when_they_are_reached(tmp_path: Path) -> None:
+    tracker = Tracker(LocalFiles(tmp_path))
+    assert not {*COMPILED_APART} & {*tracker.lines}
+    tracker.update(history("prepare", "plan", "collect", "precompile"))
+    assert list(tracker.lines) == list(Stage)
+    assert [tracker.lines[stage].state for stage in COMPILED_APART] == ["done", "running"]
 
 
 def test_plain_lines_say_each_change_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +243,7 @@ def test_the_live_table_shows_every_stage(tmp_path: Path) -> None:
     with LiveDisplay(console) as display:
         display.show(tracker)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(stage.value in text for stage in Stage)
+    assert {stage for stage in Stage if stage.value in text} == {*Stage} - {*COMPILED_APART}
     assert "skipped" not in text
     tracker.update(history("prepare", "health_check", "health_check failed", "report", "train"))
     with LiveDisplay(console) as display:
@@ -259,7 +269,7 @@ def test_the_live_table_stays_in_place_with_a_bar_for_the_running_stage(tmp_path
         [embed] = [text for line in lines if "embed" in (text := "".join(segment.text for segment in line))]
         assert embed.count("━") == done // 5
         assert f"{done}/100" in embed
-    assert heights == {len(Stage)}
+    assert heights == {len(Stage) - len(COMPILED_APART)}
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (7.6, "0:08"), (750, "12:30"), (3723, "1:02:03"), (-1, "0:00")])

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import store
 from pipeline.contract import ATTEMPT_VARIABLE
-from pipeline.errors import BadConfig, ExitCode, MissingInput, NoProgress, TrnpipeError
+from pipeline.errors import BadConfig, ExitCode, MissingInput, NoProgress, Transient, TrnpipeError
 from pipeline.ports import free_port
 from pipeline.sdk import compile_cache, neuron_launch
 from pipeline.sdk.compile_cache import GraphState
@@ -59,12 +59,18 @@ def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
 
     def compile_(
-        *graphs: str, timeout: float = 60, flags: str = "-O1", on_line: Any = None, command: Any = None, **plan: Any
+        *graphs: str,
+        timeout: float = 60,
+        flags: str = "-O1",
+        on_line: Any = None,
+        command: Any = None,
+        half: Any = None,
+        **plan: Any,
     ) -> Any:
         monkeypatch.setenv("STANDIN_TOOL", json.dumps({"graphs": graphs, **plan}))
         command = command or [sys.executable, str(tmp_path / "trial.py")]
         return compile_cache.parallel_compile(
-            command, flags=flags, cache=compile_.cache, parallel=4, timeout=timeout, on_line=on_line
+            command, flags=flags, cache=compile_.cache, parallel=4, timeout=timeout, on_line=on_line, half=half
         )
 
     compile_.cache = str(tmp_path / "graphs" / "neuron-cache")  # type: ignore[attr-defined]
@@ -82,6 +88,25 @@ def test_graphs_are_compiled_once(compile_on_s3: Any) -> None:
     again = compile_(GOOD, BETTER)
     assert (again.graphs, again.compiled, again.cached) == (0, 0, 2)
     assert first.modules == again.modules == (BETTER, GOOD)
+
+
+def test_a_trial_and_its_compilation_may_run_apart(compile_on_s3: Any) -> None:
+    def state() -> set[GraphState]:
+        return set(compile_cache.modules(compile_on_s3.cache).values())
+
+    collected = compile_on_s3(GOOD, BETTER, half="collect")
+    assert (collected.graphs, collected.cached, collected.modules, state()) == (0, 0, (BETTER, GOOD), {GraphState.COLLECTED})
+    # This half runs no command, or it would fail.
+    compiled = compile_on_s3(half="compile", command=["false"])
+    assert (compiled.graphs, compiled.compiled, compiled.failed, state()) == (2, 2, (), {GraphState.DONE})
+    assert compile_on_s3(half="compile", command=["false"]).graphs == 0
+    both = compile_on_s3(GOOD, BETTER)
+    assert (both.compiled, both.cached, both.modules) == (0, 2, (BETTER, GOOD))
+
+
+def test_a_trial_that_fails_fails_collecting(compile_: Any) -> None:
+    with pytest.raises(TrnpipeError, match="without a summary"):
+        compile_(GOOD, half="collect", trial=1)
 
 
 def test_sets_that_share_a_cache_keep_their_graphs_apart(compile_: Any) -> None:
@@ -232,3 +257,29 @@ def test_runs_see_each_other_at_the_cache(s3_root: str, monkeypatch: pytest.Monk
     # A bucket that is one cache keeps its notes inside.
     compile_cache.register(s3_root, "week-3")
     assert store.exists(f"{s3_root}/in-use/week-3.json")
+
+
+def test_a_copy_of_a_cache_has_the_mark_of_a_compiled_graph_last(
+    tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, graph = f"{s3_root}/graphs/health", tmp_path / "cache" / COMPILER / GOOD
+    compile_cache.fetch(kept, tmp_path / "cache")
+    for name in ("model.done", "model.hlo_module.pb", "model.neff", "model.neff.lock"):
+        store.write_bytes(str(graph / name), b"")
+    order: list[str] = []
+
+    def upload(path: Path, uri: str) -> None:
+        order.append(path.name)
+        if path.name == "model.neff" and len(order) == 2:
+            raise Transient("the connection ended")
+        store.write_bytes(uri, path.read_bytes())
+
+    monkeypatch.setattr(compile_cache.store, "upload", upload)
+    with pytest.raises(Transient):
+        compile_cache.keep(tmp_path / "cache", kept)
+    compile_cache.fetch(kept, tmp_path / "broken-off")
+    assert set(compile_cache.modules(str(tmp_path / "broken-off")).values()) == {GraphState.COLLECTED}
+    compile_cache.keep(tmp_path / "cache", kept)
+    assert order == ["model.hlo_module.pb", "model.neff", "model.neff", "model.done"]
+    compile_cache.fetch(kept, tmp_path / "next")
+    assert set(compile_cache.modules(str(tmp_path / "next")).values()) == {GraphState.DONE}

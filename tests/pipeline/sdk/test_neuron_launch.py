@@ -151,17 +151,18 @@ def launch(stage: Stage, **changes: object) -> RankLaunch:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def test_single_processes_get_one_core_each_and_the_compile_stage_none() -> None:
+def test_single_processes_get_one_core_each_and_those_around_a_trial_none() -> None:
     for local_rank in range(4):
         found = launch(Stage.EMBED, nodes=1).environment(local_rank, 1, {"NEURON_RT_VISIBLE_CORES": "0-31"})
         assert found["NEURON_RT_VISIBLE_CORES"] == str(local_rank)
-    compiling = launch(Stage.COMPILE, ranks_per_node=1, compiler_flags=FLAGS, cache=CACHE).environment(0, 29500, {})
-    assert "NEURON_RT_VISIBLE_CORES" not in compiling
-    assert (compiling["RANK"], compiling["WORLD_SIZE"], compiling["MASTER_ADDR"]) == ("1", "2", "10.0.0.4")
-    assert (compiling["NEURON_CC_FLAGS"], compiling["NEURON_PROCESS_TAG"]) == (FLAGS, "week-1-compile")
+    for stage in (Stage.COLLECT, Stage.COMPILE):
+        compiling = launch(stage, ranks_per_node=1, compiler_flags=FLAGS, cache=CACHE).environment(0, 29500, {})
+        assert "NEURON_RT_VISIBLE_CORES" not in compiling
+        assert (compiling["RANK"], compiling["WORLD_SIZE"], compiling["MASTER_ADDR"]) == ("1", "2", "10.0.0.4")
+        assert (compiling["NEURON_CC_FLAGS"], compiling["NEURON_PROCESS_TAG"]) == (FLAGS, f"week-1-{stage}")
 
 
-def test_gangs_on_neuron_run_under_torchrun_except_compile() -> None:
+def test_gangs_on_neuron_run_under_torchrun_except_those_around_a_trial() -> None:
     found = {stage: neuron_launch.launcher("neuron", stage, spec, {}) for stage, spec in STAGES.items()}
     assert {stage for stage, form in found.items() if form == TORCHRUN} == {Stage.HEALTH_CHECK, Stage.TRAIN}
     assert neuron_launch.launcher("cpu", Stage.TRAIN, STAGES[Stage.TRAIN], {}) == PROCESSES
@@ -174,6 +175,7 @@ def test_gangs_on_neuron_run_under_torchrun_except_compile() -> None:
 
 def test_stages_without_an_accelerator_have_no_device_kind() -> None:
     assert [neuron_launch.kind_of("neuron", STAGES[stage]) for stage in (Stage.PUBLISH, Stage.EVALUATE)] == ["", "neuron"]
+    assert neuron_launch.kind_of("neuron", STAGES[Stage.PRECOMPILE]) == ""
     assert neuron_launch.kind_of("cpu", STAGES[Stage.PUBLISH]) == "cpu"
 
 

@@ -49,7 +49,7 @@ class Bench:
             "train": {"batch_size": 4, "query_length": 12, "length": 32},
             "evaluate": {"candidates": 7},
             "gate": {"undecided": "accept"},
-            "embed": {"children": 3, "rows_per_part": 50, "buckets": [16, 40]},
+            "embed": {"children": 3, "rows_per_part": 50, "length": 40},
         }
 
     def shard(self, name: str, lines: list[Any], *, folder: str = "data") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -176,6 +177,26 @@ def test_tools_come_before_any_core_is_opened(neuron_run: Any, host: TrainiumHos
     assert {"matmul_fp32", "memory", "storage"} <= set(names[len(TOOL_TESTS) :])
     assert output is not None
     assert output.metrics["nccom_gibps"] == [21.98]
+
+
+def test_what_one_gang_compiled_the_next_one_finds(neuron_run: Any, host: TrainiumHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[bool] = []
+
+    def open_cpu(kind: str, *arguments: Any, **options: Any) -> Any:
+        graph = Path(os.environ["NEURON_COMPILE_CACHE_URL"]) / "neuronxcc-2" / "MODULE_1"
+        compiled.append(graph.is_dir())
+        for name in ("model.neff", "model.done", "model.neff.lock"):
+            store.write_bytes(str(graph / name), b"")
+        return open_device("cpu", *arguments, **options)
+
+    monkeypatch.setattr(health_check, "open_device", open_cpu)
+    for _ in range(2):
+        context = neuron_run.context(Stage.HEALTH_CHECK)
+        health_check.run(context, root=host.root)
+        shutil.rmtree(context.scratch / "neuron-cache")
+    assert compiled == [False, True]
+    kept = store.list_objects(f"{neuron_run.paths.bucket_root}/graphs/health")
+    assert [info.uri.rsplit("/", 1)[-1] for info in kept] == ["model.done", "model.neff"]
 
 
 def never(*arguments: Any, **options: Any) -> Any:

@@ -76,7 +76,7 @@ def published_run(tmp_path: Path, parent: Path, precision: str = "fp32", **model
         "nodes": 1,
         "device": {"kind": "cpu", "precision": precision, "threads_per_rank": 1, "ranks_per_node": 1},
         "model": {"parent": str(parent), **model},
-        "embed": {"children": 1, "buckets": [8, 16, LONGEST], "tokens_per_batch": 512},
+        "embed": {"children": 1, "length": LONGEST, "tokens_per_batch": 512},
     }
     bench.config["data"] |= {"corpus": [store.join(bench.root, "corpus")], "holdout_fraction": 0.3}
     bench.config["train"] |= {"learning_rate": 1e-3}
@@ -183,8 +183,8 @@ def test_another_length_is_not_mixed_with_the_published_model(tmp_path: Path) ->
     bench = published_run(tmp_path, make_parent(tmp_path / "parent"))
     bench.config["model"] = {}
     # A run whose own model is refused embeds with the published one, if it cuts texts alike.
-    for run, buckets, alike in (("same", [16, LONGEST], True), ("longer", [16, 48], False)):
-        bench.config["embed"] |= {"buckets": buckets}
+    for run, length, alike in (("same", LONGEST, True), ("longer", 48, False)):
+        bench.config["embed"] |= {"length": length}
         words = [{"id": f"{run}{n}", "query": f"{WORDS[n]} {run}", "document": f"{WORDS[n]} ba {run}"} for n in range(40)]
         bench.shard(f"{run}.jsonl", words)
         bench.start(run)
@@ -194,10 +194,10 @@ def test_another_length_is_not_mixed_with_the_published_model(tmp_path: Path) ->
         assert judged.metrics["refresh"] is alike
     # A refresh takes the lengths of the run that made the model. Where it does not know them, it follows the model's folder.
     bench.prepare("daily", {"mode": "refresh"})
-    assert bench.inputs("daily").config.embed.buckets == (8, 16, LONGEST)
+    assert bench.inputs("daily").config.embed.length == LONGEST
     store.delete(bench.paths("one").plan)
-    refusal(BadConfig, lambda: bench.prepare("late", {"mode": "refresh"}), "max_seq_length = 32", "embed.buckets = 48")
-    bench.config["embed"] |= {"buckets": [LONGEST]}
+    refusal(BadConfig, lambda: bench.prepare("late", {"mode": "refresh"}), "max_seq_length = 32", "embed.length = 48")
+    bench.config["embed"] |= {"length": LONGEST}
     bench.prepare("as the folder says", {"mode": "refresh"})
 
 
@@ -235,7 +235,7 @@ def other_head(folder: Path) -> None:
     ("settings", "change", "same"),
     [
         ({}, lambda folder: (folder / "README.md").write_text("another card"), True),
-        ({"embed": {"buckets": [8, 16, 24]}}, None, False),
+        ({"embed": {"length": 24}}, None, False),
         ({"embed": {"dtype": "float16"}}, None, False),
         ({"model": {"pooling": "cls"}}, edit("1_Pooling/config.json", pooling_mode="cls"), False),
         ({"model": {"normalize": False}}, without_normalize, False),

@@ -35,7 +35,7 @@ from pipeline.graphs.compiled import GraphSet, read_set, traces_uri, write_set
 from pipeline.graphs.fingerprint import missing_sets, plan_graphs, set_uri
 from pipeline.model.encoder import prepare_for_inference
 from pipeline.model.folder import inspect_folder, load_encoder, save_folder
-from pipeline.model.inference import encode, encode_shapes
+from pipeline.model.inference import encode
 from pipeline.plan import EmbedPlan, RunPlan
 from pipeline.ports import free_port
 from pipeline.run.context import StageContext, StageOutput
@@ -56,7 +56,7 @@ pytest.importorskip("torch_xla", reason="torch-xla exists for Linux on x86-64 on
 
 SECTIONS: dict[str, Any] = {
     "device": {"precision": "bf16"},
-    "embed": {"buckets": [16, 32], "tokens_per_batch": 256},
+    "embed": {"length": 32, "tokens_per_batch": 256},
     "compile": {"trial_steps": 2, "parallel": 3},
     "evaluate": {"bootstrap_samples": 100},
     "gate": {"undecided": "accept", "max_drop": 1},
@@ -143,7 +143,7 @@ class Job:
 
     def wait(self) -> int:
         try:
-            return self.process.wait(300)
+            return self.process.wait(900)
         finally:
             self.process.kill()
 
@@ -210,14 +210,13 @@ def test_compile_fills_the_cache_and_stores_traces(compiled_run: Any) -> None:
     # A training step is among them, with its packed rows.
     assert any("s64[32,16]" in graph.inputs for graph in trained.values() if graph)
 
-    shapes = encode_shapes([16, 32], 256)
     traces = {info.uri.rsplit("/", 1)[-1] for info in store.list_objects(traces_uri(account.root, graphs.infer))}
-    assert traces == {f"encode-{rows}x{length}.pt" for rows, length in shapes}
+    assert traces == {"encode.pt"}
     assert set(read_set(set_uri(account.root, "infer", graphs.infer)).graphs) == traces
 
     metrics = result.metrics
     assert metrics["compiles"] is True
-    assert (metrics["graphs"], metrics["infer_graphs"]) == (len(trained), 2)
+    assert (metrics["graphs"], metrics["infer_graphs"]) == (len(trained), 1)
     assert (metrics["train_compiled"], metrics["train_cached"]) == (len(trained), 0)
     assert 0 < metrics["train_seconds"] <= metrics["seconds"]
     # With every graph run once, which met none that was not compiled.
@@ -320,12 +319,14 @@ def test_evaluate_compares_both_models_through_traces(trained_run: Any, tmp_path
     assert metrics["graphs"] == {"compiled": 0, "new": 0, "last_compiled_step": 0, "fallbacks": {}}
     context = context_of(paths, Stage.EVALUATE, tmp_path)
     holdout = read_holdout(store.local_folder(paths.rows, context.scratch / "rows"))
-    device = open_device("cpu", "fp32", RankWorld())
+    device = open_device("cpu", "bf16", RankWorld())
+    one_swap = 0.5 / metrics["queries"]
     for measured, name, folder in (("parent", "baseline", plan.parent.folder), ("new", "new", paths.model)):
         model = evaluate.prepare(context, device, holdout, measured, folder)
         expected = evaluate.measure(context, measured, evaluate.encode_texts(context, model, 0, model.tokens), holdout)
-        assert metrics[name]["mrr@10"] == pytest.approx(expected["mrr@10"].mean(), abs=1e-6)
-    assert metrics["new"]["mrr@10"] != metrics["baseline"]["mrr@10"]
+        # Two compilers round products of bf16 differently: enough to swap the first two candidates of one query.
+        assert metrics[name]["mrr@10"] == pytest.approx(expected["mrr@10"].mean(), abs=one_swap)
+    assert abs(metrics["new"]["mrr@10"] - metrics["baseline"]["mrr@10"]) > 2 * one_swap
 
 
 @pytest.mark.long
@@ -341,8 +342,9 @@ def test_embeddings_are_the_new_models(trained_run: Any, tmp_path: Path) -> None
         embeddings(store.local_folder(uri, tmp_path / name))
         for name, uri in (("new", paths.model), ("parent", plan.parent.folder))
     ]
-    np.testing.assert_allclose(found, expected[0], rtol=0, atol=1e-5)
-    assert np.abs(found - expected[1]).max() > 1e-2
+    # In fp32 here, in bf16 there.
+    assert 0.999 < (found * expected[0]).sum(axis=1).min() < 1 - 1e-6
+    assert (found * expected[1]).sum(axis=1).min() < 0.99
 
 
 def embeddings(folder: Path) -> np.ndarray:
@@ -351,7 +353,7 @@ def embeddings(folder: Path) -> np.ndarray:
     prepare_for_inference(encoder, fused_attention=True)
     texts = TextTokenizer(folder).encode([text for _, text in TEXTS], 32)
     device = open_device("cpu", "fp32", RankWorld())
-    return encode(encoder.eval(), device, texts, [16, 32], 256).embeddings.numpy()
+    return encode(encoder.eval(), device, texts, 32, 256).embeddings.numpy()
 
 
 STALE = """
@@ -364,10 +366,10 @@ from pipeline.run.context import StageContext
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World
 from pipeline.stages import embed, evaluate
-from pipeline.stages.compile import trace_encoders
+from pipeline.stages.compile import trace
 
 RUNS = {Stage.EVALUATE: evaluate.run, Stage.EMBED: embed.run}
-RUNS[Stage.COMPILE] = lambda context: trace_encoders(context, context.plan.graphs)
+RUNS[Stage.COMPILE] = lambda context: trace(context, context.plan.graphs)
 
 def run(stage, root):
     scratch = Path(sys.argv[3]) / str(len(os.listdir(sys.argv[3])))
@@ -377,7 +379,7 @@ def run(stage, root):
         RUNS[stage](context)
         print(stage.value, "succeeds")
     except TrnpipeError as error:
-        print(stage.value, int(error.exit_code), error.what, *error.value, sep="; ")
+        print(stage.value, int(error.exit_code), error.what, error.value, sep="; ")
 
 def main():
     run(Stage.COMPILE, sys.argv[1])
@@ -392,7 +394,7 @@ if __name__ == "__main__":
     main()
 """
 """Stages in one process, with and without a weight that `replace_weights` forgets. In a file of its own: the process in which
-compile tries the forms loads the program again."""
+compile tries the form loads the program again."""
 
 
 @pytest.mark.slow
@@ -412,8 +414,8 @@ def test_forms_that_keep_weights_are_refused_by_compile_evaluate_and_embed(accou
         text=True,
         check=False,
     )
-    found = "traced encoders give other embeddings than the encoder on the host"
-    values = "16 x 16 tokens: least cosine nan; 8 x 32 tokens: least cosine nan"
+    found = "the traced encoder gives other embeddings than the encoder on the host"
+    values = "8 x 32 tokens: least cosine nan"
     assert ended.stdout.splitlines() == [
         "compile succeeds",
         *(f"{stage}; 69; {found}; {values}" for stage in ("compile", "evaluate", "embed")),
@@ -423,53 +425,6 @@ def test_forms_that_keep_weights_are_refused_by_compile_evaluate_and_embed(accou
     assert list(store.list_objects(traces_uri(account.root, graphs_of(other).infer))) == []
     assert not store.exists(paths.scorecard)
     assert store.exists(paths.part(0, 1))
-
-
-UNKNOWN_SHAPES = """
-import sys, torch
-from pathlib import Path
-from pipeline.config import ModelConfig
-from pipeline.errors import TrnpipeError
-from pipeline.model.encoder import PackedEncoder
-from pipeline.model.folder import load_encoder
-from pipeline.backends.traced import TracedEncoder, trace_encoder
-traces, model, empty = map(Path, sys.argv[1:])
-loaded = PackedEncoder(load_encoder(model, ModelConfig())).eval()
-weights = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
-encoder = TracedEncoder(traces, weights)
-tokens = torch.ones((8, 32), dtype=torch.int64)
-print(encoder(tokens, tokens, tokens).shape)
-fewer, shorter = (tokens[:7],) * 3, (tokens[:, :31],) * 3
-for call in (lambda: encoder(*fewer), lambda: encoder(*shorter), lambda: TracedEncoder(empty, weights)):
-    try:
-        call()
-    except TrnpipeError as error:
-        print(int(error.exit_code), error.what, error.rule)
-trace_encoder(loaded, [(2, 8)], empty, flags=["--target=trn1"])
-print(TracedEncoder(empty, weights)(*(tokens[:2, :8],) * 3).shape)
-"""
-
-
-@pytest.mark.long
-def test_a_shape_without_a_trace_is_a_defect(trained_run: Any, tmp_path: Path) -> None:
-    account, paths, plan, _ = trained_run
-    traces = store.local_folder(traces_uri(account.root, graphs_of(plan).infer), tmp_path / "traces")
-    model = store.local_folder(paths.model, tmp_path / "model")
-    (tmp_path / "empty").mkdir()
-    ended = subprocess.run(
-        [sys.executable, "-c", UNKNOWN_SHAPES, traces, model, tmp_path / "empty"],
-        env=account.environment | {"NEURON_RT_VISIBLE_CORES": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.stdout.splitlines() == [
-        "torch.Size([32, 32])",
-        *2 * ["69 no encoder was traced for this shape one of 8 x 32, 16 x 16"],
-        "66 there are no traced encoders ",
-        "torch.Size([2, 32])",
-    ], ended.stderr
 
 
 # ---- how compile fails, and gangs ------------------------------------------------------------------------------------
@@ -599,7 +554,7 @@ def test_a_gang_compiles(account: Account, sharded: bool) -> None:
     """Two ranks under torchrun, each with its own weights on the device, and graphs that put out zeros."""
     run = f"two-ranks{'-sharded' * sharded}"
     sections = {
-        "embed": {"buckets": [16], "tokens_per_batch": 256},
+        "embed": {"length": 16, "tokens_per_batch": 256},
         "train": {"shard_optimizer": sharded},
         "compile": {**SECTIONS["compile"], "cache": f"{account.root}/graphs/{run}"},
     }
@@ -643,6 +598,56 @@ def test_the_leader_waits_for_the_other_node(account: Account) -> None:
     assert store.read_json(paths.compiled_node(1))["job"] == "j"
 
 
+@pytest.mark.long
+def test_a_gang_finds_what_a_host_without_a_device_has_compiled(account: Account) -> None:
+    sections = {"embed": {"length": 16, "tokens_per_batch": 128}, "compile": {**SECTIONS["compile"], "where": "cpu"}}
+    paths, plan = account.plan("beforehand", sections={**sections, "seed": 7, "train": {"temperature": 0.11}})
+    cache, root = graphs_of(plan).cache, account.root
+    before = set(compile_cache.modules(cache))
+
+    def states() -> set[GraphState]:
+        return {state for key, state in compile_cache.modules(cache).items() if key not in before}
+
+    def own() -> set[str]:
+        return {info.uri.removeprefix(f"{paths.root}/") for info in store.list_objects(paths.traces)}
+
+    collected = account.stage(Stage.COLLECT, paths).metrics
+    assert states() == {GraphState.COLLECTED}
+    graphs = collected["graphs"] - collected["train_cached"]
+    assert graphs > 0
+
+    # Another run's graph, which the compiler refuses, is not this run's failure.
+    store.write_bytes(f"{cache}/{COMPILER}/MODULE_bad7+1/{compile_cache.HLO_FILE}", HLO)
+    # Nor is a form that an earlier execution left taken over.
+    store.write_bytes(f"{paths.traces}/encode.pt", b"refused")
+    compiled = account.stage(Stage.PRECOMPILE, paths, STANDIN_NO_DEVICE="1").metrics
+    assert states() == {GraphState.DONE, GraphState.FAILED}
+    assert (compiled["train_compiled"], compiled["traced"]) == (graphs, True)
+    assert own() == {"precompile/traces/encode.pt"}
+    assert missing_sets(root, plan.graphs) == [set_uri(root, kind, getattr(plan.graphs, kind)) for kind in ("train", "infer")]
+    assert compile_cache.others(cache, "somebody") == []
+
+    metrics = account.stage(Stage.COMPILE, paths, tool={"fail": "must not be called"}, STANDIN_NO_TRACE="1").metrics
+    assert (metrics["train_compiled"], metrics["train_cached"]) == (0, collected["graphs"])
+    assert metrics["graphs"] == collected["graphs"]
+    assert missing_sets(root, plan.graphs) == []
+    made = store.read_bytes(f"{traces_uri(root, graphs_of(plan).infer)}/encode.pt")
+    assert made == store.read_bytes(f"{paths.traces}/encode.pt")
+
+
+@pytest.mark.slow
+def test_what_the_compiler_refuses_ends_precompile_before_a_gang_starts(account: Account) -> None:
+    paths, plan = account.plan(
+        "refused-early", sections={"compile": {"where": "cpu", "optlevel": 2, "cache": f"{account.root}/early"}}
+    )
+    left_by_a_trial(plan, "MODULE_bad7+1")
+    store.write_json(paths.collected, ["MODULE_bad7+1"])
+    job = account.start(Stage.PRECOMPILE, paths, STANDIN_NO_DEVICE="1")
+    assert job.wait() == 69, job.log.read_text()
+    failure = StageFailure.from_json(store.read_bytes(paths.failure(Stage.PRECOMPILE)))
+    assert failure.what == "the compiler could not compile every graph"
+
+
 # ---- planning, on a host without torch-neuronx -----------------------------------------------------------------------
 
 
@@ -663,7 +668,12 @@ def test_prepare_plans_for_neuron_where_there_is_none(bench: Bench, tmp_path: Pa
     assert plan.compiler_flags == f"{common} --auto-cast=none --retry_failed_compilation"
     assert plan.infer_compiler_flags == f"{common} --auto-cast=matmult --auto-cast-type=bf16"
     assert plan.environment == {"NEURON_FUSE_SOFTMAX": "1", "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB": "50"}
-    assert bench.start("again").metrics["compile"] is True
+    again = bench.start("again").metrics
+    assert (again["compile"], again["precompile"]) == (True, False)
+    bench.config["compile"] = {"where": "cpu"}
+    assert bench.start("apart").metrics["precompile"] is True
+    assert bench.plan("apart").graphs == plan
+    del bench.config["compile"]
 
     # Another week's parent of the same form, and the learning rate, are data.
     other = tmp_path / "other"

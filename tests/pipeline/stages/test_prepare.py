@@ -276,9 +276,9 @@ def test_an_input_that_contradicts_the_plan_is_refused(bench: Bench) -> None:
         ({"data": {"columns": {"querry": "q"}}}, ["data.columns.querry"]),
         ({"data": {"train": []}}, ["data.train"]),
         ({"train": {"length": 64}}, ["train.length: 64", "at most 48"]),
-        ({"embed": {"buckets": [49]}}, ["embed.buckets: 49"]),
-        ({"train": {"query_length": 64, "length": 64}, "embed": {"buckets": [64]}}, ["train.query_length: 64"]),
-        ({"train": {"query_length": 32}, "embed": {"buckets": [24]}}, ["train.query_length 32", "embed.buckets, 24"]),
+        ({"embed": {"length": 49}}, ["embed.length: 49"]),
+        ({"train": {"query_length": 64, "length": 64}, "embed": {"length": 64}}, ["train.query_length: 64"]),
+        ({"train": {"query_length": 32}, "embed": {"length": 24}}, ["train.query_length 32", "embed.length, 24"]),
         ({"device": {"kind": "xla"}}, ["4 ranks", "one node, one rank"]),
         (
             {"nodes": 1, "device": {"kind": "xla", "ranks_per_node": 1}, "compile": {"enabled": False}},

@@ -330,7 +330,7 @@ def test_a_corpus_that_lost_most_of_its_documents_is_not_published(bench: Bench)
 def test_a_refresh_embeds_as_the_model_was_judged(bench: Bench) -> None:
     week(bench, "one")
     before = published(bench)
-    bench.config["embed"] |= {"buckets": [16], "dtype": "float16"}
+    bench.config["embed"] |= {"length": 16, "dtype": "float16"}
     found = refresh(bench, "daily")
     assert found["unchanged_parts"] == found["parts"]
     assert published(bench)["doc1"].dtype == before["doc1"].dtype

@@ -96,7 +96,7 @@ def test_published(plan_run: Any, root: str | None) -> None:
     assert "Published" in page.text
     assert "ndcg@10 is unchanged" in page.text
     assert page.tags.count("polyline") == 2
-    assert page.tags.count("rect") == 9
+    assert page.tags.count("rect") == 11
     for words in (
         "recall@100",
         "host-17",
@@ -229,17 +229,21 @@ def test_stage_that_left_nothing(plan_run: Any) -> None:
 
 def test_a_stage_that_was_left_out_is_not_missing(plan_run: Any) -> None:
     run = plan_run()
-    said = {Stage.PREPARE: {"ingest_children": 0}, Stage.PLAN: {"compile": False}, Stage.HEALTH_CHECK: {}}
+    nothing = {"compile": False, "precompile": False}
+    said = {Stage.PREPARE: {"ingest_children": 0}, Stage.PLAN: nothing, Stage.HEALTH_CHECK: {}}
     for stage, metrics in said.items():
         run.finish(stage, StageOutput(metrics=metrics))
     page = page_of(run)
     assert "ingest skipped" in page.text
     assert "compile skipped" in page.text
+    assert "collect skipped" not in page.text
     assert "train left neither a result nor a failure" in page.text
     run.finish(Stage.PREPARE, StageOutput(metrics={"ingest_children": 2}))
     assert "ingest left neither a result nor a failure" in page_of(run).text
     run.finish(Stage.INGEST, StageOutput())
-    run.finish(Stage.PLAN, StageOutput(metrics={"compile": True}))
+    run.finish(Stage.PLAN, StageOutput(metrics={"compile": True, "precompile": True}))
+    assert "collect left neither a result nor a failure" in page_of(run).text
+    run.finish(Stage.PLAN, StageOutput(metrics={"compile": True, "precompile": False}))
     page = page_of(run)
     assert "compile not finished" in page.text
     assert "compile left neither a result nor a failure" in page.text

@@ -236,6 +236,46 @@ except Defect as error:
 """One weight of rank 1 changes a little in the fourth step."""
 
 
+def trained_by_two(run: TrainingRun, folder: Path) -> dict[str, torch.Tensor]:
+    """Train with two ranks; return the weights of the model."""
+    number = len([*folder.glob("shared-*")])
+    scratch, port = folder / f"shared-{number}", free_port()
+    scratch.mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(port), run.paths.root, str(scratch)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=Path.cwd(),
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(120) for process in ranks] == [0, 0]
+    found: dict[str, torch.Tensor] = load_file(
+        store.download_folder(run.paths.model, folder / f"model-{number}") / "model.safetensors"
+    )
+    return found
+
+
+def test_with_weights_in_bf16_those_in_fp32_are_trained_and_kept(
+    training_run: PlanTraining, s3_root: str, tmp_path: Path
+) -> None:
+    bf16 = {"bf16_weights": True, "sections": {"device": {"precision": "bf16"}}}
+    usual, run = (
+        training_run(s3_root, run=name, steps=10, ranks=2, batch_size=4, shard_optimizer=True, **settings)
+        for name, settings in (("usual", {}), ("bf16", bf16))
+    )
+    before = load_file(store.download_folder(run.plan.parent.folder, tmp_path / "parent") / "model.safetensors")
+    found, expected = trained_by_two(run, tmp_path), trained_by_two(usual, tmp_path)
+    assert all(tensor.dtype == torch.float32 for tensor in found.values())
+    # Steps that bf16 would round away.
+    assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in found.values())
+    moved = [torch.cat([(after[name] - before[name]).flatten() for name in before]) for after in (found, expected)]
+    assert torch.cosine_similarity(*moved, dim=0) > 0.9
+    # From the checkpoint of the last step, nothing is lost.
+    again = trained_by_two(run, tmp_path)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in found.items())
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_ranks_train_as_one_does(training_run: PlanTraining, s3_root: str, tmp_path: Path, sharded: bool) -> None:
     """Same global batches, same mean gradient: without dropout only the order of sums differs."""
@@ -245,20 +285,9 @@ def test_two_ranks_train_as_one_does(training_run: PlanTraining, s3_root: str, t
         config = store.join(run.plan.parent.folder, "config.json")
         store.write_json(config, {**store.read_json(config), "hidden_dropout_prob": 0.0})
     train(single)
-    port = free_port()
-    scratch = tmp_path / "shared"
-    scratch.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for attempt in ("", "resumed"):  # the second one only looks for the checkpoint and writes the model again
-        command = [sys.executable, "-c", PROGRAM]
-        ranks = [
-            subprocess.Popen([*command, str(rank), str(port), double.paths.root, str(scratch)], env=environment, cwd=Path.cwd())
-            for rank in range(2)
-        ]
-        assert [process.wait(120) for process in ranks] == [0, 0], attempt
-        found = store.download_folder(double.paths.model, tmp_path / f"model-{attempt}")
+    for _ in range(2):  # the second one only looks for the checkpoint and writes the model again
         expected = weights_of(single)
-        for name, tensor in load_file(found / "model.safetensors").items():
+        for name, tensor in trained_by_two(double, tmp_path).items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2e-4, msg=name)
     for one, other in zip(metrics_of(single), metrics_of(double), strict=True):
         assert one["step"] == other["step"]
@@ -315,7 +344,7 @@ def test_other_ranks_than_planned(training_run: PlanTraining) -> None:
         stage.run(run.context())
 
 
-def test_buckets_longer_than_the_encoder(training_run: PlanTraining) -> None:
+def test_rows_longer_than_the_encoder(training_run: PlanTraining) -> None:
     run = training_run(length=65)
     with pytest.raises(BadConfig, match="longer than the encoder allows") as caught:
         stage.run(run.context())

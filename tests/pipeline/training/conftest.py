@@ -59,7 +59,7 @@ Lowering = dict[str, Any]
 def lowering(tmp_path_factory: pytest.TempPathFactory) -> Lowering:
     """Training steps of the tiny model in many settings, lowered by one process."""
     command = [sys.executable, "-m", "tests.pipeline.training.lowered", str(tmp_path_factory.mktemp("lowering") / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     found: Lowering = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -45,6 +45,8 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "checkpointed, rank 63": (63, 64, {"train": {"activation_checkpointing": True, "dropout": 0.1}}, "fp32"),
     "bf16": (0, 64, {}, "bf16"),
     "sharded": (0, 64, {"train": {"shard_optimizer": True}}, "fp32"),
+    "bf16 weights": (0, 64, {"train": {"shard_optimizer": True, "bf16_weights": True}}, "bf16"),
+    "bf16 weights, rank 63": (63, 64, {"train": {"shard_optimizer": True, "bf16_weights": True}}, "bf16"),
     "sharded, rank 63": (63, 64, {"train": {"shard_optimizer": True}}, "fp32"),
     "sharded, accumulation": (0, 64, {"train": {"shard_optimizer": True, "accumulation": 2}}, "fp32"),
     "frozen words": (0, 64, {"train": {"freeze_word_embeddings": True}}, "fp32"),
@@ -125,6 +127,9 @@ def main(folder: Path) -> None:
     for graphs in (graph for step_graphs in (*found.values(), *planted) for graph in step_graphs):
         # The number of operations that a text has, to hold the description against; texts are large.
         text = graphs.pop("text")
+        # Collectives of vectors: what, type, elements.
+        vectors = re.findall(r"= \(?(\w+)\[(\d+)\][^=]*? (all-gather|reduce-scatter)\(", text)
+        graphs["vectors"] = [[name, kind, int(size)] for kind, size, name in vectors]
         graphs["lines"] = sum(" = " in line and " parameter(" not in line for line in text.splitlines())
         # Floating-point types that operations compute, also as parts of tuples.
         computed = re.findall(r" = (\(?[^=]*?) (?!parameter|constant)[a-z-]+\(", text)

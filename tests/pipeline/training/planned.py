@@ -27,7 +27,7 @@ from tests.tiny import WORDS, make_model
 SETTINGS = {
     "seed": 5,
     "device": {"kind": "cpu", "precision": "fp32", "threads_per_rank": 1},
-    "embed": {"buckets": [8, 16, 32], "tokens_per_batch": 512},
+    "embed": {"length": 32, "tokens_per_batch": 512},
     "train": {
         "batch_size": 8,
         "query_length": 8,

@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
         query_length=8,
         length=16,
         validation_queries=2,
-        sections={"embed": {"buckets": [16], "tokens_per_batch": 64}, "device": {"threads_per_rank": 2}},
+        sections={"embed": {"length": 16, "tokens_per_batch": 64}, "device": {"threads_per_rank": 2}},
     )
     parent, checkpoint = folder / "local" / "parent", folder / "step-00000001"
     context = StageContext(stage=Stage.TRAIN, paths=paths, world=World(), scratch=folder, heartbeat=Heartbeat(None, 0))

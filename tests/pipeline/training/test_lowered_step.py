@@ -44,6 +44,7 @@ def test_collectives_span_all_ranks(lowering: Lowering) -> None:
         ("checkpointed, rank 63", "checkpointed"),
         ("cut, rank 63", "cut"),
         ("sharded, rank 63", "sharded"),
+        ("bf16 weights, rank 63", "bf16 weights"),
     ],
 )
 def test_every_rank_compiles_the_same(rank: str, zero: str, lowering: Lowering) -> None:
@@ -126,6 +127,15 @@ def test_sharded_graphs_put_out_a_share_of_the_state(lowering: Lowering) -> None
     assert (outputs["f32[342]"], outputs["f32[12]"]) == (3, 3)
     whole = lowering["lowered"]["rank 0"][1]["outputs"]
     assert (whole["f32[21856]"], whole["f32[768]"]) == (2, 2)
+
+
+def test_bf16_weights_and_their_gradients_travel_in_bf16(lowering: Lowering) -> None:
+    """Both vectors; what the optimizer computes with is a share in fp32."""
+    backward, update = lowering["lowered"]["bf16 weights"]
+
+    assert sorted(backward["vectors"]) == [["reduce-scatter", "bf16", size] for size in (12, 342)]
+    assert sorted(update["vectors"]) == [["all-gather", "bf16", 64 * size] for size in (12, 342)]
+    assert (update["outputs"]["f32[342]"], update["outputs"]["f32[12]"]) == (3, 3)
 
 
 @pytest.mark.parametrize("layers", LAYERS)

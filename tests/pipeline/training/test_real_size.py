@@ -25,7 +25,7 @@ ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "M
 def real_size(argument: str, **environment: str) -> dict[str, Any]:
     """What the program of that name finds."""
     command = [sys.executable, "-m", "tests.pipeline.training.real_size", argument]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, **environment})
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found

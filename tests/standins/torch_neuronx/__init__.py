@@ -7,7 +7,9 @@ in the executable). Where a process sees several cores, executables go to them i
 use the first (github.com/huggingface/optimum-neuron/pull/725), so it is refused here. What happens when torch-xla is loaded
 beside it is in `xla`.
 
-Variable STANDIN_UNREPLACED: `replace_weights` leaves names that contain it as they are and says nothing.
+Variables: STANDIN_UNREPLACED: `replace_weights` leaves names that contain it as they are and says nothing. STANDIN_NO_DEVICE: the
+host has none, so `trace` needs to be told the platform as well (github.com/huggingface/optimum-neuron/pull/961), and nothing
+moves to a core. STANDIN_NO_TRACE: `trace` fails.
 """
 
 from __future__ import annotations
@@ -56,6 +58,10 @@ def trace(
         raise RuntimeError("no NeuronCore: only with cpu_backend is something compiled here")
     if not any(argument.startswith("--target") for argument in compiler_args):
         raise RuntimeError("cpu_backend needs --target: there is no host to ask")
+    if "STANDIN_NO_DEVICE" in os.environ and "NEURON_PLATFORM_TARGET_OVERRIDE" not in os.environ:
+        raise RuntimeError("If you want to compile on CPU, please supply compiler argument target")
+    if "STANDIN_NO_TRACE" in os.environ:
+        raise RuntimeError("nothing is to be traced here")
     traced = torch.jit.trace(func, example_inputs)
     if not isinstance(func, nn.Module):
         return traced
@@ -79,6 +85,8 @@ def replace_weights(neuron_model: torch.jit.ScriptModule, weights: Mapping[str, 
 
 def move_trace_to_device(trace: torch.jit.ScriptModule, device_id: int) -> None:
     visible = os.environ.get("NEURON_RT_VISIBLE_CORES", "0-31")
+    if "STANDIN_NO_DEVICE" in os.environ:
+        raise RuntimeError("no NeuronCore")
     if device_id != 0 or not visible.isdigit():
         raise RuntimeError(f"tensors allocated on vnc {device_id} must be allocated on the executable's: visible cores {visible}")
     trace.on_core = True
