@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local parity test test-long chaos year bench check docs site images images-check mirror lock clean
+.PHONY: help setup local parity test test-long chaos year bench check docs diff site images images-check mirror lock clean
 
 SUPPORTED := import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
@@ -96,6 +96,17 @@ check: setup
 
 docs: setup ## Write docs/configuration.md from the schemas of the configuration and the settings
 	$(VENV)/bin/python -m docs.configuration
+
+# Everything that CDK writes but the hashes of assets, which name every file of the stacks again.
+AGAINST ?= origin/main
+diff: setup ## Print what this tree changes in the templates of another commit (AGAINST=origin/main)
+	rm -rf .trnpipe/diff
+	mkdir -p .trnpipe/diff/base
+	git archive $(AGAINST) | tar -x -C .trnpipe/diff/base
+	cd .trnpipe/diff/base && $(CURDIR)/$(VENV)/bin/python -m infra.app
+	$(VENV)/bin/python -m infra.app
+	diff --recursive --unified --exclude='*.assets.json' --exclude=manifest.json --exclude=tree.json .trnpipe/diff/base/cdk.out cdk.out \
+		|| test $$? = 1
 
 site: setup ## Build the documentation as a site in site/ (python -m http.server --directory site)
 	$(VENV)/bin/mkdocs build --strict

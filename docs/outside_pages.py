@@ -1,4 +1,4 @@
-"""MkDocs hook: README.md as the site's front page, and CONTRIBUTING.md and LICENSE next to docs/, with links that lead there."""
+"""MkDocs hook: README.md as the site's front page and other top-level files next to docs/, with links that lead there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "LICENSE": "LICENSE"}
+OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "LICENSE": "LICENSE"}
 """File of the repository -> its place on the site."""
 
 

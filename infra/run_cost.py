@@ -126,10 +126,10 @@ def expectation(settings: Settings) -> Iterator[str]:
     yield f"What a run costs in {settings.region}, at most; prices are those of pipeline/cost.py and of the setting `prices`."
     yield f"  {'stage':<14}{'nodes':>6}  {'each':<16}{'USD/h':>9}{'hours':>7}{'USD':>11}"
     for stage, spec in STAGES.items():
-        nodes = nodes_of(stage, nodes=config.nodes, children=children)
-        hours = min(settings.minutes(stage) / 60, budget_hours)
-        price, usd = _figure(prices.get(spec.queue), 4), _figure(cost_of({stage: nodes * hours}, prices), 2)
-        yield f"  {stage:<14}{nodes:>6}  {names[spec.queue]:<16}{price:>9}{hours:>7.1f}{usd:>11}"
+        if nodes := nodes_of(stage, nodes=config.nodes, children=children):
+            hours = min(settings.minutes(stage) / 60, budget_hours)
+            price, usd = _figure(prices.get(spec.queue), 4), _figure(cost_of({stage: nodes * hours}, prices), 2)
+            yield f"  {stage:<14}{nodes:>6}  {names[spec.queue]:<16}{price:>9}{hours:>7.1f}{usd:>11}"
     yield f"  hours: the longest that one attempt may take, and no longer than time_budget ({budget_hours:g} h)."
     if (total := most(prices, nodes=config.nodes, children=children, time_budget=config.time_budget)) is None:
         unknown = dict.fromkeys(name for queue, name in names.items() if queue not in prices)

@@ -16,7 +16,7 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = {ROOT / "README.md": "index", ROOT / "CONTRIBUTING.md": "contributing"} | {
+SOURCES = {ROOT / "README.md": "index", ROOT / "CONTRIBUTING.md": "contributing", ROOT / "CHANGELOG.md": "changelog"} | {
     page: page.stem for page in (ROOT / "docs").glob("*.md")
 }
 """Every page of the repository -> its name on the site."""
@@ -90,7 +90,7 @@ def test_a_strict_build_finds(
     change: Callable[[Path], object], warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "LICENSE"):
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy2(ROOT / name, tmp_path)
     change(tmp_path)
     with pytest.raises(Abort):
