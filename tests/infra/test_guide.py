@@ -65,7 +65,7 @@ LANGUAGES = ("bash", "console", "json", "mermaid", "python", "yaml", "")
 LONGEST_README = 1800
 """Words. What is longer belongs into docs/."""
 
-SYSTEM_PROGRAMS = ("sudo", "curl", "tar", "modinfo", "head", "hf", "ls", "xargs", "psql", "neuron-profile")
+SYSTEM_PROGRAMS = ("sudo", "git", "curl", "tar", "modinfo", "head", "hf", "ls", "xargs", "psql", "neuron-profile")
 """Programs of the host; the tests do not know their options."""
 
 CLI_COMMANDS: dict[tuple[str, str], set[str]] = {
