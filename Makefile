@@ -97,7 +97,7 @@ check: setup
 docs: setup ## Write docs/configuration.md from the schemas of the configuration and the settings
 	$(VENV)/bin/python -m docs.configuration
 
-# Everything that CDK writes but the hashes of assets, which name every file of the stacks again.
+# Templates alone: other files of CDK's hold hashes of these.
 AGAINST ?= origin/main
 diff: setup ## Print what this tree changes in the templates of another commit (AGAINST=origin/main)
 	rm -rf .trnpipe/diff
