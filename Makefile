@@ -122,6 +122,7 @@ LOCK := cpu/$(if $(TORCH_BACKEND),requirements,ordinary).lock
 # Bases other than the Dockerfiles' own. The Neuron image's has a digest, see `mirror`.
 PYTHON_IMAGE ?=
 NEURON_IMAGE ?=
+REVISION ?= $(shell git rev-parse HEAD)
 BASES = $(foreach name,PYTHON_IMAGE NEURON_IMAGE,$(if $($(name)),--build-arg $(name)=$($(name))))
 
 images: containers/$(LOCK) ## Build the two container images (TAG=0.1.0 ENGINE=docker, podman or buildah, KINDS=cpu)
@@ -129,7 +130,7 @@ images: containers/$(LOCK) ## Build the two container images (TAG=0.1.0 ENGINE=d
 	for kind in $(KINDS); do \
 		$(ENGINE) build --platform linux/amd64 --file containers/$$kind/Dockerfile --tag trnpipe/$$kind:$(TAG) $(BASES) \
 			$$(test $$kind != cpu || echo --build-arg LOCK=$(LOCK) --build-arg TORCH_BACKEND=$(TORCH_BACKEND)) \
-			--build-arg VERSION=$(TAG) --build-arg REVISION=$$(git rev-parse HEAD) . || exit $$?; \
+			--build-arg VERSION=$(TAG) --build-arg REVISION=$(REVISION) . || exit $$?; \
 	done
 
 images-check: KINDS = cpu
@@ -145,9 +146,10 @@ NAME_AND_TAG = $(subst :, ,$(BASE))
 REPOSITORY ?=
 mirror: ## Copy the base of the Neuron image into your registry and print its digest (REPOSITORY=...; needs skopeo)
 	@test -n "$(REPOSITORY)" || { echo "set REPOSITORY=ACCOUNT.dkr.ecr.REGION.amazonaws.com/trnpipe/neuron-base"; exit 64; }
-	digest=$$(skopeo inspect --format '{{.Digest}}' docker://$(BASE)) && \
-	skopeo copy --all --preserve-digests docker://$(firstword $(NAME_AND_TAG))@$$digest \
-		docker://$(REPOSITORY):$(lastword $(NAME_AND_TAG)) && \
+	copy=docker://$(REPOSITORY):$(lastword $(NAME_AND_TAG)); \
+	digest=$$(skopeo inspect --no-tags --format '{{.Digest}}' $$copy 2>/dev/null) || { \
+		digest=$$(skopeo inspect --no-tags --format '{{.Digest}}' docker://$(BASE)) && \
+		skopeo copy --all --preserve-digests docker://$(firstword $(NAME_AND_TAG))@$$digest $$copy; } && \
 	echo "make images NEURON_IMAGE=$(REPOSITORY)@$$digest"
 
 LOCK_FORMAT = --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet

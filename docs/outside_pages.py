@@ -1,4 +1,4 @@
-"""MkDocs hook: README.md as the site's front page and other top-level files next to docs/, with links that lead there."""
+"""MkDocs hook: README.md as the site's front page and other files next to docs/, with links that lead there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "LICENSE": "LICENSE"}
+OUTSIDE = {
+    "examples/reviews/README.md": "reviews.md",
+    "examples/esci/README.md": "esci.md",
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "LICENSE",
+}
 """File of the repository -> its place on the site."""
 
 
@@ -23,4 +30,4 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     """Turn links between the repository's folders into links between pages of the site."""
     for name, place in OUTSIDE.items():
         markdown = markdown.replace(f"](../{name}", f"]({place}").replace(f"]({name}", f"]({place}")
-    return markdown.replace("](docs/", "](")
+    return markdown.replace("](../../docs/", "](").replace("](docs/", "](")

@@ -37,12 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         context: dict[str, Any] = parse_context(parser.parse_args(arguments).context)
-        outdir = None
-        if "CDK_OUTDIR" not in os.environ:
-            # Without the CDK CLI, which hands over outdir and its own context itself.
-            context, outdir = {**read_context(), **context}, "cdk.out"
+        # The CDK CLI hands over outdir and its own context itself.
+        alone = "CDK_OUTDIR" not in os.environ
+        whole = {**read_context(), **context} if alone else context
         # stdout is for programs.
-        synthesize(context, outdir, tell=lambda line: sys.stderr.write(f"{line}\n"))
+        synthesize(whole, "cdk.out" if alone else None, tell=lambda line: sys.stderr.write(f"{line}\n"))
     except TrnpipeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

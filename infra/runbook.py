@@ -40,11 +40,11 @@ ADVICE: dict[str, Advice] = {
         "Look at queue wait and throughput on the dashboard: it waits for hosts, trains slowly, or Batch retries its jobs.",
     ),
     "NotStarted": Advice(
-        "The weekly start could not be delivered.",
-        "Read the message in the schedule's dead-letter queue, correct the error that it names, and start the run by hand.",
+        "A start could not be delivered.",
+        "Read the message in the schedules' dead-letter queue, correct the error that it names, and start the run by hand.",
     ),
     "MissedWeek": Advice(
-        "No run has succeeded for a week, or for the `every_days` of the schedule, and a time budget.",
+        "No run of a schedule has succeeded for its `every_days` and a time budget.",
         "The dashboard shows whether runs failed, were refused or never started; follow the advice for that.",
     ),
     "QueueBlocked": Advice(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
 from ipaddress import IPv4Address, IPv4Network
 from typing import Annotated, Any, Literal
 from zoneinfo import available_timezones
@@ -11,8 +11,19 @@ from zoneinfo import available_timezones
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 IDENTIFIER = "([0-9a-f]{8}|[0-9a-f]{17})"
-Weekday = Literal["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"]
-DAYS_OF_WEEK = 7
+ARN = r"arn:aws[a-z-]*:[a-z0-9-]+:[a-z0-9-]*:[0-9]{12}:\S+"
+ENDPOINTS: dict[str, tuple[str, str]] = {
+    "email": (r"[^@\s]+@[^@\s]+", "team@example.com"),
+    "email-json": (r"[^@\s]+@[^@\s]+", "team@example.com"),
+    "http": (r"http://\S+", "http://example.com/notify"),
+    "https": (r"https://\S+", "https://example.com/notify"),
+    "sms": (r"\+[1-9][0-9]{1,14}", "+12065550100"),
+    "sqs": (ARN, "arn:aws:sqs:us-west-2:123456789012:runs"),
+    "lambda": (ARN, "arn:aws:lambda:us-west-2:123456789012:function:runs"),
+    "application": (ARN, "arn:aws:sns:us-west-2:123456789012:endpoint/GCM/app/id"),
+    "firehose": (ARN, "arn:aws:firehose:us-west-2:123456789012:deliverystream/runs"),
+}
+"""Protocol of SNS -> form and example of its endpoints (https://docs.aws.amazon.com/sns/latest/api/API_Subscribe.html)."""
 
 
 class InvalidSetting(ValueError):
@@ -133,49 +144,81 @@ class Images(SettingsSection):
         return image
 
 
-class WeeklySchedule(SettingsSection):
-    """Start and input of the weekly run."""
+class Subscriber(SettingsSection):
+    """An endpoint that the notification topic delivers to. A plain e-mail address stands for the protocol `email`."""
+
+    protocol: Literal["email", "email-json", "http", "https", "sms", "sqs", "lambda", "application", "firehose"] = Field(
+        description="A protocol of Amazon SNS."
+    )
+    endpoint: str = Field(description="An address, URL or phone number, or the ARN of a queue, function, app or stream.")
+    role: str | None = Field(None, pattern=f"^{ARN}$", description="With firehose: ARN of the role that writes to the stream.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_address(cls, values: Any) -> Any:
+        return {"protocol": "email", "endpoint": values} if isinstance(values, str) else values
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Subscriber:
+        form, example = ENDPOINTS[self.protocol]
+        refuse_if(
+            not re.fullmatch(form, self.endpoint),
+            f"{self.endpoint!r} is no endpoint of the protocol {self.protocol}",
+            remedy=f"name one such as {example}, or the protocol that it belongs to",
+        )
+        refuse_if(
+            (self.protocol == "firehose") != (self.role is not None),
+            "the protocol firehose has a `role`, and no other has one",
+            remedy="name the role that may write to the stream, or take `role` out",
+        )
+        return self
+
+
+class Marker(SettingsSection):
+    """Objects of S3 whose arrival starts a run."""
+
+    object: str = Field(
+        pattern=r"^s3://[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]/.+$",
+        description="s3://BUCKET/PREFIX: every object that is written under the prefix starts a run. The deployment's own bucket "
+        "sends its events to EventBridge then; another one must be set to do so.",
+    )
+
+    @property
+    def location(self) -> tuple[str, str]:
+        """Bucket and prefix."""
+        bucket, _, prefix = self.object.removeprefix("s3://").partition("/")
+        return bucket, prefix
+
+
+class Schedule(SettingsSection):
+    """One kind of runs, which the clock or an object starts. A model has one that trains, and perhaps one that refreshes."""
 
     enabled: bool = Field(
         False,
         description="Switch it on here or in the environment's file, after the first successful run; the next deployment would "
         "not know a `-c` option.",
     )
-    weekday: Weekday = Field("sunday", description="Day of the weekly start, in `time_zone`.")
-    hour: Annotated[int, Field(ge=0, le=23)] = Field(3, description="Hour of the weekly start, in `time_zone`.")
-    minute: Annotated[int, Field(ge=0, le=59)] = Field(0, description="Minute of the weekly start.")
-    expression: str | None = Field(
+    when: Annotated[str, Field(pattern=r"^(cron|rate)\(.+\)$")] | Marker = Field(
+        description="An EventBridge Scheduler expression, passed through unchanged, such as cron(0 3 ? * SUN *) or rate(3 days); "
+        "or {object: s3://BUCKET/PREFIX}."
+    )
+    time_zone: str = Field("Etc/UTC", description="Of an expression: a name of the IANA time zone database; summer time is kept.")
+    flexible_minutes: Annotated[int, Field(ge=0, le=1440)] = Field(15, description="Of an expression. 0: start on the minute.")
+    every_days: Annotated[int, Field(ge=1, le=366)] | None = Field(
         None,
-        pattern=r"^(cron|rate)\(.+\)$",
-        description="Replaces weekday, hour and minute: an EventBridge Scheduler expression, passed through unchanged, such as "
-        "cron(0 3 ? * MON#1 *) or rate(3 days). Set `every_days`, too.",
+        description="The most days between two starts. A watch reports when no run of this registry and mode has succeeded for "
+        "that long and the time that a run may take. None: nothing reports it.",
     )
-    every_days: Annotated[int, Field(ge=1, le=366)] = Field(
-        DAYS_OF_WEEK,
-        description="With `expression`: the most days between two starts. A watch reports when no run has succeeded for that "
-        "long and the time that a run may take.",
+    mode: Literal["train", "refresh"] = Field("train", description="As in the run configuration.")
+    registry: str = Field("current", description="Name under which its runs publish: one model's.")
+    share: str = Field("weekly", description="Fair-share identifier of its jobs, and the value of their tag `trnpipe:share`.")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="Partial run configuration of its runs, over the deployment's `config`."
     )
-    time_zone: str = Field("Etc/UTC", description="A name of the IANA time zone database; summer time is kept.")
-    flexible_minutes: Annotated[int, Field(ge=0, le=1440)] = Field(15, description="0: start on the minute.")
-    share: str = Field("weekly", description="Fair-share identifier of the scheduled runs.")
     lock_wait_minutes: Annotated[int, Field(ge=0, le=7 * 24 * 60)] = Field(
-        12 * 60, description="How long the weekly run waits for a run in progress."
+        default_factory=lambda known: 0 if known.get("mode") == "refresh" else 12 * 60,
+        description="How long a run waits for one in progress. By default half a day; a refresh does not wait.",
     )
-    refresh_enabled: bool = Field(False, description="Start refreshes of the embeddings, too.")
-    refresh_expression: str = Field(
-        "rate(1 day)", description="When: an EventBridge Scheduler expression, passed through unchanged, in `time_zone`."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_cron(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and "cron" in values:
-            raise InvalidSetting(
-                f"schedule.cron = {values['cron']!r}: there is no such key",
-                rule="a weekly start is weekday, hour and minute; any other is `expression` with `every_days`",
-                remedy="set schedule.weekday, schedule.hour and schedule.minute; or schedule.expression and schedule.every_days",
-            )
-        return values
 
     @field_validator("time_zone")
     @classmethod
@@ -190,31 +233,37 @@ class WeeklySchedule(SettingsSection):
             )
         return name
 
-    @model_validator(mode="after")
-    def _period_is_known(self) -> WeeklySchedule:
+    @field_validator("config")
+    @classmethod
+    def _said_once(cls, config: dict[str, Any]) -> dict[str, Any]:
         refuse_if(
-            self.expression is not None and "every_days" not in self.model_fields_set,
-            f"schedule.expression {self.expression} has no every_days",
-            rule="a watch reports missing runs, and cannot interpret expressions",
-            remedy="set schedule.every_days to the most days between two starts",
+            {"mode", "registry", "share", "lock", "run"} & config.keys(),
+            f"config has {', '.join(sorted(config))}, of which the schedule itself says mode, registry, share, lock and run",
+            rule="mode, registry, share and lock_wait_minutes are keys of the schedule; every run has its own id",
+            remedy="move them from config to the schedule",
         )
+        return config
+
+    @model_validator(mode="after")
+    def _period_is_known(self) -> Schedule:
         refuse_if(
-            self.expression is None and self.every_days != DAYS_OF_WEEK,
-            f"schedule.every_days {self.every_days} without an expression: weekday, hour and minute start a run every week",
-            remedy="take schedule.every_days out, or set schedule.expression",
+            self.mode == "train" and isinstance(self.when, str) and self.every_days is None,
+            f"when {self.when} has no every_days",
+            rule="a watch reports missing runs, and cannot interpret expressions",
+            remedy="set every_days to the most days between two starts",
         )
         return self
 
     @property
-    def schedule_expression(self) -> str:
-        """The start as an expression of EventBridge Scheduler, in `time_zone`."""
-        return self.expression or f"cron({self.minute} {self.hour} ? * {self.weekday[:3].upper()} *)"
-
-    @property
-    def described(self) -> str:
-        """The start in words."""
-        start = self.expression or f"{self.weekday.capitalize()} {self.hour:02}:{self.minute:02}"
-        return f"{start} {self.time_zone}"
+    def given(self) -> dict[str, Any]:
+        """The input of its executions."""
+        return {
+            **self.config,
+            "mode": self.mode,
+            "registry": self.registry,
+            "share": self.share,
+            "lock": {"wait_minutes": self.lock_wait_minutes},
+        }
 
 
 class RetentionPeriods(SettingsSection):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -14,8 +15,9 @@ from infra.setting_sections import (
     Images,
     InvalidSetting,
     RetentionPeriods,
+    Schedule,
     SettingsSection,
-    WeeklySchedule,
+    Subscriber,
     refuse_if,
 )
 from pipeline.allowed_uris import is_s3, objection
@@ -54,6 +56,8 @@ RESERVED_VARIABLES: dict[str, str] = {
 KEY_ARN = re.compile(r"arn:aws[a-z-]*:kms:(?P<region>[a-z0-9-]+):[0-9]{12}:key/[A-Za-z0-9-]+")
 AMI_ID = re.compile(f"ami-{IDENTIFIER}")
 AMI_PARAMETER = re.compile(r"ssm:(?P<name>/[A-Za-z0-9_.\-/]+):(?P<version>[1-9][0-9]*)")
+DEFAULT_AMI_PARAMETER = "/trnpipe/ami/neuron-driver-2.27"
+"""Parameter of the AMI in cdk.json and in docs/deploy.md."""
 DRIVER_RULE = (
     "the image is pinned to a release whose Neuron driver is 2.27.x: Neuron SDK 2.29.1 (the last with PyTorch/XLA training "
     "on trn1) does not start on driver 2.29 or newer, and `recommended` moves without notice"
@@ -151,7 +155,9 @@ class Settings(SettingsSection):
     compute_reservation: Annotated[int, Field(ge=0, le=99)] = Field(
         0, description="Percentage of the vCPUs that a single active share must leave to others; two leave that percentage of it."
     )
-    schedule: WeeklySchedule = WeeklySchedule()
+    schedules: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9]{0,23}$")], Schedule] = Field(
+        default_factory=dict, description="Name -> runs that the clock or an object starts; two models have one each."
+    )
     config: dict[str, Any] = Field(default_factory=dict, description="Partial run configuration under every execution's input.")
     read: tuple[str, ...] = Field(
         (), description="s3://BUCKET/PREFIX folders that runs may read in addition to the deployment's bucket."
@@ -172,7 +178,7 @@ class Settings(SettingsSection):
     capacity_wait_hours: Annotated[int, Field(ge=1, le=24)] = Field(
         6, description="After this Batch cancels a job that waits for hosts."
     )
-    notify: tuple[Annotated[str, Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = Field((), description="E-mail addresses.")
+    notify: tuple[Subscriber, ...] = Field((), description="Who gets notifications: e-mail addresses, or {protocol, endpoint}.")
     prices: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
         description="USD for an hour of one host, where that is not the on-demand price of pipeline/cost.py (Savings Plans, "
@@ -410,30 +416,51 @@ class Settings(SettingsSection):
         return self
 
     @model_validator(mode="after")
-    def _runs_fit(self) -> Settings:
-        config = self.run_config()
-        for share in (self.schedule.share, config.share):
+    def _models_are_apart(self) -> Settings:
+        for (name, one), (other_name, other) in combinations(self.schedules.items(), 2):
+            same = one.registry == other.registry
             refuse_if(
-                not any(share == known or (known.endswith("*") and share.startswith(known[:-1])) for known in self.shares),
-                f"share {share!r} is none of the declared shares {sorted(self.shares)}",
-                remedy=f"add {share} to shares, with a weight, or name one of them",
+                same and one.mode == other.mode,
+                f"schedules {name} and {other_name} both {one.mode} registry {one.registry}",
+                rule="one run, and one refresh, per registry name at a time",
+                remedy=f"give schedules.{other_name}.registry another name",
             )
+            refuse_if(
+                not same and one.share == other.share,
+                f"schedules {name} and {other_name} have the share {one.share}, but not the same registry",
+                rule="Batch divides hosts between shares, and the bill tells their jobs apart by them",
+                remedy=f"set schedules.{other_name}.share to another one, which `shares` gives a weight",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _runs_fit(self) -> Settings:
+        for where, config in self.run_configs().items():
+            self._run_fits(where, config)
+        return self
+
+    def _run_fits(self, where: str, config: RunConfig) -> None:
+        refuse_if(
+            not any(config.share == known or (known[-1] == "*" and config.share.startswith(known[:-1])) for known in self.shares),
+            f"share {config.share!r} is none of the declared shares {sorted(self.shares)}",
+            remedy=f"add {config.share} to shares, with a weight, or name one of them",
+        )
         refuse_if(
             config.nodes not in self.allowed_nodes,
-            f"config.nodes {config.nodes} is none of allowed_nodes {list(self.allowed_nodes)}",
-            remedy="add it to allowed_nodes, which makes job definitions for it, or set config.nodes to one of them",
+            f"{where}.nodes {config.nodes} is none of allowed_nodes {list(self.allowed_nodes)}",
+            remedy="add it to allowed_nodes, which makes job definitions for it, or set nodes to one of them",
         )
         refuse_if(
             config.run is not None,
-            "config.run would send every execution into one run folder",
+            f"{where}.run would send every execution into one run folder",
             remedy="give `run` per execution, in its input",
         )
         refuse_if(
             config.model.parent is not None,
-            f"config.model.parent {config.model.parent}: every run would continue from it, none from what was published",
-            remedy="set config.model.initial, the model of the first run; give model.parent in the input of one execution",
+            f"{where}.model.parent {config.model.parent}: every run would continue from it, none from what was published",
+            remedy=f"set {where}.model.initial, the model of the first run; give model.parent in the input of one execution",
         )
-        local = [f"config.{key} = {uri}" for key, uri in config.uris() if not is_s3(uri)]
+        local = [f"{where}.{key} = {uri}" for key, uri in config.uris() if not is_s3(uri)]
         refuse_if(
             local and not self.local_paths,
             f"{', '.join(local)}: a local path, which the hosts do not have",
@@ -442,14 +469,14 @@ class Settings(SettingsSection):
         if config.device.kind == "neuron":
             if hosts := [kind for kind in self.instance_types if not HARDWARE[kind].neuron_devices]:
                 raise InvalidSetting(
-                    f"config.device.kind neuron: {', '.join(hosts)} has no NeuronCores",
-                    remedy="set config.device.kind: cpu, or take trn1 and inf2 hosts",
+                    f"{where}.device.kind neuron: {', '.join(hosts)} has no NeuronCores",
+                    remedy=f"set {where}.device.kind: cpu, or take trn1 and inf2 hosts",
                 )
             least = -(-FARGATE_VCPUS * STAGES[Stage.PRECOMPILE].size * 100 // (100 - self.compute_reservation))
             refuse_if(
                 config.compile.where == "cpu" and self.cpu_max_vcpus < least,
-                f"config.compile.where cpu: a single share has too few of cpu_max_vcpus {self.cpu_max_vcpus} for precompile",
-                remedy=f"set cpu_max_vcpus to {least} or more, or config.compile.where: gang",
+                f"{where}.compile.where cpu: a single share has too few of cpu_max_vcpus {self.cpu_max_vcpus} for precompile",
+                remedy=f"set cpu_max_vcpus to {least} or more, or {where}.compile.where: gang",
             )
             for key, ranks, host, kind in (
                 ("device.ranks_per_node", config.device.ranks_per_node, self.train_hardware, self.instance_type),
@@ -457,10 +484,9 @@ class Settings(SettingsSection):
             ):
                 refuse_if(
                     ranks is not None and ranks > host.cores,
-                    f"config.{key} {ranks}: a {kind} has {host.cores} NeuronCores, and a rank takes one",
-                    remedy=f"set config.{key} to {host.cores} or less, or leave it out",
+                    f"{where}.{key} {ranks}: a {kind} has {host.cores} NeuronCores, and a rank takes one",
+                    remedy=f"set {where}.{key} to {host.cores} or less, or leave it out",
                 )
-        return self
 
     @property
     def zones(self) -> tuple[str, ...]:
@@ -523,33 +549,42 @@ class Settings(SettingsSection):
         """
         return build_config(self.deployed_config())
 
+    def run_configs(self) -> dict[str, RunConfig]:
+        """The configuration of every kind of execution, by its setting: `config`, for an empty input, and those of schedules.
+
+        Raises:
+            BadConfig: one is not a valid partial configuration.
+        """
+        given = {f"schedules.{name}.config": schedule.given for name, schedule in self.schedules.items()}
+        return {where: build_config(self.deployed_config(), layer) for where, layer in {"config": {}, **given}.items()}
+
     def readable(self) -> tuple[str, ...]:
-        """Locations besides the deployment's bucket that runs may name: `read`, and the URIs in the deployment's config."""
-        return tuple(dict.fromkeys([*self.read, *(uri for _, uri in self.run_config().uris() if is_s3(uri))]))
+        """Locations outside the deployment's bucket that runs may name: `read`, and the URIs in the settings' configurations."""
+        configs = self.run_configs().values()
+        return tuple(dict.fromkeys([*self.read, *(uri for config in configs for _, uri in config.uris() if is_s3(uri))]))
 
     def readable_objects(self, *, shards: bool, model: bool) -> tuple[str, ...]:
-        """Patterns `BUCKET/KEY` of objects that runs read outside the deployment's bucket: `read`, and the URIs in its config.
+        """Patterns `BUCKET/KEY` of objects that runs read outside the deployment's bucket: `read`, and the URIs in the
+        settings' configurations.
 
         Args:
             shards: training data, corpus and golden sets too.
             model: the initial model too.
         """
-        config = self.run_config()
-        named = [
-            *self.read,
-            *((*config.data.train, *config.data.corpus) if shards else ()),
-            *((uri for golden in config.evaluate.sets for uri in golden.uris) if shards else ()),
-            *((uri for uri in (config.model.initial, config.model.base) if uri) if model else ()),
-        ]
+        named = list(self.read)
+        for config in self.run_configs().values():
+            golden = [uri for each in config.evaluate.sets for uri in each.uris]
+            named += [*config.data.train, *config.data.corpus, *golden] if shards else []
+            named += [uri for uri in (config.model.initial, config.model.base) if uri] if model else []
         found = []
         for path in [uri.removeprefix("s3://") for uri in named if is_s3(uri)]:
             if not path.endswith("/") and "/" in path:
                 # It may be a file.
                 found.append(path)
             found.append(f"{path.rstrip('/')}/*")
-        if model and config.model.initial and is_s3(config.model.initial):
-            folder, _, name = config.model.initial.removeprefix("s3://").rpartition("/")
-            if "." in name and folder:
+        for initial in [config.model.initial or "" for config in self.run_configs().values()]:
+            folder, _, name = initial.removeprefix("s3://").rpartition("/")
+            if model and is_s3(initial) and "." in name and folder:
                 # A model that is a bare weight file takes its configuration and tokenizer from its folder.
                 found.append(f"{folder}/*")
         return tuple(dict.fromkeys(found))

@@ -12,10 +12,11 @@ from constructs import Construct
 from infra.cdk_context import read_settings
 from infra.console import Console
 from infra.constructs.compute import Compute
+from infra.constructs.image_builder import ImageBuilder
 from infra.constructs.jobs import Jobs
 from infra.constructs.monitoring import Monitoring, Topic
 from infra.constructs.network import Network
-from infra.constructs.schedule import WeeklyStart
+from infra.constructs.schedule import Starts
 from infra.constructs.storage import Storage, job_log_group
 from infra.constructs.workflow import Workflow
 from infra.run_cost import MonthlyBudget
@@ -59,6 +60,18 @@ READERS: dict[str, tuple[Stage, ...]] = {
 
 CACHE_WRITERS = (*COMPILING, Stage.TRAIN)
 
+IMAGE_SOURCE = "images/source.zip"
+"""What images are built from: written by `trnpipe images`."""
+
+ECR_BUILD_ACTIONS = [
+    *("ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"),
+    *("ecr:InitiateLayerUpload", "ecr:UploadLayerPart", "ecr:CompleteLayerUpload", "ecr:PutImage"),
+]
+"""What a push takes, and a pull (https://docs.aws.amazon.com/AmazonECR/latest/userguide/image-push-iam.html)."""
+
+ECR_PASSWORDS = ["ecr:GetAuthorizationToken", "ecr-public:GetAuthorizationToken", "sts:GetServiceBearerToken"]
+"""Passwords of the account's registry and of ECR Public
+(https://docs.aws.amazon.com/AmazonECR/latest/public/public-registry-auth.html)."""
 
 BOOTSTRAP_QUALIFIER = "@aws-cdk/core:bootstrapQualifier"
 """CDK's context key for it (docs.aws.amazon.com/cdk/v2/guide/bootstrapping-customizing.html)."""
@@ -68,7 +81,7 @@ UNCHANGEABLE_TAGS = ("AWS::Batch::ComputeEnvironment", "AWS::EC2::PlacementGroup
 
 
 class DataStack(Stack):
-    """Resources that outlive the pipeline: bucket, lock table, image repositories, logs."""
+    """Resources that outlive the pipeline: bucket, lock table, image repositories and what builds images, logs."""
 
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings, env: Environment) -> None:
         super().__init__(
@@ -79,6 +92,16 @@ class DataStack(Stack):
             termination_protection=True,
         )
         self.storage = Storage(self, "Storage", settings=settings)
+        source = f"{self.storage.bucket.bucket_name}/{IMAGE_SOURCE}"
+        builder = ImageBuilder(
+            self,
+            "ImageBuilder",
+            settings=settings,
+            source=source,
+            repositories=f"{self.storage.cpu_repository.registry_uri}/{settings.name}",
+            log_group=self.storage.build_logs.log_group_name,
+        )
+        self._grant_builds(settings, builder.role)
         # The other stack imports these only where no image URI is set. CloudFormation refuses to remove an export that is
         # imported, and this stack is deployed first: so they are always there.
         for repository in (self.storage.neuron_repository, self.storage.cpu_repository):
@@ -88,15 +111,26 @@ class DataStack(Stack):
             ("BucketName", self.storage.bucket.bucket_name),
             ("NeuronRepositoryUri", self.storage.neuron_repository.repository_uri),
             ("CpuRepositoryUri", self.storage.cpu_repository.repository_uri),
+            ("ImageProject", builder.project_name),
+            ("ImageSource", source),
         ):
             CfnOutput(self, name, value=value)
 
+    def _grant_builds(self, settings: Settings, role: iam.IRole) -> None:
+        """Read the source, pull the bases, push to the deployment's repositories and write the log: nothing else."""
+        repositories = (self.storage.neuron_repository, self.storage.cpu_repository, self.storage.base_repository)
+        _allow(role, ["s3:GetObject", "s3:GetObjectVersion"], [self.storage.bucket.arn_for_objects(IMAGE_SOURCE)])
+        _allow_keys(role, ["kms:Decrypt"], [settings.customer_key] if settings.customer_key else [])
+        _allow(role, ECR_BUILD_ACTIONS, [repository.repository_arn for repository in repositories])
+        _allow(role, ECR_PASSWORDS, ["*"])
+        _allow(role, ["logs:CreateLogStream", "logs:PutLogEvents"], [self.storage.build_logs.log_group_arn])
+
 
 class PipelineStack(Stack):
-    """Hosts, jobs, the state machine, its schedule and what watches it."""
+    """Hosts, jobs, the state machine, its schedules and what watches it."""
 
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings, storage: Storage, env: Environment) -> None:
-        super().__init__(scope, construct_id, env=env, description="trnpipe: hosts, jobs, state machine, schedule, monitoring")
+        super().__init__(scope, construct_id, env=env, description="trnpipe: hosts, jobs, state machine, schedules, monitoring")
         network = Network(self, "Network", settings=settings)
         compute = Compute(
             self,
@@ -137,7 +171,7 @@ class PipelineStack(Stack):
             console=console,
             log_group=storage.machine_logs,
         )
-        schedule = WeeklyStart(self, "Schedule", settings=settings, state_machine=workflow.state_machine)
+        schedule = Starts(self, "Schedule", settings=settings, state_machine=workflow.state_machine)
         watches = Watches(
             self,
             "Watches",
@@ -239,8 +273,8 @@ class PipelineStack(Stack):
 
     def _grant_inputs(self, stage: Stage, role: iam.IRole, settings: Settings) -> None:
         """Allow the stages that read inputs the folders and files outside our bucket that the settings name."""
-        cache = settings.run_config().compile.cache
-        if cache and stage in CACHE_WRITERS:
+        caches = dict.fromkeys(config.compile.cache for config in settings.run_configs().values() if config.compile.cache)
+        for cache in caches if stage in CACHE_WRITERS else ():
             bucket, _, prefix = cache.removeprefix("s3://").rstrip("/").partition("/")
             # Records of the users of a cache are next to it, still below the configured URI.
             arn = f"arn:{self.partition}:s3:::{bucket}/{f'{prefix}/' * bool(prefix)}*"

@@ -34,7 +34,6 @@ class Resource:
 NAME_PROPERTIES = {
     "AWS::S3::Bucket": "BucketName",
     "AWS::DynamoDB::Table": "TableName",
-    "AWS::DynamoDB::GlobalTable": "TableName",
     "AWS::SNS::Topic": "TopicName",
     "AWS::Batch::JobQueue": "JobQueueName",
     "AWS::Batch::JobDefinition": "JobDefinitionName",
@@ -43,7 +42,6 @@ NAME_PROPERTIES = {
 ARNS = {
     "AWS::S3::Bucket": "arn:aws:s3:::{name}",
     "AWS::DynamoDB::Table": "arn:aws:dynamodb:{region}:{account}:table/{name}",
-    "AWS::DynamoDB::GlobalTable": "arn:aws:dynamodb:{region}:{account}:table/{name}",
     "AWS::SNS::Topic": "arn:aws:sns:{region}:{account}:{name}",
     "AWS::Batch::ComputeEnvironment": "arn:aws:batch:{region}:{account}:compute-environment/{name}",
     "AWS::Batch::JobQueue": "arn:aws:batch:{region}:{account}:job-queue/{name}",
@@ -143,8 +141,7 @@ class Stacks:
         template = self.templates[stack]
         if target in template.get("Parameters", {}):
             return template["Parameters"][target].get("Default", target)
-        kind = template["Resources"][target]["Type"]
-        return self._arn(stack, target) if kind in REF_IS_ARN else self._name(stack, target)
+        return self._arn(stack, target) if template["Resources"][target]["Type"] in REF_IS_ARN else self._name(stack, target)
 
     def _name(self, stack: str, logical_id: str) -> str:
         resource = self.templates[stack]["Resources"][logical_id]

@@ -52,9 +52,7 @@ def objection(uri: str) -> str | None:
         if any(part in (".", "..") for part in parts) or "" in parts[:-1]:
             return "has a part that is empty, `.` or `..`"
         return None
-    if "://" in uri.removeprefix(FILE):
-        return "is neither s3://BUCKET/KEY nor a local path"
-    return None
+    return "is neither s3://BUCKET/KEY nor a local path" if "://" in uri.removeprefix(FILE) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +79,7 @@ class AllowedUris:
         Raises:
             BadConfig, BadData: names all of them, each with its reason.
         """
-        refused = [f"{name}: {uri!r} {reason}" for name, uri in uris if (reason := self.refusal(uri))]
-        if refused:
+        if refused := [f"{name}: {uri!r} {reason}" for name, uri in uris if (reason := self.refusal(uri))]:
             raise error(
                 "a URI that this deployment may not read",
                 value=refused,
@@ -98,9 +95,8 @@ class AllowedUris:
             return None if any(_is_below(uri, folder) for folder in (self.own, *self.read)) else "is outside of these folders"
         # Links are followed: what counts is where a path leads.
         path, own = (os.path.realpath(name.removeprefix(FILE)) for name in (uri, self.own))
-        if self.local_paths or (not is_s3(self.own) and _is_below(path, own)):
-            return None
-        return "is a local path, which only local runs may name"
+        allowed = self.local_paths or (not is_s3(self.own) and _is_below(path, own))
+        return None if allowed else "is a local path, which only local runs may name"
 
 
 def _strange(text: str) -> bool:

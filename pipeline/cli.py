@@ -40,6 +40,10 @@ LocalOption = Annotated[
     typer.Option("--state", metavar="DIR", help="Instead of a deployment: the local run in progress in this state folder."),
 ]
 LinesOption = Annotated[bool, typer.Option("--plain", help="Print plain lines even on a terminal.")]
+ContextOption = Annotated[
+    list[str] | None, typer.Option("--context", "-c", metavar="KEY=VALUE", help="As after `cdk deploy -c`; repeat for more.")
+]
+EnvironmentOption = Annotated[str | None, typer.Option("--env", help="Settings of an environment, as `cdk deploy -c env=NAME`.")]
 RefreshOption = Annotated[
     bool, typer.Option("--refresh", help="Train nothing: embed what has changed in the corpus with the published model.")
 ]
@@ -278,10 +282,10 @@ def search(
     several = query == "-"
     given = [searching.check_query(query)] if not several else (line.decode(errors="replace") for line in sys.stdin.buffer)
     with Console(stderr=True).status("opening the embeddings"):
-        searcher = searching.open_search(bucket=bucket, state=state, registry=registry, locale=locale)
+        find = searching.open_search(bucket=bucket, state=state, registry=registry, locale=locale)
     console, text = Console(), ""
     for text in filter(str.strip, given):
-        searching.show(searcher.find(text.strip(), count), console, heading=several, as_json=as_json)
+        searching.show(find(text.strip(), count), console, heading=several, as_json=as_json)
     searching.check_query(text)
 
 
@@ -297,7 +301,8 @@ def tune(
         int | None, typer.Option("--limit", min=0, help="Most variants to try, the run's own settings aside.")
     ] = None,
     objective: Annotated[
-        str, typer.Option("--objective", help="samples_per_second, compile_seconds or host_memory_bytes.")
+        Literal["samples_per_second", "compile_seconds", "host_memory_bytes"],
+        typer.Option("--objective", help="What a variant must improve."),
     ] = "samples_per_second",
     tolerance: Annotated[
         float, typer.Option("--tolerance", min=0, help="How much higher the loss on the same batches may be, as a share.")
@@ -341,7 +346,9 @@ def tune(
 def parity(
     a: Annotated[str, typer.Argument(help="Run id, or URI of a run folder: the reference.", metavar="A")],
     b: Annotated[str, typer.Argument(help="The run to compare with it.", metavar="B")],
-    metric: Annotated[str, typer.Option("--metric", help="Metric of the verdict; all are shown.")] = "ndcg@10",
+    metric: Annotated[
+        str | None, typer.Option("--metric", help="Metric of the verdict (default: ndcg@10, or accuracy); all are shown.")
+    ] = None,
     tolerance: Annotated[
         float, typer.Option("--tolerance", min=0.0, help="Largest absolute difference to tolerate; 0.001 = 0.1 %.")
     ] = 0.001,
@@ -362,44 +369,6 @@ def parity(
         typer.echo(found.to_json())
     else:
         found.print(Console())
-    raise typer.Exit(int(found.exit_code))
-
-
-@app.command()
-def graphs(
-    run: Annotated[str, typer.Argument(help="A planned run: its id, or the URI of its folder.")],
-    lower: Annotated[
-        bool, typer.Option("--lower/--no-lower", help="Lower a training step's graphs at the plan's real number of ranks.")
-    ] = True,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="Run the real stages on torch-xla for a few steps; also for a plan that never ran.")
-    ] = False,
-    steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Steps that --prove trains; by default as few as meet everything.")
-    ] = None,
-    keep: Annotated[Path | None, typer.Option("--keep", help="Empty folder that keeps the run of --prove.")] = None,
-    bucket: BucketOption = None,
-    state: StateOption = DEFAULT_STATE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Check whether compile met every graph ahead of time, and whether all ranks compile the same graphs.
-
-    Ends with 69 if a stage met a graph that compile did not, or if the last rank's graphs differ from the first one's.
-    """
-    from pipeline.run.find_run import find_run
-
-    find_run(run, bucket, state)
-    # Errors in options appear at once: large libraries are loaded only here.
-    from rich.console import Console
-
-    from pipeline.commands import graphs as compiled
-    from pipeline.commands.graphs_display import show
-    from pipeline.commands.terminal import terminable
-
-    console = Console(stderr=as_json)
-    with terminable():
-        found = compiled.find(run, console, bucket=bucket, state=state, lower=lower, prove=prove, steps=steps, keep=keep)
-    show(found, console, as_json=as_json)
     raise typer.Exit(int(found.exit_code))
 
 
@@ -470,11 +439,8 @@ def plan(
 
 @app.command()
 def doctor(
-    context: Annotated[
-        list[str] | None,
-        typer.Option("--context", "-c", metavar="KEY=VALUE", help="As after `cdk deploy -c`; repeat for more."),
-    ] = None,
-    env: Annotated[str | None, typer.Option("--env", help="Settings of an environment, as `cdk deploy -c env=NAME`.")] = None,
+    context: ContextOption = None,
+    env: EnvironmentOption = None,
     after: Annotated[bool, typer.Option("--after", help="Check the deployed resources, too.")] = False,
     policy: Annotated[bool, typer.Option("--policy", help="Print the IAM policy that doctor needs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -489,6 +455,51 @@ def doctor(
         print_policy()
         return
     raise typer.Exit(run_doctor(context or (), env, after=after, as_json=as_json))
+
+
+@app.command()
+def images(
+    kinds: Annotated[str, typer.Option("--kinds", help="Which images: cpu, neuron or cpu,neuron.")] = "cpu,neuron",
+    tag: Annotated[str | None, typer.Option("--tag", help="Their tag; by default `images.tag` of cdk.json.")] = None,
+    stack: StackOption = DEFAULT_STACK,
+) -> None:
+    """Build the container images with CodeBuild in the account and push them: no Docker is needed here.
+
+    Prints each phase of the build and at the end the settings that name the images, as YAML. Ends with 64 and the end of the log
+    if the build fails. The data stack must be deployed.
+    """
+    from infra.cdk_context import CDK_JSON, CONTEXT_KEY, read_context
+    from pipeline.operate.image_build import build_images
+
+    tag = tag or read_context()[CONTEXT_KEY]["images"]["tag"]
+    typer.echo(build_images(stack, kinds.split(","), tag, CDK_JSON.parent), nl=False)
+
+
+@app.command()
+def ami(
+    copy: Annotated[str | None, typer.Option("--copy", metavar="AMI_ID", help="Copy this one into the account.")] = None,
+    context: ContextOption = None,
+    env: EnvironmentOption = None,
+) -> None:
+    """List Amazon's AMIs that should hold Neuron driver 2.27, the oldest first; changes nothing without --copy.
+
+    With --copy it copies one, tags the copy with the presumed driver, which health_check confirms on the first host, writes the
+    SSM parameter of the setting `ami`, and prints the setting. Ends with 66 if the region has no such AMI.
+    """
+    from infra.cdk_context import read_settings
+    from infra.doctor.blueprint import chosen_context
+    from infra.settings import AMI_PARAMETER, DEFAULT_AMI_PARAMETER
+    from pipeline.operate import neuron_ami
+    from pipeline.operate.deployment import Site
+
+    settings = read_settings(chosen_context(context or (), env))
+    site = Site("", region=settings.region)
+    if copy is None:
+        for image in neuron_ami.find_amis(site):
+            typer.echo(f"{image['ImageId']}  {image['CreationDate'][:10]}  {image['Name']}")
+        return
+    named = AMI_PARAMETER.fullmatch(settings.ami or "")
+    typer.echo(f"ami: {neuron_ami.copy_ami(site, copy, named['name'] if named else DEFAULT_AMI_PARAMETER)}")
 
 
 @config_app.command("schema")

@@ -209,8 +209,8 @@ class Metric(str, Enum):
     QUARANTINED_ROWS = "QuarantinedRows"
     QUARANTINED_DOCUMENTS = "QuarantinedDocuments"
     DOCUMENTS_PER_SECOND = "DocumentsPerSecond"
-    NDCG = "Ndcg"
-    BASELINE_NDCG = "BaselineNdcg"
+    QUALITY = "Quality"
+    BASELINE_QUALITY = "BaselineQuality"
     GATE_DROP = "GateDrop"
     COSINE = "Cosine"
     NEIGHBOUR_OVERLAP = "NeighbourOverlap"
@@ -279,8 +279,8 @@ METRICS: dict[Metric, MetricSpec] = {
     # Of the whole array, when it is done.
     Metric.DOCUMENTS_PER_SECOND: MetricSpec("Count/Second", "Average", (Stage.EMBED,)),
     # nDCG@10 on the hold-out: of the new model, of the gate's baseline.
-    Metric.NDCG: MetricSpec("None", "Average", (Stage.EVALUATE,)),
-    Metric.BASELINE_NDCG: MetricSpec("None", "Average", (Stage.EVALUATE,)),
+    Metric.QUALITY: MetricSpec("None", "Average", (Stage.EVALUATE,)),
+    Metric.BASELINE_QUALITY: MetricSpec("None", "Average", (Stage.EVALUATE,)),
     # How far gate.metric fell below the baseline's; negative where it rose.
     Metric.GATE_DROP: MetricSpec("None", "Maximum", (Stage.EVALUATE,)),
     # Of the published vectors with the new ones: mean cosine, share of the nearest ten documents that stays.

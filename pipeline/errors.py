@@ -8,6 +8,7 @@ command lines, and end in terminals. Standard library only.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -133,6 +134,16 @@ class TrnpipeError(Exception):
 def _line(name: str, text: object) -> str:
     # Further lines are indented: no value can look like a part of the message.
     return f"{name} {shown(text)}".replace("\n", "\n        ")
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, then the one that it was raised from or during, and so on."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        yield cause
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
 
 
 def first_line(error: BaseException) -> str:

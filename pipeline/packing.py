@@ -15,7 +15,8 @@ than 5,000,000 instructions (aws-neuron-sdk issue 819); AWS's scripts train BERT
 (aws-neuron-samples, run_dp_bert_large_hf_pretrain_bf16_s128.sh)."""
 
 PAIR_TOKENS = 64
-"""Tokens of a batch for each of its pairs at most, where nothing else is set: batches of longer pairs are full of tokens."""
+"""Tokens of a batch for each document of its pairs at most, where nothing else is set: batches of longer ones are full of tokens.
+"""
 
 
 def texts_per_row(length: int) -> int:
@@ -29,11 +30,13 @@ class BinShape(NamedTuple):
     Attributes:
         rows, length: rows, and tokens of each.
         pairs: room for so many.
+        documents: of a pair at most: its own, and its negatives.
     """
 
     rows: int
     length: int
     pairs: int
+    documents: int = 1
 
     @property
     def tokens(self) -> int:
@@ -45,20 +48,21 @@ class BinShape(NamedTuple):
         return self.rows * texts_per_row(self.length)
 
 
-def bins_of(pairs: int, tokens: int, length: int, count: int | None) -> tuple[int, BinShape]:
-    """Cut a rank's batch into bins: return how many, and the shape of each. The longest query and document fit into one.
+def bins_of(pairs: int, tokens: int, length: int, count: int | None, documents: int = 1) -> tuple[int, BinShape]:
+    """Cut a rank's batch into bins: return how many, and the shape of each. The longest query and documents fit into one.
 
     Args:
         pairs, tokens: that the batch has room for.
         length: of a row, and at most of a query or a document.
         count: how many bins, a divisor of `pairs`; None: as few as have at most MICRO_BATCH_TOKENS.
+        documents: of a pair, at most.
     """
     rows, most = -(-tokens // length), max(1, MICRO_BATCH_TOKENS // length)
     if count is None:
         count = next(
             number for number in range(1, pairs + 1) if pairs % number == 0 and (rows <= number * most or number == pairs)
         )
-    return count, BinShape(rows=max(-(-rows // count), 2), length=length, pairs=pairs // count)
+    return count, BinShape(max(-(-rows // count), 1 + documents), length, pairs // count, documents)
 
 
 def largest_divisor(number: int, limit: int) -> int:

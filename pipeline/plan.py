@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -14,12 +14,12 @@ from pipeline.run_inputs import (
     InputShard,
     MemoryPlan,
     Parent,
+    PlanFile,
     PlannedWorld,
     PlanSection,
     Published,
     TokenizerPlan,
     digest_of,
-    read_section,
 )
 
 
@@ -62,6 +62,7 @@ class TrainPlan(PlanSection):
         bad_rows: refused rows of all training shards.
         not_positive: good rows of all training shards with a label of 0 or less, which are no pairs to train on.
         steps, warmup_steps: optimizer steps.
+        strata: task, or TASK/LOCALE -> its steps; empty if `train.batch_by` is any.
         resumed: the run whose training this run resumes; None: training begins with the parent.
     """
 
@@ -74,6 +75,7 @@ class TrainPlan(PlanSection):
     not_positive: int = 0
     steps: int = 0
     warmup_steps: int = 0
+    strata: dict[str, int] = Field({})
     resumed: ResumedRun | None = None
 
 
@@ -89,7 +91,7 @@ class PartPlan(PlanSection):
     ids: str = ""
 
 
-class EmbedPlan(PlanSection):
+class EmbedPlan(PlanFile):
     """The corpus and how its documents are divided into parts.
 
     The plan's own says what was there when the run began. The one that embed and publish follow is `embed/plan.json`.
@@ -107,6 +109,8 @@ class EmbedPlan(PlanSection):
         model, listed, round, deletions, earlier: as in `Corpus`; no model: the run's own.
         fingerprint: in place of the plan's, for embed and publish.
     """
+
+    named: ClassVar = ("the run's plan of the embeddings", "embed/plan.json")
 
     source: str
     shards: tuple[InputShard, ...]
@@ -129,14 +133,6 @@ class EmbedPlan(PlanSection):
         return self.model_copy(
             update={"fingerprint": digest_of([fingerprint, self.model_dump(mode="json", exclude={"fingerprint"})])}
         )
-
-    @classmethod
-    def from_json(cls, data: bytes) -> EmbedPlan:
-        """
-        Raises:
-            BadData: not a plan, or one of another version of trnpipe.
-        """
-        return read_section(cls, data, "the run's plan of the embeddings cannot be read", "embed/plan.json")
 
 
 def own_parts(parts: int, ranks: int, rank: int) -> range:
@@ -177,7 +173,8 @@ class DeletionPlan(PlanSection):
 class HoldoutPlan(PlanSection):
     """The hold-out set, over all shards of all weeks: `queries` distinct ones against `candidates` documents.
 
-    A query is a text and a locale, and counts if one of its documents is relevant (label above 0). `decides` says in words what
+    A query is a text and a locale, and counts if one of its documents is relevant (label above 0). With gate.metric = accuracy
+    `queries` are the classified texts, and there are no candidates. `decides` says in words what
     differences the gate can tell with so many queries.
     """
 
@@ -242,8 +239,10 @@ NOT_FINGERPRINTED: dict[str, Any] = {
 """Fields that the run does not depend on. The initial model counts as the parent that it became, or not at all."""
 
 
-class RunPlan(PlanSection):
+class RunPlan(PlanFile):
     """The whole plan. `fingerprint` covers everything that the run depends on; every stage's result has it."""
+
+    named: ClassVar = ("the run's plan", "plan.json")
 
     run: str
     created: str
@@ -278,20 +277,11 @@ class RunPlan(PlanSection):
 
     def sealed(self) -> RunPlan:
         """Return the plan with its fingerprint."""
-        record = self.model_dump(mode="json", exclude=NOT_FINGERPRINTED)
-        return self.model_copy(update={"fingerprint": digest_of(record)})
+        return self.model_copy(update={"fingerprint": digest_of(self.model_dump(mode="json", exclude=NOT_FINGERPRINTED))})
 
     def fingerprint_of(self, stage: Stage) -> str:
         """Return what a stage's result names: embed and publish may be done again with the corpus as it is by then."""
         return (stage in EMBEDDING and self.embed.fingerprint) or self.fingerprint
-
-    @classmethod
-    def from_json(cls, data: bytes) -> RunPlan:
-        """
-        Raises:
-            BadData: not a plan, or one of another version of trnpipe.
-        """
-        return read_section(cls, data, "the run's plan cannot be read", "plan.json")
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers for the state machine and for people (plan's metrics)."""

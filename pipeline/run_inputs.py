@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -19,6 +19,38 @@ class PlanSection(BaseModel):
 
     def to_json(self) -> bytes:
         return self.model_dump_json(indent=1).encode()
+
+
+FileT = TypeVar("FileT", bound="PlanFile")
+
+
+class PlanFile(PlanSection):
+    """A section that is a file of the run folder.
+
+    Attributes:
+        named: its name in messages, and the file's.
+    """
+
+    named: ClassVar[tuple[str, str]]
+
+    @classmethod
+    def from_json(cls: type[FileT], data: bytes) -> FileT:
+        """Return what a file holds.
+
+        Raises:
+            BadData: it holds something else, or was written by another version of trnpipe.
+        """
+        what, name = cls.named
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            found = [f"{'.'.join(map(str, item['loc'])) or name}: {item['msg']}" for item in error.errors(include_input=False)]
+            raise BadData(
+                f"{what} cannot be read",
+                value=found,
+                rule="it is read by the version of trnpipe that wrote it, and never changed",
+                remedy=f"restore {name} as it was written, or start a new run",
+            ) from error
 
 
 class InputShard(PlanSection):
@@ -158,7 +190,7 @@ class EmbedModel(PlanSection):
     sha256: str
 
 
-class Corpus(PlanSection):
+class Corpus(PlanFile):
     """`prepare/corpus.json`: what is to be embedded. A run that trained lists the corpus again: days may have passed.
 
     Attributes:
@@ -169,20 +201,14 @@ class Corpus(PlanSection):
         earlier: manifests of embeddings, perhaps of the same form; their unchanged documents are not embedded again.
     """
 
+    named: ClassVar = ("the run's corpus", "prepare/corpus.json")
+
     model: EmbedModel
     listed: str
     round: int
     shards: tuple[InputShard, ...]
     deletions: str
     earlier: tuple[str, ...]
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Corpus:
-        """
-        Raises:
-            BadData: not a listing, or one of another version of trnpipe.
-        """
-        return read_section(cls, data, "the run's corpus cannot be read", "prepare/corpus.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,9 +221,11 @@ class ModelShape:
         words: elements of the word embeddings.
         multiplied: elements of the matrices that every token is multiplied with; autocast keeps a copy of them.
         layers, hidden, heads, intermediate: of the backbone.
-        head: width of the residual head, 0 without.
+        head: elements of the head's matrices, 0 without.
+        dimension: of the embeddings.
         dropout: of hidden states, as the model is configured.
         fused: the library computes attention with torch's fused function where the device has it.
+        gated: layers have a gated inner product and rotary positions (ModernBERT).
         stored_bytes: per element of the weight file.
     """
 
@@ -210,8 +238,10 @@ class ModelShape:
     heads: int
     intermediate: int
     head: int
+    dimension: int
     dropout: float
     fused: bool
+    gated: bool
     stored_bytes: int
 
     def flops(self, length: int) -> float:
@@ -221,10 +251,10 @@ class ModelShape:
         (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", appendix). Lookups are none.
         """
         attention = 2 * length * self.hidden * self.layers
-        return 2.0 * (length * (self.multiplied + attention) + 2 * self.hidden * self.head)
+        return 2.0 * (length * (self.multiplied + attention) + self.head)
 
 
-class RunInputs(PlanSection):
+class RunInputs(PlanFile):
     """`prepare/inputs.json`: what prepare decided, before any row was read. Written once; ingest and plan read it.
 
     Attributes:
@@ -236,6 +266,8 @@ class RunInputs(PlanSection):
         deletions: as in `InputShard`.
         reference: the run that is the reference (pipeline/evaluation/reference), if there is one.
     """
+
+    named: ClassVar = ("the run's inputs", "prepare/inputs.json")
 
     run: str
     created: str
@@ -261,25 +293,17 @@ class RunInputs(PlanSection):
     def summary(self) -> dict[str, Any]:
         """Return the numbers for people (prepare's metrics)."""
         chosen = f"{self.world.kind} in {self.world.precision}"
-        lacks_bf16 = self.world.kind in EAGER_KINDS and self.world.precision == "fp32" and self.config.device.precision == "auto"
+        in_fp32 = self.world.kind in EAGER_KINDS and self.world.precision == "fp32" and self.config.device.precision == "auto"
         return {
             "nodes": self.world.nodes,
             "device": self.world.kind,
             "precision": self.world.precision,
-            "computes": f"{chosen}: no bf16 instructions, so about half as fast" if lacks_bf16 else chosen,
+            "computes": f"{chosen}: bf16 is no faster here" if in_fp32 else chosen,
             "ranks": self.world.ranks,
             "shards": len(self.shards),
             "device_gib": round(self.memory.device / (1 << 30), 2) if self.memory else None,
             "host_gib": round(self.memory.host / (1 << 30), 2) if self.memory else None,
         }
-
-    @classmethod
-    def from_json(cls, data: bytes) -> RunInputs:
-        """
-        Raises:
-            BadData: not a run's inputs, or those of another version of trnpipe.
-        """
-        return read_section(cls, data, "the run's inputs cannot be read", "prepare/inputs.json")
 
 
 class MissingShards(PlanSection):
@@ -296,19 +320,3 @@ class MissingShards(PlanSection):
 
 def digest_of(record: Any) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-PlanT = TypeVar("PlanT", bound=PlanSection)
-
-
-def read_section(kind: type[PlanT], data: bytes, what: str, name: str) -> PlanT:
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        found = [f"{'.'.join(map(str, item['loc'])) or name}: {item['msg']}" for item in error.errors(include_input=False)]
-        raise BadData(
-            what,
-            value=found,
-            rule="it is read by the version of trnpipe that wrote it, and never changed",
-            remedy=f"restore {name} as it was written, or start a new run",
-        ) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import boto3
 import pytest
+import urllib3
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from moto.server import ThreadedMotoServer
@@ -40,14 +41,45 @@ def templates(request: pytest.FixtureRequest) -> Path:
         return synthesize(folder, local_context((1, 2), DEPLOYMENT_CONFIG))
 
 
-@pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    """A local S3 endpoint on a free loopback port, for the whole session."""
+def moto_server() -> Iterator[str]:
+    """An AWS endpoint on a free loopback port."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
     yield f"http://127.0.0.1:{port}"
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """A local S3 endpoint for the whole session."""
+    yield from moto_server()
+
+
+@pytest.fixture(scope="module")
+def aws_endpoint() -> Iterator[str]:
+    """The endpoint of `account`, which is emptied for each test."""
+    yield from moto_server()
+
+
+@pytest.fixture
+def account(aws_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An environment with credentials of an empty account behind an endpoint of its own; returns its region."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "AWS_ENDPOINT_URL": aws_endpoint,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-west-2",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "NO_PROXY": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert urllib3.request("POST", f"{aws_endpoint}/moto-api/reset", timeout=60).status == 200
+    return "us-west-2"
 
 
 @pytest.fixture

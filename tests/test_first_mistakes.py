@@ -18,7 +18,7 @@ from infra.local import demo
 from infra.local.inputs import SHARD_SUFFIXES
 from infra.local.state_folder import owned
 from pipeline.dataset.records import SUFFIXES
-from pipeline.model.encoder import FAMILIES
+from pipeline.model.families import FAMILIES
 from pipeline.model.inventory import MODEL_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -89,7 +89,8 @@ def append(page: str, text: str) -> Callable[[Path], object]:
 def test_a_strict_build_finds(
     change: Callable[[Path], object], warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for folder in ("docs", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy2(ROOT / name, tmp_path)
     change(tmp_path)

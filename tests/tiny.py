@@ -3,48 +3,71 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import BertConfig, BertTokenizerFast
+from transformers import BertConfig, BertTokenizerFast, PreTrainedConfig
 
 from pipeline.config import ModelConfig
-from pipeline.model.encoder import Encoder, new_encoder
+from pipeline.model.encoder import Encoder, ResidualHead, new_encoder
 from pipeline.model.folder import save_folder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 SYLLABLES = ("ba", "ke", "li", "mo", "nu", "ra", "se", "ti", "vo", "zu")
+Head = int | list[dict[str, Any]]
 WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]
 
 
-def make_model(folder: Path, *, seed: int = 0, head: int | None = None) -> Encoder:
-    """Write a random two-layer BERT (32 dimensions, 100 words) as a model folder; a head, if wanted, that changes them."""
+def head_form(head: Head | None) -> Any:
+    """A head as `model.head` has it."""
+    return {"hidden": head} if isinstance(head, int) else head
+
+
+def make_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    head: Head | None = None,
+    dimensions: int | None = None,
+    family: Callable[..., PreTrainedConfig] = BertConfig,
+) -> Encoder:
+    """Write a random two-layer encoder (32 dimensions, 100 words) as a model folder; a head, if wanted, that changes embeddings.
+
+    Args:
+        head: width of a residual head, or layers.
+        dimensions: size of its published embeddings.
+    """
     source = folder.parent / f"{folder.name}-tokenizer"
     source.mkdir(parents=True)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (source / "vocab.txt").write_text("\n".join(vocabulary))
     BertTokenizerFast(str(source / "vocab.txt")).save_pretrained(source)
     torch.manual_seed(seed)
-    config = BertConfig(
+    config = family(
         vocab_size=len(vocabulary),
+        pad_token_id=0,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,
     )
-    encoder = new_encoder(config, ModelConfig(head={"hidden": head} if head else None))  # type: ignore[arg-type]
+    encoder = new_encoder(config, ModelConfig.model_validate({"head": head_form(head)}))
     with torch.no_grad():
         # Larger than BERT's own start, so that different words give clearly different embeddings.
-        encoder.backbone.embeddings.word_embeddings.weight.normal_()
-        if encoder.head is not None:
+        encoder.word_embeddings.normal_()
+        if isinstance(encoder.head, ResidualHead):
             encoder.head.outer.weight.normal_(std=0.3)
             encoder.head.outer.bias.normal_(std=0.3)
-    save_folder(encoder.eval(), folder, source)
+        elif encoder.head is not None:
+            for layer in encoder.head_layers.values():
+                layer.bias.normal_(std=0.03)
+    save_folder(encoder.eval(), folder, source, dimensions=dimensions)
     return encoder
 
 

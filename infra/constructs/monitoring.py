@@ -8,7 +8,7 @@ Metrics of the containers come from the catalogue in pipeline.contract; what ala
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from aws_cdk import ArnFormat, Duration, RemovalPolicy, Stack
 from aws_cdk import aws_cloudwatch as cloudwatch
@@ -19,7 +19,6 @@ from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
 from aws_cdk import aws_logs as logs
 from aws_cdk import aws_sns as sns
-from aws_cdk import aws_sns_subscriptions as subscriptions
 from aws_cdk import aws_sqs as sqs
 from aws_cdk import aws_stepfunctions as sfn
 from constructs import Construct
@@ -56,7 +55,7 @@ PANELS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
     ("Attempts beyond the first", (Metric.RETRIES,)),
     ("Unhealthy hosts", (Metric.UNHEALTHY_HOSTS,)),
     ("Memory errors of devices", (Metric.ECC_CORRECTED, Metric.ECC_UNCORRECTED)),
-    ("nDCG@10 on the hold-out", (Metric.NDCG, Metric.BASELINE_NDCG)),
+    ("gate.metric on the hold-out", (Metric.QUALITY, Metric.BASELINE_QUALITY)),
     ("Drop that the gate judged", (Metric.GATE_DROP,)),
     ("Drift of the documents", (Metric.COSINE, Metric.NEIGHBOUR_OVERLAP)),
     ("Embedding: documents per second", (Metric.DOCUMENTS_PER_SECOND,)),
@@ -105,8 +104,15 @@ class Topic(Construct):
             # What both guides name, and neither kms:Encrypt nor kms:ReEncrypt.
             self.key.grant(principal, "kms:GenerateDataKey*", "kms:Decrypt")
             self.topic.grant_publish(principal)
-        for address in settings.notify:
-            self.topic.add_subscription(subscriptions.EmailSubscription(address))
+        for one in settings.notify:
+            sns.Subscription(
+                self.topic,
+                one.endpoint,
+                topic=self.topic,
+                protocol=sns.SubscriptionProtocol[one.protocol.replace("-", "_").upper()],
+                endpoint=one.endpoint,
+                subscription_role_arn=one.role,
+            )
 
 
 class Monitoring(Construct):
@@ -138,8 +144,34 @@ class Monitoring(Construct):
         self._machine = state_machine
         self._notice_unfinished()
         if default_group_id is not None:
-            self._notice_default_group(default_group_id)
-        blocked = self._notice_blocked_queues(list(queue_arns.values()))
+            # Rules that empty default groups (Security Hub EC2.2 and its remedies) would cut a gang's nodes off from each other.
+            self._notice(
+                "DefaultGroupNotice",
+                description="Rules removed from the VPC's default security group, which gangs' containers have",
+                # Delivered where the account has a trail that logs management events.
+                pattern=events.EventPattern(
+                    source=["aws.ec2"],
+                    detail_type=["AWS API Call via CloudTrail"],
+                    detail={
+                        "eventName": ["RevokeSecurityGroupIngress", "RevokeSecurityGroupEgress"],
+                        "requestParameters": {"groupId": [default_group_id]},
+                    },
+                ),
+                message=f"{field('$.detail.eventName')} on {default_group_id} by {field('$.detail.userIdentity.arn')}: the nodes "
+                f"of a gang connect over the interfaces that have this group. {remedy('DefaultGroup')}",
+            )
+        blocked = self._notice(
+            "QueueBlockedNotice",
+            description="Queues whose first job cannot be placed",
+            pattern=events.EventPattern(
+                source=["aws.batch"],
+                detail_type=["Batch Job Queue Blocked"],
+                detail={"jobQueue": list(queue_arns.values())},
+            ),
+            message=f"Job {field('$.detail.jobName')} at the head of queue {field('$.detail.jobQueue')} cannot be placed: "
+            f"{field('$.detail.statusReason')}. Everything behind it waits. {remedy('QueueBlocked')} "
+            f"Dashboard: {self._console.overview}",
+        )
         # Executions that the gate ended: Step Functions counts them as failed.
         refused = logs.MetricFilter(
             self,
@@ -169,38 +201,6 @@ class Monitoring(Construct):
                 f"started again with its run id, it resumes. {remedy(name)} "
                 f"Execution: {self._console.execution.format(execution)} Log: {self._console.log.format(run)}",
             )
-
-    def _notice_blocked_queues(self, queue_arns: Sequence[str]) -> events.Rule:
-        return self._notice(
-            "QueueBlockedNotice",
-            description="Queues whose first job cannot be placed",
-            pattern=events.EventPattern(
-                source=["aws.batch"],
-                detail_type=["Batch Job Queue Blocked"],
-                detail={"jobQueue": list(queue_arns)},
-            ),
-            message=f"Job {field('$.detail.jobName')} at the head of queue {field('$.detail.jobQueue')} cannot be placed: "
-            f"{field('$.detail.statusReason')}. Everything behind it waits. {remedy('QueueBlocked')} "
-            f"Dashboard: {self._console.overview}",
-        )
-
-    def _notice_default_group(self, group_id: str) -> None:
-        """Rules that empty default groups (Security Hub EC2.2 and its remedies) would cut a gang's nodes off from each other."""
-        self._notice(
-            "DefaultGroupNotice",
-            description="Rules removed from the VPC's default security group, which gangs' containers have",
-            # Delivered where the account has a trail that logs management events.
-            pattern=events.EventPattern(
-                source=["aws.ec2"],
-                detail_type=["AWS API Call via CloudTrail"],
-                detail={
-                    "eventName": ["RevokeSecurityGroupIngress", "RevokeSecurityGroupEgress"],
-                    "requestParameters": {"groupId": [group_id]},
-                },
-            ),
-            message=f"{field('$.detail.eventName')} on {group_id} by {field('$.detail.userIdentity.arn')}: the nodes of a gang "
-            f"connect over the interfaces that have this group. {remedy('DefaultGroup')}",
-        )
 
     def _notice(self, construct_id: str, *, description: str, pattern: events.EventPattern, message: str) -> events.Rule:
         return events.Rule(

@@ -10,6 +10,7 @@ from aws_cdk import aws_logs as logs
 from aws_cdk import aws_s3 as s3
 from constructs import Construct
 
+from infra.setting_sections import Marker
 from infra.settings import Settings, base_repository
 from pipeline.contract import RESUME, RETENTION_TAG
 
@@ -42,12 +43,13 @@ class Storage(Construct):
     """Everything here is kept when its stack is deleted.
 
     Attributes:
-        bucket: `runs/`, `registry/`, `data/`, `ingested/`, `seen/` and `graphs/`.
+        bucket: `runs/`, `registry/`, `data/`, `ingested/`, `seen/`, `graphs/` and `images/`.
         lock_table: one item per registry name: {name, owner, run, since}.
         neuron_repository, cpu_repository: container images, immutable tags.
         base_repository: copies of the images that the Neuron image was built on.
         job_logs, machine_logs, watch_logs: of all jobs, of the state machine, of its watches. They have names
             and are kept, so in the pipeline's own stack they would stop it from being deployed a second time.
+        build_logs: of the builds of images.
     """
 
     def __init__(self, scope: Construct, construct_id: str, *, settings: Settings) -> None:
@@ -93,6 +95,12 @@ class Storage(Construct):
                 *([cold] if keep.cold_days else []),
             ],
         )
+        content = self.bucket.node.default_child
+        if isinstance(content, s3.CfnBucket) and any(isinstance(one.when, Marker) for one in settings.schedules.values()):
+            # The setting of the L2 bucket would deploy a function that makes it.
+            content.notification_configuration = s3.CfnBucket.NotificationConfigurationProperty(
+                event_bridge_configuration=s3.CfnBucket.EventBridgeConfigurationProperty(event_bridge_enabled=True)
+            )
         self.lock_table = dynamodb.Table(
             self,
             "Lock",
@@ -113,6 +121,7 @@ class Storage(Construct):
         # Step Functions writes only to groups under this prefix without a policy of its own for each.
         self.machine_logs = self._log_group("MachineLogs", f"/aws/vendedlogs/states/{settings.name}", retention)
         self.watch_logs = self._log_group("WatchLogs", f"/aws/vendedlogs/states/{settings.name}-watch", retention)
+        self.build_logs = self._log_group("BuildLogs", f"/{settings.name}/images", retention)
 
     def _bucket(
         self,

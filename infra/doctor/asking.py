@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import boto3
 from botocore import xform_name
@@ -28,7 +27,7 @@ from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, 
 HOME_REGION = "us-east-1"
 """Always enabled: a region that is not enabled knows none of the account's keys, so calls about the account itself go here."""
 
-IAM_PREFIX = {"service-quotas": "servicequotas", "stepfunctions": "states"}
+IAM_PREFIX = {"service-quotas": "servicequotas"}
 IAM_ACTION = {
     "budgets:DescribeBudgets": "budgets:ViewBudget",
     "s3:HeadBucket": "s3:ListBucket",
@@ -37,10 +36,7 @@ IAM_ACTION = {
 """Permissions whose name differs from the operation's (Service Authorization Reference)."""
 
 
-class Level(str, Enum):
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
+Level = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +63,15 @@ class DoctorFinding:
 
 
 def ok(what: str, value: object = "") -> DoctorFinding:
-    return DoctorFinding(level=Level.OK, what=what, value=str(value))
+    return DoctorFinding(level="ok", what=what, value=str(value))
 
 
 def warning(what: str, *, value: object = "", rule: str = "", remedy: str = "", transient: bool = False) -> DoctorFinding:
-    return DoctorFinding(level=Level.WARNING, what=what, value=str(value), rule=rule, remedy=remedy, transient=transient)
+    return DoctorFinding(level="warning", what=what, value=str(value), rule=rule, remedy=remedy, transient=transient)
 
 
 def problem(what: str, *, value: object = "", rule: str = "", remedy: str = "") -> DoctorFinding:
-    return DoctorFinding(level=Level.PROBLEM, what=what, value=str(value), rule=rule, remedy=remedy)
+    return DoctorFinding(level="problem", what=what, value=str(value), rule=rule, remedy=remedy)
 
 
 class Denied(Exception):

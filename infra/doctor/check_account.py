@@ -153,7 +153,7 @@ def budgets(subject: Subject) -> Findings:
 @check("Notifications")
 def addressees(subject: Subject) -> Findings:
     yield (
-        ok("notifications go to", ", ".join(subject.settings.notify))
+        ok("notifications go to", ", ".join(one.endpoint for one in subject.settings.notify))
         if subject.settings.notify
         else warning(
             "no address receives notifications",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, warning
+from infra.doctor.asking import DoctorFinding, Findings, Refused, Subject, check, ok, problem, warning
 from infra.doctor.blueprint import Fleet
 from infra.setting_sections import CapacityReservation
 from infra.settings import Settings
@@ -93,11 +93,10 @@ def zones(subject: Subject) -> Findings:
             continue
         wanted[fleet.instance_type] |= set(fleet.zones)
         if fleet.subnet_ids:
-            try:
-                subnets = subject.ask("ec2", "DescribeSubnets", SubnetIds=sorted(fleet.subnet_ids))["Subnets"]
-                wanted[fleet.instance_type] |= {subnet["AvailabilityZone"] for subnet in subnets}
-            except Refused:  # the check of the VPC reports it
-                wanted[fleet.instance_type].add(subject.settings.zone)
+            # The check of the subnets reports one that does not exist.
+            answer = subject.seek(("InvalidSubnetID.NotFound",), "ec2", "DescribeSubnets", SubnetIds=sorted(fleet.subnet_ids))
+            found = answer["Subnets"] if answer else [{"AvailabilityZone": subject.settings.zone}]
+            wanted[fleet.instance_type] |= {subnet["AvailabilityZone"] for subnet in found}
     for instance_type, asked in wanted.items():
         offered = {
             offering["Location"]
@@ -124,21 +123,6 @@ def zones(subject: Subject) -> Findings:
         )
 
 
-@check("Capacity")
-def headroom(subject: Subject) -> Findings:
-    settings = subject.settings
-    yield (
-        ok("hosts of gangs", f"at most {settings.train_max_vcpus} vCPUs, one host more than the widest gang")
-        if settings.train_max_vcpus >= settings.default_max_vcpus
-        else warning(
-            "there is no room for one host more than the widest gang",
-            value=f"max_vcpus {settings.train_max_vcpus}",
-            rule=f"a host that fails its health check counts until it is gone: {settings.default_max_vcpus} lets the retry start",
-            remedy="take max_vcpus out of the settings",
-        )
-    )
-
-
 @check("Capacity", "ec2:DescribeCapacityReservations", "resource-groups:ListGroupResources", "cloudformation:ListStackResources")
 def reservation(subject: Subject) -> Findings:
     settings = subject.settings
@@ -156,16 +140,11 @@ def reservation(subject: Subject) -> Findings:
         return
     # A group may hold reservations of other types, which hosts pass over.
     fitting = [one for one in reserved if not _unfit(one, wanted, settings)]
-    wrong = [] if fitting and wanted.group else [objection for one in reserved for objection in _unfit(one, wanted, settings)]
+    wrong = [] if fitting and wanted.group else [finding for one in reserved for finding in _unfit(one, wanted, settings)]
     nodes, total = max(settings.allowed_nodes), sum(one["TotalInstanceCount"] for one in fitting)
     if not wrong and total < nodes:
-        wrong = [
-            ("the capacity reservation holds too few hosts", str(total), f"the widest gang of allowed_nodes has {nodes} nodes")
-        ]
-    for what, value, rule in wrong:
-        yield problem(
-            what, value=value, rule=rule, remedy="reserve what the settings name, or name another trnpipe.capacity_reservation"
-        )
+        wrong = [_wrong("holds too few hosts", total, f"the widest gang of allowed_nodes has {nodes} nodes")]
+    yield from wrong
     for one in fitting:
         yield from _judge_placement(subject, one)
         end = one.get("EndDate")
@@ -196,24 +175,36 @@ def _reserved(subject: Subject, wanted: CapacityReservation) -> list[dict[str, A
     return list(subject.ask("ec2", "DescribeCapacityReservations", CapacityReservationIds=ids)["CapacityReservations"])
 
 
-def _unfit(found: Mapping[str, Any], wanted: CapacityReservation, settings: Settings) -> list[tuple[str, str, str]]:
-    """(what, value, rule) of everything in which a reservation is not one that a gang can use."""
+def _unfit(found: Mapping[str, Any], wanted: CapacityReservation, settings: Settings) -> list[DoctorFinding]:
+    """Everything in which a reservation is not one that a gang can use."""
+    kind = found.get("ReservationType", "default")
     expected = (
-        ("State", "active", "is not active", "hosts start in an active reservation only"),
+        (found["State"] == "active", "is not active", found["State"], "hosts start in an active reservation only"),
         (
-            "InstanceType",
-            settings.instance_type,
+            found["InstanceType"] == settings.instance_type,
             "is of another instance type",
+            found["InstanceType"],
             f"trnpipe.instance_type is {settings.instance_type}",
         ),
-        ("AvailabilityZone", settings.zone, "is in another zone", f"trnpipe.zone is {settings.zone}"),
+        (
+            found["AvailabilityZone"] == settings.zone,
+            "is in another zone",
+            found["AvailabilityZone"],
+            f"trnpipe.zone is {settings.zone}",
+        ),
+        (
+            (kind == "capacity-block") == wanted.block,
+            "is of another kind",
+            kind,
+            "hosts start in a Capacity Block with trnpipe.capacity_reservation.block: true, and only there",
+        ),
     )
-    wrong = [(f"the capacity reservation {what}", found[key], rule) for key, value, what, rule in expected if found[key] != value]
-    kind = found.get("ReservationType", "default")
-    if (kind == "capacity-block") != wanted.block:
-        rule = "hosts start in a Capacity Block with trnpipe.capacity_reservation.block: true, and only there"
-        wrong.append(("the capacity reservation is of another kind", kind, rule))
-    return wrong
+    return [_wrong(what, value, rule) for fits, what, value, rule in expected if not fits]
+
+
+def _wrong(what: str, value: object, rule: str) -> DoctorFinding:
+    remedy = "reserve what the settings name, or name another trnpipe.capacity_reservation"
+    return problem(f"the capacity reservation {what}", value=value, rule=rule, remedy=remedy)
 
 
 def _judge_placement(subject: Subject, found: Mapping[str, Any]) -> Findings:

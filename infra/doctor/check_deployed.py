@@ -1,4 +1,4 @@
-"""The deployed stacks: whether they match the settings, are healthy, and whether jobs, locks or notifications are stuck."""
+"""The deployed stacks: whether they match the settings, are healthy, and whether jobs or notifications are stuck."""
 
 from __future__ import annotations
 
@@ -63,12 +63,6 @@ def stacks(subject: Subject) -> Findings:
                 value=f"{status} {stack.get('StackStatusReason', '')}".strip(),
                 rule=f"one of {', '.join(COMPLETE)}",
                 remedy=f"aws cloudformation describe-stack-events --stack-name {name} names the cause; then {deploy}",
-            )
-        if stack.get("DriftInformation", {}).get("StackDriftStatus") == "DRIFTED":
-            yield warning(
-                f"resources of the stack {name} were changed by hand",
-                value="DRIFTED",
-                remedy=f"aws cloudformation describe-stack-resource-drifts --stack-name {name}",
             )
         body = subject.ask("cloudformation", "GetTemplate", StackName=name)["TemplateBody"]
         if differing := differences(json.loads(body) if isinstance(body, str) else body, template):
@@ -190,30 +184,28 @@ def job_definitions(subject: Subject) -> Findings:
 
 @check("Schedule", "cloudformation:ListStackResources", "scheduler:GetSchedule", "sqs:GetQueueAttributes")
 def schedule(subject: Subject) -> Findings:
-    wanted = subject.settings.schedule
+    named = {(one.registry, one.mode): (name, one) for name, one in subject.settings.schedules.items()}
     for physical in subject.physical(subject.blueprint.pipeline_stack, "AWS::Scheduler::Schedule"):
         found = subject.ask("scheduler", "GetSchedule", Name=physical)
-        refresh = "mode" in json.loads(found["Target"]["Input"])
-        name, enabled = ("refreshes", wanted.refresh_enabled) if refresh else ("weekly start", wanted.enabled)
+        given = json.loads(found["Target"]["Input"])
+        name, wanted = named.get((given.get("registry"), given.get("mode")), (physical, None))
         asked = {
-            "State": "ENABLED" if enabled else "DISABLED",
-            "ScheduleExpression": wanted.refresh_expression if refresh else wanted.schedule_expression,
-            "ScheduleExpressionTimezone": wanted.time_zone,
+            "State": "ENABLED" if wanted and wanted.enabled else "DISABLED",
+            "ScheduleExpression": wanted and wanted.when,
+            "ScheduleExpressionTimezone": wanted and wanted.time_zone,
         }
         other = [f"{key} {found.get(key)}, not {value}" for key, value in asked.items() if found.get(key) != value]
         yield (
             problem(
-                f"the schedule of the {name} is not what the settings say",
+                f"the schedule {name} is not what the settings say",
                 value=f"{physical}: {', '.join(other)}",
-                rule="the next deployment sets it to trnpipe.schedule",
-                remedy=f"set `schedule` in the environment's file, {CDK} deploy",
+                rule="the next deployment sets it to trnpipe.schedules",
+                remedy=f"set `schedules` in the environment's file, {CDK} deploy",
             )
-            if other
+            if wanted is None or other
             else ok(
-                name,
-                (asked["ScheduleExpression"] if refresh else wanted.described)
-                if enabled
-                else "switched off, as the settings say",
+                f"schedule {name}",
+                f"{wanted.when} {wanted.time_zone}" if wanted.enabled else "switched off, as the settings say",
             )
         )
     for url in subject.physical(subject.blueprint.pipeline_stack, "AWS::SQS::Queue"):
@@ -260,43 +252,22 @@ def subscriptions(subject: Subject) -> Findings:
     for topic in subject.physical(subject.blueprint.pipeline_stack, "AWS::SNS::Topic"):
         found = subject.ask("sns", "ListSubscriptionsByTopic", TopicArn=topic)["Subscriptions"]
         confirmed = {one["Endpoint"] for one in found if one["SubscriptionArn"] != "PendingConfirmation"}
-        for address in sorted({one["Endpoint"] for one in found} - confirmed):
+        for address, protocol in sorted(
+            {(one["Endpoint"], one["Protocol"]) for one in found if one["Endpoint"] not in confirmed}
+        ):
             yield warning(
                 "a subscription is not confirmed",
                 value=address,
                 rule="nothing is sent to an address before",
                 remedy="open the link in the message `AWS Notification - Subscription Confirmation` that went there; "
-                f"aws sns subscribe --topic-arn {topic} --protocol email --notification-endpoint {address} sends another",
+                f"aws sns subscribe --topic-arn {topic} --protocol {protocol} --notification-endpoint {address} sends another",
             )
-        if lost := sorted(set(subject.settings.notify) - {one["Endpoint"] for one in found}):
+        if lost := sorted({one.endpoint for one in subject.settings.notify} - {one["Endpoint"] for one in found}):
             yield problem(
                 "addresses of the settings are not subscribed",
                 value=", ".join(lost),
                 rule="a deployment does not subscribe an address again that has unsubscribed",
-                remedy=f"aws sns subscribe --topic-arn {topic} --protocol email --notification-endpoint ADDRESS",
+                remedy=f"aws sns subscribe --topic-arn {topic} --protocol PROTOCOL --notification-endpoint ADDRESS",
             )
         if confirmed:
             yield ok("subscriptions", ", ".join(sorted(confirmed)))
-
-
-@check("Lock", "cloudformation:ListStackResources", "dynamodb:Scan", "stepfunctions:DescribeExecution")
-def locks(subject: Subject) -> Findings:
-    for table in subject.physical(subject.blueprint.data_stack, "AWS::DynamoDB::Table"):
-        items = subject.ask("dynamodb", "Scan", TableName=table, ConsistentRead=True)["Items"]
-        for item in items:
-            registry, run, owner = (item[key]["S"] for key in ("name", "run", "owner"))
-            held = f"registry {registry}: run {run} since {item['since']['S']}"
-            execution = subject.seek(("ExecutionDoesNotExist",), "stepfunctions", "DescribeExecution", executionArn=owner)
-            status = execution["status"] if execution else "gone"
-            yield (
-                ok("lock", f"{held}, {status}")
-                if status in ("RUNNING", "PENDING_REDRIVE")
-                else warning(
-                    "a lock is held by a run that has ended",
-                    value=f"{held}, {status}",
-                    rule="it counts as free, and the next run takes it over",
-                    remedy=f'nothing; or aws stepfunctions start-execution with {{"run": "{run}"}} resumes that run',
-                )
-            )
-        if not items:
-            yield ok("lock", "free")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from typing import Any
 
 import urllib3
 
 from infra.app import CDK
-from infra.doctor.asking import Findings, Refused, Subject, Unavailable, check, ok, problem, warning
+from infra.doctor.asking import DoctorFinding, Findings, Refused, Subject, Unavailable, check, ok, problem, warning
 from infra.doctor.blueprint import ContainerImage
 from infra.settings import AMI_ID, AMI_PARAMETER, DRIVER_RULE, base_repository
 from pipeline.contract import ROOT_DEVICE, ROOT_VOLUME_GIB
@@ -19,9 +18,10 @@ from pipeline.contract import ROOT_DEVICE, ROOT_VOLUME_GIB
 DRIVER = (2, 27)
 TOO_NEW = (2, 29)
 DRIVER_WORDS = re.compile(
-    r"(?:neuron[-_ .x]*(?:driver|dkms)|neuronx[-_ ]?dkms|driver)[^0-9]{0,12}(?P<major>2)\.(?P<minor>\d+)", re.I
+    r"(?:neuron[-_ .x]*(?:driver|dkms)|neuronx[-_ ]?dkms|driver)[^0-9]{0,12}(?P<major>2)\.(?P<minor>\d+)(?:\.x presumed)?", re.I
 )
-"""A driver's version after one of its usual names, as in `aws-neuronx-dkms 2.27.4.0` or `neuron-driver-2.27`."""
+"""A driver's version after one of its usual names, as in `aws-neuronx-dkms 2.27.4.0` or `neuron-driver-2.27`; `trnpipe ami` tags
+a copy as `2.27.x presumed`."""
 
 MANIFEST_TYPES = (
     "application/vnd.oci.image.index.v1+json",
@@ -50,7 +50,8 @@ def ami(subject: Subject) -> Findings:
                 "the AMI's SSM parameter does not exist",
                 value=name,
                 rule="trnpipe.ami names a parameter of this account and region, with its version",
-                remedy=f"aws ssm put-parameter --region {subject.settings.region} --type String --data-type aws:ec2:image "
+                remedy="trnpipe ami --copy AMI_ID writes it; or "
+                f"aws ssm put-parameter --region {subject.settings.region} --type String --data-type aws:ec2:image "
                 f"--name {parameter['name']} --value ami-..., and put the version that it prints into trnpipe.ami",
             )
             return
@@ -74,10 +75,10 @@ def ami(subject: Subject) -> Findings:
             remedy=f"aws ec2 copy-image brings one from another region; its owner shares one with account {subject.account}",
         )
     else:
-        yield from judge_ami(answer["Images"][0], subject.account, datetime.now(timezone.utc))
+        yield from judge_ami(answer["Images"][0], subject.account)
 
 
-def judge_ami(image: Mapping[str, Any], account: str, now: datetime) -> Findings:
+def judge_ami(image: Mapping[str, Any], account: str) -> Findings:
     """Judge one image of EC2's DescribeImages."""
     named = f"{image['ImageId']} ({image.get('Name', 'without a name')})"
     other = "choose another image: trnpipe.ami"
@@ -114,9 +115,6 @@ def judge_ami(image: Mapping[str, Any], account: str, now: datetime) -> Findings
             rule="the owner of an image can withdraw it, and then no host starts",
             remedy=f"aws ec2 copy-image --source-image-id {image['ImageId']} makes it your own",
         )
-    deprecated = image.get("DeprecationTime")
-    if deprecated and datetime.fromisoformat(deprecated.replace("Z", "+00:00")) < now:
-        yield warning("the AMI is deprecated", value=f"{named}: since {deprecated}", rule="its owner may remove it", remedy=other)
     if not wrong:
         yield ok("AMI", f"{named}, owner {owner}")
     tags = (f"{tag['Key']} {tag['Value']}" for tag in image.get("Tags", ()))
@@ -129,7 +127,7 @@ def judge_ami(image: Mapping[str, Any], account: str, now: datetime) -> Findings
         )
         return
     version, found = (int(driver["major"]), int(driver["minor"])), f"{named}: {driver[0]}"
-    bake = "bake one with driver 2.27"
+    bake = "trnpipe ami lists AMIs of Amazon's with driver 2.27; or bake one"
     if version == DRIVER:
         yield ok("Neuron driver", driver[0])
     elif version >= TOO_NEW:
@@ -160,7 +158,11 @@ def containers(subject: Subject) -> Findings:
 
 
 def _container(subject: Subject, container: ContainerImage) -> Findings:
-    reference, wanted = _reference(container)
+    reference: dict[str, Any] = {
+        "repositoryName": container.repository,
+        **({"registryId": container.registry} if container.registry else {}),
+    }
+    wanted = {"imageDigest" if container.version.startswith("sha256:") else "imageTag": container.version}
     named = f"{container.repository}:{container.version}"
     push = (
         f"docker buildx build --platform {WANTED_PLATFORM} -f containers/{container.name}/Dockerfile --push "
@@ -185,83 +187,60 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
         else:
             raise
         return
-    manifest = _manifest(subject, reference, {"imageDigest": details["imageDigest"]})
-    images = manifest.get("manifests")
-    described = [_configuration(subject, reference, manifest)] if images is None else [one.get("platform") for one in images]
-    platforms = {_platform(one) for one in described if one is not None}
-    # ECR gives no size for an index of several images.
-    size = details.get("imageSizeInBytes")
-    yield (
-        ok(f"image {named}", WANTED_PLATFORM + (f", {size / 2**30:.1f} GiB compressed" if size else ""))
-        if WANTED_PLATFORM in platforms
-        else problem(
+    manifest = _manifest(subject, reference, details["imageDigest"])
+    if "manifests" in manifest:
+        platforms = {_platform(one["platform"]): one["digest"] for one in manifest["manifests"] if "platform" in one}
+    else:
+        platforms = {_platform(_configuration(subject, reference, manifest)): details["imageDigest"]}
+    if WANTED_PLATFORM not in platforms:
+        yield problem(
             f"the image {named} is for another processor",
             value=", ".join(sorted(platforms)) or "it names none",
             rule=f"{WANTED_PLATFORM}: any other ends with `exec format error`",
             remedy=push,
         )
-    )
+        return
+    # ECR gives no size for an index of several images.
+    size = details.get("imageSizeInBytes")
+    yield ok(f"image {named}", WANTED_PLATFORM + (f", {size / 2**30:.1f} GiB compressed" if size else ""))
+    if container.name == "neuron":
+        configuration = _configuration(subject, reference, _manifest(subject, reference, platforms[WANTED_PLATFORM]))
+        labels = configuration.get("config", {}).get("Labels") or {}
+        yield judge_base(subject, container.uri, labels.get(BASE_LABEL, ""))
 
 
-@check("Images", "ecr:DescribeImages", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")
-def neuron_base(subject: Subject) -> Findings:
-    """The Neuron image can be built again: its base is named by digest, and the deployment's registry has a copy."""
-    for container in subject.blueprint.containers:
-        if container.name != "neuron" or container.repository is None or container.region not in (None, subject.settings.region):
-            continue
-        reference, wanted = _reference(container)
-        try:
-            manifest = _manifest(subject, reference, wanted)
-            if "manifests" in manifest:
-                ours = [one["digest"] for one in manifest["manifests"] if _platform(one.get("platform", {})) == WANTED_PLATFORM]
-                manifest = _manifest(subject, reference, {"imageDigest": ours[0]}) if ours else {}
-            labels = (_configuration(subject, reference, manifest) if manifest else {}).get("config", {}).get("Labels") or {}
-        except Refused as refused:
-            if refused.code in GONE:
-                return  # the check of the containers says so
-            raise
-        base = labels.get(BASE_LABEL, "")
-        mirror = base_repository(subject.settings.name)
-        registry = f"{subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com"
-        remedy = f"make mirror REPOSITORY={registry}/{mirror}, and build with the NEURON_IMAGE that it prints"
-        if (digest := DIGEST.search(base)) is None:
-            yield problem(
-                "the Neuron image names no base by digest",
-                value=f"{container.uri}: label {BASE_LABEL} = {base or 'none'}",
-                rule="AWS publishes no further release of this base; a tag may be moved to another image, or removed",
-                remedy=remedy,
-            )
-            return
-        copied = subject.seek(GONE, "ecr", "DescribeImages", repositoryName=mirror, imageIds=[{"imageDigest": digest[1]}])
-        yield (
-            ok("base of the Neuron image", f"{mirror}@{digest[1]}")
-            if copied is not None
-            else problem(
-                "the Neuron image's base is not in the deployment's registry",
-                value=f"{mirror}@{digest[1]}",
-                rule="AWS publishes no further release of this base; without a copy the image cannot be built again",
-                remedy=remedy,
-            )
+def judge_base(subject: Subject, uri: str, base: str) -> DoctorFinding:
+    """Judge whether the Neuron image can be built again: its base is named by digest, and the deployment's registry has a copy.
+
+    Args:
+        uri: of the Neuron image.
+        base: the name of its base; "": the image does not name it.
+    """
+    mirror = base_repository(subject.settings.name)
+    registry = f"{subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com"
+    remedy = f"make mirror REPOSITORY={registry}/{mirror}, and build with the NEURON_IMAGE that it prints"
+    if (digest := DIGEST.search(base)) is None:
+        return problem(
+            "the Neuron image names no base by digest",
+            value=f"{uri}: label {BASE_LABEL} = {base or 'none'}",
+            rule="AWS publishes no further release of this base; a tag may be moved to another image, or removed",
+            remedy=remedy,
         )
+    copied = subject.seek(GONE, "ecr", "DescribeImages", repositoryName=mirror, imageIds=[{"imageDigest": digest[1]}])
+    if copied is None:
+        return problem(
+            "the Neuron image's base is not in the deployment's registry",
+            value=f"{mirror}@{digest[1]}",
+            rule="AWS publishes no further release of this base; without a copy the image cannot be built again",
+            remedy=remedy,
+        )
+    return ok("base of the Neuron image", f"{mirror}@{digest[1]}")
 
 
-def _reference(container: ContainerImage) -> tuple[dict[str, str], dict[str, str]]:
-    """Repository and image of a container in ECR, as ECR's operations take them."""
-    assert container.repository is not None
-    return (
-        {"repositoryName": container.repository, **({"registryId": container.registry} if container.registry else {})},
-        {"imageDigest" if container.version.startswith("sha256:") else "imageTag": container.version},
-    )
-
-
-def _manifest(subject: Subject, reference: Mapping[str, str], image: Mapping[str, str]) -> dict[str, Any]:
+def _manifest(subject: Subject, reference: Mapping[str, str | None], digest: str) -> dict[str, Any]:
     """An image's manifest, or an index of several images."""
     answer = subject.ask(
-        "ecr",
-        "BatchGetImage",
-        imageIds=[dict(image)],
-        acceptedMediaTypes=list(MANIFEST_TYPES),
-        **reference,
+        "ecr", "BatchGetImage", imageIds=[{"imageDigest": digest}], acceptedMediaTypes=list(MANIFEST_TYPES), **reference
     )
     if not answer["images"]:
         failure = answer["failures"][0]
@@ -269,7 +248,7 @@ def _manifest(subject: Subject, reference: Mapping[str, str], image: Mapping[str
     return dict(json.loads(answer["images"][0]["imageManifest"]))
 
 
-def _configuration(subject: Subject, reference: Mapping[str, str], manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _configuration(subject: Subject, reference: Mapping[str, str | None], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Download the configuration of a single image."""
     layer = subject.ask("ecr", "GetDownloadUrlForLayer", layerDigest=manifest["config"]["digest"], **reference)
     return dict(json.loads(download(layer["downloadUrl"])))

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
-from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem
+from infra.doctor.asking import Findings, Subject, check, ok, problem
 from infra.doctor.blueprint import GATEWAY_SERVICES
 
 HTTPS = 443
@@ -17,7 +17,7 @@ GANG_TASK_INTERFACES = 1
 """The network interface of a gang's container on every node, in addition to the host's."""
 
 
-@check("Network", "ec2:DescribeVpcs", "ec2:DescribeVpcAttribute")
+@check("Network", "ec2:DescribeVpcs", "ec2:DescribeVpcAttribute", "ec2:DescribeDhcpOptions")
 def vpc(subject: Subject) -> Findings:
     if subject.settings.vpc is None:
         return
@@ -25,69 +25,35 @@ def vpc(subject: Subject) -> Findings:
     absent = problem(
         "the VPC does not exist", rule=f"trnpipe.vpc.vpc_id in {region}", remedy=f"aws ec2 describe-vpcs --region {region}"
     )
-    subject.require(absent, "ec2", "DescribeVpcs", VpcIds=[vpc_id])
+    [found] = subject.require(absent, "ec2", "DescribeVpcs", VpcIds=[vpc_id])["Vpcs"]
     off = [
         f"{shown}={on}"
         for attribute, shown in (("enableDnsSupport", "EnableDnsSupport"), ("enableDnsHostnames", "EnableDnsHostnames"))
         if not (on := subject.ask("ec2", "DescribeVpcAttribute", VpcId=vpc_id, Attribute=attribute)[shown]["Value"])
     ]
-    yield (
-        problem(
+    if off:
+        yield problem(
             "DNS is off in the VPC",
             value=f"{vpc_id}: {', '.join(off)}",
             rule="endpoints answer under the services' own names only with both attributes on",
             remedy=f"aws ec2 modify-vpc-attribute --vpc-id {vpc_id} --enable-dns-support; the same with --enable-dns-hostnames",
         )
-        if off
-        else ok("VPC", f"{vpc_id}, DNS on")
-    )
-
-
-@check("Network", "ec2:DescribeVpcs", "ec2:DescribeDhcpOptions", "ec2:DescribeSecurityGroups")
-def resolvers(subject: Subject) -> Findings:
-    """Security groups filter all DNS servers but Amazon's own
-    (https://docs.aws.amazon.com/vpc/latest/userguide/vpc-security-groups.html)."""
-    if subject.settings.vpc is None:
-        return
-    vpc_id, group_id = subject.settings.vpc.vpc_id, subject.settings.vpc.default_security_group_id
-    try:
-        [vpc] = subject.ask("ec2", "DescribeVpcs", VpcIds=[vpc_id])["Vpcs"]
-        options = subject.ask("ec2", "DescribeDhcpOptions", DhcpOptionsIds=[vpc["DhcpOptionsId"]])["DhcpOptions"]
-        groups = subject.ask("ec2", "DescribeSecurityGroups", GroupIds=[group_id])["SecurityGroups"]
-    except Refused:
-        return  # the checks of VPC and group say so
+    # Security groups filter all DNS servers but Amazon's own
+    # (https://docs.aws.amazon.com/vpc/latest/userguide/vpc-security-groups.html).
+    options = subject.ask("ec2", "DescribeDhcpOptions", DhcpOptionsIds=[found["DhcpOptionsId"]])["DhcpOptions"]
     configured = [item for one in options for item in one["DhcpConfigurations"] if item["Key"] == "domain-name-servers"]
     servers = [value["Value"] for item in configured for value in item["Values"]]
-    amazon = {*AMAZON_DNS, str(ipaddress.ip_network(vpc["CidrBlock"])[2])}
+    amazon = {*AMAZON_DNS, str(ipaddress.ip_network(found["CidrBlock"])[2])}
     own = [server for server in servers if server not in amazon]
     if missing := sorted(set(own) - {str(address) for address in subject.settings.vpc.resolvers}):
         yield problem(
             "hosts cannot reach the VPC's DNS servers",
-            value=f"{vpc['DhcpOptionsId']}: {', '.join(missing)}",
+            value=f"{found['DhcpOptionsId']}: {', '.join(missing)}",
             rule="security groups filter every DNS server but Amazon's, and without DNS no host joins its cluster",
             remedy=f"add them to trnpipe.vpc.resolvers: [{', '.join(own)}]",
         )
-    shut = []
-    for server in own:
-        for protocol in ("udp", "tcp"):
-            rules = [rule for group in groups for rule in group.get("IpPermissionsEgress", ()) if _covers(rule, DNS, protocol)]
-            blocks = [ipaddress.ip_network(one["CidrIp"]) for rule in rules for one in rule.get("IpRanges", ())]
-            if not any(ipaddress.ip_address(server) in block for block in blocks):
-                shut.append(server)
-    if shut:
-        yield problem(
-            "the default security group does not let a gang's containers ask the VPC's DNS servers",
-            value=f"{group_id}: {', '.join(dict.fromkeys(shut))}",
-            rule=f"port {DNS} outwards, UDP and TCP",
-            remedy=f"aws ec2 authorize-security-group-egress --group-id {group_id} --ip-permissions "
-            + " ".join(
-                f"'IpProtocol={protocol},FromPort={DNS},ToPort={DNS},IpRanges=[{{CidrIp={server}/32}}]'"
-                for server in dict.fromkeys(shut)
-                for protocol in ("udp", "tcp")
-            ),
-        )
-    if not missing and not shut:
-        yield ok("DNS", ", ".join(servers) or AMAZON_DNS[0])
+    if not off and not missing:
+        yield ok("VPC", f"{vpc_id}, DNS on: {', '.join(servers) or AMAZON_DNS[0]}")
 
 
 @check("Network", "ec2:DescribeSubnets", "ec2:DescribeRouteTables")
@@ -241,9 +207,10 @@ def _judge_endpoint(subject: Subject, service: str, endpoint: Mapping[str, Any],
 @check("Network", "ec2:DescribeSecurityGroups", "cloudformation:ListStackResources")
 def default_group(subject: Subject) -> Findings:
     """The group that containers of gangs get: an existing VPC's before, and our own VPC's after it was deployed."""
-    if subject.settings.vpc is not None:
-        vpc_id, group_id = subject.settings.vpc.vpc_id, subject.settings.vpc.default_security_group_id
-        selected: dict[str, Any] = {"GroupIds": [group_id]}
+    existing = subject.settings.vpc
+    if existing is not None:
+        vpc_id = existing.vpc_id
+        selected: dict[str, Any] = {"GroupIds": [existing.default_security_group_id]}
     elif subject.after and (vpcs := subject.physical(subject.blueprint.pipeline_stack, "AWS::EC2::VPC")):
         [vpc_id] = vpcs
         selected = {"Filters": [{"Name": "vpc-id", "Values": [vpc_id]}, {"Name": "group-name", "Values": ["default"]}]}
@@ -257,6 +224,12 @@ def default_group(subject: Subject) -> Findings:
     [group] = subject.require(absent, "ec2", "DescribeSecurityGroups", **selected)["SecurityGroups"]
     group_id = group["GroupId"]
     inwards, outwards = group.get("IpPermissions", ()), group.get("IpPermissionsEgress", ())
+    shut = [
+        (server, protocol)
+        for server in (existing.resolvers if existing else ())
+        for protocol in ("udp", "tcp")
+        if not any(_covers(rule, DNS, protocol) and _reaches(rule, server) for rule in outwards)
+    ]
     meet = "the nodes of a gang meet over the interfaces that have this group"
     authorize = "aws ec2 authorize-security-group-{} --group-id " + f"{group_id} --ip-permissions "
     itself = f"'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group_id}}}]'"
@@ -292,6 +265,16 @@ def default_group(subject: Subject) -> Findings:
             "a gang's containers read and write S3 over the interfaces that have this group",
             authorize.format("egress") + f"'IpProtocol=tcp,FromPort={HTTPS},ToPort={HTTPS},IpRanges=[{{CidrIp={ANYWHERE}}}]'",
         ),
+        (
+            not shut,
+            "the default security group does not let a gang's containers ask the VPC's DNS servers",
+            f"port {DNS} outwards to trnpipe.vpc.resolvers, UDP and TCP",
+            authorize.format("egress")
+            + " ".join(
+                f"'IpProtocol={protocol},FromPort={DNS},ToPort={DNS},IpRanges=[{{CidrIp={server}/32}}]'"
+                for server, protocol in shut
+            ),
+        ),
     )
     value = f"{group_id} ({group['GroupName']!r} of {group['VpcId']})"
     wrong = [problem(what, value=value, rule=rule, remedy=remedy) for fine, what, rule, remedy in expected if not fine]
@@ -302,13 +285,9 @@ def default_group(subject: Subject) -> Findings:
 
 def route_table(subject: Subject, subnet_id: str, vpc_id: str) -> Mapping[str, Any]:
     """The route table that holds for a subnet: its own, else the VPC's main one; {} without any."""
-
-    def tables(name: str, value: str) -> list[Mapping[str, Any]]:
-        filters = [{"Name": "vpc-id", "Values": [vpc_id]}, {"Name": name, "Values": [value]}]
-        return list(subject.ask("ec2", "DescribeRouteTables", Filters=filters)["RouteTables"])
-
-    own = tables("association.subnet-id", subnet_id) or tables("association.main", "true")
-    return own[0] if own else {}
+    tables = subject.ask("ec2", "DescribeRouteTables", Filters=[{"Name": "vpc-id", "Values": [vpc_id]}])["RouteTables"]
+    held = {"main" if one["Main"] else one.get("SubnetId"): table for table in tables for one in table["Associations"]}
+    return held.get(subnet_id) or held.get("main") or {}
 
 
 def way_out(table: Mapping[str, Any]) -> str:
@@ -322,6 +301,11 @@ def way_out(table: Mapping[str, Any]) -> str:
 def _covers(rule: Mapping[str, Any], port: int, protocol: str = "tcp") -> bool:
     """Whether a rule is about a port, for one protocol or all."""
     return _all(rule) or (rule["IpProtocol"] == protocol and rule["FromPort"] <= port <= rule["ToPort"])
+
+
+def _reaches(rule: Mapping[str, Any], address: ipaddress.IPv4Address) -> bool:
+    """Whether one of a rule's blocks holds an address."""
+    return any(address in ipaddress.IPv4Network(one["CidrIp"]) for one in rule.get("IpRanges", ()))
 
 
 def _groups(rule: Mapping[str, Any]) -> set[str]:

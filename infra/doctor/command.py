@@ -23,13 +23,10 @@ ALWAYS: tuple[Check, ...] = (
     check_account.budgets,
     check_capacity.quotas,
     check_capacity.zones,
-    check_capacity.headroom,
     check_capacity.reservation,
     check_image.ami,
     check_image.containers,
-    check_image.neuron_base,
     check_network.vpc,
-    check_network.resolvers,
     check_network.subnets,
     check_network.endpoints,
     check_network.service_zones,
@@ -46,7 +43,6 @@ AFTER: tuple[Check, ...] = (
     check_deployed.schedule,
     check_deployed.alarms,
     check_deployed.subscriptions,
-    check_deployed.locks,
 )
 
 

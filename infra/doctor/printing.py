@@ -14,12 +14,12 @@ from rich.text import Text
 from infra.doctor.asking import DoctorFinding, Level
 from pipeline.errors import ExitCode, shown
 
-STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def exit_code(findings: Sequence[DoctorFinding]) -> ExitCode:
     """64 where a setting or the account is wrong, 75 where something could only not be asked now, else 0."""
-    if any(finding.level is Level.PROBLEM for finding in findings):
+    if any(finding.level == "problem" for finding in findings):
         return ExitCode.BAD_CONFIG
     return ExitCode.TRANSIENT if any(finding.transient for finding in findings) else ExitCode.DONE
 
@@ -29,8 +29,8 @@ def as_json(findings: Sequence[DoctorFinding]) -> str:
     count = Counter(finding.level for finding in findings)
     return json.dumps(
         {
-            "findings": [{**asdict(finding), "level": finding.level.value} for finding in findings],
-            "count": {level.value: count[level] for level in Level},
+            "findings": [asdict(finding) for finding in findings],
+            "count": {level: count[level] for level in STYLES},
             "exit_code": int(exit_code(findings)),
         },
         indent=2,
@@ -46,14 +46,14 @@ def show(findings: Sequence[DoctorFinding], console: Console) -> None:
         table.add_row("", Text(f"\n{area}", style="bold"))
         for finding in findings:
             if finding.area == area:
-                table.add_row(Text(finding.level.value, STYLES[finding.level]), _cell(finding))
+                table.add_row(Text(finding.level, STYLES[finding.level]), _cell(finding))
     console.print(table)
     count = Counter(finding.level for finding in findings)
-    console.print(Text("\n" + ", ".join(f"{count[level]} {level.value}" for level in reversed(Level)), style="bold"))
+    console.print(Text("\n" + ", ".join(f"{count[level]} {level}" for level in reversed(STYLES)), style="bold"))
 
 
 def _cell(finding: DoctorFinding) -> Group | Text:
-    if finding.level is Level.OK:
+    if finding.level == "ok":
         return Text.assemble(shown(finding.what), (f"  {shown(finding.value)}" if finding.value else "", "dim"))
     parts = (("value", finding.value), ("rule", finding.rule), ("remedy", finding.remedy))
     lines = [Text.assemble((f"{name}: ", "dim"), shown(text)) for name, text in parts if text]

@@ -5,26 +5,27 @@ node first, the others once it is RUNNING, and only the main node's exit counts;
 `evaluateOnExit` says so; attempts have a timeout and are not retried after it; array children are independent; hosts have
 ids and are reused, so that a fault can stick to one. Every node of every attempt has its own log file under the log folder.
 
-This module answers Batch's operations and schedules attempts; batch_checks.py refuses requests, batch_nodes.py runs processes,
-batch_jobs.py has the jobs.
+This module answers Batch's operations and runs attempts; batch_checks.py refuses requests, batch_nodes.py runs processes,
+batch_jobs.py has the jobs, fair_share.py their turns.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import count
 from typing import Any
 
-from infra.local.batch_checks import check_retry, check_submission
-from infra.local.batch_jobs import Attempt, Job, Node, build_job, milliseconds, named
+from infra.local.batch_checks import check_submission
+from infra.local.batch_jobs import Attempt, Job, build_job, milliseconds, named
 from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, start_node, stop_nodes
 from infra.local.definitions import ClientError, JobDefinition, JobQueue, refuse_if
 from infra.local.ecs import HostPool
+from infra.local.fair_share import Turns
 from pipeline.contract import JOB_ENDED, JOBS_AT_ONCE
 from pipeline.log import log
 from pipeline.ports import free_port
@@ -46,15 +47,14 @@ class BatchRunner:
     def __init__(self, definitions: Sequence[JobDefinition], queues: Sequence[JobQueue], settings: BatchSettings) -> None:
         self.hosts = HostPool()
         self.settings = settings
-        for definition in definitions:
-            check_retry(definition.retry)
         self._definitions = list(definitions)
         self._queues = list(queues)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._threads: list[threading.Thread] = []
-        self._slots = threading.BoundedSemaphore(settings.side_by_side)
+        self._children = ThreadPoolExecutor(max_workers=settings.side_by_side)
         self._ended = threading.Condition()
+        self._turns = {queue.name: Turns(queue.fair_share, settings.hosts, settings.clock) for queue in queues}
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
         """Answer one operation, named as in its path (`submitjob`).
@@ -74,13 +74,13 @@ class BatchRunner:
     def submit(self, request: dict[str, Any]) -> dict[str, Any]:
         definition = named(self._definitions, request.get("jobDefinition", ""), "job definition")
         queue = named(self._queues, request.get("jobQueue", ""), "job queue")
-        check_submission(request, definition, queue, minimum_timeout_seconds=self.settings.minimum_timeout_seconds)
+        check_submission(request, definition, queue)
         job = build_job(request, definition, queue)
-        with self._lock:
-            self._jobs[job.id] = job
-            self._jobs.update({child.id: child for child in job.children})
-            thread = threading.Thread(target=self._run, args=(job,), name=f"batch-{job.name}", daemon=True)
-            self._threads.append(thread)
+        self._jobs |= {one.id: one for one in (job, *job.children)}
+        thread = threading.Thread(target=self._run, args=(job,), name=f"batch-{job.name}", daemon=True)
+        self._threads.append(thread)
+        if not job.children:
+            self._turns[queue.name].join(job)
         thread.start()
         return {"jobArn": job.arn, "jobName": job.name, "jobId": job.id}
 
@@ -134,8 +134,7 @@ class BatchRunner:
 
     def jobs(self) -> list[Job]:
         """All jobs in the order of submission, without array children."""
-        with self._lock:
-            return [job for job in self._jobs.values() if job.array_index is None]
+        return [job for job in list(self._jobs.values()) if job.array_index is None]
 
     def pause(self, seconds: float, job_id: str | None = None) -> bool:
         """Wait until a job has ended, at most `seconds`; return whether one has.
@@ -153,12 +152,12 @@ class BatchRunner:
             self._stop(job, "The local endpoint is closing")
         for thread in self._threads:
             thread.join()
+        self._children.shutdown()
 
     def _stop(self, job: Job, reason: str) -> None:
-        with self._lock:
-            for one in (job, *job.children):
-                if one.status not in JOB_ENDED and one.stop_reason is None:
-                    one.stop_reason = reason
+        for one in (job, *job.children):
+            if one.status not in JOB_ENDED and one.stop_reason is None:
+                one.stop_reason = reason
 
     def _run(self, job: Job) -> None:
         """A job's life from RUNNABLE to its end, in its own thread."""
@@ -166,26 +165,27 @@ class BatchRunner:
             self._run_attempts(job, side_by_side=len(job.definition.containers))
             return
         self._set_status(job, "PENDING")
-        with ThreadPoolExecutor(max_workers=min(len(job.children), self.settings.side_by_side)) as pool:
-            list(pool.map(self._run_child, job.children))
+        list(self._children.map(partial(self._run_attempts, side_by_side=self.settings.side_by_side), job.children))
         failed = any(child.status == "FAILED" for child in job.children)
         self._finish(job, "FAILED" if failed else "SUCCEEDED", "Array Child Job failed" if failed else "")
 
-    def _run_child(self, child: Job) -> None:
-        with self._slots:
-            self._run_attempts(child, side_by_side=self.settings.side_by_side)
-
     def _run_attempts(self, job: Job, *, side_by_side: int) -> None:
+        turns = self._turns[job.queue.name]
         for number in count(1):
             self._set_status(job, "RUNNABLE")
+            turns.join(job)
+            while not turns.take(job) and job.stop_reason is None:
+                time.sleep(POLL_SECONDS)
             if job.stop_reason is not None:
+                turns.leave(job)
                 self._finish(job, "FAILED", job.stop_reason)
                 return
             attempt, retryable = self._run_attempt(job, number, side_by_side)
-            with self._lock:
-                job.attempts.append(attempt)
+            turns.leave(job)
+            job.attempts.append(attempt)
             succeeded = attempt.exit_code == 0 and retryable
-            again = retryable and number < job.retry.attempts and job.retry.again(attempt.exit_code, "", attempt.status_reason)
+            retry = job.definition.retry
+            again = retryable and number < retry.attempts and retry.again(attempt.exit_code, "", attempt.status_reason)
             if succeeded or not again:
                 self._finish(job, "SUCCEEDED" if succeeded else "FAILED", attempt.status_reason)
                 return
@@ -193,39 +193,32 @@ class BatchRunner:
 
     def _run_attempt(self, job: Job, number: int, side_by_side: int) -> tuple[Attempt, bool]:
         """Run all nodes once; how the main node ended, and whether it ended by itself (no timeout, no termination)."""
-        hosts = self.hosts.take(len(job.definition.containers))
-        tasks = [uuid.uuid4().hex for _ in hosts]
+        places = list(self.hosts.take(len(job.definition.containers)).items())
+        main_node = job.definition.main_node
         port = free_port()
-
-        def start(index: int) -> Node:
-            node = start_node(
-                self.settings,
-                job,
-                index,
-                attempt=number,
-                host=hosts[index],
-                task=tasks[index],
-                cores=max(1, self.settings.cores // side_by_side),
-                port=port,
-                host_environment=self.hosts.environment.get(hosts[index], {}),
-            )
-            with self._lock:
-                job.nodes.append(node)
-            return node
-
-        # Before they start: a container asks for its task's metadata at once.
-        self.hosts.tasks |= dict(zip(tasks, hosts, strict=True))
         self._set_status(job, "STARTING")
         started = milliseconds()
-        deadline = None if job.timeout_seconds is None else time.monotonic() + job.timeout_seconds
+        deadline = None if (limit := job.definition.timeout_seconds) is None else time.monotonic() + limit
         stopped_because = None
         try:
-            main = start(job.definition.main_node)
-            job.started = started
-            self._set_status(job, "RUNNING")
-            for index in range(len(hosts)):
-                if index != main.index:
-                    start(index)
+            # The others start once the main node runs.
+            for index in sorted(range(len(places)), key=lambda index: index != main_node):
+                host, task = places[index]
+                node = start_node(
+                    self.settings,
+                    job,
+                    index,
+                    attempt=number,
+                    host=host,
+                    task=task,
+                    cores=max(1, self.settings.cores // side_by_side),
+                    port=port,
+                    host_environment=self.hosts.environment.get(host, {}),
+                )
+                job.nodes.append(node)
+                job.started = started
+                self._set_status(job, "RUNNING")
+            main = job.nodes[0]
             while main.process.poll() is None and stopped_because is None:
                 if job.stop_reason is not None:
                     stopped_because = job.stop_reason
@@ -235,11 +228,8 @@ class BatchRunner:
                     time.sleep(POLL_SECONDS)
         finally:
             stop_nodes(job.nodes, self.settings.grace)
-            with self._lock:
-                nodes, job.nodes = job.nodes, []
-            for task in tasks:
-                del self.hosts.tasks[task]
-            self.hosts.give_back(hosts)
+            nodes, job.nodes = job.nodes, []
+            self.hosts.give_back(dict(places))
         ended = f"Host EC2 (instance {main.host}) terminated." if main.host_lost else "Essential container in task exited"
         node_codes = {node.index: node.exit_code() for node in nodes if not node.host_lost}
         return Attempt(
@@ -253,14 +243,14 @@ class BatchRunner:
         ), stopped_because is None
 
     def _set_status(self, job: Job, status: str) -> None:
-        with self._lock:
-            job.status = status
+        job.status = status
 
     def _finish(self, job: Job, status: str, status_reason: str) -> None:
+        # Invariant: an ended job has its reason. All other updates set a single attribute.
         with self._lock:
             job.status_reason = status_reason
             job.stopped = milliseconds()
-        self._set_status(job, status)
+            self._set_status(job, status)
         job.done.set()
         with self._ended:
             self._ended.notify_all()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from infra.local import ecs
-from infra.local.definitions import ACCOUNT, REGION, ClientError, JobDefinition, JobQueue, RetryStrategy, environment_of
+from infra.local.definitions import ACCOUNT, REGION, ClientError, JobDefinition, JobQueue, environment_of, refuse_if
 
 Named = TypeVar("Named", JobDefinition, JobQueue)
 
@@ -82,8 +82,6 @@ class Job:
     definition: JobDefinition
     parameters: Mapping[str, str]
     environment: Mapping[str, str]
-    retry: RetryStrategy
-    timeout_seconds: float | None
     share: str | None
     priority: int | None
     tags: Mapping[str, str]
@@ -132,6 +130,7 @@ class Job:
     def describe(self) -> dict[str, Any]:
         """The job as DescribeJobs shows it."""
         nodes = {"numNodes": len(self.definition.containers), "mainNode": self.definition.main_node, "nodeRangeProperties": []}
+        limit = self.definition.timeout_seconds
         array: dict[str, Any] | None = None if self.array_index is None else {"index": self.array_index}
         if self.children:
             states = sorted(child.status for child in self.children)
@@ -145,10 +144,10 @@ class Job:
             "dependsOn": [],
             "isCancelled": False,
             "isTerminated": self.stop_reason is not None,
-            "retryStrategy": {"attempts": self.retry.attempts},
+            "retryStrategy": {"attempts": self.definition.retry.attempts},
             "platformCapabilities": ["EC2"],
             "schedulingPriority": self.priority,
-            "timeout": None if self.timeout_seconds is None else {"attemptDurationSeconds": self.timeout_seconds},
+            "timeout": None if limit is None else {"attemptDurationSeconds": limit},
             "arrayProperties": array,
             "nodeProperties": nodes if self.definition.multinode else None,
             "container": None if self.definition.multinode else self._describe_container(0),
@@ -197,8 +196,10 @@ def build_job(request: Mapping[str, Any], definition: JobDefinition, queue: JobQ
         ClientError: a reference in a command has no value.
     """
     parameters = {**definition.parameters, **request.get("parameters", {})}
-    if missing := sorted(definition.references - parameters.keys()):
-        raise ClientError(f"no value for {', '.join(f'Ref::{key}' for key in missing)} in the command of {definition.name}")
+    refuse_if(
+        missing := sorted(definition.references - parameters.keys()),
+        f"no value for {', '.join(f'Ref::{key}' for key in missing)} in the command of {definition.name}",
+    )
     job = Job(
         id=str(uuid.uuid4()),
         name=request.get("jobName", ""),
@@ -206,8 +207,6 @@ def build_job(request: Mapping[str, Any], definition: JobDefinition, queue: JobQ
         definition=definition,
         parameters=parameters,
         environment=environment_of(request.get("containerOverrides", {}).get("environment", ())),
-        retry=RetryStrategy.parse(request["retryStrategy"]) if "retryStrategy" in request else definition.retry,
-        timeout_seconds=request.get("timeout", {}).get("attemptDurationSeconds", definition.timeout_seconds),
         share=request.get("shareIdentifier"),
         priority=request.get("schedulingPriorityOverride", definition.priority),
         tags=request.get("tags", {}),

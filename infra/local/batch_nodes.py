@@ -33,7 +33,7 @@ INHERITED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "SSL_CERT_FILE",
 )
-INHERITED_PREFIXES = ("LC_", "TRNPIPE_", "NVIDIA_", "ONEDNN_")
+INHERITED_PREFIXES = ("LC_", "TRNPIPE_", "NVIDIA_", "ONEDNN_", "XLA_")
 """Variables of the user's environment that a job process gets. None of AWS: real credentials must never reach a local run."""
 
 
@@ -53,7 +53,8 @@ class BatchSettings:
         side_by_side: array children that run at the same time.
         cores: processor cores that processes running side by side share.
         grace: between SIGTERM and SIGKILL.
-        minimum_timeout_seconds: the shortest attempt timeout that is accepted.
+        hosts: the most that each queue has at once; None: as many as jobs ask for.
+        clock: seconds, for the order of jobs that wait for hosts.
         start: starts a node's process, with the arguments and the result of `subprocess.Popen`.
     """
 
@@ -63,7 +64,8 @@ class BatchSettings:
     side_by_side: int = 2
     cores: int = field(default_factory=available_cores)
     grace: timedelta = timedelta(seconds=10)
-    minimum_timeout_seconds: int = 60
+    hosts: int | None = None
+    clock: Callable[[], float] = time.monotonic
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 

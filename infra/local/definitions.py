@@ -1,7 +1,7 @@
 """Batch job definitions, queues and retry rules as the synthesized template states them, in the form the local runner uses.
 
-Reads CloudFormation properties (`AWS::Batch::JobDefinition`, names already resolved) and the retry strategy of a SubmitJob
-request; both have the same structure, one in PascalCase, the other in camelCase.
+Reads CloudFormation properties (`AWS::Batch::JobDefinition`, names already resolved) in PascalCase; members are those of the API,
+which has the same structure in camelCase.
 """
 
 from __future__ import annotations
@@ -32,32 +32,16 @@ def refuse_if(wrong: object, why: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExitRule:
-    """One entry of `evaluateOnExit`. All given patterns must match; `*` stands at the end only
-    (https://docs.aws.amazon.com/batch/latest/APIReference/API_EvaluateOnExit.html)."""
-
-    action: str
-    on_exit_code: str | None = None
-    on_reason: str | None = None
-    on_status_reason: str | None = None
-
-    def matches(self, exit_code: int | None, reason: str, status_reason: str) -> bool:
-        return all(
-            pattern is None or fnmatchcase(text, pattern)
-            for pattern, text in (
-                (self.on_exit_code, "" if exit_code is None else str(exit_code)),
-                (self.on_reason, reason),
-                (self.on_status_reason, status_reason),
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RetryStrategy:
-    """The number of attempts of a job, and the failures that Batch retries."""
+    """The number of attempts of a job, and the failures that Batch retries.
+
+    Attributes:
+        rules: entries of `evaluateOnExit`, as in the API. All given patterns must match; `*` is allowed at the end only
+            (https://docs.aws.amazon.com/batch/latest/APIReference/API_EvaluateOnExit.html).
+    """
 
     attempts: int = 1
-    rules: tuple[ExitRule, ...] = ()
+    rules: tuple[Mapping[str, str], ...] = ()
 
     def again(self, exit_code: int | None, reason: str, status_reason: str) -> bool:
         """Return whether Batch retries a failed attempt. The first matching rule decides; without one, Batch retries.
@@ -67,28 +51,17 @@ class RetryStrategy:
             reason: the container's, e.g. `OutOfMemoryError: ...`.
             status_reason: the attempt's, e.g. `Host EC2 (instance i-...) terminated.`.
         """
-        matching = (rule for rule in self.rules if rule.matches(exit_code, reason, status_reason))
-        return next((rule.action.upper() == "RETRY" for rule in matching), True)
+        texts = {"onExitCode": "" if exit_code is None else str(exit_code), "onReason": reason, "onStatusReason": status_reason}
+        for rule in self.rules:
+            if all(fnmatchcase(text, rule.get(key, "*")) for key, text in texts.items()):
+                return rule["action"].upper() == "RETRY"
+        return True
 
     @classmethod
     def parse(cls, properties: Mapping[str, Any]) -> RetryStrategy:
-        """Read a retry strategy (https://docs.aws.amazon.com/batch/latest/APIReference/API_RetryStrategy.html).
-
-        Raises:
-            ClientError: rules without a number of attempts.
-        """
+        """Read a retry strategy (https://docs.aws.amazon.com/batch/latest/APIReference/API_RetryStrategy.html)."""
         lowered = camel(properties)
-        rules = tuple(
-            ExitRule(
-                action=rule["action"],
-                on_exit_code=rule.get("onExitCode"),
-                on_reason=rule.get("onReason"),
-                on_status_reason=rule.get("onStatusReason"),
-            )
-            for rule in lowered.get("evaluateOnExit", ())
-        )
-        refuse_if(rules and "attempts" not in lowered, "evaluateOnExit needs attempts")
-        return cls(attempts=lowered.get("attempts", 1), rules=rules)
+        return cls(attempts=lowered.get("attempts", 1), rules=tuple(lowered.get("evaluateOnExit", ())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +120,36 @@ class JobDefinition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FairShare:
+    """A fair-share policy (https://docs.aws.amazon.com/batch/latest/APIReference/API_FairsharePolicy.html).
+
+    Attributes:
+        weights: share identifier, or its beginning and `*` -> weight factor.
+        decay_seconds: how long past use counts.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    decay_seconds: float = 600
+
+    def weight(self, share: str | None) -> float:
+        """Return the weight factor of a share identifier."""
+        return next((weight for known, weight in self.weights.items() if fnmatchcase(share or "", known)), 1.0)
+
+    @classmethod
+    def parse(cls, properties: Mapping[str, Any]) -> FairShare:
+        """Read the resolved properties of an `AWS::Batch::SchedulingPolicy`."""
+        policy = properties["FairsharePolicy"]
+        weights = {one["ShareIdentifier"]: one.get("WeightFactor", 1.0) for one in policy.get("ShareDistribution", ())}
+        # 0 stands for the default.
+        return cls(weights=weights, decay_seconds=policy.get("ShareDecaySeconds") or cls().decay_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobQueue:
-    """A job queue; `fair_share` says whether it has a scheduling policy."""
+    """A job queue, and its scheduling policy."""
 
     name: str
-    fair_share: bool
+    fair_share: FairShare | None = None
 
     @property
     def arn(self) -> str:
@@ -175,16 +173,7 @@ def _container(properties: Mapping[str, Any]) -> Container:
 
 
 def _node_containers(properties: Mapping[str, Any]) -> tuple[Container, ...]:
-    """The container of every node; of nested node ranges the inner one holds."""
-    ranges = []
-    for entry in properties["nodeRangeProperties"]:
-        first, separator, last = entry["targetNodes"].partition(":")
-        low = int(first or 0)
-        high = int(last or properties["numNodes"] - 1) if separator else low
-        ranges.append((range(low, high + 1), _container(entry["container"])))
-    containers: dict[int, Container] = {}
-    for nodes, container in sorted(ranges, key=lambda entry: len(entry[0]), reverse=True):
-        containers |= dict.fromkeys(nodes, container)
-    for node in range(properties["numNodes"]):
-        refuse_if(node not in containers, f"node {node} is in no node range")
-    return tuple(containers[node] for node in range(properties["numNodes"]))
+    """The container of every node: the synthesized gangs have one range of nodes."""
+    [entry] = properties["nodeRangeProperties"]
+    refuse_if(entry["targetNodes"] != "0:", f"the local endpoint takes one range of all nodes, 0:, found {entry['targetNodes']}")
+    return (_container(entry["container"]),) * int(properties["numNodes"])

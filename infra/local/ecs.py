@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.local.definitions import ACCOUNT, REGION, ClientError, refuse_if
+from infra.local.definitions import ACCOUNT, REGION, refuse_if
 
 CLUSTER = "local"
 CLUSTER_ARN = f"arn:aws:ecs:{REGION}:{ACCOUNT}:cluster/{CLUSTER}"
@@ -23,12 +24,12 @@ INSTANCE_ARN = f"arn:aws:ecs:{REGION}:{ACCOUNT}:container-instance/{CLUSTER}/"
 METADATA = "/ecs/v4/"
 METADATA_PATH = re.compile(METADATA + r"(?P<task>[0-9a-f]{32})(?P<rest>(?:/task)?)")
 """Path of ECS_CONTAINER_METADATA_URI_V4 below the endpoint."""
-MEMBERS = {
-    "DescribeTasks": {"cluster", "tasks", "include"},
-    "DescribeContainerInstances": {"cluster", "containerInstances", "include"},
-    "UpdateContainerInstancesState": {"cluster", "containerInstances", "status"},
+OPERATIONS = {
+    "DescribeTasks": "tasks",
+    "DescribeContainerInstances": "containerInstances",
+    "UpdateContainerInstancesState": "containerInstances",
 }
-"""Operation -> members of its request (botocore's service model of 2014-11-13)."""
+"""Operation -> the member of its request and answer that it is about. botocore refuses unknown members before it sends them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class HostPool:
         environment: host id -> variables of every process on that host; tests make a fault stick to a host by them.
         known: all hosts that there ever were.
         drained: hosts that get no new job.
-        tasks: ECS task id -> host of every running node.
+        tasks: ECS task id -> host of every node, from before its start: its container asks for its task's metadata at once.
     """
 
     environment: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -47,20 +48,21 @@ class HostPool:
     drained: set[str] = field(default_factory=set)
     tasks: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _busy: set[str] = field(default_factory=set)
 
-    def take(self, count: int) -> list[str]:
+    def take(self, count: int) -> dict[str, str]:
+        """Give a task to each of `count` free hosts: host id -> task id."""
         with self._lock:
-            free = [host for host in self.known if host not in self._busy | self.drained]
+            free = [host for host in self.known if host not in {*self.tasks.values(), *self.drained}]
             while len(free) < count:
                 self.known.append(f"i-{len(self.known) + 1:017x}")
                 free.append(self.known[-1])
-            self._busy |= set(free[:count])
-            return free[:count]
+            taken = {host: uuid.uuid4().hex for host in free[:count]}
+            self.tasks |= {task: host for host, task in taken.items()}
+            return taken
 
-    def give_back(self, hosts: Sequence[str]) -> None:
+    def give_back(self, hosts: Collection[str]) -> None:
         with self._lock:
-            self._busy -= set(hosts)
+            self.tasks = {task: host for task, host in self.tasks.items() if host not in hosts}
 
 
 def metadata(hosts: HostPool, path: str) -> dict[str, Any] | None:
@@ -85,14 +87,12 @@ def call(hosts: HostPool, operation: str, request: dict[str, Any]) -> dict[str, 
     Raises:
         ClientError: ECS refuses the request, or the endpoint does not know the operation.
     """
-    refuse_if(operation not in MEMBERS, f"the local endpoint does not answer ecs:{operation}")
-    if unknown := sorted(set(request) - MEMBERS[operation]):
-        raise ClientError(f"unknown parameters: {', '.join(unknown)}")
+    refuse_if(operation not in OPERATIONS, f"the local endpoint does not answer ecs:{operation}")
     refuse_if(
         request.get("cluster", "default") not in (CLUSTER, CLUSTER_ARN),
         f"cluster {request.get('cluster', 'default')!r} not found",
     )
-    key = "tasks" if operation == "DescribeTasks" else "containerInstances"
+    key = OPERATIONS[operation]
     refuse_if(not request.get(key), f"{key} must not be empty")
     if operation == "UpdateContainerInstancesState":
         status = request.get("status")

@@ -55,6 +55,9 @@ ended."""
 STOP_SECONDS = 0.1
 """After which a Wait notices that its execution was stopped."""
 
+PARSE = lru_cache(maxsize=16)(AmazonStateLanguageParser.parse)
+"""Of a whole process: parsing the definition takes about a second."""
+
 
 @contextmanager
 def adapted(pause: Pause) -> Iterator[None]:
@@ -117,11 +120,13 @@ def name_errors(undo: ExitStack) -> None:
     undo.enter_context(mock.patch.dict(aws_sdk_module._SERVICE_ERROR_NAMES, s3="S3", batch="Batch"))
 
 
-def look_again(undo: ExitStack) -> None:
+def follow_jobs(undo: ExitStack) -> None:
     build_resolver = StateTaskServiceBatch._build_sync_resolver
+    wait_for_outcome = StateTaskServiceCallback._eval_sync
 
-    def build_sync_resolver(self: Any, **others: Any) -> Any:
-        resolver = build_resolver(self, **others)
+    def build_sync_resolver(self: Any, env: Any, **others: Any) -> Any:
+        job_id = env.stack[-1]["JobId"]
+        resolver = build_resolver(self, env=env, **others)
 
         def resolve() -> Any:
             try:
@@ -131,20 +136,8 @@ def look_again(undo: ExitStack) -> None:
                     raise
                 return None
 
+        resolve.job_id = job_id  # type: ignore[attr-defined]
         return resolve
-
-    undo.enter_context(mock.patch.object(StateTaskServiceBatch, "_build_sync_resolver", build_sync_resolver))
-
-
-def terminate_abandoned_jobs(undo: ExitStack) -> None:
-    build_resolver = StateTaskServiceBatch._build_sync_resolver
-    wait_for_outcome = StateTaskServiceCallback._eval_sync
-
-    def build_sync_resolver(self: Any, env: Any, **others: Any) -> Any:
-        job_id = env.stack[-1]["JobId"]
-        resolver = build_resolver(self, env=env, **others)
-        resolver.job_id = job_id
-        return resolver
 
     def eval_sync(self: Any, env: Any, sync_resolver: Any, **others: Any) -> Any:
         outcome = wait_for_outcome(self, env=env, sync_resolver=sync_resolver, **others)
@@ -159,32 +152,26 @@ def terminate_abandoned_jobs(undo: ExitStack) -> None:
     undo.enter_context(mock.patch.object(StateTaskServiceBatch, "_eval_sync", eval_sync))
 
 
-def sign_with_own_key(undo: ExitStack) -> None:
-    # The one that the environment has now: what the engine leaves behind must not sign with its user's own key.
+def share_clients(undo: ExitStack) -> None:
+    # The key that the environment has now: what the engine leaves behind must not sign with its user's own key.
     names = ("aws_access_key_id", "aws_secret_access_key")
     key = {name: os.environ[name.upper()] for name in names if name.upper() in os.environ}
-    make = boto_client.boto3.client
-    # Replaces boto3, of which the engine's maker of clients uses nothing else.
-    signing = SimpleNamespace(client=lambda **arguments: make(**{**arguments, **key}))
-    undo.enter_context(mock.patch.object(boto_client, "boto3", signing))
-
-
-def make_once(undo: ExitStack) -> None:
     make, made, lock = boto_client.boto3.client, {}, threading.Lock()
 
     def client(*, service_name: str, region_name: str, **others: Any) -> Any:
-        # Others are the same for all: the endpoint, the key, no retries. Clients may be shared by threads, their making not.
+        # Others are the same for all: the endpoint, no retries. Clients may be shared by threads, their making not.
         with lock:
             if (service_name, region_name) not in made:
-                made[service_name, region_name] = make(service_name=service_name, region_name=region_name, **others)
+                arguments = {"service_name": service_name, "region_name": region_name, **others, **key}
+                made[service_name, region_name] = make(**arguments)
             return made[service_name, region_name]
 
+    # Replaces boto3, of which the engine's maker of clients uses nothing else.
     undo.enter_context(mock.patch.object(boto_client, "boto3", SimpleNamespace(client=client)))
-    undo.enter_context(
-        mock.patch.object(
-            AmazonStateLanguageParser, "parse", staticmethod(lru_cache(maxsize=16)(AmazonStateLanguageParser.parse))
-        )
-    )
+
+
+def parse_once(undo: ExitStack) -> None:
+    undo.enter_context(mock.patch.object(AmazonStateLanguageParser, "parse", staticmethod(PARSE)))
 
 
 def read_variables(undo: ExitStack) -> None:
@@ -198,10 +185,9 @@ CHANGES: tuple[Change, ...] = (
     change_spelling,
     pass_on_fair_share,
     name_errors,
-    look_again,
-    terminate_abandoned_jobs,
-    sign_with_own_key,
-    make_once,
+    follow_jobs,
+    share_clients,
+    parse_once,
     read_variables,
 )
 

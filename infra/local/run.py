@@ -145,8 +145,13 @@ class LocalRequest:
         if run is None:
             run = merge(from_file, over).get("run")
         # A resumed run has an input already; flags with defaults of their own could only contradict its plan.
-        flags: dict[str, Any] = {"nodes": nodes, "device.kind": device, "model.initial": initial, "model.parent": parent}
-        flags["mode"] = "refresh" if refresh else None
+        flags = {
+            "nodes": nodes,
+            "device.kind": device,
+            "model.initial": initial,
+            "model.parent": parent,
+            "mode": "refresh" if refresh else None,
+        }
         named = nested({key: value for key, value in flags.items() if value is not None})
         under = named if run is None else merge(_earlier_input(state, run), {"run": run})
         given = _absolute(merge(merge(from_file, under), over))
@@ -364,7 +369,7 @@ def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with local paths made absolute, as job processes have working folders of their own, and the demo's model
     by its folder."""
     changed: dict[str, Any] = {}
-    for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus"))):
+    for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus", "delete")), ("evaluate", ("sets",))):
         values = given.get(section)
         if isinstance(values, Mapping):
             # `demo` is a model, and no file of data.
@@ -380,6 +385,8 @@ def _absolute_paths(value: Any, named: Callable[[str], str]) -> Any:
     """
     if isinstance(value, list):
         return [_absolute_paths(item, named) for item in value]
+    if isinstance(value, Mapping):  # a golden set
+        return {key: item if key == "name" else _absolute_paths(item, named) for key, item in value.items()}
     return str(Path(named(value)).expanduser().absolute()) if isinstance(value, str) and "://" not in value else value
 
 

@@ -121,8 +121,8 @@ def owned(state: Path) -> Iterator[None]:
 def _running(state: Path) -> str:
     """Return the runs that the process with the lock has started."""
     since = (state / "owner.pid").stat().st_mtime
-    inputs = [path for path in state.glob("bucket/runs/*/input.json") if path.stat().st_mtime >= since]
-    return "".join(f", run {path.parent.name}" for path in sorted(inputs))
+    inputs = sorted(state.glob("bucket/runs/*/input.json"))
+    return "".join(f", run {path.parent.name}" for path in inputs if path.stat().st_mtime >= since)
 
 
 @contextmanager

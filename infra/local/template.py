@@ -19,10 +19,9 @@ from typing import Any
 
 import infra
 from infra.cdk_context import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS, read_context
-from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
+from infra.local.definitions import ACCOUNT, REGION, FairShare, JobDefinition, JobQueue
 from infra.templates import Resource, Stacks
 from pipeline import allowed_uris, config, contract, cost, errors, packing
-from pipeline.config import sections
 from pipeline.errors import BadConfig, Defect
 from pipeline.operate import aws_console
 
@@ -143,7 +142,8 @@ def read_stack(folder: Path) -> LocalStack:
         if "ABORTED" in rule.properties["EventPattern"]["detail"].get("status", ())
         for target in rule.properties["Targets"]
     }
-    table = _only("lock table", [*stacks.of_type("AWS::DynamoDB::Table"), *stacks.of_type("AWS::DynamoDB::GlobalTable")])
+    policies = {one.name: FairShare.parse(one.properties) for one in stacks.of_type("AWS::Batch::SchedulingPolicy")}
+    table = _only("lock table", stacks.of_type("AWS::DynamoDB::Table"))
     return LocalStack(
         state_machine=machine.name,
         definition=definition,
@@ -163,7 +163,9 @@ def read_stack(folder: Path) -> LocalStack:
             JobDefinition.parse(resource.name, resource.properties) for resource in stacks.of_type("AWS::Batch::JobDefinition")
         ),
         queues=tuple(
-            JobQueue(name=resource.name, fair_share="SchedulingPolicyArn" in resource.properties)
+            JobQueue(
+                name=resource.name, fair_share=policies.get(resource.properties.get("SchedulingPolicyArn", "").rpartition(":")[2])
+            )
             for resource in stacks.of_type("AWS::Batch::JobQueue")
         ),
         watches={one.name: _definition(one) for one in machines if machine_arn(one.name) in started_by_aborts},
@@ -171,10 +173,7 @@ def read_stack(folder: Path) -> LocalStack:
 
 
 def _definition(machine: Resource) -> str:
-    text = machine.properties["DefinitionString"]
-    for key, value in machine.properties.get("DefinitionSubstitutions", {}).items():
-        text = text.replace(f"${{{key}}}", str(value))
-    return json.dumps(json.loads(text))
+    return json.dumps(json.loads(machine.properties["DefinitionString"]))
 
 
 def _only(what: str, found: list[Resource]) -> Resource:
@@ -188,8 +187,9 @@ def _only(what: str, found: list[Resource]) -> Resource:
 def synth_sources() -> list[Path]:
     """Every file of ours that synth reads; its context is given."""
     home = Path(infra.__file__).parent
-    sources = [path for folder in (home, home / "constructs", home / "workflow") for path in folder.glob("*.py")]
-    shared = (config, sections, aws_console, contract, cost, errors, allowed_uris, packing)
+    folders = (home, home / "constructs", home / "workflow", Path(str(config.__file__)).parent)
+    sources = [path for folder in folders for path in folder.glob("*.py")]
+    shared = (aws_console, contract, cost, errors, allowed_uris, packing)
     return sorted([*sources, *ENVIRONMENTS.glob("*.yaml"), *(Path(str(module.__file__)) for module in shared)])
 
 

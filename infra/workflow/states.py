@@ -16,6 +16,9 @@ from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Shape, Stag
 State = dict[str, Any]
 States = dict[str, State]
 
+SHARE_TAG = "trnpipe:share"
+"""Tag of every job with its fair-share identifier, by which the bill tells models apart."""
+
 CALL_SECONDS = 60
 """Timeout of a state that calls a service once."""
 
@@ -62,7 +65,7 @@ class Targets:
         minutes: stage -> after how many Batch ends an attempt.
         capacity_wait_minutes: how long a job may wait for hosts, added to every job state's timeout.
         deployment: the part of every run's input.json that the settings determine.
-        tags: of every job, in addition to its run; they allocate the deployment's costs.
+        tags: of every job, in addition to its run and share; they allocate the deployment's costs.
         defaults: share, registry and lock wait of an execution that names none.
     """
 
@@ -222,7 +225,12 @@ def _submission(targets: Targets, stage: Stage) -> dict[str, Any]:
         # Within a share, the run that has come further goes first: finishing one beats starting two.
         "SchedulingPriorityOverride": 10 * (1 + list(STAGES).index(stage)),
         "PropagateTags": True,
-        "Tags": {**targets.tags, f"{RUN_TAG}.$": "$.run.id", f"{EXECUTION_TAG}.$": "$$.Execution.Id"},
+        "Tags": {
+            **targets.tags,
+            f"{SHARE_TAG}.$": "$.share",
+            f"{RUN_TAG}.$": "$.run.id",
+            f"{EXECUTION_TAG}.$": "$$.Execution.Id",
+        },
     }
 
 

@@ -1,11 +1,12 @@
 """State machines that watch the one that runs the stages; EventBridge starts them with the ARN of that execution.
 
     overdue   when an execution begins: waits one time budget, and notifies if the execution still runs.
-    week      when one succeeds: waits until the next success is due, then notifies repeatedly until one succeeds.
+    week      when one of a schedule's runs succeeds: waits until the next success is due, then notifies repeatedly until one
+              succeeds. Every schedule with a period has its own.
     cleanup   when one ends without success: terminates the jobs that it left behind, and notifies.
 
 An alarm cannot do what `week` does. CloudWatch looks back seven days at most, and two successes in a row are as far apart as the
-later run took longer: a missing one shows after the schedule's period (a week, or its `every_days`) and a time budget.
+later run took longer: a missing one shows after the schedule's `every_days` and a time budget.
 
 Step Functions ends the job of a `.sync` state with its execution as best effort, and knows nothing of a gang's. So whatever
 ended the execution, `cleanup` looks for jobs by the names that it gives to them, and terminates those that carry its ARN: another
@@ -16,11 +17,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from aws_cdk import Stack
 from aws_cdk import aws_events as events
-from aws_cdk import aws_events_targets as targets
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
 from aws_cdk import aws_logs as logs
@@ -29,8 +30,9 @@ from aws_cdk import aws_stepfunctions as sfn
 from constructs import Construct
 
 from infra.console import Console
+from infra.event_starts import start_on_event
 from infra.runbook import remedy
-from infra.setting_sections import DAYS_OF_WEEK
+from infra.setting_sections import Schedule
 from infra.settings import Settings
 from infra.workflow.states import CALL_SECONDS, DISCARD, States
 from pipeline.contract import EXECUTION_TAG, JOB_ENDED, STAGES, Queue
@@ -71,44 +73,73 @@ def overdue(partition: str, topic: str, budget_seconds: int, console: Console) -
     }
 
 
-def week(partition: str, topic: str, machine: str, days: int, patience_seconds: int, console: Console) -> dict[str, Any]:
-    """Wait for the success after the given one.
+def week(
+    partition: str, topic: str, machine: str, name: str, schedule: Schedule, patience_seconds: int, console: Console
+) -> dict[str, Any]:
+    """Wait for the success after the given one, if that is one of the schedule's registry and mode.
 
     Args:
         machine: ARN of the state machine.
-        days: the schedule's period.
+        name: the schedule's.
+        schedule: has a period.
         patience_seconds: how long a success may take after the one before, beyond the period.
     """
-    period = {1: "a day", DAYS_OF_WEEK: "a week"}.get(days, f"{days} days")
-    newest = "$.seen.succeeded[0]"
+    days = schedule.every_days or 0
+    period = {1: "a day", 7: "a week"}.get(days, f"{days} days")
+    # Where the newest execution of the schedule is, once all have been looked at.
+    newest = "$.runs.mine[0]"
     newer = {
         "And": [{"Variable": newest, "IsPresent": True}, {"Not": {"Variable": newest, "StringEqualsPath": "$.execution"}}],
         "Next": "Done",
     }
+    # What an execution ends with names its registry, whether its input did or the deployment's `config`.
+    look = _look(partition, then="Mine", more={"output.$": "States.StringToJson($.Output)"})
+    mine = [
+        {"Variable": "$.seen.output.registry", "StringEquals": schedule.registry},
+        {"Variable": "$.seen.output.mode", "StringEquals": schedule.mode},
+    ]
+    each = {
+        **look,
+        "Mine": {"Type": "Choice", "Choices": [{"And": mine, "Next": "Keep"}], "Default": "Leave"},
+        "Keep": {"Type": "Pass", "Parameters": {"mine.$": "$.execution"}, "End": True},
+        "Leave": {"Type": "Pass", "Result": {}, "End": True},
+    }
     return {
-        "Comment": f"Notifies when no run has succeeded for {period} and the time that a run may take.",
-        "StartAt": "Wait",
+        "Comment": f"Notifies when no run of {name} has succeeded for {period} and the time that a run may take.",
+        "StartAt": "Look",
         "States": {
-            "Wait": {"Type": "Wait", "Seconds": days * DAY_SECONDS + patience_seconds, "Next": "Look"},
-            "Look": {
+            **look,
+            "Mine": {"Type": "Choice", "Choices": [{"And": mine, "Next": "Wait"}], "Default": "Done"},
+            "Wait": {"Type": "Wait", "Seconds": days * DAY_SECONDS + patience_seconds, "Next": "List"},
+            "List": {
                 **_call(partition, "aws-sdk:sfn:listExecutions"),
-                # The newest is first.
-                "Parameters": {"StateMachineArn": machine, "StatusFilter": "SUCCEEDED", "MaxResults": 1},
+                # The newest is first. Runs of other schedules are among them.
+                "Parameters": {"StateMachineArn": machine, "StatusFilter": "SUCCEEDED", "MaxResults": 100},
                 "ResultSelector": {"succeeded.$": "$.Executions[*].ExecutionArn"},
-                "ResultPath": "$.seen",
+                "ResultPath": "$.listed",
+                "Next": "EachRun",
+            },
+            "EachRun": {
+                "Type": "Map",
+                "ItemsPath": "$.listed.succeeded",
+                "ItemSelector": {"execution.$": "$$.Map.Item.Value"},
+                "ItemProcessor": _inline("Look", each),
+                "MaxConcurrency": 10,
+                "ResultSelector": {"mine.$": "$[*].mine"},
+                "ResultPath": "$.runs",
                 "Next": "Newer",
             },
             "Newer": {"Type": "Choice", "Choices": [newer], "Default": "Notify"},
             "Notify": _notify(
                 partition,
                 topic,
-                subject=f"trnpipe: {period} without a successful run",
-                message=f"States.Format('No run has succeeded since the one of the execution below, {period} and the time "
-                f"that a run may take. {remedy('MissedWeek')} This notification repeats until one succeeds. Dashboard: "
+                subject=f"trnpipe: {name}: {period} without a successful run",
+                message=f"States.Format('No run of {name} has succeeded since the one of the execution below, {period} and the "
+                f"time that a run may take. {remedy('MissedWeek')} This notification repeats until one succeeds. Dashboard: "
                 f"{console.overview} Last success: {console.execution}', $.execution)",
                 then="WaitAgain",
             ),
-            "WaitAgain": {"Type": "Wait", "Seconds": days * DAY_SECONDS, "Next": "Look"},
+            "WaitAgain": {"Type": "Wait", "Seconds": days * DAY_SECONDS, "Next": "List"},
             "Done": {"Type": "Succeed"},
         },
     }
@@ -336,31 +367,33 @@ class Watches(Construct):
         watched = state_machine.state_machine_arn
         executions = f"arn:{stack.partition}:states:{stack.region}:{stack.account}:execution:{settings.name}:*"
         jobs = stack.format_arn(service="batch", resource="job", resource_name="*")
-        budget = int(settings.run_config().time_budget.total_seconds())
+        configs = settings.run_configs()
+        budget = int(max(config.time_budget for config in configs.values()).total_seconds())
         notify = [
             (["sns:Publish"], [topic.topic_arn]),
             (["kms:GenerateDataKey", "kms:Decrypt"], [topic_key.key_arn]),
         ]
         describe = (["states:DescribeExecution"], [executions])
         self._watch(
-            "Overdue", ("RUNNING",), overdue(stack.partition, topic.topic_arn, budget, console), grants=[describe, *notify]
+            "overdue", ("RUNNING",), overdue(stack.partition, topic.topic_arn, budget, console), grants=[describe, *notify]
         )
         self._watch(
-            "Cleanup",
+            "cleanup",
             ENDED_BADLY,
             cleanup(stack.partition, topic.topic_arn, queue_arns, console),
             grants=[describe, (["batch:ListJobs", "batch:DescribeJobs"], ["*"]), (["batch:TerminateJob"], [jobs]), *notify],
         )
-        if settings.schedule.enabled:
-            # Without a schedule no weekly success is due.
-            schedule = settings.schedule
-            patience = budget + 60 * (schedule.lock_wait_minutes + schedule.flexible_minutes)
-            self._watch(
-                "Week",
-                ("SUCCEEDED",),
-                week(stack.partition, topic.topic_arn, watched, schedule.every_days, patience, console),
-                grants=[(["states:ListExecutions"], [watched]), *notify],
-            )
+        for name, schedule in settings.schedules.items():
+            # Without a start no success is due.
+            if schedule.enabled and schedule.every_days is not None:
+                waits = timedelta(minutes=schedule.lock_wait_minutes + schedule.flexible_minutes)
+                patience = int((configs[f"schedules.{name}.config"].time_budget + waits).total_seconds())
+                self._watch(
+                    f"week-{name}",
+                    ("SUCCEEDED",),
+                    week(stack.partition, topic.topic_arn, watched, name, schedule, patience, console),
+                    grants=[describe, (["states:ListExecutions"], [watched]), *notify],
+                )
 
     def _watch(
         self,
@@ -371,45 +404,27 @@ class Watches(Construct):
         grants: Sequence[tuple[list[str], list[str]]],
     ) -> None:
         """Deploy a watch that is started by every execution whose status becomes one of these."""
+        construct_id = name.title().replace("-", "")
         machine = sfn.StateMachine(
             self,
-            name,
-            state_machine_name=f"{self._name}-{name.lower()}",
+            construct_id,
+            state_machine_name=f"{self._name}-{name}",
             definition_body=sfn.DefinitionBody.from_string(json.dumps(definition)),
             tracing_enabled=True,
             logs=sfn.LogOptions(destination=self._log_group, level=sfn.LogLevel.ALL),
         )
         for actions, resources in grants:
             machine.add_to_role_policy(iam.PolicyStatement(actions=actions, resources=resources))
-        # EventBridge starts the watch under this role, for rules of this stack alone
-        # (https://docs.aws.amazon.com/eventbridge/latest/userguide/cross-service-confused-deputy-prevention.html).
-        stack = Stack.of(self)
-        # A rule without a name of its own begins with its stack's; its ARN itself would need the rule, which needs the role.
-        rules = stack.format_arn(service="events", resource="rule", resource_name=f"{stack.stack_name}-*")
-        role = iam.Role(
+        start_on_event(
             self,
-            f"{name}Events",
-            assumed_by=iam.ServicePrincipal(
-                "events.amazonaws.com",
-                conditions={"StringEquals": {"aws:SourceAccount": stack.account}, "ArnLike": {"aws:SourceArn": rules}},
-            ),
-            description=f"Starts {self._name}-{name.lower()}",
-        )
-        events.Rule(
-            self,
-            f"{name}Rule",
-            description=f"Starts {self._name}-{name.lower()}",
-            event_pattern=events.EventPattern(
+            construct_id,
+            machine,
+            description=f"Starts {self._name}-{name}",
+            pattern=events.EventPattern(
                 source=["aws.states"],
                 detail_type=["Step Functions Execution Status Change"],
                 detail={"stateMachineArn": [self._watched.state_machine_arn], "status": list(statuses)},
             ),
-            targets=[
-                targets.SfnStateMachine(
-                    machine,
-                    role=role,
-                    input=events.RuleTargetInput.from_object({"execution": events.EventField.from_path("$.detail.executionArn")}),
-                )
-            ],
+            given={"execution": events.EventField.from_path("$.detail.executionArn")},
         )
         self.machines[name] = machine

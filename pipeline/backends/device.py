@@ -7,6 +7,7 @@ in a module of its own, loaded on demand. Loops are written against this protoco
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -35,6 +36,9 @@ KINDS = (*EAGER_KINDS, "xla", "neuron")
 EMULATED_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of ONEDNN_MAX_CPU_ISA with which oneDNN accepts bf16 but computes without instructions for it; with lower ones it does
 not accept it (https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html)."""
+
+PRODUCTS = 12
+"""Of which the fastest counts: other processes may run meanwhile. The first ones also choose oneDNN's code."""
 
 
 class Device(Protocol):
@@ -219,7 +223,7 @@ def resolve_kind(kind: str) -> str:
 
 
 def resolve_precision(kind: str, precision: str) -> str:
-    """`auto` as bf16 on devices that compute in it, else fp32. The compiler's own cast is chosen by name only.
+    """`auto` as bf16 on devices that compute faster in it, else fp32. The compiler's own cast is chosen by name only.
 
     Raises:
         BadConfig: the compiler's cast on a kind without that compiler.
@@ -235,7 +239,7 @@ def resolve_precision(kind: str, precision: str) -> str:
         return precision
     computes_bf16 = (
         kind == "neuron"
-        or (kind == "cpu" and processor_computes_bf16())
+        or (kind == "cpu" and processor_computes_bf16() and product_seconds(torch.bfloat16) < product_seconds(torch.float32))
         or (kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
     )
     return "bf16" if computes_bf16 else "fp32"
@@ -246,6 +250,18 @@ def processor_computes_bf16() -> bool:
     instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "") not in EMULATED_BF16
     return bool(instructions and allowed and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def product_seconds(dtype: torch.dtype) -> float:
+    """Return the least time of some matrix products; processors without AMX exist that take longer in bf16 than in fp32."""
+    left, right = (torch.ones(*shape, dtype=dtype) for shape in ((1024, 512), (512, 512)))
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        torch.nn.functional.linear(left, right)
+        return time.perf_counter() - begun
+
+    return min(seconds() for _ in range(PRODUCTS))
 
 
 def default_ranks_per_node(kind: str) -> int:

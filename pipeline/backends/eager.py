@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -22,6 +20,7 @@ from pipeline.backends.buckets import buckets
 from pipeline.backends.counts import GraphCounts, Waits
 from pipeline.backends.device import Batch, EncodeFunction, ModuleT
 from pipeline.config.sections import PREFETCH_BATCHES
+from pipeline.run.ahead import ahead
 from pipeline.run.world import World
 
 REDUCE_BUCKET_ELEMENTS = 8 << 20
@@ -60,7 +59,7 @@ class EagerDevice:
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         prepared = ({name: self._prepare(value) for name, value in batch.items()} for batch in batches)
-        for batch in self.waits.on(_ahead(prepared, PREFETCH_BATCHES)):
+        for batch in self.waits.on(ahead(prepared, PREFETCH_BATCHES)):
             yield {name: self._put(value) for name, value in batch.items()}
 
     def _prepare(self, value: Tensor) -> Tensor:
@@ -165,19 +164,6 @@ class _EagerGather(torch.autograd.Function):
         own = gradient.new_empty((ctx.rows, *gradient.shape[1:]))
         dist.reduce_scatter_tensor(own, gradient)
         return own, None
-
-
-def _ahead(batches: Iterable[Batch], depth: int) -> Iterator[Batch]:
-    """Iterate in a background thread, `depth` items ahead; its exceptions surface here."""
-    iterator = iter(batches)
-    pool = ThreadPoolExecutor(1, "batches")
-    ready = deque(pool.submit(next, iterator, None) for _ in range(depth))
-    try:
-        while (batch := ready.popleft().result()) is not None:
-            ready.append(pool.submit(next, iterator, None))
-            yield batch
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _store(world: World, timeout: timedelta) -> Store:

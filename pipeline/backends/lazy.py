@@ -96,15 +96,20 @@ class LazyDevice:
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         if self.world.size == 1:
             return
+        gradients = [parameter.grad for parameter in reversed(list(parameters)) if parameter.grad is not None]
         # What xm.reduce_gradients does, with the ranks spelled out.
         xm.all_reduce_bucketized_gradients(
-            [parameter.grad for parameter in reversed(list(parameters)) if parameter.grad is not None],
-            scale=1.0 / self.world.size,
+            gradients,
+            scale=1.0,
             groups=self._all_ranks,
             pin_layout=True,
             # In reverse order: the first travel while the backward pass still computes.
             bucket_cap_mb=int(graph_environment(1)[REDUCE_BUCKET]),
         )
+        # One number for all: a scale given above would be a constant of the graph for every gradient.
+        share = torch.full((), 1.0 / self.world.size, device=self.torch_device)
+        for gradient in gradients:
+            gradient.mul_(share)
 
     def checkpointed(self) -> Callable[..., Any]:
         # torch's own would compute the activations twice in one graph, where the compiler finds them equal and keeps them.

@@ -47,19 +47,21 @@ class FirstRows:
     complete: bool
 
 
-def read_first_rows(shards: Sequence[store.ObjectInfo], columns: Mapping[str, str], source: str = "documents") -> FirstRows:
+def read_first_rows(
+    shards: Sequence[store.ObjectInfo], columns: Mapping[str, str], max_bad: float, kind: str = PAIRS
+) -> FirstRows:
     """Read the first rows of up to LOOK_FILES of the shards, which are spread over all of them.
 
     Args:
         columns: `data.columns`.
-        source: `documents` (training rows) or `corpus`.
+        max_bad: `data.max_bad_fraction`.
+        kind: PAIRS or DOCUMENTS.
 
     Raises:
-        BadData: a file is damaged, or its columns cannot be told.
+        BadData: a file is damaged, its columns cannot be told, or too many rows are bad.
     """
     step = max(1.0, len(shards) / LOOK_FILES)
     chosen = tuple(shards[int(index * step)] for index in range(min(len(shards), LOOK_FILES)))
-    kind = DOCUMENTS if source == "corpus" else PAIRS
     good = [SCHEMAS[kind].empty_table()]
     refusals, complete = Refusals(), len(chosen) == len(shards)
     for shard in chosen:
@@ -73,7 +75,9 @@ def read_first_rows(shards: Sequence[store.ObjectInfo], columns: Mapping[str, st
             if _size(first) < _size(block):
                 complete = False
                 break
-    return FirstRows(shards=chosen, rows=pa.concat_tables(good), refusals=refusals, complete=complete)
+    found = FirstRows(shards=chosen, rows=pa.concat_tables(good), refusals=refusals, complete=complete)
+    _refuse_bad_rows(found, max_bad)
+    return found
 
 
 def _size(block: Block) -> int:
@@ -108,18 +112,16 @@ def check_first_rows(
     columns = config.data.columns
     check_columns(columns)
     if corpus:
-        first = read_first_rows(find_shards(corpus, "data.corpus"), columns, "corpus")
-        refuse_bad_rows(first, config.data.max_bad_fraction)
+        read_first_rows(find_shards(corpus, "data.corpus"), columns, config.data.max_bad_fraction, DOCUMENTS)
     if training:
-        first = read_first_rows(find_shards(training, "data.train"), columns)
-        refuse_bad_rows(first, config.data.max_bad_fraction)
+        first = read_first_rows(find_shards(training, "data.train"), columns, config.data.max_bad_fraction)
         # What the gate needs later depends on the last evaluation. Without a positive row there is nothing to hold out: plan
         # names that cause.
         if not earlier and earlier is not None and first.complete and (np.asarray(first.rows["label"]) > 0).any():
             check_holdout(held_out_queries(first.rows, config.data), config.gate)
 
 
-def refuse_bad_rows(first: FirstRows, limit: float) -> None:
+def _refuse_bad_rows(first: FirstRows, limit: float) -> None:
     """Refuse files of which more than `limit` (a fraction) is bad, or half where not all of it was read.
 
     Raises:

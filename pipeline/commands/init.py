@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from pipeline.commands.first_rows import FirstRows, distinct, held_out_queries, read_first_rows, refuse_bad_rows
+from pipeline.commands.first_rows import FirstRows, distinct, held_out_queries, read_first_rows
 from pipeline.config import DataConfig, GateConfig, RunConfig, build_config
 from pipeline.dataset.columns import TRAINING_COLUMNS, check_columns, fields_of, resolve
 from pipeline.dataset.records import estimate_rows, file_columns
@@ -116,7 +116,7 @@ def read_model(name: str, folder: str) -> ModelFacts:
     inner = transformer_folder(source)
     config = read_json(inner / "config.json")
     # The families of RoBERTa and MPNet number positions from the one after that of padding.
-    offset = 0 if config["model_type"] == "bert" else int(config.get("pad_token_id") or 0) + 1
+    offset = 0 if config["model_type"] in ("bert", "modernbert") else int(config.get("pad_token_id") or 0) + 1
     vocabulary = inner / "tokenizer.json"
     return ModelFacts(
         name=name,
@@ -137,8 +137,7 @@ def read_data(inputs: Sequence[str], columns: dict[str, str], model: ModelFacts)
     """
     check_columns(columns)
     shards = find_shards(inputs, "--input")
-    first = read_first_rows(shards, columns)
-    refuse_bad_rows(first, RunConfig().data.max_bad_fraction)
+    first = read_first_rows(shards, columns, RunConfig().data.max_bad_fraction)
     present = file_columns(first.shards[0].uri)
     chosen = resolve(first.shards[0].uri, TRAINING_COLUMNS, columns, present)
     size = sum(shard.size for shard in shards)

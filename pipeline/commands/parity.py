@@ -21,12 +21,13 @@ from rich.console import Console
 from pipeline import store
 from pipeline.commands.terminal import left, right, say, simple_table
 from pipeline.config import KeyRole, RunConfig, flattened, is_below, keys_of
-from pipeline.contract import RunPaths
+from pipeline.contract import Queue, RunPaths, Stage
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.statistics import bootstrap
 from pipeline.plan import RunPlan
 from pipeline.run.find_run import find_run, read_plan
+from pipeline.run.request import read_request
 
 MIN_QUERIES = 2000
 """Fewer cannot show a difference of 0.1 % even between models whose queries hardly differ."""
@@ -87,13 +88,13 @@ class Parity:
     """The result of a comparison.
 
     Attributes:
-        runs: A and B, each `{run, uri, device, precision, ranks}`.
+        runs: A and B, each `{run, uri, device, precision, ranks}`, with what `price_performance` returns.
         metric, tolerance: the verdict's; the tolerance is absolute, 0.001 = 0.1 %.
         reason: the verdict in one line.
         notes: limits of the comparison.
     """
 
-    runs: tuple[dict[str, Any], dict[str, Any]]
+    runs: list[dict[str, Any]]
     metric: str
     tolerance: float
     verdict: ParityVerdict
@@ -132,6 +133,11 @@ class Parity:
                 name = ""
             table.add_section()
         console.print(table)
+        prices = simple_table(left(""), left("hosts"), *map(right, ("price/h", "steps/s", "node-hours", "USD", self.metric)))
+        for name, run in zip("AB", self.runs, strict=True):
+            figures = [run["usd_per_hour"], run["steps_per_second"], run["node_hours"], run["usd"], run[self.metric]]
+            prices.add_row(name, run["hosts"] or "", *("" if value is None else f"{value:,.4g}" for value in figures))
+        console.print(prices)
         for metric, (at, value) in self.largest().items():
             say(console, f"largest difference of {metric}: {value:.5f} at {at}")
         for note in self.notes:
@@ -143,7 +149,7 @@ def compare_runs(
     a: str,
     b: str,
     *,
-    metric: str = "ndcg@10",
+    metric: str | None = None,
     tolerance: float = 0.001,
     bucket: str | None = None,
     state: Path = Path(".trnpipe"),
@@ -152,7 +158,7 @@ def compare_runs(
 
     Args:
         a, b: run ids, or URIs of run folders (with a slash).
-        metric: the one that decides.
+        metric: the one that decides; None: the first, nDCG@10, or the accuracy of classified texts.
         tolerance: largest absolute difference to tolerate.
         bucket: `s3://BUCKET` where run ids are looked up; None: the local run's bucket, as files in `state`.
         state: folder of the local run.
@@ -168,11 +174,10 @@ def compare_runs(
     data, data_note = _compare_data(*paths)
     evaluations = tuple(_evaluations(*paths))
     known = evaluations[0].metrics
+    metric = metric or next(iter(known))
     if metric not in known:
         raise BadConfig("there is no such metric", value=metric, rule=f"one of {', '.join(known)}")
-    verdict, reason = judge(evaluations, metric, tolerance)
-    if data:
-        verdict, reason = ParityVerdict.DIFFERS, data
+    verdict, reason = (ParityVerdict.DIFFERS, data) if data else judge(evaluations, metric, tolerance)
     last = max(evaluation.step or 0 for evaluation in evaluations)
     steps = plans[0].train.steps
     notes = (
@@ -183,18 +188,19 @@ def compare_runs(
             "dropout is on (train.dropout is not 0): every device type and every rank draws its own",
         ),
     )
-    facts = [
-        {
-            "run": plan.run,
-            "uri": found.root,
-            "device": plan.world.kind,
-            "precision": plan.world.precision,
-            "ranks": plan.world.ranks,
-        }
-        for found, plan in zip(paths, plans, strict=True)
-    ]
     return Parity(
-        runs=(facts[0], facts[1]),
+        runs=[
+            {
+                "run": plan.run,
+                "uri": found.root,
+                "device": plan.world.kind,
+                "precision": plan.world.precision,
+                "ranks": plan.world.ranks,
+                **price_performance(found),
+                **{name: getattr(compared, side) for name, compared in evaluations[-1].metrics.items()},
+            }
+            for side, found, plan in zip("ab", paths, plans, strict=True)
+        ],
         metric=metric,
         tolerance=tolerance,
         verdict=verdict,
@@ -202,6 +208,21 @@ def compare_runs(
         notes=tuple(note for applies, note in notes if applies),
         evaluations=evaluations,
     )
+
+
+def price_performance(run: RunPaths) -> dict[str, Any]:
+    """Return what a run's training cost, as far as the run's files have it: `hosts` (instance type), `usd_per_hour` of a host,
+    `steps_per_second`, `node_hours` and `usd` of training with all its attempts; else None."""
+    results = (run.result(stage) for stage in (Stage.TRAIN, Stage.REPORT))
+    train, report = (store.read_json(uri)["metrics"] if store.exists(uri) else {} for uri in results)
+    deployment, own = read_request(run).deployment, report.get("cost", {}).get("stages", {}).get(Stage.TRAIN, {})
+    return {
+        "hosts": deployment.hosts.get(Queue.TRAIN),
+        "usd_per_hour": deployment.prices.by_queue().get(Queue.TRAIN),
+        "steps_per_second": train["steps"] / train["seconds"] if train.get("seconds") else None,
+        "node_hours": own.get("node_hours"),
+        "usd": own.get("usd"),
+    }
 
 
 def judge(evaluations: Sequence[Evaluation], metric: str, tolerance: float) -> tuple[ParityVerdict, str]:
@@ -284,9 +305,8 @@ def _require_same_training(a: RunPlan, b: RunPlan) -> None:
 
 def _training_facts(plan: RunPlan) -> dict[str, Any]:
     """Return name -> value of everything that decides what is learned and how it is measured."""
-    files = {"training rows": "train.arrow", "held-out rows": "holdout.arrow"}
+    files = {"training rows": "train.arrow", "held-out rows": "holdout.arrow", "classified texts": "classes.arrow"}
     digests = {name: plan.row_files[file].sha256[:16] for name, file in files.items() if file in plan.row_files}
-    settings = flattened(plan.config.model_dump(mode="json"))
     return {
         "parent": plan.parent.sha256,
         # Documents compete within one batch of all ranks, so accumulation makes no larger batch of this kind.
@@ -294,7 +314,11 @@ def _training_facts(plan: RunPlan) -> dict[str, Any]:
         **digests,
         **{f"plan.train.{name}": value for name, value in plan.train.model_dump(exclude={"new", "replay"}).items()},
         **{f"plan.holdout.{name}": value for name, value in plan.holdout.model_dump().items()},
-        **{key: value for key, value in settings.items() if not is_below(key, FREE_SETTINGS)},
+        **{
+            key: value
+            for key, value in flattened(plan.config.model_dump(mode="json")).items()
+            if not is_below(key, FREE_SETTINGS)
+        },
     }
 
 
@@ -342,19 +366,17 @@ def _compare_data(a: RunPaths, b: RunPaths) -> tuple[str, str]:
     first, second = (_data_digests(run) for run in (a, b))
     if not (common := sorted(first.keys() & second.keys())):
         return "", "batches were not compared: the runs have no digests of their data at a common step"
-    before = 0
-    for step in common:
-        if first[step] != second[step]:
-            # Digests are chained: equal ones say that all batches so far were equal.
-            return f"other data between step {before + 1} and step {step}", ""
-        before = step
-    return "", f"batches are equal bit for bit up to step {before}"
+    # Digests are chained: equal ones say that all batches so far were equal.
+    if other := next((step for step in common if first[step] != second[step]), None):
+        equal = max((step for step in common if step < other), default=0)
+        return f"other data between step {equal + 1} and step {other}", ""
+    return "", f"batches are equal bit for bit up to step {common[-1]}"
 
 
 def _data_digests(run: RunPaths) -> dict[int, str]:
     """Return step -> digest of all batches so far, from the lines of metrics."""
     try:
-        lines = [json.loads(line) for line in store.read_bytes(run.metrics).splitlines()]
+        lines = map(json.loads, store.read_bytes(run.metrics).splitlines())
         return {int(line["step"]): str(line["data_digest"]) for line in lines if "data_digest" in line}
     except (ValueError, TypeError, KeyError) as error:
         raise BadData("the run's metrics cannot be read", value=f"{run.metrics}: {error!r}") from error

@@ -27,6 +27,7 @@ from pipeline.dataset.steps import step_bins
 from pipeline.errors import BadConfig
 from pipeline.estimate.memory import (
     HOST_KINDS,
+    TRAIN_HOST,
     Budget,
     MemoryCapacity,
     decide_sharding,
@@ -37,7 +38,7 @@ from pipeline.estimate.memory import (
     require_memory,
 )
 from pipeline.estimate.requirements import Requirement, attempt_minutes, over, refuse, requirements
-from pipeline.estimate.throughput import EMBED_HOSTS, EMBED_MFU, READ_ROWS, TRAIN_HOST, Estimator, Option, Rates, cheapest
+from pipeline.estimate.throughput import EMBED_HOSTS, EMBED_MFU, READ_ROWS, Estimator, Option, Rates, cheapest
 from pipeline.estimate.variant import plan_world
 from pipeline.estimate.workload import MeasuredRun, Workload, workload
 from pipeline.model.shape import fetch_shape
@@ -145,14 +146,15 @@ class Estimate:
             f" Remedy: {one.remedy}."
             for one in over(self.requirements)
         ]
-        lines = [*(problems or ["Nothing that is known of breaks at this size."]), "Assumed:"]
         return Group(
             Text(f"{self.work.train_rows:,} pairs to train on, {self.work.corpus_rows:,} documents to embed", style="italic"),
             options,
             units,
             self._verdict(),
             needs,
-            *map(Text, [*lines, *(f"- {assumption}" for assumption in self.assumptions)]),
+            *map(Text, problems or ["Nothing that is known of breaks at this size."]),
+            Text("Assumed:"),
+            *(Text(f"- {assumption}") for assumption in self.assumptions),
         )
 
     def _verdict(self) -> Text:
@@ -161,8 +163,8 @@ class Estimate:
             return Text(f"No option finishes{within} and within the limits of an attempt.", style="bold red")
         train, embed = self.best
         hosts = f"{train.count} x {train.host}, then {embed.count} x {embed.host}"
-        usd = (train.usd or 0.0) + (embed.usd or 0.0)
-        return Text(f"Cheapest{within}: {hosts}: {_hours(train.hours + embed.hours)} h, {usd:,.2f} {CURRENCY}.", style="bold")
+        cost = f"{_hours(train.hours + embed.hours)} h, {(train.usd or 0.0) + (embed.usd or 0.0):,.2f} {CURRENCY}"
+        return Text(f"Cheapest{within}: {hosts}: {cost}.", style="bold")
 
 
 def _hours(hours: float) -> str:

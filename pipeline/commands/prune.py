@@ -8,7 +8,6 @@ refresh or a young run has listed, and young ones: what a file held before it wa
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from pipeline.errors import MissingInput
 from pipeline.evaluation.reference import read_reference
 from pipeline.run.registry import publications, read_pointer
 
-DAY = 86_400
 GB = 1e9
 
 
@@ -46,8 +44,10 @@ def find(root: str, keep_days: int) -> list[OldFolder]:
     Raises:
         BadData: what the registry names cannot be read: then nothing can be removed.
     """
-    limit = time.time() - keep_days * DAY
-    needed = {run for name in _names(root) for run in _needed(root, name, keep_days)}
+    limit = (datetime.now(timezone.utc) - timedelta(days=keep_days)).timestamp()
+    # NAME.json is a pointer; next to it are NAME.reference.json, and the folder NAME.
+    names = [file.removesuffix(".json") for file in _folders(root, "registry") if file.count(".") == 1]
+    needed = {run for name in names for run in _needed(root, name, keep_days)}
     runs = _folders(root, "runs")
     old = [run for name, run in runs.items() if name not in needed and run.written < limit]
     recent = [*_newest(runs).values(), *(run for run in runs.values() if run.written >= limit)]
@@ -57,7 +57,7 @@ def find(root: str, keep_days: int) -> list[OldFolder]:
 
 
 def _folders(root: str, parent: str) -> dict[str, OldFolder]:
-    """Return the folders in a folder by name, in the order of their names."""
+    """Return the folders and files in a folder by name, in the order of their names."""
     found: dict[str, OldFolder] = {}
     for info in store.list_objects(store.join(root, parent)):
         name = info.uri.removeprefix(store.join(root, parent)).strip("/").split("/")[0]
@@ -81,12 +81,6 @@ def _shards(run: str) -> Iterator[dict[str, str]]:
     for uri in (RunPaths(run).inputs, RunPaths(run).corpus):
         with suppress(MissingInput):
             yield from store.read_json(uri)["shards"]
-
-
-def _names(root: str) -> set[str]:
-    """Return all names under which anything is published."""
-    found = (info.uri.split("/")[-2:] for info in store.list_objects(store.join(root, "registry")))
-    return {name.removesuffix(".json") for folder, name in found if folder == "registry" and name.count(".") == 1}
 
 
 def _needed(root: str, name: str, keep_days: int) -> Iterator[str]:
@@ -117,8 +111,11 @@ def table(folders: list[OldFolder]) -> Table:
     """Return them as a table."""
     shown = simple_table(left("folder"), right("GB"), left("last written"))
     for one in folders:
-        moment = datetime.fromtimestamp(one.written, timezone.utc)
-        shown.add_row("/".join(one.folder.split("/")[-2:]), f"{one.size / GB:,.3f}", f"{moment:%Y-%m-%d %H:%M}")
+        shown.add_row(
+            "/".join(one.folder.split("/")[-2:]),
+            f"{one.size / GB:,.3f}",
+            f"{datetime.fromtimestamp(one.written, timezone.utc):%Y-%m-%d %H:%M}",
+        )
     return shown
 
 

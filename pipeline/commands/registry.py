@@ -48,8 +48,7 @@ def history(root: str, name: str) -> list[dict[str, Any]]:
 
 
 def _pointer(root: str, name: str) -> Pointer:
-    pointer = read_pointer(root, name)
-    if pointer is None:
+    if (pointer := read_pointer(root, name)) is None:
         raise MissingInput("nothing is published under this name", value=f"{name} in {root}", remedy="look under another --name")
     return pointer
 
@@ -96,17 +95,13 @@ def pin(run: str | None, root: str, name: str) -> None:
         MissingInput: it has no hold-out, or was not evaluated.
     """
     if run is not None:
-        _check(root, run)
+        paths = RunPaths(store.join(root, "runs", check_run_id(run)))
+        for uri in (paths.plan, store.join(paths.rows, "holdout.arrow"), paths.query_values):
+            if not store.exists(uri):
+                raise MissingInput(
+                    "the run cannot be the reference",
+                    value=uri,
+                    rule="a reference has a hold-out, and what each of its queries got with the run's model",
+                    remedy="pin a run that was evaluated and is still there",
+                )
     write_reference(root, name, run)
-
-
-def _check(root: str, run: str) -> None:
-    paths = RunPaths(store.join(root, "runs", check_run_id(run)))
-    for uri in (paths.plan, store.join(paths.rows, "holdout.arrow"), paths.query_values):
-        if not store.exists(uri):
-            raise MissingInput(
-                "the run cannot be the reference",
-                value=uri,
-                rule="a reference has a hold-out, and what each of its queries got with the run's model",
-                remedy="pin a run that was evaluated and is still there",
-            )

@@ -26,7 +26,7 @@ from pipeline.contract import RunPaths, check_registry, registry_uri
 from pipeline.errors import BadConfig, BadData, MissingInput, StorageRefused, one_line, plain
 from pipeline.files import replacing
 from pipeline.log import log
-from pipeline.plan import RunPlan
+from pipeline.plan import EmbedPlan, RunPlan
 from pipeline.run.find_run import mirrored, read_plan
 from pipeline.run.registry import read_pointer
 from pipeline.run.world import World
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeline.dataset.corpus import CorpusReader
-
-BLOCK_ROWS = 65_536
-"""Embeddings that are scored at once: 100 MB of the matrix at 384 dimensions."""
 
 MATRIX, DOCUMENTS = "embeddings.npy", "documents.arrow"
 
@@ -56,48 +53,7 @@ class Hit:
     text: str
 
 
-@dataclass(kw_only=True)
-class Searcher:
-    """The published embeddings and their model, opened for any number of queries.
-
-    Attributes:
-        embed: returns a query's embedding, (D,).
-        matrix: all embeddings, (N, D), mapped into memory.
-        documents: columns id and locale of the same rows.
-        chosen: whether a row is searched, (N,).
-        corpus: has the documents' texts.
-    """
-
-    embed: Callable[[str], Vector]
-    matrix: Vector
-    documents: pa.Table
-    chosen: npt.NDArray[np.bool_]
-    corpus: CorpusReader
-
-    def find(self, query: str, count: int) -> list[Hit]:
-        """Return the best documents for a query, best first.
-
-        Args:
-            count: the most documents to return.
-
-        Raises:
-            BadConfig: an empty query.
-        """
-        rows, scores = best_rows(self.matrix, self.embed(check_query(query)), count, self.chosen)
-        found = self.documents.take(rows).to_pylist()
-        texts = self._texts([document["id"] for document in found])
-        return [
-            Hit(query=query, id=document["id"], score=score, locale=document["locale"], text=text)
-            for document, score, text in zip(found, scores.tolist(), texts, strict=True)
-        ]
-
-    def _texts(self, ids: Sequence[str]) -> list[str]:
-        """Return the documents' texts, empty ones if they cannot be read."""
-        try:
-            return [self.corpus.text(identifier) for identifier in ids]
-        except (MissingInput, StorageRefused, BadData) as error:
-            log.warning("the texts of the documents cannot be read: %s", one_line(error))
-            return [""] * len(ids)
+Search = Callable[[str, int], list[Hit]]
 
 
 def check_query(query: str) -> str:
@@ -113,7 +69,7 @@ def check_query(query: str) -> str:
 
 def open_search(
     *, bucket: str | None = None, state: Path = Path(".trnpipe"), registry: str = "current", locale: str | None = None
-) -> Searcher:
+) -> Search:
     """Open what is published; the first call for a run copies its embeddings into the cache folder.
 
     Args:
@@ -121,6 +77,9 @@ def open_search(
         state: folder of the local run.
         registry: name under which the run published the embeddings.
         locale: search only the documents of this locale.
+
+    Returns:
+        A function that returns the best documents for a query, best first, and at most as many as its second argument says.
 
     Raises:
         BadConfig: an invalid registry name, a locale that no document has, or a cache folder that cannot be written.
@@ -141,12 +100,14 @@ def open_search(
     model, manifest = mirrored(pointer.model, mirror), mirrored(pointer.embeddings, mirror)
     allowed.check((("the registry's model", model), ("the registry's embeddings", manifest)), BadData)
     published = read_manifest(manifest, mirror)
-    allowed.check((("a part", part.uri) for part in published.parts), BadData)
-    plan = read_plan(RunPaths(store.join(bucket_root, "runs", pointer.run)))
+    allowed.check((("a part", uri) for uri in published.parts), BadData)
+    made, embedded = (RunPaths(store.join(bucket_root, "runs", run)) for run in (pointer.run, pointer.embeddings_run))
+    plan = read_plan(made)
+    embed_plan = EmbedPlan.from_json(store.read_bytes(embedded.embed_plan)) if store.exists(embedded.embed_plan) else plan.embed
     folder = (_user_cache(bucket_root) if bucket else state / "search") / registry / published.sha256
     try:
         if not (folder / MATRIX).is_file():
-            write_cache(folder, published, plan)
+            write_cache(folder, published)
     except OSError as error:
         raise BadConfig(
             "the embeddings cannot be copied",
@@ -159,33 +120,35 @@ def open_search(
     from pipeline.dataset.corpus import CorpusReader
 
     documents = pa.ipc.open_file(pa.memory_map(str(folder / DOCUMENTS))).read_all()  # which stays in the file
-    return Searcher(
-        matrix=np.lib.format.open_memmap(folder / MATRIX, mode="r"),
-        documents=documents,
-        chosen=choose(documents, locale),
-        corpus=CorpusReader(bucket_root, plan.embed.shards),
-        embed=query_encoder(store.local_folder(model, folder / "model"), plan),
-    )
+    chosen = choose(documents, locale)
+    matrix = np.lib.format.open_memmap(folder / MATRIX, mode="r")
+    corpus = CorpusReader(bucket_root, embed_plan.shards)
+    embed = query_encoder(store.local_folder(model, folder / "model"), plan, published.dimension)
+
+    def find(query: str, count: int) -> list[Hit]:
+        rows, scores = best_rows(matrix, embed(check_query(query)), count, chosen)
+        found = documents.take(rows).to_pylist()
+        texts = _texts(corpus, [document["id"] for document in found])
+        return [
+            Hit(query=query, id=document["id"], score=score, locale=document["locale"], text=text)
+            for document, score, text in zip(found, scores.tolist(), texts, strict=True)
+        ]
+
+    return find
+
+
+def _texts(corpus: CorpusReader, ids: Sequence[str]) -> list[str]:
+    """Return the documents' texts, empty ones if they cannot be read."""
+    try:
+        return [corpus.text(identifier) for identifier in ids]
+    except (MissingInput, StorageRefused, BadData) as error:
+        log.warning("the texts of the documents cannot be read: %s", one_line(error))
+        return [""] * len(ids)
 
 
 def _user_cache(bucket_root: str) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "trnpipe" / "search" / hashlib.sha256(bucket_root.encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part in the manifest of the embeddings.
-
-    Attributes:
-        uri: readable from here.
-        rows: number of its embeddings.
-        quarantined: number of its documents without an embedding, which it leaves out.
-    """
-
-    uri: str
-    rows: int
-    quarantined: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +158,12 @@ class PublishedEmbeddings:
     Attributes:
         sha256: of the manifest, which names all content.
         dimension: of every embedding.
+        parts: URI of each, readable from here -> number of its embeddings.
     """
 
     sha256: str
     dimension: int
-    parts: tuple[Part, ...]
+    parts: dict[str, int]
 
 
 def read_manifest(uri: str, mirror: str | None) -> PublishedEmbeddings:
@@ -217,46 +181,41 @@ def read_manifest(uri: str, mirror: str | None) -> PublishedEmbeddings:
         return PublishedEmbeddings(
             sha256=hashlib.sha256(data).hexdigest(),
             dimension=int(manifest["dimension"]),
-            parts=tuple(
-                Part(mirrored(str(part["uri"]), mirror), int(part["rows"]), int(part.get("quarantined", 0)))
-                for part in manifest["parts"]
-            ),
+            parts={mirrored(str(part["uri"]), mirror): int(part["rows"]) for part in manifest["parts"]},
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadData("the manifest of the embeddings cannot be read", value=f"{uri}: {error!r}") from error
 
 
-def write_cache(folder: Path, published: PublishedEmbeddings, plan: RunPlan) -> None:
+def write_cache(folder: Path, published: PublishedEmbeddings) -> None:
     """Copy the published embeddings into one matrix, in float32, which needs no conversion in a search, with their ids and
     locales. Removes the copies of earlier runs next to it. Downloads one part at a time.
 
     Raises:
-        BadData: the parts do not match the manifest or the plan.
+        BadData: the parts do not match the manifest.
     """
     import pyarrow as pa
 
     from pipeline.dataset.parts import read_part
 
     schema = pa.schema({"id": pa.string(), "locale": pa.string()})
-    rows = sum(part.rows for part in published.parts)
-    header = {"descr": "<f4", "fortran_order": False, "shape": (rows, published.dimension)}
+    header = {"descr": "<f4", "fortran_order": False, "shape": (sum(published.parts.values()), published.dimension)}
     # The matrix appears last: where it is, the rest is.
     with replacing(folder / MATRIX) as matrix, tempfile.TemporaryDirectory(prefix="trnpipe-search-") as scratch:
         np.lib.format.write_array_header_1_0(matrix, header)
         with replacing(folder / DOCUMENTS) as stream, pa.ipc.new_file(stream, schema) as documents:
-            for index, part in enumerate(published.parts):
-                planned = [one.rows for one in plan.embed.parts[index : index + 1]]
-                path, found = store.local_file(part.uri, Path(scratch)), 0
+            for uri, rows in published.parts.items():
+                path, found = store.local_file(uri, Path(scratch)), 0
                 for ids, embeddings, locales in read_part(path):
                     found += len(ids)
                     if embeddings.shape[1] != published.dimension:
-                        raise _mismatch(part.uri)
+                        raise _mismatch(uri)
                     matrix.write(embeddings.astype("<f4").tobytes())
                     columns = [pa.array(ids, pa.string()), pa.array(locales, pa.string())]
                     documents.write_batch(pa.record_batch(columns, schema=schema))
-                if found != part.rows or [found + part.quarantined] != planned:
-                    raise _mismatch(part.uri)
-                if store.is_s3(part.uri):
+                if found != rows:
+                    raise _mismatch(uri)
+                if store.is_s3(uri):
                     path.unlink()
     for other in folder.parent.glob("?" * len(folder.name)):
         if other != folder:
@@ -265,9 +224,9 @@ def write_cache(folder: Path, published: PublishedEmbeddings, plan: RunPlan) -> 
 
 def _mismatch(uri: str) -> BadData:
     return BadData(
-        "a part does not match its manifest or the run's plan",
+        "a part does not match the manifest",
         value=uri,
-        rule="publish writes the manifest of the parts that the run planned",
+        rule="publish writes the manifest of the parts that the run made",
         remedy="publish again, or name the right --registry",
     )
 
@@ -294,9 +253,14 @@ def choose(documents: pa.Table, locale: str | None) -> npt.NDArray[np.bool_]:
     return chosen
 
 
-def query_encoder(model: Path, plan: RunPlan) -> Callable[[str], Vector]:
-    """Return a function that embeds a query on the host's processor, with the prompt and the length of the model's folder."""
+def query_encoder(model: Path, plan: RunPlan, dimension: int) -> Callable[[str], Vector]:
+    """Return a function that embeds a query on the host's processor, with the prompt and the length of the model's folder.
+
+    Args:
+        dimension: of the published embeddings.
+    """
     from pipeline.backends.device import open_device
+    from pipeline.evaluation.vectors import shortened
     from pipeline.model.folder import load_encoder
     from pipeline.model.inference import encode
     from pipeline.model.inventory import load_tokenizer, read_max_length
@@ -308,7 +272,8 @@ def query_encoder(model: Path, plan: RunPlan) -> Callable[[str], Vector]:
 
     def embed(query: str) -> Vector:
         tokens = tokenizer.encode([query], length, tokenizer.prompts["query"])
-        vector: Vector = encode(encoder, device, tokens, length, length).embeddings[0].numpy()
+        vectors = encode(encoder, device, tokens, length, length).embeddings.numpy()
+        vector: Vector = shortened(vectors, dimension, normalize=encoder.normalize)[0]
         return vector
 
     return embed
@@ -323,15 +288,13 @@ def best_rows(matrix: Vector, vector: Vector, count: int, chosen: npt.NDArray[np
         count: the most rows to return.
         chosen: whether a row counts, (N,).
     """
-    rows, scores = np.empty(0, np.int64), np.empty(0, np.float32)
-    for start in range(0, len(matrix), BLOCK_ROWS):
-        inside = np.flatnonzero(chosen[start : start + BLOCK_ROWS])
-        rows = np.concatenate([rows, start + inside])
-        scores = np.concatenate([scores, (matrix[start : start + BLOCK_ROWS] @ vector)[inside]])
-        if len(rows) > count:
-            # Every row that ties with the last one stays, so that blocks and counts do not change which one wins.
-            kept = scores >= np.partition(scores, -count)[-count]
-            rows, scores = rows[kept], scores[kept]
+    rows = np.flatnonzero(chosen)
+    # The product reads the matrix from its file: in memory are the scores alone.
+    scores = (matrix @ vector)[rows]
+    if len(rows) > count:
+        # Every row that ties with the last one stays, so that the count does not change which one wins.
+        kept = scores >= np.partition(scores, -count)[-count]
+        rows, scores = rows[kept], scores[kept]
     order = np.lexsort((rows, -scores))[:count]
     return rows[order], scores[order]
 
@@ -350,7 +313,7 @@ def show(hits: Sequence[Hit], console: Console, *, heading: bool, as_json: bool)
     for hit in hits:
         if as_json:
             console.file.write(json.dumps(asdict(hit), ensure_ascii=False) + "\n")
-            continue
-        console.print(Text.assemble((f"{hit.score:6.3f}", "bold green"), "  ", (plain(hit.id), "bold")), soft_wrap=True)
-        console.print(Text("        " + plain(" ".join(hit.text.split())), style="dim"), no_wrap=True, overflow="ellipsis")
+        else:
+            console.print(Text.assemble((f"{hit.score:6.3f}", "bold green"), "  ", (plain(hit.id), "bold")), soft_wrap=True)
+            console.print(Text("        " + plain(" ".join(hit.text.split())), style="dim"), no_wrap=True, overflow="ellipsis")
     console.file.flush()

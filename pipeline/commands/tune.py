@@ -23,19 +23,19 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.live import Live
+from rich.text import Text
 
 from pipeline.commands.terminal import say
 from pipeline.commands.tune_space import Factor, common_window, default_space, parse_vary
 from pipeline.commands.tune_table import Row, Table, describe_basis, describe_best, describe_settings, grid
 from pipeline.commands.tune_trials import Bench, base_config, open_bench
 from pipeline.config import nested
-from pipeline.errors import BadConfig, ExitCode, TrnpipeError
+from pipeline.errors import ExitCode, TrnpipeError
 from pipeline.estimate.variant import plan_world
 from pipeline.run.find_run import find_run, read_plan
 
 OBJECTIVES = {"samples_per_second": 1, "compile_seconds": -1, "host_memory_bytes": -1}
-"""Objective -> its sign: higher or lower is better."""
+"""Objective, as the command line has it -> its sign: higher or lower is better."""
 
 LEAST_WINDOWS = 4
 """Lines of metrics of a variant: a quarter of its steps is warm-up, and a median needs three values."""
@@ -77,8 +77,6 @@ def search(
         MissingInput: there is no such run, or its rows or parent are gone.
         TrnpipeError: the base fails, with the exit code of its stage.
     """
-    if objective not in OBJECTIVES:
-        raise BadConfig("there is no such objective", value=objective, rule=f"one of {', '.join(OBJECTIVES)}")
     base, root = find_run(run, bucket, state)
     plan = read_plan(base)
     config = base_config(plan.config)
@@ -127,10 +125,8 @@ def climb(
     left = math.inf if limit is None else limit
     for factor in factors:
         found = best
-        for change in factor:
-            settings = bench.variant({**best.settings, **change})
-            if settings == best.settings:
-                continue
+        variants = [bench.variant({**best.settings, **change}) for change in factor]
+        for settings in [settings for settings in variants if settings != best.settings]:
             if left <= 0:
                 return found
             left -= 1
@@ -165,28 +161,20 @@ def show(table: Table, best: Row, console: Console, *, objective: str, tolerance
 
 @contextmanager
 def _display(console: Console, table: Table, tolerance: float) -> Iterator[Callable[[str], None]]:
-    """Show the table while it grows, redrawn on a terminal, one line per variant elsewhere; yields a function to call often."""
+    """Print a line per new variant, on a terminal also the progress of the one that runs; yields a function to call often."""
     if shown := len(table.rows):
         console.print(f"the table has {shown} variants already: {table.uri}", soft_wrap=True)
-    if console.is_terminal:
-        with Live(console=console, transient=True, auto_refresh=False) as live:
+    with console.status("") as status:
 
-            def redraw(doing: str) -> None:
-                now = grid(table, tolerance, None)
-                now.caption = doing
-                live.update(now, refresh=True)
+        def show_progress(doing: str) -> None:
+            nonlocal shown
+            for row in table.rows[shown:]:
+                rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.1f} samples/s, "
+                say(console, f"{row.name}: {describe_settings(row.settings)} {rate}{table.verdict(row, tolerance)}")
+            shown = len(table.rows)
+            status.update(Text(doing))
 
-            yield redraw
-        return
-
-    def print_new(_doing: str = "") -> None:
-        nonlocal shown
-        for row in table.rows[shown:]:
-            rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.1f} samples/s, "
-            say(console, f"{row.name}: {describe_settings(row.settings)} {rate}{table.verdict(row, tolerance)}")
-        shown = len(table.rows)
-
-    try:
-        yield print_new
-    finally:
-        print_new()
+        try:
+            yield show_progress
+        finally:
+            show_progress("")

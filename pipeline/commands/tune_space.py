@@ -80,15 +80,15 @@ def parse_vary(items: Sequence[str], config: RunConfig) -> list[Factor]:
 
 def _factor(key: str, values: Sequence[Any]) -> Factor:
     """Return the settings for each value, with those that it depends on."""
-    factor = []
-    for value in values:
-        settings: Settings = {key: value}
-        if key == "device.loader.batches_per_execution" and value != 1:
-            settings["device.sync_points"] = 1
-        if key in ("compile.auto_cast", "compile.auto_cast_type") and value not in (None, "none"):
-            settings["device.precision"] = "compiler"
-        factor.append(settings)
-    return factor
+    joins, casts = key == "device.loader.batches_per_execution", key in ("compile.auto_cast", "compile.auto_cast_type")
+    return [
+        {
+            key: value,
+            **({"device.sync_points": 1} if joins and value != 1 else {}),
+            **({"device.precision": "compiler"} if casts and value not in (None, "none") else {}),
+        }
+        for value in values
+    ]
 
 
 def common_window(config: RunConfig, factors: Sequence[Factor], world: PlannedWorld) -> int:

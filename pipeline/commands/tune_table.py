@@ -20,7 +20,6 @@ from pipeline.host.host import available_cores, processor, versions
 from pipeline.plan import RunPlan
 from pipeline.run_inputs import PlannedWorld
 
-FORMAT = 1
 MIB = 1 << 20
 
 Settings = dict[str, Any]
@@ -94,15 +93,12 @@ class Table:
         if not store.exists(uri):
             return cls(uri=uri, basis=basis)
         try:
-            record = store.read_json(uri)
-            if record["format"] != FORMAT:
-                raise ValueError(f"format {record['format']}")
-            return cls(uri=uri, basis=basis, rows=[Row(**row) for row in record["rows"]])
+            return cls(uri=uri, basis=basis, rows=[Row(**row) for row in store.read_json(uri)["rows"]])
         except (ValueError, KeyError, TypeError) as error:
             raise BadData(
                 "the table of an earlier search cannot be read",
                 value=f"{uri}: {error!r}",
-                rule=f"format {FORMAT}, as this version of trnpipe writes it",
+                rule="as this version of trnpipe writes it",
                 remedy="remove it to measure again",
             ) from error
 
@@ -112,8 +108,7 @@ class Table:
 
     def find(self, settings: Settings, timeout_seconds: float) -> Row | None:
         """Return the settings' row, unless a new attempt, with that much time, may change it."""
-        row = next((row for row in self.rows if row.settings == settings), None)
-        return None if row is None or row.may_change(timeout_seconds) else row
+        return next((row for row in self.rows if row.settings == settings and not row.may_change(timeout_seconds)), None)
 
     def put(self, row: Row) -> None:
         """Add a row, or replace the one of the same settings, and write the file."""
@@ -122,7 +117,7 @@ class Table:
         store.write_json(self.uri, self.record())
 
     def record(self) -> dict[str, Any]:
-        return {"format": FORMAT, "basis": self.basis, "rows": [asdict(row) for row in self.rows]}
+        return {"basis": self.basis, "rows": [asdict(row) for row in self.rows]}
 
     def worse_by(self, row: Row) -> float | None:
         """Return by which share the loss is above the first one on the same batches (below: negative), None if it is that one."""
@@ -156,15 +151,20 @@ def describe_basis(plan: RunPlan, world: PlannedWorld, *, steps: int, window: in
         steps: of each variant.
         window: steps between two lines of metrics.
     """
-    machine = {
-        "kind": world.kind,
-        "ranks": world.ranks,
-        "processor": processor(),
-        "cores": available_cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "versions": versions(),
+    return {
+        "run": plan.run,
+        "fingerprint": plan.fingerprint,
+        "steps": steps,
+        "window": window,
+        "machine": {
+            "kind": world.kind,
+            "ranks": world.ranks,
+            "processor": processor(),
+            "cores": available_cores(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "versions": versions(),
+        },
     }
-    return {"run": plan.run, "fingerprint": plan.fingerprint, "steps": steps, "window": window, "machine": machine}
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Row, Row], float | None]]] = {
@@ -180,10 +180,10 @@ COLUMNS: dict[str, tuple[str, Callable[[Row, Row], float | None]]] = {
 """Heading -> format and value of a row, given the base's; a column that is empty in every row is left out."""
 
 
-def grid(table: Table, tolerance: float, best: Row | None) -> Grid:
+def grid(table: Table, tolerance: float, best: Row) -> Grid:
     """Return the table for the terminal, `best` emphasized."""
     title = f"{table.basis['run']}: {table.basis['steps']} steps each, {table.host}"
-    shown = Grid(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE)
+    shown = Grid(title=title, title_justify="left", box=box.SIMPLE)
     shown.add_column("settings, and what the loss says", overflow="fold")
     columns = []
     for heading, (form, value_of) in COLUMNS.items():

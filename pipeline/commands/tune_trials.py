@@ -108,7 +108,7 @@ class Bench:
         rows.mkdir(parents=True)
         for name in SCHEMAS:
             (rows / name).symlink_to(self.rows / name)
-        write_steps(rows, [self.lengths], len(self.lengths), plan.config, plan.world.ranks)
+        write_steps(rows, len(self.lengths), plan.config, plan.world.ranks)
         store.write_bytes(paths.plan, plan.to_json())
         memory = 0
         for stage in (Stage.TRAIN,) if plan.world.kind in EAGER_KINDS else (Stage.COMPILE, Stage.TRAIN):
@@ -117,24 +117,25 @@ class Bench:
                 on_progress(f"{plan.run}: {stage}: {progress_note(paths, stage)}")
 
             log, keep = folder / f"{stage}.log", (self.lock,)
-            ended = run_stage(stage, paths.root, log=log, timeout_seconds=self.timeout_seconds, on_poll=report, keep_open=keep)
-            memory = max(memory, ended.memory_bytes)
-            if ended.code:
+            code, used, timed_out = run_stage(
+                stage, paths.root, log=log, timeout_seconds=self.timeout_seconds, on_poll=report, keep_open=keep
+            )
+            memory = max(memory, used)
+            if code:
                 failed = read_failure(paths, stage)
-                if ended.timed_out:
-                    why = f"{stage} took longer than {self.timeout_seconds / 60:g} minutes"
-                elif failed is None:
-                    why = f"{stage} ended without an explanation: see {log}"
-                else:
-                    why = f"{stage}: {sentence(failed.what, failed.value)}"
+                why = (
+                    f"{stage}: {sentence(failed.what, failed.value)}"
+                    if failed
+                    else f"{stage} ended without an explanation: see {log}"
+                )
                 return Row(
                     name=plan.run,
                     settings=settings,
-                    status="slow" if ended.timed_out else "failed",
+                    status="slow" if timed_out else "failed",
                     host_memory_bytes=memory,
-                    exit_code=ended.code,
-                    what=why,
-                    timeout_seconds=self.timeout_seconds if ended.timed_out else 0.0,
+                    exit_code=code,
+                    what=f"{stage} took longer than {self.timeout_seconds / 60:g} minutes" if timed_out else why,
+                    timeout_seconds=self.timeout_seconds if timed_out else 0.0,
                 )
         row = measure(paths, plan, memory_bytes=memory, settings=settings)
         # The largest files by far, and unused: plan, results, metrics and logs stay.

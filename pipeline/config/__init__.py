@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -31,6 +32,7 @@ from pipeline.config.sections import (
     GateConfig,
     GoldenSet,
     HeadConfig,
+    HeadLayer,
     HealthCheckConfig,
     KeyRole,
     LoaderConfig,
@@ -41,11 +43,11 @@ from pipeline.config.sections import (
     ReportConfig,
     RunId,
     Section,
-    TrainConfig,
     Uri,
     matching,
     refuse_if,
 )
+from pipeline.config.train import TrainConfig
 from pipeline.contract import EAGER_KINDS, REGISTRY_NAME_PATTERN, SHARE_PATTERN, Queue, Stage
 from pipeline.errors import BadConfig, MissingInput
 
@@ -59,6 +61,7 @@ __all__ = [
     "GateConfig",
     "GoldenSet",
     "HeadConfig",
+    "HeadLayer",
     "HealthCheckConfig",
     "KeyRole",
     "LoaderConfig",
@@ -150,6 +153,11 @@ class RunConfig(Section):
         joined = self.device.loader.batches_per_execution > 1
         return self.train.bins > 1 and (self.train.micro_batches is not None or not (kind in EAGER_KINDS or joined))
 
+    @property
+    def classifies_only(self) -> bool:
+        """Whether every row has a task with classes, so that nothing is searched: the classified texts are the hold-out."""
+        return self.gate.metric == "accuracy"
+
     def adds_up(self, kind: str) -> bool:
         """Return whether several backward passes of a step add up their gradients there."""
         return self.train.accumulation > 1 or self.cuts_batches(kind)
@@ -176,6 +184,32 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _classifies_texts(self) -> RunConfig:
+        refuse_if(
+            self.train.classes and self.embed.dimensions is not None,
+            "embed writes the classes of whole embeddings, and embed.dimensions cuts them: leave out one of embed.dimensions and "
+            "train.classes",
+        )
+        refuse_if(
+            self.train.classes and self.data.holdout_by == "document",
+            "data.holdout_by = document would hold out whole classes of train.classes: set it to query or group",
+        )
+        refuse_if(
+            self.classifies_only and not self.train.classes,
+            "gate.metric = accuracy is that of classified texts: name their classes in train.classes",
+        )
+        others = [rule.slice for rule in self.gate.guardrails if rule.metric == "accuracy" and not rule.slice.startswith("task:")]
+        refuse_if(
+            others and not self.classifies_only,
+            f"gate.guardrails: the slice {', '.join(others)} has an accuracy only where gate.metric is accuracy, too",
+        )
+        refuse_if(
+            self.classifies_only and self.report.texts,
+            "report.texts shows which documents queries find, and with gate.metric = accuracy there are none: leave it out",
+        )
+        return self
+
+    @model_validator(mode="after")
     def _casts_once(self) -> RunConfig:
         cast, precision = self.compile.auto_cast, self.device.precision
         refuse_if(
@@ -199,6 +233,11 @@ class RunConfig(Section):
         joined = self.device.loader.batches_per_execution
         if joined == 1:
             return self
+        refuse_if(
+            self.train.classes,
+            f"device.loader.batches_per_execution = {joined} joins steps into one graph: it needs steps of one form, and "
+            "train.classes makes others",
+        )
         refuse_if(
             self.train.accumulation > 1,
             f"device.loader.batches_per_execution = {joined} joins steps into one graph: it needs train.accumulation = 1",
@@ -394,13 +433,23 @@ def read_yaml(text: str) -> Any:
     """Return the value of a YAML text: data only, no tag makes an object.
 
     Raises:
-        ValueError: not YAML, or a value that does not fit its tag.
+        ValueError: not YAML, a value that does not fit its tag, or a repeated key in a section.
     """
     try:
-        return yaml.safe_load(text)
+        return _EachKeyOnce(text).get_single_data()
     # PyYAML's constructors raise any of these for values of the wrong form.
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(str(error) or type(error).__name__) from error
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """Refuses repeated keys in a section; plain YAML keeps the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if doubled := [key for key, times in keys.items() if times > 1]:
+            raise yaml.MarkedYAMLError(problem=f"the key {doubled[0]!r} is repeated", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep=deep)
 
 
 def _nearest(path: Sequence[str | int]) -> str:

@@ -1,16 +1,25 @@
-"""The sections of the run configuration, one per stage or subject. Every key has a description and its roles."""
+"""The sections of the run configuration, one per stage or subject; training's is in pipeline/config/train. Every key has a
+description and its roles."""
 
 from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from pipeline.allowed_uris import objection
 from pipeline.contract import ARRAY_LIMIT, RUN_ID_PATTERN
-from pipeline.packing import MICRO_BATCH_TOKENS, PAIR_TOKENS, BinShape, bins_of, largest_divisor
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -27,8 +36,7 @@ def refuse_if(wrong: object, why: str) -> None:
 
 
 def _well_formed(uri: str) -> str:
-    if wrong := objection(uri):
-        raise ValueError(wrong)
+    refuse_if(wrong := objection(uri), str(wrong))
     return uri
 
 
@@ -157,10 +165,31 @@ class DataConfig(Section):
     )
 
 
-class HeadConfig(Section):
-    """Residual MLP head after pooling: x + W2 relu(W1 x + b1) + b2, W2 and b2 zero at first."""
+class HeadLayer(Section):
+    """activation(W x + b). In a new layer W is random, within 1 / sqrt(inputs) of 0 and the same in every run, and b is 0."""
 
-    hidden: PositiveInt = Field(1024, description="Width of the hidden layer.")
+    out: PositiveInt = Field(description="Size of its output.")
+    activation: Literal["relu", "gelu", "tanh", "identity"] = Field(
+        "identity", description="Applied to every number of its output; gelu is x Φ(x), computed with erf."
+    )
+
+
+class HeadConfig(Section):
+    """MLP after pooling. With `hidden`: residual, x + W2 relu(W1 x + b1) + b2, with W2 and b2 zero at first. With `layers`, or
+    their list in place of this section: one layer after another."""
+
+    hidden: PositiveInt | None = Field(None, description="Width of the residual head's hidden layer.")
+    layers: tuple[HeadLayer, ...] = Field((), description="Layers in order; the last one's `out` is the embeddings' size.")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> HeadConfig:
+        refuse_if((self.hidden is None) != bool(self.layers), "a head has either `hidden` or a list of layers")
+        return self
+
+    @model_serializer
+    def as_written(self) -> Any:
+        """Return the head as a configuration file has it."""
+        return [layer.model_dump() for layer in self.layers] or {"hidden": self.hidden}
 
 
 class ModelConfig(Section):
@@ -186,8 +215,22 @@ class ModelConfig(Section):
         "mean", description="How token vectors become one vector: their mean, or the first token's vector."
     )
     normalize: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(True, description="Whether embeddings have length 1.")
-    head: Annotated[HeadConfig | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        None, description="Residual head after pooling; None: no head."
+    head: Annotated[
+        HeadConfig | None,
+        BeforeValidator(
+            lambda value: {"layers": value} if isinstance(value, list | tuple) else value,
+            json_schema_input_type=HeadConfig | tuple[HeadLayer, ...] | None,
+        ),
+        KeyRole.LEARNED,
+        KeyRole.GRAPH,
+    ] = Field(None, description="MLP after pooling: a section, or a list of layers; None: no head.")
+    head_key: Annotated[
+        Annotated[str, matching(re.compile(r"[^{}]*\{\}[^{}]*"), "exactly one {}, for the layer's number: ")] | None,
+        KeyRole.BOOKKEEPING,
+    ] = Field(
+        None,
+        description="Name of the head's layers in a parent's weights, {} in place of their numbers, such as `mlp.{}`: rising "
+        "numbers, gaps allowed, each with `.weight` and `.bias`. None: as trnpipe names them.",
     )
 
 
@@ -212,7 +255,7 @@ class DeviceConfig(Section):
         "auto",
         description="Precision of training's matrix products; weights and optimizer stay fp32. bf16: torch autocast. "
         "compiler: neuronx-cc casts as compile.auto_cast says, also in the optimizer (neuron only). auto: bf16 where the device "
-        "supports it, else fp32.",
+        "is faster in it, else fp32.",
     )
     ranks_per_node: PositiveInt | None = Field(None, description="None: 32 on neuron, all GPUs on cuda, else 1.")
     threads_per_rank: PositiveInt | None = Field(None, description="Host threads of a rank; None: cores / ranks on the host.")
@@ -341,131 +384,6 @@ class CompileConfig(Section):
         return cache
 
 
-class TrainConfig(Section):
-    """Contrastive training of the bi-encoder."""
-
-    steps: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        None, description="Optimizer steps; None: `epochs` over the run's rows."
-    )
-    epochs: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        1, description="Passes over the run's training rows, unless `steps` is set."
-    )
-    batch_size: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
-        128,
-        description="Pairs per rank whose documents compete, at most: as many as their tokens leave room for; times "
-        "`accumulation` per step.",
-    )
-    batch_tokens: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
-        None, description=f"Tokens per rank that the pairs of a batch share, in packed rows. None: {PAIR_TOKENS} x batch_size."
-    )
-    accumulation: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
-        1, description="Batches whose gradients are added up before an optimizer step: a larger batch in the same memory."
-    )
-    micro_batches: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
-        None,
-        description="Equal pieces of a batch, each packed for itself, that pass through the encoder one at a time: a memory "
-        "setting, which changes neither loss nor negatives. From 2 on, the forward pass runs twice. Divides batch_size. None: as "
-        f"few as have at most {MICRO_BATCH_TOKENS} tokens each; and cpu and cuda compute all of them at once.",
-    )
-    activation_checkpointing: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
-        False, description="Compute each layer's activations again in the backward pass instead of keeping them."
-    )
-    shard_optimizer: Annotated[Literal["auto"] | bool, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE] = Field(
-        "auto",
-        description="Each rank keeps one share of the optimizer's state instead of all of it, and ranks gather the weights after "
-        "each step. auto: where 16 bytes per parameter exceed a quarter of a device's memory (neuron, cuda).",
-    )
-    bf16_weights: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        False, description="Keep weights and gradients in bf16, and fp32 weights, which AdamW updates, only in the ranks' shares."
-    )
-    freeze_word_embeddings: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        False, description="Leave the word embeddings as they are: no gradient, no optimizer state. For large vocabularies."
-    )
-    query_length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        32, description="Tokens at which queries are cut."
-    )
-    length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        256, description="Tokens of a packed row, and those at which documents are cut."
-    )
-    learning_rate: Annotated[float, KeyRole.LEARNED] = Field(2e-5, gt=0, description="Peak learning rate of AdamW.")
-    schedule: Annotated[Literal["cosine", "linear", "constant"], KeyRole.LEARNED] = Field(
-        "cosine", description="Learning rate after the warmup."
-    )
-    warmup_fraction: Annotated[Fraction, KeyRole.LEARNED] = Field(
-        0.1, description="Share of the steps in which the learning rate rises linearly to its peak."
-    )
-    final_lr_fraction: Annotated[Fraction, KeyRole.LEARNED] = Field(
-        0.0, description="Learning rate of the last step, as a share of the peak."
-    )
-    weight_decay: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        0.01, ge=0, description="AdamW's decoupled weight decay."
-    )
-    beta1: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        0.9, ge=0, lt=1, description="AdamW's decay rate of the first moment."
-    )
-    beta2: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        0.999, ge=0, lt=1, description="AdamW's decay rate of the second moment."
-    )
-    epsilon: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    clip_norm: Annotated[float | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        1.0, gt=0, description="Largest norm of the gradient of a step; None: no clipping."
-    )
-    temperature: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        0.05, gt=0, description="Divisor of the similarities in the contrastive loss."
-    )
-    dropout: Annotated[Annotated[float, Field(ge=0.0, lt=1.0)] | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
-        None, description="Dropout of hidden states in training; None: the model's own. Attention probabilities have none."
-    )
-    resume: Annotated[RunId | None, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
-        None,
-        description="Id of a run whose training this run resumes, on other nodes or ranks. None: begin with the parent.",
-    )
-    log_every: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE] = Field(
-        10, description="Steps between two lines of training metrics."
-    )
-    validate_every: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
-        100, description="Steps between two evaluations on hold-out queries."
-    )
-    validation_queries: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
-        512, description="Hold-out queries of the evaluation inside training."
-    )
-    checkpoint_every: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        200, description="Steps between two checkpoints."
-    )
-    keep_checkpoints: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        3, description="Newest checkpoints to keep; training removes older ones, except those of keep_every and keep_best."
-    )
-    keep_every: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        None, description="Also keep the checkpoints of steps that are multiples of this; None: no others."
-    )
-    keep_best: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
-        True, description="Also keep the checkpoint with the best validation of gate.metric."
-    )
-
-    @model_validator(mode="after")
-    def _whole_micro_batches(self) -> TrainConfig:
-        if self.micro_batches is not None and self.batch_size % self.micro_batches:
-            raise ValueError(
-                f"micro_batches = {self.micro_batches} does not divide batch_size = {self.batch_size}, but all micro-batches "
-                f"have the same size: set micro_batches = {largest_divisor(self.batch_size, self.micro_batches)}, or leave it out"
-            )
-        return self
-
-    @property
-    def bins(self) -> int:
-        """Micro-batches into which a rank's batch is packed, also where they are computed at once."""
-        return self._packed[0]
-
-    @property
-    def bin_shape(self) -> BinShape:
-        """The shape of each."""
-        return self._packed[1]
-
-    @property
-    def _packed(self) -> tuple[int, BinShape]:
-        return bins_of(self.batch_size, self.batch_tokens or PAIR_TOKENS * self.batch_size, self.length, self.micro_batches)
-
-
 class GoldenSet(Section):
     """Queries, judgements and a corpus that stay the same, in the form of BEIR (docs/data.md)."""
 
@@ -505,6 +423,7 @@ class EvaluateConfig(Section):
 
 
 MetricName = Literal["ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100"]
+ClassMetricName = Literal["accuracy"]
 DriftName = Literal["cosine", "overlap@10"]
 Drop = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -516,8 +435,10 @@ class Guardrail(Section):
         description="`locale:NAME`, `task:NAME`, `golden:NAME`, with `*` for all of them; `fresh`: queries of the newest week; "
         "`mixed`: new queries against the published documents; `drift`: how close documents stay to their vectors."
     )
-    metric: MetricName | DriftName = Field(
-        "ndcg@10", description="Metric of the slice; of `drift` the mean `cosine`, or `overlap@10`: of neighbours that stay."
+    metric: MetricName | ClassMetricName | DriftName = Field(
+        "ndcg@10",
+        description="Metric of the slice; `accuracy` of a task with train.classes, of a locale or the newest week where "
+        "gate.metric is it, too; of `drift` the mean `cosine`, or `overlap@10`: of neighbours that stay.",
     )
     max_drop: Drop = Field(
         0.02, description="Absolute; a larger drop refuses the model if it is surely larger. Of `drift` the distance from 1."
@@ -526,6 +447,8 @@ class Guardrail(Section):
     @model_validator(mode="after")
     def _metric_of_slice(self) -> Guardrail:
         known = get_args(DriftName if self.slice == "drift" else MetricName)
+        if self.slice == "fresh" or self.slice.startswith(("task:", "locale:")):
+            known += get_args(ClassMetricName)
         refuse_if(self.metric not in known, f"metric = {self.metric}: the slice {self.slice} has {', '.join(known)}")
         return self
 
@@ -533,7 +456,10 @@ class Guardrail(Section):
 class GateConfig(Section):
     """When a model may be published, against the published model, else the parent."""
 
-    metric: MetricName = Field("ndcg@10", description="Metric that decides.")
+    metric: MetricName | ClassMetricName = Field(
+        "ndcg@10",
+        description="Metric that decides. `accuracy`: of held-out texts; every row then has a task of train.classes.",
+    )
     max_drop: Drop = Field(0.005, description="The drop that the new model must not have, absolute: 0.005 = 0.5 %.")
     undecided: Literal["refuse", "accept"] = Field(
         "refuse",
@@ -546,7 +472,10 @@ class GateConfig(Section):
         "stay: it bounds the sum of all weeks' drops.",
     )
     guardrails: tuple[Guardrail, ...] = Field(
-        tuple(Guardrail(slice=name) for name in ("locale:*", "task:*", "golden:*", "fresh")),
+        (
+            *(Guardrail(slice=name) for name in ("locale:*", "task:*", "golden:*", "fresh")),
+            Guardrail(slice="task:*", metric="accuracy"),
+        ),
         description="Slices that must not become surely worse; those of under 100 documents are not judged.",
     )
 
@@ -567,6 +496,11 @@ class EmbedConfig(Section):
     )
     dtype: Annotated[Literal["float32", "float16"], KeyRole.BOOKKEEPING] = Field(
         "float32", description="Type of the stored embeddings."
+    )
+    dimensions: Annotated[PositiveInt | None, KeyRole.LEARNED] = Field(
+        None,
+        description="Size of the published embeddings: the first so many numbers, with length 1 again if model.normalize. None: "
+        "all. A model keeps its size, so a change takes effect with the next model.",
     )
     length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         256, description="Tokens at which texts are cut, and on devices that compile those of a row, which texts share."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -56,8 +56,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
         BadConfig: naming the keys that `data.columns` takes, or the template.
     """
     known = sorted({*TRAINING_COLUMNS, *CORPUS_COLUMNS})
-    unknown = [f"data.columns.{name}" for name in columns if name not in known]
-    if unknown:
+    if unknown := [f"data.columns.{name}" for name in columns if name not in known]:
         raise BadConfig("unknown column", value=unknown, rule=f"keys of data.columns are our names: {', '.join(known)}")
     for name, column in columns.items():
         try:
@@ -78,20 +77,15 @@ def parts_of(template: str) -> tuple[tuple[str, str], ...]:
     Raises:
         ValueError: a brace without its other half, or a conversion or format after a column's name.
     """
-    parts = []
-    for literal, field, form, conversion in string.Formatter().parse(template):
-        if form or conversion or field == "":
-            raise ValueError("braces hold the name of a column and nothing else")
-        parts.append((literal, field or ""))
-    return tuple(parts)
+    parts = list(string.Formatter().parse(template))
+    if any(form or conversion or field == "" for _, field, form, conversion in parts):
+        raise ValueError("braces hold the name of a column and nothing else")
+    return tuple((literal, field or "") for literal, field, *_ in parts)
 
 
-def fields_of(name: str) -> Iterator[str]:
-    """Yield the file's columns that a name or a template reads."""
-    if "{" not in name:
-        yield name
-        return
-    yield from (field for _, field in parts_of(name) if field)
+def fields_of(name: str) -> list[str]:
+    """Return the file's columns that a name or a template reads."""
+    return [field for _, field in parts_of(name) if field] if "{" in name else [name]
 
 
 def filled(parts: Sequence[tuple[str, str]], record: Mapping[str, Any]) -> str | None:
@@ -129,10 +123,8 @@ def resolve(uri: str, ours: Sequence[str], given: Mapping[str, str], present: Se
         ]
         if name in given:
             names[name] = given[name]
-        elif name in found or len(found) != 1:
-            names[name] = name
         else:
-            names[name] = found[0]
+            names[name] = name if name in found or len(found) != 1 else found[0]
         if len(found) > 1 and name not in given and name not in found:
             raise BadData(
                 f"more than one column may be the {name}",

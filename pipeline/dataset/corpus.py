@@ -26,7 +26,6 @@ READERS = 16
 
 [DOCUMENT_TOKENS] = TOKENS[DOCUMENTS]
 
-Mask = NDArray[np.bool_]
 Cut = Callable[[pa.ListArray], pa.ListArray]
 File = tuple[IngestedShard, int]
 
@@ -143,7 +142,7 @@ def _facts(index: int, count: int, file: File) -> tuple[int, pa.Table]:
     return start + int(begin), facts.slice(begin, end - begin)
 
 
-def _tokens(cut: Cut, file: File, begin: int, taken: Mask) -> list[pa.ListArray]:
+def _tokens(cut: Cut, file: File, begin: int, taken: NDArray[np.bool_]) -> list[pa.ListArray]:
     """Return the tokens of some of the rows of a file that begin with `begin`."""
     shard, number = file
     found: list[pa.ListArray] = []

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.dataset.corpus import leaders
-from pipeline.dataset.ids import MODULUS, IdDigest
+from pipeline.dataset.ids import IdDigest
 from pipeline.dataset.ingested import SLICES, TOMBSTONE, Hashes, IngestedShard, part_range
 from pipeline.dataset.reading import in_threads
 from pipeline.dataset.records import EXCERPT_CHARACTERS, BadRow
@@ -82,10 +82,10 @@ def count_documents(
         beat(int(per_slice[:end].sum()))
     total = sum((digest.count for digest in digests), 0)
     count = part_count(total, rows_per_part, least)
-    parts = [_joined(digests[start : start + bins // count]) for start in range(0, bins, bins // count)]
+    parts = [IdDigest.joined(digests[start : start + bins // count]) for start in range(0, bins, bins // count)]
     return CountedDocuments(
         parts=tuple(PartPlan(rows=part.count, ids=str(part)) for part in parts),
-        digest=_joined(digests),
+        digest=IdDigest.joined(digests),
         conflicts=conflicts,
         removed=removed,
     )
@@ -175,7 +175,3 @@ def _add(digests: list[IdDigest], keys: Hashes) -> None:
     begins = np.flatnonzero(np.diff(owners, prepend=~owners[:1]))
     for owner, own in zip(owners[begins].tolist(), np.split(keys, begins[1:]) if len(keys) else (), strict=True):
         digests[owner].merge(IdDigest.of(own))
-
-
-def _joined(digests: Sequence[IdDigest]) -> IdDigest:
-    return IdDigest(sum(one.count for one in digests), sum(one.total for one in digests) % MODULUS)

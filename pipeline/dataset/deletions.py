@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline import store
+from pipeline.contract import Record
 from pipeline.errors import BadData, MissingInput
 
 SETTING = "data.delete"
@@ -25,8 +26,16 @@ PREFIX = "hash:"
 HASH = re.compile(r"[0-9a-f]{16}")
 
 
+def have_negatives(rows: pa.Table | pa.RecordBatch, hashes: pa.Array) -> NDArray[np.bool_]:
+    """Return which rows have one of these documents as a negative: (rows,)."""
+    lists, found = rows.column("negative_hashes"), np.zeros(rows.num_rows, np.bool_)
+    named = np.asarray(pc.is_in(pc.list_flatten(lists), value_set=hashes))
+    found[np.repeat(np.arange(rows.num_rows), pc.list_value_length(lists).to_numpy())[named]] = True
+    return found
+
+
 @dataclass(frozen=True, slots=True)
-class Deletions:
+class Deletions(Record):
     """What must not be used: ids, and hashes of texts; distinct and sorted."""
 
     ids: tuple[str, ...] = ()
@@ -41,8 +50,10 @@ class Deletions:
         return len(self.ids) + len(self.hashes)
 
     def named(self, rows: pa.Table | pa.RecordBatch) -> NDArray[np.bool_]:
-        """Return which rows are named by their `id`, or by `document_hash` or `query_hash`, as far as they have them: (rows,)."""
+        """Return which rows are named by their `id`, or by the hash of any of their texts, as far as they have them: (rows,)."""
         found = np.zeros(rows.num_rows, np.bool_)
+        if "negative_hashes" in rows.schema.names:
+            found |= have_negatives(rows, pa.array(self.hashes, pa.uint64()))
         for name, values in (("id", self.ids), ("document_hash", self.hashes), ("query_hash", self.hashes)):
             if name in rows.schema.names:
                 column = rows.column(name)
@@ -50,12 +61,8 @@ class Deletions:
         return found
 
     def to_json(self) -> bytes:
+        # On one line, as ever: the digest names what is ingested.
         return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Deletions:
-        found = json.loads(data)
-        return cls(tuple(found["ids"]), tuple(found["hashes"]))
 
 
 def read_deletions(uris: Sequence[str]) -> Deletions:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.contract import RunPaths
-from pipeline.dataset.ids import IdDigest, id_hash
+from pipeline.dataset.ids import IdDigest, id_hashes
 from pipeline.dataset.ingested import Hashes, mixed, string_hashes
-from pipeline.dataset.parts import Embeddings, PartRecord, read_batches
+from pipeline.dataset.parts import Embeddings, PartRecord, embeddings_of, read_batches
 from pipeline.errors import BadData, MissingInput
 from pipeline.log import log
 
@@ -121,10 +121,7 @@ class EarlierVectors:
     def _read(paths: Sequence[Path]) -> Iterator[tuple[Hashes, Hashes, Embeddings]]:
         for path in paths:
             for batch in read_batches(path, ["id", "embedding", "token_hash"]):
-                keys = np.fromiter(map(id_hash, batch["id"].to_pylist()), np.uint64, len(batch))
-                vectors = batch["embedding"]
-                values = vectors.flatten().to_numpy().reshape(len(batch), vectors.type.list_size)
-                yield keys, batch["token_hash"].to_numpy(), values
+                yield id_hashes(batch["id"].to_pylist()), batch["token_hash"].to_numpy(), embeddings_of(batch)
 
     def take(self, keys: Hashes, tokens: Hashes) -> tuple[NDArray[np.bool_], Embeddings]:
         """Return which documents have a vector, (rows,), and these vectors, (n, D).

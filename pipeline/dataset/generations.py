@@ -38,8 +38,7 @@ def list_corpus(uris: Sequence[str], mode: str) -> list[tuple[store.ObjectInfo, 
 def _newest_snapshot(uri: str) -> str:
     found = [info.uri for info in store.list_objects(uri)]
     folders = {_below(one, uri) for one in found if "/" in one.removeprefix(_root(uri)).lstrip("/")}
-    complete = {folder for folder in folders if f"{_root(uri)}/{folder}/{MARKER}" in found}
-    if not complete:
+    if not (complete := {folder for folder in folders if f"{_root(uri)}/{folder}/{MARKER}" in found}):
         raise MissingInput(
             "no snapshot of the corpus is complete",
             value=[f"{SETTING}: {uri}", *sorted(folders)[-3:]],

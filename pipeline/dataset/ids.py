@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 MODULUS = 1 << 128
-LOW_32 = (1 << 32) - 1
 
 
 @dataclass(slots=True)
@@ -21,13 +21,6 @@ class IdDigest:
 
     count: int = 0
     total: int = 0
-
-    def add(self, identifier: str) -> int:
-        """Add one id; return its hash."""
-        value = id_hash(identifier)
-        self.count += 1
-        self.total = (self.total + value) % MODULUS
-        return value
 
     def merge(self, other: IdDigest) -> None:
         """Add all ids of another digest."""
@@ -41,8 +34,14 @@ class IdDigest:
     def of(cls, hashes: NDArray[np.uint64]) -> IdDigest:
         """Return the digest of the ids with these hashes."""
         # In halves, whose sums do not overflow.
-        low, high = (int(half.sum(dtype=np.uint64)) for half in (hashes & np.uint64(LOW_32), hashes >> np.uint64(32)))
+        low, high = (int(half.sum(dtype=np.uint64)) for half in (hashes & np.uint64(0xFFFFFFFF), hashes >> np.uint64(32)))
         return cls(len(hashes), (low + (high << 32)) % MODULUS)
+
+    @classmethod
+    def joined(cls, digests: Iterable[IdDigest]) -> IdDigest:
+        """Return the digest of the ids of all digests."""
+        together = list(digests)
+        return cls(sum(one.count for one in together), sum(one.total for one in together) % MODULUS)
 
     @classmethod
     def parse(cls, text: str) -> IdDigest:
@@ -58,3 +57,8 @@ class IdDigest:
 def id_hash(identifier: str) -> int:
     """Return the first 8 bytes of the id's BLAKE2b hash as an integer."""
     return int.from_bytes(hashlib.blake2b(identifier.encode(), digest_size=8).digest(), "big")
+
+
+def id_hashes(ids: Iterable[str]) -> NDArray[np.uint64]:
+    """Return the hash of each id."""
+    return np.fromiter(map(id_hash, ids), np.uint64)

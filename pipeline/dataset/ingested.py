@@ -33,21 +33,25 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
 from pipeline import store
 from pipeline.dataset.ids import id_hash
 from pipeline.dataset.reading import in_threads, read_records
 from pipeline.errors import BadData, MissingInput
 from pipeline.log import log
-from pipeline.run_inputs import InputShard, TokenizerPlan
+from pipeline.run_inputs import InputShard, PlanSection, TokenizerPlan
 
 PROFILE = "profile.json.gz"
 """Compressed: it has the places of thousands of pieces of rows, and prepare and plan read that of every known shard each week."""
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Of everything below, and of the rules of rows.py: a change of either makes new names."""
+
+IDENTITY_VERSION = 3
+"""Of `row_versions` and the hashes of texts: with another one, every row counts as new."""
 
 SLICES = 1024
 FILE_ROWS = 1 << 18
@@ -68,6 +72,7 @@ FACTS = {
             ("version", pa.uint64()),
             ("query_hash", pa.uint64()),
             ("document_hash", pa.uint64()),
+            ("negative_hashes", pa.list_(pa.uint64())),
             ("id", pa.string()),
             ("label", pa.float32()),
             ("locale", pa.string()),
@@ -93,8 +98,8 @@ TOMBSTONE = 0
 TEXTS = pa.schema([("texts", pa.list_(pa.string())), ("negatives", pa.list_(pa.string())), ("group", pa.string())])
 """`texts`: query and document of a pair; the text of a document."""
 
-TOKENS = {PAIRS: ("query_tokens", "document_tokens"), DOCUMENTS: ("document_tokens",)}
-"""Columns of token ids, in the order of `texts`; null where the tokenizer cannot take the text."""
+TOKENS = {PAIRS: ("query_tokens", "document_tokens", "negative_tokens"), DOCUMENTS: ("document_tokens",)}
+"""Columns of token ids, in the order of `texts`, and of each of `negatives`; null where the tokenizer cannot take the text."""
 
 Hashes = NDArray[np.uint64]
 
@@ -112,7 +117,13 @@ def ingested_tokens_uri(bucket_root: str, rows: str, name: str = "") -> str:
 def token_schema(kind: str, vocabulary: int) -> pa.Schema:
     """Return the schema of the tokens of a kind of rows, with the smallest integers that hold the vocabulary."""
     tokens = pa.list_(pa.uint16() if vocabulary <= 1 << 16 else pa.uint32())
-    return pa.schema([(name, tokens) for name in TOKENS[kind]])
+    return pa.schema([(name, pa.list_(tokens) if name == "negative_tokens" else tokens) for name in TOKENS[kind]])
+
+
+def with_values(lists: pa.ListArray, values: pa.Array) -> pa.ListArray:
+    """Return lists of other values: as many in each as it has. No list is null."""
+    ends = np.cumsum(pc.list_value_length(lists).to_numpy())
+    return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], ends]), pa.int32()), values)
 
 
 def mixed(values: Hashes) -> Hashes:
@@ -164,11 +175,7 @@ def part_range(index: int, count: int) -> tuple[int, int]:
     return index * width, (index + 1) * width - 1
 
 
-class _Profile(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class IngestedFile(_Profile):
+class IngestedFile(PlanSection):
     """One file of rows.
 
     Attributes:
@@ -183,7 +190,7 @@ class IngestedFile(_Profile):
     texts: tuple[int, ...]
 
 
-class Profile(_Profile):
+class Profile(PlanSection):
     """The content of an ingested shard.
 
     Attributes:
@@ -216,13 +223,13 @@ class Profile(_Profile):
     folder: str = ""
     deletions: tuple[str, ...] = ()
     deleted: int = 0
-    columns: dict[str, str] = {}
+    columns: dict[str, str] = Field({})
     positive_rows: int = 0
     tombstones: int = 0
-    statistics: dict[str, Any] = {}
+    statistics: dict[str, Any] = Field({})
 
 
-class TokenProfile(_Profile):
+class TokenProfile(PlanSection):
     """The content of the tokens of an ingested shard.
 
     Attributes:
@@ -346,8 +353,9 @@ class IngestedShard:
         """Return whether rows and tokens are complete, without a row to delete; log what is damaged."""
         if not self.has_rows(sizes) or self.lacks_deletion():
             return False
-        complete = _is_complete(lambda: self.token_profile, self.tokens_uri, sizes)
-        return complete and self.token_profile.rows_name == self.files_name
+        return (
+            _is_complete(lambda: self.token_profile, self.tokens_uri, sizes) and self.token_profile.rows_name == self.files_name
+        )
 
     def _file(self, name: str) -> str:
         return "/".join(filter(None, [self.rows_uri, self.profile.folder, name]))
@@ -446,10 +454,8 @@ def write_file(folder: Path, number: int, kind: str, table: pa.Table) -> tuple[I
         facts=write_batches(folder / f"facts-{number:05d}.arrow", table.select(FACTS[kind].names).cast(FACTS[kind])),
         texts=write_batches(folder / f"texts-{number:05d}.arrow", table.select(TEXTS.names).cast(TEXTS)),
     )
-    hashes = np.empty(len(table), HASHES[kind])
-    for name in HASHES[kind].names or ():
-        hashes[name] = table[name].to_numpy()
-    hashes.tofile(folder / f"hashes-{number:05d}.bin")
+    hashes = [table[name].to_numpy() for name in HASHES[kind].names or ()]
+    np.rec.fromarrays(hashes, dtype=HASHES[kind]).tofile(folder / f"hashes-{number:05d}.bin")
     return file, table
 
 

@@ -7,11 +7,11 @@ writes the record (`embed/part-....json`) after the part: a record that fits its
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,10 @@ from pipeline.errors import BadData
 READ_ROWS = 65_536
 COLUMNS = ["id", "embedding", "locale", "document_hash", "token_hash"]
 """Earlier releases wrote the first two, then three, then four. `document_hash`: pipeline/dataset/rows.normalized_hash.
-`token_hash`: `token_hashes`."""
+`token_hash`: `token_hashes`. Behind them, for each classifier of the model, `TASK.class` and `TASK.probability`."""
+
+Classified = Mapping[str, tuple[Sequence[str], npt.NDArray[np.float32]]]
+"""Task -> the most probable class of each document, and its probability."""
 
 Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
@@ -53,6 +56,8 @@ class PartRecord(Record):
         seconds, documents_per_second: wall time from the first row read to the uploaded file.
     """
 
+    if_unreadable: ClassVar[str] = "delete it and run embed again"
+
     sha256: str
     size: int
     rows: int
@@ -75,23 +80,6 @@ class PartRecord(Record):
     uri: str = ""
     copied: int = 0
     copied_bytes: int = 0
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> PartRecord:
-        """Read a record back.
-
-        Raises:
-            BadData: not a record of a part.
-        """
-        try:
-            return super(PartRecord, cls).from_json(data)
-        except BadData as error:
-            raise BadData(
-                "the record of a part cannot be read", value=error.value, rule=error.rule, remedy="delete it and run embed again"
-            ) from error
 
 
 class QuarantinedDocument(NamedTuple):
@@ -123,36 +111,37 @@ def quarantine_from_json(data: bytes) -> list[QuarantinedDocument]:
         ) from error
 
 
-def part_schema(dimension: int, dtype: str) -> pa.Schema:
+def part_schema(dimension: int, dtype: str, tasks: Sequence[str] = ()) -> pa.Schema:
     """Return the schema: `id` string, `embedding` fixed-size list of `dimension` values, neither ever null; `locale` string;
-    `document_hash` and `token_hash` uint64."""
+    `document_hash` and `token_hash` uint64; for each task `TASK.class` string and `TASK.probability` float32."""
     values = pa.list_(pa.from_numpy_dtype(np.dtype(dtype)), dimension)
     required = [pa.field("id", pa.string(), nullable=False), pa.field("embedding", values, nullable=False)]
     hashes = [pa.field(name, pa.uint64()) for name in COLUMNS[3:]]
-    return pa.schema([*required, pa.field("locale", pa.string()), *hashes])
+    kinds = (("class", pa.string()), ("probability", pa.float32()))
+    classes = [pa.field(f"{task}.{name}", kind) for task in tasks for name, kind in kinds]
+    return pa.schema([*required, pa.field("locale", pa.string()), *hashes, *classes])
 
 
-class PartWriter:
+class PartWriter(AbstractContextManager["PartWriter"]):
     """Write one part to a local file, a row group for every call of `write`; use as a context manager.
 
     Args:
         path: the file, replaced.
         dimension, dtype: of an embedding.
+        tasks: whose classes are written, too.
     """
 
-    def __init__(self, path: Path, dimension: int, dtype: str) -> None:
-        self.rows = 0
-        self._schema = part_schema(dimension, dtype)
+    def __init__(self, path: Path, dimension: int, dtype: str, tasks: Sequence[str] = ()) -> None:
+        self._schema = part_schema(dimension, dtype, tasks)
         self._dimension = dimension
         self._dtype = np.dtype(dtype)
         # Embeddings look random: neither a dictionary nor compression makes them smaller. Ids do compress.
         compression = {"id": "zstd", "embedding.list.element": "none", "locale": "zstd", **dict.fromkeys(COLUMNS[3:], "none")}
-        self._writer = pq.ParquetWriter(path, self._schema, compression=compression, use_dictionary=["locale"])
+        compression |= dict.fromkeys(self._schema.names[len(COLUMNS) :], "zstd")
+        repeated = ["locale", *(f"{task}.class" for task in tasks)]
+        self._writer = pq.ParquetWriter(path, self._schema, compression=compression, use_dictionary=repeated)
 
-    def __enter__(self) -> PartWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._writer.close()
 
     def write(
@@ -162,8 +151,10 @@ class PartWriter:
         locales: Sequence[str | None] | None = None,
         documents: npt.NDArray[np.uint64] | None = None,
         tokens: npt.NDArray[np.uint64] | None = None,
+        classified: Classified | None = None,
     ) -> None:
-        """Append rows: `ids`, their embeddings, shape (rows, dimension), their locales, the hashes of their texts and tokens.
+        """Append rows: `ids`, their embeddings, shape (rows, dimension), their locales, the hashes of their texts and tokens, and
+        their classes in the order of the writer's tasks.
 
         Raises:
             ValueError: embeddings of another shape.
@@ -175,8 +166,8 @@ class PartWriter:
         none = [None] * len(ids)
         hashes = [pa.array(none if values is None else values, pa.uint64()) for values in (documents, tokens)]
         columns = [pa.array(ids, pa.string()), vectors, pa.array(locales or none, pa.string()), *hashes]
+        columns += (pa.array(values) for both in (classified or {}).values() for values in both)
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        self.rows += len(ids)
 
 
 def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings, list[str | None]]]:
@@ -186,11 +177,15 @@ def read_part(path: Path) -> Iterator[tuple[list[str], Embeddings, list[str | No
         BadData: not a part.
     """
     for batch in read_batches(path, COLUMNS[:3]):
-        vectors = batch.column("embedding")
-        values = vectors.flatten().to_numpy(zero_copy_only=False)
         # Earlier releases wrote no locale.
         locales = batch.column("locale").to_pylist() if "locale" in batch.schema.names else [None] * len(batch)
-        yield batch.column("id").to_pylist(), values.reshape(len(batch), vectors.type.list_size), locales
+        yield batch.column("id").to_pylist(), embeddings_of(batch), locales
+
+
+def embeddings_of(batch: pa.RecordBatch) -> Embeddings:
+    """Return the embeddings of a batch of rows, shape (rows, dimension)."""
+    vectors = batch.column("embedding")
+    return cast(Embeddings, vectors.flatten().to_numpy(zero_copy_only=False).reshape(len(batch), vectors.type.list_size))
 
 
 def read_batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -198,7 +193,7 @@ def read_batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
         with pq.ParquetFile(path, memory_map=True) as file:
             embedding = file.schema_arrow.field("embedding").type
             names = file.schema_arrow.names
-            if names != COLUMNS[: len(names)] or not pa.types.is_fixed_size_list(embedding):
+            if names[: len(COLUMNS)] != COLUMNS[: len(names)] or not pa.types.is_fixed_size_list(embedding):
                 raise BadData("the file is not a part", value=f"{path}: {names}", rule=f"columns {', '.join(COLUMNS)}")
             yield from file.iter_batches(READ_ROWS, columns=columns)
     except (pa.ArrowException, OSError, KeyError) as error:

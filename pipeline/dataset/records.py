@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import islice, pairwise
 from operator import itemgetter
@@ -287,17 +287,13 @@ def _csv_header(uri: str, path: str) -> list[str]:
     return header
 
 
-@contextmanager
-def _csv_reader(
-    uri: str, path: str, columns: Sequence[str], invalid: list[arrow_csv.InvalidRow]
-) -> Iterator[arrow_csv.CSVStreamingReader]:
-    """Open a CSV file; its first row names the columns, all values are bytes, empty ones null.
-
-    Args:
-        path: see `file_columns`.
-        columns: those to read; empty: all.
-        invalid: gets rows with another number of values than there are columns.
-    """
+def _csv_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
+    """Yield the rows in the file's order, numbered from 1 after the row of names: values as bytes, empty ones null."""
+    present = set(file_columns(uri, path))
+    wanted = [name for name in columns.wanted if name in present]
+    # Rows with another number of values than there are columns.
+    invalid: list[arrow_csv.InvalidRow] = []
+    line = 0
 
     def skip(row: arrow_csv.InvalidRow) -> str:
         invalid.append(row)
@@ -310,23 +306,13 @@ def _csv_reader(
             read_options=arrow_csv.ReadOptions(use_threads=False, block_size=MAX_ROW_BYTES),
             parse_options=arrow_csv.ParseOptions(delimiter=delimiter(uri), newlines_in_values=True, invalid_row_handler=skip),
             convert_options=arrow_csv.ConvertOptions(
-                include_columns=columns,
-                column_types=dict.fromkeys(columns, pa.binary()),
+                include_columns=wanted,
+                column_types=dict.fromkeys(wanted, pa.binary()),
                 check_utf8=False,
                 null_values=[""],
                 strings_can_be_null=True,
             ),
         )
-        yield reader
-
-
-def _csv_records(uri: str, path: str, columns: Columns) -> Iterator[Records]:
-    """Yield the rows in the file's order, numbered from 1 after the row that names the columns."""
-    present = set(file_columns(uri, path))
-    wanted = [name for name in columns.wanted if name in present]
-    invalid: list[arrow_csv.InvalidRow] = []
-    line = 0
-    with _csv_reader(uri, path, wanted, invalid) as reader:
         for batch in reader:
             # Arrow counts the row of names, too, and has read ahead.
             numbers = np.setdiff1d(np.arange(1, 1 + len(batch) + len(invalid)) + line, [row.number - 1 for row in invalid])

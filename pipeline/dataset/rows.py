@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.dataset.columns import CORPUS_COLUMNS, TRAINING_COLUMNS, Columns, filled, resolve
-from pipeline.dataset.ingested import DOCUMENTS, PAIRS, TOMBSTONE, Hashes
+from pipeline.dataset.ingested import DOCUMENTS, PAIRS, TOMBSTONE, Hashes, with_values
 from pipeline.dataset.records import BadRow, Column, Records, bad_row, file_columns, read_records, values_at, written
 
 MAX_ID_CHARACTERS = 1024
@@ -44,6 +44,7 @@ SCHEMAS = {
             ("group", pa.string()),
             ("document_hash", pa.uint64()),
             ("query_hash", pa.uint64()),
+            ("negative_hashes", pa.list_(pa.uint64())),
         ]
     ),
 }
@@ -187,6 +188,8 @@ def _block(uri: str, kind: str, columns: Columns, records: Records) -> Block:
         made = {name: column.take(good) for name, column in made.items()}
     for name in ("document", "query")[: 2 if kind == PAIRS else 1]:
         made[f"{name}_hash"] = pa.array(normalized_hashes(made[name]))
+    if kind == PAIRS:
+        made["negative_hashes"] = with_values(made["negatives"], pa.array(normalized_hashes(made["negatives"].flatten())))
     if "id" not in made:
         # So that equal documents are one.
         made["id"] = pa.array([f"{value:016x}" for value in made["document_hash"].to_pylist()], pa.string())

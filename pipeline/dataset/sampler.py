@@ -10,10 +10,12 @@ bins. Shuffling is sorting by a hash of the row: it needs memory for a part of t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import count, islice, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +31,30 @@ WINDOW = 64
 """Pairs that wait for room. With 64, rows of 256 tokens are 98 to 99 % full; more gain a few tenths of a percent, and time."""
 
 Lengths = Iterable[NDArray[np.int32]]
-"""Tokens of the queries and documents of consecutive rows, (n, 2), in pieces of any size; read several times."""
+"""Tokens of the query, the document and the negatives of consecutive rows, (n, texts), 0 for none, in pieces of any size; read
+several times."""
 
-Order = NDArray[np.int32]
-Pair = tuple[int, int, int]
-"""A row, and the tokens of its query and its document."""
 
-ROW = np.dtype([("key", np.uint64), ("row", np.int32), ("query", np.int32), ("document", np.int32)])
+class Strata(NamedTuple):
+    """Strata of rows; the pairs of a step are of one stratum.
+
+    Attributes:
+        numbers: the stratum of each row, from 0, in the same pieces as the lengths.
+        rows: number of rows of each stratum.
+        weights: each stratum's share of the steps is its share of these; None: every pair comes once an epoch.
+    """
+
+    numbers: Iterable[NDArray[np.int32]]
+    rows: Sequence[int]
+    weights: Sequence[float] | None = None
+
+
+Numbers = NDArray[np.integer]
+Pair = tuple[int, list[int]]
+"""A row, and the tokens of its texts."""
+
+Place = tuple[int, int, int]
+"""Of a text: the row, the first token in it, and the number of the text in it, from 0."""
 
 
 class Bin:
@@ -46,21 +65,18 @@ class Bin:
         self._left = [shape.length] * shape.rows
         self._texts = [0] * shape.rows
 
-    def add(self, query: int, document: int) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
-        """Place a pair of so many tokens each; None: there is no room.
+    def add(self, *lengths: int) -> list[Place] | None:
+        """Place the texts of a pair, query first, of so many tokens each; None: there is no room."""
+        before, places = (self._left.copy(), self._texts.copy()), list[Place]()
+        # The query, which is short, last.
+        for tokens in (*lengths[1:], lengths[0]):
+            if (place := self._place(tokens)) is None:
+                self._left, self._texts = before
+                return None
+            places.append(place)
+        return [places[-1], *places[:-1]]
 
-        Returns:
-            Of the query and of the document: the row, the first token in it, and the number of the text in it, from 0.
-        """
-        if (there := self._place(document)) is None:
-            return None
-        if (here := self._place(query)) is None:
-            self._left[there[0]] += document
-            self._texts[there[0]] -= 1
-            return None
-        return here, there
-
-    def _place(self, tokens: int) -> tuple[int, int, int] | None:
+    def _place(self, tokens: int) -> Place | None:
         """Put a text into the fullest row that has room."""
         most = texts_per_row(self._length)
         rows = [row for row, left in enumerate(self._left) if left >= tokens and self._texts[row] < most]
@@ -73,36 +89,75 @@ class Bin:
         return place
 
 
-def write_order(path: Path, lengths: Lengths, rows: int, shape: BinShape, bins: int, seed: int, *, limit: tuple[str, int]) -> int:
-    """Write the rows of every step, (steps, bins * shape.pairs) int32, MASKED behind the pairs of each bin; return the steps.
+def write_order(
+    path: Path,
+    lengths: Lengths,
+    rows: int,
+    shape: BinShape,
+    bins: int,
+    seed: int,
+    *,
+    limit: tuple[str, int],
+    strata: Strata | None = None,
+) -> list[int]:
+    """Write the rows of every step, (steps, bins * shape.pairs) int32, MASKED behind the pairs of each bin.
 
     Needs memory for a million rows; disk for the rows beside the file.
 
     Args:
         rows: number of pairs.
         bins: of a step, all ranks together.
-        limit: `epochs` or `steps`, and how many.
+        limit: `epochs` or `steps`, and how many. With weights, epochs are as many steps as they have without.
+        strata: None: all rows are one.
+
+    Returns:
+        The steps of each stratum.
 
     Raises:
         ValueError: no pairs, or one that a bin has no room for.
     """
     if not rows:
         raise ValueError("there are no rows to order")
-    kind, most = limit
-    epochs = range(most) if kind == "epochs" else count()
-    steps = 0
-    with open(path, "wb") as stream, TemporaryDirectory(dir=path.parent) as scratch:
-        packed = _packed(_shuffled(Path(scratch), lengths, rows, seed, epochs), shape)
-        while (kind == "epochs" or steps < most) and (chosen := list(islice(packed, bins))):
-            step = np.full((bins, shape.pairs), MASKED, np.int32)
-            for number, pairs in enumerate(chosen):
-                step[number, : len(pairs)] = pairs
-            step.tofile(stream)
-            steps += 1
-    return steps
+    (kind, most), sizes = limit, [rows] if strata is None else strata.rows
+    with TemporaryDirectory(dir=path.parent) as name:
+        together = Path(name) / "steps"
+
+        def write(epochs: Iterable[int], steps: Sequence[int | None]) -> list[int]:
+            counts = []
+            with open(together, "wb") as stream:
+                for stratum, wanted in enumerate(steps):
+                    own, folder, written = partial(_rows_of, lengths, strata, stratum), Path(name) / str(stratum), 0
+                    packed = _packed(_shuffled(folder, own, sizes[stratum], 1 + shape.documents, seed, epochs), shape)
+                    while written != wanted and (chosen := list(islice(packed, bins))):
+                        step = np.full((bins, shape.pairs), MASKED, np.int32)
+                        for number, pairs in enumerate(chosen):
+                            step[number, : len(pairs)] = pairs
+                        step.tofile(stream)
+                        written += 1
+                    counts.append(written)
+            return counts
+
+        counts = write(range(most), [None] * len(sizes)) if kind == "epochs" else []
+        if kind == "steps" or (strata and strata.weights):
+            counts = write(count(), _shares(sum(counts) or most, (strata and strata.weights) or sizes))
+        # Where a step's middle is in all of its stratum: so the steps of any stratum, large or small, are evenly spread.
+        middles = np.concatenate([(np.arange(steps) + 0.5) / steps for steps in counts if steps])
+        found = read_order(together, bins, shape.pairs)
+        with open(path, "wb") as stream:
+            for number in np.argsort(middles, kind="stable").tolist():
+                found[number].tofile(stream)
+    return counts
 
 
-def read_order(path: Path, bins: int, pairs: int) -> Order:
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Divide steps in the ratio of weights: the largest remainders are rounded up."""
+    exact = total * np.array(weights, np.float64) / sum(weights)
+    shares = np.floor(exact).astype(np.int64)
+    shares[np.argsort(shares - exact, kind="stable")[: total - shares.sum()]] += 1
+    return [int(share) for share in shares]
+
+
+def read_order(path: Path, bins: int, pairs: int) -> NDArray[np.int32]:
     """Map the file that `write_order` left: (steps, bins * pairs)."""
     return np.memmap(path, np.int32, mode="r").reshape(-1, bins * pairs)
 
@@ -113,32 +168,39 @@ def _packed(pairs: Iterator[Pair], shape: BinShape) -> Iterator[list[int]]:
     while waiting:
         bin_, taken, left = Bin(shape), list[int](), list[Pair]()
         for pair in waiting:
-            if len(taken) < shape.pairs and bin_.add(*pair[1:]):
+            if len(taken) < shape.pairs and bin_.add(*filter(None, pair[1])):
                 taken.append(pair[0])
             else:
                 left.append(pair)
         if not taken:
-            raise ValueError(f"a pair of {waiting[0][1:]} tokens does not fit into {shape}")
+            raise ValueError(f"a pair of {tuple(waiting[0][1])} tokens does not fit into {shape}")
         yield taken
         waiting = left + list(islice(pairs, WINDOW - len(left)))
 
 
-def _shuffled(folder: Path, lengths: Lengths, rows: int, seed: int, epochs: Iterable[int]) -> Iterator[Pair]:
+def _rows_of(lengths: Lengths, strata: Strata | None, stratum: int) -> Iterator[tuple[Numbers, Numbers]]:
+    """Yield the numbers (n,) and the lengths (n, texts) of a stratum's rows, in pieces."""
+    first = 0
+    for piece, numbers in zip(lengths, repeat(stratum) if strata is None else strata.numbers, strict=False):
+        own = np.flatnonzero(np.broadcast_to(numbers == stratum, len(piece)))
+        yield first + own, piece[own]
+        first += len(piece)
+
+
+def _shuffled(
+    folder: Path, pieces: Callable[[], Iterable[tuple[Numbers, Numbers]]], rows: int, texts: int, seed: int, epochs: Iterable[int]
+) -> Iterator[Pair]:
     """Yield all pairs of one epoch after another."""
+    kind = np.dtype([("key", np.uint64), ("row", np.int32), ("tokens", np.int32, (texts,))])
     for epoch in epochs:
-        sort, salt, first = ExternalSort(folder / str(epoch), rows, ROW), _salt(seed, epoch), 0
-        for piece in lengths:
-            numbers = np.arange(first, first + len(piece))
-            sort.add(key=_keys(numbers, salt), row=numbers, query=piece[:, 0], document=piece[:, 1])
-            first += len(piece)
+        sort = ExternalSort(folder / str(epoch), rows, kind)
+        salt = np.uint64(int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:8], "big"))
+        for numbers, tokens in pieces():
+            sort.add(key=_keys(numbers, salt), row=numbers, tokens=tokens)
         for records in sort:
-            yield from zip(*(records[name].tolist() for name in ("row", "query", "document")), strict=True)
+            yield from zip(records["row"].tolist(), records["tokens"].tolist(), strict=True)
 
 
-def _keys(numbers: NDArray[np.integer], salt: np.uint64) -> Hashes:
+def _keys(numbers: Numbers, salt: np.uint64) -> Hashes:
     """Return a distinct random number for each number: the same in every NumPy release, unlike Generator.permutation's."""
     return mixed(numbers.astype(np.uint64) ^ salt)
-
-
-def _salt(*parts: int) -> np.uint64:
-    return np.uint64(int.from_bytes(hashlib.sha256(":".join(map(str, parts)).encode()).digest()[:8], "big"))

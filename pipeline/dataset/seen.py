@@ -1,11 +1,12 @@
 """Rows that runs were trained on: `seen/RUN/`, which train writes at its end and the plans of later runs read.
 
     versions.bin    u64 of each row (pipeline/dataset/ingested.row_versions)
-    keys.bin        u64 of each row: its key, of which a hold-out has no row
+    keys.bin        u64 of each row: its key, of which a hold-out has no row; where keys are of documents, also of its negatives
     record.json     SeenRecord, written last
 
-Only rows that no ancestor was trained on, sorted by key. The folder is outside the run's, so it stays when the run is removed.
-What counts for a new run are the folders of its parent's lineage, so it follows what was published.
+Only rows that no ancestor was trained on, and negatives, whose versions are 0, sorted by key. The folder is outside the run's, so
+it stays when the run is removed. What counts for a new run are the folders of its parent's lineage, so it follows what was
+published.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from pipeline import store
 from pipeline.contract import seen_uri
@@ -28,13 +29,14 @@ from pipeline.dataset.sampler import MASKED
 from pipeline.dataset.steps import ORDER
 from pipeline.errors import BadData, MissingInput
 from pipeline.plan import RunPlan
+from pipeline.run_inputs import PlanSection
 
 VERSIONS, KEYS, RECORD = "versions.bin", "keys.bin", "record.json"
 ROW = np.dtype([("key", np.uint64), ("version", np.uint64)])
 ROWS_AT_ONCE = 1 << 20
 
 
-class SeenRecord(BaseModel):
+class SeenRecord(PlanSection):
     """The content of a `seen/RUN` folder.
 
     Attributes:
@@ -47,8 +49,6 @@ class SeenRecord(BaseModel):
         rows: in the files.
         steps: that it was trained for.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     lineage: tuple[str, ...]
@@ -139,7 +139,10 @@ def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch:
         steps: optimizer steps that were done.
         scratch: local folder for temporary files.
     """
-    table = read_table(rows / "train.arrow").select(["key", "version", "new"])
+    table = read_table(rows / "train.arrow")
+    by_document = plan.config.data.holdout_by == "document"
+    negatives = [name for name in table.column_names if name.startswith("negative_") and name.endswith("_hash") and by_document]
+    table = table.select(["key", "version", "new", *negatives])
     trained = trained_rows(rows / ORDER, table.num_rows, steps / plan.train.steps)
     folder = scratch / "seen"
     sort = ExternalSort(folder / "sort", table.num_rows, ROW)
@@ -147,6 +150,9 @@ def write_seen(bucket_root: str, plan: RunPlan, rows: Path, steps: int, scratch:
     for batch in table.to_batches():
         chosen = np.asarray(batch["new"]) & trained[start : start + len(batch)]
         sort.add(key=batch["key"].to_numpy()[chosen], version=batch["version"].to_numpy()[chosen])
+        for name in negatives:
+            hashes = batch[name].to_numpy()[trained[start : start + len(batch)]]
+            sort.add(key=hashes[hashes > 0], version=0)
         start += len(batch)
     slices = np.zeros(SLICES + 1, np.int64)
     with open(folder / VERSIONS, "wb") as versions, open(folder / KEYS, "wb") as keys:

@@ -121,12 +121,9 @@ class HashedRows:
         )
 
     def _slices(self, ranges: Sequence[tuple[int, int, int, int]], first: int, last: int) -> Numbers:
-        counted = np.arange(first, last)
-        found = [np.empty(0, np.int64)]
-        for number, file, *_ in ranges:
-            begins = self._shards[number].profile.files[file].slices[first : last + 1]
-            found.append(np.repeat(counted, np.diff(begins))[::-1])
-        return np.concatenate(found)
+        begins = (self._shards[number].profile.files[file].slices[first : last + 1] for number, file, *_ in ranges)
+        found = (np.repeat(np.arange(first, last), np.diff(each))[::-1] for each in begins)
+        return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def _counted(versions: Hashes, max_repeats: int) -> tuple[Numbers, Numbers]:

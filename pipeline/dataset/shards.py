@@ -43,12 +43,11 @@ def find_shards(uris: Sequence[str], setting: str) -> list[store.ObjectInfo]:
 
 def _shards_of_folder(uri: str) -> list[store.ObjectInfo]:
     root = uri.removeprefix("file://").rstrip("/")
-    shards: list[store.ObjectInfo] = []
-    others: list[store.ObjectInfo] = []
-    for info in store.list_objects(uri):
-        if any(part.startswith(("_", ".")) for part in info.uri.removeprefix(root).strip("/").split("/")):
-            continue
-        (shards if is_shard(info.uri) else others).append(info)
-    if others:
-        log.warning("skipped %d files under %s that are not shards, e.g. %s", len(others), uri, others[0].uri)
-    return shards
+    finished = [
+        info
+        for info in store.list_objects(uri)
+        if not any(part.startswith(("_", ".")) for part in info.uri.removeprefix(root).strip("/").split("/"))
+    ]
+    if others := [info.uri for info in finished if not is_shard(info.uri)]:
+        log.warning("skipped %d files under %s that are not shards, e.g. %s", len(others), uri, others[0])
+    return [info for info in finished if is_shard(info.uri)]

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer, normalizers
 
-from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.errors import BadConfig, BadData, MissingInput, first_line
 from pipeline.run_inputs import TokenizerPlan
 
 SIDES = ("query", "document")
@@ -78,7 +78,7 @@ class TextTokenizer:
         except Exception as error:
             raise MissingInput(
                 "the model's tokenizer cannot be loaded",
-                value=f"{folder}: {(str(error).splitlines() or [type(error).__name__])[0]}",
+                value=f"{folder}: {first_line(error)}",
                 rule="a model folder holds its tokenizer: tokenizer.json, or a vocabulary and tokenizer_config.json",
                 remedy="add the tokenizer files, or name a folder that has them as model.base",
             ) from error
@@ -162,23 +162,15 @@ class TextTokenizer:
         Returns:
             For each text its token ids, or the reason why there are none.
         """
-        encoded: list[Tokens | str]
         try:
-            encoded = [*self.encode(texts, max_length, prompt)]
+            encoded = self.encode(texts, max_length, prompt)
         except BaseException as error:
             if not _is_about_a_text(error):
                 raise
-            encoded = [self._encode_one(text, max_length, prompt) for text in texts]
+            if len(texts) == 1:
+                return [f"the tokenizer cannot take it: {type(error).__name__}: {error}"]
+            return [found for text in texts for found in self.encode_each([text], max_length, prompt)]
         return [tokens if len(tokens) else "the tokenizer returns no token" for tokens in encoded]
-
-    def _encode_one(self, text: str, max_length: int, prompt: str) -> Tokens | str:
-        try:
-            [tokens] = self.encode([text], max_length, prompt)
-        except BaseException as error:
-            if not _is_about_a_text(error):
-                raise
-            return f"the tokenizer cannot take it: {type(error).__name__}: {error}"
-        return tokens
 
 
 def _is_about_a_text(error: BaseException) -> bool:

@@ -108,16 +108,19 @@ def requirements(
     host = HARDWARE.get(embed_host or "")
     enough = min(config.data.holdout_fraction, 10 * needed_queries(config.gate) / max(work.known_rows, 1))
     remedy = f"data.holdout_fraction={enough:.2g} holds out ten times the queries that the gate needs"
-    # For a moment there are two copies of the embeddings.
-    amount: float = (work.queries + candidates) * 2 * FP32 * shape.hidden + work.queries * RANKING_BYTES
+    sizes = {*config.train.dimensions, config.embed.dimensions or shape.dimension} - {shape.dimension}
+    # For a moment there are two copies of the embeddings, and of those of another size.
+    amount: float = (work.queries + candidates) * 2 * FP32 * (shape.dimension + max(sizes, default=0))
+    amount += work.queries * RANKING_BYTES
     amount += LIBRARY_BYTES + ranks * (PROCESS_BYTES + candidates * CANDIDATE_BYTES + work.queries * QUERY_BYTES)
     yield Requirement("evaluate, memory of a host", amount, host.job_memory_mib * MIB if host else None, remedy)
     what = "evaluate, ranking every model's candidates, at a rate measured elsewhere"
-    amount = models * work.queries * candidates / RANKED_SCORES / (host.job_vcpus if host else 1) / 60
+    amount = (models + len(sizes)) * work.queries * candidates / RANKED_SCORES / (host.job_vcpus if host else 1) / 60
     remedy = f"evaluate's attempt ends at its limit, and all queries are ranked against all candidates: {remedy}"
     yield Requirement(what, amount, minutes[Stage.EVALUATE] if host else None, remedy, "minutes", breaks=False)
 
-    amount = work.corpus_rows / parts * ((4 if config.embed.dtype == "float32" else 2) * shape.hidden + ID_BYTES)
+    embedding = (4 if config.embed.dtype == "float32" else 2) * (config.embed.dimensions or shape.dimension)
+    amount = work.corpus_rows / parts * (embedding + ID_BYTES)
     what = f"publish, disk: {PARTS_AT_ONCE} parts"
     yield Requirement(what, PARTS_AT_ONCE * amount, FARGATE_DISK_GIB * GIB, "lower embed.rows_per_part")
 

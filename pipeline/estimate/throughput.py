@@ -16,12 +16,11 @@ from itertools import product
 from pipeline.config import RunConfig
 from pipeline.contract import Stage
 from pipeline.cost import HARDWARE
-from pipeline.estimate.memory import FP32
+from pipeline.estimate.memory import FP32, TRAIN_HOST
 from pipeline.estimate.workload import PADDING, MeasuredRun, Workload
 from pipeline.plan import part_count
 from pipeline.run_inputs import ModelShape
 
-TRAIN_HOST = "trn1.32xlarge"
 EMBED_HOSTS = (TRAIN_HOST, "inf2.xlarge", "inf2.8xlarge", "inf2.24xlarge", "inf2.48xlarge")
 
 CORE_FLOPS = 95e12
@@ -57,7 +56,8 @@ def all_reduce_seconds(parameters: int, nodes: int) -> float:
 def batch_flops(shape: ModelShape, config: RunConfig, ranks: int) -> float:
     """Return the operations of a rank's batch: all packed rows, and its queries' scores with the documents of all ranks."""
     train = config.train
-    scores = 2.0 * train.batch_size**2 * ranks * shape.hidden
+    scores = 2.0 * train.batch_size**2 * (train.bin_shape.documents + train.symmetric) * ranks
+    scores *= shape.dimension + sum(train.dimensions)
     forward = train.bins * train.bin_shape.rows * shape.flops(train.length) + scores
     return forward * (3 + train.activation_checkpointing + config.cuts_batches("neuron"))
 
@@ -65,7 +65,7 @@ def batch_flops(shape: ModelShape, config: RunConfig, ranks: int) -> float:
 def batch_pairs(config: RunConfig, work: Workload) -> float:
     """Return the pairs that a rank's batch has room for, on average."""
     train = config.train
-    tokens = min(work.query_tokens, train.query_length) + min(work.document_tokens, train.length)
+    tokens = min(work.query_tokens, train.query_length) + train.bin_shape.documents * min(work.document_tokens, train.length)
     return min(train.batch_size, train.bins * train.bin_shape.tokens * (1 - PADDING) / tokens)
 
 

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from pipeline import store
-from pipeline.config import Deployment, RunConfig, RunInput
+from pipeline.config import Deployment, RunConfig
 from pipeline.contract import RunPaths, Stage, StageResult
-from pipeline.errors import BadConfig, BadData
+from pipeline.errors import BadConfig
 from pipeline.plan import RunPlan
+from pipeline.run.request import read_request
 
 QUERY_TOKENS, DOCUMENT_TOKENS = 12.0, 96.0
 """Assumed means."""
@@ -63,14 +62,10 @@ class MeasuredRun:
         """
         Raises:
             MissingInput: no plan.
-            BadData: the plan, the input or a result cannot be read.
+            BadData, BadConfig: the plan or a result cannot be read; the input.
         """
-        plan, deployment = RunPlan.from_json(store.read_bytes(paths.plan)), None
-        if store.exists(paths.input):
-            try:
-                deployment = RunInput.model_validate_json(store.read_bytes(paths.input)).deployment
-            except ValidationError as error:
-                raise BadData("the run's input cannot be read", value=paths.input, remedy="restore it") from error
+        plan = RunPlan.from_json(store.read_bytes(paths.plan))
+        deployment = read_request(paths).deployment if store.exists(paths.input) else None
         uris = [paths.result(stage) for stage in (Stage.TRAIN, Stage.EMBED)]
         train, embed = (StageResult.from_json(store.read_bytes(uri)).metrics if store.exists(uri) else {} for uri in uris)
         return cls(plan=plan, deployment=deployment, train=train, embed=embed)

@@ -151,8 +151,8 @@ def judge_slices(slices: Mapping[str, Mapping[str, Any]], gate: GateConfig) -> l
 def _rules(slices: Mapping[str, Mapping[str, Any]], gate: GateConfig) -> Iterator[dict[str, Any]]:
     for rule in gate.guardrails:
         for name, scores in slices.items():
-            # Models of different dimensions have no cosines.
-            if rule.slice in (name, f"{name.partition(':')[0]}:*") and rule.metric in scores["difference"]:
+            # Models of different dimensions have no cosines; a task without a classifier in the baseline has no difference.
+            if rule.slice in (name, f"{name.partition(':')[0]}:*") and rule.metric in scores.get("difference", {}):
                 difference = scores["difference"][rule.metric]
                 yield {
                     "slice": name,

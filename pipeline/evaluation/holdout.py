@@ -15,7 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, read_table
+from pipeline.config import RunConfig
+from pipeline.dataset.ids import id_hashes
+from pipeline.dataset.row_files import CLASSES, HOLDOUT_FILES, KNOWN, read_table
 from pipeline.errors import BadData
 from pipeline.evaluation.query_values import QueryKey
 from pipeline.evaluation.retrieval_metrics import Relevant
@@ -27,17 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Holdout:
-    """Distinct queries with their relevant documents among the candidates.
+    """Distinct queries with their relevant documents among the candidates; or distinct texts with their classes.
 
     Attributes:
-        keys: per query, what it is known by in other runs: the hash of its text, and its locale (None where rows have none).
-        queries: token ids of each query.
+        keys: per query, what it is known by in other runs: the hash of its text (of text and task where it is classified), and
+            its locale (None where rows have none).
+        queries: token ids of each query, or classified text.
         candidates: token ids of each candidate document.
         relevant: the relevant candidates of each query.
         known: other candidates that are relevant: of rows that are not held out. They count neither as found nor as wrong.
         units: what was held out together (documents, if not queries or groups): the queries of each.
         tasks: (queries,) task of each query's first row, None where rows have none.
         fresh: (queries,) whether a relevant document comes from a shard that no earlier run had; None where queries are made up.
+        classes: (queries,) the number of each text's class in the classes of its task. None: queries search documents.
     """
 
     keys: tuple[QueryKey, ...]
@@ -48,10 +52,41 @@ class Holdout:
     units: Units
     tasks: Sequence[str | None]
     fresh: NDArray[np.bool_] | None = None
+    classes: NDArray[np.int32] | None = None
 
     @property
     def locales(self) -> list[str | None]:
         return [locale for _, locale in self.keys]
+
+
+def read_judged(folder: Path, config: RunConfig, within: str = "", *, most: int | None = None) -> Holdout:
+    """Return what the gate's primary rule judges: classified texts if every task has classes, else queries.
+
+    Raises:
+        BadData: see `join_holdout`.
+    """
+    return read_texts(folder, within, most=most) if config.classifies_only else read_holdout(folder, within, most=most)
+
+
+def read_texts(folder: Path, within: str = "", *, most: int | None = None) -> Holdout:
+    """Return the classified texts that a folder of row files has, in the order of their hashes; see `read_holdout`."""
+    table = read_table(folder / within / CLASSES)
+    hashes = table["query_hash"].to_numpy() ^ id_hashes(table["task"].to_pylist())
+    both = np.rec.fromarrays([hashes, pc.fill_null(table["locale"], "").to_numpy().astype(str)])
+    distinct = np.unique(both, return_index=True)[1][:most]
+    table = table.take(pa.array(distinct))
+    tasks = table["task"].to_pylist()
+    return Holdout(
+        keys=tuple(zip(hashes[distinct].tolist(), table["locale"].to_pylist(), strict=True)),
+        queries=token_lists(table["query_tokens"]),
+        candidates=(),
+        relevant=Relevant.of(()),
+        known=Relevant.of(()),
+        units=Units.of(np.arange(len(tasks)), table["key"].to_numpy()),
+        tasks=tasks,
+        fresh=np.asarray(table["new"]),
+        classes=table["class"].to_numpy().copy(),  # writable, as torch wants it
+    )
 
 
 def read_holdout(folder: Path, within: str = "", *, most: int | None = None) -> Holdout:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline import store
 from pipeline.contract import RUN_ID_PATTERN, RunPaths, now, reference_uri
-from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, read_table
+from pipeline.dataset.row_files import CLASSES, HOLDOUT_FILES, KNOWN, read_table
 from pipeline.errors import BadData, MissingInput
 
 REFERENCE = "reference"
@@ -59,13 +59,14 @@ def write_reference(bucket_root: str, registry: str, run: str | None, **conditio
 
 
 def copy_reference(
-    source: RunPaths, rows: Path, unusable: Callable[[pa.Table], NDArray[np.bool_]], cache: Path
+    source: RunPaths, rows: Path, unusable: Callable[[pa.Table], NDArray[np.bool_]], cache: Path, *, classified: bool
 ) -> dict[str, int]:
     """Copy the hold-out of the reference into a local folder of row files, and what each query got with its model.
 
     Args:
         unusable: which rows of a table are left out.
         cache: local folder for downloads.
+        classified: whether its hold-out is classified texts.
 
     Returns:
         File -> rows in it.
@@ -74,9 +75,10 @@ def copy_reference(
         MissingInput: a file is gone.
     """
     found: dict[str, int] = {}
+    names = (CLASSES,) if classified else (*HOLDOUT_FILES, KNOWN)
     (rows / REFERENCE).mkdir()
     try:
-        for name in (*HOLDOUT_FILES, KNOWN):
+        for name in names:
             table = read_table(store.local_file(store.join(source.rows, name), cache))
             table = table.filter(pa.array(~unusable(table)))
             with pa.ipc.new_file(str(rows / REFERENCE / name), table.schema) as writer:
@@ -90,5 +92,5 @@ def copy_reference(
             rule=f"run {source.run_id} is the reference: every new model is compared with it on its hold-out",
             remedy="restore them from the bucket's versions, or pin another run",
         ) from error
-    found[f"{REFERENCE}/{VALUES}"] = found[f"{REFERENCE}/{HOLDOUT_FILES[0]}"]
+    found[f"{REFERENCE}/{VALUES}"] = found[f"{REFERENCE}/{names[0]}"]
     return found

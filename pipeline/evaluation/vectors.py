@@ -21,7 +21,22 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 16
 
+SMALLEST_NORM = 1e-12
+"""By which shorter vectors are divided, as torch's `normalize` does."""
+
 Vectors = npt.NDArray[np.float32]
+
+
+def shortened(vectors: Vectors, size: int, *, normalize: bool) -> Vectors:
+    """Return the first numbers of embeddings, (N, size), whose length is 1 again where the model normalizes.
+
+    Args:
+        vectors: (N, D) with D >= size; those of this size are returned as they are.
+    """
+    if vectors.shape[1] == size:
+        return vectors
+    first = vectors[:, :size]
+    return first / np.linalg.norm(first, axis=1, keepdims=True).clip(min=SMALLEST_NORM) if normalize else first
 
 
 def kept_vectors(path: Path, texts: Sequence[TokenList]) -> tuple[Integers, Vectors]:

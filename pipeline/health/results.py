@@ -112,8 +112,7 @@ class NodeReport:
 
     def _where(self, instance: str) -> str:
         node = self._context.world.node
-        names = dict.fromkeys(name for name in (node.host, instance) if name)
-        return f"node {node.node} ({', '.join(names)})"
+        return f"node {node.node} ({', '.join(dict.fromkeys(filter(None, (node.host, instance))))})"
 
     def _path(self, round_name: str, local_rank: int) -> Path:
         return self._context.scratch / f"health-{round_name}-{local_rank}.json"

@@ -6,9 +6,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Annotated
+
+import msgspec
 
 from pipeline.errors import BadConfig
 from pipeline.run.heartbeat import COMPILE_PATIENCE
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +41,19 @@ class Deadlines:
             of the attempt.
     """
 
-    startup_seconds: float = 600
-    progress_seconds: float = 900
-    patience_seconds: float = COMPILE_PATIENCE
-    publish_seconds: float = 2
-    peer_grace_seconds: float = 5
-    upload_seconds: float = 15
-    stop_seconds: float = 20
-    stale_seconds: float = 30
-    peer_start_seconds: float = 720
-    settle_seconds: float = 15
-    outlive_seconds: float = 600
-    attempt_seconds: float = math.inf
-    wind_down_seconds: float = 600
+    startup_seconds: Seconds = 600
+    progress_seconds: Seconds = 900
+    patience_seconds: Seconds = COMPILE_PATIENCE
+    publish_seconds: Seconds = 2
+    peer_grace_seconds: Seconds = 5
+    upload_seconds: Seconds = 15
+    stop_seconds: Seconds = 20
+    stale_seconds: Seconds = 30
+    peer_start_seconds: Seconds = 720
+    settle_seconds: Seconds = 15
+    outlive_seconds: Seconds = 600
+    attempt_seconds: Seconds = math.inf
+    wind_down_seconds: Seconds = 600
 
     @property
     def lead_seconds(self) -> float:
@@ -62,20 +67,15 @@ class Deadlines:
         Raises:
             BadConfig: a variable is not a number of seconds.
         """
-        found = {}
-        for each in fields(cls):
-            variable = f"TRNPIPE_{each.name.upper()}"
-            if text := environment.get(variable):
-                try:
-                    found[each.name] = float(text)
-                except ValueError:
-                    found[each.name] = math.nan
-                if not found[each.name] >= 0:
-                    raise BadConfig(
-                        "invalid deadline",
-                        value=f"{variable}={text}",
-                        rule="a number of seconds",
-                        remedy="correct it in the deployment's setting `environment`",
-                    )
+        found = {each.name: text for each in fields(cls) if (text := environment.get(f"TRNPIPE_{each.name.upper()}"))}
         # What may take as long as the whole attempt, a compilation, may take as long as the deployment's attempts do.
-        return cls(**{"patience_seconds": found.get("attempt_seconds", COMPILE_PATIENCE), **found})
+        patience = found.get("attempt_seconds", COMPILE_PATIENCE)
+        try:
+            return msgspec.convert({"patience_seconds": patience, **found}, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise BadConfig(
+                "invalid deadline",
+                value=[f"TRNPIPE_{name.upper()}={text}" for name, text in found.items()],
+                rule=f"a number of seconds: {error}",
+                remedy="correct it in the deployment's setting `environment`",
+            ) from error

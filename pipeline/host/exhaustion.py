@@ -15,18 +15,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.errors import Defect, Transient, TrnpipeError, first_line
+from pipeline.errors import Defect, Transient, TrnpipeError, causes, first_line
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 FULL_DISK_TEXT = re.compile("|".join(re.escape(os.strerror(number)) for number in sorted(FULL_DISK)))
 NO_MEMORY_TEXT = re.compile(rf"{re.escape(os.strerror(errno.ENOMEM))}|can't allocate memory", re.IGNORECASE)
 
-KILL_COUNTS = (
-    # A container's own (cgroup v2, v1), then the whole host's.
-    (Path("/sys/fs/cgroup/memory.events"), re.compile(r"^oom_kill (\d+)$", re.MULTILINE)),
-    (Path("/sys/fs/cgroup/memory/memory.oom_control"), re.compile(r"^oom_kill (\d+)$", re.MULTILINE)),
-    (Path("/proc/vmstat"), re.compile(r"^oom_kill (\d+)$", re.MULTILINE)),
-)
+KILL_COUNTS = tuple(map(Path, ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")))
+"""A container's own (cgroup v2, v1), and the whole host's."""
 
 MEMORY_REMEDY = (
     "use fewer ranks per node (device.ranks_per_node), less at once (train.micro_batches, train.batch_size, "
@@ -36,7 +32,7 @@ MEMORY_REMEDY = (
 
 def exhaustion(error: BaseException) -> TrnpipeError | None:
     """Return the exception as our own type if the disk or the host's memory is its cause, else None."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if _is_full_disk(cause):
             return Transient(
                 "the disk is full",
@@ -52,20 +48,10 @@ def exhaustion(error: BaseException) -> TrnpipeError | None:
 def kernel_kills() -> int:
     """Return how many processes the kernel has killed out of memory, as far as this container can see; 0 where it cannot."""
     total = 0
-    for path, pattern in KILL_COUNTS:
+    for path in KILL_COUNTS:
         with suppress(OSError):
-            found = pattern.search(path.read_text())
-            total += int(found[1]) if found else 0
+            total += sum(map(int, re.findall(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)))
     return total
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        yield cause
-        seen.append(cause)
-        cause = cause.__cause__ or cause.__context__
 
 
 def _is_full_disk(error: BaseException) -> bool:

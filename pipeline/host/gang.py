@@ -163,11 +163,9 @@ class Peers:
         return gone(lost, f"its container ended before its first report: {ended[lost[0]]}") if lost else None
 
     def _read_exits(self) -> None:
-        folder = self._paths.node_exit(self._stage, self._node.attempt, 0).rsplit("/", 1)[0]
-        written = {info.uri.rsplit("/", 1)[-1] for info in store.list_objects(folder)}
         for peer in self.running():
             uri = self._paths.node_exit(self._stage, self._node.attempt, peer)
-            if uri.rsplit("/", 1)[-1] in written:
+            if store.exists(uri):
                 record = NodeExit.from_json(store.read_bytes(uri))
                 if same_attempt(asdict(record), self._node):
                     self._exits[peer] = record.failure

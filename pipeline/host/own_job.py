@@ -18,7 +18,7 @@ from pipeline.contract import JOB_ENDED, JOBS_AT_ONCE, RUN_PARAMETER
 from pipeline.errors import BadConfig, Transient, one_line
 from pipeline.log import log
 from pipeline.run import ecs_metadata
-from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code
+from pipeline.store.aws_errors import AwsError, classify_aws_error, error_text
 
 RULE = f"Batch replaces Ref::{RUN_PARAMETER} in the command, or the job can read its own parameters"
 ATTEMPTS = 8
@@ -50,10 +50,18 @@ def run_uri_of_job(job_id: str) -> str:
     try:
         jobs = _jobs([job_id], Config(retries={"mode": "standard", "max_attempts": ATTEMPTS}))
     except (ClientError, BotoCoreError) as error:
-        raise _explained(error, job_id) from error
+        if classify_aws_error(error) in (AwsError.BUSY, AwsError.UNREACHABLE):
+            raise Transient("AWS Batch did not answer", value=f"{job_id}: {error_text(error)}") from error
+        raise BadConfig(
+            "AWS Batch did not describe this job",
+            value=f"{job_id}: {error_text(error)}",
+            rule=RULE,
+            remedy="allow batch:DescribeJobs in the job role, and set AWS_REGION",
+        ) from error
     if not jobs:
         raise BadConfig("AWS Batch does not know this job", value=job_id, rule=RULE)
     if uri := jobs[0].get("parameters", {}).get(RUN_PARAMETER):
+        log.info("the command holds a literal Ref::%s; the job's own parameter says %s", RUN_PARAMETER, uri)
         return str(uri)
     raise BadConfig(
         f"the job was submitted without the parameter `{RUN_PARAMETER}`",
@@ -104,30 +112,12 @@ def _jobs(ids: Sequence[str], config: Config) -> list[dict[str, Any]]:
     return list(boto3.session.Session().client("batch", config=config).describe_jobs(jobs=ids)["jobs"])
 
 
-def _explained(error: Exception, job_id: str) -> Exception:
-    match classify_aws_error(error):
-        case AwsError.NO_CREDENTIALS | AwsError.SETUP:
-            return BadConfig("AWS Batch cannot be asked", value=error, rule=RULE, remedy="set AWS_REGION and a job role")
-        case AwsError.BUSY:
-            return Transient("AWS Batch answered with an error", value=f"{job_id}: {error_code(error)}")
-        case AwsError.UNREACHABLE:
-            return Transient("AWS Batch could not be reached", value=error, remedy="a new attempt may succeed")
-        case AwsError.CREDENTIALS | AwsError.DENIED | AwsError.REFUSED:
-            return BadConfig(
-                "AWS Batch refused to describe this job",
-                value=f"{job_id}: {error_code(error)}",
-                rule=RULE,
-                remedy="allow batch:DescribeJobs in the job role",
-            )
-
-
 def instance_id() -> str:
     """Return the EC2 id of this container's host; empty outside ECS, or where ECS does not answer."""
     try:
         if (host := _container_instance()) is None:
             return ""
-        described = _ecs().describe_container_instances(**host)
-        return str(described["containerInstances"][0].get("ec2InstanceId", ""))
+        return str(_ecs().describe_container_instances(**host)["containerInstances"][0].get("ec2InstanceId", ""))
     except (*ECS_TROUBLE, IndexError) as error:
         log.info("the instance's id is not known: %s", one_line(error))
         return ""

@@ -44,7 +44,7 @@ class Ranks(ABC):
         numbers: their ranks, the node's first one first.
     """
 
-    def __init__(self, launch: RankLaunch, output: Output | None) -> None:
+    def __init__(self, launch: RankLaunch, output: Output) -> None:
         self.numbers = launch.ranks
         self._launch = launch
         self._output = output
@@ -55,9 +55,9 @@ class Ranks(ABC):
         """Ranks that the supervisor has signalled, whose end is therefore no failure."""
 
     @property
-    @abstractmethod
     def ended(self) -> bool:
         """Whether all of this node's ranks have ended, and their launcher too."""
+        return not self.running()
 
     @property
     @abstractmethod
@@ -93,7 +93,7 @@ class Ranks(ABC):
             self._signal(rank, living[rank], signal.SIGABRT, signal.SIGCONT)
             if not processes.until(lambda rank=rank: rank not in self.running(), STACKS_SECONDS):  # type: ignore[misc]
                 log.error("rank %d does not react to signals: it hangs in the kernel or in a driver", rank)
-            self._pump()
+            self._output.pump()
         self.kill()
 
     def interrupt(self) -> None:
@@ -124,7 +124,7 @@ class Ranks(ABC):
 
     def explained(self, found: StageFailure) -> StageFailure:
         """Return a rank's failure as the output explains it, where it does and the failure itself does not."""
-        if self._output is None or found.kind not in (FailureKind.LOST_PEER, FailureKind.UNEXPECTED):
+        if found.kind not in (FailureKind.LOST_PEER, FailureKind.UNEXPECTED):
             return found
         if (finding := self._output.finding(found.rank)) is None:
             return found
@@ -137,7 +137,7 @@ class Ranks(ABC):
 
     def finding(self, rank: int) -> LogFinding | None:
         """Return the line of the node's output that explains why this rank stalls, or says what it waits for."""
-        finding = self._output.finding(rank) if self._output else None
+        finding = self._output.finding(rank)
         return finding[1] if finding else None
 
     def _unexplained(self, rank: int, code: int) -> StageFailure:
@@ -148,10 +148,6 @@ class Ranks(ABC):
     def _describe(self, error: TrnpipeError, rank: int) -> StageFailure:
         launch = self._launch
         return failure.describe(error, stage=launch.stage, run=launch.run, node=launch.node, rank=rank)
-
-    def _pump(self, *, end: bool = False) -> None:
-        if self._output:
-            self._output.pump(end=end)
 
 
 def start(launch: RankLaunch) -> Ranks:
@@ -164,11 +160,10 @@ class ProcessRanks(Ranks):
 
     def __init__(self, launch: RankLaunch) -> None:
         self._logs = launch.folder / "output"
-        captured = launch.kind == "neuron"
-        super().__init__(launch, Output(launch.ranks, self._paths, nodes=launch.nodes) if captured else None)
-        if captured:
-            self._logs.mkdir()
-            neuron_launch.check_port(self._port)
+        self._logs.mkdir()
+        # Only Neuron's messages are known errors: the output of others goes to the log unchanged.
+        self._captured = launch.kind == "neuron"
+        super().__init__(launch, Output(launch.ranks if self._captured else (), self._paths, nodes=launch.nodes))
         self._processes = {launch.rank(number): self._start(number, self._port) for number in range(launch.ranks_per_node)}
         self._ended: dict[int, StageFailure | None] = {}
 
@@ -179,7 +174,7 @@ class ProcessRanks(Ranks):
         rank = self._launch.rank(local_rank)
         with ExitStack() as files:
             streams: list[IO[bytes] | None] = (
-                [files.enter_context(open(path, "wb")) for path in self._paths(rank)] if self._output else [None, None]
+                [files.enter_context(open(path, "wb")) for path in self._paths(rank)] if self._captured else [None, None]
             )
             process = subprocess.Popen(
                 [sys.executable, "-m", *self._launch.program()],
@@ -191,19 +186,15 @@ class ProcessRanks(Ranks):
         return process
 
     @property
-    def ended(self) -> bool:
-        return not self.running()
-
-    @property
     def succeeded(self) -> bool:
         return all(process.poll() == 0 for process in self._processes.values())
 
     def running(self) -> list[int]:
         """The first call after a rank's end turns it into a failure or none."""
-        self._pump()
+        self._output.pump()
         for rank, process in self._processes.items():
             if rank not in self._ended and process.poll() is not None:
-                self._pump()
+                self._output.pump()
                 self._ended[rank] = self._failure(rank, process.returncode)
         return [rank for rank in self._processes if rank not in self._ended]
 
@@ -216,7 +207,7 @@ class ProcessRanks(Ranks):
             self._signal(rank, pid, signal.SIGKILL)
         if not self.wait(KILL_SECONDS):
             log.error("ranks %s outlive SIGKILL: they hang in the kernel or in a driver", self.running())
-        self._pump(end=True)
+        self._output.pump(end=True)
 
     def _living(self) -> dict[int, int]:
         return {rank: self._processes[rank].pid for rank in self.running()}
@@ -323,7 +314,7 @@ class TorchrunRanks(Ranks):
             return
         code = self._process.poll()
         self._find()
-        self._pump(end=code is not None)
+        self._output.pump(end=code is not None)
         self._own.pump(end=code is not None)
         if code is not None:
             self._failures = self._judge(code)
@@ -353,9 +344,9 @@ class TorchrunRanks(Ranks):
         left = self._left(self.numbers)
         if left or self._stopped:
             return left
-        first = neuron_launch.first_failed_rank((self._launch.folder / "torchrun.err").read_text("utf-8", "replace"))
-        if first is not None:
-            return [self._unexplained(self._launch.rank(first[0]), first[1])]
+        own_log = (self._launch.folder / "torchrun.err").read_text("utf-8", "replace")
+        if first := neuron_launch.FAILED_RANK.search(own_log):
+            return [self._unexplained(self._launch.rank(int(first["rank"])), int(first["code"]))]
         # torchrun was killed and its ranks died with it; or the other nodes never came.
         error = torchrun_end(code, self._own.last_lines(-1), started=bool(self._pids))
         return [self.explained(self._describe(error, self.numbers[0]))]

@@ -76,6 +76,9 @@ from pipeline.sdk import neuron_launch
 
 TICK_SECONDS = 0.1
 
+OPEN_FILES = 65535
+"""Each rank of a gang holds sockets to many others (training-troubleshooting.rst, "Too many open files")."""
+
 
 def run(stage: Stage, run_uri: str) -> int:
     """Run this node's share of a stage and return the exit code for Batch.
@@ -87,20 +90,12 @@ def run(stage: Stage, run_uri: str) -> int:
     configure_logging(f"node {node.index}")
     try:
         deadlines = Deadlines.from_environment()
-        paths = RunPaths(check_run_folder(resolve_run(run_uri, node)))
+        uri = own_job.run_uri_of_job(node.job) if run_uri == f"Ref::{RUN_PARAMETER}" else run_uri
+        paths = RunPaths(check_run_folder(uri))
     except TrnpipeError as error:
         return conclude(failure.describe(error, stage=stage, run="", node=node, rank=0))
     configure_logging(f"{paths.run_id} node {node.index}")
     return Supervisor(stage, paths, node, deadlines).run()
-
-
-def resolve_run(run_uri: str, node: NodeWorld) -> str:
-    """Return the run folder; Batch is asked for it where the command holds a literal `Ref::run`."""
-    if run_uri != f"Ref::{RUN_PARAMETER}":
-        return run_uri
-    uri = own_job.run_uri_of_job(node.job)
-    log.info("the command holds a literal Ref::%s; the job's own parameter says %s", RUN_PARAMETER, uri)
-    return uri
 
 
 def conclude(ended: StageFailure | None) -> int:
@@ -180,15 +175,12 @@ class Supervisor:
     # Checking.
 
     def _is_done(self, numbers: PlanNumbers) -> bool:
-        if STAGES[self._stage].always_runs:
+        uri = self._paths.result(self._stage)
+        if STAGES[self._stage].always_runs or not store.exists(uri):
             return False
-        try:
-            result = StageResult.from_json(store.read_bytes(self._paths.result(self._stage)))
-        except MissingInput:
-            return False
-        done = result.fingerprint == numbers.fingerprint
+        done = StageResult.from_json(store.read_bytes(uri)).fingerprint == numbers.fingerprint
         if done:
-            log.info("%s is done already: %s", self._stage, self._paths.result(self._stage))
+            log.info("%s is done already: %s", self._stage, uri)
         return done
 
     def _launch(self, numbers: PlanNumbers, folder: Path) -> RankLaunch:
@@ -216,7 +208,15 @@ class Supervisor:
         else:
             nodes, ranks_per_node = numbers.nodes, numbers.ranks_per_node
         if kind == "neuron":
-            neuron_launch.raise_open_files()
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            if most != resource.RLIM_INFINITY and most < OPEN_FILES:
+                raise BadConfig(
+                    "too few open files are allowed",
+                    value=f"hard limit {most}",
+                    rule=f"at least {OPEN_FILES}: every rank holds connections to many others",
+                    remedy=f"set the ulimit `nofile` of the job definition to {OPEN_FILES}",
+                )
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             if self._stage in TRIAL_STAGES:
                 # The node's one process joins no collectives.
                 ranks_per_node = 1

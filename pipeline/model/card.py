@@ -22,6 +22,7 @@ def model_card(plan: RunPlan, folder: Path, steps: int, pairs: int) -> str:
         steps, pairs: optimizer steps, and pairs that they were computed from.
     """
     config, head = plan.config, plan.config.model.head
+    numbers = f"the first {config.embed.dimensions}" if config.embed.dimensions else "all"
     metadata = {
         "library_name": "sentence-transformers",
         "pipeline_tag": "sentence-similarity",
@@ -42,8 +43,9 @@ def model_card(plan: RunPlan, folder: Path, steps: int, pairs: int) -> str:
         "Prompts": ", ".join(f"{side} {json.dumps(text)}" for side, text in read_prompts(folder).items()),
         "Pooling": config.model.pooling,
         "Normalized": "yes, to length 1" if config.model.normalize else "no",
-        "Head": f"x + W2 relu(W1 x + b1) + b2, {head.hidden} wide, as two Dense modules" if head else "none",
-        "Published vectors": config.embed.dtype,
+        "Head": f"model.head: {json.dumps(head.model_dump())}, as Dense modules" if head else "none",
+        "Matryoshka sizes": ", ".join(map(str, config.train.dimensions)) or "none",
+        "Published vectors": f"{numbers} numbers, {config.embed.dtype}",
         "Versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
     front = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in metadata.items())

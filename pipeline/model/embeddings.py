@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 
 class ProductEmbedding(nn.Embedding):
@@ -45,14 +46,15 @@ class _LookUp(torch.autograd.Function):
         return None, F.pad(chosen.to(flat.dtype) @ flat, (0, 0, ctx.rows.start, ctx.all_rows - ctx.rows.stop)), None
 
 
-def avoid_scatters(backbone: nn.Module, first_position: int) -> None:
+def avoid_scatters(backbone: PreTrainedModel, first_position: int) -> None:
     """Give all embeddings but the words' a product as gradient.
 
     Args:
         first_position: row of the first position.
     """
+    words = backbone.get_input_embeddings()
     for name, module in backbone.named_modules():
-        if isinstance(module, nn.Embedding) and not name.endswith("word_embeddings"):
+        if isinstance(module, nn.Embedding) and module is not words:
             module.__class__ = ProductEmbedding
             if name.endswith("position_embeddings"):
                 cast(ProductEmbedding, module).first = first_position

@@ -1,4 +1,4 @@
-"""The encoder: a BERT-like backbone, pooling, an optional residual head, normalization. Static shapes, no branch on data.
+"""The encoder: a BERT-like backbone, pooling, an optional MLP as head, normalization. Static shapes, no branch on data.
 
 The backbone is the library's model, given an additive attention mask and position ids of our own: what the library derives from a
 2D mask by itself depends on the values in it (it skips a mask that masks nothing), and every such choice is another graph on a
@@ -8,62 +8,32 @@ device that compiles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertModel, MPNetModel, PreTrainedConfig, PreTrainedModel, RobertaModel, XLMRobertaModel
-from transformers.models.bert.modeling_bert import BertSelfAttention
-from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
-from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
-from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.errors import BadConfig
 from pipeline.model import unpadded
 from pipeline.model.dropout import use_bit_dropout
 from pipeline.model.embeddings import avoid_scatters
+from pipeline.model.families import family_of
 from pipeline.model.unpadded import PaddedBatch
 from pipeline.packing import texts_per_row
 
 if TYPE_CHECKING:
-    from pipeline.config import ModelConfig
-
-SELF_ATTENTION = (BertSelfAttention, RobertaSelfAttention, XLMRobertaSelfAttention, MPNetSelfAttention)
+    from pipeline.config import HeadConfig, ModelConfig
 
 MASKED = -30_000.0
 """Added to the score of a masked position: its probability is exactly 0, and the number is finite in fp32, bf16 and fp16."""
 
 HEAD_SEED = 0x7E57
-"""A new head's first layer is the same on every rank and in every stage that makes one."""
+"""The random weights of a new head are the same on every rank and in every stage that makes one."""
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The differences between families of backbones.
-
-    Attributes:
-        model: the library's class.
-        attention: `sdpa` where the library has it for this family.
-        counts_from_padding: position ids start after the padding token's id, as in RoBERTa, instead of at 0.
-        token_types: whether there are token type embeddings.
-    """
-
-    model: Any
-    attention: str
-    counts_from_padding: bool
-    token_types: bool
-
-
-FAMILIES = {
-    "bert": Family(BertModel, "sdpa", False, True),
-    "roberta": Family(RobertaModel, "sdpa", True, True),
-    "xlm-roberta": Family(XLMRobertaModel, "sdpa", True, True),
-    # Its relative position bias is added to the scores in the library's own code, which has no sdpa form.
-    "mpnet": Family(MPNetModel, "eager", True, False),
-}
-"""By `model_type` of config.json."""
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "identity": nn.Identity}
+"""By their names in `model.head`."""
 
 
 class ResidualHead(nn.Module):
@@ -76,43 +46,65 @@ class ResidualHead(nn.Module):
 
     def __init__(self, dimension: int, hidden: int) -> None:
         super().__init__()
-        self.inner = nn.Linear(dimension, hidden)
+        self.inner = _random_layer(dimension, hidden, torch.Generator().manual_seed(HEAD_SEED))
         self.outer = nn.Linear(hidden, dimension)
-        generator = torch.Generator().manual_seed(HEAD_SEED)
-        with torch.no_grad():
-            bound = dimension**-0.5
-            self.inner.weight.uniform_(-bound, bound, generator=generator)
-            self.inner.bias.zero_()
-            self.outer.weight.zero_()
-            self.outer.bias.zero_()
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         residual: Tensor = self.outer(F.relu(self.inner(x)))
         return x + residual
 
 
+def new_head(dimension: int, config: HeadConfig) -> ResidualHead | nn.Sequential:
+    """Return a new head: one that changes nothing, or layers with random weights, which can be of another size.
+
+    Args:
+        dimension: of pooled vectors.
+    """
+    if config.hidden is not None:
+        return ResidualHead(dimension, config.hidden)
+    generator = torch.Generator().manual_seed(HEAD_SEED)
+    modules: list[nn.Module] = []
+    for layer in config.layers:
+        modules += [_random_layer(dimension, layer.out, generator), ACTIVATIONS[layer.activation]()]
+        dimension = layer.out
+    return nn.Sequential(*modules)
+
+
+def _random_layer(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
+    layer, bound = nn.Linear(inputs, outputs), inputs**-0.5
+    nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 class Encoder(nn.Module):
     """Token ids to embeddings.
 
     Args:
-        backbone: one of FAMILIES' models, without its pooler.
+        backbone: a family's model, without its pooler.
         pooling: `mean` over the tokens or the first (`cls`).
         normalize: to unit length.
         head: between pooling and normalization.
 
     Attributes:
         dimension: of the embeddings.
-        max_length: tokens that the position embeddings allow.
+        max_length: tokens that the positions allow.
+        classifiers: task -> its classifier, of those that are trained (pipeline/model/classifier).
     """
 
-    def __init__(self, backbone: PreTrainedModel, *, pooling: str, normalize: bool, head: ResidualHead | None = None) -> None:
+    def __init__(
+        self, backbone: PreTrainedModel, *, pooling: str, normalize: bool, head: ResidualHead | nn.Sequential | None = None
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
+        self.classifiers = nn.ModuleDict()
         self.pooling = pooling
         self.normalize = normalize
         self._family = family_of(self.config)
-        self.dimension = int(self.config.hidden_size)
+        self.dimension = [int(self.config.hidden_size), *(layer.out_features for layer in self.head_layers.values())][-1]
         embeddings: Any = self.backbone.get_submodule("embeddings")
         self._first_position = int(embeddings.padding_idx) + 1 if self._family.counts_from_padding else 0
         self.max_length = int(self.config.max_position_embeddings) - self._first_position
@@ -127,6 +119,11 @@ class Encoder(nn.Module):
         """The words' table, (V, D)."""
         return cast(Tensor, self.backbone.get_input_embeddings().weight)
 
+    @property
+    def head_layers(self) -> dict[str, nn.Linear]:
+        """The head's layers in order, by their names in the encoder's state; none without a head."""
+        return {name: layer for name, layer in self.named_modules() if name.startswith("head.") and isinstance(layer, nn.Linear)}
+
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Embed a batch.
 
@@ -138,7 +135,8 @@ class Encoder(nn.Module):
             (B, D) fp32.
         """
         additive = ((1 - mask) * MASKED)[:, None, None, :]
-        hidden = self._hidden(tokens, self._positions(tokens), attention_mask=additive)
+        positions = self._positions(tokens)
+        hidden = self._hidden(tokens, positions, attention_mask=self._masks(additive, positions))
         # From here on in fp32, whatever the backbone computed in: a mean over 256 tokens loses too much in bf16.
         with torch.autocast(tokens.device.type, enabled=False):
             return self._finish(pool(hidden.float(), mask, self.pooling))
@@ -160,7 +158,8 @@ class Encoder(nn.Module):
         """
         # Padding sees padding, so no softmax is over nothing.
         additive = (segments[:, :, None] != segments[:, None, :]).to(self.backbone.dtype)[:, None] * MASKED
-        hidden = self._hidden(tokens, positions + self._first_position, attention_mask=additive)
+        masks = self._masks(additive, positions)
+        hidden = self._hidden(tokens, positions + self._first_position, attention_mask=masks)
         with torch.autocast(tokens.device.type, enabled=False):
             return self._finish(pool_packed(hidden.float(), segments, positions, self.pooling).flatten(0, 1))
 
@@ -177,8 +176,10 @@ class Encoder(nn.Module):
         """
         tokens = torch.cat([batch.tokens.reshape(-1)[batch.places] for batch in batches])
         positions = [self._positions(batch.tokens).expand_as(batch.tokens).reshape(-1)[batch.places] for batch in batches]
-        rows = unpadded.rows_of(batches, MASKED)
-        hidden = self._hidden(tokens[None], torch.cat(positions)[None], rows=rows)[0]
+        rows = unpadded.rows_of(batches, MASKED, self.config.sliding_window if self._family.windows else None)
+        # Without masks: where the library gets none, it makes its own.
+        masks = {"full_attention": None, "sliding_attention": None} if self._family.windows else None
+        hidden = self._hidden(tokens[None], torch.cat(positions)[None], attention_mask=masks, rows=rows)[0]
         with torch.autocast(tokens.device.type, enabled=False):
             pooled = [
                 pool(own.padded(hidden).float(), batch.mask, self.pooling) for own, batch in zip(rows, batches, strict=True)
@@ -188,6 +189,17 @@ class Encoder(nn.Module):
     def _positions(self, tokens: Tensor) -> Tensor:
         """(B, L) to (1, L): the same in every row."""
         return torch.arange(tokens.shape[1], device=tokens.device)[None, :] + self._first_position
+
+    def _masks(self, additive: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """(B, 1, 1 or L, L) to what layers of each kind add to their scores; one for all where all layers see the whole text.
+
+        Args:
+            positions: (1 or B, L), in each text; a text's places follow each other.
+        """
+        if not self._family.windows:
+            return additive
+        local = additive + unpadded.beyond(positions, self.config.sliding_window).to(additive.dtype) * MASKED
+        return {"full_attention": additive, "sliding_attention": local}
 
     def _hidden(self, tokens: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
         if self._family.token_types:
@@ -222,7 +234,7 @@ def require_length(encoder: Encoder, length: int, setting: str) -> None:
 
 def prepare_for_inference(encoder: Encoder, *, fused_attention: bool) -> None:
     """Choose how attention is computed in evaluation and embedding: by the library's fused kernel, or by plain products."""
-    encoder.backbone.set_attn_implementation(encoder._family.attention if fused_attention else "eager")
+    encoder.backbone.set_attn_implementation("sdpa" if fused_attention and encoder._family.fused else "eager")
 
 
 def prepare_for_training(
@@ -253,10 +265,13 @@ def prepare_for_training(
     for module in encoder.backbone.modules():
         if isinstance(module, nn.Dropout) and dropout is not None:
             module.p = dropout
-    for module in encoder.backbone.modules():
-        if isinstance(module, SELF_ATTENTION):
-            module.dropout.p = 0.0
-    if unpadded_rows and encoder._family.attention == "sdpa":
+    attention: Any
+    for attention in (module for module in encoder.backbone.modules() if isinstance(module, encoder._family.attention)):
+        if hasattr(attention, "dropout"):
+            attention.dropout.p = 0.0
+        else:
+            attention.attention_dropout = 0.0
+    if unpadded_rows and encoder._family.fused:
         encoder.backbone.set_attn_implementation(unpadded.FUSED if fused_attention else unpadded.PLAIN)
     elif not fused_attention:
         encoder.backbone.set_attn_implementation("eager")
@@ -306,28 +321,8 @@ class PackedEncoder(nn.Module):
         return self.encoder.packed(tokens, segments, positions)
 
 
-def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a backbone's configuration.
-
-    Raises:
-        BadConfig: none of ours.
-    """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise BadConfig(
-            "this kind of encoder is not supported",
-            value=f"model_type: {config.model_type}",
-            rule=f"one of {', '.join(FAMILIES)}",
-        )
-    if getattr(config, "position_embedding_type", "absolute") not in (None, "absolute"):
-        raise BadConfig(
-            "this kind of position embedding is not supported", value=config.position_embedding_type, rule="absolute positions"
-        )
-    return family
-
-
 def new_encoder(backbone: PreTrainedConfig, config: ModelConfig) -> Encoder:
-    """An encoder with random weights (a new head changes nothing, see ResidualHead).
+    """An encoder with random weights (a new residual head changes nothing, see `new_head`).
 
     Args:
         backbone: the backbone's configuration.
@@ -337,7 +332,7 @@ def new_encoder(backbone: PreTrainedConfig, config: ModelConfig) -> Encoder:
         BadConfig: unsupported family.
     """
     family = family_of(backbone)
-    backbone._attn_implementation = family.attention
-    head = ResidualHead(int(backbone.hidden_size), config.head.hidden) if config.head else None
-    model = family.model(backbone, add_pooling_layer=False).float()
+    backbone._attn_implementation = "sdpa" if family.fused else "eager"
+    head = new_head(int(backbone.hidden_size), config.head) if config.head else None
+    model = family.model(backbone).float()
     return Encoder(model, pooling=config.pooling, normalize=config.normalize, head=head)

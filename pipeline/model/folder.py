@@ -2,40 +2,54 @@
 
 `SentenceTransformer(folder)` gives the same embeddings as our own encoder, without code of ours. It has no residual layer of our
 kind, so the head x + W2 relu(W1 x + b1) + b2 is written as two of its `Dense` modules, exactly: relu([W1; I; -I] x + [b1; 0; 0])
-and then [W2, I, -I], since x = relu(x) - relu(-x). `head.safetensors` keeps the head unchanged for our own loader.
+and then [W2, I, -I], since x = relu(x) - relu(-x). `head.safetensors` keeps the head unchanged for our own loader. Of a head of
+layers, each is a `Dense`, and our loader reads these, also in folders of other origin.
+
+Nor does it cut embeddings before it normalizes them. Where shorter ones are published, a `Dense` with the first rows of I does
+so, in a folder `N_Cut`. Our own loader passes over it: the next model is trained from whole embeddings.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from pipeline.config import HeadConfig, ModelConfig
+from pipeline.config import HeadConfig, HeadLayer, ModelConfig
 from pipeline.dataset.tokens import refuse_code
 from pipeline.errors import BadConfig, BadData, MissingInput
-from pipeline.model.encoder import Encoder, ResidualHead, family_of, new_encoder
+from pipeline.model.classifier import CLASSES, Classifier
+from pipeline.model.classifier import FOLDER as CLASSIFIERS
+from pipeline.model.encoder import ACTIVATIONS, Encoder, new_encoder
+from pipeline.model.families import family_of
 from pipeline.model.inventory import (
+    CUT,
     PROMPTS,
     SENTENCE_CONFIG,
     check_model_type,
+    is_cut,
     read_modules,
     read_object,
     read_prompts,
     transformer_folder,
     weight_files,
 )
-from pipeline.model.weights import fill, read_weights
+from pipeline.model.weights import Weights, fill, read_weights
 
 WEIGHTS = "model.safetensors"
 HEAD = "head.safetensors"
+HEAD_TENSORS = {"w1": "head.inner.weight", "b1": "head.inner.bias", "w2": "head.outer.weight", "b2": "head.outer.bias"}
+"""Names in HEAD and in the encoder's state."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -64,14 +78,17 @@ MODULE_TYPE = "sentence_transformers.models.{}"
 POOLING_KEYS = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
 """The older of two forms of a pooling module's configuration, which every version reads."""
 
+DENSE = {"use_residual": False, "module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+"""A `Dense` module's settings other than of its layer: they may be left out, and have no other value."""
+
 
 def load_encoder(folder: Path, config: ModelConfig, weights_from: list[Path] | None = None) -> Encoder:
     """The encoder of a model folder, on the host in fp32.
 
     Args:
         folder: in the form of sentence-transformers, or a plain Hugging Face model (which says nothing about pooling).
-        config: pooling, normalization and head; must agree with what the folder says. A head that the folder does not have yet
-            starts as one that changes nothing.
+        config: pooling, normalization and head; must agree with what the folder says. A head that neither folder nor weights
+            have is new, see `new_head`.
         weights_from: files with all its weights, a head's too; None: the folder's own.
 
     Raises:
@@ -79,37 +96,31 @@ def load_encoder(folder: Path, config: ModelConfig, weights_from: list[Path] | N
         BadConfig: an unsupported encoder or module, a setting that contradicts the folder, or weights that do not fit.
         BadData: a file that cannot be read.
     """
-    backbone, has_head = inspect_folder(folder, config)
+    backbone, head = inspect_folder(folder, config)
     encoder = new_encoder(backbone, config)
     files = weights_from or weight_files(transformer_folder(folder))
     weights = {name: tensor for path in files for name, tensor in read_weights(path, config.weights_key).items()}
-    fill(encoder, weights, files[0])
-    if encoder.head and has_head and not weights_from:
-        _load_head(encoder.head, folder / HEAD)
+    if head and not weights_from:
+        weights |= _head_weights(folder, head)
+    fill(encoder, weights, files[0], head_key=config.head_key, allow_new_head=not (head or config.head_key))
     return encoder.eval()
 
 
-def inspect_folder(folder: Path, config: ModelConfig) -> tuple[PreTrainedConfig, bool]:
-    """The backbone's configuration, and whether the folder has a head; contradictions between folder and config are errors.
+def inspect_folder(folder: Path, config: ModelConfig) -> tuple[PreTrainedConfig, HeadConfig | None]:
+    """The backbone's configuration, and the folder's head; contradictions between folder and config are errors.
 
     Raises:
         MissingInput, BadConfig, BadData: as `load_encoder`, weights aside.
     """
     modules = read_modules(folder)
     backbone = _backbone_config(transformer_folder(folder))
-    has_head = (folder / HEAD).is_file()
     if modules:
-        _check_modules(folder, modules, has_head)
+        _check_modules(folder, modules)
         _agree("model.pooling", config.pooling, _pooling(folder, modules))
         _agree("model.normalize", config.normalize, _normalizes(modules))
-    if has_head and config.head is None:
-        raise BadConfig(
-            "the model has a head that the configuration does not know",
-            value=str(folder),
-            rule="model.head says how wide the head is; dropping it would change every embedding",
-            remedy=f"set model.head.hidden to {read_weights(folder / HEAD)['w1'].shape[0]}",
-        )
-    return backbone, has_head
+    if head := _head(folder, modules):
+        _agree("model.head", config.model_dump()["head"], head.model_dump())
+    return backbone, head
 
 
 def text_positions(backbone: PreTrainedConfig) -> int:
@@ -122,13 +133,15 @@ def text_positions(backbone: PreTrainedConfig) -> int:
 def own_form(folder: Path, config: ModelConfig) -> ModelConfig:
     """The configuration with pooling, normalization and head as the folder has them; whatever it does not say, as configured.
 
+    A residual head that the folder lacks stays: new, it changes nothing.
+
     Raises:
         MissingInput, BadConfig, BadData: as `inspect_folder`.
     """
-    modules, has_head = read_modules(folder), (folder / HEAD).is_file()
-    found: dict[str, Any] = {"head": HeadConfig(hidden=read_weights(folder / HEAD)["w1"].shape[0]) if has_head else None}
+    modules, new = read_modules(folder), config.head if config.head and config.head.hidden else None
+    found: dict[str, Any] = {"head": _head(folder, modules) or new}
     if modules:
-        _check_modules(folder, modules, has_head)
+        _check_modules(folder, modules)
         found |= {"pooling": _pooling(folder, modules), "normalize": _normalizes(modules)}
     return config.model_copy(update=found)
 
@@ -139,6 +152,7 @@ def save_folder(
     source: Path,
     weights: Mapping[str, Tensor] | None = None,
     max_length: int | None = None,
+    dimensions: int | None = None,
 ) -> None:
     """Write an encoder as a model folder.
 
@@ -147,6 +161,7 @@ def save_folder(
         source: a model folder from which tokenizer and prompts are taken.
         weights: the encoder's state in host memory, where it is on a device; None: it is on the host.
         max_length: tokens at which texts are cut, special ones included; None: as the source says.
+        dimensions: size at which embeddings are published, see `read_dimensions`; None: whole.
     """
     weights = encoder.state_dict() if weights is None else weights
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,6 +173,7 @@ def save_folder(
         prompts = read_prompts(source)
         # By these names, `encode_query`, `encode_document` and `encode`, which takes texts for documents, find what we found.
         own = {"prompts": {**(record.get("prompts") or {}), **prompts}, "default_prompt_name": "document"}
+        record.pop("truncate_dim", None)  # it would cut the new embeddings as it did the source's
         _write_json(folder / PROMPTS, record | (own if any(prompts.values()) else {}))
     encoder.config.save_pretrained(folder)
     # Weights are fp32, whatever the parent's were: transformers loads them in the type that it finds here.
@@ -166,44 +182,88 @@ def save_folder(
     names = [
         "Transformer",
         "Pooling",
-        *(["Dense", "Dense"] if encoder.head else []),
+        *("Dense" for _ in encoder.head_layers),
+        *([CUT] if dimensions else []),
         *(["Normalize"] if encoder.normalize else []),
     ]
     paths = [f"{index}_{name}" if index else "" for index, name in enumerate(names)]
     _write_json(
         folder / "modules.json",
         [
-            {"idx": index, "name": str(index), "path": path, "type": MODULE_TYPE.format(name)}
+            {"idx": index, "name": str(index), "path": path, "type": MODULE_TYPE.format("Dense" if name == CUT else name)}
             for index, (name, path) in enumerate(zip(names, paths, strict=True))
         ],
     )
     _write_json(folder / SENTENCE_CONFIG, _sentence_config(origin, encoder.max_length, max_length))
     _write_json(
         folder / "1_Pooling" / "config.json",
-        {"word_embedding_dimension": encoder.dimension, **{key: mode == encoder.pooling for mode, key in POOLING_KEYS.items()}},
+        {
+            "word_embedding_dimension": encoder.config.hidden_size,
+            **{key: mode == encoder.pooling for mode, key in POOLING_KEYS.items()},
+        },
     )
-    if encoder.head is not None:
-        _save_head(_under(weights, "head."), folder)
+    _save_head(encoder, weights, folder)
+    for task, classifier in encoder.classifiers.items():
+        layer, path = _under(weights, f"classifiers.{task}."), folder / CLASSIFIERS / task
+        _save_dense(path, layer["weight"].cpu() * cast(Classifier, classifier).scale, layer["bias"].cpu())
+        _write_json(path / CLASSES, classifier.classes)
+    if dimensions:
+        _save_dense(folder / paths[names.index(CUT)], torch.eye(encoder.dimension)[:dimensions], torch.zeros(dimensions))
 
 
 def _kinds(modules: list[dict[str, str]]) -> list[str]:
-    return [module["type"].rsplit(".", 1)[-1] for module in modules]
+    return [module["type"].rsplit(".", 1)[-1] for module in modules if not is_cut(module)]
 
 
 def _normalizes(modules: list[dict[str, str]]) -> bool:
     return _kinds(modules)[-1] == "Normalize"
 
 
-def _check_modules(folder: Path, modules: list[dict[str, str]], has_head: bool) -> None:
+def _check_modules(folder: Path, modules: list[dict[str, str]]) -> None:
     kinds = _kinds(modules)
-    ours = ["Transformer", "Pooling", *(["Dense", "Dense"] if has_head else [])]
-    if kinds not in (ours, [*ours, "Normalize"]):
+    if not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(kinds)):
         raise BadConfig(
             "the model folder has modules that are not supported",
             value=f"{folder}: {', '.join(kinds)}",
-            rule="Transformer, Pooling, optionally Normalize; Dense only as this pipeline writes its own head",
+            rule="Transformer, Pooling, then optionally Dense, and Normalize",
             remedy="export the model without them",
         )
+
+
+def _head(folder: Path, modules: list[dict[str, str]]) -> HeadConfig | None:
+    if (folder / HEAD).is_file():
+        return HeadConfig(hidden=read_weights(folder / HEAD)["w1"].shape[0])
+    dense = [folder / module["path"] / "config.json" for module in modules if _kinds([module]) == ["Dense"]]
+    return HeadConfig(layers=tuple(map(_head_layer, dense))) if dense else None
+
+
+def _head_layer(path: Path) -> HeadLayer:
+    """The layer of a `Dense` module's configuration."""
+    record = read_object(path)
+    layer = {"out": record.get("out_features"), "activation": str(record.get("activation_function")).rpartition(".")[2].lower()}
+    with suppress(ValidationError):
+        if all((record.get(key) or usual) == usual for key, usual in DENSE.items()):
+            return HeadLayer.model_validate(layer)
+    raise BadConfig(
+        "this Dense module is not supported",
+        value=f"{path}: {json.dumps(record)}",
+        rule=f"out_features is a size, activation_function {', '.join(ACTIVATIONS)} of torch.nn; others are {json.dumps(DENSE)}",
+        remedy="export the model without it",
+    )
+
+
+def _head_weights(folder: Path, head: HeadConfig) -> Weights:
+    """The tensors of a folder's head, by their names in the encoder's state."""
+    if head.hidden is not None:
+        return {HEAD_TENSORS.get(name, name): tensor for name, tensor in read_weights(folder / HEAD).items()}
+    found: Weights = {}
+    for index, (layer, module) in enumerate(zip(head.layers, read_modules(folder)[2:], strict=False)):
+        path = folder / module["path"]
+        biased = read_object(path / "config.json").get("bias", True)
+        tensors = read_weights(weight_files(path)[0]) | ({} if biased else {"linear.bias": torch.zeros(layer.out)})
+        # Every second module of the encoder's head is an activation.
+        found |= {name.replace("linear", f"head.{2 * index}"): tensor for name, tensor in tensors.items()}
+    return found
 
 
 def _pooling(folder: Path, modules: list[dict[str, str]]) -> str:
@@ -262,7 +322,7 @@ def _sentence_config(folder: Path, longest: int, configured: Any) -> dict[str, A
 
 
 def _write_json(path: Path, record: Any) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
@@ -270,40 +330,33 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _load_head(head: ResidualHead, path: Path) -> None:
-    stored = read_weights(path)
-    names = {"w1": "inner.weight", "b1": "inner.bias", "w2": "outer.weight", "b2": "outer.bias"}
-    expected = head.state_dict()
-    problems = [
-        f"{name}: {tuple(stored[name].shape) if name in stored else 'missing'}, expected {tuple(expected[own].shape)}"
-        for name, own in names.items()
-        if name not in stored or stored[name].shape != expected[own].shape
-    ]
-    if problems:
-        raise BadConfig(
-            "the model's head does not fit the configuration",
-            value=problems,
-            rule="model.head.hidden is the width of the parent's head",
-            remedy="set model.head.hidden accordingly",
-        )
-    head.load_state_dict({own: stored[name].float() for name, own in names.items()})
-
-
 def _under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
-def _save_head(head: Mapping[str, Tensor], folder: Path) -> None:
-    w1, b1, w2, b2 = (head[name].cpu() for name in ("inner.weight", "inner.bias", "outer.weight", "outer.bias"))
-    _save(folder / HEAD, {"w1": w1, "b1": b1, "w2": w2, "b2": b2})
-    identity, zero = torch.eye(w1.shape[1]), torch.zeros(2 * w1.shape[1])
-    widen = torch.cat([w1, identity, -identity]), torch.cat([b1, zero])
-    narrow = torch.cat([w2, identity, -identity], dim=1), b2
-    activations = ("torch.nn.modules.activation.ReLU", "torch.nn.modules.linear.Identity")
-    for index, ((weight, bias), activation) in enumerate(zip((widen, narrow), activations, strict=True), start=2):
-        path = folder / f"{index}_Dense"
-        _write_json(
-            path / "config.json",
-            {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": True, "activation_function": activation},
-        )
-        _save(path / WEIGHTS, {"linear.weight": weight, "linear.bias": bias})
+def _save_head(encoder: Encoder, weights: Mapping[str, Tensor], folder: Path) -> None:
+    layers = [(weights[f"{name}.weight"].cpu(), weights[f"{name}.bias"].cpu()) for name in encoder.head_layers]
+    activations: list[type[nn.Module]] = [nn.ReLU, nn.Identity]
+    if isinstance(encoder.head, nn.Sequential):
+        activations = [type(activation) for activation in list(encoder.head)[1::2]]
+    elif encoder.head is not None:
+        _save(folder / HEAD, {short: weights[name] for short, name in HEAD_TENSORS.items()})
+        (w1, b1), (w2, b2) = layers
+        identity, zero = torch.eye(w1.shape[1]), torch.zeros(2 * w1.shape[1])
+        widen = torch.cat([w1, identity, -identity]), torch.cat([b1, zero])
+        layers = [widen, (torch.cat([w2, identity, -identity], dim=1), b2)]
+    for place, (layer, activation) in enumerate(zip(layers, activations, strict=False), start=2):
+        _save_dense(folder / f"{place}_Dense", *layer, activation)
+
+
+def _save_dense(path: Path, weight: Tensor, bias: Tensor, activation: type[nn.Module] = nn.Identity) -> None:
+    _write_json(
+        path / "config.json",
+        {
+            "in_features": weight.shape[1],
+            "out_features": weight.shape[0],
+            "bias": True,
+            "activation_function": f"{activation.__module__}.{activation.__name__}",
+        },
+    )
+    _save(path / WEIGHTS, {"linear.weight": weight, "linear.bias": bias})

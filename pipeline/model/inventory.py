@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from pipeline.dataset.tokens import TextTokenizer
     from pipeline.run_inputs import TokenizerPlan
 
-MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet")
+MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet", "modernbert")
 """`model_type`s of config.json: those of the encoder's families."""
 
-PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-WEIGHT_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 NOT_WEIGHTS = ("optimizer", "scheduler", "rng_state", "training_args", "scaler", "head.safetensors")
 """Beginnings of names of other files that trainers leave next to the weights."""
 
@@ -36,6 +35,9 @@ SENTENCE_CONFIG = "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Names of the prompts of queries and of documents, as sentence-transformers' encode_query and encode_document look for them."""
+
+CUT = "Cut"
+"""In a folder `N_Cut` stands the module that cuts embeddings to their published size, as this pipeline writes it."""
 
 DOWNLOAD = "download a model of the Hugging Face Hub first: hf download NAME --local-dir DIR"
 
@@ -172,7 +174,7 @@ def check_model_type(config: Path) -> None:
             "this kind of encoder is not supported",
             value=f"{config}: model_type {found}",
             rule=f"one of {', '.join(MODEL_TYPES)}",
-            remedy="continue from a model of one of these types",
+            remedy="continue from a model of one of these types; docs/internals.md says how to add one",
         )
 
 
@@ -272,6 +274,17 @@ def read_max_length(folder: Path) -> int | None:
     """Return the tokens at which a model folder cuts texts, special ones included; None: it does not say."""
     found = read_object(transformer_folder(folder) / SENTENCE_CONFIG).get("max_seq_length")
     return found if isinstance(found, int) else None
+
+
+def is_cut(module: Mapping[str, str]) -> bool:
+    """Return whether a module of `read_modules` is CUT."""
+    return module["path"].endswith(f"_{CUT}")
+
+
+def read_dimensions(folder: Path) -> int | None:
+    """Return the size at which a model folder's embeddings are published, see `CUT`; None: whole."""
+    cut = [module["path"] for module in read_modules(folder) if is_cut(module)]
+    return int(read_object(folder / cut[0] / "config.json")["out_features"]) if cut else None
 
 
 def fetch_without_weights(uri: str, cache: Path) -> Path:

@@ -58,16 +58,13 @@ def resolve_parent(uri: str, config: ModelConfig, scratch: Path) -> ResolvedPare
         _verify_manifest(model)
     files, source = model_files(model, uri, base)
     if source != model or [path.name for path in files] != [WEIGHTS]:
-        return _convert(files, source, config, scratch)
+        # Without `files` a folder's head is read as well.
+        encoder = load_encoder(source, config, None if source == model else files)
+        save_folder(encoder, scratch / "converted", source)
+        log.info("converted %s into a model folder", files[0].name)
+        return ResolvedParent(scratch / "converted", _digest(files), converted=True)
     load_encoder(model, config)
     return ResolvedParent(model, _digest(files), converted=False)
-
-
-def _convert(files: list[Path], base: Path, config: ModelConfig, scratch: Path) -> ResolvedParent:
-    folder = scratch / "converted"
-    save_folder(load_encoder(base, config, files), folder, base)
-    log.info("converted %s into a model folder", files[0].name)
-    return ResolvedParent(folder, _digest(files), converted=True)
 
 
 def _beside(uri: str, scratch: Path) -> Path:

@@ -10,7 +10,8 @@ from torch import nn
 
 from pipeline import store
 from pipeline.config import ModelConfig
-from pipeline.model.encoder import Encoder, family_of, new_encoder
+from pipeline.model.encoder import Encoder, new_encoder
+from pipeline.model.families import family_of
 from pipeline.model.folder import inspect_folder
 from pipeline.model.inventory import fetch_without_weights, transformer_folder
 from pipeline.run_inputs import ModelShape
@@ -31,6 +32,7 @@ def read_shape(folder: Path, config: ModelConfig) -> ModelShape:
 def shape_of(encoder: Encoder) -> ModelShape:
     """The shape of an encoder, whose weights may be on `meta`."""
     config: Any = encoder.config
+    family = family_of(config)
     stored = getattr(config, "dtype", None)
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in encoder.parameters()),
@@ -40,10 +42,12 @@ def shape_of(encoder: Encoder) -> ModelShape:
         layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),
         heads=int(config.num_attention_heads),
-        intermediate=int(config.intermediate_size),
-        head=encoder.head.inner.out_features if encoder.head else 0,
-        dropout=float(config.hidden_dropout_prob),
-        fused=family_of(config).attention == "sdpa",
+        intermediate=(1 + family.gated) * int(config.intermediate_size),
+        head=sum(layer.weight.numel() for layer in encoder.head_layers.values()),
+        dimension=encoder.dimension,
+        dropout=float(getattr(config, family.dropout)),
+        fused=family.fused,
+        gated=family.gated,
         stored_bytes=stored.itemsize if isinstance(stored, torch.dtype) else torch.float32.itemsize,
     )
 

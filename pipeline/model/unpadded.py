@@ -42,6 +42,7 @@ class Rows(NamedTuple):
         slots: (B * L,) of each slot the token it holds, padding any.
         places: (T,) of each token its slot.
         additive: (B, 1, 1, L), 0 for tokens and far below for padding.
+        local: the same for layers that see a window: (B, 1, L, L), far below beyond it, too.
     """
 
     start: int
@@ -49,6 +50,7 @@ class Rows(NamedTuple):
     slots: Tensor
     places: Tensor
     additive: Tensor
+    local: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,19 +68,28 @@ class Rows(NamedTuple):
         return flat
 
 
-def rows_of(batches: Sequence[PaddedBatch], masked: float) -> list[Rows]:
+def rows_of(batches: Sequence[PaddedBatch], masked: float, window: int | None = None) -> list[Rows]:
     """What attention needs to know of batches that are computed as one row, in this order.
 
     Args:
         masked: is added to the scores of padding.
+        window: see `beyond`; None: every layer sees the whole text.
     """
     rows, start = [], 0
     for batch in batches:
         stop = start + batch.places.shape[0]
         slots = (batch.mask.reshape(-1).cumsum(0) - 1).clamp_(min=0)
-        rows.append(Rows(start, stop, slots, batch.places, ((1 - batch.mask) * masked)[:, None, None, :]))
+        local = additive = ((1 - batch.mask) * masked)[:, None, None, :]
+        if window is not None:
+            local = additive + beyond(torch.arange(batch.mask.shape[1], device=additive.device)[None], window) * masked
+        rows.append(Rows(start, stop, slots, batch.places, additive, local))
         start = stop
     return rows
+
+
+def beyond(positions: Tensor, window: int) -> Tensor:
+    """(B, L) to (B, 1, L, L): which tokens are further from which than a window, in each direction, lets a layer see."""
+    return ((positions[:, :, None] - positions[:, None, :]).abs() > window)[:, None]
 
 
 class _Pad(torch.autograd.Function):
@@ -131,8 +142,9 @@ def _unpadded(attention: Any) -> Any:
         found = []
         for own in rows:
             padded = [own.padded(x).view(*own.shape, heads, size).transpose(1, 2) for x in flat]
+            mask = own.local if getattr(module, "sliding_window", None) else own.additive
             # In the type of the scores: a mask in fp32 would make fp32 of them, for no digit more.
-            result = attention(module, *padded, own.additive.to(query.dtype), **options)[0]
+            result = attention(module, *padded, mask.to(query.dtype), **options)[0]
             found.append(own.unpadded(result))
         return torch.cat(found).view(1, -1, heads, size), None
 

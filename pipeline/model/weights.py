@@ -6,7 +6,7 @@ that wrappers left (`module.`, `0.auto_model.`, `bert.`, ...). Pickles are read 
 
 from __future__ import annotations
 
-import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.errors import BadConfig, BadData, MissingInput, first_line
 from pipeline.log import log
 from pipeline.model.encoder import Encoder
+from pipeline.model.families import family_of
 
 Weights = dict[str, Tensor]
 
 WRAPPER_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state", "net", "encoder", "weights")
 """Where training checkpoints keep the weights, in the order they are looked for."""
 
-ANCHOR = "embeddings.word_embeddings.weight"
-"""Every backbone has exactly one tensor of this name; what stands before it is the prefix that wrappers added."""
-
-HEAD_ANCHOR = "head.inner.weight"
-
-HARMLESS = ("pooler.", "cls.", "lm_head.", "classifier.", "qa_outputs.")
-"""Parts of a pretrained model that an embedding never passes through."""
-HARMLESS_ENDINGS = ("position_ids", "token_type_ids", "logit_scale", "temperature")
+UNUSED_ENDINGS = ("position_ids", "token_type_ids", "logit_scale", "temperature")
 """Buffers that old versions stored, and a contrastive loss's own scalar."""
 
 RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -62,41 +56,60 @@ def read_weights(path: Path, key: str | None = None) -> Weights:
     return _unwrap(_read_pickle(path), key, path)
 
 
-def fill(encoder: Encoder, weights: Mapping[str, Tensor], source: Path) -> None:
+def fill(
+    encoder: Encoder, weights: Mapping[str, Tensor], source: Path, *, head_key: str | None = None, allow_new_head: bool = True
+) -> None:
     """Copy weights into an encoder, as fp32. Every tensor must be there in its shape, and none may be left over.
-
-    A head that the weights do not have is left unchanged.
 
     Args:
         weights: under any prefix.
         source: for messages.
+        head_key: see `ModelConfig`.
+        allow_new_head: leave a head unchanged of which the weights have nothing.
 
     Raises:
         BadConfig: missing, left over or wrongly shaped tensors, all of them named.
         BadData: values that are not finite.
     """
-    prefix, copies = _prefix(weights, ANCHOR, source)
+    # Every backbone has exactly one tensor of this name; before it is the prefix that wrappers added.
+    anchor = next(name for name, tensor in encoder.backbone.named_parameters() if tensor is encoder.word_embeddings)
+    prefix, copies = _prefix(weights, anchor, source)
     if prefix is None:
         raise BadConfig(
             "the weight file is not one of a supported encoder",
             value=list(weights)[:10],
-            rule=f"one tensor is named ...{ANCHOR}",
+            rule=f"one tensor is named ...{anchor}",
             remedy="check model.initial or model.parent, and model.weights_key for a training checkpoint",
         )
-    head_prefix, head_copies = _prefix(weights, HEAD_ANCHOR, source) if encoder.head is not None else (None, [])
+    head = _head_names(encoder, weights, head_key)
+    head_prefix, head_copies = _prefix(weights, next(iter(head.values())), source) if head else (None, [])
     copies += head_copies
+    # Under our names, but the head's under those of the file, without their prefix.
     found: Weights = {}
     for name, tensor in weights.items():
-        if head_prefix is not None and name.startswith(f"{head_prefix}head."):
+        if head_prefix is not None and name.startswith(head_prefix) and name[len(head_prefix) :] in head.values():
             found[name[len(head_prefix) :]] = tensor
         elif not any(name.startswith(copy) for copy in copies):
             found[_own_name(name, prefix)] = tensor
-    with_head = head_prefix is not None
-    expected = {name: tensor for name, tensor in encoder.state_dict().items() if with_head or name.startswith("backbone.")}
-    _check(found, expected, source)
-    if broken := [name for name in expected if not bool(torch.isfinite(found[name]).all())]:
+    with_head = head_prefix is not None or not allow_new_head
+    names = {name: head.get(name, name) for name in encoder.state_dict() if with_head or name.startswith("backbone.")}
+    expected = {names[name]: tensor for name, tensor in encoder.state_dict().items() if name in names}
+    _check(found, expected, family_of(encoder.config).unused, source)
+    if broken := [name for name in names.values() if not bool(torch.isfinite(found[name]).all())]:
         raise BadData("the weights have values that are not finite", value=[f"{source.name}: {name}" for name in broken])
-    encoder.load_state_dict({name: found[name].float() for name in expected}, strict=with_head or encoder.head is None)
+    encoder.load_state_dict({name: found[theirs].float() for name, theirs in names.items()}, strict=with_head)
+
+
+def _head_names(encoder: Encoder, weights: Mapping[str, Tensor], key: str | None) -> dict[str, str]:
+    """Return the names of the head's tensors, ours and without a prefix those of the weights, in the order of its layers."""
+    ours = list(encoder.head_layers)
+    theirs = ours
+    if key is not None:
+        pattern = re.compile(rf"(?:.*\.)?{re.escape(key)}\.(?:weight|bias)".replace(r"\{\}", r"(\d+)"))
+        numbers = sorted({int(match[1]) for match in map(pattern.fullmatch, weights) if match})
+        # A folder of ours has its head under our names, whatever the key of its first parent's was.
+        theirs = [key.format(number) for number in numbers] + ours[len(numbers) :]
+    return {f"{own}.{kind}": f"{name}.{kind}" for own, name in zip(ours, theirs, strict=False) for kind in ("weight", "bias")}
 
 
 def _prefix(weights: Mapping[str, Tensor], anchor: str, source: Path) -> tuple[str | None, list[str]]:
@@ -132,17 +145,17 @@ def _own_name(name: str, prefix: str) -> str:
     return f"backbone.{name[len(prefix) :]}" if name.startswith(prefix) else name
 
 
-def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], source: Path) -> None:
+def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], unused: tuple[str, ...], source: Path) -> None:
     problems = [f"{name}: missing, shape {tuple(tensor.shape)}" for name, tensor in expected.items() if name not in found]
-    harmless = []
+    unneeded = []
     for name, tensor in found.items():
         if name in expected:
             if tensor.shape != expected[name].shape:
                 problems.append(f"{name}: shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}")
             elif not tensor.is_floating_point():
                 problems.append(f"{name}: {tensor.dtype}, expected floating point")
-        elif _is_harmless(name):
-            harmless.append(name)
+        elif _is_unused(name, unused):
+            unneeded.append(name)
         else:
             problems.append(f"{name}: left over, shape {tuple(tensor.shape)}")
     if problems:
@@ -150,22 +163,22 @@ def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], source: 
             "the weights do not fit the encoder",
             value=[f"{source.name}: {problem.removeprefix('backbone.')}" for problem in problems],
             rule="every tensor of config.json's architecture (and model.head's), in its shape, and no other",
-            remedy="check model.base, model.weights_key and model.head",
+            remedy="check model.base, model.weights_key, model.head and model.head_key",
         )
-    if harmless:
-        log.info("%s: not needed and not loaded: %s", source.name, ", ".join(harmless))
+    if unneeded:
+        log.info("%s: not needed and not loaded: %s", source.name, ", ".join(unneeded))
 
 
-def _is_harmless(name: str) -> bool:
+def _is_unused(name: str, unused: tuple[str, ...]) -> bool:
     inner = name.removeprefix("backbone.")
-    return inner.endswith(HARMLESS_ENDINGS) or any(f".{part}" in f".{inner}" for part in HARMLESS)
+    return inner.endswith(UNUSED_ENDINGS) or any(f".{part}" in f".{inner}" for part in unused)
 
 
 def _read_pickle(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:
         if wanted := [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported class" in line]:
             raise BadConfig(
                 "the weight file was refused: it is a pickle that wants to run code",
@@ -174,18 +187,15 @@ def _read_pickle(path: Path) -> Any:
                 remedy="save model.state_dict() alone, best as safetensors",
             ) from error
         raise _unreadable(path, error) from error
-    except Exception as error:
-        raise _unreadable(path, error) from error
 
 
 def _numpy_globals() -> list[Any]:
     """Plain numbers that training checkpoints hold besides the weights (best scores, random states)."""
     multiarray = np._core.multiarray  # type: ignore[attr-defined]
-    dtypes = [type(np.dtype(name)) for name in ("float64", "float32", "int64", "uint32", "bool")]
     return [
         np.ndarray,
         np.dtype,
-        *dtypes,
+        *(type(np.dtype(name)) for name in ("float64", "float32", "int64", "uint32", "bool")),
         *(
             (getattr(multiarray, name), f"numpy.{core}.multiarray.{name}")
             for name in ("scalar", "_reconstruct")
@@ -195,10 +205,9 @@ def _numpy_globals() -> list[Any]:
 
 
 def _unreadable(path: Path, error: Exception) -> BadData:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return BadData(
         "the weight file cannot be read: truncated, or not what its name says",
-        value=f"{path}: {reason}",
+        value=f"{path}: {first_line(error)}",
         rule="safetensors, or a file that torch.save wrote",
         remedy="copy the file again",
     )

@@ -90,12 +90,14 @@ class Site:
         stack: name of the pipeline's stack; empty of a local run.
         log_group: of the jobs; None of a local run.
         state: the local run's state folder, None for an account.
+        region: of its services; None: that of the environment or the AWS configuration.
     """
 
     machine_arn: str
     stack: str = ""
     log_group: str | None = None
     state: Path | None = None
+    region: str | None = None
     _clients: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -112,7 +114,8 @@ class Site:
         """A client of one service; may be used from several threads."""
         if service not in self._clients:
             with self.asking(service):
-                self._clients[service] = boto3.session.Session().client(service, config=LOCAL_CONFIG if self.state else CONFIG)
+                session = boto3.session.Session(region_name=self.region)
+                self._clients[service] = session.client(service, config=LOCAL_CONFIG if self.state else CONFIG)
         return self._clients[service]
 
     def files(self, run: str) -> RunFiles:
@@ -260,7 +263,23 @@ def open_site(stack: str, state: Path | None) -> Iterator[Site]:
         with only_environment(record.environment):
             yield Site(record.state_machine, state=state)
         return
-    site = Site("")
+    outputs = stack_outputs(Site(""), stack)
+    if STATE_MACHINE_OUTPUT not in outputs:
+        raise BadConfig(
+            "the stack is not a pipeline",
+            value=f"{stack}: outputs {', '.join(sorted(outputs)) or 'none'}",
+            rule=f"the pipeline's stack has the output {STATE_MACHINE_OUTPUT}",
+            remedy="name the stack that is called as `name` in cdk.json, without -data",
+        )
+    yield Site(outputs[STATE_MACHINE_OUTPUT], stack=stack, log_group=outputs.get(LOG_GROUP_OUTPUT))
+
+
+def stack_outputs(site: Site, stack: str) -> dict[str, str]:
+    """Return the outputs of a deployed stack: key -> value.
+
+    Raises:
+        MissingInput: no such stack; see also `Site.asking`.
+    """
     with site.asking(f"the stack {stack}"):
         client = site.client("cloudformation")
         try:
@@ -275,12 +294,4 @@ def open_site(stack: str, state: Path | None) -> Iterator[Site]:
                 rule="the name of a deployed pipeline, in the region and account of your credentials",
                 remedy="set AWS_REGION and AWS_PROFILE, name another with --stack, or a local run with --state",
             ) from error
-    outputs = {output["OutputKey"]: output["OutputValue"] for output in described.get("Outputs", ())}
-    if STATE_MACHINE_OUTPUT not in outputs:
-        raise BadConfig(
-            "the stack is not a pipeline",
-            value=f"{stack}: outputs {', '.join(sorted(outputs)) or 'none'}",
-            rule=f"the pipeline's stack has the output {STATE_MACHINE_OUTPUT}",
-            remedy="name the stack that is called as `name` in cdk.json, without -data",
-        )
-    yield Site(outputs[STATE_MACHINE_OUTPUT], stack=stack, log_group=outputs.get(LOG_GROUP_OUTPUT))
+    return {output["OutputKey"]: output["OutputValue"] for output in described.get("Outputs", ())}

@@ -15,6 +15,7 @@ from unittest import mock
 
 from pipeline.contract import Record
 from pipeline.errors import BadData
+from pipeline.files import write_atomically
 
 NAME = "endpoint.json"
 
@@ -44,16 +45,11 @@ def make_private(state: Path) -> None:
 @contextmanager
 def announced(state: Path, record: EndpointRecord) -> Iterator[None]:
     """Keep the file in the state folder for the duration of the block, readable by its owner alone."""
-    path, temporary = state / NAME, state / f"{NAME}.tmp"
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(record.to_json())
-    temporary.replace(path)
+    write_atomically(state / NAME, record.to_json())
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        (state / NAME).unlink(missing_ok=True)
 
 
 def read_endpoint(state: Path) -> EndpointRecord | None:

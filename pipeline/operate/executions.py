@@ -1,10 +1,10 @@
-"""Find, list, follow, start and stop the executions of a site's state machine."""
+"""Find, list, follow and start the executions of a site's state machine."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -17,6 +17,8 @@ RUNNING = ("RUNNING", "PENDING_REDRIVE")
 FIRST_PAGE = 1000
 NEXT_PAGE = 100
 """Events of a history per request: all of them at first, then the new ones."""
+
+Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +137,6 @@ def newest(site: Site, limit: int, *, running: bool = False) -> list[Execution]:
         return [describe(site, arn) for arn in pages.search("executions[].executionArn")]
 
 
-def stop(site: Site, execution: Execution, reason: str) -> None:
-    """Stop an execution; one that has ended stays unchanged."""
-    site.ask(execution.name, "stepfunctions", "stop_execution", executionArn=execution.arn, error="Stopped", cause=reason)
-
-
 def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Execution:
     """Start an execution.
 
@@ -158,30 +155,23 @@ def start(site: Site, name: str, execution_input: Mapping[str, Any]) -> Executio
     return describe(site, answer["executionArn"])
 
 
-@dataclass(slots=True)
-class History:
-    """The events of an execution so far, oldest first.
+def read_history(site: Site, arn: str, events: list[Event]) -> None:
+    """Add an execution's new events to those that were read before, newest first, so that a long history is read once and not at
+    every look.
 
-    Attributes:
-        events: as GetExecutionHistory gives them.
+    Args:
+        events: as GetExecutionHistory gives them, oldest first.
     """
-
-    site: Site
-    arn: str
-    events: list[Mapping[str, Any]] = field(default_factory=list)
-
-    def update(self) -> None:
-        """Fetch the new events, newest first, so that a long history is read once and not at every look."""
-        last = self.events[-1]["id"] if self.events else 0
-        new: dict[int, Mapping[str, Any]] = {}
-        with self.site.asking("the execution's history"):
-            pages = self.site.client("stepfunctions").get_paginator("get_execution_history")
-            size = {"PageSize": NEXT_PAGE if last else FIRST_PAGE}
-            for page in pages.paginate(executionArn=self.arn, reverseOrder=last > 0, PaginationConfig=size):
-                new.update({event["id"]: event for event in page["events"] if event["id"] > last})
-                if last and any(event["id"] <= last for event in page["events"]):
-                    break
-        self.events += [new[number] for number in sorted(new)]
+    last = events[-1]["id"] if events else 0
+    new: dict[int, Event] = {}
+    with site.asking("the execution's history"):
+        pages = site.client("stepfunctions").get_paginator("get_execution_history")
+        size = {"PageSize": NEXT_PAGE if last else FIRST_PAGE}
+        for page in pages.paginate(executionArn=arn, reverseOrder=last > 0, PaginationConfig=size):
+            new |= {event["id"]: event for event in page["events"] if event["id"] > last}
+            if last and any(event["id"] <= last for event in page["events"]):
+                break
+    events += [new[number] for number in sorted(new)]
 
 
 def _described(site: Site, arn: str) -> Execution | None:

@@ -32,6 +32,7 @@ OUT_OF_TIME = ("States.Timeout", "GangOverdue", "GangLost")
 """Suffixes of the errors with which the state machine gives up a job."""
 
 ABORTED_EXIT = 130
+"""As after Ctrl-C."""
 
 
 Logs = Callable[[StageLine, StageFailure | None], Iterable[str]]
@@ -149,8 +150,14 @@ def print_failure(console: Console, execution: Mapping[str, Any], tracker: Track
 
 
 def _quality(scores: Mapping[str, Any]) -> Table:
-    columns = Column("metric"), *map(right, ("baseline", "new", "difference"))
-    table = Table(*columns, title="hold-out", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        Column("metric"),
+        *map(right, ("baseline", "new", "difference")),
+        title="hold-out",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
     for metric in scores.get("baseline", {}):
         baseline, new = (number(scores, model, metric) for model in ("baseline", "new"))
         if baseline is not None and new is not None:

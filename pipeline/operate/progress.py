@@ -34,9 +34,10 @@ SKIPPED = {Stage.PLAN: (Stage.INGEST, "no new shard"), Stage.TRAIN: (Stage.COMPI
 USUAL = tuple(stage for stage in Stage if stage not in COMPILED_APART)
 
 BATCH_SUBMITS = ("submitJob", "submitJob.sync")
-SHOWN_METRIC = "ndcg@10"
-METRICS_TAIL_BYTES = 64 << 10
-"""Enough of `metrics.jsonl` for its last lines of either kind."""
+SHOWN_METRICS = ("ndcg@10", "accuracy")
+"""What an evaluation shows in one line; a run has one of them."""
+TAIL_BYTES = 64 << 10
+"""More than a progress file has, and enough of `metrics.jsonl` for its last lines of either kind."""
 SHORTEST_QUEUED = timedelta(seconds=1)
 
 
@@ -88,8 +89,8 @@ class Tracker:
     _task_failed: bool = False
     _paces: dict[str, tuple[float, float, float | None]] = field(default_factory=dict)
     """Progress file and attempt -> time, work and `total` as first seen, which give the pace: `rate` counts unequal rows."""
-    _records: dict[str, tuple[Listed, dict[str, Any]]] = field(default_factory=dict)
-    _metrics_seen: Listed | None = None
+    _contents: dict[str, tuple[Listed, bytes]] = field(default_factory=dict)
+    """Name of a file -> the version that was read, and its content."""
 
     @property
     def running(self) -> StageLine | None:
@@ -159,8 +160,7 @@ class Tracker:
             self._task_failed = False
         elif kind.startswith("Execution") and kind != "ExecutionStarted" and (line := self.running):
             self._end(line, moment, failed=kind != "ExecutionSucceeded")
-        line = self.running
-        if line is not None and (job := submitted_job(event)) and job not in line.jobs:
+        if (line := self.running) and (job := submitted_job(event)) and job not in line.jobs:
             line.jobs.append(job)
 
     def _enter(self, state: str, moment: datetime) -> None:
@@ -168,8 +168,7 @@ class Tracker:
         # States of a stage are called `train`, `train (wait)`, `embed (single)`, `train failed`.
         name = state.partition(" ")[0]
         stage = Stage(name) if name in set(Stage) else None
-        line = self.running
-        if line is not None and line.stage is not stage:
+        if (line := self.running) and line.stage is not stage:
             self._end(line, moment, failed=self._task_failed)
         if stage is None:
             return
@@ -196,7 +195,7 @@ class Tracker:
         fresh = [file for file in self.files.listed(prefix) if file.modified >= since]
         if STAGES[line.stage].shape is not Shape.ARRAY:
             fresh = fresh[:1]
-        found = {file.name: record for file in fresh if (record := self._progress(file))}
+        found = {file.name: record for file in fresh if (record := json_object(self._read(file)))}
         if not (records := list(found.values())):
             return "starting"
         done, total, rate = (sum(number(record, key) or 0 for record in records) for key in ("done", "total", "rate"))
@@ -212,11 +211,11 @@ class Tracker:
         ]
         return plain(", ".join(word for word in words if word))
 
-    def _progress(self, file: Listed) -> dict[str, Any]:
-        """Return a progress file's record, read again only after a change: finished children of an array write no more."""
-        before = self._records.get(file.name)
+    def _read(self, file: Listed) -> bytes:
+        """Return a file's last bytes, read again only after a change: finished children of an array write no more."""
+        before = self._contents.get(file.name)
         if before is None or before[0] != file:
-            self._records[file.name] = before = file, json_object(self.files.read(file.name))
+            self._contents[file.name] = before = file, self.files.read(file.name, last=TAIL_BYTES) or b""
         return before[1]
 
     def _take_metrics(self, line: StageLine) -> None:
@@ -225,15 +224,11 @@ class Tracker:
             line.numbers = plain(str(read_metrics(self.files, Stage.PREPARE).get("computes", "")))
         if line.stage is Stage.EVALUATE and line.state == "done":
             line.numbers = quality(read_metrics(self.files, Stage.EVALUATE))
-        if line.stage is not Stage.TRAIN:
-            return
-        written = self.files.listed(IN_FOLDER.metrics)
-        if written and written[0] != self._metrics_seen:
-            self._metrics_seen = written[0]
+        if line.stage is Stage.TRAIN and (written := self.files.listed(IN_FOLDER.metrics)):
             found: dict[str, float] = {}
-            for text in (self.files.read(IN_FOLDER.metrics, last=METRICS_TAIL_BYTES) or b"").splitlines():
+            for text in self._read(written[0]).splitlines():
                 record = json_object(text)  # the first line may be cut
-                values = {"loss": number(record, "loss"), SHOWN_METRIC: number(record, "validation", SHOWN_METRIC)}
+                values = {name: number(record, "validation", name) for name in SHOWN_METRICS} | {"loss": number(record, "loss")}
                 found |= {name: value for name, value in values.items() if value is not None}
             line.numbers = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
@@ -284,8 +279,7 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
                 self._line(f"{line.stage:<13} " + "; ".join([f"{line.state} after {clock(line.elapsed)}", *_found(line)]))
             self._states[line.stage] = line.state
             self._progress_at = time.monotonic()
-        running = tracker.running
-        if running is not None and time.monotonic() - self._progress_at >= self._every:
+        if (running := tracker.running) and time.monotonic() - self._progress_at >= self._every:
             self._line(f"{running.stage:<13} " + "; ".join([running.doing, *_found(running)]))
             self._progress_at = time.monotonic()
 
@@ -317,14 +311,18 @@ class LiveDisplay(Live):
                 "skipped": Text("–", style="dim"),
             }
             style = {"pending": "dim", "running": "bold", "failed": "red", "skipped": "dim"}.get(line.state, "")
-            elapsed = Text(clock(line.elapsed) if line.started else "", style="dim")
             doing = {"running": line.doing, "skipped": f"skipped: {line.doing}"}.get(line.state, "")
             words: RenderableType = Text("; ".join(([doing] if doing else []) + _found(line)), no_wrap=True, overflow="ellipsis")
             if line.state == "running" and line.share is not None:
                 bar = Table.grid(padding=(0, 1))
                 bar.add_row(ProgressBar(total=1.0, completed=line.share, width=20), words)
                 words = bar
-            table.add_row(marks[line.state], Text(line.stage.value, style=style), elapsed, words)
+            table.add_row(
+                marks[line.state],
+                Text(line.stage.value, style=style),
+                Text(clock(line.elapsed) if line.started else "", style="dim"),
+                words,
+            )
         for note in filter(None, (self._tracker.waiting, self._tracker.trouble)):
             table.add_row("", Text(note, style="yellow"), "", "")
         return table
@@ -380,10 +378,10 @@ def submitted_job(event: Mapping[str, Any]) -> str | None:
     return str(record["JobId"]) if "JobId" in record else None
 
 
-def quality(metrics: Mapping[str, Any], metric: str = SHOWN_METRIC) -> str:
+def quality(metrics: Mapping[str, Any]) -> str:
     """Return `ndcg@10 0.6673 → 0.7468`, the baseline's and the new model's, from evaluate's metrics; empty without them."""
-    old, new = (number(metrics, name, metric) for name in ("baseline", "new"))
-    return f"{metric} {old:.4f} → {new:.4f}" if old is not None and new is not None else ""
+    found = ((name, *(number(metrics, model, name) for model in ("baseline", "new"))) for name in SHOWN_METRICS)
+    return "".join(f"{name} {old:.4f} → {new:.4f}" for name, old, new in found if old is not None and new is not None)
 
 
 def _found(line: StageLine) -> list[str]:

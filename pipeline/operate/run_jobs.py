@@ -28,8 +28,7 @@ def alive(site: Site, execution: Execution) -> list[Job]:
     ListJobs filters by one status at a time and not by tag. So this lists all jobs of the machine's queues since the execution
     started, and describes those that have not ended. Children of arrays and nodes of gangs belong to their job.
     """
-    milliseconds = round((execution.started - CLOCKS_DIFFER).timestamp() * 1000)
-    since = {"name": "AFTER_CREATED_AT", "values": [str(milliseconds)]}
+    since = {"name": "AFTER_CREATED_AT", "values": [str(round((execution.started - CLOCKS_DIFFER).timestamp() * 1000))]}
     with site.asking("jobs"):
         paginate = site.client("batch").get_paginator("list_jobs").paginate
         pages = [page for queue in site.machine.queues for page in paginate(jobQueue=queue, filters=[since])]
@@ -39,11 +38,6 @@ def alive(site: Site, execution: Execution) -> list[Job]:
         for job in describe(site, ids)
         if job.get("tags", {}).get(EXECUTION_TAG) == execution.arn and job["status"] not in JOB_ENDED
     ]
-
-
-def terminate(site: Site, job: Job, reason: str) -> None:
-    """Terminate a job; one that has ended meanwhile stays unchanged."""
-    site.ask(job["jobName"], "batch", "terminate_job", jobId=job["jobId"], reason=reason)
 
 
 def failed_logs(site: Site, job_id: str, failure: StageFailure | None) -> Iterator[str]:

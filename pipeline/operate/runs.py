@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,9 +21,9 @@ from pipeline.errors import plain
 from pipeline.operate import executions
 from pipeline.operate.deployment import EndpointGone, Site, open_site
 from pipeline.operate.endpoint import read_endpoint
-from pipeline.operate.executions import Execution, History
-from pipeline.operate.outcome import judge
-from pipeline.operate.progress import SHOWN_METRIC, Tracker
+from pipeline.operate.executions import Event, Execution, read_history
+from pipeline.operate.outcome import RunEnding, judge
+from pipeline.operate.progress import SHOWN_METRICS, Tracker
 from pipeline.operate.run_files import IN_FOLDER, LocalFiles, RunFiles, json_object, number, read_failure, read_result
 
 LONGEST_REASON = 60
@@ -56,7 +57,7 @@ class RunRow:
     result: str
     stage: str = ""
     reason: str = ""
-    metric: str = SHOWN_METRIC
+    metric: str = SHOWN_METRICS[0]
     baseline: float | None = None
     new: float | None = None
     published: bool | None = None
@@ -93,7 +94,7 @@ def table(rows: list[RunRow]) -> Table:
         left("started"),
         right("took"),
         Column("result", overflow="fold", min_width=16),
-        left(SHOWN_METRIC),
+        left(", ".join(sorted({row.metric for row in rows}))),
         *([right("USD")] if costs else []),
     ]
     made = Table(*columns, box=None, pad_edge=False, header_style="dim")
@@ -134,9 +135,10 @@ def _executions(site: Site, limit: int) -> list[RunRow]:
 def _row(site: Site, execution: Execution) -> RunRow:
     files = site.files(execution.run)
     if execution.running:
-        history, tracker = History(site, execution.arn), Tracker(files)
-        history.update()
-        tracker.update(history.events)
+        events: list[Event] = []
+        read_history(site, execution.arn, events)
+        tracker = Tracker(files)
+        tracker.update(events)
         result, reason = "running", ""
         stage = tracker.running.stage.value if tracker.running else tracker.waiting and "lock"
     else:
@@ -145,14 +147,12 @@ def _row(site: Site, execution: Execution) -> RunRow:
         failure = read_failure(files, Stage(stage))
         if failure is not None and _within(failure.time, execution.started, execution.stopped):
             reason = failure.what
-    share = execution.given.get("share") or site.machine.deployment.config.get("share", "manual")
-    stopped = execution.stopped or datetime.now(timezone.utc)
     return RunRow(
         run=execution.run,
         execution=execution.name,
-        share=str(share),
+        share=str(execution.given.get("share") or site.machine.deployment.config.get("share", "manual")),
         started=execution.started.astimezone(timezone.utc).isoformat(),
-        seconds=(stopped - execution.started).total_seconds(),
+        seconds=((execution.stopped or datetime.now(timezone.utc)) - execution.started).total_seconds(),
         result=result,
         stage=stage,
         reason=reason,
@@ -160,7 +160,7 @@ def _row(site: Site, execution: Execution) -> RunRow:
     )
 
 
-def _ended(execution: Execution) -> tuple[str, str, str]:
+def _ended(execution: Execution | RunEnding) -> tuple[str, str, str]:
     """Return result, stage and reason, from the execution alone."""
     if execution.status == "SUCCEEDED":
         return "succeeded", "", ""
@@ -168,10 +168,9 @@ def _ended(execution: Execution) -> tuple[str, str, str]:
         return "aborted", "", execution.cause
     if execution.error == GATE_REFUSED:
         return "refused", "", execution.cause
-    # `train: States.TaskFailed`, or an error of the machine's own.
-    state, separator, _ = execution.error.partition(":")
-    stage = state.partition(" ")[0]
-    if separator and stage in set(Stage):
+    # `train: States.TaskFailed`, `train (wait): ...`, or an error of the machine's own.
+    stage = re.split("[ :]", execution.error)[0]
+    if stage in set(Stage):
         return "failed", stage, execution.cause
     return "failed", "", f"{execution.error}: {execution.cause}" if execution.error else execution.status
 
@@ -192,9 +191,11 @@ def _numbers(files: RunFiles, until: datetime | None, *, over: bool) -> dict[str
     scores, publication, report = (metrics.get(stage, {}) for stage in results)
     published = bool(publication.get("published")) if Stage.PUBLISH in metrics else False if scores and over else None
     replaced, usd = publication.get("replaced"), number(report, "cost", "usd")
+    metric = next((name for name in SHOWN_METRICS if name in scores.get("new", {})), SHOWN_METRICS[0])
     return {
-        "baseline": number(scores, "baseline", SHOWN_METRIC),
-        "new": number(scores, "new", SHOWN_METRIC),
+        "metric": metric,
+        "baseline": number(scores, "baseline", metric),
+        "new": number(scores, "new", metric),
         "published": published,
         "replaced": replaced if published and isinstance(replaced, str) else None,
         "usd": usd,
@@ -212,18 +213,19 @@ def _within(moment: str, first: datetime | None, last: datetime | None) -> bool:
 
 def _stored(state: Path) -> Iterator[RunRow]:
     """Yield each run's newest execution from the files of a state folder."""
-    for path in (state / "bucket/runs").glob("*/input.json"):
-        if not RUN_ID_PATTERN.fullmatch(path.parent.name):
-            continue
+    paths = (state / "bucket/runs").glob("*/input.json")
+    for path in (path for path in paths if RUN_ID_PATTERN.fullmatch(path.parent.name)):
         files = LocalFiles(path.parent)
         given = json_object(files.read(IN_FOLDER.input))
         execution = str(given.get("execution_arn", "")).rpartition(":")[2] or path.parent.name
         started = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
-        ended = judge(files, started)
-        words = {"SUCCEEDED": "succeeded", "ABORTED": "aborted"}
-        names = [name for stage in Stage for name in (IN_FOLDER.result(stage), IN_FOLDER.failure(stage))]
-        written = [found.modified - started.timestamp() for name in names for found in files.listed(name)]
-        result = words.get(ended.status) or ("refused" if ended.error == GATE_REFUSED else "failed")
+        result, stage, reason = _ended(judge(files, started))
+        written = [
+            found.modified - started.timestamp()
+            for stage in Stage
+            for name in (IN_FOLDER.result(stage), IN_FOLDER.failure(stage))
+            for found in files.listed(name)
+        ]
         yield RunRow(
             run=path.parent.name,
             execution=execution,
@@ -231,7 +233,7 @@ def _stored(state: Path) -> Iterator[RunRow]:
             started=started.isoformat(),
             seconds=max((after for after in written if after >= 0), default=None),
             result=result,
-            stage=ended.stage.value if ended.stage else "",
-            reason=ended.cause,
+            stage=stage,
+            reason=reason,
             **_numbers(files, None, over=True),
         )

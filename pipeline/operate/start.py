@@ -91,5 +91,5 @@ def start(site: Site, given: Mapping[str, Any], name: str | None = None) -> Exec
             rule="a run that was started before has a run folder",
             remedy="`trnpipe runs` lists the newest ones; a new run is named with --name",
         )
-    moment = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return executions.start(site, name or f"{config.share[:40]}-{moment}-{secrets.token_hex(2)}", given)
+    made_up = f"{config.share[:40]}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return executions.start(site, name or made_up, given)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pipeline.commands.terminal import note
 from pipeline.errors import Transient
-from pipeline.operate import executions, run_jobs
+from pipeline.operate import run_jobs
 from pipeline.operate.deployment import EndpointGone, Site
 from pipeline.operate.executions import Execution
 
@@ -39,13 +39,12 @@ def stop(site: Site, execution: Execution, reason: str, console: Console) -> Non
         note(console, "the local run has ended, and all its jobs with it")
         return
     note(console, f"nothing of execution {execution.name} runs any more")
-    command = "local" if site.state else "start"
-    note(console, f"resume the run with: trnpipe {command} --run {execution.run} {site.option}")
+    note(console, f"resume the run with: trnpipe {'local' if site.state else 'start'} --run {execution.run} {site.option}")
 
 
 def _stop(site: Site, execution: Execution, reason: str, console: Console) -> None:
     if execution.running:
-        executions.stop(site, execution, reason)
+        site.ask(execution.name, "stepfunctions", "stop_execution", executionArn=execution.arn, error="Stopped", cause=reason)
         note(console, f"execution {execution.name} stopped")
     else:
         note(console, f"execution {execution.name} is {execution.status} already")
@@ -56,7 +55,7 @@ def _stop(site: Site, execution: Execution, reason: str, console: Console) -> No
         quiet = 0 if alive else quiet + 1
         for job in alive:
             if job["jobId"] not in terminated:
-                run_jobs.terminate(site, job, reason)
+                site.ask(job["jobName"], "batch", "terminate_job", jobId=job["jobId"], reason=reason)
                 terminated.add(job["jobId"])
                 note(console, f"job {job['jobName']} ({job['jobId']}) terminated, was {job['status']}")
         if time.monotonic() > deadline:

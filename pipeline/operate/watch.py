@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -16,8 +15,8 @@ from pipeline.contract import StageFailure
 from pipeline.errors import Transient, plain
 from pipeline.operate import executions, run_jobs
 from pipeline.operate.deployment import EndpointGone, Site
-from pipeline.operate.executions import Execution, History
-from pipeline.operate.outcome import conclude, judge
+from pipeline.operate.executions import Event, Execution, read_history
+from pipeline.operate.outcome import ABORTED_EXIT, conclude, judge
 from pipeline.operate.progress import Display, LiveDisplay, PlainDisplay, StageLine, Tracker
 
 POLL_SECONDS = 5.0
@@ -27,8 +26,6 @@ LOCAL_POLL_SECONDS = 1.0
 PLAIN_PROGRESS = timedelta(minutes=1)
 LAST_EVENT_LOOKS = 5
 """The history lags behind DescribeExecution: how often to ask it for the final event."""
-
-STOPPED_WATCHING_EXIT = 128 + signal.SIGINT
 
 
 def watch(site: Site, execution: Execution, console: Console, *, lines: bool = False) -> int:
@@ -45,9 +42,8 @@ def watch(site: Site, execution: Execution, console: Console, *, lines: bool = F
     if link := site.console_link(execution.arn):
         say(console, link, style="dim")  # not `note`, which hides what follows the ? of a URI
     tracker = Tracker(site.files(execution.run))
-    live = console.is_terminal and not lines
     every = {} if site.state else {"every": PLAIN_PROGRESS}
-    display: Display = LiveDisplay(console) if live else PlainDisplay(console, **every)
+    display: Display = LiveDisplay(console) if console.is_terminal and not lines else PlainDisplay(console, **every)
     try:
         with display:
             ended = _follow(site, execution, tracker, display)
@@ -55,23 +51,23 @@ def watch(site: Site, execution: Execution, console: Console, *, lines: bool = F
         note(console, f"stopped watching; run {execution.run} continues")
         note(console, f"watch it again: trnpipe watch {execution.name} {site.option}")
         note(console, f"stop it:        trnpipe stop {execution.name} {site.option}")
-        return STOPPED_WATCHING_EXIT
+        return ABORTED_EXIT
     return conclude(console, ended, tracker, execution.started, partial(_logs, site))
 
 
 def _follow(site: Site, execution: Execution, tracker: Tracker, display: Display) -> dict[str, Any]:
     """Show the execution until it ends; return its status, error and cause."""
-    history = History(site, execution.arn)
+    events: list[Event] = []
     while True:
         try:
             execution = executions.describe(site, execution.arn)
-            history.update()
-            tracker.update(history.events)
+            read_history(site, execution.arn, events)
+            if not execution.running:
+                _read_to_the_end(site, execution, events)
+            tracker.update(events)
             if (line := tracker.running) and line.jobs:
                 for job in run_jobs.describe(site, line.jobs[-1:]):
                     tracker.take_job(job, datetime.now(timezone.utc))
-            if not execution.running:
-                _read_to_the_end(tracker, history)
             tracker.trouble = ""
         except EndpointGone:
             # A local run that ended between two looks took its endpoint with it; its files say how it ended.
@@ -89,13 +85,12 @@ def _follow(site: Site, execution: Execution, tracker: Tracker, display: Display
         time.sleep(LOCAL_POLL_SECONDS if site.state else POLL_SECONDS)
 
 
-def _read_to_the_end(tracker: Tracker, history: History) -> None:
+def _read_to_the_end(site: Site, execution: Execution, events: list[Event]) -> None:
     for _ in range(LAST_EVENT_LOOKS):
-        if history.events and history.events[-1]["type"].startswith("Execution"):
+        if events and events[-1]["type"].startswith("Execution"):
             break
         time.sleep(LOCAL_POLL_SECONDS)
-        history.update()
-    tracker.update(history.events)
+        read_history(site, execution.arn, events)
 
 
 def _logs(site: Site, line: StageLine, failure: StageFailure | None) -> Iterator[str]:

@@ -48,8 +48,7 @@ class StageContext:
         """The run's plan, with what embed and publish follow now; there is none before stage plan has written it."""
         plan = RunPlan.from_json(store.read_bytes(self.paths.plan))
         if self.stage in EMBEDDING and store.exists(self.paths.embed_plan):
-            embed = EmbedPlan.from_json(store.read_bytes(self.paths.embed_plan))
-            return plan.model_copy(update={"embed": embed})
+            return plan.model_copy(update={"embed": EmbedPlan.from_json(store.read_bytes(self.paths.embed_plan))})
         return plan
 
     @cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import urllib3
@@ -15,13 +14,13 @@ TROUBLE = (OSError, urllib3.exceptions.HTTPError, ValueError, KeyError)
 """No answer, or another than the documented one."""
 
 
-def read_metadata(path: str = "", environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """Return the metadata of this container, or with the path `/task` of its task; None outside ECS.
+def read_metadata(path: str) -> dict[str, Any] | None:
+    """Return a document of this container's metadata, e.g. with the path `/task` its task's; None outside ECS.
 
     Raises:
         urllib3.exceptions.HTTPError, ValueError: no answer, or another than the documented one.
     """
-    if not (uri := environment.get(VARIABLE)):
+    if not (uri := os.environ.get(VARIABLE)):
         return None
     # Past every proxy: the address is the host's own.
     answer = urllib3.PoolManager().request("GET", uri + path, timeout=SECONDS, retries=False)

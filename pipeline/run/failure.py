@@ -81,10 +81,8 @@ def write_failure(folder: Path, failure: StageFailure) -> None:
 
 def read_failure(folder: Path, rank: int) -> StageFailure | None:
     """Return the failure that a rank left, None if it left none."""
-    try:
-        return StageFailure.from_json(_path(folder, rank).read_bytes())
-    except FileNotFoundError:
-        return None
+    path = _path(folder, rank)
+    return StageFailure.from_json(path.read_bytes()) if path.exists() else None
 
 
 def _path(folder: Path, rank: int) -> Path:

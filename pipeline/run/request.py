@@ -25,4 +25,5 @@ def read_request(paths: RunPaths) -> RunInput:
             value=[f"{paths.input}: {'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()],
             rule="{deployment: {config, allowed_nodes, read, local_paths, prices, ...}, execution, execution_arn}, as the state "
             "machine writes it",
+            remedy="restore it, or start a new run",
         ) from error

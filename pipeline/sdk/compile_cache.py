@@ -52,7 +52,6 @@ STOP_SECONDS = 10.0
 """From SIGTERM to SIGKILL for the tool and all it has started."""
 
 POLL_SECONDS = 0.2
-KEPT_LINES = 2000
 WORDS_KEPT = 12
 """Last lines of the compiler that go into a failure: it ends with the reason."""
 
@@ -68,7 +67,6 @@ EXTRACTED = re.compile(rf"Extracting graphs \(\S*?({MODULE})/")
 REPORTED = re.compile(rf"\"\S*?({MODULE})/model\.hlo[^\"]*\": *{{")
 STATUS = re.compile(r"\"status\": (true|false)")
 FAILED = re.compile(rf"\|\|NEURON_CC_WRAPPER\|\|: Failed compilation with .*?({MODULE})[^\]]*\]: ?(.*)")
-OF_THE_SUMMARY = (TOTAL, NOTHING_TO_DO, CACHED, EXTRACTED, REPORTED, STATUS, FAILED)
 LOG_LINE = re.compile(r"\|\|[A-Z_]+\|\|:")
 
 
@@ -208,13 +206,14 @@ def run_command(
 def _run(
     command: list[str], environment: dict[str, str], timeout: float, on_line: Callable[[str], None]
 ) -> tuple[int, list[str]]:
-    """Return the exit status and the lines worth keeping, at most KEPT_LINES."""
+    """Return the exit status and the output's lines, without the compiler's dots."""
     kept: list[str] = []
 
     def take(lines: list[bytes]) -> None:
         for line in [raw.decode("utf-8", "replace").rstrip("\r") for raw in lines] or [""]:
             on_line(line)
-            _keep(line[: 4 * known_errors.LINE_CHARACTERS], kept)
+            if line.strip(". "):
+                kept.append(line[: 4 * known_errors.LINE_CHARACTERS])
 
     deadline = time.monotonic() + timeout
     # A file, because a pipe stays open as long as a compiler that was left behind holds it.
@@ -236,15 +235,6 @@ def _run(
             end_group(process, grace_seconds=STOP_SECONDS)
             take(output.read(end=True))
     return process.returncode, kept
-
-
-def _keep(line: str, kept: list[str]) -> None:
-    """Add a line to those that are kept: the last ones, and all lines of the summary, without the compiler's dots."""
-    if not line.strip(". "):
-        return
-    if len(kept) >= KEPT_LINES:
-        del kept[next((index for index, old in enumerate(kept) if not any(one.search(old) for one in OF_THE_SUMMARY)), 0)]
-    kept.append(line)
 
 
 def _summary(code: int, lines: list[str], cache: str, seconds: float, *, collects: bool = False) -> Summary:
@@ -372,14 +362,13 @@ def clear_locks(cache: str, *, in_use: bool) -> list[str]:
         The URIs removed.
     """
     locks = [info.uri for info in store.list_objects(cache) if info.uri.endswith(LOCK_SUFFIX) and CACHE_KEY.search(info.uri)]
-    if locks and in_use:
-        log.warning("%d locks stay in %s: other runs use it", len(locks), cache)
-        return []
-    for uri in locks:
-        store.delete(uri)
     if locks:
-        log.warning("removed %d locks from %s that an earlier attempt left", len(locks), cache)
-    return locks
+        fate = "other runs use it, so they stay" if in_use else "an earlier attempt left them, so they are removed"
+        log.warning("%d locks in %s: %s", len(locks), cache, fate)
+    removed = [] if in_use else locks
+    for uri in removed:
+        store.delete(uri)
+    return removed
 
 
 # The runs that use the cache: one small object per run, in a folder next to it.
@@ -405,8 +394,7 @@ def others(cache: str, run: str) -> list[str]:
     """
     oldest = time.time() - attempt_seconds(Stage.COMPILE)
     notes = [info.uri for info in store.list_objects(_note(cache, run).rsplit("/", 1)[0]) if info.modified >= oldest]
-    names = [uri.rsplit("/", 1)[-1] for uri in notes]
-    return [name.removesuffix(".json") for name in names if name.endswith(".json") and name != f"{run}.json"]
+    return sorted({uri.rsplit("/", 1)[-1].removesuffix(".json") for uri in notes} - {run})
 
 
 def _note(cache: str, run: str) -> str:

@@ -62,11 +62,13 @@ class KnownError:
 
 
 def _known_error(place: int, row: dict[str, Any]) -> KnownError:
-    patterns = row.pop("patterns", [])
-    for name, number in row.pop("status", {}).items():
-        patterns.append(rf"\b{name}\b")
-        if number is not None:
-            patterns.append(rf"(?:completed with err:|\bstatus ?[=:]) ?{number}\b")
+    status = row.pop("status", {})
+    numbers = (number for number in status.values() if number is not None)
+    patterns = [
+        *row.pop("patterns", []),
+        *(rf"\b{name}\b" for name in status),
+        *(rf"(?:completed with err:|\bstatus ?[=:]) ?{number}\b" for number in numbers),
+    ]
     action, exit_code = Action(row.pop("action")), ExitCode(row.pop("exit_code"))
     return KnownError(place=place, pattern=re.compile("|".join(patterns)), action=action, exit_code=exit_code, **row)
 

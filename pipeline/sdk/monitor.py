@@ -20,13 +20,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
 
+from msgspec import convert
+
 from pipeline import store
 from pipeline.contract import Metric
 from pipeline.errors import MissingInput, TrnpipeError, UnhealthyHost, one_line
 from pipeline.log import log
 from pipeline.run.context import StageContext
 from pipeline.run.processes import end_group
-from pipeline.sdk.neuron_tools import HOST, ToolError, find_tool, tool_environment, whole_number
+from pipeline.sdk.neuron_tools import HOST, ToolError, find_tool, tool_environment
 
 PERIOD_SECONDS = 5
 """neuron-monitor's own default."""
@@ -87,9 +89,9 @@ def parse_report(line: bytes | str) -> Reading:
             _read_process(process, reading)
         system = report["system_data"]
         if memory := _group(system, "memory_info", reading):
-            reading.host_memory = whole_number(memory["memory_used_bytes"])
+            reading.host_memory = convert(memory["memory_used_bytes"], int)
         if (counters := _group(system, "neuron_hw_counters", reading)) and (devices := counters["neuron_devices"]):
-            reading.ecc = {name: sum(whole_number(device[name]) for device in devices) for name in ECC_COUNTERS}
+            reading.ecc = {name: sum(convert(device[name], int) for device in devices) for name in ECC_COUNTERS}
     except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return reading
@@ -108,9 +110,9 @@ def _read_process(process: Mapping[str, Any], reading: Reading) -> None:
             # Every process lists every core of the host; only one of them holds it.
             reading.utilization[int(core)] = max(share, reading.utilization.get(int(core), 0.0))
     if memory := _group(report, "memory_used", reading):
-        reading.device_memory = (reading.device_memory or 0) + whole_number(memory["neuron_runtime_used_bytes"]["neuron_device"])
+        reading.device_memory = (reading.device_memory or 0) + convert(memory["neuron_runtime_used_bytes"]["neuron_device"], int)
     if stats := _group(report, "execution_stats", reading):
-        reading.errors.update({kind: whole_number(count) for kind, count in stats["error_summary"].items()})
+        reading.errors.update(convert(stats["error_summary"], dict[str, int]))
 
 
 def _group(groups: Mapping[str, Any], name: str, reading: Reading) -> Mapping[str, Any] | None:
@@ -143,7 +145,7 @@ class HostMonitor:
         root: Path = HOST,
     ) -> None:
         self._context = context
-        self._watches = kind == "neuron" and context.world.local_rank == 0
+        self._kind = kind
         self._period_seconds = period_seconds
         self._interval_seconds = interval_seconds
         self._root = root
@@ -156,13 +158,12 @@ class HostMonitor:
         self._fatal: list[str] = []
         self._said: set[str] = set()
         self._stopping = threading.Event()
-        self._ended = threading.Event()
         self._lines: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> HostMonitor:
-        if not self._watches:
+        if self._kind != "neuron" or self._context.world.local_rank > 0:
             return self
         folder = self._context.scratch / "monitor"
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +201,7 @@ class HostMonitor:
 
     def latest(self) -> dict[str, float]:
         """Return the newest reading as flat metrics; empty where no monitor runs, or before the first reading."""
-        if self._ended.is_set():
+        if self._process is None or self._process.poll() is not None:
             return {}
         with self._lock:
             reading, ecc = self._latest, dict(self._ecc)
@@ -234,16 +235,13 @@ class HostMonitor:
     # In the reading thread.
 
     def _read(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
-        for line in output:
-            if not line.strip():
-                continue
+        for line in filter(bytes.strip, output):
             try:
                 reading = parse_report(line)
             except ValueError as error:
                 self._say_once(f"skipped a line of neuron-monitor that has an undocumented form: {error}: {line[:200]!r}")
             else:
                 self._take(reading)
-        self._ended.set()
         if not self._stopping.is_set():
             self._say_once(f"neuron-monitor ended with status {process.wait()}: training continues without a monitor")
 

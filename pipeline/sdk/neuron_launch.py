@@ -1,4 +1,4 @@
-"""The start of processes on Neuron hosts: their variables, torchrun's command line, the limits that the host must allow.
+"""The start of processes on Neuron hosts: their variables, torchrun's command line, addresses.
 
 Gang stages run under the real torchrun, whose names torch-xla reads; the supervisor starts everything else process by process.
 Who wins over a variable that is set already (in the job definition or the image):
@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import platform
 import re
-import resource
 import socket
 import struct
 import sys
@@ -30,15 +28,9 @@ from pathlib import Path
 from pipeline.contract import TRIAL_STAGES, Queue, Shape, Stage, StageSpec
 from pipeline.errors import BadConfig
 from pipeline.log import log
-from pipeline.run import ecs_metadata
-from pipeline.run.world import ROOT_COMM_PORT
 from pipeline.sdk.graph_variables import GRAPH_VARIABLES, REDUCE_BUCKET
 
 PROCESSES, TORCHRUN = "processes", "torchrun"
-LAUNCHERS = (PROCESSES, TORCHRUN)
-
-OPEN_FILES = 65535
-"""Each rank of a gang holds sockets to many others (training-troubleshooting.rst, "Too many open files")."""
 
 EXEC_TIMEOUT_SECONDS = 600
 """Limit of one execution of one graph; the documents name 2, 30 and 600 as the default, and AWS's BERT sample sets 600."""
@@ -46,9 +38,6 @@ EXEC_TIMEOUT_SECONDS = 600
 INFLIGHT_REQUESTS = 3
 """Executions that a training process may have under way: about 12 % faster steps, and more than 3 may exhaust the device's memory
 (nrt-configurable-parameters.rst; AWS's training scripts set 3). The runtime's own default is none."""
-
-FORK_SAFE_SINCE = (5, 15)
-"""Linux kernel from which on libfabric needs no FI_EFA_FORK_SAFE (nrt-troubleshoot.rst)."""
 
 LAUNCHER_NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -74,16 +63,11 @@ def launcher(kind: str, stage: Stage, spec: StageSpec, environment: Mapping[str,
     Args:
         kind: the device kind.
         environment: TRNPIPE_LAUNCHER there overrides the choice for gangs.
-
-    Raises:
-        BadConfig: TRNPIPE_LAUNCHER names an unknown launcher.
     """
-    chosen = environment.get("TRNPIPE_LAUNCHER")
-    if chosen is not None and chosen not in LAUNCHERS:
-        raise BadConfig("unknown launcher", value=f"TRNPIPE_LAUNCHER={chosen}", rule=f"one of {', '.join(LAUNCHERS)}")
     if spec.shape != Shape.GANG:
         return PROCESSES
-    return chosen or (TORCHRUN if kind == "neuron" and stage not in TRIAL_STAGES else PROCESSES)
+    planned = TORCHRUN if kind == "neuron" and stage not in TRIAL_STAGES else PROCESSES
+    return environment.get("TRNPIPE_LAUNCHER", planned)
 
 
 def kind_of(planned: str, spec: StageSpec) -> str:
@@ -100,7 +84,6 @@ def environment(
     cache: str,
     tag: str,
     graphs: Mapping[str, str],
-    release: str | None = None,
 ) -> dict[str, str]:
     """Return the variables of all processes of a Neuron node: `base`, changed by the rules above.
 
@@ -112,7 +95,6 @@ def environment(
         cache: URI of the compiler's persistent cache, may be empty.
         tag: under which neuron-monitor shows the processes.
         graphs: the plan's graph variables; none for processes that train nothing.
-        release: of the host's kernel; None: this host's.
     """
     compiler = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": cache}
     removed = (*REMOVED, *compiler)
@@ -128,17 +110,12 @@ def environment(
     found = {**defaults, **{name: value for name, value in found.items() if value or name not in defaults}}
     found |= {**graphs, "PJRT_DEVICE": "NEURON", **{name: value for name, value in compiler.items() if value}}
     if nodes == 1:
-        found = {name: value for name, value in found.items() if not name.startswith("FI_")}
-    else:
-        defaults = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
-        if needs_fork_safe(release or platform.release()):
-            defaults["FI_EFA_FORK_SAFE"] = "1"
-        found |= {name: value for name, value in defaults.items() if not found.get(name)}
-        if not found.get("CCOM_SOCKET_IFNAME"):
-            if interface := interface_to(leader):
-                found["CCOM_SOCKET_IFNAME"] = interface
-            else:
-                log.warning("no interface leads to the main node %s: CCOM_SOCKET_IFNAME is left to the collectives", leader)
+        return {name: value for name, value in found.items() if not name.startswith("FI_")}
+    # Not FI_EFA_FORK_SAFE, which kernels before 5.15 need (nrt-troubleshoot.rst): hosts run Amazon Linux 2023.
+    ours = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "CCOM_SOCKET_IFNAME": interface_to(leader)}
+    found |= {name: value for name, value in ours.items() if value and not found.get(name)}
+    if not found.get("CCOM_SOCKET_IFNAME"):
+        log.warning("no interface leads to the main node %s: CCOM_SOCKET_IFNAME is left to the collectives", leader)
     return found
 
 
@@ -163,11 +140,7 @@ def torchrun_command(
         leader, port: of the main node, which is node 0 and holds rank 0.
         join_seconds: for the other nodes' torchruns to come.
         log_dir: an existing folder for the ranks' output, in files per rank; None: it stays on torchrun's own.
-
-    Raises:
-        BadConfig: the port is the root communicator's.
     """
-    check_port(port)
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nproc_per_node={ranks_per_node}",
@@ -193,72 +166,23 @@ def rank_output(log_dir: Path, local_rank: int) -> tuple[Path, Path] | None:
     return None
 
 
-FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)")
-"""Line of torchrun (torch 2.9, elastic/multiprocessing/api.py) about the first of its ranks that failed."""
+FAILED_RANK = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+) \(pid: \d+\)")
+"""Line of torchrun (torch 2.9, elastic/multiprocessing/api.py) about the first of its ranks that failed; a signal's code is
+negative."""
 
 
-def first_failed_rank(launcher_log: str) -> tuple[int, int] | None:
-    """Return (local rank, exit status or minus signal) of the rank that torchrun saw fail first, None if it names none."""
-    found = FAILED_RANK.search(launcher_log)
-    return (int(found[2]), int(found[1])) if found else None
+# Addresses.
 
 
-# What the host is and allows.
-
-
-def check_port(port: int) -> None:
-    """Refuse the port of the root communicator for the rendezvous.
-
-    Raises:
-        BadConfig.
-    """
-    if port == ROOT_COMM_PORT:
-        raise BadConfig(
-            "the rendezvous port is the Neuron root communicator's",
-            value=f"TRNPIPE_LEADER_PORT={port}",
-            rule=f"any free port but {ROOT_COMM_PORT}",
-            remedy="leave TRNPIPE_LEADER_PORT out",
-        )
-
-
-def raise_open_files(minimum: int = OPEN_FILES) -> None:
-    """Allow this process and its children that many open files.
-
-    Raises:
-        BadConfig: the hard limit forbids it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < minimum:
-        if hard != resource.RLIM_INFINITY and hard < minimum:
-            raise BadConfig(
-                "too few open files are allowed",
-                value=f"hard limit {hard}",
-                rule=f"at least {minimum}: every rank holds connections to many others",
-                remedy=f"set the ulimit `nofile` of the job definition to {minimum}",
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (minimum, hard))
-
-
-def needs_fork_safe(release: str) -> bool:
-    """Whether libfabric on this kernel release (`5.10.230-223.885.amzn2.x86_64`) needs FI_EFA_FORK_SAFE.
-
-    Raises:
-        BadConfig: no version can be read from it.
-    """
-    if not (found := re.match(r"(\d+)\.(\d+)", release)):
-        raise BadConfig("the kernel's release cannot be read", value=release, rule="it begins with MAJOR.MINOR")
-    return (int(found.group(1)), int(found.group(2))) < FORK_SAFE_SINCE
-
-
-def own_address(environment: Mapping[str, str] = os.environ) -> str:
+def own_address() -> str:
     """Return this node's IPv4 address as the gang's other nodes reach it; Batch leaves it out on the main node.
 
-    The address of the container's own interface by ECS (awsvpc), else of the default route, else of the host's name.
+    The address of the default route: of the container's own interface (awsvpc), or of the host's first one.
 
     Raises:
         BadConfig: there is only the loopback.
     """
-    address = _ecs_address(environment) or _source_address(ELSEWHERE) or _name_address()
+    address = _source_address(ELSEWHERE)
     if address is None or address.startswith(("127.", "0.")):
         raise BadConfig(
             "this node has no address that other nodes can reach",
@@ -269,17 +193,6 @@ def own_address(environment: Mapping[str, str] = os.environ) -> str:
     return address
 
 
-def _ecs_address(environment: Mapping[str, str]) -> str | None:
-    """Return this container's address by ECS's task metadata (version 4), which has none with host networking."""
-    try:
-        container = ecs_metadata.read_metadata(environment=environment)
-        networks = container["Networks"] if container is not None else ()
-        return next((str(address) for network in networks for address in network.get("IPv4Addresses", ())), None)
-    except ecs_metadata.TROUBLE as error:
-        log.warning("ECS does not report this container's address: %r", error)
-        return None
-
-
 def _source_address(destination: tuple[str, int]) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -287,13 +200,6 @@ def _source_address(destination: tuple[str, int]) -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
-
-
-def _name_address() -> str | None:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
 
 
 def interface_to(address: str) -> str | None:

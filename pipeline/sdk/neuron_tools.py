@@ -19,6 +19,8 @@ from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
+from msgspec import convert
+
 from pipeline.run.processes import end_group
 
 HOST = Path("/")
@@ -220,38 +222,22 @@ def neuron_ls(root: Path = HOST, *, seconds: float) -> list[NeuronLsDevice]:
     """
     stdout, _ = run_tool("neuron-ls", "-j", seconds=seconds, root=root)
     try:
-        return [_neuron_device(entry) for entry in _list(json.loads(stdout))]
+        return [_neuron_device(entry) for entry in convert(json.loads(stdout), list[dict[str, Any]])]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ToolError(f"neuron-ls printed an unknown format ({type(error).__name__}: {error}): {stdout[:200]!r}") from error
 
 
 def _neuron_device(entry: dict[str, Any]) -> NeuronLsDevice:
-    cores = [whole_number(core) for core in _list(entry["neuroncore_ids"])]
-    if len(cores) != whole_number(entry["nc_count"]):
+    cores = convert(entry["neuroncore_ids"], tuple[int, ...])
+    if len(cores) != convert(entry["nc_count"], int):
         raise ValueError(f"nc_count {entry['nc_count']} with cores {cores}")
+    processes = convert(entry["neuron_processes"], list[dict[str, Any]])
     return NeuronLsDevice(
-        index=whole_number(entry["neuron_device"]),
-        cores=tuple(cores),
-        memory=whole_number(entry["memory_size"]),
-        processes=tuple(f"{whole_number(process['pid'])} {process['command']}" for process in _list(entry["neuron_processes"])),
+        index=convert(entry["neuron_device"], int),
+        cores=cores,
+        memory=convert(entry["memory_size"], int),
+        processes=tuple(f"{convert(process['pid'], int)} {process['command']}" for process in processes),
     )
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"a list was expected, found {value!r}")
-    return value
-
-
-def whole_number(value: Any) -> int:
-    """Return a number of a tool's output that counts something.
-
-    Raises:
-        TypeError: not a whole number.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 != 0:
-        raise TypeError(f"a whole number was expected, found {value!r}")
-    return int(value)
 
 
 # Collectives within the host.
@@ -285,10 +271,8 @@ def nccom_test(operation: str, ranks: int, size: int, *, seconds: float, root: P
             line = next((line for line in (stdout + "\n" + stderr).splitlines() if found[0] in line), found[0])
             raise ToolError(f"nccom-test: {line.strip()}")
         try:
-            results = _list(json.loads(report.read_text())["results"])
-            rates = [
-                float(result["busbw(GB/s)"]) for result in results if result["type"] == "fp32" and whole_number(result["size(B)"])
-            ]
+            results = convert(json.loads(report.read_text())["results"], list[dict[str, Any]])
+            rates = [float(result["busbw(GB/s)"]) for result in results if result["type"] == "fp32" and result["size(B)"]]
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ToolError(f"nccom-test left no report of the known form ({type(error).__name__}: {error})") from error
     if len(rates) != 1 or len(results) != 1 or not math.isfinite(rates[0]) or rates[0] <= 0:

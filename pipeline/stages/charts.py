@@ -83,8 +83,6 @@ def bar(start: float, stop: float, low: float, high: float) -> dict[str, float]:
 
 
 def _thin(points: Points, group: int) -> Points:
-    if group == 1:
-        return points
     groups = [points[start : start + group] for start in range(0, len(points), group)]
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in groups]
 

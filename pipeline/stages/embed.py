@@ -12,12 +12,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,18 +27,22 @@ from pipeline.backends.device import Device, EncodeFunction, open_device
 from pipeline.contract import Artifact, Metric, Stage, now
 from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
 from pipeline.dataset.earlier_parts import EarlierParts, EarlierVectors, Parts, content_digest, embedding_form, token_hashes
-from pipeline.dataset.ids import IdDigest
+from pipeline.dataset.ids import IdDigest, id_hashes
 from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_to_json
 from pipeline.dataset.tokens import cut
 from pipeline.errors import BadData, MissingInput, Transient
+from pipeline.evaluation.vectors import shortened
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.host.host import versions
 from pipeline.log import log
 from pipeline.model.card import CARD
+from pipeline.model.classifier import Classifier, load_classifiers
 from pipeline.model.folder import WEIGHTS, load_encoder
 from pipeline.model.inference import encode
+from pipeline.model.inventory import read_dimensions
 from pipeline.plan import own_parts
+from pipeline.run.ahead import ahead
 from pipeline.run.context import StageContext, StageOutput
 
 WINDOW_ROWS = 16_384
@@ -51,8 +53,6 @@ MOST_WRITES = 4
 """Writes of one part: another child that writes it too has one copy to write, and seldom interferes more than once."""
 
 EXAMPLES = 20
-
-Item = TypeVar("Item")
 
 
 def run(context: StageContext) -> StageOutput | None:
@@ -73,7 +73,8 @@ def run(context: StageContext) -> StageOutput | None:
     log.info("embed: child %d of %d: %d of its %d parts are to do", child, plan.children, len(todo), len(own))
     if todo:
         worker = open_worker(context, model, todo)
-        for index, documents in ahead(documents_of(context, todo)):
+        # Reading costs no device time.
+        for index, documents in ahead(documents_of(context, todo), 1):
             embed_part(worker, index, documents)
             worker.watch.check(0)
         if context.plan.graphs and world.local_rank == 0:
@@ -118,13 +119,9 @@ def complete_part(context: StageContext, index: int, model: Artifact, *, deep: b
 
 def _is_its_records(context: StageContext, index: int, record: PartRecord) -> bool:
     """Whether the content of a part, and of its list, matches the record."""
-    count = len(context.plan.embed.parts)
-    if store.sha256(record.uri or context.paths.part(index, count)) != record.sha256:
-        return False
-    if not record.quarantined:
-        return True
-    uri = quarantine_uri(context, index)
-    return store.exists(uri) and store.sha256(uri) == record.quarantine_sha256
+    part, listed = record.uri or context.paths.part(index, len(context.plan.embed.parts)), quarantine_uri(context, index)
+    fits = not record.quarantined or (store.exists(listed) and store.sha256(listed) == record.quarantine_sha256)
+    return fits and store.sha256(part) == record.sha256
 
 
 @dataclass(kw_only=True)
@@ -132,8 +129,10 @@ class Worker:
     """This process's model on its device, and its progress.
 
     Attributes:
+        dimension: of the published embeddings.
         done, total: documents embedded, and to embed, by this process.
         work: tokens of the embedded ones.
+        classifiers: task -> the model's classifier.
         begun: monotonic seconds at the first document.
     """
 
@@ -141,6 +140,7 @@ class Worker:
     device: Device
     encode_with: EncodeFunction
     dimension: int
+    classifiers: dict[str, Classifier]
     watch: GraphWatch
     model: Artifact
     form: str
@@ -190,7 +190,8 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
         context=context,
         device=device,
         encode_with=encode_function(context, device, encoder),
-        dimension=encoder.dimension,
+        dimension=read_dimensions(folder) or encoder.dimension,
+        classifiers=load_classifiers(folder, encoder),
         watch=GraphWatch(
             device=device,
             known=known_graphs(context),
@@ -206,7 +207,8 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
 
 
 def facts_of(folder: Path) -> dict[str, str]:
-    """Return the hashes of a model folder's files besides its weights and its card: of its head, lengths, prompts, modules."""
+    """Return the hashes of a model folder's files besides its weights and its card: of its head, lengths, prompts, modules, and
+    so of the size of its embeddings."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {name: store.sha256_file(path) for name, path in files.items() if name not in (WEIGHTS, CARD)}
 
@@ -232,15 +234,6 @@ def documents_of(context: StageContext, indices: Sequence[int]) -> Iterator[tupl
         yield index, documents
 
 
-def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items, and make the next one in the background meanwhile: reading costs no device time."""
-    with ThreadPoolExecutor(1, "ahead") as background:
-        coming = background.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = background.submit(next, items, None)
-            yield item
-
-
 @dataclass(kw_only=True)
 class MadePart:
     """A part that is computed and stands in a local file.
@@ -259,9 +252,9 @@ class MadePart:
     path: Path
     started: str
     begun: float
+    content: IdDigest
     digest: IdDigest = field(default_factory=IdDigest)
     bad: list[QuarantinedDocument] = field(default_factory=list)
-    content: IdDigest = field(default_factory=IdDigest)
     copied: int = 0
     tokens: int = 0
     padded_tokens: int = 0
@@ -325,12 +318,16 @@ def make_part(worker: Worker, index: int, documents: pa.Table, earlier: Parts) -
         BadData: more such documents than the whole corpus may have.
     """
     context, config = worker.context, worker.context.plan.config.embed
-    path = context.scratch / f"part-{index:05d}.parquet"
-    made = MadePart(index=index, path=path, started=now(), begun=time.monotonic())
+    made = MadePart(
+        index=index,
+        path=context.scratch / f"part-{index:05d}.parquet",
+        started=now(),
+        begun=time.monotonic(),
+        content=content_digest(documents, documents["token_hash"].to_numpy()),
+    )
     files = [store.local_file(uri, context.scratch / "earlier") for uri, _ in earlier]
     vectors = EarlierVectors(files, worker.dimension, config.dtype)
-    made.content = content_digest(documents, documents["token_hash"].to_numpy())
-    with PartWriter(path, worker.dimension, config.dtype) as writer:
+    with PartWriter(made.path, worker.dimension, config.dtype, [*worker.classifiers]) as writer:
         for start in range(0, documents.num_rows, WINDOW_ROWS):
             embed_window(worker, documents.slice(start, WINDOW_ROWS), start, vectors, made, writer)
             if too_many(context, len(made.bad)):
@@ -368,8 +365,10 @@ def embed_window(
         on_progress = partial(worker.beat, len(ids), len(tokens))
         found = encode(worker.encode_with, worker.device, lists, config.length, config.tokens_per_batch, on_progress=on_progress)
         worker.work += len(tokens)
-        with np.errstate(over="ignore"):
-            embeddings[todo] = found.embeddings.numpy().astype(config.dtype, copy=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            normalize = worker.context.plan.config.model.normalize
+            vectors = shortened(found.embeddings.numpy(), worker.dimension, normalize=normalize)
+            embeddings[todo] = vectors.astype(config.dtype, copy=False)
         made.tokens += found.tokens
         made.padded_tokens += found.slots
     finite = np.isfinite(embeddings[rows]).all(axis=1)
@@ -378,7 +377,9 @@ def embed_window(
     kept = documents.take(pa.array(chosen))
     if kept.num_rows:
         ids_there, locales, texts = kept["id"].to_pylist(), kept["locale"].to_pylist(), kept["document_hash"].to_numpy()
-        writer.write(ids_there, embeddings[chosen], locales, texts, hashes[chosen])
+        # From the stored values, so that readers of the part can reproduce it.
+        classified = {task: classifier.classify(embeddings[chosen]) for task, classifier in worker.classifiers.items()}
+        writer.write(ids_there, embeddings[chosen], locales, texts, hashes[chosen], classified)
     made.digest.merge(IdDigest.of(kept["key"].to_numpy()))
     worker.done += len(ids)
 
@@ -415,9 +416,6 @@ def keep_part(worker: Worker, made: MadePart) -> PartRecord:
 def record_of(worker: Worker, made: MadePart, artifact: Artifact, listed: bytes) -> PartRecord:
     """Return the record of a part."""
     seconds = time.monotonic() - made.begun
-    left_out = IdDigest()
-    for document in made.bad:
-        left_out.add(document.id)
     return PartRecord(
         sha256=artifact.sha256,
         size=artifact.size,
@@ -434,7 +432,7 @@ def record_of(worker: Worker, made: MadePart, artifact: Artifact, listed: bytes)
         seconds=seconds,
         documents_per_second=made.digest.count / seconds,
         quarantined=len(made.bad),
-        quarantined_ids=str(left_out),
+        quarantined_ids=str(IdDigest.of(id_hashes(document.id for document in made.bad))),
         quarantine_sha256=hashlib.sha256(listed).hexdigest() if made.bad else "",
         form=worker.form,
         content=str(made.content),

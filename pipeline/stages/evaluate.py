@@ -2,6 +2,7 @@
 
 The baseline is the published model, which the new one would replace, or the parent while nothing is published. A parent that is a
 third model is measured too, for the reader; and the new one on the hold-out of the reference (pipeline/evaluation/reference).
+Every model is ranked by vectors of the size that it is published with, and the new one by those of all its Matryoshka sizes, too.
 Reads these models and `plan/rows`; writes everything to `evaluate/scorecard.json`, and what each query got with the new model to
 `evaluate/queries.parquet` (`trnpipe parity` compares it with another run's); with `report.texts` the queries that changed most to
 `evaluate/changes.json`. The verdict is part of the result: the stage ends with 0 either way, and the state machine's Choice acts
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,27 +31,30 @@ from pipeline import store
 from pipeline.backends.device import Device, open_device
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.contract import EAGER_KINDS, Artifact, Metric
+from pipeline.dataset.classes import NO_CLASS
 from pipeline.dataset.golden import GOLDEN
 from pipeline.dataset.row_files import PUBLISHED
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.evaluation.changes import largest_changes
+from pipeline.evaluation.classification import ACCURACY, MACRO_F1, macro_f1
 from pipeline.evaluation.drift import measure_drift
 from pipeline.evaluation.exchange import exchange
 from pipeline.evaluation.gate import judge_model
-from pipeline.evaluation.holdout import Holdout, read_holdout
+from pipeline.evaluation.holdout import Holdout, read_holdout, read_judged, read_texts
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.reference import REFERENCE, VALUES
 from pipeline.evaluation.retrieval import Block, retrieve
 from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.evaluation.reuse import published_vectors
 from pipeline.evaluation.statistics import CONFIDENCE, Integers, Units, Values, resampled_means
-from pipeline.evaluation.vectors import Vectors, kept_vectors, write_vectors
+from pipeline.evaluation.vectors import Vectors, kept_vectors, shortened, write_vectors
 from pipeline.graphs.compiled import encode_function, known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.log import log
+from pipeline.model.classifier import load_classifier
 from pipeline.model.folder import WEIGHTS, load_encoder, own_form
 from pipeline.model.inference import TokenList, encode
-from pipeline.model.inventory import read_max_length
+from pipeline.model.inventory import read_dimensions, read_max_length
 from pipeline.plan import RunPlan, own_parts
 from pipeline.run.context import StageContext, StageOutput
 
@@ -84,7 +88,7 @@ def run(context: StageContext) -> StageOutput | None:
     plan, config = context.plan, context.plan.config
     context.heartbeat.beat(note="fetching rows")
     rows = store.local_folder(context.paths.rows, context.scratch / "rows")
-    holdout = read_holdout(rows)
+    holdout = read_judged(rows, config)
     device = open_alone(context, plan.world.kind, plan.world.precision)
     watch = GraphWatch(
         device=device,
@@ -99,26 +103,32 @@ def run(context: StageContext) -> StageOutput | None:
     encoded: dict[str, EncodedTexts] = {}
     done = 0
     for model in models:
-        encoded[model.name] = encode_texts(context, model, done, total)
-        measured[model.name] = measure(context, model.name, encoded[model.name], model.holdout)
+        own = encode_texts(context, model, done, total)
+        encoded[model.name] = share_vectors(context, model, own)
+        measured[model.name] = measure(context, model, encoded[model.name])
         done += model.tokens
+        if model.name == "new":
+            sizes = measure_sizes(context, model, own, measured["new"])
     drift = None
     if plan.published:
         old_texts, new_texts = encoded.get("published", encoded["parent"]), encoded["new"]
         drift = measure_drift(old_texts.candidates, new_texts.candidates) if context.world.is_leader else None
-        if old_texts.queries.shape[1] == new_texts.queries.shape[1]:
-            measured[MIXED] = measure(context, MIXED, replace(old_texts, queries=new_texts.queries), holdout)
+        if old_texts.queries.shape[1] == new_texts.queries.shape[1] and holdout.candidates:
+            mixed = replace(old_texts, queries=new_texts.queries)
+            measured[MIXED] = measure(context, replace(models[-1], name=MIXED), mixed)
     golden = {}
     for one in config.evaluate.sets:
         golden[f"{GOLDEN}:{one.name}"] = compare_on(context, rows / GOLDEN / one.name, one.name, models)
+    classified = compare_classes(context, rows, models, encoded)
     reference = None
     if plan.reference:
-        exam = read_holdout(rows / REFERENCE)
+        exam = read_judged(rows / REFERENCE, config)
         # Most of its texts are in this week's hold-out, too.
         known = kept_vectors(context.scratch / VECTORS.format("new"), texts_of(exam))
         new_model = models[0]
-        again = share_out(context, REFERENCE, new_model.folder, new_model.form, new_model.device, exam, known)
-        measured[REFERENCE] = measure(context, REFERENCE, encode_texts(context, again, done, done + again.tokens), exam)
+        again = share_out(context, REFERENCE, new_model.folder, new_model.form, new_model.size, new_model.device, exam, known)
+        own = encode_texts(context, again, done, done + again.tokens)
+        measured[REFERENCE] = measure(context, again, share_vectors(context, again, own))
         reference = exam, QueryValues.read(rows / REFERENCE / VALUES)
     seconds = time.monotonic() - started
     watch.check(0)
@@ -134,7 +144,7 @@ def run(context: StageContext) -> StageOutput | None:
     if baseline is not parent:
         scores["parent"] = means(parent)
     slices = {name: compare(baseline, new, holdout.units, chosen, config) for name, chosen in slices_of(holdout).items()}
-    slices |= golden
+    slices |= {**golden, **classified}
     if reference:
         exam, before = reference
         scores[REFERENCE] = compare(
@@ -150,8 +160,8 @@ def run(context: StageContext) -> StageOutput | None:
     log.info("gate: %s: %s", gate["verdict"], gate["reason"])
     context.cloudwatch.write(
         {
-            Metric.NDCG: scores["new"]["ndcg@10"],
-            Metric.BASELINE_NDCG: scores["baseline"]["ndcg@10"],
+            Metric.QUALITY: gate["new"],
+            Metric.BASELINE_QUALITY: gate["baseline"],
             Metric.GATE_DROP: -gate["difference"],
             Metric.COSINE: (drift or {}).get("cosine", math.nan),
             Metric.NEIGHBOUR_OVERLAP: (drift or {}).get("overlap@10", math.nan),
@@ -162,7 +172,7 @@ def run(context: StageContext) -> StageOutput | None:
         "candidates": len(holdout.candidates),
         "reused": sum(int((model.place >= 0).sum()) for model in models),
     }
-    scorecard = {**counts, **scores, "gate": gate, "slices": slices, "drift": drift}
+    scorecard = {**counts, **scores, "sizes": sizes, "gate": gate, "slices": slices, "drift": drift}
     store.write_json(context.paths.scorecard, scorecard)
     if config.report.texts:
         ranked = {
@@ -206,23 +216,73 @@ def compare_on(context: StageContext, folder: Path, name: str, models: Sequence[
         name: for the ranks' files.
         models: as `models_to_measure` returns them: the new one first, the baseline last.
     """
-    published, found = context.plan.published, []
+    found = []
     for model in (models[-1], models[0]):
-        own_tokens = model.name == "published" and published is not None and published.own_tokens
-        exam = read_holdout(folder, PUBLISHED if own_tokens else "")
+        exam = read_holdout(folder, tokens_of(context, model))
         computed = np.full(len(exam.candidates) + len(exam.queries), -1), np.empty((0, 0), np.float32)
-        again = share_out(context, f"{name}-{model.name}", model.folder, model.form, model.device, exam, computed)
-        found.append(measure(context, again.name, encode_texts(context, again, 0, again.tokens), exam))
+        again = share_out(context, f"{name}-{model.name}", model.folder, model.form, model.size, model.device, exam, computed)
+        own = encode_texts(context, again, 0, again.tokens)
+        found.append(measure(context, again, share_vectors(context, again, own)))
     return compare(found[0], found[1], exam.units, np.ones(len(exam.queries), np.bool_), context.plan.config)
+
+
+def compare_classes(
+    context: StageContext, rows: Path, models: Sequence[MeasuredModel], encoded: Mapping[str, EncodedTexts]
+) -> dict[str, Any]:
+    """Compare the classifiers of the new model and its baseline; all ranks call it together.
+
+    Args:
+        rows: local folder of row files.
+        models: as `models_to_measure` returns them: the new one first, the baseline last.
+        encoded: model -> its vectors of the texts, where nothing else is measured.
+
+    Returns:
+        `task:NAME` -> what `compare` returns, with the macro F1 among both models' means. Without `baseline` and `difference`
+        where the baseline has no classifier for the task.
+    """
+    config = context.plan.config
+    if not config.train.classes or not (exam := read_texts(rows)).queries:
+        return {}
+    predicted = []
+    for model in (models[-1], models[0]):
+        texts, name = encoded[model.name], f"{model.name}-texts"
+        if model.holdout.classes is None:
+            own_texts = read_texts(rows, tokens_of(context, model))
+            none = np.full(len(exam.queries), -1), np.empty((0, 0), np.float32)
+            model = share_out(context, name, model.folder, model.form, None, model.device, own_texts, none)
+            texts = share_vectors(context, model, encode_texts(context, model, 0, model.tokens))
+        predicted.append(classify(context, replace(model, name=name), texts))
+    true, scores = np.asarray(exam.classes), dict[str, Any]()
+    for task in config.train.classes:
+        chosen = np.array([own == task for own in exam.tasks])
+        if not chosen.any():
+            log.warning("task %s: no row of it is held out, so nothing is known of its classifier", task)
+            continue
+        baseline, new = ({ACCURACY: (own == true).astype(np.float64)} for own in predicted)
+        scores[f"task:{task}"] = compared = compare(baseline, new, exam.units, chosen, config)
+        for name, classes in zip(("baseline", "new"), predicted, strict=True):
+            compared[name][MACRO_F1] = macro_f1(classes[chosen], true[chosen])
+        if (predicted[0][chosen] == NO_CLASS).all():
+            del compared["baseline"], compared["difference"]
+    return scores
+
+
+def tokens_of(context: StageContext, model: MeasuredModel) -> str:
+    """Return the folder, below that of the row files, with a model's tokens."""
+    published = context.plan.published
+    return PUBLISHED if model.name == "published" and published is not None and published.own_tokens else ""
 
 
 def embeds_alike(plan: RunPlan, folder: Path) -> bool:
     """Return whether the run can embed with the published model, where its own is refused: it would cut texts as that one's
-    folder says, and has its tokens and its graphs."""
+    folder says, and has its tokens, its form and its graphs."""
     published = plan.published
     if published is None or published.own_tokens or not published.same_graphs:
         return False
-    return read_max_length(folder) in (None, plan.config.embed.length)
+    return own_form(folder, plan.config.model) == plan.config.model and read_max_length(folder) in (
+        None,
+        plan.config.embed.length,
+    )
 
 
 def open_alone(context: StageContext, kind: str, precision: str) -> Device:
@@ -239,11 +299,12 @@ class MeasuredModel:
         name: `parent`, `new`, `published`, or `reference`: the new one on the reference's hold-out.
         folder: local model folder.
         form: the model's pooling, normalization and head.
+        size: of the embeddings that are ranked, the published ones; None: whole ones.
         device: it encodes on this one.
         holdout: in its own tokens.
         texts: its candidates, then its queries.
         place: of each text among `vectors`, -1 where it is computed: (N,).
-        vectors: that are not computed again, (n, D).
+        vectors: that are not computed again, (n, size).
         shares: rank -> the texts whose vectors it computes or takes, ascending indices (n,).
         queries: those that this rank ranks.
         tokens: that this rank encodes.
@@ -252,6 +313,7 @@ class MeasuredModel:
     name: str
     folder: Path
     form: ModelConfig
+    size: int | None
     device: Device
     holdout: Holdout
     texts: list[TokenList]
@@ -279,7 +341,7 @@ def models_to_measure(context: StageContext, device: Device, holdout: Holdout, r
     if published is None or published.folder == plan.parent.uri:
         return found
     if published.own_tokens:
-        holdout = read_holdout(rows, PUBLISHED)
+        holdout = read_judged(rows, plan.config, PUBLISHED)
     if not published.same_graphs:
         log.info("the published model has another form than the run's graphs: it runs on the host's processor")
         device = open_alone(context, "cpu", "fp32")
@@ -295,12 +357,18 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
     plan = context.plan
     context.heartbeat.beat(note=f"fetching the {name} model")
     folder = store.local_folder(uri, context.scratch / name)
-    form = own_form(folder, plan.config.model) if name == "published" else plan.config.model
+    form = own_form(folder, plan.config.model)
+    if name == "parent" and plan.graphs and form != plan.config.model:
+        # The run's graphs have a head, and the parent has none.
+        device = open_alone(context, "cpu", "fp32")
+    size = read_dimensions(folder)
     texts = texts_of(holdout)
     known = np.full(len(texts), -1), np.empty((0, 0), np.float32)
     if plan.published and uri == plan.published.folder:
         known = published_vectors(context, plan.published, device, texts)
-    return share_out(context, name, folder, form, device, holdout, known)
+    elif name == "parent":
+        size = size or plan.config.embed.dimensions  # nobody reads its embeddings: what training has changed is to be seen
+    return share_out(context, name, folder, form, size, device, holdout, known)
 
 
 def texts_of(holdout: Holdout) -> list[TokenList]:
@@ -313,6 +381,7 @@ def share_out(
     name: str,
     folder: Path,
     form: ModelConfig,
+    size: int | None,
     device: Device,
     holdout: Holdout,
     known: tuple[Integers, Vectors],
@@ -329,6 +398,7 @@ def share_out(
         name=name,
         folder=folder,
         form=form,
+        size=size,
         device=device,
         holdout=holdout,
         texts=texts,
@@ -345,7 +415,7 @@ class EncodedTexts:
     """A model's vectors.
 
     Attributes:
-        candidates: of all ranks' shares.
+        candidates: of all ranks' shares; all texts where they are classified.
         own, queries: those that this rank ranks, and their vectors, (q, D) on the device that scores.
     """
 
@@ -354,8 +424,8 @@ class EncodedTexts:
     queries: Tensor
 
 
-def encode_texts(context: StageContext, model: MeasuredModel, before: int, total: int) -> EncodedTexts:
-    """Return one model's vectors of the hold-out's texts; all ranks call it together.
+def encode_texts(context: StageContext, model: MeasuredModel, before: int, total: int) -> Vectors:
+    """Return the whole vectors that this rank computes with one model, (n, D).
 
     Args:
         before, total: tokens that this rank has encoded with other models, and encodes with all of them.
@@ -365,8 +435,7 @@ def encode_texts(context: StageContext, model: MeasuredModel, before: int, total
     encoder = load_encoder(model.folder, model.form)
     dimension = encoder.dimension
     encode_with = encode_function(context, device, encoder)
-    computed = model.place[own] < 0
-    texts = [model.texts[row] for row in own[computed]]
+    texts = [model.texts[row] for row in own[model.place[own] < 0]]
     begun = time.monotonic()
 
     def beat(done: int, share: float) -> None:
@@ -381,17 +450,31 @@ def encode_texts(context: StageContext, model: MeasuredModel, before: int, total
         )
 
     found = encode(encode_with, device, texts, config.length, config.tokens_per_batch, on_progress=beat).embeddings
-    vectors = np.empty((len(own), dimension), np.float32)
-    vectors[computed] = found.reshape(-1, dimension).numpy()
-    vectors[~computed] = model.vectors[model.place[own[~computed]]].reshape(-1, dimension)
+    vectors: Vectors = found.reshape(-1, dimension).numpy()
+    return vectors
+
+
+def share_vectors(context: StageContext, model: MeasuredModel, found: Vectors) -> EncodedTexts:
+    """Return one model's vectors of the hold-out's texts, in the size that is ranked; all ranks call it together.
+
+    Args:
+        found: see `encode_texts`.
+    """
+    # A parent without the run's head can have smaller embeddings than the size that is published.
+    size = min(model.size or found.shape[1], found.shape[1])
+    own, device = model.shares[context.world.rank], model.device
+    computed = model.place[own] < 0
+    vectors = np.empty((len(own), size), np.float32)
+    vectors[computed] = shortened(found, size, normalize=model.form.normalize)
+    vectors[~computed] = model.vectors[model.place[own[~computed]]].reshape(-1, size)
     shared = [torch.from_numpy(one) for one in exchange(context, f"{model.name}-vectors", vectors)]
     blocks = list(zip(model.shares, shared, strict=True))
     if context.world.is_leader and (model.name == "new" or context.plan.config.report.texts):
-        write_vectors(context.scratch / VECTORS.format(model.name), model.texts, blocks, dimension)
+        write_vectors(context.scratch / VECTORS.format(model.name), model.texts, blocks, size)
     # A share begins with its candidates.
     count = len(model.holdout.candidates)
-    candidates = [(rows[rows < count], one[: np.count_nonzero(rows < count)]) for rows, one in blocks]
-    queries = torch.empty((len(model.queries), dimension))
+    candidates = [(rows[rows < count], one[: np.count_nonzero(rows < count)]) for rows, one in blocks] if count else blocks
+    queries = torch.empty((len(model.queries), size))
     for rows, one in blocks:
         first, last = np.searchsorted(rows, [count + model.queries.start, count + model.queries.stop])
         queries[torch.from_numpy(rows[first:last] - count - model.queries.start)] = one[first:last]
@@ -400,22 +483,62 @@ def encode_texts(context: StageContext, model: MeasuredModel, before: int, total
     return EncodedTexts(candidates=candidates, own=model.queries, queries=queries)
 
 
-def measure(context: StageContext, name: str, texts: EncodedTexts, holdout: Holdout) -> PerQuery:
-    """Return every metric for every query; all ranks call it together.
+def measure_sizes(context: StageContext, model: MeasuredModel, found: Vectors, known: PerQuery) -> list[dict[str, Any]]:
+    """Measure the new model in each of its sizes, the largest first; all ranks call it together.
 
     Args:
-        name: of the model, for the ranks' files.
+        found: see `encode_texts`.
+        known: values in the size that is published.
+
+    Returns:
+        `{size, bytes, published, metric: mean}` of each; `bytes` of an embedding.
     """
-    context.heartbeat.beat(note=f"ranking with the {name} model")
+    config, full = context.plan.config, found.shape[1]
+    published = model.size or full
+    cut = config.train.dimensions if model.holdout.classes is None else ()  # a classifier takes whole embeddings
+    sizes = sorted({full, published, *cut}, reverse=True)
+    measured = {published: known}
+    for size in set(sizes) - {published}:
+        other = replace(model, name=f"{model.name}-{size}", size=size)
+        measured[size] = measure(context, other, share_vectors(context, other, found))
+    width = np.dtype(config.embed.dtype).itemsize
+    return [{"size": size, "bytes": size * width, "published": size == published, **means(measured[size])} for size in sizes]
+
+
+def measure(context: StageContext, model: MeasuredModel, texts: EncodedTexts) -> PerQuery:
+    """Return every metric for every query, or classified text; all ranks call it together.
+
+    Args:
+        model: its `name` is that of the ranks' files.
+    """
+    holdout = model.holdout
+    if holdout.classes is not None:
+        return {ACCURACY: (classify(context, model, texts) == holdout.classes).astype(np.float64)}
+    context.heartbeat.beat(note=f"ranking with the {model.name} model")
     relevant, known = (pairs.of_queries(texts.own) for pairs in (holdout.relevant, holdout.known))
     values = retrieve(texts.queries, texts.candidates, relevant, known)
     own_values = np.stack([values[metric] for metric in METRICS])
-    return dict(zip(METRICS, np.concatenate(exchange(context, f"{name}-values", own_values), axis=1), strict=True))
+    return dict(zip(METRICS, np.concatenate(exchange(context, f"{model.name}-values", own_values), axis=1), strict=True))
+
+
+def classify(context: StageContext, model: MeasuredModel, texts: EncodedTexts) -> Integers:
+    """Return the number that each text's class has in `train.classes` of its task; all ranks call it together.
+
+    NO_CLASS, which is never right, where the model has no classifier for the task, or has a class that the run does not have.
+    """
+    vectors, tasks = texts.queries.cpu(), np.array(model.holdout.tasks)[texts.own]
+    found = np.full(len(vectors), NO_CLASS)
+    for task, names in context.plan.config.train.classes.items():
+        if classifier := load_classifier(model.folder, task, vectors.shape[1], normalized=model.form.normalize):
+            numbers = np.array([names.index(name) if name in names else NO_CLASS for name in classifier.classes])
+            with torch.no_grad():
+                found[tasks == task] = numbers[classifier(vectors[torch.from_numpy(tasks == task)]).argmax(dim=1).numpy()]
+    return np.concatenate(exchange(context, f"{model.name}-classes", found))
 
 
 def means(values: PerQuery) -> dict[str, float]:
     """Return each metric's mean over the queries."""
-    return {metric: float(values[metric].mean()) for metric in METRICS}
+    return {metric: float(own.mean()) for metric, own in values.items()}
 
 
 def compare(baseline: PerQuery, new: PerQuery, units: Units, chosen: NDArray[np.bool_], config: RunConfig) -> dict[str, Any]:
@@ -426,9 +549,9 @@ def compare(baseline: PerQuery, new: PerQuery, units: Units, chosen: NDArray[np.
         at_most}}}`: of the mean difference new - baseline the standard error, the 95 % interval, and the bounds that it is
         above, or below, with 95 % confidence.
     """
-    baseline, new = ({metric: model[metric][chosen] for metric in METRICS} for model in (baseline, new))
+    baseline, new = ({metric: values[chosen] for metric, values in model.items()} for model in (baseline, new))
     own = units.within(chosen)
-    differences = np.stack([new[metric] - baseline[metric] for metric in METRICS], axis=1)
+    differences = np.stack([new[metric] - baseline[metric] for metric in baseline], axis=1)
     drawn = resampled_means(differences, own, samples=config.evaluate.bootstrap_samples, seed=config.seed)
     tail = 1 - CONFIDENCE
     bounds = np.quantile(drawn, [tail / 2, 1 - tail / 2, tail, 1 - tail], axis=0).T.tolist()
@@ -440,7 +563,7 @@ def compare(baseline: PerQuery, new: PerQuery, units: Units, chosen: NDArray[np.
         "new": means(new),
         "difference": {
             metric: {"value": value, "error": error, **dict(zip(BOUNDS, each, strict=True))}
-            for metric, value, error, each in zip(METRICS, values, errors, bounds, strict=True)
+            for metric, value, error, each in zip(baseline, values, errors, bounds, strict=True)
         },
     }
 

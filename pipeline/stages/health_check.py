@@ -241,16 +241,17 @@ def memory(device: Device, config: HealthCheckConfig) -> TestRecord:
 
 def _best_seconds(device: Device, operation: Callable[[], Tensor]) -> float:
     """Return the shortest of a few runs, including the device's queue; the first one, which compiles, does not count."""
-    best = float("inf")
-    for repeat in range(BANDWIDTH_REPEATS + 1):
+
+    def seconds() -> float:
         began = time.perf_counter()
         result = operation()
         # The whole result, not only the part that is read: a lazy device would leave the rest out.
         device.sync()
         device.read(result.reshape(-1)[:1])
-        if repeat:
-            best = min(best, time.perf_counter() - began)
-    return best
+        return time.perf_counter() - began
+
+    seconds()
+    return min(seconds() for _ in range(BANDWIDTH_REPEATS))
 
 
 # One node: storage.

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from pipeline import store
 from pipeline.contract import Artifact
 from pipeline.dataset.columns import Columns
-from pipeline.dataset.deletions import Deletions
-from pipeline.dataset.ids import id_hash
+from pipeline.dataset.deletions import Deletions, have_negatives
+from pipeline.dataset.ids import id_hashes
 from pipeline.dataset.ingested import (
     DOCUMENTS,
     FACTS,
@@ -47,10 +47,12 @@ from pipeline.dataset.ingested import (
     row_versions,
     string_hashes,
     token_schema,
+    with_values,
     write_batches,
     write_file,
     write_profile,
 )
+from pipeline.dataset.negatives import add_judged
 from pipeline.dataset.reading import in_threads, return_memory
 from pipeline.dataset.refusals import Refusals
 from pipeline.dataset.rows import Block, normalized_hashes, read_blocks, shard_columns
@@ -63,6 +65,13 @@ from pipeline.run_inputs import InputShard, MissingShards, RunInputs
 
 FILE_BYTES = 16 << 20
 """Text of a file's rows. Sorted, written and tokenized they are in memory some three times."""
+
+TEXTS_OF = {
+    "query_tokens": ("query", "query"),
+    "document_tokens": ("document", "document"),
+    "negative_tokens": ("negatives", "document"),
+}
+"""Column of token ids -> the column of its texts, and their side."""
 
 QUARANTINE = "quarantine.jsonl"
 NAMED_VALUES = 1000
@@ -117,13 +126,16 @@ class Ingester:
         self.done += rows
         self.context.heartbeat.beat(self.done, unit="rows", note=note)
 
-    def encode(self, column: pa.ChunkedArray, side: str) -> EncodedColumn:
-        """Return the token ids of a column of texts, equal ones of which are encoded once.
+    def encode(self, rows: pa.Table, name: str) -> EncodedColumn:
+        """Return the token ids of a column of texts or of lists of them, equal ones of which are encoded once.
 
         Args:
-            side: `query` or `document`.
+            name: one of TEXTS_OF.
         """
-        encoded = column.dictionary_encode().combine_chunks()
+        column, side = TEXTS_OF[name]
+        whole = rows[column]
+        lists = whole.combine_chunks() if pa.types.is_list(whole.type) else None
+        encoded = (whole if lists is None else pa.chunked_array([lists.flatten()])).dictionary_encode().combine_chunks()
         kind = token_schema(DOCUMENTS, self.tokenizer.vocabulary).field(0).type
         distinct = [pa.array([], kind)]
         for start in range(0, len(encoded.dictionary), TEXTS_AT_ONCE):
@@ -136,28 +148,30 @@ class Ingester:
             values = pa.array(np.concatenate(tokens), kind.value_type)
             distinct.append(pa.ListArray.from_arrays(offsets, values, mask=missing))
             self.beat(0, "tokenizing")
-        return EncodedColumn(pa.concat_arrays(distinct), encoded.indices)
+        places = encoded.indices if lists is None else with_values(lists, encoded.indices)
+        return EncodedColumn(pa.concat_arrays(distinct), places)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedColumn:
-    """Token ids of distinct texts, null where there are none, and the place of each row's text among them."""
+    """Token ids of distinct texts, null where there are none, and the place of each row's text, or of its texts, among them."""
 
     distinct: pa.ListArray
     indices: pa.Array
 
     def take(self, rows: pa.Array) -> pa.ListArray:
         """Return the token ids of some rows."""
-        return self.distinct.take(self.indices.take(rows))
+        chosen = self.indices.take(rows)
+        if pa.types.is_list(chosen.type):
+            return with_values(chosen, self.distinct.take(chosen.flatten()))
+        return self.distinct.take(chosen)
 
 
 def open_ingester(context: StageContext, inputs: RunInputs, digest: str) -> Ingester:
     """Load the parent's tokenizer, and what `data.delete` names."""
     context.heartbeat.beat(note="loading the tokenizer")
     folder = fetch_without_weights(inputs.parent.folder, context.scratch / "tokenizer")
-    deletions = Deletions()
-    if digest:
-        deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(digest)))
+    deletions = Deletions.from_json(store.read_bytes(context.paths.deletions(digest))) if digest else Deletions()
     return Ingester(context=context, inputs=inputs, tokenizer=load_tokenizer(folder, inputs.tokenizer), deletions=deletions)
 
 
@@ -212,7 +226,8 @@ class Made:
         nulls = np.any([np.asarray(column.is_null()) for column in columns], axis=0)
         self.without_tokens += int(nulls.sum())
         for name, column in zip(TOKENS[self.shard.kind], columns, strict=True):
-            lengths = np.asarray(pc.list_value_length(column).drop_null(), np.int64)
+            texts = column.flatten() if pa.types.is_list(column.type.value_type) else column
+            lengths = np.asarray(pc.list_value_length(texts).drop_null(), np.int64)
             self.statistics["tokens"] += int(lengths.sum())
             bounds, counts = np.unique(np.ceil(np.log2(lengths)).astype(np.int64), return_counts=True)
             self._count(name, {str(1 << bound): count for bound, count in zip(bounds.tolist(), counts.tolist(), strict=True)})
@@ -269,6 +284,9 @@ def delete_rows(worker: Ingester, shard: InputShard) -> None:
         for number, file in enumerate(profile.files):
             facts = pa.concat_tables([FACTS[shard.kind].empty_table(), *ingested.facts(number, 0, file.rows)])
             named = deletions.named(facts)
+            if shard.kind == PAIRS:
+                # A row that is named by its id may have been a negative of others.
+                named |= have_negatives(facts, facts["document_hash"].filter(pa.array(named)).combine_chunks())
             deleted += int(named.sum())
             kept.append(facts.filter(pa.array(~named)).append_column("row", pa.array(np.flatnonzero(~named))))
             worker.beat(file.rows, "looking for rows to delete")
@@ -278,23 +296,20 @@ def delete_rows(worker: Ingester, shard: InputShard) -> None:
                 if not len(facts):
                     continue
                 texts = pa.concat_tables(ingested.texts(number, 0, file.rows)).take(facts["row"])
-                for column in texts.column_names:
-                    facts = facts.append_column(column, texts[column])
+                facts = _with(facts, **{column: texts[column] for column in texts.column_names})
                 files.append(write_file(folder, len(files), shard.kind, facts)[0])
                 positive_rows += int((facts["label"].to_numpy() > 0).sum()) if shard.kind == PAIRS else 0
             if QUARANTINE in profile.sizes:
                 store.download(store.join(ingested.rows_uri, QUARANTINE), Path(name) / QUARANTINE)
             store.delete_folder(ingested_tokens_uri(context.paths.bucket_root, shard.rows))
-            profile = profile.model_copy(
-                update={
-                    "rows": sum(file.rows for file in files),
-                    "files": tuple(files),
-                    "positive_rows": positive_rows,
-                    "folder": deletions.digest,
-                    "deleted": profile.deleted + deleted,
-                }
-            )
-            profile = write_profile(Path(name), ingested.rows_uri, profile)
+            changed = {
+                "rows": sum(file.rows for file in files),
+                "files": tuple(files),
+                "positive_rows": positive_rows,
+                "folder": deletions.digest,
+                "deleted": profile.deleted + deleted,
+            }
+            profile = write_profile(Path(name), ingested.rows_uri, profile.model_copy(update=changed))
     for info in store.list_objects(ingested.rows_uri):
         if info.uri.rpartition(f"/{shard.rows}/")[2] not in (*profile.sizes, PROFILE):
             store.delete(info.uri)
@@ -308,12 +323,12 @@ def tokenize_again(worker: Ingester, shard: InputShard) -> None:
     with tempfile.TemporaryDirectory(dir=context.scratch) as name:
         made = Made.within(Path(name), shard)
         for number, file in enumerate(ingested.profile.files):
-            texts = pa.concat_tables(ingested.texts(number, 0, file.rows))["texts"].combine_chunks().flatten()
-            rows = np.arange(file.rows)
-            sides = [name.removesuffix("_tokens") for name in TOKENS[shard.kind]]
-            columns = [texts.take(pa.array(rows * len(sides) + place)) for place in range(len(sides))]
-            encoded = [worker.encode(pa.chunked_array([column]), side) for column, side in zip(columns, sides, strict=True)]
-            made.write_tokens([column.take(pa.array(rows)) for column in encoded], worker.tokenizer.vocabulary)
+            texts = pa.concat_tables(ingested.texts(number, 0, file.rows))
+            for place, side in enumerate(SIDES if shard.kind == PAIRS else ("document",)):
+                texts = texts.append_column(side, pc.list_element(texts["texts"], place))
+            encoded = [worker.encode(texts, name) for name in TOKENS[shard.kind]]
+            rows = pa.array(np.arange(file.rows))
+            made.write_tokens([column.take(rows) for column in encoded], worker.tokenizer.vocabulary)
             worker.beat(file.rows, "tokenizing")
         made.publish_tokens(context, worker.tokenizer.vocabulary)
     log.info("%s: %d %s tokenized again", shard.uri, ingested.profile.rows, shard.kind)
@@ -345,26 +360,29 @@ def ingest_rows(worker: Ingester, shards: Sequence[InputShard]) -> None:
         for one in made:
             if refusals.count and (one.shard.kind == PAIRS) == one.shard.of_pairs:
                 (scratch / QUARANTINE).rename(one.rows_folder / QUARANTINE)
-            profile = Profile(
-                schema_version=SCHEMA_VERSION,
-                kind=one.shard.kind,
-                uri=first.uri,
-                version=first.version,
-                size=first.size,
-                sha256=sha256,
-                rows=one.rows,
-                bad_rows=refusals.count,
-                reasons=tuple(refusals.reasons()),
-                files=tuple(one.files),
-                sizes={},
-                columns=dict(columns.names),
-                positive_rows=one.positive_rows,
-                tombstones=one.tombstones,
-                statistics=one.statistics,
-                deletions=tuple(filter(None, [one.shard.deletions])),
-                deleted=one.deleted,
+            write_profile(
+                one.rows_folder,
+                _ingested(context, one.shard).rows_uri,
+                Profile(
+                    schema_version=SCHEMA_VERSION,
+                    kind=one.shard.kind,
+                    uri=first.uri,
+                    version=first.version,
+                    size=first.size,
+                    sha256=sha256,
+                    rows=one.rows,
+                    bad_rows=refusals.count,
+                    reasons=tuple(refusals.reasons()),
+                    files=tuple(one.files),
+                    sizes={},
+                    columns=dict(columns.names),
+                    positive_rows=one.positive_rows,
+                    tombstones=one.tombstones,
+                    statistics=one.statistics,
+                    deletions=tuple(filter(None, [one.shard.deletions])),
+                    deleted=one.deleted,
+                ),
             )
-            write_profile(one.rows_folder, _ingested(context, one.shard).rows_uri, profile)
             one.publish_tokens(context, worker.tokenizer.vocabulary)
     rows, seconds = made[0].rows, time.monotonic() - begun
     log.info("%s: %d rows, %d refused, %.1f seconds", first.uri, rows, refusals.count, seconds)
@@ -394,11 +412,11 @@ def read_rows(worker: Ingester, made: Sequence[Made], path: Path, quarantine: Pa
 
         for rows in files_of(good(read_blocks(shard.uri, source, config.columns, str(path)))):
             # Each step leaves little behind: the texts, sorted, are gone when tokens are made, and all is before the next file.
+            rows = add_judged(rows) if source == PAIRS else rows
             orders = [one.write_rows(rows, config.holdout_by) for one in made]
-            encoded = {side: worker.encode(rows[side], side) for side in SIDES if side in rows.column_names}
+            encoded = {name: worker.encode(rows, name) for name, (column, _) in TEXTS_OF.items() if column in rows.column_names}
             for one, order in zip(made, orders, strict=True):
-                wanted = [name.removesuffix("_tokens") for name in TOKENS[one.shard.kind]]
-                one.write_tokens([encoded[name].take(order) for name in wanted], worker.tokenizer.vocabulary)
+                one.write_tokens([encoded[name].take(order) for name in TOKENS[one.shard.kind]], worker.tokenizer.vocabulary)
             del rows, encoded
     return shard_columns(shard.uri, source, config.columns, str(path)), refusals
 
@@ -438,7 +456,7 @@ def _pairs(rows: pa.Table, holdout_by: str) -> tuple[pa.Table, pa.Array]:
 
 def _documents(rows: pa.Table) -> tuple[pa.Table, pa.Array]:
     """Return the rows with the columns of ingested documents, sorted by their key, and their order."""
-    key = np.fromiter(map(id_hash, rows["id"].to_pylist()), np.uint64, len(rows))
+    key = id_hashes(rows["id"].to_pylist())
     order = pa.array(np.argsort(key, kind="stable"))
     none = pa.ListArray.from_arrays(pa.array(np.zeros(len(rows) + 1), pa.int32()), pa.array([], pa.string()))
     texts = _lists(rows["document"].combine_chunks().take(order), 1)
@@ -446,9 +464,9 @@ def _documents(rows: pa.Table) -> tuple[pa.Table, pa.Array]:
     return _with(table, texts=texts, negatives=none, group=pa.nulls(len(rows), pa.string())), order
 
 
-def _with(table: pa.Table, **columns: pa.Array | NDArray[np.uint64]) -> pa.Table:
+def _with(table: pa.Table, **columns: pa.Array | pa.ChunkedArray | NDArray[np.uint64]) -> pa.Table:
     for name, column in columns.items():
-        table = table.append_column(name, column if isinstance(column, pa.Array) else pa.array(column))
+        table = table.append_column(name, pa.array(column) if isinstance(column, np.ndarray) else column)
     return table
 
 

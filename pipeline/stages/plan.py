@@ -23,13 +23,14 @@ from pipeline.dataset.golden import GOLDEN, write_golden
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, IngestedShard, Profile
 from pipeline.dataset.profile import check_limits, profile_of
 from pipeline.dataset.reading import return_memory
-from pipeline.dataset.row_files import PUBLISHED, Lengths
+from pipeline.dataset.row_files import CLASSES, PUBLISHED, Lengths
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.estimate.requirements import attempt_minutes, over, refuse, requirements
 from pipeline.estimate.workload import Workload
 from pipeline.evaluation.gate import check_holdout
 from pipeline.evaluation.reference import REFERENCE
+from pipeline.evaluation.reference import VALUES as REFERENCE_VALUES
 from pipeline.graphs.fingerprint import missing_sets
 from pipeline.log import log
 from pipeline.model.inventory import fetch_without_weights, load_tokenizer
@@ -187,8 +188,8 @@ def new_plan(context: StageContext, inputs: RunInputs) -> RunPlan:
             **asdict(counts),
         ),
         holdout=HoldoutPlan(
-            rows=rows.rows["holdout.arrow"],
-            queries=rows.queries,
+            rows=rows.rows["holdout.arrow"] + rows.rows[CLASSES],
+            queries=rows.judged,
             candidates=rows.rows["candidates.arrow"],
             decides=decides,
         ),
@@ -239,13 +240,15 @@ def plan_reference(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str
     except BadData as error:
         log.warning("the reference, run %s, is of another version; no budget is kept: %s", source.run_id, error.what)
         return None
-    if (plan.embed.tokenizer, Lengths.of(plan.config)) != (inputs.tokenizer, Lengths.of(inputs.config)):
+    own, other = ((Lengths.of(config), config.classifies_only) for config in (inputs.config, plan.config))
+    if (inputs.tokenizer, own) != (plan.embed.tokenizer, other):
         log.warning(
-            "the reference, run %s, has other tokens or lengths; no budget is kept until another one is pinned", source.run_id
+            "the reference, run %s, has other tokens, lengths or metrics; no budget is kept until another one is pinned",
+            source.run_id,
         )
         return None
     rows.write_reference(source, read_kept(paths, inputs))
-    if not rows.rows[f"{REFERENCE}/holdout.arrow"]:
+    if not rows.rows[f"{REFERENCE}/{REFERENCE_VALUES}"]:
         log.warning(
             "nothing is left of the hold-out of the reference, run %s; no budget is kept until another one is pinned",
             source.run_id,
@@ -279,6 +282,8 @@ def check_profile(context: StageContext, inputs: RunInputs, new: Sequence[Profil
     last = last_plan(context.paths, inputs.lineage[-1]) if inputs.lineage else None
     profile = profile_of(new, embed.rows, count_gone(context, last.embed, embed) if last else None)
     check_limits(profile, last.profile if last else None, inputs.config.data.limits, new)
+    if not inputs.config.train.negatives and any(shard.statistics.get("negative_tokens") for shard in new):
+        log.warning("rows have negatives, and none is trained on: train.negatives says how many of a row are")
     return profile
 
 
@@ -318,7 +323,14 @@ def check_queries(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str:
         BadConfig: see `check_holdout`.
     """
     config, deviation = inputs.config, None
-    if not rows.queries:
+    if config.classifies_only and rows.queries:
+        raise BadConfig(
+            "rows of tasks without classes are held out, which gate.metric = accuracy does not judge",
+            value=f"{rows.queries} queries; train.classes: {', '.join(config.train.classes)}",
+            rule="with gate.metric = accuracy every row has a task of train.classes",
+            remedy="set gate.metric=ndcg@10; guardrails then judge the accuracy of each task",
+        )
+    if not rows.judged:
         raise BadData(
             "the hold-out is empty",
             value=f"data.holdout_fraction = {config.data.holdout_fraction:g}",
@@ -334,11 +346,14 @@ def check_queries(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str:
                 rule=f"one of {', '.join(sorted(known))}",
                 remedy="correct its name, or leave it out",
             )
+    for task, names in config.train.classes.items():
+        if absent := [name for number, name in enumerate(names) if (task, number) not in rows.held_classes]:
+            log.warning("task %s: no text of the class %s is held out, so nothing is measured of it", task, ", ".join(absent))
     if inputs.lineage:
         with suppress(MissingInput, BadData, KeyError, TypeError):  # removed, or of another version
             last = store.read_json(RunPaths(f"{paths.bucket_root}/runs/{inputs.lineage[-1]}").scorecard)
             deviation = last["difference"][config.gate.metric]["error"] * last["queries"] ** 0.5
-    words = check_holdout(rows.queries, config.gate, deviation)
+    words = check_holdout(rows.judged, config.gate, deviation)
     log.info("the gate: %s", words)
     return words
 
@@ -367,7 +382,7 @@ def check_amounts(
         train_rows=rows.selection.rows,
         known_rows=sum(shard.profile.rows for shard in pairs),
         corpus_rows=embed.rows,
-        queries=rows.queries,
+        queries=rows.queries + rows.held_texts,
         candidates=rows.held_documents,
         query_tokens=SHORTEST_TEXT,
         document_tokens=mean_tokens or SHORTEST_TEXT,

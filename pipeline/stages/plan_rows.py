@@ -16,11 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.contract import RunPaths
+from pipeline.dataset.classes import NO_CLASS, class_numbers, without_documents
 from pipeline.dataset.corpus_plan import Places, sample_documents
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import SLICES, IngestedShard
+from pipeline.dataset.negatives import negative_columns
 from pipeline.dataset.reading import in_threads
-from pipeline.dataset.row_files import HOLDOUT_FILES, KNOWN, PUBLISHED, Lengths, PairLengths, RowWriter
+from pipeline.dataset.row_files import CLASSES, HOLDOUT_FILES, KNOWN, PUBLISHED, Lengths, PairLengths, RowWriter
 from pipeline.dataset.seen import SeenRows
 from pipeline.dataset.selection import Group, HashedRows, Mask, Numbers, Selection, groups, holdout_slices, pieces, select
 from pipeline.dataset.steps import ORDER, StepCounts, write_steps
@@ -54,8 +56,10 @@ class PlannedRows:
         folder: as given.
         rows: file -> rows in it.
         queries: distinct held-out queries (text and locale) that have a relevant document.
+        held_texts: distinct classified texts of the hold-out (text and locale).
         held_documents: distinct documents of the hold-out.
         slices: `locale:NAME` and `task:NAME` of its rows.
+        held_classes: tasks and numbers of the classes of its texts.
         held, new, replayed: number of a shard -> its rows in the files.
         numbers: number of a shard -> its number in `train.arrow`; those that the lineage did not have come first.
     """
@@ -87,11 +91,17 @@ class PlannedRows:
         self.new_shards = [number for number, one in enumerate(shards) if one.shard.rows not in known]
         self.numbers = {number: place for place, number in enumerate(self.new_shards)}
         self.rows: dict[str, int] = {}
-        self.queries = self.held_documents = 0
+        self.queries = self.held_texts = self.held_documents = 0
         self.slices: set[str] = set()
+        self.held_classes: set[tuple[str, int]] = set()
         self.held: Counter[int] = Counter()
         self.new: Counter[int] = Counter()
         self.replayed: Counter[int] = Counter()
+
+    @property
+    def judged(self) -> int:
+        """What the gate's primary rule judges: distinct queries, or classified texts if there is nothing else."""
+        return self.held_texts if self._config.classifies_only else self.queries
 
     @cached_property
     def selection(self) -> Selection:
@@ -113,40 +123,49 @@ class PlannedRows:
         """
         held, most = holdout_slices(self._config.data.holdout_fraction), self._config.data.holdout_queries
         known: set[tuple[int, str | None]] = set()
+        texts: set[tuple[int, str | None]] = set()
         documents: set[int] = set()
+        searched = not self._config.classifies_only
         with ExitStack() as stack:
-            writer = RowWriter(self.folder, self._inputs.tokenizer.vocabulary, [*HOLDOUT_FILES, KNOWN])
+            writer = RowWriter(self.folder, self._inputs.tokenizer.vocabulary, [*HOLDOUT_FILES, KNOWN, CLASSES])
             writers = {"": stack.enter_context(writer)}
             if self._published:
-                other = RowWriter(self.folder / PUBLISHED, self._published[0].vocabulary, HOLDOUT_FILES)
+                other = RowWriter(self.folder / PUBLISHED, self._published[0].vocabulary, [*HOLDOUT_FILES, CLASSES])
                 writers[f"{PUBLISHED}/"] = stack.enter_context(other)
             for first, last, table in self._tables(0, held, most, self._untrained):
                 table = table.filter(pa.array(~np.isin(table["key"].to_numpy(), self._compared.keys(first, last))))
+                table = table.append_column("new", pa.array(np.isin(table["shard"].to_numpy(), self.new_shards)))
+                classified = table.filter((pc.field("class") != NO_CLASS) & (pc.field("label") > 0))
+                classified = classified.filter(pa.array(_within(classified, texts, most)))
+                _add(writers, CLASSES, classified)
+                self.held_classes |= {*zip(classified["task"].to_pylist(), classified["class"].to_pylist(), strict=True)}
+                self.slices |= {f"task:{name}" for name in classified["task"].unique().to_pylist()}
+                table = table.filter(pc.field("class") == NO_CLASS)
                 table = table.filter(pa.array(_within(table, known, most)))
-                self.held.update(table["shard"].to_pylist())
+                self.held.update([*classified["shard"].to_pylist(), *table["shard"].to_pylist()])
                 for kind in ("locale", "task"):
                     self.slices |= {f"{kind}:{name}" for name in table[kind].unique().to_pylist() if name}
-                table = table.append_column("new", pa.array(np.isin(table["shard"].to_numpy(), self.new_shards)))
                 _add(writers, "holdout.arrow", table)
                 _add(writers, "candidates.arrow", _documents(table, documents))
                 self._beat("writing the hold-out", writer.rows["holdout.arrow"])
-                if len(known) == most:
+                if len(known if searched else texts) == most:
                     break
-            self.queries, self.held_documents = len(known), len(documents)
-            distractors, last = self._config.evaluate.candidates, SLICES
-            if self._corpus:
+            self.queries, self.held_texts, self.held_documents = len(known), len(texts), len(documents)
+            distractors, last = self._config.evaluate.candidates, SLICES if searched else held
+            if self._corpus and searched:
                 places, last = sample_documents(self._corpus, held, distractors, self.folder.with_name("hashes"))
                 if len(places[0]):
                     table = self._read(self._corpus, places, ["document_tokens"], ["document_hash"])
                     _add(writers, "candidates.arrow", _documents(table, documents))
             # The rows of a document are in the same slices as it is, or those of a query are; rows of groups may be anywhere.
-            anywhere = self._config.data.holdout_by == "group"
+            anywhere = self._config.data.holdout_by == "group" and searched
             last = SLICES if anywhere else last
             for _, _, table in self._tables(held, last, distractors, lambda group, *_: group.repeat == 1):
                 if not self._corpus:
                     missing = self.held_documents + distractors - writer.rows["candidates.arrow"]
                     if not missing and not anywhere:
                         break
+                    table = table.filter(pc.field("class") == NO_CLASS)
                     _add(writers, "candidates.arrow", _documents(table, documents)[:missing])
                 writer.add(KNOWN, table.filter(pa.array(_positive_for(table, known))))
         for prefix, each in writers.items():
@@ -160,7 +179,8 @@ class PlannedRows:
     def _tables(
         self, begin: int, end: int, enough: int, wanted: Callable[[Group, int, int], Mask]
     ) -> Iterator[tuple[int, int, pa.Table]]:
-        """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows.
+        """Yield the wanted rows of the slices [begin, end) in the order of their keys, as ranges of slices with their rows, and
+        the numbers of their classes.
 
         Args:
             enough: rows after which the caller may stop.
@@ -171,7 +191,9 @@ class PlannedRows:
             group = self._source.read(first, last)
             group = group.take(wanted(group, first, last))
             if len(group):
-                yield first, last, self._read(self._shards, (group.shard, group.file, group.row), list(OWN), ["version", "key"])
+                table = self._read(self._shards, (group.shard, group.file, group.row), list(OWN), ["version", "key"])
+                numbers = class_numbers(table, table["shard"].to_numpy(), self._shards, self._config.train.classes)
+                yield first, last, table.append_column("class", pa.array(numbers))
 
     def _read(self, shards: Sequence[IngestedShard], rows: Places, columns: Sequence[str], order: Sequence[str]) -> pa.Table:
         """Return facts, tokens and the number of the shard of rows; without rows that lack tokens.
@@ -210,7 +232,13 @@ class PlannedRows:
                 found |= table["label"].to_numpy() <= 0
             return found
 
-        self.rows |= copy_reference(source, self.folder, unusable, self.folder.with_name("reference"))
+        self.rows |= copy_reference(
+            source,
+            self.folder,
+            unusable,
+            self.folder.with_name("reference"),
+            classified=self._config.classifies_only,
+        )
 
     def write_training(self, ranks: int) -> tuple[StepCounts, float]:
         """Write the rows to train on and the order of their batches.
@@ -220,29 +248,43 @@ class PlannedRows:
         """
         selection = self.selection
         longest = {"query_tokens": self._lengths.query, "document_tokens": self._lengths.document}
-        with RowWriter(self.folder, self._inputs.tokenizer.vocabulary, ["train.arrow"]) as writer:
-            for first, last in groups(self._source.per_slice, holdout_slices(self._config.data.holdout_fraction), SLICES):
+        held, negatives = holdout_slices(self._config.data.holdout_fraction), self._config.train.negatives
+        with RowWriter(self.folder, self._inputs.tokenizer.vocabulary, ["train.arrow"], negatives) as writer:
+            for first, last in groups(self._source.per_slice, held, SLICES):
                 if not (selection.new + selection.replay)[first:last].any():
                     continue
                 group = selection.choose(self._source.read(first, last))
                 rows = np.stack((group.shard, group.file, group.row))
-                for table, places in read_rows(self._shards, rows, self._inputs.tokenizer, longest):
+                # Where keys are of queries or groups, documents are in both parts anyway.
+                within = held if self._config.data.holdout_by == "document" else 0
+                for table, places in read_rows(
+                    self._shards, rows, self._inputs.tokenizer, longest, negatives=negatives, held=within
+                ):
                     new, shards = ~group.seen[places], group.shard[places]
                     self.new.update(shards[new].tolist())
                     self.replayed.update(shards[~new].tolist())
+                    classes = class_numbers(table, shards, self._shards, self._config.train.classes)
+                    table = without_documents(table.append_column("class", pa.array(classes)), classes != NO_CLASS)
                     numbers = [self.numbers.setdefault(number, len(self.numbers)) for number in shards.tolist()]
                     table = table.append_column("new", pa.array(new)).append_column("shard", pa.array(numbers, pa.int32()))
                     writer.add("train.arrow", table)
                     self._beat("writing training rows", writer.rows["train.arrow"])
         self.rows |= writer.rows
         lengths, count = PairLengths(self.folder / "train.arrow"), self.rows["train.arrow"]
-        counts = write_steps(self.folder, lengths, count, self._config, ranks)
+        counts = write_steps(self.folder, count, self._config, ranks)
         self.rows[ORDER] = counts.steps
         return counts, sum(int(piece[:, 1].sum()) for piece in lengths) / count
 
 
 def read_rows(
-    shards: Sequence[IngestedShard], rows: Numbers, tokenizer: TokenizerPlan, lengths: Mapping[str, int], *, texts: bool = False
+    shards: Sequence[IngestedShard],
+    rows: Numbers,
+    tokenizer: TokenizerPlan,
+    lengths: Mapping[str, int],
+    *,
+    texts: bool = False,
+    negatives: int = 0,
+    held: int = 0,
 ) -> Iterator[tuple[pa.Table, Numbers]]:
     """Yield rows of ingested shards some thousand at a time, without those that have no tokens.
 
@@ -250,6 +292,7 @@ def read_rows(
         rows: numbers of shard and file, and the row in the file: (3, rows), in this order.
         lengths: column of tokens -> the most that a text has.
         texts: whether to read the texts, too.
+        negatives, held: see `negative_columns`.
 
     Returns:
         Tables of facts and tokens, perhaps with `texts`; and the place of each row among the given ones.
@@ -264,6 +307,12 @@ def read_rows(
         [tokens] = (found.take(own) for found in shard.tokens(file, first, last))
         for name, length in lengths.items():
             table = table.append_column(name, cut(tokens[name].combine_chunks(), length, tokenizer))
+        if negatives:
+            facts = table["negative_hashes"].combine_chunks(), table["document_hash"].to_numpy()
+            length = lengths["document_tokens"]
+            columns = negative_columns(tokens["negative_tokens"].combine_chunks(), *facts, negatives, length, tokenizer, held)
+            for name, column in columns.items():
+                table = table.append_column(name, column)
         if texts:
             [found] = (found.take(own) for found in shard.texts(file, first, last))
             table = table.append_column("texts", found["texts"])

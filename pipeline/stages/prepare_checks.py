@@ -26,6 +26,17 @@ def check_nodes(nodes: int, allowed: Sequence[int]) -> None:
         )
 
 
+def check_corpus(config: RunConfig) -> None:
+    """Refuse to embed names of classes: without a corpus, the documents of training rows are embedded."""
+    if config.train.classes and not config.data.corpus:
+        raise BadConfig(
+            "the documents of rows with train.classes are names of classes",
+            value="data.corpus is empty",
+            rule="without data.corpus the documents of training rows are embedded",
+            remedy="set data.corpus",
+        )
+
+
 def places_of(paths: RunPaths, request: RunInput) -> AllowedUris:
     """Return the URIs that this run may use."""
     deployment = request.deployment

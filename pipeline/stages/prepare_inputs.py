@@ -9,7 +9,7 @@ from pipeline import store
 from pipeline.config import RunInput, build_config
 from pipeline.contract import RunPaths, now
 from pipeline.dataset.columns import check_columns
-from pipeline.dataset.ingested import SCHEMA_VERSION
+from pipeline.dataset.ingested import IDENTITY_VERSION
 from pipeline.dataset.listing import list_documents, list_pairs
 from pipeline.dataset.row_files import Lengths
 from pipeline.errors import BadData, Superseded
@@ -24,7 +24,7 @@ from pipeline.model.shape import read_shape
 from pipeline.run.context import StageContext
 from pipeline.run.registry import read_pointer
 from pipeline.run_inputs import MemoryPlan, Published, RunInputs
-from pipeline.stages.prepare_checks import check_compiled, check_nodes, keep_deletions, places_of
+from pipeline.stages.prepare_checks import check_compiled, check_corpus, check_nodes, keep_deletions, places_of
 from pipeline.stages.prepare_parent import as_it_embedded, check_parent, find_lineage, find_origin, place_parent, plan_published
 
 
@@ -38,6 +38,7 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     config = build_config(request.deployment.config, request.execution)
     check_columns(config.data.columns)
     check_nodes(config.nodes, request.deployment.allowed_nodes)
+    check_corpus(config)
     places = places_of(paths, request)
     places.check(config.uris())
     world = plan_world(config)
@@ -54,11 +55,11 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     origin = find_origin(config, paths, pointer)
     if config.mode == "refresh":
         config = as_it_embedded(config, paths.bucket_root, origin.run)
-    identity = hashlib.sha256(json.dumps([SCHEMA_VERSION, sorted(config.data.columns.items())]).encode()).hexdigest()[:32]
+    identity = hashlib.sha256(json.dumps([IDENTITY_VERSION, sorted(config.data.columns.items())]).encode()).hexdigest()[:32]
     lineage = find_lineage(paths.bucket_root, origin.run, identity, config)
     resolved = resolve_parent(origin.uri, config.model, scratch)
-    backbone, tokenizer = check_parent(resolved.folder, config)
     shape = read_shape(resolved.folder, config.model)
+    backbone, tokenizer = check_parent(resolved.folder, config, shape.dimension)
     # Prepare runs on another host than the ranks do, unless all of them share a local run folder.
     capacity = known_capacity(config, world.kind, here=not store.is_s3(paths.root))
     config = decide_sharding(config, shape, world, capacity)

@@ -103,7 +103,7 @@ def as_it_embedded(config: RunConfig, bucket_root: str, run: str | None) -> RunC
     except (MissingInput, BadData) as error:
         log.warning("run %s is not known any more; embedding as it is configured now: %s", run, error.what)
         return config
-    embed = config.embed.model_copy(update={"length": earlier.embed.length, "dtype": earlier.embed.dtype})
+    embed = config.embed.model_copy(update={name: getattr(earlier.embed, name) for name in ("length", "dtype", "dimensions")})
     model = earlier.model.model_copy(update={"parent": None, "initial": config.model.initial})
     return config.model_copy(update={"embed": embed, "train": earlier.train, "model": model})
 
@@ -135,11 +135,15 @@ def find_lineage(bucket_root: str, run: str | None, identity: str, config: RunCo
     return record.lineage
 
 
-def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, TextTokenizer]:
-    """Return the parent's backbone and tokenizer, and check that the configured lengths fit the model.
+def check_parent(folder: Path, config: RunConfig, dimension: int) -> tuple[PreTrainedConfig, TextTokenizer]:
+    """Return the parent's backbone and tokenizer, and check that the configured lengths and sizes fit the model.
+
+    Args:
+        dimension: of the model's embeddings.
 
     Raises:
-        BadConfig: a length above the model's positions, or in a refresh not the folder's; or a tokenizer that is not the model's.
+        BadConfig: a length above the model's positions, or in a refresh not the folder's; a size that cuts no embedding; or a
+            tokenizer that is not the model's.
     """
     backbone, _ = inspect_folder(folder, config.model)
     positions = text_positions(backbone)
@@ -155,6 +159,14 @@ def check_parent(folder: Path, config: RunConfig) -> tuple[PreTrainedConfig, Tex
             value=problems,
             rule=f"at most {positions} tokens ({backbone.model_type})",
             remedy=f"choose lengths up to {positions}",
+        )
+    cut = {"train.dimensions": config.train.dimensions, "embed.dimensions": filter(None, [config.embed.dimensions])}
+    if problems := [f"{key}: {size}" for key, sizes in cut.items() for size in sizes if size >= dimension]:
+        raise BadConfig(
+            "a size of embeddings is not below the model's own",
+            value=problems,
+            rule=f"shorter embeddings are the first numbers of the model's {dimension} ({backbone.model_type})",
+            remedy=f"choose sizes below {dimension}, or leave them out: all numbers are trained and published then",
         )
     if config.mode == "refresh" and (length := read_max_length(folder)) not in (None, config.embed.length):
         raise BadConfig(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from pipeline import store
 from pipeline.contract import Artifact, RunPaths, Stage, StageResult, now, registry_uri
 from pipeline.dataset.corpus import CorpusReader
 from pipeline.dataset.deletions import Deletions
-from pipeline.dataset.ids import IdDigest, id_hash
-from pipeline.dataset.ingested import Hashes, part_range
+from pipeline.dataset.ids import IdDigest, id_hashes
+from pipeline.dataset.ingested import part_range
 from pipeline.dataset.listing import list_documents_again
 from pipeline.dataset.parts import PartRecord, part_schema, quarantine_from_json, read_batches
 from pipeline.dataset.reading import return_memory
@@ -63,8 +63,16 @@ def run(context: StageContext) -> StageOutput:
     refused = verdict if embedding.run != plan.run else None
     if reason := must_embed_again(context):
         log.info("publish: %s; the run embeds what has changed since", reason)
-        kept = {"published": False, "again": True, "refused": refused, "model": embedding.run, "documents": 0}
-        return StageOutput(metrics={**kept, "reason": reason})
+        return StageOutput(
+            metrics={
+                "published": False,
+                "again": True,
+                "refused": refused,
+                "model": embedding.run,
+                "documents": 0,
+                "reason": reason,
+            }
+        )
     proof = open_proof(context, embedding)
     parts = check_parts(context, model, proof)
     proven = None
@@ -120,14 +128,17 @@ def must_embed_again(context: StageContext) -> str | None:
 
 
 def open_proof(context: StageContext, embedding: EmbedModel) -> QualityProof | None:
-    """Return the proof, with the hold-out of the run that made the model; None where that is not known any more."""
+    """Return the proof, with the hold-out of the run that made the model; None where that is not known any more, or texts were
+    classified."""
+    if context.plan.config.classifies_only:
+        return None
     paths = RunPaths(f"{context.paths.bucket_root}/runs/{embedding.run}")
     try:
         return QualityProof(paths, context.scratch / "proof")
-    except MissingInput as error:
+    except (MissingInput, BadData) as error:
         if embedding.run == context.plan.run:
             raise
-        log.warning("publish: the hold-out of run %s is gone; its metric is not measured again: %s", embedding.run, error.what)
+        log.warning("publish: the metric of run %s's model is not measured again: %s", embedding.run, error.what)
         return None
 
 
@@ -193,10 +204,8 @@ def check_parts(context: StageContext, model: Artifact, proof: QualityProof | No
             parts.append(part)
             rows += part.record.rows
             context.heartbeat.beat(rows, context.plan.embed.rows, unit="ids", note="checking the parts")
-    total = IdDigest()
-    for part in parts:
-        total.merge(IdDigest.parse(part.record.ids))
-        total.merge(IdDigest.parse(part.record.quarantined_ids))
+    both = [digest for part in parts for digest in (part.record.ids, part.record.quarantined_ids)]
+    total = IdDigest.joined(map(IdDigest.parse, both))
     if str(total) != context.plan.embed.ids:
         raise Defect("the parts do not add up to the corpus", value=f"ids {total}, expected {context.plan.embed.ids}")
     forms = {(part.record.dimension, part.record.dtype, part.record.form) for part in parts}
@@ -235,7 +244,7 @@ def check_part(
         if proof and not wrong:
             proof.take(read_batches(path, ["id", "embedding", "document_hash"]))
     ids = rows["id"].to_pylist()
-    if not wrong and (found := str(IdDigest.of(hashes_of(ids)))) != record.ids:
+    if not wrong and (found := str(IdDigest.of(id_hashes(ids)))) != record.ids:
         wrong = [f"ids {found}, expected {record.ids}"]
     if wrong:
         raise BadData("a part does not match its record", value=[f"{uri}: {fact}" for fact in wrong], remedy=AGAIN)
@@ -248,11 +257,6 @@ def check_part(
             remedy="start a new run",
         )
     return CheckedPart(index=index, uri=uri, record=record)
-
-
-def hashes_of(ids: Iterable[str]) -> Hashes:
-    """Return the hash of each id."""
-    return np.fromiter(map(id_hash, ids), np.uint64)
 
 
 def check_quarantine(context: StageContext, index: int, record: PartRecord) -> list[str]:
@@ -268,7 +272,7 @@ def check_quarantine(context: StageContext, index: int, record: PartRecord) -> l
     data = store.read_bytes(uri)
     found = hashlib.sha256(data).hexdigest()
     ids = [document.id for document in quarantine_from_json(data)] if found == record.quarantine_sha256 else []
-    digest = str(IdDigest.of(hashes_of(ids)))
+    digest = str(IdDigest.of(id_hashes(ids)))
     if digest != record.quarantined_ids:
         raise BadData(
             "the list of quarantined documents does not match its record",
@@ -300,7 +304,7 @@ def check_ids(context: StageContext, index: int, ids: Sequence[str]) -> None:
     Raises:
         BadData: naming ids that are missing, repeated, or of no document of the part.
     """
-    plan, hashes = context.plan.embed, hashes_of(ids)
+    plan, hashes = context.plan.embed, id_hashes(ids)
     first, last = (np.uint64(limit) for limit in part_range(index, len(plan.parts)))
     distinct, counts = np.unique(hashes, return_counts=True)
     inside = ((first <= distinct) & (distinct <= last)).all()
@@ -326,9 +330,7 @@ def check_ids(context: StageContext, index: int, ids: Sequence[str]) -> None:
 
 def manifest_of(context: StageContext, model: Artifact, parts: Sequence[CheckedPart]) -> dict[str, Any]:
     """Return `embed/manifest.json`: the whole set of embeddings, and the model that made them."""
-    embedded = IdDigest()
-    for part in parts:
-        embedded.merge(IdDigest.parse(part.record.ids))
+    embedded = IdDigest.joined(IdDigest.parse(part.record.ids) for part in parts)
     return {
         "run": context.plan.run,
         "model": {"uri": model.uri.rpartition("/")[0], "sha256": model.sha256},
@@ -385,9 +387,12 @@ def move_pointer(context: StageContext, embedding: EmbedModel, model: Artifact, 
             "fingerprint": fingerprint,
         }
         if new_model:
-            folder = model.uri.rpartition("/")[0]
-            content |= {"run": embedding.run, "model": folder, "model_sha256": model.sha256}
-            content["previous"] = pointer.run if pointer else None
+            content |= {
+                "run": embedding.run,
+                "model": model.uri.rpartition("/")[0],
+                "model_sha256": model.sha256,
+                "previous": pointer.run if pointer else None,
+            }
         if plan.config.rollback is not None:
             content |= {"epoch": content["epoch"] + 1, "held": now()}
         return content
@@ -410,8 +415,7 @@ def check_pointer(context: StageContext, pointer: Pointer | None, embedding: Emb
     began = (plan.published.run, plan.published.epoch) if plan.published else None
     if embedding.run != plan.run and plan.config.rollback is None:
         # Refreshes go on in every epoch: what counts is that the model is still the published one.
-        found, expected = pointer and pointer.run, embedding.run
-        same = found == expected
+        same = (pointer and pointer.run) == embedding.run
     else:
         same = (pointer and (pointer.run, pointer.epoch)) == began
     if same and not (pointer and pointer.held and embedding.run == plan.run):

@@ -32,6 +32,7 @@ from pipeline.contract import (
 )
 from pipeline.cost import Bill, NodeAttempt, StageUse, stage_use
 from pipeline.errors import ExitCode, TrnpipeError
+from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.log import log
 from pipeline.plan import DataProfile, EmbedPlan, RunPlan
 from pipeline.run.context import StageContext, StageOutput
@@ -39,11 +40,8 @@ from pipeline.stages.charts import Chart, bar, line_chart
 from pipeline.stages.history import EndedRun, keep_history
 from pipeline.stages.pages import READS_AT_ONCE, figures_of, inside, is_number, render_page, time_of
 
-TEMPLATE = "report.html.j2"
 MOST_LINES = 3
 """Lines of a chart that have a colour of their own."""
-METRICS = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "recall@100")
-"""Order of the metrics on the page."""
 INTERVAL = ("low", "value", "high")
 PROFILED = (
     ("rows of new shards", "rows", 0),
@@ -302,7 +300,7 @@ def render(record: RunRecord) -> bytes:
     timeline = states(record)
     moments = moments_of(timeline)
     return render_page(
-        TEMPLATE,
+        "report.html.j2",
         title=(plan.config.report.title if plan else None) or f"Run {record.paths.run_id}",
         record=record,
         run_id=record.paths.run_id,
@@ -321,7 +319,7 @@ def render(record: RunRecord) -> bytes:
         data=compared_data(plan.profile, record.last.profile if record.last else None) if plan and plan.profile else [],
         settings=changed_settings(record.asked, record.last.config) if record.last else [],
         scores=scores,
-        metric_names=METRICS,
+        metric_names=(*METRICS, "accuracy"),
         baseline="Published" if plan and plan.published else "Parent",
         whiskers=whiskers(changes if isinstance(changes := scores.get("difference"), Mapping) else {}),
         charts=training_charts(record.training, plan.config.gate.metric if plan else METRICS[0]),

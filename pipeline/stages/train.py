@@ -12,7 +12,7 @@ from pipeline import store
 from pipeline.backends.device import Device
 from pipeline.contract import EAGER_KINDS, Artifact
 from pipeline.dataset.seen import write_seen
-from pipeline.evaluation.holdout import read_holdout
+from pipeline.evaluation.holdout import read_judged
 from pipeline.graphs.compiled import known_graphs
 from pipeline.graphs.graph_watch import GraphWatch
 from pipeline.health.quick import quick_check
@@ -96,7 +96,7 @@ def run(context: StageContext) -> StageOutput | None:
                     ),
                     shards=[shard.uri for shard in (*plan.train.new, *plan.train.replay)],
                 ),
-                validation=read_holdout(rows, most=config.train.validation_queries),
+                validation=read_judged(rows, config, most=config.train.validation_queries),
                 heartbeat=context.heartbeat,
                 watch=watch,
                 monitor=monitor,
@@ -134,8 +134,9 @@ def finish(
     """
     context.heartbeat.beat(progress.step, progress.step, unit="pairs", note="writing the model")
     folder = context.scratch / "train" / "model"
-    # As embed cuts texts: all who embed with the folder do it alike.
-    save_folder(state.encoder, folder, state.source, weights, context.plan.config.embed.length)
+    # As embed cuts texts and embeddings: all who embed with the folder do it alike.
+    embed = context.plan.config.embed
+    save_folder(state.encoder, folder, state.source, weights, embed.length, embed.dimensions)
     (folder / CARD).write_text(model_card(context.plan, folder, progress.step, progress.pairs), encoding="utf-8")
     written = store.upload_folder(folder, context.paths.model)
     return StageOutput(

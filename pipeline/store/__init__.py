@@ -258,13 +258,9 @@ def delete_folder(uri: str) -> None:
 
 def upload(path: Path, uri: str) -> Artifact:
     """Copy a local file to `uri` (on S3 in parallel parts), hashing it meanwhile; return the object."""
-    if is_s3(uri):
-        with ThreadPoolExecutor(1, "hash") as hashing:
-            digest = hashing.submit(sha256_file, path)
-            return Artifact(uri, size=_send(path, uri), sha256=digest.result())
-    size = path.stat().st_size
-    with translated(uri), replacing(_local(uri)) as stream, open(path, "rb") as source:
-        return Artifact(uri, _copy(_chunks(source), stream), size)
+    with ThreadPoolExecutor(1, "hash") as hashing:
+        digest = hashing.submit(sha256_file, path)
+        return Artifact(uri, size=_send(path, uri), sha256=digest.result())
 
 
 def _send(path: Path, uri: str) -> int:
@@ -291,8 +287,7 @@ def download(uri: str, path: Path, *, sha256: str | None = None, size: int | Non
         if is_s3(uri) and size is not None and size <= s3.PIECE_BYTES:
             digest = _copy(iter([read_bytes(uri)]), stream)
         elif is_s3(uri):
-            info = stat(uri)
-            if info is None:
+            if (info := stat(uri)) is None:
                 raise MissingInput("the object or bucket does not exist", value=uri, remedy="check the URI")
             with _one_version(uri):
                 digest = _copy(s3.pieces(uri, info.size, info.etag), stream)
@@ -338,8 +333,7 @@ def one_version(uri: str, version: str, size: int, cache: Path, beat: Callable[[
             digest = _copy(_counted(_chunks(source), beat))
         yield path, digest
     finally:
-        found = stat(uri)
-        if found is not None and found.version != version:
+        if (found := stat(uri)) and found.version != version:
             raise Conflict(uri)
 
 
@@ -376,8 +370,7 @@ def download_folder(uri: str, folder: Path) -> Path:
         MissingInput: there is nothing under `uri`.
         BadData: an object's name would lead out of the folder.
     """
-    infos = list_objects(uri)
-    if not infos:
+    if not (infos := list_objects(uri)):
         raise MissingInput("the folder does not exist or is empty", value=uri, remedy="check the URI")
     root = uri.rstrip("/") if is_s3(uri) else str(_local(uri))
     names = [check_name(info.uri[len(root) + 1 :]) for info in infos]

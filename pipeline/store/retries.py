@@ -19,7 +19,7 @@ from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
-from pipeline.errors import BadConfig, MissingInput, StorageRefused, Transient
+from pipeline.errors import BadConfig, MissingInput, StorageRefused, Transient, causes
 from pipeline.log import log
 from pipeline.store.aws_errors import AwsError, classify_aws_error, error_code, error_text
 
@@ -78,16 +78,11 @@ def translated(uri: str) -> Iterator[None]:
     except PermissionError as error:
         raise StorageRefused("the file may not be read or written", value=uri, remedy="check its permissions") from error
     except Boto3Error as error:
-        raise _explained(uri, _answer_in(error) or error) from error
+        # The service's answer: s3transfer's exceptions have it only in their context.
+        answer = next((cause for cause in causes(error) if isinstance(cause, ClientError)), error)
+        raise _explained(uri, answer) from error
     except (ClientError, BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
         raise _explained(uri, error) from error
-
-
-def _answer_in(error: BaseException | None) -> ClientError | None:
-    """Return the service's answer behind an exception: s3transfer's have it only in their context."""
-    while error is not None and not isinstance(error, ClientError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _explained(uri: str, error: Exception) -> Exception:

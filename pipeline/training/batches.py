@@ -19,6 +19,8 @@ import torch
 
 from pipeline.backends.device import Batch
 from pipeline.config import TrainConfig
+from pipeline.dataset.classes import NO_CLASS
+from pipeline.dataset.ingested import Hashes
 from pipeline.dataset.row_files import read_table
 from pipeline.dataset.sampler import MASKED, Bin, read_order
 from pipeline.dataset.steps import ORDER
@@ -27,10 +29,9 @@ from pipeline.model.loss import DocumentRole
 from pipeline.packing import BinShape, texts_per_row
 from pipeline.run.world import World
 from pipeline.training.digest import digest_batch
-from pipeline.training.micro_batches import TOWERS
+from pipeline.training.micro_batches import CLASSES_OF, TOWERS
 
 Rows = npt.NDArray[np.int32]
-Hashes = npt.NDArray[np.uint64]
 Tokens = npt.NDArray[Any]
 EMPTY: Tokens = np.empty(0, np.uint16)
 
@@ -83,11 +84,15 @@ class Column:
             yield chunk, places, rows[places] - self._starts[chunk]
 
 
-class HashColumn(Column):
-    """A column of hashes."""
+class NumberColumn(Column):
+    """A column of numbers."""
 
-    def __getitem__(self, rows: Rows) -> Hashes:
-        found = np.empty(len(rows), np.uint64)
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        super().__init__(column)
+        self._type = column.type.to_pandas_dtype()
+
+    def __getitem__(self, rows: Rows) -> npt.NDArray[Any]:
+        found = np.empty(len(rows), self._type)
         for chunk, places, inside in self._places(rows):
             found[places] = self._chunks[chunk].to_numpy()[inside]
         return found
@@ -160,11 +165,14 @@ class TrainingBatches:
         shards: Sequence[str] = (),
     ) -> None:
         self._table = read_table(folder / "train.arrow")
-        self._columns = {tower: TokenColumn(self._table[f"{tower}_tokens"]) for tower in TOWERS}
-        self._query_hash, self._document_hash = (HashColumn(self._table[f"{tower}_hash"]) for tower in TOWERS)
+        shape = train.bin_shape
+        towers = (*TOWERS, *(f"negative_{number}" for number in range(shape.documents - 1)))
+        self._tokens = {tower: TokenColumn(self._table[f"{tower}_tokens"]) for tower in towers}
+        self._hash = {tower: NumberColumn(self._table[f"{tower}_hash"]) for tower in towers}
+        self._class = NumberColumn(self._table["class"])
         self._world = world
         self._train = train
-        self._shape = train.bin_shape
+        self._shape = shape
         self._padding = padding
         self._apart = apart
         self._learning_rate = learning_rate
@@ -177,27 +185,40 @@ class TrainingBatches:
         """Batches of the steps start, ..., stop - 1, on the host.
 
         Yields:
-            roles (B, N): int32, see DocumentRole; weights (B,) and learning_rate (1,): fp32. And of each micro-batch, under the
-            name, `/` and its number, what `packed_texts` or `grouped_texts` returns.
+            roles (B, N * documents): int32, see DocumentRole; query_roles (B, N): those of queries for each pair's document, if
+            the loss is symmetric; or instead of both, under CLASSES_OF and the task's name, the classes of queries (B,): int32;
+            weights (B,) and learning_rate (1,): fp32. And of each micro-batch, under the name, `/` and its number, what
+            `packed_texts` or `grouped_texts` returns.
         """
         for step in range(start, stop):
             rows = np.array(self._order[step])
             self._facts[step] = self._count(rows)
-            # Each query weighs the same in its step, in whichever of the step's batches it is.
-            weight = self._world.size / (rows != MASKED).sum()
-            for share in np.split(rows, self._train.accumulation):
-                yield self._batch(share, weight, self._learning_rate(step))
+            task, weights = self._classified(rows), (rows != MASKED).astype(np.float64)
+            if task in self._train.class_weights:
+                factors = [self._train.class_weights[task].get(name, 1.0) for name in self._train.classes[task]]
+                weights *= np.array(factors)[self._class[np.maximum(rows, 0)]]
+            # Each query weighs the same in its step, but for its class, in whichever of the step's batches it is.
+            weights *= self._world.size / weights.sum()
+            for share, own in zip(*(np.split(each, self._train.accumulation) for each in (rows, weights)), strict=True):
+                yield self._batch(share, task, own, self._learning_rate(step))
 
-    def _batch(self, rows: Rows, weight: float, learning_rate: float) -> Batch:
-        """This rank's share of the `rows` of all ranks."""
+    def _batch(self, rows: Rows, task: str | None, weights: npt.NDArray[np.float64], learning_rate: float) -> Batch:
+        """This rank's share of the `rows` of all ranks and their weights, which are classified for a task, or None."""
         size = self._train.batch_size
         own, valid = slice(self._world.rank * size, (self._world.rank + 1) * size), rows != MASKED
         bins = np.split(rows[own], self._train.bins if self._apart else 1)
         texts = self._packed if self._padding is Padding.PACKED else self._unpacked
+        if task:
+            found = {f"{CLASSES_OF}{task}": np.where(valid, self._class[np.maximum(rows, 0)], 0)[own]}
+        else:
+            query, document, there = self._hashes(rows)
+            found = {"roles": roles(query, document, there, own.start, size)}
+            if self._train.symmetric:
+                found["query_roles"] = roles(document[:, 0], query[:, None], there[:, :1], own.start, size)
         return {
             **{f"{name}/{number}": tensor for number, part in enumerate(bins) for name, tensor in texts(part).items()},
-            "roles": torch.from_numpy(roles(*self._hashes(rows), valid, own.start, size)),
-            "weights": torch.from_numpy(np.where(valid[own], weight, 0.0).astype(np.float32)),
+            **{name: torch.from_numpy(values) for name, values in found.items()},
+            "weights": torch.from_numpy(weights[own].astype(np.float32)),
             # Not a scalar: torch-xla shares equal scalars, so a rate that equals another constant would change the graph.
             "learning_rate": torch.tensor([learning_rate], dtype=torch.float32),
         }
@@ -213,28 +234,40 @@ class TrainingBatches:
         named = dict(enumerate(self._shards))
         return [f"{named.get(row['shard'], row['shard'])}:{row['line']}" for row in rows]
 
-    def _hashes(self, rows: Rows) -> tuple[Hashes, Hashes]:
-        """The hashes of queries and documents; anything for fillers."""
+    def _classified(self, rows: Rows) -> str | None:
+        """The task of a step's rows if they are classified, else None."""
+        first = int(rows[rows != MASKED][0])
+        task: str = self._table["task"][first].as_py()
+        return None if self._table["class"][first].as_py() == NO_CLASS else task
+
+    def _hashes(self, rows: Rows) -> tuple[Hashes, Hashes, npt.NDArray[np.bool_]]:
+        """The hashes of queries (N,) and documents (N, documents), and whether there is one; any hash where there is none."""
         known = np.maximum(rows, 0)
-        return self._query_hash[known], self._document_hash[known]
+        query, *documents = (column[known] for column in self._hash.values())
+        lengths = [self._tokens[tower].lengths(known) for tower in self._tokens if tower not in TOWERS]
+        there = np.stack([rows != MASKED, *((rows != MASKED) & (each > 0) for each in lengths)], axis=1)
+        return query, np.stack(documents, axis=1), there
 
     def _packed(self, rows: Rows) -> Batch:
         bins = rows.reshape(-1, self._shape.pairs)
-        lists = [[self._columns[tower].lists(each[each != MASKED]) for tower in TOWERS] for each in bins]
+        lists = [[column.lists(each[each != MASKED]) for column in self._tokens.values()] for each in bins]
         return packed_texts([list(zip(*towers, strict=True)) for towers in lists], self._shape)
 
     def _unpacked(self, rows: Rows) -> Batch:
         places = np.flatnonzero(rows != MASKED)
-        lists = [tokens for tower in TOWERS for tokens in self._columns[tower].lists(rows[places])]
-        texts = np.zeros((len(TOWERS), len(rows)), np.int64)
-        texts[:, places] = np.arange(len(lists)).reshape(len(TOWERS), -1)
-        return grouped_texts(lists, texts, places=self._padding is Padding.NONE)
+        lists = [column.lists(rows[places]) for column in self._tokens.values()]
+        there = np.array([[len(tokens) > 0 for tokens in each] for each in lists], np.bool_).reshape(len(lists), -1)
+        texts = np.zeros((len(lists), len(rows)), np.int64)
+        texts[:, places] = np.where(there, np.cumsum(there).reshape(there.shape) - 1, 0)
+        return grouped_texts(
+            [tokens for each in lists for tokens in each if len(tokens)], texts, places=self._padding is Padding.NONE
+        )
 
     def _count(self, batch: Rows) -> StepFacts:
         rows = batch[batch != MASKED]
-        lengths = np.zeros((len(TOWERS), len(batch)), np.int32)
-        for tower, counted in zip(TOWERS, lengths, strict=True):
-            counted[batch != MASKED] = self._columns[tower].lengths(rows)
+        lengths = np.zeros((len(self._tokens), len(batch)), np.int32)
+        for column, counted in zip(self._tokens.values(), lengths, strict=True):
+            counted[batch != MASKED] = column.lengths(rows)
         tokens = slots = int(lengths.sum())
         if self._padding is Padding.PACKED:
             slots = len(batch) // self._shape.pairs * self._shape.tokens
@@ -245,45 +278,43 @@ class TrainingBatches:
             slots = sum(len(group) * int(group[0]) for piece in pieces for group in length_groups(piece[piece > 0]))
         if not self._world.is_leader:
             return StepFacts(len(rows), tokens, slots)
-        query_hash, document_hash = self._hashes(rows)
         digest = digest_batch(
             {
                 "shape": np.array([self._train.accumulation, *self._shape]),
                 "valid": batch != MASKED,
-                "query_hash": query_hash,
-                "document_hash": document_hash,
-                **{f"{tower}_lengths": self._columns[tower].lengths(rows) for tower in TOWERS},
-                **{f"{tower}_tokens": self._columns[tower].joined(rows) for tower in TOWERS},
+                **{f"{tower}_hash": column[rows] for tower, column in self._hash.items()},
+                **{f"{tower}_lengths": column.lengths(rows) for tower, column in self._tokens.items()},
+                **{f"{tower}_tokens": column.joined(rows) for tower, column in self._tokens.items()},
             }
         )
         return StepFacts(len(rows), tokens, slots, digest)
 
 
-def packed_texts(bins: Sequence[Sequence[tuple[Tokens, Tokens]]], shape: BinShape) -> dict[str, torch.Tensor]:
+def packed_texts(bins: Sequence[Sequence[Sequence[Tokens]]], shape: BinShape) -> dict[str, torch.Tensor]:
     """Return the packed rows of some bins.
 
     Args:
-        bins: the tokens of the queries and documents of each, which fit in this order (pipeline/dataset/sampler).
+        bins: the tokens of query, document and negatives of each pair, which fit in this order (pipeline/dataset/sampler).
 
     Returns:
-        tokens, segments, positions: (bins * rows, length) int64, see `Encoder.packed`; query_texts, document_texts:
-        (bins * pairs,) int64, of each pair the numbers of its texts among the rows' embeddings; of a filler its bin's first.
+        tokens, segments, positions: (bins * rows, length) int64, see `Encoder.packed`; query_texts (bins * pairs,) and
+        document_texts (bins * pairs * documents,): int64, of each pair the numbers of its texts among the rows' embeddings; where
+        there is no text, that of the bin's first.
     """
     rows = np.zeros((3, len(bins), shape.rows, shape.length), np.int64)
-    texts = np.tile(shape.texts * np.arange(len(bins))[:, None], (len(TOWERS), 1, shape.pairs))
+    texts = np.tile(shape.texts * np.arange(len(bins))[:, None], (1 + shape.documents, 1, shape.pairs))
     for number, pairs in enumerate(bins):
         bin_ = Bin(shape)
         for pair, lists in enumerate(pairs):
-            places = bin_.add(*map(len, lists))
+            present = [(tower, tokens) for tower, tokens in enumerate(lists) if len(tokens)]
+            places = bin_.add(*(len(tokens) for _, tokens in present))
             assert places is not None
-            for tower, (tokens, (row, start, text)) in enumerate(zip(lists, places, strict=True)):
+            for (tower, tokens), (row, start, text) in zip(present, places, strict=True):
                 there = slice(start, start + len(tokens))
                 rows[:, number, row, there] = tokens, np.full(len(tokens), text + 1), np.arange(len(tokens))
                 texts[tower, number, pair] += row * texts_per_row(shape.length) + text
     named = zip(("tokens", "segments", "positions"), rows.reshape(3, -1, shape.length), strict=True)
-    return {name: torch.from_numpy(values) for name, values in named} | {
-        f"{tower}_texts": torch.from_numpy(values) for tower, values in zip(TOWERS, texts.reshape(len(TOWERS), -1), strict=True)
-    }
+    return {name: torch.from_numpy(values) for name, values in named} | _of_towers(texts.reshape(1 + shape.documents, -1))
 
 
 def grouped_texts(lists: Sequence[Tokens], texts: npt.NDArray[np.int64], *, places: bool) -> dict[str, torch.Tensor]:
@@ -291,12 +322,13 @@ def grouped_texts(lists: Sequence[Tokens], texts: npt.NDArray[np.int64], *, plac
 
     Args:
         lists: the tokens of each text.
-        texts: (2, pairs) numbers of the queries and of the documents among them; anything where there is no pair.
+        texts: (1 + documents, pairs) numbers of the queries, the documents and the negatives among them; any where there is none.
         places: whether to say where the tokens are.
 
     Returns:
         Of each group, under the name, `:` and its number, tokens and mask (n, L) int64, and places (T,) int64, where the
-        flattened mask is 1; query_texts, document_texts: (pairs,) int64, numbers of the pairs' texts in the order of groups.
+        flattened mask is 1; query_texts (pairs,), document_texts (pairs * documents,): int64, numbers of the pairs' texts in the
+        order of groups.
     """
     # Where there is no pair, a text whose gradient is 0: all ranks reduce the same gradients.
     lists = lists or [np.zeros(1, np.uint16)]
@@ -310,8 +342,12 @@ def grouped_texts(lists: Sequence[Tokens], texts: npt.NDArray[np.int64], *, plac
         if places:
             made[f"places:{number}"] = mask.flatten().nonzero().flatten()
         done += len(group)
-    numbers = np.argsort(order, kind="stable")[texts]
-    return made | {f"{tower}_texts": torch.from_numpy(own) for tower, own in zip(TOWERS, numbers, strict=True)}
+    return made | _of_towers(np.argsort(order, kind="stable")[texts])
+
+
+def _of_towers(texts: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    """Return numbers of texts, (1 + documents, pairs), as the towers take them: the documents of a pair behind each other."""
+    return {"query_texts": torch.from_numpy(texts[0].copy()), "document_texts": torch.from_numpy(texts[1:].T.flatten())}
 
 
 def length_groups(lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
@@ -322,22 +358,29 @@ def length_groups(lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
 
 
 def roles(
-    query_hash: Hashes, document_hash: Hashes, valid: npt.NDArray[np.bool_], start: int, count: int
+    query_hash: Hashes, document_hash: Hashes, there: npt.NDArray[np.bool_], start: int, count: int
 ) -> npt.NDArray[np.int32]:
     """Return the role of every document of a global batch for some of its queries.
 
-    A query ignores a document that is padding, that is the same text as its own document, or that belongs to the same query.
+    A query ignores what is padding, and the same text as any document that a row of the batch gives for this query. With both in
+    each other's place, the roles of queries for documents.
 
     Args:
-        query_hash, document_hash: (N,) of the global batch; anything in padding rows.
-        valid: (N,) False for padding rows.
+        query_hash: (N,) of the global batch; anything in padding rows.
+        document_hash: (N, documents): of each row its document, then its negatives.
+        there: (N, documents) False for padding.
         start, count: the queries asked for.
 
     Returns:
-        (count, N), see DocumentRole.
+        (count, N * documents), see DocumentRole.
     """
-    own = slice(start, start + count)
-    same = (query_hash[own, None] == query_hash[None, :]) | (document_hash[own, None] == document_hash[None, :])
-    found = np.where(same | ~valid[None, :], DocumentRole.IGNORED, DocumentRole.NEGATIVE).astype(np.int32)
-    found[np.arange(count), np.arange(start, start + count)] = DocumentRole.POSITIVE
+    own, documents = np.arange(start, start + count), document_hash.ravel()
+    relevant = document_hash[:, 0]
+    found = np.where(relevant[own, None] == documents[None, :], DocumentRole.IGNORED, DocumentRole.NEGATIVE).astype(np.int32)
+    # Few queries are in several rows of a batch.
+    same = (query_hash[own, None] == query_hash[None, :]) & there[None, :, 0]
+    for row in np.flatnonzero(same.sum(axis=1) > 1).tolist():
+        found[row, np.isin(documents, relevant[same[row]])] = DocumentRole.IGNORED
+    found[:, ~there.ravel()] = DocumentRole.IGNORED
+    found[np.arange(count), own * document_hash.shape[1]] = DocumentRole.POSITIVE
     return found

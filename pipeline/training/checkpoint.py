@@ -163,16 +163,17 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         # An earlier attempt's, refused since: its manifest must not vouch for half of the new files.
         store.delete(store.join(self._paths.checkpoint(step), MANIFEST_FILE))
         artifacts = store.upload_folder(folder, self._paths.checkpoint(step))
-        files = {name: {"sha256": artifact.sha256, "size": artifact.size} for name, artifact in artifacts.items()}
-        manifest = {
-            "step": step,
-            "fingerprint": self._fingerprint,
-            "graphs": self._graphs,
-            "score": score,
-            "time": now(),
-            "files": files,
-        }
-        store.write_json(store.join(self._paths.checkpoint(step), MANIFEST_FILE), manifest)
+        store.write_json(
+            store.join(self._paths.checkpoint(step), MANIFEST_FILE),
+            {
+                "step": step,
+                "fingerprint": self._fingerprint,
+                "graphs": self._graphs,
+                "score": score,
+                "time": now(),
+                "files": {name: {"sha256": artifact.sha256, "size": artifact.size} for name, artifact in artifacts.items()},
+            },
+        )
         shutil.rmtree(folder)
         log.info("checkpoint of step %d is written", step)
         self._scores[step] = score

@@ -104,8 +104,11 @@ def train(run: Training, progress: Progress) -> None:
         log_due, validation_due, checkpoint_due = (
             last or step % every == 0 for every in (config.log_every, config.validate_every, config.checkpoint_every)
         )
-        # Only together with the others can a rank write a checkpoint of a sharded optimizer.
-        told = run.shutdown.received and _may_stop(run, step) and (checkpoint_due or not run.optimizer.sharded)
+        # Of the ranks that received SIGTERM only the leader ends here, which can write a checkpoint without the others; they take
+        # part in its steps until it is gone, or they are killed. Joined steps are not cut: that would be a graph that is not
+        # compiled. And only together with the others can a rank write a checkpoint of a sharded optimizer.
+        whole = step % run.config.device.loader.batches_per_execution == 0 and (checkpoint_due or not run.optimizer.sharded)
+        told = run.shutdown.received and device.world.is_leader and whole
         if not (log_due or validation_due or checkpoint_due or told):
             continue
         run.monitor.check()
@@ -128,15 +131,6 @@ def train(run: Training, progress: Progress) -> None:
     run.watch.check(progress.step)
     if run.checkpoints is not None:
         run.checkpoints.wait()
-
-
-def _may_stop(run: Training, step: int) -> bool:
-    """Whether this rank, which received SIGTERM, ends after this step.
-
-    Only the leader does, which can write a checkpoint without the others; they take part in its steps until it is gone, or they
-    are killed. Joined steps are not cut: that would be a graph that is not compiled.
-    """
-    return run.device.world.is_leader and step % run.config.device.loader.batches_per_execution == 0
 
 
 def _interrupted(run: Training, progress: Progress) -> Transient:

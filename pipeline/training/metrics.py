@@ -80,10 +80,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Copy lines and events as they are now into `folder`; evaluations since the last snapshot move there."""
         self._lines.flush()
         self._events.flush()  # type: ignore[no-untyped-call]
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / VALIDATION_FOLDER).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self._folder / METRICS_FILE, folder / METRICS_FILE)
         shutil.copytree(self._folder / EVENTS_FOLDER, folder / EVENTS_FOLDER, dirs_exist_ok=True)
-        (folder / VALIDATION_FOLDER).mkdir(exist_ok=True)
         for path in sorted((self._folder / VALIDATION_FOLDER).iterdir()):
             # Moved, not copied: these files never change, so each is uploaded once.
             shutil.move(path, folder / VALIDATION_FOLDER / path.name)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 TOWERS = ("query", "document")
 
+CLASSES_OF = "classes:"
+"""Begins the name of the classes in a batch whose queries are classified; the task follows."""
+
 
 def micro_batches(batch: Batch) -> list[Batch]:
     """Return the texts of each micro-batch, in order: tensors whose names end in `/` and its number."""

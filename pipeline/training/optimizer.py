@@ -138,6 +138,17 @@ class FlatAdamW(torch.optim.Optimizer):
             self.zero_grad()
         return self._gradients
 
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or fill them with zeros: all with the same one, as each would be a constant of the graph."""
+        if set_to_none:
+            super().zero_grad()
+            return
+        gradients = [_gradient(parameter) for parameter in _parameters(self)]
+        zero = gradients[0].new_zeros(())
+        for gradient in gradients:
+            gradient.copy_(zero)
+
     def clip(self, limit: float | None) -> Tensor:
         """Scale the gradients so that their norm is at most the limit; return the norm before, ()."""
         squares = torch.stack([(gradient * gradient).sum() for gradient in self._gradients]).sum()

@@ -57,5 +57,5 @@ def _training_facts(plan: RunPlan) -> dict[str, object]:
         "training rows (sha256)": plan.row_files["train.arrow"].sha256,
         "steps": plan.train.steps,
         "bins of a step": step_bins(config, plan.world.ranks),
-        "rows, tokens and pairs of a bin": tuple(train.bin_shape),
+        "rows, tokens and pairs of a bin": train.bin_shape[:3],
     }

@@ -16,6 +16,7 @@ from pipeline.backends.device import Device, open_device
 from pipeline.contract import RunPaths
 from pipeline.errors import BadConfig
 from pipeline.log import log
+from pipeline.model.classifier import add_classifiers
 from pipeline.model.encoder import Encoder, require_length
 from pipeline.model.folder import load_encoder
 from pipeline.plan import RunPlan
@@ -64,6 +65,7 @@ def load_state(context: StageContext, device: Device) -> TrainState:
         context.heartbeat.beat(note="fetching the parent")
         source = store.local_folder(plan.parent.folder, context.scratch / "parent")
     encoder = load_encoder(source, config.model)
+    add_classifiers(encoder, source, config.train.classes)
     require_length(encoder, config.train.length, "train.length")
     require_length(encoder, config.embed.length, "embed.length")
     prepare_encoder(encoder, config.train, device)
@@ -99,10 +101,8 @@ def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | Non
     context.heartbeat.beat(note="looking for a checkpoint")
     place, found = 0, None
     if context.world.is_leader:
-        found = find_checkpoint(*sources[place], scratch)
-        while found is None and place + 1 < len(sources):
-            place += 1
-            found = find_checkpoint(*sources[place], scratch)
+        looks = ((number, find_checkpoint(*source, scratch)) for number, source in enumerate(sources))
+        place, found = next((look for look in looks if look[1]), (0, None))
     # 0 is no checkpoint.
     chosen = torch.tensor([found.progress.step + 1 if found else 0, place], dtype=torch.int32, device=device.torch_device)
     step, place = (int(value) for value in device.read(device.broadcast(chosen)))
@@ -117,10 +117,8 @@ def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | Non
 
 def checkpoint_sources(context: StageContext) -> list[tuple[RunPaths, str]]:
     """Return the folders of checkpoints with their plans' fingerprints: this run's, then those of the run that it resumes."""
-    sources = [(context.paths, context.plan.fingerprint)]
-    if resumed := context.plan.train.resumed:
-        sources.append((RunPaths(f"{context.paths.bucket_root}/runs/{resumed.run}"), resumed.fingerprint))
-    return sources
+    own, resumed = (context.paths, context.plan.fingerprint), context.plan.train.resumed
+    return [own, (RunPaths(f"{context.paths.bucket_root}/runs/{resumed.run}"), resumed.fingerprint)] if resumed else [own]
 
 
 def host_digest(encoder: Encoder) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from pipeline.errors import Defect
 from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_training
-from pipeline.model.loss import contrastive_loss
+from pipeline.model.loss import classification_loss, contrastive_loss
 from pipeline.model.unpadded import PaddedBatch
-from pipeline.training.micro_batches import TOWERS, micro_batches
+from pipeline.training.micro_batches import CLASSES_OF, TOWERS, micro_batches
 from pipeline.training.optimizer import AdamW, FlatAdamW, FusedAdamW
 
 if TYPE_CHECKING:
@@ -141,9 +142,12 @@ def train_step(
         device.seed(seed_of(0))
         with device.autocast():
             queries, documents = both_towers(encoder, parts[0])
-        loss = _loss(queries, documents, batch, config, device)
+        loss = task_loss(encoder, queries, documents, batch, config, device)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.add(loss)
+    for parameter in encoder.classifiers.parameters():
+        if parameter.grad is None:  # of another task: every parameter takes part in every step
+            parameter.grad = torch.zeros_like(parameter)
     if not last:
         return
     reduced = optimizer.reduce()
@@ -181,8 +185,10 @@ def cached_backward(
             embeddings = both_towers(encoder, part)
         device.sync(*embeddings)
         cached += [embedding.detach().requires_grad_() for embedding in embeddings]
-    loss = _loss(torch.cat(cached[0::2]), torch.cat(cached[1::2]), batch, config, device)
-    gradients = torch.autograd.grad(loss, cached)
+    queries, documents = torch.cat(cached[0::2]), torch.cat(cached[1::2])
+    loss = task_loss(encoder, queries, documents, batch, config, device)
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in cached]
     losses.add(loss)
     device.sync(*gradients)
     for number, part in enumerate(parts):
@@ -193,15 +199,35 @@ def cached_backward(
         device.sync()
 
 
-def _loss(queries: Tensor, documents: Tensor, batch: Batch, config: TrainConfig, device: Device) -> Tensor:
-    """This rank's share of a batch's loss, from the embeddings (B, D) of all its texts."""
-    return contrastive_loss(
-        queries, documents, batch["roles"], batch["weights"], temperature=config.temperature, gather=device.gather
+def task_loss(encoder: Encoder, queries: Tensor, documents: Tensor, batch: Batch, config: TrainConfig, device: Device) -> Tensor:
+    """This rank's share of a batch's loss, of the kind that its task has, from the embeddings (B, D) of all its texts."""
+    for task, classifier in encoder.classifiers.items():
+        if (classes := batch.get(f"{CLASSES_OF}{task}")) is not None:
+            return classification_loss(classifier(queries), classes, batch["weights"])
+    return batch_loss(queries, documents, batch, config, device, normalize=encoder.normalize)
+
+
+def batch_loss(
+    queries: Tensor, documents: Tensor, batch: Batch, config: TrainConfig, device: Device, *, normalize: bool
+) -> Tensor:
+    """This rank's share of the loss of a batch of pairs."""
+    found = partial(
+        contrastive_loss,
+        weights=batch["weights"],
+        temperature=config.temperature,
+        gather=device.gather,
+        dimensions=config.dimensions,
+        normalize=normalize,
     )
+    loss = found(queries, documents, batch["roles"])
+    if not config.symmetric:
+        return loss
+    relevant = documents.reshape(len(queries), -1, documents.shape[1])[:, 0]
+    return (loss + found(relevant, queries, batch["query_roles"])) / 2
 
 
 def both_towers(encoder: Encoder, texts: Batch) -> tuple[Tensor, ...]:
-    """Embeddings of a micro-batch's queries and of its documents, both (pairs, D) fp32; any where there is no pair.
+    """Embeddings of a micro-batch's queries (pairs, D) and documents (pairs * documents, D), fp32; any where there is none.
 
     Args:
         texts: see `packed_texts` and `grouped_texts`.

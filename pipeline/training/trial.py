@@ -34,6 +34,7 @@ from pipeline.training.host_state import host_state
 from pipeline.training.learning_rate import learning_rate
 from pipeline.training.loop import Training, train
 from pipeline.training.metrics import MetricsLog
+from pipeline.training.micro_batches import CLASSES_OF
 from pipeline.training.setup import load_state
 from pipeline.training.state import Progress
 
@@ -56,10 +57,11 @@ class TrialBatches:
 
     def iterate(self, start: int, stop: int) -> Iterator[Batch]:
         train = self.config.train
+        forms = step_forms(self.config)
         for step in range(start, stop):
             rate = learning_rate(train, step, max(stop, self.steps), max(1, self.steps // 2))
             for _ in range(train.accumulation):
-                yield self._batch(rate)
+                yield self._batch(rate, forms[step % len(forms)])
 
     def take_facts(self, step: int) -> StepFacts:  # noqa: ARG002 - every step is alike
         pairs = self.config.train.batch_size * self.world.size * self.config.train.accumulation
@@ -68,17 +70,21 @@ class TrialBatches:
     def row_ids(self, step: int) -> list[str]:  # noqa: ARG002 - every step is alike
         return ["(made up)"]
 
-    def _batch(self, rate: float) -> Batch:
+    def _batch(self, rate: float, task: str | None) -> Batch:
         train, shape, size = self.config.train, self.config.train.bin_shape, self.config.train.batch_size
-        roles = np.full((size, size * self.world.size), DocumentRole.NEGATIVE, np.int32)
-        roles[np.arange(size), np.arange(size) + self.world.rank * size] = DocumentRole.POSITIVE
-        # The longest query and document, and room for more pairs.
-        tokens = [np.arange(length) % self.vocabulary for length in (train.query_length, train.length)]
+        roles = np.full((size, size * self.world.size * shape.documents), DocumentRole.NEGATIVE, np.int32)
+        roles[np.arange(size), shape.documents * (np.arange(size) + self.world.rank * size)] = DocumentRole.POSITIVE
+        found = {"roles": roles, "query_roles": roles[:, :: shape.documents].copy()} if train.symmetric else {"roles": roles}
+        # The longest query and documents, and room for more pairs.
+        lengths = [train.query_length, *[train.length] * shape.documents]
+        if task:
+            lengths, found = [train.query_length], {f"{CLASSES_OF}{task}": np.zeros(size, np.int32)}
+        tokens = [np.arange(length) % self.vocabulary for length in lengths]
         bins = train.bins if self.apart else 1
-        parts = [packed_texts([[(tokens[0], tokens[1])]] * (train.bins // bins), shape) for _ in range(bins)]
+        parts = [packed_texts([[tokens]] * (train.bins // bins), shape) for _ in range(bins)]
         return {
             **{f"{name}/{number}": tensor for number, part in enumerate(parts) for name, tensor in part.items()},
-            "roles": torch.from_numpy(roles),
+            **{name: torch.from_numpy(values) for name, values in found.items()},
             "weights": torch.full((size,), 1.0 / size / train.accumulation),
             "learning_rate": torch.tensor([rate], dtype=torch.float32),
         }
@@ -110,8 +116,10 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
     infer = device.graphs()
     meet_graphs(device)
     steps = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
+    steps *= len(step_forms(config))
     apart = config.cuts_batches(device.kind)
     batches = TrialBatches(config, context.world, state.encoder.config.vocab_size, apart, steps)
+    at_end = dict.fromkeys(("validate_every", "checkpoint_every"), batches.steps)
     local = context.scratch / "trial"
     # A checkpoint needs somewhere to go; this one is not read.
     paths = RunPaths(str(local / "run"))
@@ -121,7 +129,8 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
         HostMonitor(replace(context, paths=paths), device.kind if loading else "", period_seconds=1.0) as monitor,
     ):
         run = Training(
-            config=trial_config(config, batches.steps),
+            # With one validation and one checkpoint, at the end.
+            config=config.model_copy(update={"train": config.train.model_copy(update=at_end)}),
             steps=batches.steps,
             device=device,
             encoder=state.encoder,
@@ -148,23 +157,24 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
     return Trial(infer, device.graphs(), progress.step)
 
 
-def trial_config(config: RunConfig, steps: int) -> RunConfig:
-    """The run's own configuration, with one validation and one checkpoint at the end."""
-    train = config.train.model_copy(update={"validate_every": steps, "checkpoint_every": steps})
-    return config.model_copy(update={"train": train})
+def step_forms(config: RunConfig) -> list[str | None]:
+    """Return the forms of a step, which are graphs of their own: of pairs, None, and of each task with classes."""
+    return [*([] if config.classifies_only else [None]), *config.train.classes]
 
 
 def trial_validation(config: RunConfig, world: World) -> Holdout:
-    """A candidate and a query for every rank."""
+    """A candidate and a query for every rank, or a classified text."""
     texts = [made_up_text(config)] * world.size
+    task = next(iter(config.train.classes)) if config.classifies_only else None
     return Holdout(
         keys=tuple((number, None) for number in range(world.size)),
         queries=texts,
-        candidates=texts,
+        candidates=[] if task else texts,
         relevant=Relevant.of([{number: 1.0} for number in range(world.size)]),
         known=Relevant.of(()),
         units=Units.single(world.size),
-        tasks=[None] * world.size,
+        tasks=[task] * world.size,
+        classes=np.zeros(world.size, np.int32) if task else None,
     )
 
 

@@ -8,7 +8,9 @@ own, without its start, the best of the rounds, which take turns.
 
 `scan` is the former reader (row_by_row.py), which reads, checks and hashes the rows one by one (id and document) and keeps
 nothing; `hash and scan` reads the file once more before, for its SHA-256. `columns` reads, checks and hashes them in columns, the
-query too, and the file's SHA-256; `rows` also writes the ingested rows to storage. `ingest` is the whole stage, with tokens;
+query too, and the file's SHA-256; `rows` also writes the ingested rows to storage. `least` is what no reader can leave out that
+keeps the rows: the transfers, the file's SHA-256, msgspec's or Arrow's decoder and Arrow's writer, without a check, a hash of a
+row or an order; `normalized` also normalizes the texts, and hashes them in no time. `ingest` is the whole stage, with tokens;
 `datasets` is `load_dataset` and `map` with the same tokenizer, which write a cache, where that library is installed. Last, the
 whole stage in one child and in two at the same time: in seconds of the clock, which say something on an idle machine only, and of
 the processor of the busiest child.
@@ -24,21 +26,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+import unittest.mock
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import store
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, Stage, now
+from pipeline.dataset import rows as rows_module
 from pipeline.dataset.ids import id_hash
-from pipeline.dataset.ingested import PAIRS, rows_name, tokens_name
-from pipeline.dataset.rows import normalized_hash, read_blocks
+from pipeline.dataset.ingested import BATCH_ROWS, PAIRS, rows_name, tokens_name
+from pipeline.dataset.rows import normalized_hash, normalized_hashes, read_blocks
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.run.context import StageContext
 from pipeline.run.heartbeat import Heartbeat
@@ -177,6 +182,41 @@ def write_rows(name: str) -> None:
         store.send_folder(made.rows_folder, f"{ROOT}/ingested/rows")
 
 
+class NoHash:
+    """In place of SHA-256."""
+
+    def __init__(self, text: bytes) -> None:
+        pass
+
+    def digest(self) -> bytes:
+        return bytes(8)
+
+
+def move_and_normalize(name: str) -> None:
+    with unittest.mock.patch.object(rows_module, "sha256", NoHash):
+        move_and_decode(name, ("query", "document"))
+
+
+def move_and_decode(name: str, texts: Sequence[str] = ()) -> None:
+    """Only what the libraries do between the file and an Arrow file of the same rows; some texts of them are normalized."""
+    info = store.stat(f"{ROOT}/{name}")
+    assert info is not None
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows"
+        rows.mkdir()
+        with store.one_version(info.uri, info.version, info.size, Path(folder) / "input", lambda _: None) as (path, _):
+            if name.endswith(".parquet"):
+                table = pq.read_table(path, use_threads=False)
+            else:
+                records = msgspec.json.Decoder(dict).decode_lines(path.read_bytes())
+                table = pa.table({key: [record[key] for record in records] for key in records[0]})
+        for chunk in (chunk for column in texts for chunk in table[column].chunks):
+            normalized_hashes(chunk)
+        with pa.ipc.new_file(str(rows / "rows.arrow"), table.schema) as writer:
+            writer.write_table(table, BATCH_ROWS)
+        store.send_folder(rows, f"{ROOT}/rows")
+
+
 def run_stage(name: str) -> None:
     """The whole stage, as one child of the array, over a file or the shards of a folder."""
     child, children, _, name = (*name.split("-", 3),) if name[0].isdigit() else ("0", "1", "", name)
@@ -236,10 +276,18 @@ WAYS: dict[str, Callable[[str], None]] = {
     "hash and scan": hash_and_scan,
     "columns": read_columns,
     "rows": write_rows,
+    "least": move_and_decode,
+    "normalized": move_and_normalize,
     "datasets": map_dataset,
     "ingest": run_stage,
 }
-PEERS = {"columns": "scan", "rows": "hash and scan", "ingest": "datasets"}
+PEERS = {
+    "columns": "scan",
+    "rows": "hash and scan",
+    "least": "hash and scan",
+    "normalized": "hash and scan",
+    "ingest": "datasets",
+}
 
 
 def children(count: int) -> tuple[float, float]:

@@ -43,11 +43,11 @@ import time; wall, cpu = time.time(), 0.0
 import json, sys
 from pathlib import Path
 from pipeline.commands.search import open_search
-searcher = open_search(state=Path(sys.argv[1]))
+find = open_search(state=Path(sys.argv[1]))
 found = [(time.time() - wall, time.process_time())]
 for query in json.loads(sys.argv[2]):
     wall, cpu = time.time(), time.process_time()
-    assert all(hit.text for hit in searcher.find(query, 10))
+    assert all(hit.text for hit in find(query, 10))
     found.append((time.time() - wall, time.process_time() - cpu))
 print(json.dumps(found))
 """

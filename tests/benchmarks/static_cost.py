@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/benchmarks/static_cost.py [--layers 24] [--pairs 20000]
 
 The encoder has BERT-large's 24 layers of 1,024 dimensions and a vocabulary of 30,522 (335M parameters), weights are made up. The
-step is the program's own, lowered as in tests of graphs (pipeline/training/lowered_step), in bf16 with the default configuration
+step is the program's own, lowered as in the tests (tests/pipeline/training/lowering), in bf16 with the default configuration
 and with single micro-batches. Printed:
 
 - operations over needed ones: of matrix products in the HLO text, to those of linear layers and of attention inside each text for
@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 from transformers import BertConfig
 
-from pipeline.backends.lowering import LoweredGraph
 from pipeline.config import RunConfig, build_config
 from pipeline.dataset.sampler import MASKED, read_order, write_order
 from pipeline.dataset.tokens import TextTokenizer
@@ -39,8 +38,8 @@ from pipeline.model.encoder import new_encoder
 from pipeline.model.shape import shape_of
 from pipeline.run.world import World
 from pipeline.run_inputs import ModelShape, PlannedWorld
-from pipeline.training.lowered_step import lower_training
 from tests.benchmarks.peers import texts
+from tests.pipeline.training.lowering import LoweredGraph, lower_training
 
 RANKS = 64
 SIZES = {"f32": 4, "bf16": 2, "f16": 2}
@@ -111,7 +110,7 @@ def needed_flops(config: RunConfig, shape: ModelShape, lengths: npt.NDArray[np.i
     train = config.train
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "order.bin"
-        steps = write_order(path, [lengths], len(lengths), train.bin_shape, train.bins, 0, limit=("epochs", 1))
+        [steps] = write_order(path, [lengths], len(lengths), train.bin_shape, train.bins, 0, limit=("epochs", 1))
         # The last batch is not full.
         order = np.array(read_order(path, train.bins, train.bin_shape.pairs)[: steps - 1])
     own = lengths[order[order != MASKED]].astype(np.float64)

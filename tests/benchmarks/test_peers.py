@@ -45,7 +45,7 @@ def test_the_table_says_what_is_missing() -> None:
         found = {"machine": {**about, "precision": precision}, "skipped": peers.skipped(["train"], precision), "rows": []}
         screen.print(peers.table(found))
         text[precision] = " ".join(screen.file.getvalue().split())  # type: ignore[attr-defined]
-    assert "P, 2 cores, bf16 only emulated, 90 GFLOP/s per core in fp32, torch 2.9" in text["fp32"]
-    assert "train: sentence-transformers bf16: skipped, the processor only emulates bf16" in text["fp32"]
+    assert "P, 2 cores, bf16 no faster, 90 GFLOP/s per core in fp32, torch 2.9" in text["fp32"]
+    assert "train: sentence-transformers bf16: skipped, the processor is no faster in bf16" in text["fp32"]
     assert "P, 2 cores, avx512_bf16, 90 GFLOP/s per core in bf16, torch 2.9" in text["bf16"]
     assert "skipped" not in text["bf16"]

@@ -334,7 +334,7 @@ def write_hook(folder: Path, text: str) -> str:
 @contextmanager
 def hosts_with(site: Site, environment: Mapping[str, str], wanted: Callable[[list[str]], list[str]]) -> Iterator[list[str]]:
     """Some of the hosts that the next jobs will run on have another environment."""
-    free = site.runner.hosts.take(2)
+    free = list(site.runner.hosts.take(2))
     site.runner.hosts.give_back(free)
     chosen = wanted(free)
     site.runner.hosts.environment |= {host: dict(environment) for host in chosen}

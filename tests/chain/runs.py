@@ -112,11 +112,11 @@ def kill_descendant(root: int, wanted: Callable[[str], bool]) -> int | None:
     for pid in _descendants(root):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except FileNotFoundError:
+            if wanted(command.replace("pipeline.", "")):
+                os.kill(pid, signal.SIGKILL)
+                return pid
+        except (FileNotFoundError, ProcessLookupError):  # it ended: before its line was opened, read, or the kill came
             continue
-        if wanted(command.replace("pipeline.", "")):
-            os.kill(pid, signal.SIGKILL)
-            return pid
     return None
 
 

@@ -27,35 +27,31 @@ def sample(tmp_path: Path, templates: Path, *arguments: str) -> tuple[int, list[
     results = tmp_path / "results.jsonl"
     shutil.copytree(templates, tmp_path / "cdk.out")  # where a sitting keeps the synthesized app
     command = [sys.executable, "-m", "tests.chain.chaos", "--results", str(results), *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=1150)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=2300)
     return process.returncode, chaos.read_results(results), process.stdout + process.stderr
 
 
-SAMPLE = ("sick-host", "aborted")
-"""One fault that a retry answers, and one that ends the run. All: below, and `make chaos`."""
-
-
-def test_a_sample_of_the_faults(tmp_path: Path, templates: Path) -> None:
-    code, outcomes, output = sample(
-        tmp_path, templates, "--runs", str(len(SAMPLE)), "--kinds", ",".join(SAMPLE), "--workers", "2"
-    )
-    assert code == 0, output
-    assert sorted(outcome.kind for outcome in outcomes) == sorted(SAMPLE)
+REAL_ELSEWHERE = ("kill-rank", "kill-supervisor", "kill-node", "lose-host", "sick-host")
+"""Kinds of faults that are planted in real runs: by the test of a killed node, test_weekly_run (supervisors), test_xla_run (a
+rank), test_year (a host that is lost) and test_sick_host."""
 
 
 @pytest.mark.long
-def test_every_kind_of_fault_once(tmp_path: Path, templates: Path) -> None:
-    kinds = [kind.kind for kind in faults.KINDS if kind is not faults.FullDisk or faults.FullDisk.possible()]
-    code, outcomes, output = sample(tmp_path, templates, "--runs", str(len(kinds)), "--workers", "2")
+@pytest.mark.timeout(2400)
+def test_every_other_kind_of_fault_once(tmp_path: Path, templates: Path) -> None:
+    possible = [kind.kind for kind in faults.KINDS if kind is not faults.FullDisk or faults.FullDisk.possible()]
+    kinds = [kind for kind in possible if kind not in REAL_ELSEWHERE]
+    arguments = "--runs", str(len(kinds)), "--workers", "2", "--kinds", ",".join(kinds)
+    code, outcomes, output = sample(tmp_path, templates, *arguments)
     assert code == 0, output
     assert sorted(outcome.kind for outcome in outcomes) == sorted(kinds)
 
 
 @pytest.mark.long
-def test_real_runs_with_a_killed_process_end_with_the_same_weights(tmp_path: Path, templates: Path) -> None:
-    code, outcomes, output = sample(tmp_path, templates, "--depth", "real", "--runs", "2", "--kinds", "kill-rank,kill-supervisor")
+def test_a_real_run_with_a_killed_node_ends_with_the_same_weights(tmp_path: Path, templates: Path) -> None:
+    code, outcomes, output = sample(tmp_path, templates, "--depth", "real", "--runs", "1", "--kinds", "kill-node")
     assert code == 0, output
-    assert [(outcome.status, outcome.broken) for outcome in outcomes] == [("SUCCEEDED", [])] * 2
+    assert [(outcome.status, outcome.broken) for outcome in outcomes] == [("SUCCEEDED", [])]
 
 
 # ---- the measure itself ----------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_the_second_week_continues_from_the_first_on_what_is_new(tmp_path: Path,
         [weekly] = [
             json.loads(schedule.properties["Target"]["Input"])
             for schedule in Stacks.read(templates).of_type("AWS::Scheduler::Schedule")
-            if "lock" in schedule.properties["Target"]["Input"]
+            if json.loads(schedule.properties["Target"]["Input"])["mode"] == "train"
         ]
         for week in ("week-1", "week-2"):
             rows = [{"id": f"{week}-{row}", "query": f"query {row}", "document": f"{week} text {row}"} for row in range(ROWS)]

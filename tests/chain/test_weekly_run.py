@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import ModernBertConfig
 
 from pipeline.contract import EMBEDDING, Stage
 from tests.chain.recorded import read_calls
@@ -116,7 +118,7 @@ def test_sentence_transformers_gives_the_published_vectors(two_weeks: LocalState
 
 def test_search_finds_a_document_by_its_words(two_weeks: LocalState) -> None:
     command = [sys.executable, "-m", "pipeline.cli", "search", "bake limo", "--state", str(two_weeks.folder), "--json", "-n", "7"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1100)
     hits = [json.loads(line) for line in result.stdout.splitlines()]
     assert result.returncode == 0, result.stderr
     assert len(hits) == 7
@@ -166,76 +168,38 @@ def test_bad_rows_over_the_limit_end_with_65_and_a_quarantine(state: LocalState,
 def test_a_stopped_run_resumes_where_it_stopped(state: LocalState, tmp_path: Path) -> None:
     command = state.command(write_pairs(tmp_path / "a.jsonl", 300), arguments=("--parent", str(state.parent)), train__epochs=1)
     with started(command, tmp_path / "out.txt") as process:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 1000
         while not list(state.folder.rglob("train/result.json")) and time.monotonic() < deadline:
             assert process.poll() is None, (tmp_path / "out.txt").read_text()
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=600) == 130
     (run,) = state.runs
     assert not (run / "publish" / "result.json").exists()
     trained = (run / "train" / "result.json").read_bytes()
     command = [sys.executable, "-m", "pipeline.cli", "local", "--state", str(state.folder), "--run", run.name, "--device", "cpu"]
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=1100)
     assert again.returncode == 0, again.stdout + again.stderr
     assert (run / "train" / "result.json").read_bytes() == trained
     assert state.published()["run"] == run.name
 
 
 @pytest.mark.long
-def test_sigkill_of_a_training_node_leads_to_a_retry_that_resumes(state: LocalState, tmp_path: Path) -> None:
-    """The process that stands for the container; the supervisor and a rank are killed in test_chaos."""
-    command = state.command(
-        write_pairs(tmp_path / "a.jsonl", 600),
-        arguments=("--parent", str(state.parent)),
-        train__epochs=20,
-        train__checkpoint_every=5,
-    )
-    with started(command, tmp_path / "out.txt") as process:
-        _wait_for_checkpoint(state, process)
-        killed = kill_descendant(process.pid, lambda command: "local/node.py" in command and "stage train" in command)
-        code = process.wait(timeout=400)
-    assert killed
-    assert code == 0, (tmp_path / "out.txt").read_text()
-    (run,) = state.runs
-    metrics = load(run / "train" / "result.json")["metrics"]
-    assert metrics["resumed_from"], metrics
-    assert not _alive(killed)
-
-
-@pytest.mark.long
 def test_sigkill_in_every_stage_leads_to_retries_and_a_successful_run(state: LocalState, tmp_path: Path) -> None:
-    command = state.command(write_pairs(tmp_path / "a.jsonl", 300), arguments=("--parent", str(state.parent)), train__epochs=1)
+    parent = tmp_path / "modernbert"  # other tests' models are BERT's
+    make_model(parent, family=partial(ModernBertConfig, local_attention=8))
+    command = state.command(write_pairs(tmp_path / "a.jsonl", 300), arguments=("--parent", str(parent)), train__epochs=1)
     # Those that run on a processor: compile is killed in test_xla_run.
     waiting = [stage.value for stage in Stage if stage not in COMPILING]
     with started(command, tmp_path / "out.txt") as process:
-        deadline = time.monotonic() + 400
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.poll() is None:
             for stage in waiting:
                 if kill_descendant(process.pid, lambda command, stage=stage: f"cli stage {stage}" in command):  # type: ignore[misc]
                     waiting.remove(stage)
                     break
             time.sleep(0.2)
-        code = process.wait(timeout=60)
+    assert process.returncode == 0, (tmp_path / "out.txt").read_text()
     assert waiting == []
-    assert code == 0, (tmp_path / "out.txt").read_text()
     (run,) = state.runs
     assert state.published()["run"] == run.name
     assert len(embeddings(run)) == 300
-
-
-def _wait_for_checkpoint(state: LocalState, process: subprocess.Popen[bytes], timeout: float = 200) -> None:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if list(state.folder.rglob("train/checkpoints/*/manifest.json")):
-            return
-        assert process.poll() is None, "the run ended before its first checkpoint"
-        time.sleep(0.05)
-    raise AssertionError("no checkpoint in time")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -30,6 +30,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from infra.cdk_context import CONTEXT_KEY, read_context
 from infra.local.batch_nodes import THIS_INSTALLATION
 from infra.local.template import local_context
 from infra.templates import Stacks
@@ -477,7 +478,7 @@ def open_year(
         templates: where the synthesized app is kept.
         hidden: pairs that no execution has.
     """
-    context = local_context((1, 2), CONFIG, schedule={"enabled": True, "refresh_enabled": True})
+    context = local_context((1, 2), CONFIG, schedules=read_context()[CONTEXT_KEY]["schedules"])
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -494,7 +495,7 @@ def open_year(
                 put(f"initial/{path.relative_to(folder / 'initial')}", path.read_bytes())
         schedules = Stacks.read(templates).of_type("AWS::Scheduler::Schedule")
         given = [json.loads(schedule.properties["Target"]["Input"]) for schedule in schedules]
-        starts = {"refresh" if start.get("mode") == "refresh" else "weekly": start for start in given if "share" in start}
+        starts = {"refresh" if start["mode"] == "refresh" else "weekly": start for start in given}
         truth = Truth(inputs.hidden, CONFIG["train"]["query_length"], CONFIG["embed"]["length"])
         yield Year(site, inputs, truth, starts, plan_year(weeks, seed), refreshes, random.Random(seed), folder)
 

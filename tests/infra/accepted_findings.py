@@ -86,8 +86,18 @@ ACCEPTED: tuple[Accepted, ...] = (
     ),
     _accepted(
         _wildcard(r"arn:\w+:states:.*:execution:[\w-]+:\*"),
-        r"(Workflow/StateMachine|Watches/(Overdue|Cleanup))/Role/",
+        r"(Workflow/StateMachine|Watches/(Overdue|Cleanup|Week\w+))/Role/",
         "Names of executions are not known at deploy time; the state machine's is spelled out.",
+    ),
+    _accepted(
+        _wildcard(r"\*"),
+        r"ImageBuilder/Role/",
+        "The passwords of ECR and ECR Public know no resource-level permissions.",
+    ),
+    _accepted(
+        r"AwsSolutions-CB4",
+        r"ImageBuilder/Project",
+        "Encrypted as the bucket is: without a `customer_key` by a key of AWS. The build leaves no artifact to encrypt.",
     ),
     _accepted(r"AwsSolutions-SQS3", r"Schedule/DeadLetters/", "This queue is itself the dead-letter queue of the schedule."),
 )

@@ -304,6 +304,8 @@ def retries_end(batch: Batch) -> Iterator[str]:
             patterns = {key: str(value) for key, value in exit_rule.items() if key != "Action"}
             if not patterns:
                 yield f"{name}: an exit rule without a pattern"
+            if exit_rule["Action"].upper() not in ("RETRY", "EXIT"):
+                yield f"{name}: the action {exit_rule['Action']}"
             for key, pattern in patterns.items():
                 if not EXIT_PATTERNS[key].fullmatch(pattern):
                     yield f"{name}: {key} cannot be {pattern}"

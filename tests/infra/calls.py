@@ -195,9 +195,6 @@ class Roles:
         ]
         self.machine_arn = f"arn:aws:states:{REGION}:{ACCOUNT}:stateMachine:{machine.name}"
         self.machine = self.by_arn(machine.properties["RoleArn"])
-        self.schedules = [schedule.properties for schedule in self.stacks.of_type("AWS::Scheduler::Schedule")]
-        [arn] = {schedule["Target"]["RoleArn"] for schedule in self.schedules}
-        self.scheduler = self.by_arn(arn)
 
     def by_arn(self, arn: str) -> Role:
         return self.by_name[arn.rpartition("/")[2]]

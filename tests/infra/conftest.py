@@ -89,7 +89,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def deployment(shared: Path) -> Deployment:
     """The deployment of cdk.json, with the schedule switched on."""
-    return deploy(shared / "cdk", schedule={"enabled": True})
+    schedules = read_context()["trnpipe"]["schedules"]
+    return deploy(shared / "cdk", schedules={**schedules, "weekly": {**schedules["weekly"], "enabled": True}})
 
 
 @pytest.fixture(scope="session")
@@ -132,11 +133,22 @@ def other_deployment(shared: Path) -> Deployment:
             "neuron": "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7",
             "cpu": "123456789012.dkr.ecr.us-east-2.amazonaws.com/team/neuron:7-cpu",
         },
-        schedule={"flexible_minutes": 0, "refresh_enabled": True, "refresh_expression": "rate(12 hours)"},
+        schedules={
+            "weekly": {"when": "cron(0 3 ? * SUN *)", "every_days": 7, "flexible_minutes": 0},
+            "refresh": {"when": "rate(12 hours)", "mode": "refresh", "enabled": True},
+            "products": {
+                "when": {"object": "s3://their-catalog/ready/"},
+                "enabled": True,
+                "every_days": 3,
+                "registry": "products",
+                "share": "experiments",
+                "config": {"data": {"train": ["s3://their-catalog/pairs/"]}},
+            },
+        },
         timeouts={"train": 2000},
         environment={"TRNPIPE_PEER_START_SECONDS": 1200, "FI_EFA_USE_DEVICE_RDMA": "0"},
         local_paths=True,
-        notify=["team@example.com"],
+        notify=["team@example.com", {"protocol": "sqs", "endpoint": "arn:aws:sqs:us-east-2:123456789012:runs"}],
         budget=2500,
     )
 
@@ -161,7 +173,7 @@ def small_deployment(shared: Path) -> Deployment:
         customer_key="arn:aws:kms:us-west-2:123456789012:key/0a1b2c3d",
         update_minutes=7200,
         retention={"resume_days": 7, "noncurrent_days": 8, "cold_days": 0, "upload_days": 1, "log_days": 30},
-        schedule={"enabled": True, "expression": "cron(15 4 ? * MON#1 *)", "every_days": 35, "time_zone": "Europe/Berlin"},
+        schedules={"weekly": {"enabled": True, "when": "cron(15 4 ? * MON#1 *)", "every_days": 35, "time_zone": "Europe/Berlin"}},
     )
 
 
@@ -197,7 +209,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Synth:
     environment = {
         "CDK_OUTDIR": str(folder),
         "CDK_CONTEXT_JSON": json.dumps(
-            {**read_context(), "trnpipe.schedule.enabled": "true", "aws:cdk:enable-path-metadata": True}
+            {**read_context(), "trnpipe.schedules.weekly.enabled": "true", "aws:cdk:enable-path-metadata": True}
         ),
         "PATH": str(folder / "nothing"),
         "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2",

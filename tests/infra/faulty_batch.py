@@ -48,8 +48,7 @@ class FaultyBatchRunner(BatchRunner):
     def lose_host(self, host: str) -> None:
         """Remove a host with everything on it; it never comes back."""
         self.hosts.drained.add(host)
-        with self._lock:
-            lost = [node for job in self._jobs.values() for node in job.nodes if node.host == host]
+        lost = [node for job in list(self._jobs.values()) for node in job.nodes if node.host == host]
         for node in lost:
             node.host_lost = True
             node.kill()

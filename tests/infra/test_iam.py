@@ -226,7 +226,7 @@ def test_no_role_has_an_action_that_nothing_needs(recorded: Recorded, role: str)
 
 
 def test_what_the_documents_ask_for_the_other_roles(recorded: Recorded) -> None:
-    """AWS Batch User Guide, "IAM execution role"; EventBridge Scheduler User Guide, "Set up the execution role"."""
+    """AWS Batch User Guide, "IAM execution role"."""
     roles = recorded.roles
     assert roles.execution.service == "ecs-tasks.amazonaws.com"
     images = ("ecr:BatchCheckLayerAvailability", "ecr:GetDownloadUrlForLayer", "ecr:BatchGetImage")
@@ -237,13 +237,6 @@ def test_what_the_documents_ask_for_the_other_roles(recorded: Recorded) -> None:
     logs = next(one["Resource"] for one in roles.execution.statements if "logs:PutLogEvents" in one["Action"])
     assert all(roles.execution.may(action, logs) for action in ("logs:CreateLogStream", "logs:PutLogEvents"))
     assert not any(action.startswith(("s3:", "ecs:", "batch:")) for action in roles.execution.actions())
-
-    assert roles.scheduler.service == "scheduler.amazonaws.com"
-    assert {schedule["Target"]["Arn"] for schedule in roles.schedules} == {roles.machine_arn}
-    assert roles.scheduler.may("states:StartExecution", roles.machine_arn)
-    for schedule in roles.schedules:
-        assert roles.scheduler.may("sqs:SendMessage", schedule["Target"]["DeadLetterConfig"]["Arn"])
-    assert roles.scheduler.actions() == {"states:StartExecution", "sqs:SendMessage"}
 
     assert roles.machine.service == "states.amazonaws.com"
     assert roles.machine.actions() >= OF_THE_SERVICE

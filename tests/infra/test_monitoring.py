@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from aws_cdk import Stack
+from aws_cdk.assertions import Template
 
-from infra.constructs.monitoring import CHECKPOINT_STALL_SECONDS, REFUSALS
+from infra.constructs.monitoring import CHECKPOINT_STALL_SECONDS, REFUSALS, Topic
 from infra.runbook import ADVICE, RUNBOOK, advice
+from infra.setting_sections import ENDPOINTS
+from infra.settings import Settings
 from pipeline.contract import GATE_REFUSED, METRICS, METRICS_NAMESPACE, Metric
 
 SERVICES = {
@@ -184,7 +188,26 @@ def test_the_topic_is_encrypted_with_a_key_that_its_publishers_may_use(deploymen
     assert "events.amazonaws.com" in principals
     assert "cloudwatch.amazonaws.com" in principals
     assert deployment.resources("AWS::SNS::Subscription") == []
-    assert other_deployment.only("AWS::SNS::Subscription")["Endpoint"] == "team@example.com"
+
+
+def test_notifications_go_to_addresses_and_to_endpoints_of_other_protocols(other_deployment: Any) -> None:
+    found = {(one["Protocol"], one["Endpoint"]) for one in other_deployment.resources("AWS::SNS::Subscription")}
+    assert found == {("email", "team@example.com"), ("sqs", "arn:aws:sqs:us-east-2:123456789012:runs")}
+
+
+@pytest.mark.parametrize("protocol", ENDPOINTS)
+def test_every_protocol_of_sns_gets_its_subscription(protocol: str) -> None:
+    role = "arn:aws:iam::123456789012:role/firehose" if protocol == "firehose" else None
+    endpoint = ENDPOINTS[protocol][1]
+    stack = Stack()
+    Topic(
+        stack,
+        "Topic",
+        settings=Settings(ami="ami-01234567", notify=({"protocol": protocol, "endpoint": endpoint, "role": role},)),
+    )
+    [found] = Template.from_stack(stack).find_resources("AWS::SNS::Subscription").values()
+    assert (found["Properties"]["Protocol"], found["Properties"]["Endpoint"]) == (protocol, endpoint)
+    assert found["Properties"].get("SubscriptionRoleArn") == role
 
 
 def test_alarms_of_this_account_alone_use_the_topic_and_its_key(other_deployment: Any) -> None:

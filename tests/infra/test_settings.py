@@ -18,23 +18,34 @@ from pipeline.errors import BadConfig, ExitCode
 BASE: dict[str, Any] = {"ami": "ami-0123456789abcdef0"}
 
 
+EVERY_WEEK = {"when": "cron(0 3 ? * SUN *)", "every_days": 7}
+OTHER = {**EVERY_WEEK, "registry": "two", "share": "manual"}
+QUEUE, STREAM = "arn:aws:sqs:us-west-2:123456789012:runs", "arn:aws:firehose:us-west-2:123456789012:deliverystream/runs"
+ROLE = "arn:aws:iam::123456789012:role/firehose"
+
+
 def settings(**values: Any) -> Settings:
     return read_settings({"trnpipe": {**BASE, **values}})
+
+
+def two(second: dict[str, Any]) -> dict[str, Any]:
+    """Settings with a weekly schedule and a second one."""
+    return {"schedules": {"weekly": EVERY_WEEK, "two": second}}
 
 
 def test_the_repositorys_own_cdk_json_is_valid_and_runs_on_neuron() -> None:
     found = read_settings(read_context())
     assert found.run_config().device.kind == "neuron"
-    assert found.schedule.share in found.shares
+    assert {one.share for one in found.schedules.values()} <= found.shares.keys()
 
 
 @pytest.mark.parametrize("environment", [None, "example"])
-def test_the_schedule_is_off_until_a_file_switches_it_on(environment: str | None) -> None:
+def test_every_schedule_is_off_until_a_file_switches_it_on(environment: str | None) -> None:
     """A first deployment starts nothing; and what an option of one deployment switches on, the next one would switch off."""
     context = read_context() if environment is None else {**read_context(), "env": environment}
-    assert read_settings(context).schedule.enabled is False
+    assert {one.enabled for one in read_settings(context).schedules.values()} == {False}
     pages = ("README.md", "docs/deploy.md", "docs/runbook.md")
-    assert not any("schedule.enabled=" in (CDK_JSON.parent / name).read_text() for name in pages)
+    assert not any(".enabled=" in (CDK_JSON.parent / name).read_text() for name in pages)
 
 
 def test_settings_are_frozen() -> None:
@@ -44,12 +55,13 @@ def test_settings_are_frozen() -> None:
 
 def test_context_given_on_the_command_line_lies_over_the_file() -> None:
     context = {
-        "trnpipe": {**BASE, "schedule": {"share": "manual"}},
-        "trnpipe.schedule.enabled": "false",
+        "trnpipe": {**BASE, "schedules": {"weekly": {**EVERY_WEEK, "share": "manual"}}},
+        "trnpipe.schedules.weekly.enabled": "true",
         "trnpipe.max_vcpus": "1024",
     }
     found = read_settings(context)
-    assert (found.schedule.enabled, found.schedule.share, found.max_vcpus) == (False, "manual", 1024)
+    weekly = found.schedules["weekly"]
+    assert (weekly.enabled, weekly.share, found.max_vcpus) == (True, "manual", 1024)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +75,14 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
         ({"shares": {"weekly": 0, "manual": 1}}, "trnpipe.shares.weekly"),
         ({"images": {"tag": "latest"}}, "moves under a run"),
         ({"images": {"cpu": "example.com/cpu:latest"}}, "moves under a run"),
-        ({"notify": ["team"]}, "trnpipe.notify.0"),
+        ({"notify": [{"protocol": "pager", "endpoint": "team"}]}, "trnpipe.notify.0.protocol"),
+        ({"schedules": {"Weekly": {"when": "rate(1 day)", "every_days": 1}}}, "trnpipe.schedules.Weekly"),
+        ({"schedules": {"weekly": {"when": "0 3 * * SUN", "every_days": 7}}}, "trnpipe.schedules.weekly.when"),
+        ({"schedules": {"weekly": {"when": "rate(1 day)", "every_days": 0}}}, "trnpipe.schedules.weekly.every_days"),
+        ({"schedules": {"weekly": {"when": {"object": "s3://bucket/"}}}}, "trnpipe.schedules.weekly.when.Marker.object"),
+        ({"schedules": {"weekly": {"when": "rate(1 day)", "weekday": "sunday"}}}, "trnpipe.schedules.weekly.weekday"),
+        ({"schedules": {"weekly": {"enabled": True}}}, "trnpipe.schedules.weekly.when"),
+        ({"schedule": {"enabled": True}}, "trnpipe.schedule"),
         ({"read": ["/data"]}, "s3://BUCKET/PREFIX"),
         ({"gang_submit": "sync"}, "trnpipe.gang_submit"),
         ({"embed_market": "reserved"}, "trnpipe.embed_market"),
@@ -209,7 +228,7 @@ NEURON = {"device": {"kind": "neuron"}}
         ({"shares": {**WEEKLY, "team*": 1, "teamA1": 1}}, "shares team* and teamA1 overlap", "remove teamA1"),
         ({"shares": {**WEEKLY, "team*": 1, "tea*": 1}}, "shares tea* and team* overlap", "choose a prefix"),
         ({"shares": {**WEEKLY, **{f"s{n}": 1 for n in range(499)}}}, "501 shares", "join shares of one weight under a prefix"),
-        ({"shares": {"manual": 1}}, "share 'weekly' is none of the declared shares", "add weekly to shares"),
+        ({"shares": {"weekly": 1}}, "share 'manual' is none of the declared shares", "add manual to shares"),
         ({"config": {"share": "night"}}, "share 'night' is none of", "add night to shares, with a weight"),
         ({"config": {"nodes": 3}}, "config.nodes 3 is none of allowed_nodes [1, 2, 4]", "add it to allowed_nodes"),
         ({"config": {"run": "one"}}, "into one run folder", "give `run` per execution"),
@@ -226,11 +245,20 @@ NEURON = {"device": {"kind": "neuron"}}
         ({"ami": "ssm:/company/ami"}, "must be an image id", "pin an image with driver 2.27"),
         ({"ami": "latest"}, "moves without notice", "pin an image with driver 2.27"),
         ({"ami": "ami-0123"}, "must be an image id", "pin an image"),
-        ({"schedule": {"cron": "cron(0 3 ? * SUN *)"}}, "there is no such key", "set schedule.weekday, schedule.hour"),
-        ({"schedule": {"expression": "rate(3 days)"}}, "has no every_days", "set schedule.every_days to the most days"),
-        ({"schedule": {"every_days": 3}}, "weekday, hour and minute start a run every week", "take schedule.every_days out"),
-        ({"schedule": {"time_zone": "Europe/Berln"}}, "is no time zone", "such as Europe/Berlin"),
-        ({"schedule": {"time_zone": "PST"}}, "is no time zone", "name a zone such as"),
+        (two({"when": "rate(3 days)"}), "has no every_days", "set every_days to the most days"),
+        (two({**EVERY_WEEK, "time_zone": "Europe/Berln"}), "is no time zone", "such as Europe/Berlin"),
+        (two({**EVERY_WEEK, "time_zone": "PST"}), "is no time zone", "name a zone such as"),
+        (two({**EVERY_WEEK, "share": "manual"}), "both train registry current", "give schedules.two.registry another name"),
+        (two({**EVERY_WEEK, "registry": "two"}), "have the share weekly, but not", "set schedules.two.share to another one"),
+        (two({**EVERY_WEEK, "registry": "two", "share": "two"}), "'two' is none of the declared", "add two to shares"),
+        (two({**OTHER, "config": {"nodes": 3}}), "schedules.two.config.nodes 3 is none of", "add it to allowed_nodes"),
+        (two({**OTHER, "config": {"data": {"train": ["/data"]}}}), "schedules.two.config.data.train = /data", "put it on S3"),
+        (two({**OTHER, "config": {"registry": "three"}}), "config has registry, of which", "move them from config"),
+        ({"notify": ["http://example.com"]}, "is no endpoint of the protocol email", "such as team@example.com"),
+        ({"notify": [{"protocol": "https", "endpoint": "http://x.y"}]}, "of the protocol https", "such as https://"),
+        ({"notify": [{"protocol": "sms", "endpoint": "0123"}]}, "of the protocol sms", "such as +1"),
+        ({"notify": [{"protocol": "firehose", "endpoint": STREAM}]}, "firehose has a `role`", "name the role"),
+        ({"notify": [{"protocol": "sqs", "endpoint": QUEUE, "role": ROLE}]}, "no other has one", "take `role` out"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_remedy(values: dict[str, Any], words: str, remedy: str) -> None:
@@ -281,8 +309,11 @@ def test_an_update_waits_for_the_longest_job_there_is() -> None:
 
 @pytest.fixture
 def environments(tmp_path: Path) -> Path:
-    (tmp_path / "staging.yaml").write_text("name: staging\nmax_vcpus: 1024\nschedule: {enabled: false}\nnotify: [a@b.c]\n")
+    (tmp_path / "staging.yaml").write_text(
+        "name: staging\nmax_vcpus: 1024\nschedules: {weekly: {enabled: true}}\nnotify: [a@b.c]"
+    )
     (tmp_path / "broken.yaml").write_text("- a list\n")
+    (tmp_path / "doubled.yaml").write_text("name: doubled\nschedules:\n  two: {enabled: true}\n  two: {enabled: false}\n")
     (tmp_path / "wrong.yaml").write_text("regoin: us-east-2\n")
     (tmp_path / "notes.txt").write_text("none of them")
     return tmp_path
@@ -290,13 +321,13 @@ def environments(tmp_path: Path) -> Path:
 
 def test_an_environment_lies_over_cdk_json_and_the_command_line_over_both(environments: Path) -> None:
     context = {
-        "trnpipe": {**BASE, "name": "base", "schedule": {"flexible_minutes": 0}, "notify": ["x@y.z"]},
+        "trnpipe": {**BASE, "name": "base", "schedules": {"weekly": EVERY_WEEK}, "notify": ["x@y.z"]},
         "env": "staging",
         "trnpipe.max_vcpus": "2048",
     }
     found = read_settings(context, environments)
-    assert (found.name, found.max_vcpus, found.notify) == ("staging", 2048, ("a@b.c",))
-    assert (found.schedule.enabled, found.schedule.flexible_minutes) == (False, 0)
+    assert (found.name, found.max_vcpus, [one.endpoint for one in found.notify]) == ("staging", 2048, ["a@b.c"])
+    assert (found.schedules["weekly"].enabled, found.schedules["weekly"].when) == (True, EVERY_WEEK["when"])
     del context["env"]
     assert read_settings(context, environments).name == "base"
 
@@ -309,7 +340,7 @@ def test_an_environment_that_is_none_is_refused_with_those_that_are(environments
     with pytest.raises(BadConfig) as caught:
         read_settings({"trnpipe": BASE, "env": name}, environments)
     assert f"-c env={name}" in caught.value.lines()[1]
-    assert "name one of: broken, staging, wrong" in caught.value.remedy
+    assert "name one of: broken, doubled, staging, wrong" in caught.value.remedy
 
 
 def test_a_file_outside_of_the_folder_is_no_environment(environments: Path) -> None:
@@ -319,7 +350,10 @@ def test_a_file_outside_of_the_folder_is_no_environment(environments: Path) -> N
         read_settings({"trnpipe": BASE, "env": "../staging"}, inside)
 
 
-@pytest.mark.parametrize(("name", "words"), [("broken", "does not hold an object"), ("wrong", "trnpipe.regoin")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("broken", "does not hold an object"), ("doubled", "the key 'two' is repeated"), ("wrong", "trnpipe.regoin")],
+)
 def test_a_wrong_file_is_named(environments: Path, name: str, words: str) -> None:
     with pytest.raises(BadConfig) as caught:
         read_settings({"trnpipe": BASE, "env": name}, environments)

@@ -212,6 +212,7 @@ def test_the_machine_logs_everything_and_is_traced(deployment: Any) -> None:
 def test_people_find_what_they_need_in_the_outputs(deployment: Any) -> None:
     outputs = {*deployment.data["Outputs"], *deployment.pipeline["Outputs"]}
     assert {"BucketName", "NeuronRepositoryUri", "CpuRepositoryUri", "StateMachineArn", "TopicArn", "JobLogGroup"} <= outputs
+    assert {"ImageProject", "ImageSource"} <= outputs
 
 
 def test_the_definition_is_far_below_a_megabyte_and_wired_to_the_stacks_own_resources(deployment: Any) -> None:

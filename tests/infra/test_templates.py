@@ -323,6 +323,7 @@ BREAKS: dict[str, list[tuple[Break, str]]] = {
         (lambda b: strategy(b)["EvaluateOnExit"][0].update(OnReason="Out-of-memory*"), "OnReason cannot be Out-of-memory*"),
         (lambda b: strategy(b)["EvaluateOnExit"][1].update(OnExitCode="6?"), "OnExitCode cannot be 6?"),
         (lambda b: strategy(b)["EvaluateOnExit"][1].pop("OnExitCode"), "without a pattern"),
+        (lambda b: strategy(b)["EvaluateOnExit"][1].update(Action="STOP"), "the action STOP"),
         (lambda b: strategy(b)["EvaluateOnExit"][1].update(OnExitCode="*"), "behind one that matches everything"),
     ],
     "names_are_in_form": [

@@ -31,7 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "other images of the hosts": {"ami": "ami-0123456789abcdef0"},
     "tags and a permissions boundary": {"tags": {"team": "search"}, "permissions_boundary": "team/boundary"},
     "a gang of another size": {"allowed_nodes": [1, 2, 8]},
-    "the schedule": {"schedule": {"enabled": False}},
+    "the schedules": {"schedules": {}},
 }
 
 

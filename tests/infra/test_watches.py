@@ -17,6 +17,7 @@ from infra.console import Console
 from infra.local.definitions import ACCOUNT, REGION
 from infra.local.server import LocalEndpoint, local_endpoint
 from infra.runbook import RUNBOOK
+from infra.setting_sections import Schedule
 from infra.workflow.watches import ENDED_BADLY, LOOK_AGAIN_SECONDS, LOOKS, cleanup, overdue, week
 from pipeline.contract import JOB_ENDED, STAGES, Queue
 from tests.infra.machines import stack_around
@@ -28,13 +29,14 @@ CONSOLE = Console(region=REGION, bucket="bucket", job_logs="/trnpipe/jobs", dash
 SERVICES = {"sfn": "stepfunctions"}
 EXAMPLES = {"Jobs.$": ["id"], "Filters": [{"Name": "JOB_NAME", "Values": ["train-week-1"]}]}
 """Values of paths that lead to anything but text."""
+WEEKLY = Schedule(when="cron(0 3 ? * SUN *)", every_days=7)
 QUEUES = {queue: f"arn:{queue}" for queue in Queue}
 
 
 def definitions() -> dict[str, dict[str, Any]]:
     return {
         "overdue": overdue("aws", TOPIC, 12 * 3600, CONSOLE),
-        "week": week("aws", TOPIC, MACHINE, 7, 24 * 3600, CONSOLE),
+        "week": week("aws", TOPIC, MACHINE, "weekly", WEEKLY, 24 * 3600, CONSOLE),
         "cleanup": cleanup("aws", TOPIC, QUEUES, CONSOLE),
     }
 
@@ -70,12 +72,12 @@ def test_a_run_is_missed_after_the_days_that_the_schedule_names(small_deployment
     [machine] = [
         json.loads(one.properties["DefinitionString"])
         for one in small_deployment.stacks.of_type("AWS::StepFunctions::StateMachine")
-        if one.name == "dev-week"
+        if one.name == "dev-week-weekly"
     ]
     # The time budget, the wait for the lock (both twelve hours) and the flexible quarter of an hour come on top.
     assert machine["States"]["Wait"]["Seconds"] == 35 * 24 * 3600 + (12 + 12) * 3600 + 15 * 60
     assert machine["States"]["WaitAgain"]["Seconds"] == 35 * 24 * 3600
-    assert machine["States"]["Notify"]["Parameters"]["Subject"] == "trnpipe: 35 days without a successful run"
+    assert machine["States"]["Notify"]["Parameters"]["Subject"] == "trnpipe: weekly: 35 days without a successful run"
 
 
 def test_cleanup_looks_for_the_job_of_every_stage_in_its_queue(service_model: Any) -> None:
@@ -89,7 +91,7 @@ def test_cleanup_looks_for_the_job_of_every_stage_in_its_queue(service_model: An
 
 
 @pytest.mark.parametrize(
-    ("watch", "statuses"), [("overdue", ["RUNNING"]), ("week", ["SUCCEEDED"]), ("cleanup", list(ENDED_BADLY))]
+    ("watch", "statuses"), [("overdue", ["RUNNING"]), ("week-weekly", ["SUCCEEDED"]), ("cleanup", list(ENDED_BADLY))]
 )
 def test_what_starts_them(deployment: Any, other_deployment: Any, watch: str, statuses: list[str]) -> None:
     rules = [
@@ -102,19 +104,24 @@ def test_what_starts_them(deployment: Any, other_deployment: Any, watch: str, st
         "InputPathsMap": {"detail-executionArn": "$.detail.executionArn"},
         "InputTemplate": '{"execution":<detail-executionArn>}',
     }
-    # Without a schedule no weekly success is due.
+    # Without a start no success is due.
     names = {
         machine["StateMachineName"].split("-", 1)[-1]
         for machine in other_deployment.resources("AWS::StepFunctions::StateMachine")
     }
-    assert (watch in names) == (watch != "week")
+    assert (watch in names) == (watch != "week-weekly")
+    # Every schedule that is switched on has its own.
+    assert "week-products" in names
 
 
 @pytest.mark.parametrize(
     ("watch", "actions"),
     [
         ("Overdue", {"states:DescribeExecution": "execution:trnpipe:*", "sns:Publish": ""}),
-        ("Week", {"states:ListExecutions": "", "sns:Publish": ""}),
+        (
+            "WeekWeekly",
+            {"states:ListExecutions": "", "states:DescribeExecution": "execution:trnpipe:*", "sns:Publish": ""},
+        ),
         (
             "Cleanup",
             {
@@ -137,6 +144,14 @@ def test_they_may_do_what_their_states_do_and_no_more(deployment: Any, watch: st
 
 
 # Walked.
+
+OF_WEEKLY = {"waits": False, "registry": "current", "mode": "train"}
+OF_OTHERS = [
+    {"waits": False, "registry": "products", "mode": "train"},
+    {"waits": False, "registry": "current", "mode": "refresh"},
+    {"waits": False, "registry": None, "mode": "train"},
+]
+"""Output of executions, which the watched machine copies from its input."""
 
 
 class Account:
@@ -226,14 +241,30 @@ def test_only_a_run_that_still_goes_on_is_overdue(account: Account) -> None:
 
 @pytest.mark.parametrize("account", ["week"], indirect=True)
 def test_a_missed_week_is_said_until_a_run_succeeds(account: Account) -> None:
-    first = account.start(MACHINE, {"waits": False}, "week-1")
+    first = account.start(MACHINE, OF_WEEKLY, "week-1")
     account.wait(lambda: account.status(first) == "SUCCEEDED")
     watch = account.watch(first)
     account.wait(lambda: len(account.notices()) >= 2)
     subject, message = account.notices()[0]
-    assert subject == "trnpipe: a week without a successful run"
+    assert subject == "trnpipe: weekly: a week without a successful run"
     assert first in message
     assert RUNBOOK["MissedWeek"] in message
+    # Runs of another model, and refreshes, are none of the schedule's.
+    for number, other in enumerate(OF_OTHERS):
+        done = account.start(MACHINE, other, f"other-{number}")
+        account.wait(lambda done=done: account.status(done) == "SUCCEEDED")
+    told = len(account.notices())
+    account.wait(lambda: len(account.notices()) >= told + 2)
     assert account.status(watch) == "RUNNING"
-    account.start(MACHINE, {"waits": False}, "week-2")
+    account.start(MACHINE, OF_WEEKLY, "week-2")
     account.wait(lambda: account.status(watch) == "SUCCEEDED")
+
+
+@pytest.mark.parametrize("account", ["week"], indirect=True)
+def test_a_success_of_others_starts_no_wait(account: Account) -> None:
+    for number, other in enumerate(OF_OTHERS):
+        done = account.start(MACHINE, other, f"other-{number}")
+        account.wait(lambda done=done: account.status(done) == "SUCCEEDED")
+        watch = account.watch(done)
+        account.wait(lambda watch=watch: account.status(watch) == "SUCCEEDED")
+    assert account.notices() == []

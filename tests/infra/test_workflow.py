@@ -23,6 +23,7 @@ from infra.local.definitions import ACCOUNT, REGION
 from infra.local.server import LocalEndpoint, local_endpoint
 from infra.settings import DEFAULT_MINUTES
 from infra.workflow.machine import LONG_WAIT_MINUTES, definition
+from infra.workflow.states import SHARE_TAG
 from infra.workflow.watches import cleanup
 from pipeline.contract import EXECUTION_TAG, RUN_TAG, STAGES, Queue, Stage, StageFailure, now, stage_command
 from tests.engine import quick_engine
@@ -389,7 +390,7 @@ def test_a_run_from_end_to_end(account: Account) -> None:
     assert by_stage["embed"]["arrayProperties"] == {"size": 3}
     assert by_stage["prepare"]["jobName"] == "prepare-week-1"
     assert {request["shareIdentifier"] for request in account.batch.submitted} == {"weekly"}
-    tags = {"trnpipe": "ranker", RUN_TAG: "week-1", EXECUTION_TAG: found["executionArn"]}
+    tags = {"trnpipe": "ranker", SHARE_TAG: "weekly", RUN_TAG: "week-1", EXECUTION_TAG: found["executionArn"]}
     assert [request["tags"] for request in account.batch.submitted] == [tags] * (len(STAGES) + 3)
     assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
     assert account.notices[0]["subject"] == "trnpipe: week-1 succeeded"

@@ -31,7 +31,7 @@ from pipeline.run.world import NodeWorld, World
 from pipeline.run_inputs import InputShard, Parent, PlannedWorld, Published
 from tests.pipeline.ingesting import ingest, name_shard, plan_documents, tokenizer_plan
 from tests.pipeline.nodes import planned_ranks, scripted_stage, supervise  # noqa: F401 - fixtures
-from tests.tiny import WORDS, make_model
+from tests.tiny import WORDS, Head, head_form, make_model
 
 SMALL = {
     "device": {"kind": "cpu", "precision": "fp32", "threads_per_rank": 1},
@@ -125,7 +125,7 @@ def plan_run(tmp_path: Path) -> PlanRun:
         part_rows: int = 30,
         children: int = 2,
         model_seed: int = 0,
-        head: int | None = None,
+        head: Head | None = None,
         settings: Mapping[str, Any] | None = None,
         published: Published | None = None,
         locales: Sequence[str | None] = (None,),
@@ -133,10 +133,10 @@ def plan_run(tmp_path: Path) -> PlanRun:
     ) -> PlannedRun:
         root = root or str(tmp_path / "bucket")
         texts = list(texts if texts is not None else make_texts(100))
-        config = build_config(SMALL, {"model": {"head": {"hidden": head}}} if head else {}, settings or {})
+        config = build_config(SMALL, {"model": {"head": head_form(head)}}, settings or {})
         local = tmp_path / f"models-{run}"
-        for name, seed in (("parent", 0), ("model", model_seed)):
-            make_model(local / name, seed=seed, head=head)
+        for name, seed, dimensions in (("parent", 0, None), ("model", model_seed, config.embed.dimensions)):
+            make_model(local / name, seed=seed, head=head, dimensions=dimensions)
         paths = RunPaths(store.join(root, "runs", run))
         store.upload_folder(local / "parent", store.join(root, "models", "parent"))
         store.upload_folder(local / "model", paths.model)

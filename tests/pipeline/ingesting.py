@@ -83,9 +83,12 @@ def ingest(
             described.append(file)
             texts = ordered["texts"].to_pylist()
             lost = np.isin(ordered["id"].to_pylist(), list(without_tokens))
-            columns = {
-                column: tokenizer.encode([each[place] for each in texts], CAP) for place, column in enumerate(TOKENS[kind])
+            sides = TOKENS[kind][: len(texts[0]) if texts else None]
+            columns: dict[str, Any] = {
+                column: tokenizer.encode([each[place] for each in texts], CAP) for place, column in enumerate(sides)
             }
+            if kind == PAIRS:
+                columns["negative_tokens"] = [tokenizer.encode(each, CAP) for each in ordered["negatives"].to_pylist()]
             schema = token_schema(kind, tokenizer.vocabulary)
             tokens = pa.table({name: pa.array(each, schema.field(name).type, mask=lost) for name, each in columns.items()})
             offsets.append(write_batches(tokens_folder / f"tokens-{number:05d}.arrow", tokens))
@@ -161,6 +164,7 @@ def _table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
         columns["key"] = columns["document_hash"]
         columns["label"] = np.array([row.get("label", 1.0) for row in rows], np.float32)
         columns["task"] = [row.get("task") for row in rows]
+        columns["negative_hashes"] = [[normalized_hash(text) for text in each] for each in columns["negatives"]]
         columns["version"] = row_versions(
             columns["query_hash"],
             columns["document_hash"],

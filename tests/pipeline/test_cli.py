@@ -22,10 +22,11 @@ COMMANDS = (
     ["stage"],
     ["search"],
     ["plan"],
-    ["graphs"],
     ["parity"],
     ["tune"],
     ["doctor"],
+    ["images"],
+    ["ami"],
     ["config"],
     ["config", "schema"],
     ["config", "check"],
@@ -133,7 +134,7 @@ def test_names_that_lead_elsewhere_end_with_64(name: str, tmp_path: Path) -> Non
 
 def test_a_run_folder_that_leads_elsewhere_ends_with_64() -> None:
     uri = "s3://bucket/runs/../run"
-    for arguments in (["stage", "report", f"--run={uri}"], ["plan", f"--run={uri}"], ["graphs", uri]):
+    for arguments in (["stage", "report", f"--run={uri}"], ["plan", f"--run={uri}"]):
         result = trnpipe(*arguments)
         assert result.returncode == 64, (arguments, result.stderr)
         assert "RUN_ID" in result.stderr

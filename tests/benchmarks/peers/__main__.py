@@ -6,8 +6,8 @@
 Embedding counts everything from the first row read to the closed Parquet file, for all with the model loaded; training counts
 steps, the peer's first few aside; input is what one core reads, tokenizes and batches. Printed are medians, the ratio to the
 peer's default, quality (cosine to the peer's fp32 embeddings), and the share of the machine's measured matrix peak that useful
-tokens stand for: in bf16, or in fp32 where the processor only emulates bf16. There the peers' bf16 ways, which would take hours,
-are skipped, and the table says which.
+tokens stand for: in bf16, or in fp32 where the processor is no faster in bf16. There the peers' bf16 ways, some of which would
+take hours, are skipped, and the table says which.
 Writes everything to `.trnpipe/bench/results.json`.
 """
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def skipped(parts: Sequence[str], precision: str) -> list[str]:
-    """The peers' ways that the processor would only emulate, see `computed`."""
+    """The peers' ways in a type that gains nothing here, see `computed`."""
     peers = {"embed": EMBED_WAYS, "train": TRAIN_WAYS}
     return [
         f"{what}: {PEER} {way}" for what in parts for way in peers.get(what, ()) if way not in computed(peers[what], precision)
@@ -294,10 +294,10 @@ def table(found: Mapping[str, Any]) -> Table:
     about = found["machine"]
     made = Table(
         title=f"{about['processor']}, {about['cores']} cores, "
-        f"{', '.join(about['bf16']) if about['precision'] == 'bf16' else 'bf16 only emulated'}, "
+        f"{', '.join(about['bf16']) if about['precision'] == 'bf16' else 'bf16 no faster'}, "
         f"{about['peak_gflops']:.0f} GFLOP/s per core in {about['precision']}, torch {about['torch']}",
         title_justify="left",
-        caption="\n".join(f"{way}: skipped, the processor only emulates bf16" for way in found["skipped"]),
+        caption="\n".join(f"{way}: skipped, the processor is no faster in bf16" for way in found["skipped"]),
         caption_justify="left",
         box=None,
         pad_edge=False,

@@ -135,8 +135,10 @@ SHAPE = ModelShape(
     heads=1,
     intermediate=1,
     head=0,
+    dimension=DIMENSION,
     dropout=0.0,
     fused=True,
+    gated=False,
     stored_bytes=4,
 )
 BACKBONE = SimpleNamespace(pad_token_id=0, max_position_embeddings=512, model_type="light", vocab_size=VOCABULARY)
@@ -160,11 +162,12 @@ MODULES: dict[str, dict[str, Any]] = {
     "pipeline.model.folder": {
         "WEIGHTS": WEIGHTS,
         "load_encoder": load_encoder,
-        "inspect_folder": lambda folder, config: (BACKBONE, False),
+        "inspect_folder": lambda folder, config: (BACKBONE, None),
         "own_form": lambda folder, config: config,
         "text_positions": lambda backbone: backbone.max_position_embeddings,
     },
     "pipeline.model.inference": {"encode": encode},
+    "pipeline.model.classifier": {"Classifier": object, "load_classifiers": lambda folder, encoder: {}},
     "pipeline.model.shape": {"read_shape": lambda folder, config: SHAPE},
     # What is small fits.
     "pipeline.estimate.memory": {

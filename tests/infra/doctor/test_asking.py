@@ -205,7 +205,7 @@ def test_every_stated_call_is_made_somewhere() -> None:
 
 def test_the_policy_names_permissions_not_operations() -> None:
     actions = policy(CHECKS)["Statement"][0]["Action"]
-    assert {"budgets:ViewBudget", "s3:ListBucket", "states:DescribeExecution", "servicequotas:GetServiceQuota"} <= set(actions)
+    assert {"budgets:ViewBudget", "s3:ListBucket", "servicequotas:GetServiceQuota"} <= set(actions)
     assert not [action for action in actions if action.split(":")[1].startswith(("Create", "Delete", "Put", "Update"))]
     assert "sts:GetCallerIdentity" in policy(CHECKS, command.check_account.CREDENTIAL_CALLS)["Statement"][0]["Action"]
 

@@ -144,12 +144,6 @@ def test_reservations_of_a_group_count_together_and_others_in_it_do_not(other_bl
     assert findings[-1].value == "2 of 2 hosts free"
 
 
-def test_room_for_one_host_more(blueprint: Blueprint, look: Any, bad: Any) -> None:
-    assert bad(look(check_capacity.headroom, blueprint, {})) == []
-    [finding] = look(check_capacity.headroom, blueprint, {}, max_vcpus=512)
-    assert (finding.level, finding.value) == ("warning", "max_vcpus 512")
-
-
 def test_a_reservation_that_is_not_there(blueprint: Blueprint, other_blueprint: Blueprint, look: Any, bad: Any) -> None:
     refused = Refused("InvalidCapacityReservationId.NotFound", "")
     for gone in ({**reservation_answers({}), "ec2:DescribeCapacityReservations": refused}, reservation_answers()):

@@ -6,7 +6,7 @@ import dataclasses
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,8 +42,6 @@ AMI = {
         ),
         ({"OwnerId": "999999999999"}, [("warning", "another account owns the AMI")]),
         ({"OwnerId": "591542846629", "ImageOwnerAlias": "amazon"}, []),
-        ({"DeprecationTime": "2020-01-01T00:00:00.000Z"}, [("warning", "the AMI is deprecated")]),
-        ({"DeprecationTime": "2200-01-01T00:00:00.000Z"}, []),
         ({"Name": "ecs-neuron"}, [("warning", "the AMI's name, description and tags do not name its Neuron driver")]),
         ({"Name": "ecs-neuron", "Description": "aws-neuronx-dkms 2.27.4.0, kernel 6.1"}, []),
         ({"Name": "ecs-neuron", "Tags": [{"Key": "neuron-driver", "Value": "2.27"}]}, []),
@@ -81,11 +79,49 @@ def test_ami_by_parameter(blueprint: Blueprint, look: Any, bad: Any, parameter: 
 DETAILS = {"imageDigest": "sha256:aa", "imageTags": ["0.1.0"], "imageSizeInBytes": 3 << 30}
 
 
+BASE = "sha256:" + 64 * "b"
+MIRRORED = f"123456789012.dkr.ecr.us-west-2.amazonaws.com/trnpipe/neuron-base@{BASE}"
+SINGLE = {"images": [{"imageManifest": json.dumps({"schemaVersion": 2, "config": {"digest": "sha256:cc"}, "layers": []})}]}
+
+
 def manifest(*platforms: str) -> dict[str, Any]:
     manifests = [
         {"digest": "sha256:b", "platform": dict(zip(("os", "architecture"), one.split("/"), strict=True))} for one in platforms
     ]
     return {"images": [{"imageManifest": json.dumps({"schemaVersion": 2, "manifests": manifests})}]}
+
+
+def answers_of(index: dict[str, Any], *, mirrored: bool = True) -> dict[str, Any]:
+    """ECR with both images as one index, or as a single image.
+
+    Args:
+        index: what the images' digest names.
+        mirrored: whether the registry has a copy of the base.
+    """
+
+    def described(asked: dict[str, Any]) -> Any:
+        if asked["repositoryName"] == "trnpipe/neuron-base":
+            assert asked["imageIds"] == [{"imageDigest": BASE}]
+            return {"imageDetails": [DETAILS]} if mirrored else Refused("ImageNotFoundException", "")
+        return {"imageDetails": [DETAILS]}
+
+    return {
+        "ecr:DescribeImages": described,
+        "ecr:BatchGetImage": lambda asked: SINGLE if asked["imageIds"] == [{"imageDigest": "sha256:b"}] else index,
+        "ecr:GetDownloadUrlForLayer": {"downloadUrl": "https://layers/cc", "layerDigest": "sha256:cc"},
+    }
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Let every image's configuration name this base."""
+
+    def configure(label: str | None) -> None:
+        labels = {"Labels": {check_image.BASE_LABEL: label}} if label else {}
+        configuration = {"os": "linux", "architecture": "amd64", "config": labels}
+        monkeypatch.setattr(check_image, "download", lambda url: json.dumps(configuration).encode())
+
+    return configure
 
 
 @pytest.mark.parametrize(
@@ -115,9 +151,17 @@ def manifest(*platforms: str) -> dict[str, Any]:
     ids=["pushed", "other processor", "not pushed", "before the first deployment", "repository deleted"],
 )
 def test_containers(
-    blueprint: Blueprint, look: Any, bad: Any, details: Any, platforms: list[str], after: bool, expected: Any
+    blueprint: Blueprint,
+    look: Any,
+    bad: Any,
+    configured: Callable[[str | None], None],
+    details: Any,
+    platforms: list[str],
+    after: bool,
+    expected: Any,
 ) -> None:
-    answers = {"ecr:DescribeImages": details, "ecr:BatchGetImage": manifest(*platforms)}
+    configured(MIRRORED)
+    answers = {**answers_of(manifest(*platforms)), "ecr:DescribeImages": details}
     findings = look(check_image.containers, blueprint, answers, after=after)
     # The neuron image, and the same of the cpu image.
     assert bad(findings)[: len(expected)] == expected
@@ -145,7 +189,9 @@ def blob() -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps({"os": "linux", "architecture": self.path.strip("/")}).encode())
+            configuration = {"os": "linux", "architecture": self.path.strip("/")}
+            labels = {"Labels": {check_image.BASE_LABEL: MIRRORED}}
+            self.wfile.write(json.dumps({**configuration, "config": labels}).encode())
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             pass
@@ -161,10 +207,8 @@ def blob() -> Iterator[str]:
 def test_a_single_image_says_its_processor_in_its_configuration(
     blueprint: Blueprint, look: Any, bad: Any, blob: str, architecture: str, problems: int
 ) -> None:
-    single = {"schemaVersion": 2, "config": {"digest": "sha256:cc"}, "layers": []}
     answers = {
-        "ecr:DescribeImages": {"imageDetails": [DETAILS]},
-        "ecr:BatchGetImage": {"images": [{"imageManifest": json.dumps(single)}]},
+        **answers_of(SINGLE),
         "ecr:GetDownloadUrlForLayer": {"downloadUrl": f"{blob}/{architecture}", "layerDigest": "sha256:cc"},
     }
     assert len(bad(look(check_image.containers, blueprint, answers))) == problems
@@ -175,7 +219,6 @@ def test_a_registry_that_does_not_answer_is_unavailable() -> None:
         check_image.download("http://127.0.0.1:9/blob")
 
 
-BASE = "sha256:" + 64 * "b"
 NOT_PINNED = ("problem", "the Neuron image names no base by digest")
 NOT_MIRRORED = ("problem", "the Neuron image's base is not in the deployment's registry")
 
@@ -183,49 +226,31 @@ NOT_MIRRORED = ("problem", "the Neuron image's base is not in the deployment's r
 @pytest.mark.parametrize(
     ("label", "mirrored", "expected"),
     [
-        (f"123456789012.dkr.ecr.us-west-2.amazonaws.com/trnpipe/neuron-base@{BASE}", True, []),
+        (MIRRORED, True, []),
         (f"public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0@{BASE}", True, []),
         (f"public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0@{BASE}", False, [NOT_MIRRORED]),
         ("public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0", True, [NOT_PINNED]),
         (None, True, [NOT_PINNED]),
     ],
 )
-@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("index", [manifest("linux/arm64", "linux/amd64"), SINGLE], ids=["index", "single"])
 def test_the_base_of_the_neuron_image_is_kept(
     blueprint: Blueprint,
     look: Any,
     bad: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    configured: Callable[[str | None], None],
     label: str | None,
     mirrored: bool,
     expected: Any,
-    index: bool,
+    index: dict[str, Any],
 ) -> None:
-    single = {"images": [{"imageManifest": json.dumps({"schemaVersion": 2, "config": {"digest": "sha256:cc"}, "layers": []})}]}
-    configuration = {"os": "linux", "config": {"Labels": {check_image.BASE_LABEL: label}} if label else {}}
-    monkeypatch.setattr(check_image, "download", lambda url: json.dumps(configuration).encode())
-
-    def images(parameters: dict[str, Any]) -> dict[str, Any]:
-        assert parameters["repositoryName"] == "trnpipe/neuron"
-        [wanted] = parameters["imageIds"]
-        return manifest("linux/arm64", "linux/amd64") if index and wanted != {"imageDigest": "sha256:b"} else single
-
-    def mirror(parameters: dict[str, Any]) -> Any:
-        assert parameters == {"repositoryName": "trnpipe/neuron-base", "imageIds": [{"imageDigest": BASE}]}
-        return {"imageDetails": [DETAILS]} if mirrored else Refused("ImageNotFoundException", "")
-
-    answers = {
-        "ecr:BatchGetImage": images,
-        "ecr:GetDownloadUrlForLayer": {"downloadUrl": "https://layers/cc", "layerDigest": "sha256:cc"},
-        "ecr:DescribeImages": mirror,
-    }
-    findings = look(check_image.neuron_base, blueprint, answers)
+    configured(label)
+    findings = look(check_image.containers, blueprint, answers_of(index, mirrored=mirrored))
     assert bad(findings) == expected
     remedy = "make mirror REPOSITORY=123456789012.dkr.ecr.us-west-2.amazonaws.com/trnpipe/neuron-base"
-    assert all(finding.remedy.startswith(remedy) for finding in findings if expected)
+    assert all(finding.remedy.startswith(remedy) for finding in findings if finding.remedy)
 
 
-def test_the_base_of_an_image_that_is_not_there_is_no_finding(blueprint: Blueprint, look: Any) -> None:
+def test_an_image_that_is_gone_meanwhile(blueprint: Blueprint, look: Any, bad: Any) -> None:
     missing = {"images": [], "failures": [{"imageId": {"imageTag": "0.1.0"}, "failureCode": "ImageNotFound"}]}
-    assert look(check_image.neuron_base, blueprint, {"ecr:BatchGetImage": missing}) == []
-    assert look(check_image.neuron_base, blueprint, {"ecr:BatchGetImage": Refused("RepositoryNotFoundException", "")}) == []
+    assert bad(look(check_image.containers, blueprint, answers_of(missing))) == [("problem", "a call failed")]

@@ -37,6 +37,15 @@ def dns(support: bool, hostnames: bool) -> Callable[[dict[str, Any]], dict[str, 
     return answer
 
 
+def vpc_answers(servers: list[str], support: bool = True, hostnames: bool = True) -> dict[str, Any]:
+    configured = [{"Key": "domain-name-servers", "Values": [{"Value": server} for server in servers]}] if servers else []
+    return {
+        "ec2:DescribeVpcs": {"Vpcs": [{"VpcId": VPC, "CidrBlock": "10.0.0.0/16", "DhcpOptionsId": "dopt-1"}]},
+        "ec2:DescribeVpcAttribute": dns(support, hostnames),
+        "ec2:DescribeDhcpOptions": {"DhcpOptions": [{"DhcpOptionsId": "dopt-1", "DhcpConfigurations": configured}]},
+    }
+
+
 ENDPOINTS = ("batch", "ecr.api", "ecr.dkr", "ecs", "ecs-agent", "ecs-telemetry", "logs")
 
 
@@ -75,8 +84,7 @@ def test_zones_of_endpoints(
     ],
 )
 def test_vpc(other_blueprint: Blueprint, look: Any, bad: Any, attributes: tuple[bool, bool], expected: Any) -> None:
-    answers = {"ec2:DescribeVpcs": {"Vpcs": [{"VpcId": VPC}]}, "ec2:DescribeVpcAttribute": dns(*attributes)}
-    assert bad(look(check_network.vpc, other_blueprint, answers)) == expected
+    assert bad(look(check_network.vpc, other_blueprint, vpc_answers([], *attributes))) == expected
 
 
 def test_a_vpc_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: Any) -> None:
@@ -84,12 +92,11 @@ def test_a_vpc_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: Any
     assert bad(look(check_network.vpc, other_blueprint, gone)) == [("problem", "the VPC does not exist")]
 
 
-def tables(*routes: dict[str, Any], main_only: bool = False) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        own = any(one["Name"] == "association.subnet-id" for one in asked["Filters"])
-        return {"RouteTables": [] if own and main_only else [{"RouteTableId": TABLE, "Routes": [LOCAL, *routes]}]}
-
-    return answer
+def tables(*routes: dict[str, Any], main_only: bool = False) -> dict[str, Any]:
+    """The subnet's route table has these routes: its own, next to a main one that leads nowhere, or the main one."""
+    own = {"RouteTableId": TABLE, "Routes": [LOCAL, *routes], "Associations": [{"Main": False, "SubnetId": SUBNET}]}
+    main = {"RouteTableId": "rtb-0f", "Routes": [LOCAL], "Associations": [{"Main": True}]}
+    return {"RouteTables": [{**own, "Associations": main["Associations"]}] if main_only else [main, own]}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +241,8 @@ def group(**change: Any) -> dict[str, Any]:
 )
 def test_default_group(other_blueprint: Blueprint, look: Any, bad: Any, change: Any, expected: list[str]) -> None:
     answers = {"ec2:DescribeSecurityGroups": {"SecurityGroups": [group(**change)]}}
-    assert [what for _, what in bad(look(check_network.default_group, other_blueprint, answers))] == expected
+    findings = look(check_network.default_group, other_blueprint, answers, vpc=named_resolvers(other_blueprint))
+    assert [what for _, what in bad(findings)] == expected
 
 
 def test_a_default_group_that_is_not_there(other_blueprint: Blueprint, look: Any, bad: Any) -> None:
@@ -277,29 +285,44 @@ UNREACHABLE = ("problem", "hosts cannot reach the VPC's DNS servers")
 SHUT = ("problem", "the default security group does not let a gang's containers ask the VPC's DNS servers")
 
 
+def named_resolvers(blueprint: Blueprint, *addresses: str) -> Any:
+    """The settings' existing VPC with these DNS servers."""
+    assert blueprint.settings.vpc is not None
+    return blueprint.settings.vpc.model_copy(update={"resolvers": tuple(map(IPv4Address, addresses))})
+
+
 @pytest.mark.parametrize(
-    ("servers", "named", "rules", "expected"),
+    ("servers", "named", "expected"),
     [
-        (["AmazonProvidedDNS"], [], [], []),
-        (["169.254.169.253", "10.0.0.2"], [], [], []),
-        ([], [], [], []),
-        (["10.9.0.2"], ["10.9.0.2"], OUT, []),
-        (["10.9.0.2"], ["10.9.0.2"], [ANYWHERE], []),
-        (["10.9.0.2", "10.9.0.3"], ["10.9.0.2"], OUT, [UNREACHABLE]),
-        (["10.9.0.2"], [], [HTTPS], [UNREACHABLE, SHUT]),
-        # UDP alone: long answers come over TCP.
-        (["10.9.0.2"], ["10.9.0.2"], OUT[:1], [SHUT]),
+        (["AmazonProvidedDNS"], [], []),
+        (["169.254.169.253", "10.0.0.2"], [], []),
+        ([], [], []),
+        (["10.9.0.2"], ["10.9.0.2"], []),
+        (["10.9.0.2", "10.9.0.3"], ["10.9.0.2"], [UNREACHABLE]),
     ],
 )
-def test_resolvers(
-    other_blueprint: Blueprint, look: Any, bad: Any, servers: list[str], named: list[str], rules: Any, expected: Any
+def test_hosts_reach_the_dns_servers_that_the_settings_name(
+    other_blueprint: Blueprint, look: Any, bad: Any, servers: list[str], named: list[str], expected: Any
 ) -> None:
-    configured = [{"Key": "domain-name-servers", "Values": [{"Value": server} for server in servers]}] if servers else []
-    answers = {
-        "ec2:DescribeVpcs": {"Vpcs": [{"VpcId": VPC, "CidrBlock": "10.0.0.0/16", "DhcpOptionsId": "dopt-1"}]},
-        "ec2:DescribeDhcpOptions": {"DhcpOptions": [{"DhcpOptionsId": "dopt-1", "DhcpConfigurations": configured}]},
-        "ec2:DescribeSecurityGroups": {"SecurityGroups": [{"GroupId": GROUP, "IpPermissionsEgress": rules}]},
-    }
-    existing = other_blueprint.settings.vpc
-    vpc = existing.model_copy(update={"resolvers": tuple(IPv4Address(address) for address in named)})
-    assert bad(look(check_network.resolvers, other_blueprint, answers, vpc=vpc)) == expected
+    vpc = named_resolvers(other_blueprint, *named)
+    assert bad(look(check_network.vpc, other_blueprint, vpc_answers(servers), vpc=vpc)) == expected
+
+
+@pytest.mark.parametrize(
+    ("named", "rules", "expected"),
+    [
+        ([], [], []),
+        (["10.9.0.2"], OUT, []),
+        (["10.9.0.2"], [ANYWHERE], []),
+        (["10.9.0.2"], [], [SHUT]),
+        (["10.9.1.2"], OUT, [SHUT]),
+        # UDP alone: long answers come over TCP.
+        (["10.9.0.2"], OUT[:1], [SHUT]),
+    ],
+)
+def test_containers_of_gangs_reach_the_dns_servers(
+    other_blueprint: Blueprint, look: Any, bad: Any, named: list[str], rules: Any, expected: Any
+) -> None:
+    answers = {"ec2:DescribeSecurityGroups": {"SecurityGroups": [group(IpPermissionsEgress=[SELF, HTTPS, *rules])]}}
+    vpc = named_resolvers(other_blueprint, *named)
+    assert bad(look(check_network.default_group, other_blueprint, answers, vpc=vpc)) == expected

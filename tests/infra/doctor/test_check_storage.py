@@ -14,7 +14,13 @@ from infra.doctor.blueprint import Blueprint
 def test_every_bucket_that_runs_read_is_looked_at(other_blueprint: Blueprint, look: Any, bad: Any) -> None:
     findings = look(check_storage.buckets, other_blueprint, {"s3:HeadBucket": {"BucketRegion": "us-east-2"}})
     assert bad(findings) == []
-    assert [finding.value.split(" ")[0] for finding in findings] == ["shared", "their-caches", "their-data", "their-models"]
+    assert [finding.value.split(" ")[0] for finding in findings] == [
+        "shared",
+        "their-caches",
+        "their-catalog",
+        "their-data",
+        "their-models",
+    ]
 
 
 @pytest.mark.parametrize(

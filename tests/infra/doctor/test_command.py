@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import boto3
 import pytest
-import urllib3
-from moto.server import ThreadedMotoServer
 
 from infra.doctor import command
 from infra.doctor.asking import Aws, Subject, examine
@@ -21,34 +17,6 @@ from infra.doctor.command import run_doctor
 from pipeline.errors import BadConfig, Transient
 
 REGION = "us-west-2"
-
-
-@pytest.fixture(scope="module")
-def aws_endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    yield f"http://127.0.0.1:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def account(aws_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment with credentials of the account behind the endpoint."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in {
-        "AWS_ENDPOINT_URL": aws_endpoint,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": REGION,
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "NO_PROXY": "127.0.0.1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert urllib3.request("POST", f"{aws_endpoint}/moto-api/reset", timeout=60).status == 200
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +29,7 @@ def test_an_empty_account_is_told_what_it_lacks(blueprint: Blueprint) -> None:
     findings = examine(
         (*command.ALWAYS, *command.BEFORE), Subject(blueprint=blueprint, account="123456789012", after=False, ask=Aws(REGION))
     )
-    found = {finding.what: finding.level.value for finding in findings}
+    found = {finding.what: finding.level for finding in findings}
     # The codes that make these of it are moto's, and so the services'.
     assert found["the CDK is not bootstrapped in this account and region"] == "problem"
     assert found["the AMI's SSM parameter does not exist"] == "problem"
@@ -90,7 +58,7 @@ def test_what_is_there_is_found(blueprint: Blueprint) -> None:
         command.check_image.ami,
         command.check_image.containers,
     )
-    findings = [(finding.level.value, finding.what) for finding in examine(checks, subject)]
+    findings = [(finding.level, finding.what) for finding in examine(checks, subject)]
     assert ("ok", "CDK bootstrap") in findings
     assert ("ok", "service-linked role") in findings
     assert ("ok", "SSM parameter of the AMI") in findings
@@ -117,7 +85,7 @@ def test_after_without_a_deployment(blueprint: Blueprint) -> None:
     subject = Subject(blueprint=blueprint, account="123456789012", after=True, ask=Aws(REGION))
     findings = examine(command.AFTER, subject)
     assert {"the stack trnpipe does not exist", "the stack trnpipe-data does not exist"} <= {finding.what for finding in findings}
-    assert {finding.level.value for finding in findings} == {"problem"}
+    assert {finding.level for finding in findings} == {"problem"}
 
 
 @pytest.mark.usefixtures("account")

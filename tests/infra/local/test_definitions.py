@@ -1,4 +1,4 @@
-"""Job definitions as CloudFormation states them: node ranges, retry rules, priorities."""
+"""Job definitions as CloudFormation states them: gangs, retry rules, priorities."""
 
 from __future__ import annotations
 
@@ -9,43 +9,22 @@ import pytest
 from infra.local.definitions import ClientError, JobDefinition, camel
 
 
-def gang(*ranges: tuple[str, str], nodes: int = 4) -> dict[str, Any]:
-    return {
-        "Type": "multinode",
-        "NodeProperties": {
-            "MainNode": 0,
-            "NumNodes": nodes,
-            "NodeRangeProperties": [
-                {"TargetNodes": target, "Container": {"Command": [command], "Environment": [{"Name": "RANGE", "Value": target}]}}
-                for target, command in ranges
-            ],
-        },
-    }
+def gang(target: str, nodes: int = 4) -> dict[str, Any]:
+    container = {"Command": ["run"], "Environment": [{"Name": "RANGE", "Value": target}]}
+    node_range = {"TargetNodes": target, "Container": container}
+    return {"Type": "multinode", "NodeProperties": {"MainNode": 0, "NumNodes": nodes, "NodeRangeProperties": [node_range]}}
 
 
-@pytest.mark.parametrize(
-    ("ranges", "commands"),
-    [
-        ([("0:", "all")], ["all"] * 4),
-        ([("0:3", "all")], ["all"] * 4),
-        ([(":1", "low"), ("2:", "high")], ["low", "low", "high", "high"]),
-        ([("0:", "all"), ("0", "main")], ["main", "all", "all", "all"]),
-        ([("0:", "all"), ("1:2", "inner")], ["all", "inner", "inner", "all"]),
-    ],
-)
-def test_the_inner_node_range_holds(ranges: list[tuple[str, str]], commands: list[str]) -> None:
-    definition = JobDefinition.parse("gang", gang(*ranges))
-    assert [container.command[0] for container in definition.containers] == commands
+def test_every_node_of_a_gang_has_the_container_of_the_one_range() -> None:
+    definition = JobDefinition.parse("gang", gang("0:"))
+    assert [container.environment["RANGE"] for container in definition.containers] == ["0:"] * 4
     assert definition.multinode
-
-
-def test_every_node_must_be_in_a_range() -> None:
-    with pytest.raises(ClientError, match="node 3 is in no node range"):
-        JobDefinition.parse("gang", gang(("0:2", "most")))
+    with pytest.raises(ClientError, match="one range of all nodes"):
+        JobDefinition.parse("gang", gang("0:2"))
 
 
 def test_a_gang_of_one_node_is_a_gang() -> None:
-    definition = JobDefinition.parse("gang", gang(("0:", "all"), nodes=1))
+    definition = JobDefinition.parse("gang", gang("0:", nodes=1))
     assert (definition.multinode, len(definition.containers)) == (True, 1)
 
 

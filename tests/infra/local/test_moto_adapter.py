@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from infra.local import moto_adapter
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
-from infra.local.definitions import Container, JobDefinition, JobQueue
+from infra.local.definitions import Container, FairShare, JobDefinition, JobQueue
 from infra.local.moto_adapter import CHANGES, Change, adapted
 from infra.local.server import LocalEndpoint, WsgiApplication, local_endpoint
 from infra.local.template import LocalStack
@@ -59,7 +60,7 @@ def endpoint_on(
         },
         topics=(),
         job_definitions=(JobDefinition(name="job", containers=(Container(command=("sleep", str(seconds))),)),),
-        queues=(JobQueue(name="queue", fair_share=True),),
+        queues=(JobQueue(name="queue", fair_share=FairShare()),),
     )
     settings = BatchSettings(logs=state / "logs")
     runner = lambda _: FaultyBatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
@@ -141,13 +142,13 @@ def failing_looks(application: WsgiApplication) -> WsgiApplication:
 def test_a_look_that_fails_does_not_submit_the_job_again(execute: Execute) -> None:
     retry = [{"ErrorEquals": ["Batch.ServerException"], "IntervalSeconds": 1, "MaxAttempts": 3}]
     text = definition("batch:submitJob.sync", SUBMIT, Retry=retry)
-    assert len(execute(text, moto_adapter.look_again, front=failing_looks)[1]) > 1
+    assert len(execute(text, moto_adapter.follow_jobs, front=failing_looks)[1]) > 1
     execution, jobs = execute(text, None, front=failing_looks)
     assert (execution["status"], len(jobs)) == ("SUCCEEDED", 1)
 
 
 def test_a_job_ends_with_the_state_that_submitted_it(execute: Execute) -> None:
-    execution, jobs = execute(IMPATIENT, moto_adapter.terminate_abandoned_jobs, 600)
+    execution, jobs = execute(IMPATIENT, moto_adapter.follow_jobs, 600)
     assert (execution["error"], jobs[0].stop_reason) == ("States.Timeout", None)
     execution, jobs = execute(IMPATIENT, None, 600)
     assert (execution["error"], jobs[0].status) == ("States.Timeout", "FAILED")
@@ -155,7 +156,7 @@ def test_a_job_ends_with_the_state_that_submitted_it(execute: Execute) -> None:
 
 
 def test_the_engine_signs_as_the_endpoint_asks(execute: Execute) -> None:
-    execution, _ = execute(READ, moto_adapter.sign_with_own_key)
+    execution, _ = execute(READ, moto_adapter.share_clients)
     assert execution["status"] == "FAILED"
     assert "Status Code: 403" in execution["cause"]
     assert execute(READ, None)[0]["status"] == "SUCCEEDED"
@@ -166,15 +167,16 @@ def test_clients_and_definitions_are_made_once(execute: Execute, monkeypatch: py
 
     def count(**arguments: Any) -> Any:
         made.append(arguments["service_name"])
-        return boto3.client(**arguments)
+        # The key that the change would give it.
+        return boto3.client(**{**arguments, "aws_access_key_id": os.environ["AWS_ACCESS_KEY_ID"]})
 
     monkeypatch.setattr(moto_adapter.boto_client, "boto3", SimpleNamespace(client=count))
-    assert execute(READ, moto_adapter.make_once)[0]["status"] == "SUCCEEDED"
+    assert execute(READ, moto_adapter.share_clients)[0]["status"] == "SUCCEEDED"
     assert made.count("s3") > 1
     made.clear()
     assert execute(READ, None)[0]["status"] == "SUCCEEDED"
     assert made == ["s3"]
-    others = tuple(change for change in CHANGES if change is not moto_adapter.make_once)
+    others = tuple(change for change in CHANGES if change is not moto_adapter.parse_once)
     with mock.patch.object(moto_adapter, "CHANGES", others), adapted(time.sleep):
         parse = moto_adapter.AmazonStateLanguageParser.parse
         assert parse(READ) is not parse(READ)

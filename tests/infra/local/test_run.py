@@ -93,6 +93,18 @@ def test_xla_has_one_node_unless_another_number_is_asked_for(
     assert request.config.nodes == (nodes or DEPLOYMENT_CONFIG["nodes"])
 
 
+def test_paths_in_settings_are_below_the_folder_of_the_command(
+    tmp_path: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    golden = {"name": "shop", "queries": "q.jsonl", "qrels": "s3://bucket/qrels.tsv", "corpus": "sets/c.jsonl"}
+    settings = (f"evaluate.sets=[{json.dumps(golden)}]", "data.delete=[gone.txt]")
+    request = LocalRequest.of(tmp_path / "state", inputs=(shard,), settings=settings)
+    made = {"queries": str(tmp_path / "q.jsonl"), "corpus": str(tmp_path / "sets/c.jsonl")}
+    assert request.given["evaluate"]["sets"] == [{**golden, **made}]
+    assert request.given["data"]["delete"] == [str(tmp_path / "gone.txt")]
+
+
 def test_a_run_that_has_nothing_to_ingest_or_to_compile_says_so(
     state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

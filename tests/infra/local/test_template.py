@@ -15,6 +15,8 @@ from pipeline.errors import BadConfig, Defect
 
 AT = {"Fn::Join": ["/", [{"Ref": "AWS::Region"}, {"Ref": "Queue"}, {"Fn::GetAtt": ["Table", "Arn"]}]]}
 
+POLICY = {"ShareDecaySeconds": 60, "ShareDistribution": [{"ShareIdentifier": "team*", "WeightFactor": 0.5}]}
+
 
 def template(definition: Any, **resources: Any) -> dict[str, Any]:
     return {
@@ -48,7 +50,7 @@ def template(definition: Any, **resources: Any) -> dict[str, Any]:
                 "Type": "AWS::Batch::JobQueue",
                 "Properties": {"JobQueueName": "queue", "SchedulingPolicyArn": {"Fn::GetAtt": ["Policy", "Arn"]}},
             },
-            "Policy": {"Type": "AWS::Batch::SchedulingPolicy", "Properties": {}},
+            "Policy": {"Type": "AWS::Batch::SchedulingPolicy", "Properties": {"FairsharePolicy": POLICY}},
             **resources,
         },
     }
@@ -101,7 +103,9 @@ def test_references_are_resolved_across_stacks(tmp_path: Path) -> None:
         "AT": "us-east-1/arn:aws:batch:us-east-1:123456789012:job-queue/queue/"
         "arn:aws:dynamodb:us-east-1:123456789012:table/app-table"
     }
-    assert stack.queues[0].fair_share
+    policy = stack.queues[0].fair_share
+    assert policy is not None
+    assert (policy.decay_seconds, policy.weight("teamA"), policy.weight("manual")) == (60, 0.5, 1)
 
 
 def test_a_queue_without_policy_takes_no_share(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_bf16_inference_embeds_as_fp32_does(tmp_path: Path, monkeypatch: pytest.
         placed = device.for_inference(inference_form(encoder, compiles=False, bf16=precision == "bf16"), None)
         kinds = {type(module).__name__ for module in encoder.backbone.modules()}
         assert ("PackedLinear" in kinds) == (packs and precision == "bf16")
-        assert isinstance(encoder.head.inner, nn.Linear), "the head stays in fp32"
+        assert {type(layer) for layer in encoder.head_layers.values()} == {nn.Linear}, "the head stays in fp32"
         found[precision] = encode(placed, device, texts, 32, 128).embeddings
         assert found[precision].dtype == torch.float32
     assert F.cosine_similarity(found["bf16"], found["fp32"]).min() > 0.999

@@ -18,7 +18,7 @@ from rich.console import Console
 from pipeline import store
 from pipeline.commands.parity import FREE_SETTINGS, Comparison, Evaluation, ParityVerdict, compare_runs, judge
 from pipeline.config import RunConfig, build_config, parse_settings
-from pipeline.contract import RunPaths
+from pipeline.contract import RunPaths, Stage
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.evaluation.query_values import QueryValues
 from pipeline.plan import RunPlan
@@ -58,6 +58,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         paths = trained.paths(name)
         settings = {"validate_every": 4, "dropout": 0.0, **train}
         planned = plan_training(paths, folder / name, steps=12, **settings)
+        deployment = {"hosts": {"train": "trn1.32xlarge"}, "prices": {"train": 21.5}}
+        store.write_json(paths.input, {"deployment": deployment})
         world = planned.world.model_copy(update={"precision": precision})
         config = planned.config.model_copy(update={"seed": seed})
         trained.replan(name, world=world, config=config)
@@ -325,6 +327,23 @@ def test_table_names_runs_evaluations_and_verdict(finished: Trained) -> None:
         assert f"step {step} " in text
     assert text.count("recall@100") == len(EVALUATED) + 1
     assert text.splitlines()[-1].split(":")[0] in {verdict.value for verdict in ParityVerdict}
+
+
+def test_price_and_performance_of_both_trainings(trained: Trained) -> None:
+    """As in a comparison of instance types: what a host costs an hour, steps a second, and what the training cost."""
+    for run, seconds in (("base", 6.0), ("same", 3.0)):
+        paths = trained.paths(run)
+        cost = {"stages": {"train": {"node_hours": 2 * seconds, "usd": 43.0 * seconds}, "plan": {"node_hours": 1, "usd": 1}}}
+        store.write_json(paths.result(Stage.TRAIN), {"metrics": {"steps": 12, "seconds": seconds}})
+        store.write_json(paths.result(Stage.REPORT), {"metrics": {"cost": cost}})
+    found = compare_runs("base", "same", state=trained.state)
+    known = {"hosts": "trn1.32xlarge", "usd_per_hour": 21.5, "ndcg@10": found.evaluations[-1].metrics["ndcg@10"].a}
+    assert found.runs[0].items() >= {**known, "steps_per_second": 2.0, "node_hours": 12.0, "usd": 258.0}.items()
+    assert found.runs[1].items() >= {**known, "steps_per_second": 4.0, "node_hours": 6.0, "usd": 129.0}.items()
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    found.print(console)
+    [line] = [line for line in console.export_text().splitlines() if line.split()[:2] == ["B", "trn1.32xlarge"]]
+    assert line.split()[2:6] == ["21.5", "4", "6", "129"]
 
 
 def trnpipe(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

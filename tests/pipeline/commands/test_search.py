@@ -33,7 +33,7 @@ def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def search(query: str, *, count: int = 5, **options: Any) -> list[Hit]:
-    return open_search(**options).find(query, count)
+    return open_search(**options)(query, count)
 
 
 def published(plan_run: Any, root: str, **options: Any) -> Any:
@@ -57,6 +57,16 @@ def test_finds_a_document_by_its_own_text_in_a_bucket(plan_run: Any, s3_root: st
         assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
         assert identifier in [hit.id for hit in hits]
         assert all(dict(run.texts)[hit.id] == hit.text for hit in hits)
+
+
+def test_queries_are_as_long_as_the_published_embeddings(plan_run: Any, tmp_path: Path) -> None:
+    run = published(plan_run, str(tmp_path / "bucket"), settings={"embed": {"dimensions": 12}})
+    assert store.read_json(run.paths.embed_manifest)["dimension"] == 12
+    for identifier, text in [run.texts[3], run.texts[77]]:
+        hits = search(text, state=tmp_path, count=100)
+        assert hits[0].id == identifier
+        assert hits[0].score == pytest.approx(1.0, abs=1e-5)
+        assert len(hits) == 100
 
 
 def test_mirror_of_the_bucket(plan_run: Any, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +235,7 @@ def test_a_cache_folder_that_cannot_be_written(
 
 
 @pytest.mark.parametrize("count", [1, 7, 40, 300])
-def test_the_best_rows_are_those_of_the_full_product(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "BLOCK_ROWS", 16)
+def test_the_best_rows_are_those_of_the_full_product(count: int) -> None:
     rng = np.random.default_rng(0)
     matrix = rng.integers(-2, 3, size=(200, 4)).astype(np.float32)  # many equal products
     vector = np.array([1, 2, -1, 1], np.float32)

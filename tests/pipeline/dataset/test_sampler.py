@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from pipeline.dataset.sampler import MASKED, Bin, read_order, write_order
 from pipeline.packing import BinShape, texts_per_row
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 32)), min_size=1, max_size=120)
-Lengths = list[tuple[int, int]]
+Lengths = Sequence[tuple[int, ...]]
 SHAPE = BinShape(rows=2, length=32, pairs=5)
 
 
@@ -33,7 +34,7 @@ def order(
     pieces = np.split(np.array(lengths, np.int32), range(size, len(lengths), size))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "order.bin"
-        steps = write_order(path, pieces, len(lengths), shape, bins, seed, limit=limit)
+        [steps] = write_order(path, pieces, len(lengths), shape, bins, seed, limit=limit)
         assert [one.name for one in Path(folder).iterdir()] == ["order.bin"]
         found = np.array(read_order(path, bins, shape.pairs))
     assert found.shape == (steps, bins * shape.pairs)
@@ -70,6 +71,34 @@ def test_every_pair_comes_once_an_epoch_and_has_a_place_of_its_own(lengths: Leng
         assert taken.sum() == sum(sum(lengths[row]) for row in chosen)
     # Only the last step may lack bins.
     assert all(any(row != MASKED for row in bin_) for step in steps[:-1] for bin_ in step)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 16), st.integers(1, 32), st.integers(0, 32), st.integers(0, 20)), min_size=1),
+    st.integers(1, 5),
+)
+@settings(deadline=None)
+def test_negatives_are_in_the_bin_of_their_pair(lengths: list[tuple[int, ...]], pairs: int) -> None:
+    shape = BinShape(rows=4, length=32, pairs=pairs, documents=3)
+    steps = order(lengths, shape)
+    assert sorted(rows_in(steps)) == list(range(len(lengths)))
+    for bin_ in itertools.chain(*steps):
+        packed, tokens = Bin(shape), 0
+        for row in (row for row in bin_ if row != MASKED):
+            present = [length for length in lengths[row] if length]
+            places = packed.add(*present)
+            assert places is not None
+            assert len(places) == len(present)
+            tokens += sum(present)
+        assert tokens <= shape.tokens
+
+
+def test_texts_without_room_leave_nothing_behind() -> None:
+    packed = Bin(BinShape(rows=2, length=16, pairs=4, documents=2))
+    assert packed.add(4, 12, 10) == [(0, 12, 1), (0, 0, 0), (1, 0, 0)]
+    assert packed.add(4, 6, 6) is None
+    assert packed.add(1, 5) is None
+    assert packed.add(6) == [(1, 10, 1)]
 
 
 def test_any_number_of_ranks_sees_the_same_bins() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, MPNetConfig, PreTrainedConfig, XLMRobertaConfig
+from transformers import BertConfig, ModernBertConfig, MPNetConfig, PreTrainedConfig, XLMRobertaConfig
 
 from pipeline.backends.device import Device, open_device
 from pipeline.config import ModelConfig, RunConfig, build_config
@@ -27,7 +27,7 @@ from pipeline.run.world import World
 from pipeline.run_inputs import ModelShape, PlannedWorld
 from pipeline.training.batches import packed_texts
 from pipeline.training.step import RecentLosses, build_optimizer, train_step
-from tests.tiny import make_model
+from tests.tiny import Head, head_form, make_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 LARGER = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "intermediate_size": 384}
@@ -35,7 +35,7 @@ UNKNOWN = MemoryCapacity(None, None)
 
 
 def backbone(kind: type[PreTrainedConfig] = BertConfig, **changes: Any) -> PreTrainedConfig:
-    return kind(**{"vocab_size": 300, "max_position_embeddings": 80, **SMALL, **changes})
+    return kind(**{"vocab_size": 300, "max_position_embeddings": 80, "pad_token_id": 0, **SMALL, **changes})
 
 
 def settings(
@@ -82,7 +82,7 @@ def kept_by_autograd(encoder: Encoder, rows: int, length: int, precision: str) -
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("sizes", [SMALL, LARGER], ids=["small", "larger"])
-@pytest.mark.parametrize("kind", [BertConfig, XLMRobertaConfig, MPNetConfig])
+@pytest.mark.parametrize("kind", [BertConfig, XLMRobertaConfig, MPNetConfig, ModernBertConfig])
 @pytest.mark.parametrize("length", [16, 64])
 def test_activations_are_what_autograd_keeps(
     kind: type[PreTrainedConfig], sizes: dict[str, int], fused: bool, precision: str, length: int
@@ -95,7 +95,9 @@ def test_activations_are_what_autograd_keeps(
     shape = shape_of(encoder)
     footprint = Footprint(shape, config, world)
     predicted = footprint.activations() + (2 * shape.multiplied if precision == "bf16" else 0)
-    assert predicted == pytest.approx(kept_by_autograd(encoder, footprint.tokens // length, length, precision), rel=0.03)
+    # Whether a copy of ModernBERT's value is kept depends on the kernel.
+    accuracy = 0.08 if kind is ModernBertConfig else 0.03
+    assert predicted == pytest.approx(kept_by_autograd(encoder, footprint.tokens // length, length, precision), rel=accuracy)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
@@ -106,10 +108,10 @@ def test_activation_functions(activation: str) -> None:
     assert footprint.activations() == pytest.approx(kept_by_autograd(encoder, 8, 64, "fp32"), rel=0.03)
 
 
-@pytest.mark.parametrize("head", [None, {"hidden": 24}])
-def test_parameters_and_optimizer_state_are_exact(tmp_path: Path, head: dict[str, int] | None) -> None:
-    make_model(tmp_path / "model", head=24 if head else None)
-    model = ModelConfig.model_validate({"head": head})
+@pytest.mark.parametrize("head", [None, 24, [{"out": 24, "activation": "relu"}, {"out": 8}]])
+def test_parameters_and_optimizer_state_are_exact(tmp_path: Path, head: Head | None) -> None:
+    make_model(tmp_path / "model", head=head)
+    model = ModelConfig.model_validate({"head": head_form(head)})
     encoder, config = load_encoder(tmp_path / "model", model), settings()
     shape = read_shape(tmp_path / "model", model)
     assert shape == shape_of(encoder)
@@ -153,6 +155,23 @@ def allocations(before: int) -> Iterator[list[int]]:
         held.append(held[-1] + event.nbytes())
 
 
+def peak_of_a_step(sizes: dict[str, int], changes: dict[str, Any]) -> tuple[int, int]:
+    """The most bytes that torch holds in a step, and the estimate."""
+    config, world = settings(**changes), planned()
+    encoder = new_encoder(backbone(**sizes), ModelConfig()).train()
+    prepare_for_training(encoder, fused_attention=False)
+    device = open_device("cpu", "fp32", World(), threads=1)
+    if config.train.activation_checkpointing:
+        checkpoint_activations(encoder, device.checkpointed())
+    optimizer = build_optimizer(encoder, config.train, device, adds_up=config.adds_up("cpu"))
+    one_step(encoder, optimizer, device, config)
+    weights = sum(parameter.nbytes for parameter in encoder.parameters())
+    with allocations(weights * (4 if config.adds_up("cpu") else 3)) as held:
+        one_step(encoder, optimizer, device, config)
+    found = budget(memory.estimate_memory(shape_of(encoder), config, world, UNKNOWN), "train", "device")
+    return max(held), found.total
+
+
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
@@ -169,20 +188,19 @@ def allocations(before: int) -> Iterator[list[int]]:
     ],
 )
 def test_the_peak_of_a_step(sizes: dict[str, int], changes: dict[str, Any]) -> None:
-    config, world = settings(**changes), planned()
-    encoder = new_encoder(backbone(**sizes), ModelConfig()).train()
-    prepare_for_training(encoder, fused_attention=False)
-    device = open_device("cpu", "fp32", World(), threads=1)
-    if config.train.activation_checkpointing:
-        checkpoint_activations(encoder, device.checkpointed())
-    optimizer = build_optimizer(encoder, config.train, device, adds_up=config.adds_up("cpu"))
-    one_step(encoder, optimizer, device, config)
-    weights = sum(parameter.nbytes for parameter in encoder.parameters())
-    with allocations(weights * (4 if config.adds_up("cpu") else 3)) as held:
-        one_step(encoder, optimizer, device, config)
-    found = budget(memory.estimate_memory(shape_of(encoder), config, world, UNKNOWN), "train", "device")
+    held, estimated = peak_of_a_step(sizes, changes)
     # Gradients grow as activations go, but the estimate adds them up.
-    assert max(held) < found.total < 1.25 * max(held)
+    assert held < estimated < 1.25 * held
+
+
+def test_what_matryoshka_sizes_keep() -> None:
+    """A large batch of short texts, whose scores outweigh what the encoder keeps."""
+    sizes = {**SMALL, "num_hidden_layers": 1}
+    changes = {"batch_size": 512, "length": 24, "query_length": 8, "batch_tokens": 512 * 24}
+    (held, estimated), (more, estimated_more) = (
+        peak_of_a_step(sizes, {**changes, "dimensions": dimensions}) for dimensions in ((), (24, 16, 8))
+    )
+    assert more - held < estimated_more - estimated < 1.25 * (more - held)
 
 
 @pytest.mark.parametrize("length", [16, 64])

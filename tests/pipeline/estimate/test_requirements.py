@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import BertConfig
 
-from pipeline.config import ModelConfig, build_config
+from pipeline.config import ModelConfig, RunConfig, build_config
 from pipeline.contract import Stage
-from pipeline.dataset.row_files import SCHEMAS, PairLengths, RowWriter
+from pipeline.dataset.row_files import SCHEMAS, RowWriter
 from pipeline.dataset.steps import write_steps
 from pipeline.errors import BadConfig
 from pipeline.estimate import requirements as limits
@@ -51,13 +51,15 @@ def test_row_files_are_as_large_as_allowed_for_and_a_rank_holds_none_of_their_ro
         **{name: rng.integers(0, 1 << 63, rows).astype(np.uint64) for name in ("query_hash", "document_hash", "key", "version")},
         "new": [True] * rows,
         "task": [None] * rows,
+        "locale": [None] * rows,
         "shard": [0] * rows,
         "line": range(rows),
+        "class": [-1] * rows,
     }
     with RowWriter(tmp_path, 1 << 20, ["train.arrow"]) as writer:
         writer.add("train.arrow", pa.table(columns))
     config = build_config({"train": {"batch_size": 32, "query_length": 8, "length": 8, "batch_tokens": 512}})
-    write_steps(tmp_path, PairLengths(tmp_path / "train.arrow"), rows, config, 1)
+    write_steps(tmp_path, rows, config, 1)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert size / rows == pytest.approx(limits.ROW_FILE_BYTES + 4 * (4 + 6), rel=0.1)
 
@@ -124,14 +126,11 @@ WORK = Workload(
 )
 
 
-def required(work: Workload, **changes: Any) -> list[Requirement]:
-    known: dict[str, Any] = {
-        "parts": 128,
-        "ranks": 2,
-        "embed_host": "inf2.xlarge",
-        "minutes": attempt_minutes({}),
-    }
-    return list(requirements(work, SHAPE, build_config(), **{**known, **changes}))
+KNOWN: dict[str, Any] = {"parts": 128, "ranks": 2, "embed_host": "inf2.xlarge", "minutes": attempt_minutes({})}
+
+
+def required(work: Workload, config: RunConfig | None = None, **changes: Any) -> list[Requirement]:
+    return list(requirements(work, SHAPE, config or build_config(), **{**KNOWN, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +159,16 @@ def test_what_is_too_much_is_named_with_a_remedy(
         refuse(found)
     assert str(refused.value.value).count(str(first)) == 1
     assert wrong[0].remedy in refused.value.remedy
+
+
+def test_shorter_embeddings_need_less_disk_and_every_size_is_ranked() -> None:
+    sizes = {"train": {"dimensions": [SHAPE.hidden // 2]}, "embed": {"dimensions": SHAPE.hidden // 4}}
+    (_, _, memory, ranking, disk), (_, _, more, longer, less) = (
+        [one.amount or 0.0 for one in required(WORK, build_config(each))] for each in ({}, sizes)
+    )
+    assert memory < more
+    assert longer == pytest.approx(2 * ranking)  # two models, and two more sizes of the new one
+    assert less < 0.3 * disk
 
 
 def test_unknown_hosts_are_not_judged() -> None:

@@ -105,6 +105,8 @@ def test_hours_of_training_follow_from_operations_and_peak() -> None:
     # In micro-batches, each of which is embedded once more.
     assert flops == 4 * forward
     assert option.items["computing"] * 3600 == pytest.approx(steps * 64 * flops / (64 * 95e12 * 0.5))
+    shorter = batch_flops(BASE, build_config({"train": {"dimensions": [256, 64]}}), 64)
+    assert shorter - flops == pytest.approx(4 * 2 * 128 * 128 * 64 * (256 + 64))
     # 109M gradients of 4 bytes, once around a ring of two nodes at 100 GB/s.
     assert all_reduce_seconds(BASE.parameters, 2) == pytest.approx(4 * BASE.parameters / 100e9)
     assert option.items["all-reduce of gradients"] * 3600 == pytest.approx(steps * 4 * BASE.parameters / 100e9)

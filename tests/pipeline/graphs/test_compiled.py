@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, MPNetConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
+from transformers import BertConfig, ModernBertConfig, MPNetConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
 
 from pipeline.config import CompileConfig, ModelConfig
 from pipeline.errors import Defect
@@ -27,11 +27,12 @@ def packed(family: type[PreTrainedConfig], layers: int = 2, *, bf16: bool = Fals
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,
+        **({"pad_token_id": 0} if family is ModernBertConfig else {}),
     )
     return random_encoder(backbone, ModelConfig(head={"hidden": 8}), bf16)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", [BertConfig, RobertaConfig, XLMRobertaConfig, MPNetConfig])
+@pytest.mark.parametrize("family", [BertConfig, RobertaConfig, XLMRobertaConfig, MPNetConfig, ModernBertConfig])
 def test_every_weight_that_keeps_nan_shows(family: type[PreTrainedConfig]) -> None:
     encoder = packed(family)
     traced = copy.deepcopy(encoder)
@@ -46,7 +47,7 @@ def test_every_weight_that_keeps_nan_shows(family: type[PreTrainedConfig]) -> No
         assert torch.equal(encoder.state_dict()[name], kept)
 
 
-@pytest.mark.parametrize("family", [BertConfig, RobertaConfig, XLMRobertaConfig, MPNetConfig])
+@pytest.mark.parametrize("family", [BertConfig, RobertaConfig, XLMRobertaConfig, MPNetConfig, ModernBertConfig])
 def test_weights_in_bf16_embed_as_those_in_fp32_and_take_half_the_bytes(family: type[PreTrainedConfig]) -> None:
     encoder, exact = packed(family, bf16=True), packed(family)
     assert 0.999 < require_faithful(encoder, exact, SHAPE, VOCABULARY) < 1

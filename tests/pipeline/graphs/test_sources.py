@@ -13,7 +13,7 @@ from pipeline.graphs import sources
 from pipeline.graphs.sources import ENCODING, PACKAGE, TRAINING, closure, digest, dump
 
 GRAPHS = {
-    *("model.loss", "model.dropout", "model.embeddings", "model.encoder", "model.inference", "model.unpadded"),
+    *("model.loss", "model.dropout", "model.embeddings", "model.encoder", "model.families", "model.inference", "model.unpadded"),
     *("backends.counts", "sdk.graph_variables", "backends.lazy", "backends.traced", "backends.xla_layers"),
     *("packing", "backends.buckets", "training.micro_batches", "training.optimizer", "training.step"),
 }

@@ -331,7 +331,7 @@ def quick_ranks(tmp_path: Path, kind: str, size: int, fault: str = "none") -> li
         )
         for rank in range(size)
     ]
-    return [process.communicate(timeout=120)[0].splitlines()[-2:] for process in processes]
+    return [process.communicate(timeout=600)[0].splitlines()[-2:] for process in processes]
 
 
 def test_a_rank_that_adds_wrongly_takes_its_whole_node_out(tmp_path: Path) -> None:

@@ -96,8 +96,7 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for the kernel's count of killed processes."""
     path = tmp_path / "memory.events"
     path.write_text("low 0\noom 0\noom_kill 3\noom_group_kill 0\n")
-    (_, pattern), *_ = exhausted.KILL_COUNTS
-    monkeypatch.setattr(exhausted, "KILL_COUNTS", ((path, pattern), (tmp_path / "absent", pattern)))
+    monkeypatch.setattr(exhausted, "KILL_COUNTS", (path, tmp_path / "absent"))
     return path
 
 

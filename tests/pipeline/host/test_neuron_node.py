@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from pipeline import store
 from pipeline.contract import Stage, StageFailure
 from pipeline.errors import BadData, Defect, ExitCode, NoProgress, TrnpipeError
-from pipeline.host import gang
+from pipeline.host import gang, supervisor
 from pipeline.host.deadlines import Deadlines
 from pipeline.host.launch import RankLaunch
 from pipeline.host.output import Output
@@ -26,7 +27,6 @@ from pipeline.host.supervisor import PlanNumbers, Supervisor
 from pipeline.run import failure
 from pipeline.run.world import LEADER_PORT, NodeWorld
 from pipeline.run_inputs import GraphsPlan, PlannedWorld
-from pipeline.sdk import neuron_launch
 
 RX = "Timeout waiting for RX (waited 120 sec) - retrying"
 CLOSED = "RX, connection closed by remote peer"
@@ -149,7 +149,7 @@ def test_too_few_open_files_name_the_job_definition(planned_ranks: Any) -> None:
 def test_gangs_alone_get_the_variables_that_their_graphs_were_planned_with(
     plan_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neuron_launch, "raise_open_files", lambda: None)
+    monkeypatch.setattr(supervisor, "OPEN_FILES", 0)
     run = plan_run()
     planned = {"NEURON_FUSE_SOFTMAX": "0", "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB": "200"}
     run.replan(
@@ -161,6 +161,19 @@ def test_gangs_alone_get_the_variables_that_their_graphs_were_planned_with(
         launch = Supervisor(stage, run.paths, NodeWorld(), Deadlines())._launch(numbers, tmp_path)
         found = launch.environment(0, LEADER_PORT, {}).items()
         assert found & planned.items() == (set() if stage is Stage.EMBED else planned.items())
+
+
+def test_ranks_may_open_as_many_files_as_the_job_allows(plan_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "OPEN_FILES", 0)
+    run = plan_run()
+    run.replan(world=PlannedWorld(kind="neuron", precision="bf16", nodes=1, ranks_per_node=2))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+    numbers = PlanNumbers.read(Stage.HEALTH_CHECK, run.paths)
+    Supervisor(Stage.HEALTH_CHECK, run.paths, NodeWorld(), Deadlines())._launch(numbers, tmp_path)
+    after = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert after == (before[1], before[1])
 
 
 @pytest.fixture

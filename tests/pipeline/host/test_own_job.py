@@ -66,7 +66,12 @@ def test_the_run_is_the_jobs_own_parameter_whatever_the_ids_suffix(
 def test_what_cannot_be_found_out_is_64(answers: dict[str, tuple[int, dict[str, Any]]]) -> None:
     answers["abc"] = describe({})
     answers["secret"] = (403, {"code": "AccessDeniedException", "message": "not authorized"})
-    for job, what in (("abc", "without the parameter"), ("gone", "does not know"), ("secret", "refused"), ("", "no Batch job")):
+    for job, what in (
+        ("abc", "without the parameter"),
+        ("gone", "does not know"),
+        ("secret", "did not describe"),
+        ("", "no Batch job"),
+    ):
         with pytest.raises(BadConfig, match=what):
             own_job.run_uri_of_job(job)
 

@@ -321,7 +321,8 @@ def test_a_stage_that_finishes_in_its_last_minutes_needs_no_other_attempt(
 
 @pytest.mark.long
 def test_training_ends_before_its_limit_and_the_next_attempt_resumes(training_run: Any, supervise: Any) -> None:
-    paths = training_run(steps=10**6, log_every=10**6, validate_every=10**6, checkpoint_every=10**6).paths
+    # More steps than any attempt takes, and few enough for their order to be written at once.
+    paths = training_run(steps=30_000, log_every=10**6, validate_every=10**6, checkpoint_every=10**6).paths
     seconds = 20
     written = None
     # As long as this machine takes to start training at all; every attempt ends itself in time.

@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, DistilBertConfig, MPNetConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
+from transformers import (
+    BertConfig,
+    DistilBertConfig,
+    ModernBertConfig,
+    MPNetConfig,
+    PreTrainedConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
 
 from pipeline.config import HeadConfig, ModelConfig
 from pipeline.errors import BadConfig
 from pipeline.model.encoder import (
     PackedEncoder,
+    ResidualHead,
     checkpoint_activations,
     new_encoder,
     prepare_for_inference,
@@ -38,6 +48,8 @@ BACKBONES = {
     "roberta": lambda: RobertaConfig(**SIZES),
     "xlm-roberta": lambda: XLMRobertaConfig(**SIZES, pad_token_id=1),
     "mpnet": lambda: MPNetConfig(**SIZES),
+    # The longest of the texts below sees past its window, of two tokens in each direction.
+    "modernbert": lambda: ModernBertConfig(**SIZES, pad_token_id=0, local_attention=4, global_attn_every_n_layers=2),
 }
 
 
@@ -77,10 +89,10 @@ def test_what_stands_in_the_padding_does_not_matter(backbone: PreTrainedConfig) 
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-@pytest.mark.parametrize("head", [None, HeadConfig(hidden=8)])
-def test_texts_that_share_a_row_do_not_see_each_other(backbone: PreTrainedConfig, pooling: str, head: HeadConfig | None) -> None:
-    encoder = new_encoder(backbone, ModelConfig(pooling=pooling, head=head)).eval()
-    if encoder.head is not None:
+@pytest.mark.parametrize("head", [None, {"hidden": 8}, [{"out": 40, "activation": "gelu"}, {"out": 24}]])
+def test_texts_that_share_a_row_do_not_see_each_other(backbone: PreTrainedConfig, pooling: str, head: Any) -> None:
+    encoder = new_encoder(backbone, ModelConfig.model_validate({"pooling": pooling, "head": head})).eval()
+    if isinstance(encoder.head, ResidualHead):
         torch.nn.init.normal_(encoder.head.outer.weight)
     prepare_for_inference(encoder, fused_attention=False)
     tokens, mask = some_batch(0)
@@ -94,7 +106,7 @@ def test_texts_that_share_a_row_do_not_see_each_other(backbone: PreTrainedConfig
             place = row, slice(start, start + length)
             packed[place], segments[place], positions[place] = tokens[text, :length], number, torch.arange(length)
         found = PackedEncoder(encoder)(packed, segments, positions)
-        assert found.shape == (3 * texts_per_row(24), 32)
+        assert found.shape == (3 * texts_per_row(24), 24 if isinstance(head, list) else 32)
         torch.testing.assert_close(found[[0, 3, 4]], expected, rtol=0, atol=1e-6)
         assert found.isfinite().all()
         # What stands in the padding, and in the other text, does not matter to a text.
@@ -130,7 +142,7 @@ def test_products_give_the_gradients_of_scatters(backbone: PreTrainedConfig, aut
 
 def test_all_tokens_have_the_first_type(backbone: PreTrainedConfig) -> None:
     """Its gradient is the sum over all tokens; the other types have none."""
-    if backbone.model_type == "mpnet":
+    if backbone.model_type in ("mpnet", "modernbert"):
         pytest.skip("it has no token types")
     encoder = new_encoder(backbone, ModelConfig(normalize=False))
     encoder(*some_batch(0)).sum().backward()
@@ -168,17 +180,46 @@ def test_new_head_changes_nothing_and_is_the_same_everywhere() -> None:
     headed.backbone.load_state_dict(plain.backbone.state_dict())
     torch.manual_seed(99)
     other = new_encoder(BertConfig(**SIZES), ModelConfig(head=HeadConfig(hidden=64)))
-    assert headed.head is not None
-    assert other.head is not None
+    assert isinstance(headed.head, ResidualHead)
+    assert isinstance(other.head, ResidualHead)
     assert bool((headed.head.inner.weight != 0).any())
     assert torch.equal(headed.head.inner.weight, other.head.inner.weight)
     with torch.no_grad():
         assert torch.equal(headed(*some_batch(0)), plain(*some_batch(0)))
 
 
+def test_new_layers_are_small_and_the_same_everywhere() -> None:
+    layers = [{"out": 48, "activation": "tanh"}, {"out": 16}]
+    heads = []
+    for seed in (0, 99):
+        torch.manual_seed(seed)
+        encoder = new_encoder(BertConfig(**SIZES), ModelConfig.model_validate({"head": layers})).eval()
+        assert encoder.dimension == 16
+        heads.append([*encoder.head_layers.values()])
+    for inputs, layer, other in zip((32, 48), *heads, strict=True):
+        assert torch.equal(layer.weight, other.weight)
+        assert 0.9 * inputs**-0.5 < float(layer.weight.detach().abs().max()) <= inputs**-0.5
+        assert not layer.bias.any()
+    # The layers are not the beginning of one another.
+    assert not torch.equal(heads[0][0].weight.flatten()[:100], heads[0][1].weight.flatten()[:100])
+
+
+def test_layers_follow_one_another() -> None:
+    activations = {"relu": torch.relu, "gelu": partial(torch.nn.functional.gelu, approximate="none"), "tanh": torch.tanh}
+    layers = [{"out": 16 + index, "activation": name} for index, name in enumerate([*activations, "identity"])]
+    encoder = new_encoder(BertConfig(**SIZES), ModelConfig.model_validate({"normalize": False, "head": layers})).eval()
+    with torch.no_grad():
+        found = encoder(*some_batch(0))
+        encoder.head, head = None, encoder.head_layers
+        values = encoder(*some_batch(0))
+        for activation, layer in zip([*activations.values(), torch.clone], head.values(), strict=True):
+            values = activation(values @ layer.weight.T + layer.bias)
+    torch.testing.assert_close(found, values)
+
+
 def test_new_head_learns() -> None:
     encoder = new_encoder(BertConfig(**SIZES), ModelConfig(head=HeadConfig(hidden=64)))
-    assert encoder.head is not None
+    assert isinstance(encoder.head, ResidualHead)
     encoder(*some_batch(0))[:, 0].sum().backward()
     assert float(encoder.head.outer.weight.grad.abs().sum()) > 0
 
@@ -197,7 +238,7 @@ def test_unknown_family_is_refused() -> None:
 
 def test_max_length_leaves_out_the_positions_of_padding(backbone: PreTrainedConfig) -> None:
     encoder = new_encoder(backbone, ModelConfig()).eval()
-    assert encoder.max_length == (40 if backbone.model_type == "bert" else 38)
+    assert encoder.max_length == (40 if backbone.model_type in ("bert", "modernbert") else 38)
     tokens = torch.full((1, encoder.max_length), 7)
     with torch.no_grad():
         assert bool(torch.isfinite(encoder(tokens, torch.ones_like(tokens))).all())

@@ -46,7 +46,7 @@ def some_embeddings() -> tuple[Tensor, Tensor]:
 def rank_loss(queries: Tensor, documents: Tensor, rank: int, size: int, gather: object) -> Tensor:
     count = 8 // size
     own = slice(rank * count, (rank + 1) * count)
-    found = roles(QUERY_HASH, DOCUMENT_HASH, VALID, own.start, count)
+    found = roles(QUERY_HASH, DOCUMENT_HASH[:, None], VALID[:, None], own.start, count)
     weights = np.where(VALID[own], size / VALID.sum(), 0.0).astype(np.float32)
     return contrastive_loss(
         queries, documents, torch.from_numpy(found), torch.from_numpy(weights), temperature=TEMPERATURE, gather=gather
@@ -75,13 +75,37 @@ def reference() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_roles() -> None:
-    found = roles(QUERY_HASH, DOCUMENT_HASH, VALID, 0, 8)
+    found = roles(QUERY_HASH, DOCUMENT_HASH[:, None], VALID[:, None], 0, 8)
     assert [int(value) for value in np.diag(found)] == [DocumentRole.POSITIVE] * 8
     assert found[0, 3] == found[3, 0] == DocumentRole.IGNORED  # same query
     assert found[1, 4] == found[4, 1] == DocumentRole.IGNORED  # same document
     assert (found[:6, 6:] == DocumentRole.IGNORED).all()  # padding
     assert found[0, 1] == found[2, 5] == DocumentRole.NEGATIVE
-    np.testing.assert_array_equal(roles(QUERY_HASH, DOCUMENT_HASH, VALID, 4, 4), found[4:])
+    np.testing.assert_array_equal(roles(QUERY_HASH, DOCUMENT_HASH[:, None], VALID[:, None], 4, 4), found[4:])
+
+
+def test_roles_of_negatives() -> None:
+    queries = np.array([1, 2, 1, 4], np.uint64)
+    # Of row 0 a negative that row 2 gives as relevant to the same query, of row 1 another row's document, of row 2 its own.
+    documents = np.array([[11, 13, 51], [12, 11, 52], [13, 13, 0], [14, 0, 0]], np.uint64)
+    there = documents > 0
+    there[3] = False
+    found = roles(queries, documents, there, 0, 4).reshape(4, 4, 3)
+    ignored, negative, positive = DocumentRole.IGNORED, DocumentRole.NEGATIVE, DocumentRole.POSITIVE
+    assert found[0].tolist() == [[positive, ignored, negative], [negative, ignored, negative], [ignored] * 3, [ignored] * 3]
+    assert found[1].tolist() == [
+        [negative, negative, negative],
+        [positive, negative, negative],
+        [negative, negative, ignored],
+        [ignored] * 3,
+    ]
+    assert found[2].tolist() == [
+        [ignored, ignored, negative],
+        [negative, ignored, negative],
+        [positive, ignored, ignored],
+        [ignored] * 3,
+    ]
+    np.testing.assert_array_equal(roles(queries, documents, there, 2, 2), found.reshape(4, 12)[2:])
 
 
 def test_one_rank_equals_plain_computation() -> None:

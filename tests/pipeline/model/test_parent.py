@@ -49,7 +49,7 @@ def weights(encoder: Encoder) -> dict[str, Tensor]:
 @pytest.fixture
 def resolve(tmp_path: Path, base: Path) -> Callable[..., ResolvedParent]:
     def resolve(uri: Path | str, **settings: Any) -> ResolvedParent:
-        config = ModelConfig(**{"base": str(base), **settings})
+        config = ModelConfig.model_validate({"base": str(base), **settings})
         return resolve_parent(str(uri), config, tmp_path / "scratch")
 
     return resolve
@@ -198,6 +198,92 @@ def test_head_of_our_own_state_dict(tmp_path: Path, resolve: Callable[..., Resol
     assert "head.inner.weight: left over, shape (24, 32)" in str(caught.value)
 
 
+def test_what_is_no_part_of_one_familys_vectors_may_be_anothers_head(
+    tmp_path: Path, weights: dict[str, Tensor], resolve: Callable[..., ResolvedParent]
+) -> None:
+    """The name is that of ModernBERT's prediction head, which an embedding never passes through."""
+    torch.save({**weights, "head.dense.weight": torch.zeros(32, 32)}, tmp_path / "gpu.pt")
+    with pytest.raises(BadConfig, match="do not fit") as caught:
+        resolve(tmp_path / "gpu.pt")
+    assert "head.dense.weight: left over, shape (32, 32)" in str(caught.value)
+
+
+LAYERS = [{"out": 48, "activation": "relu"}, {"out": 16, "activation": "tanh"}]
+
+
+def trained_elsewhere(encoder: Encoder, path: Path, numbers: tuple[int, ...] = (0, 3), key: str = "mlp.{}") -> dict[str, Tensor]:
+    """Write a training checkpoint whose head is a Sequential with other modules between its layers."""
+    tensors = {f"module.bert.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
+    for number, layer in zip(numbers, encoder.head_layers.values(), strict=True):
+        for name, tensor in layer.state_dict().items():
+            tensors[f"module.{key.format(number)}.{name}"] = tensor
+    torch.save({"state_dict": tensors, "epoch": 3}, path)
+    return tensors
+
+
+@pytest.mark.parametrize("key", ["mlp.{}", "head.layers.{}.linear", "classifier.{}"])
+def test_layers_of_a_training_checkpoint(tmp_path: Path, resolve: Callable[..., ResolvedParent], key: str) -> None:
+    encoder = make_model(tmp_path / "headed", seed=2, head=LAYERS)
+    trained_elsewhere(encoder, tmp_path / "gpu.pt", (2, 10), key)
+    resolved = resolve(tmp_path / "gpu.pt", head=LAYERS, head_key=key)
+    # The key stays in the configuration, and the next week's parent is a folder.
+    require_same(resolved, encoder, ModelConfig.model_validate({"head": LAYERS, "head_key": key}))
+
+
+def test_the_two_layers_of_a_residual_head_may_have_numbers(tmp_path: Path, resolve: Callable[..., ResolvedParent]) -> None:
+    encoder = make_model(tmp_path / "headed", seed=2, head=24)
+    trained_elsewhere(encoder, tmp_path / "gpu.pt")
+    config = ModelConfig.model_validate({"head": {"hidden": 24}, "head_key": "mlp.{}"})
+    require_same(resolve(tmp_path / "gpu.pt", head={"hidden": 24}, head_key="mlp.{}"), encoder, config)
+
+
+def test_shared_towers_have_one_head(tmp_path: Path, resolve: Callable[..., ResolvedParent]) -> None:
+    encoder = make_model(tmp_path / "headed", seed=2, head=LAYERS)
+    tensors = trained_elsewhere(encoder, tmp_path / "gpu.pt")
+    towers = {f"{tower}.{name}": tensor for tower in ("query", "document") for name, tensor in tensors.items()}
+    torch.save(towers, tmp_path / "towers.pt")
+    resolved = resolve(tmp_path / "towers.pt", head=LAYERS, head_key="mlp.{}")
+    require_same(resolved, encoder, ModelConfig.model_validate({"head": LAYERS}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"head": LAYERS}, ["module.mlp.0.weight: left over, shape (48, 32)", "check", "model.head_key"]),
+        ({"head": LAYERS[:1], "head_key": "mlp.{}"}, ["module.mlp.3.weight: left over, shape (16, 48)"]),
+        ({"head": [*LAYERS, {"out": 8}], "head_key": "mlp.{}"}, ["head.4.weight: missing, shape (8, 16)"]),
+        ({"head": [LAYERS[0], {"out": 8}], "head_key": "mlp.{}"}, ["mlp.3.weight: shape (16, 48), expected (8, 48)"]),
+        ({"head": LAYERS, "head_key": "proj.{}"}, ["head.0.weight: missing, shape (48, 32)", "mlp.0.weight: left over"]),
+        ({"head_key": "mlp.{}"}, ["module.mlp.0.weight: left over, shape (48, 32)"]),
+    ],
+    ids=["no key", "more", "fewer", "other size", "other name", "no head"],
+)
+def test_layers_that_do_not_fit_are_refused(
+    tmp_path: Path, resolve: Callable[..., ResolvedParent], settings: dict[str, Any], expected: list[str]
+) -> None:
+    trained_elsewhere(make_model(tmp_path / "headed", seed=2, head=LAYERS), tmp_path / "gpu.pt")
+    with pytest.raises(BadConfig, match="do not fit") as caught:
+        resolve(tmp_path / "gpu.pt", **settings)
+    assert [part for part in expected if part not in str(caught.value)] == []
+    assert caught.value.exit_code == 64
+
+
+def test_weights_without_the_head_of_their_folder_are_refused(tmp_path: Path, resolve: Callable[..., ResolvedParent]) -> None:
+    make_model(tmp_path / "headed", seed=2, head=LAYERS)
+    with pytest.raises(BadConfig, match="do not fit") as caught:
+        resolve(tmp_path / "headed" / WEIGHTS, base=None, head=LAYERS)
+    assert "head.0.weight: missing" in str(caught.value)
+
+
+def test_a_layer_without_a_bias_is_refused(tmp_path: Path, resolve: Callable[..., ResolvedParent]) -> None:
+    tensors = trained_elsewhere(make_model(tmp_path / "headed", seed=2, head=LAYERS), tmp_path / "gpu.pt")
+    del tensors["module.mlp.3.bias"]
+    torch.save(tensors, tmp_path / "unbiased.pt")
+    with pytest.raises(BadConfig, match="do not fit") as caught:
+        resolve(tmp_path / "unbiased.pt", head=LAYERS, head_key="mlp.{}")
+    assert "mlp.3.bias: missing, shape (16,)" in str(caught.value)
+
+
 def test_shared_towers_are_one_encoder(
     tmp_path: Path, encoder: Encoder, weights: dict[str, Tensor], resolve: Callable[..., ResolvedParent]
 ) -> None:
@@ -284,6 +370,20 @@ def test_code_in_a_folder_never_runs(
     if refused is not None:
         assert str(folder) in str(refused)
         assert refused.rule
+
+
+def test_code_in_a_layer_never_runs(
+    tmp_path: Path, resolve: Callable[..., ResolvedParent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "headed", head=LAYERS)
+    layer = tmp_path / "headed" / "2_Dense"
+    (layer / WEIGHTS).unlink()
+    torch.save({"model": Malicious()}, layer / "pytorch_model.bin")
+    with pytest.raises(BadConfig, match="refused") as refusal:
+        resolve(tmp_path / "headed", base=None, head=LAYERS)
+    assert str(layer) in str(refusal.value)
+    assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,14 +36,15 @@ def test_parameters_are_as_many_as_published(config: PreTrainedConfig, parameter
     assert shape.parameters == parameters - shape.hidden**2 - shape.hidden
 
 
-@pytest.mark.parametrize("head", [None, 48])
-def test_operations_are_those_that_torch_counts(head: int | None) -> None:
+@pytest.mark.parametrize("head", [None, {"hidden": 48}, [{"out": 48}, {"out": 24}]])
+def test_operations_are_those_that_torch_counts(head: Any) -> None:
     config = BertConfig(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=80, vocab_size=50)
-    encoder = new_encoder(config, ModelConfig(head={"hidden": head} if head else None))  # type: ignore[arg-type]
+    encoder = new_encoder(config, ModelConfig.model_validate({"head": head}))
     tokens = torch.ones(5, 24, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         encoder(tokens, torch.ones_like(tokens))
     assert 5 * shape_of(encoder).flops(24) == counter.get_total_flops()
+    assert shape_of(encoder).dimension == (24 if isinstance(head, list) else 32)
 
 
 def test_the_shape_of_a_parent_in_a_bucket_is_read_without_its_weights(tmp_path: Path, s3_root: str) -> None:

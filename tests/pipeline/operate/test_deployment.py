@@ -116,7 +116,7 @@ def test_a_run_folder_on_s3_reads_as_one_on_disk(s3_root: str) -> None:
 
 def test_the_endpoint_s_file_is_its_owner_s_alone_and_goes(tmp_path: Path) -> None:
     record = EndpointRecord(state_machine=ARN, environment={"AWS_ACCESS_KEY_ID": "key"})
-    (tmp_path / "endpoint.json.tmp").write_text("left by a killed one, for all to read")
+    (tmp_path / "endpoint.json").write_text("left by a killed one, for all to read")
     with announced(tmp_path, record):
         assert read_endpoint(tmp_path) == record
         assert stat.S_IMODE((tmp_path / "endpoint.json").stat().st_mode) == 0o600

@@ -14,7 +14,7 @@ from rich.console import Console
 from pipeline.contract import EXECUTION_TAG, StageFailure
 from pipeline.errors import BadConfig, Transient
 from pipeline.operate import run_jobs, stop
-from pipeline.operate.executions import Execution, History, describe, find
+from pipeline.operate.executions import Event, Execution, describe, find, read_history
 from pipeline.operate.run_files import LocalFiles
 
 Make = Callable[..., dict[str, Any]]
@@ -80,19 +80,19 @@ def test_a_long_history_is_read_once_and_then_from_its_end(answers: Any, make_ex
     moment = make_execution()["startDate"]
     events = [{"timestamp": moment, "type": "PassStateEntered", "id": number} for number in range(1, 250)]
     arn = make_execution()["executionArn"]
-    history = History(answers.site, arn)
+    read: list[Event] = []
     first = {"executionArn": arn, "reverseOrder": False, "maxResults": 1000}
     answers.add("stepfunctions", "get_execution_history", {"events": events[:100], "nextToken": "t"}, first)
     answers.add("stepfunctions", "get_execution_history", {"events": events[100:110]}, {**first, "nextToken": "t"})
-    history.update()
+    read_history(answers.site, arn, read)
     newest = {"executionArn": arn, "reverseOrder": True, "maxResults": 100}
     answers.add("stepfunctions", "get_execution_history", {"events": events[:148:-1], "nextToken": "u"}, newest)
     answers.add(
         "stepfunctions", "get_execution_history", {"events": events[148:48:-1], "nextToken": "v"}, {**newest, "nextToken": "u"}
     )
-    history.update()
+    read_history(answers.site, arn, read)
     answers.done()
-    assert [event["id"] for event in history.events] == list(range(1, 250))
+    assert [event["id"] for event in read] == list(range(1, 250))
 
 
 def summary(job_id: str, status: str) -> dict[str, Any]:

@@ -46,8 +46,9 @@ def write(folder: Path, stage: Stage, finished: datetime = END - timedelta(minut
     (folder / stage.value / "result.json").write_bytes(result.to_json())
 
 
-def test_a_published_run_has_quality_and_cost(row_of: Callable[..., RunRow], tmp_path: Path) -> None:
-    write(tmp_path / "a", Stage.EVALUATE, baseline={"ndcg@10": 0.5}, new={"ndcg@10": 0.55})
+@pytest.mark.parametrize("metric", ["ndcg@10", "accuracy"])
+def test_a_published_run_has_quality_and_cost(row_of: Callable[..., RunRow], tmp_path: Path, metric: str) -> None:
+    write(tmp_path / "a", Stage.EVALUATE, baseline={metric: 0.5}, new={metric: 0.55})
     write(tmp_path / "a", Stage.PUBLISH, published=True, replaced="week-01")
     killed = StageUse(stage=Stage.TRAIN, nodes=2, attempts=2, node_hours=62.5, at_most=True)
     write(tmp_path / "a", Stage.REPORT, cost=Bill(uses=(killed,), prices={Queue.TRAIN: 20.0}).metrics())
@@ -63,6 +64,7 @@ def test_a_published_run_has_quality_and_cost(row_of: Callable[..., RunRow], tmp
     text = rendered([row])
     assert row.replaced == "week-01"
     assert "succeeded, published, replacing" in text
+    assert metric in text
     assert "0.5000 → 0.5500" in text
     assert "≤ 1,250.00" in text
 

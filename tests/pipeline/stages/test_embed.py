@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 
 from pipeline import store
 from pipeline.contract import Stage, StageResult
-from pipeline.dataset.ids import IdDigest, id_hash
+from pipeline.dataset.ids import IdDigest, id_hash, id_hashes
 from pipeline.dataset.parts import PartRecord, PartWriter, QuarantinedDocument, quarantine_from_json, read_part
 from pipeline.errors import BadData, ExitCode, MissingInput, Transient
 from pipeline.plan import own_parts
@@ -234,7 +234,7 @@ def test_ahead_hands_over_errors_and_order() -> None:
         yield from (1, 2, 3)
         raise BadData("no more")
 
-    coming = embed.ahead(items())
+    coming = embed.ahead(items(), 1)
     assert [next(coming), next(coming), next(coming)] == [1, 2, 3]
     with pytest.raises(BadData, match="no more"):
         next(coming)
@@ -244,7 +244,7 @@ def test_ranks_of_one_child_share_its_parts(plan_run: Any, tmp_path: Path) -> No
     run = plan_run(children=1)
     run.replan(world=PlannedWorld(kind="cpu", precision="fp32", nodes=1, ranks_per_node=2))
     command = [sys.executable, "-m", "pipeline.cli", "stage", "embed", "--run", run.paths.root]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
     for rank in range(2):
         assert f"node 0 rank {rank}] embed: child 0 of 1: 2 of its 2 parts are to do" in result.stderr
@@ -375,8 +375,7 @@ def test_publish_refuses_a_list_that_is_not_the_records(plan_run: Any, damage: s
         store.write_bytes(uri, forged)
     if damage == "forged":
         # A list and a record that fit each other, of a document that has an embedding.
-        digest = IdDigest()
-        digest.add("doc-0008")
+        digest = IdDigest.of(id_hashes(["doc-0008"]))
         changed = {"quarantined_ids": str(digest), "quarantine_sha256": store.sha256(uri)}
         manifest = run.paths.part_manifest(index, 4)
         store.write_json(manifest, store.read_json(manifest) | changed)
@@ -394,7 +393,7 @@ def test_texts_of_hits_are_found_behind_documents_without_an_embedding(plan_run:
 
     run = publishable(plan_run)
     publish.run(run.context(Stage.PUBLISH))
-    hits = open_search(state=tmp_path).find("baba keke", 98)
+    hits = open_search(state=tmp_path)("baba keke", 98)
     assert len(hits) == 98
     assert all(dict(run.texts)[hit.id] == hit.text for hit in hits)
 
@@ -483,7 +482,7 @@ def test_a_child_that_runs_twice_and_is_killed_gives_every_id_once(plan_run: Any
         both[0].kill()
         both[0].wait()
         both[0] = start()  # its next attempt, beside the other one
-        codes = [process.wait(timeout=200) for process in both]
+        codes = [process.wait(timeout=900) for process in both]
     finally:
         for process in both:
             process.kill()

@@ -32,9 +32,12 @@ from pipeline.evaluation.retrieval import retrieve
 from pipeline.evaluation.retrieval_metrics import METRICS
 from pipeline.evaluation.statistics import Units
 from pipeline.evaluation.vectors import KEY_BYTES
+from pipeline.graphs.compiled import GraphSet, write_set
+from pipeline.graphs.fingerprint import set_uri
 from pipeline.host.host import versions
 from pipeline.model.encoder import new_encoder
 from pipeline.model.folder import load_encoder, save_folder
+from pipeline.model.inference import pad
 from pipeline.run.context import StageOutput
 from pipeline.run_inputs import GraphsPlan, PlannedWorld, Published
 from pipeline.stages import evaluate
@@ -59,7 +62,7 @@ def test_equal_models_are_accepted(plan_run: Any, cloudwatch: Any) -> None:
     run.finish(Stage.EVALUATE, output)
     [told] = cloudwatch()
     expected = (metrics["new"]["ndcg@10"], metrics["baseline"]["ndcg@10"], 0.0)
-    assert (told["Ndcg"], told["BaselineNdcg"], told["GateDrop"]) == expected
+    assert (told["Quality"], told["BaselineQuality"], told["GateDrop"]) == expected
     assert "parent" not in metrics  # it is the baseline
 
     scorecard = store.read_json(run.paths.scorecard)
@@ -78,6 +81,64 @@ def test_equal_models_are_accepted(plan_run: Any, cloudwatch: Any) -> None:
     assert values.means() == metrics["new"]
     assert len(set(values.queries)) == 30
     assert {locale for _, locale in values.queries} == {"de", "en", None}
+
+
+def in_size(run: Any, folder: str, size: int) -> dict[str, float]:
+    """Every metric's mean with the first so many numbers of a model's embeddings."""
+    holdout = read_holdout(Path(run.paths.rows))
+    encoder = load_encoder(Path(folder), ModelConfig())
+    with torch.no_grad():
+        queries, candidates = (
+            torch.nn.functional.normalize(encoder(*pad(texts, len(texts), 32))[:, :size], dim=1)
+            for texts in (holdout.queries, holdout.candidates)
+        )
+    values = retrieve(queries, [(np.arange(len(candidates)), candidates)], holdout.relevant, holdout.known)
+    return {metric: float(found.mean()) for metric, found in values.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_size_is_measured_and_the_published_one_judged(plan_run: Any, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    run = plan_run(model_seed=3, settings={"train": {"dimensions": [24, 6]}, "embed": {"dimensions": 12, "dtype": "float16"}})
+    counts: list[int] = []
+    real = evaluate.encode
+    monkeypatch.setattr(evaluate, "encode", lambda *a, **o: (counts.append(len(a[2])), real(*a, **o))[1])
+    output, *_ = side_by_side(run, ranks)
+    assert output is not None
+    assert sum(counts) == 2 * 130  # every text once with each model
+    scorecard = store.read_json(run.paths.scorecard)
+    sizes = scorecard["sizes"]
+    facts = [(found["size"], found["bytes"], found["published"]) for found in sizes]
+    assert facts == [(32, 64, False), (24, 48, False), (12, 24, True), (6, 12, False)]
+    for found in sizes:
+        expected = in_size(run, run.paths.model, found["size"])
+        assert {metric: found[metric] for metric in METRICS} == pytest.approx(expected, abs=1e-4), found["size"]
+    assert len({found["ndcg@10"] for found in sizes}) == len(sizes)
+    assert scorecard["new"] == {metric: sizes[2][metric] for metric in METRICS}
+    assert scorecard["gate"]["new"] == sizes[2]["ndcg@10"]
+    # Nobody reads the parent's embeddings: they are cut alike.
+    assert scorecard["baseline"] == pytest.approx(in_size(run, run.plan.parent.folder, 12), abs=1e-4)
+    assert np.load(run.paths.vectors)["vector"].shape == (130, 12)
+
+
+@pytest.mark.parametrize("before", [None, 12])
+def test_the_published_model_is_measured_in_its_own_size(plan_run: Any, before: int | None) -> None:
+    earlier = plan_run(run="week-00", model_seed=3, settings={"embed": {"dimensions": before}})
+    run = plan_run(model_seed=3, settings={"embed": {"dimensions": 6}})
+    continue_from(run, earlier)
+    earlier.finish(Stage.EVALUATE, evaluate.run(earlier.context(Stage.EVALUATE)))
+    rewrite(earlier)
+    metrics = evaluate.run(run.context(Stage.EVALUATE)).metrics
+    assert metrics["reused"] == 130
+    assert metrics["baseline"] == pytest.approx(in_size(run, earlier.paths.model, before or 32), abs=1e-4)
+    assert metrics["new"] == pytest.approx(in_size(run, run.paths.model, 6), abs=1e-4)
+    assert "cosine" not in metrics["drift"], "their sizes differ"
+
+
+def test_one_size_is_measured_once(plan_run: Any) -> None:
+    run = plan_run()
+    evaluate.run(run.context(Stage.EVALUATE))
+    [only] = store.read_json(run.paths.scorecard)["sizes"]
+    assert (only["size"], only["bytes"], only["published"]) == (32, 128, True)
 
 
 def test_progress_counts_the_tokens_of_all_models(plan_run: Any, heartbeats: Any) -> None:
@@ -170,6 +231,31 @@ def test_a_published_model_of_another_form_is_measured_in_its_own_tokens(
     # It is the same model as the parent, in another form.
     assert metrics["baseline"] == pytest.approx(metrics["parent"])
     assert opened == [("cpu", "fp32")] * (1 if same_graphs else 2)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_parent_without_the_runs_head_is_measured_without_it(
+    plan_run: Any, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    before = plan_run(run="week-00")
+    expected = evaluate.run(before.context(Stage.EVALUATE)).metrics["new"]
+    run = plan_run(head=[{"out": 48, "activation": "relu"}, {"out": 40}], settings={"embed": {"dimensions": 36}})
+    continue_from(run, before)
+    if compiles:
+        for kind, name in (("train", "t"), ("infer", "i")):
+            write_set(set_uri(run.paths.bucket_root, kind, name), GraphSet(fingerprint=name, run=run.plan.run, graphs={}))
+        run.replan(graphs=GraphsPlan(train="t", infer="i"))
+    opened: list[str] = []
+    real = evaluate.open_device
+    monkeypatch.setattr(evaluate, "open_device", lambda kind, *a, **o: (opened.append(kind), real(kind, *a, **o))[1])
+    metrics = evaluate.run(run.context(Stage.EVALUATE)).metrics
+    # A head of random layers would be an easy baseline.
+    assert metrics["baseline"] == pytest.approx(expected)
+    assert [found["size"] for found in store.read_json(run.paths.scorecard)["sizes"]] == [40, 36]
+    # The run's graphs have a head.
+    assert opened == ["cpu"] * (2 if compiles else 1)
+    # With the run's head, the published model must not embed.
+    assert metrics["refresh"] is False
 
 
 def other_form(source: Path, target: Path) -> Path:
@@ -489,9 +575,8 @@ def examined(plan_run: Any) -> Any:
     """A run whose reference is a run with the same hold-out, of which a part is left."""
     before, run = plan_run(run="week-00"), plan_run()
     before.finish(Stage.EVALUATE, evaluate.run(before.context(Stage.EVALUATE)))
-    kept = copy_reference(
-        before.paths, Path(run.paths.rows), lambda table: table["document_hash"].to_numpy() % 3 == 0, run.scratch / "reference"
-    )
+    rows, cache = Path(run.paths.rows), run.scratch / "reference"
+    kept = copy_reference(before.paths, rows, lambda table: table["document_hash"].to_numpy() % 3 == 0, cache, classified=False)
     assert 0 < kept["reference/holdout.arrow"] < 30
     run.replan(reference="week-00")
     return run

@@ -95,6 +95,8 @@ def test_rows_and_tokens_of_a_file(bucket: Bench, model: Path) -> None:
         assert text == {"texts": [query, document], "negatives": wanted, "group": "7" if "group" in row else None}
         encoded = tokenizer.encode([query, document], POSITIONS)
         assert [token["query_tokens"], token["document_tokens"]] == [each.tolist() for each in encoded]
+        assert fact["negative_hashes"] == [normalized_hash(text) for text in wanted]
+        assert token["negative_tokens"] == [each.tolist() for each in tokenizer.encode(wanted, POSITIONS)]
     versions = facts["version"].to_numpy()
     assert (positive(versions) == (facts["label"].to_numpy() > 0)).all()
     # Ten documents are there with three labels, tasks or locales, of which the identity has the last two.
@@ -113,8 +115,10 @@ def test_rows_and_tokens_of_a_file(bucket: Bench, model: Path) -> None:
     assert profile.statistics["tasks"] == {"": 320, "qa": 20}
     assert profile.statistics["labels"] == 310
     assert profile.statistics["repeated"] == 0
-    lengths = [len(each) for name in tokens.column_names for each in tokens[name].to_pylist()]
-    assert profile.statistics["tokens"] == sum(lengths)
+    lengths = [len(each) for name in ("query_tokens", "document_tokens") for each in tokens[name].to_pylist()]
+    assert profile.statistics["tokens"] == sum(lengths) + sum(
+        len(text) for each in tokens["negative_tokens"].to_pylist() for text in each
+    )
     counted = Counter(profile.statistics["query_tokens"]) + Counter(profile.statistics["document_tokens"])
     assert counted == Counter(str(1 << (length - 1).bit_length()) for length in lengths)
     [refused] = store.read_bytes(f"{pairs.rows_uri}/quarantine.jsonl").decode().splitlines()
@@ -331,7 +335,7 @@ def test_a_damaged_file_is_named(bucket: Bench) -> None:
 
 
 def test_another_tokenizer_needs_no_input_file(bench: Bench, model: Path, tmp_path: Path) -> None:
-    uri = bench.shard("a.jsonl", rows(0, 100))
+    uri = bench.shard("a.jsonl", rows(0, 100, negatives=["one", "and another"]))
     bench.prepare("run")
     bench.ingest("run")
     other = tmp_path / "other"
@@ -349,15 +353,20 @@ def test_another_tokenizer_needs_no_input_file(bench: Bench, model: Path, tmp_pa
     output = bench.stage(Stage.INGEST, "next")
     assert output is not None
     assert before.items() < content(bench).items()
-    for kind, names in ((PAIRS, 2), (DOCUMENTS, 1)):
+    for kind, names in ((PAIRS, 3), (DOCUMENTS, 1)):
         [old], [new] = shards(bench, kind), shards(bench, kind, "next")
         assert old.rows_uri == new.rows_uri
         tokenizer = TextTokenizer(other)
         texts, tokens = table(new, "texts")["texts"].to_pylist(), table(new, "tokens")
         assert tokens.num_columns == names
-        for place, column in enumerate(tokens.columns):
+        for place, column in enumerate(tokens.columns[:2]):
             wanted = tokenizer.encode([text[place] for text in texts], POSITIONS)
             assert column.to_pylist() == [each.tolist() for each in wanted]
+        if kind == PAIRS:
+            negatives = table(new, "texts")["negatives"].to_pylist()
+            assert negatives[0]
+            found = [[each.tolist() for each in tokenizer.encode(texts, POSITIONS)] for texts in negatives]
+            assert tokens["negative_tokens"].to_pylist() == found
         assert not tokens.equals(table(old, "tokens"))
 
 
@@ -402,6 +411,40 @@ def test_what_must_not_be_used_is_left_out(bucket: Bench) -> None:
         assert (shard.profile.rows, shard.profile.deleted) == (38, 3)
         assert table(shard, "tokens").num_rows == 38
     assert traces(bucket, "row31", "query 7", "something else", "query 8") == {"query 8"}
+
+
+def test_rows_without_relevance_are_negatives_of_their_query(bucket: Bench, model: Path) -> None:
+    wrong = [{**row, "query": "query 7", "label": 0, "id": f"w{row['id']}"} for row in rows(20, 27)]
+    elsewhere = [{**rows(30, 31)[0], "query": "query 8", "label": -1, "locale": "de"}]
+    data = [*rows(0, 3), *wrong[:2], *rows(7, 9, negatives="my own"), *wrong[2:], *elsewhere]
+    data.append({**rows(40, 41)[0], "query": "Query  7"})
+    bucket.shard("a.jsonl", data)
+    bucket.prepare("run")
+    bucket.ingest("run")
+    [pairs] = shards(bucket, PAIRS)
+    facts, texts, tokens = (table(pairs, what) for what in ("facts", "texts", "tokens"))
+    judged, tokenizer = [row["document"].strip() for row in wrong[:4]], TextTokenizer(model)
+    wanted = {"row7": ["my own", *judged], "row40": judged, "row8": ["my own"]}
+    for fact, text, token in zip(facts.to_pylist(), texts.to_pylist(), tokens.to_pylist(), strict=True):
+        negatives = wanted.get(fact["id"], [])
+        assert text["negatives"] == negatives
+        assert fact["negative_hashes"] == [normalized_hash(each) for each in negatives]
+        assert token["negative_tokens"] == [each.tolist() for each in tokenizer.encode(negatives, POSITIONS)]
+    # Who deletes such a row deletes it everywhere.
+    bucket.prepare("next", with_deletions(bucket, "wrow21"))
+    bucket.ingest("next")
+    [pairs] = shards(bucket, PAIRS, "next")
+    assert set(table(pairs, "facts")["id"].to_pylist()) == {row["id"] for row in data} - {"wrow21", "row7", "row40"}
+    assert "document 21" not in {text for each in table(pairs, "texts")["negatives"].to_pylist() for text in each}
+
+
+def test_a_row_with_a_negative_that_must_not_be_used_is_left_out(bucket: Bench) -> None:
+    bucket.shard("a.jsonl", [*rows(0, 3), *rows(3, 5, negatives=["harmless", "To  forget"]), *rows(5, 9, negatives="harmless")])
+    bucket.prepare("run", with_deletions(bucket, f"hash:{normalized_hash('to forget'):016x}"))
+    bucket.ingest("run")
+    [pairs] = shards(bucket, PAIRS)
+    assert set(table(pairs, "facts")["id"].to_pylist()) == {row["id"] for row in (*rows(0, 3), *rows(5, 9))}
+    assert traces(bucket, "To  forget", "harmless") == {"harmless"}
 
 
 def test_what_must_not_be_used_is_removed_from_what_is_ingested(bucket: Bench, model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,15 +18,16 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import store
 from pipeline.commands.search import query_encoder
+from pipeline.config import HeadConfig, ModelConfig
 from pipeline.contract import Stage
 from pipeline.errors import BadConfig
 from pipeline.graphs.compiled import GraphSet, write_set
 from pipeline.graphs.fingerprint import set_uri
-from pipeline.model.folder import WEIGHTS, save_folder
+from pipeline.model.folder import WEIGHTS, load_encoder, save_folder
 from pipeline.run_inputs import GraphsPlan
 from pipeline.stages import embed
 from tests.pipeline.stages.planning import Bench, refusal
-from tests.tiny import WORDS, make_model
+from tests.tiny import WORDS, head_form, make_model
 
 LONGEST = 32
 """Tokens of the longest bucket; the parent's folder says 64."""
@@ -49,6 +51,9 @@ def texts() -> list[str]:
     return [text.upper() if index % 3 == 0 else text for index, text in enumerate(made)]
 
 
+LAYERS = [{"out": 64, "activation": "relu"}, {"out": 24, "activation": "identity"}]
+
+
 def make_parent(folder: Path, *, prompts: dict[str, str] | None = None, cased: bool = False, **form: Any) -> Path:
     """Write a model folder; `cased`: its tokenizer keeps capitals, and sentence-transformers has to put them in lower case."""
     head = form.pop("head", None)
@@ -68,15 +73,19 @@ def make_parent(folder: Path, *, prompts: dict[str, str] | None = None, cased: b
     return folder
 
 
-def published_run(tmp_path: Path, parent: Path, precision: str = "fp32", **model: Any) -> Bench:
-    """A bucket with one run, from prepare to publish."""
+def published_run(tmp_path: Path, parent: Path, precision: str = "fp32", size: int | None = None, **model: Any) -> Bench:
+    """A bucket with one run, from prepare to publish.
+
+    Args:
+        size: of the published embeddings.
+    """
     (tmp_path / "scratch").mkdir()
     bench = Bench(str(tmp_path / "bucket"), tmp_path / "scratch", parent)
     bench.config |= {
         "nodes": 1,
         "device": {"kind": "cpu", "precision": precision, "threads_per_rank": 1, "ranks_per_node": 1},
         "model": {"parent": str(parent), **model},
-        "embed": {"children": 1, "length": LONGEST, "tokens_per_batch": 512},
+        "embed": {"children": 1, "length": LONGEST, "tokens_per_batch": 512, "dimensions": size},
     }
     bench.config["data"] |= {"corpus": [store.join(bench.root, "corpus")], "holdout_fraction": 0.3}
     bench.config["train"] |= {"learning_rate": 1e-3}
@@ -120,24 +129,26 @@ def cosines(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("parent", "precision", "least"),
+    ("parent", "precision", "least", "size"),
     [
-        ({}, "fp32", 0.9999),
-        ({}, "bf16", 0.9995),
-        ({"prompts": PROMPTS, "cased": True, "head": 48}, "fp32", 0.9999),
-        ({"prompts": PROMPTS, "normalize": False}, "fp32", 0.9999),
+        ({}, "fp32", 0.9999, None),
+        ({}, "bf16", 0.9995, None),
+        ({"prompts": PROMPTS, "cased": True, "head": 48}, "fp32", 0.9999, 12),
+        ({"prompts": PROMPTS, "normalize": False}, "fp32", 0.9999, 16),
+        ({"head": LAYERS}, "bf16", 0.9995, None),
     ],
-    ids=["fp32", "bf16", "prompts, capitals, head", "prompts, not normalized"],
+    ids=["fp32", "bf16", "prompts, capitals, head, shorter", "prompts, not normalized, shorter", "layers, bf16"],
 )
 def test_the_folder_alone_gives_the_published_vectors(
-    tmp_path: Path, parent: dict[str, Any], precision: str, least: float
+    tmp_path: Path, parent: dict[str, Any], precision: str, least: float, size: int | None
 ) -> None:
     form: dict[str, Any] = {"normalize": parent.get("normalize", True)}
-    form |= {"head": {"hidden": parent["head"]}} if "head" in parent else {}
-    bench = published_run(tmp_path, make_parent(tmp_path / "parent", **parent), precision, **form)
-    model = bench.paths("one").model
+    form |= {"head": head_form(parent.get("head"))}
+    whole = LAYERS[-1]["out"] if parent.get("head") == LAYERS else 32
+    bench = published_run(tmp_path, make_parent(tmp_path / "parent", **parent), precision, size, **form)
+    model, manifest = bench.paths("one").model, store.read_json(bench.paths("one").embed_manifest)
     ours, (theirs, longest) = vectors(bench), alone(model, texts())
-    assert longest == LONGEST
+    assert (longest, manifest["dimension"], ours.shape[1]) == (LONGEST, size or whole, size or whole)
     for name in ("encode", "encode_document"):
         assert cosines(ours, theirs[name]).min() >= least, name
     np.testing.assert_allclose(np.linalg.norm(ours, axis=1), np.linalg.norm(theirs["encode"], axis=1), rtol=1e-2)
@@ -145,7 +156,7 @@ def test_the_folder_alone_gives_the_published_vectors(
     assert cosines(ours, np.roll(theirs["encode"], 1, axis=0)).mean() < 0.9
     assert (cosines(ours, theirs["encode_query"]).min() < 0.99) == ("prompts" in parent)
     # trnpipe search embeds queries like sentence-transformers, longer ones than those of training, too.
-    search = query_encoder(Path(model), bench.plan("one"))
+    search = query_encoder(Path(model), bench.plan("one"), manifest["dimension"])
     assert cosines(np.stack([search(text) for text in texts()]), theirs["encode_query"]).min() >= 0.9999
 
 
@@ -201,6 +212,23 @@ def test_another_length_is_not_mixed_with_the_published_model(tmp_path: Path) ->
     bench.prepare("as the folder says", {"mode": "refresh"})
 
 
+def test_a_model_keeps_the_size_of_its_embeddings(tmp_path: Path) -> None:
+    bench = published_run(tmp_path, make_parent(tmp_path / "parent"), size=12)
+    card = (Path(bench.paths("one").model) / "README.md").read_text()
+    assert "- **Published vectors**: the first 12 numbers, float32\n" in card
+    bench.config["model"], before = {}, vectors(bench)
+    bench.config["embed"] |= {"dimensions": None}
+    bench.shard("more.jsonl", [{"id": f"doc{80 + n}", "text": f"{WORDS[n]} more"} for n in range(10)], folder="corpus")
+    bench.prepare("daily", {"mode": "refresh"})
+    assert bench.inputs("daily").config.embed.dimensions == 12
+    bench.ingest("daily")
+    for stage in (Stage.PLAN, Stage.EMBED, Stage.PUBLISH):
+        bench.stage(stage, "daily")
+    embedded = store.read_json(bench.paths("daily").result(Stage.EMBED))["metrics"]
+    assert (embedded["dimension"], embedded["copied"], embedded["documents"]) == (12, 80, 90)
+    np.testing.assert_array_equal(vectors(bench, "daily")[:80], before)
+
+
 def test_a_model_that_leaves_its_prompts_out_of_the_mean_is_refused(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     parent = make_parent(tmp_path / "parent", prompts=PROMPTS)
@@ -226,6 +254,12 @@ def without_normalize(folder: Path) -> None:
     path.write_text(json.dumps([module for module in json.loads(path.read_text()) if "Normalize" not in module["type"]]))
 
 
+def shorter(folder: Path) -> None:
+    made = folder.with_name("shorter")
+    save_folder(load_encoder(folder, ModelConfig(head=HeadConfig(hidden=48))), made, folder, dimensions=12)
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+
+
 def other_head(folder: Path) -> None:
     tensors = load_file(folder / "head.safetensors")
     save_file({**tensors, "b2": tensors["b2"] + 0.1}, folder / "head.safetensors")
@@ -245,8 +279,22 @@ def other_head(folder: Path) -> None:
         ({}, edit("tokenizer_config.json", truncation_side="left"), False),
         ({}, edit("config.json", layer_norm_eps=1e-3), False),
         ({}, other_head, False),
+        ({}, shorter, False),
     ],
-    ids=["card", "length", "dtype", "pooling", "normalize", "max_seq_length", "lower", "prompts", "tokenizer", "config", "head"],
+    ids=[
+        "card",
+        "length",
+        "dtype",
+        "pooling",
+        "normalize",
+        "max_seq_length",
+        "lower",
+        "prompts",
+        "tokenizer",
+        "config",
+        "head",
+        "size",
+    ],
 )
 def test_all_that_decides_a_vector_is_in_the_form(
     plan_run: Any, tmp_path: Path, settings: dict[str, Any], change: Callable[[Path], None] | None, same: bool

@@ -136,6 +136,33 @@ def cells(page: Page, first: str, count: int) -> list[str]:
     return page.text[page.text.index(first) + len(first) :].split()[:count]
 
 
+def test_classified_texts_have_a_table_of_their_own(plan_run: Any) -> None:
+    known = {
+        "queries": 310,
+        "units": 300,
+        "baseline": {"accuracy": 0.91, "macro-f1": 0.87},
+        "new": {"accuracy": 0.85, "macro-f1": 0.8},
+        "difference": {"accuracy": change(-0.06, 0.02)},
+    }
+    new = {"queries": 90, "units": 90, "new": {"accuracy": 0.71, "macro-f1": 0.65}}
+    run = weeks(plan_run)
+    scores = {**scores_of(0.0042), "candidates": 50_000, "slices": {**SLICES, "task:department": known, "task:color": new}}
+    gate = judge_model(scores, build_config({}).gate, None)
+    assert [rule["slice"] for rule in gate["guardrails"] if rule["metric"] == "accuracy"] == ["task:department"]
+    assert "accuracy of task:department fell by 0.06000, surely by more than 0.02" in gate["reason"]
+    store.write_json(run.paths.scorecard, {**scores, "gate": gate})
+    run.finish(Stage.EVALUATE, StageOutput(metrics={**scores_of(0.0042), "gate": gate}))
+    page = report_of(run)
+    rules, _, rest = page.text.partition("By slice")
+    slices, _, classified = rest.partition("Classified texts")
+    assert "task:department accuracy refused −0.0600" in rules
+    assert "task:department" not in slices
+    assert "task:search" not in classified
+    assert "task:department 310 0.8700 0.8000 0.9100 0.8500 −0.0600 −0.0800 … −0.0400" in classified
+    assert "task:color 90 – 0.6500 – 0.7100" in classified
+    Balanced(store.read_bytes(run.paths.report).decode())
+
+
 def test_every_rule_of_the_gate_with_its_interval_and_verdict(plan_run: Any) -> None:
     run = weeks(plan_run)
     scorecard = judged(run)
@@ -209,6 +236,25 @@ def test_last_week_may_be_unreadable(plan_run: Any) -> None:
     store.write_bytes(last, b"{}")
     page = report_of(run)
     assert f"{last}: the run's plan cannot be read" in page.text
+
+
+SIZES = [
+    {"size": 384, "bytes": 1536, "published": False, "ndcg@10": 0.6201},
+    {"size": 128, "bytes": 512, "published": True, "ndcg@10": 0.6162},
+    {"size": 64, "bytes": 256, "published": False, "ndcg@10": "none"},
+]
+
+
+def test_what_shorter_embeddings_lose(plan_run: Any) -> None:
+    run = weeks(plan_run)
+    judged(run, sizes=SIZES)
+    shown = " ".join(cells(report_of(run), "By size, ndcg@10", 25))
+    assert shown == (
+        "Numbers of an embedding New Difference to all Bytes of a document "
+        "384 0.6201 +0.0000 1,536 128 published 0.6162 −0.0039 512 64 – – 256"
+    )
+    judged(run, sizes=SIZES[:1])
+    assert "By size" not in report_of(run).text
 
 
 def test_drift(plan_run: Any) -> None:
@@ -541,7 +587,6 @@ def test_publications_and_pruning_know_nothing_of_the_history(tmp_path: Path) ->
     store.write_json(f"{root}/registry/current.json", pointer)
     keep_publication(root, "current", {**pointer, "embeddings_run": "week-000"})
     assert [record["run"] for record in publications(root, "current")] == ["week-000"]
-    assert prune._names(root) == {"current"}
     assert [Path(old.folder).name for old in prune.find(root, keep_days=0)] == ["daily-001", "daily-002"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pipeline.dataset.row_files import PUBLISHED, SCHEMAS, read_table
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.sampler import MASKED, read_order
 from pipeline.dataset.selection import holdout_slices
-from pipeline.dataset.steps import ORDER
+from pipeline.dataset.steps import ORDER, step_bins
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, ExitCode, MissingInput
 from pipeline.estimate import requirements as limits
@@ -173,6 +174,25 @@ def test_configured_steps_win_over_epochs(bench: Bench) -> None:
     order = np.fromfile(Path(bench.paths("epochs").rows) / ORDER, np.int32)
     assert (np.bincount(order[order != MASKED]) == 3).all()
     assert plan.train.steps * plan.world.ranks * 4 == len(order)
+
+
+def test_steps_of_one_task_and_locale(bench: Bench) -> None:
+    bench.shard(
+        "search.jsonl", [row | {"locale": ("de", "en")[number % 2]} for number, row in enumerate(rows(0, 90, task="search"))]
+    )
+    bench.shard("browse.jsonl", rows(90, 120, task="browse", locale="en"))
+    bench.config["train"] |= {"batch_by": "locale"}
+    bench.start("run")
+    plan, found = bench.plan("run"), bench.rows("run")
+    assert sorted(plan.train.strata) == ["browse/en", "search/de", "search/en"]
+    assert sum(plan.train.strata.values()) == plan.train.steps
+    order = read_order(
+        Path(bench.paths("run").rows) / ORDER, step_bins(plan.config, plan.world.ranks), plan.config.train.bin_shape.pairs
+    )
+    assert sorted(order[order != MASKED].tolist()) == sorted([*range(len(found))] * plan.config.train.epochs)
+    strata = [{f"{found[row]['task']}/{found[row]['locale']}" for row in step[step != MASKED].tolist()} for step in order]
+    assert Counter(name for step in strata for name in step) == plan.train.strata
+    assert all(len(step) == 1 for step in strata)
 
 
 def test_training_of_another_run_is_gone_on_with_on_fewer_nodes(bench: Bench) -> None:
@@ -499,6 +519,61 @@ def test_thirteen_weeks_never_evaluate_with_what_was_trained_on(bench: Bench) ->
             bench.publish(run, str(bench.model))
             bench.config["model"] = {}
         published[week] = lineage
+
+
+# ---- negatives -------------------------------------------------------------------------------------------------------
+
+
+def with_negatives(start: int, stop: int) -> list[dict[str, Any]]:
+    """Rows whose negatives are their own document, another one as its row has it, and two of a text of their own."""
+    return [
+        {**row, "negatives": [row["document"].upper(), other["document"], f"wrong {number}", f"bad {number} " + "far " * 60]}
+        for number, (row, other) in enumerate(zip(rows(start, stop), rows(start + 7, stop + 7), strict=True), start)
+    ]
+
+
+def negatives_of(row: dict[str, Any]) -> list[int]:
+    names = [name for name in row if name.startswith("negative_") and name.endswith("_hash")]
+    return [row[name] for name in names if row[name]]
+
+
+def test_negatives_of_a_row_are_trained_on_but_for_held_out_ones(
+    bench: Bench, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = with_negatives(0, 200)
+    bench.shard("a.jsonl", [*data, *rows(200, 210)])
+    bench.start("two", {"train": {"negatives": 2}})
+    tokenizer, by_document = TextTokenizer(model), {normalized_hash(row["document"]): row for row in data}
+    found = bench.rows("two")
+    usual = 0
+    for row in found:
+        texts = by_document.get(row["document_hash"], {"negatives": []})["negatives"][1:]
+        wanted = [text for text in texts if not held_out({"document": text})][:2]
+        usual += wanted == texts[:2] != []
+        assert negatives_of(row) == [normalized_hash(text) for text in wanted]
+        tokens = [each.tolist() for each in tokenizer.encode([*wanted, "", ""], 32)[: len(wanted)]]
+        assert [row[f"negative_{number}_tokens"] for number in range(2)] == [*tokens, [], []][:2]
+    assert 0 < usual < len(found)
+    warned = [record for record in caplog.records if "have negatives" in record.message]
+    assert warned == []
+    # Without the setting, they are not there, and plan says so.
+    bench.start("none")
+    [warned] = [record for record in caplog.records if "have negatives" in record.message]
+    assert warned.levelname == "WARNING"
+    assert not [name for name in bench.rows("none")[0] if name.startswith("negative")]
+
+
+def test_a_trained_negative_never_enters_the_hold_out(bench: Bench) -> None:
+    bench.shard("a.jsonl", with_negatives(0, 200))
+    bench.week("one", {"train": {"negatives": 3}, "data": {"holdout_fraction": 0.05}})
+    trained_negatives = {text for row in bench.rows("one") for text in negatives_of(row)}
+    # Documents that were negatives only until now.
+    bench.shard("b.jsonl", [{**row, "id": f"w{row['id']}", "document": row["negatives"][2]} for row in with_negatives(0, 200)])
+    bench.start("two", {"data": {"holdout_fraction": 0.5}})
+    held = {row["document_hash"] for row in bench.rows("two", "holdout.arrow")}
+    assert held
+    assert {text for text in trained_negatives if text * SLICES >> 64 < holdout_slices(0.5)}
+    assert not held & trained_negatives
 
 
 # ---- the published model ---------------------------------------------------------------------------------------------
@@ -933,7 +1008,7 @@ def test_a_reference_that_cannot_be_compared_with(bench: Bench, caplog: pytest.L
     refusal(MissingInput, lambda: bench.start("gone"), "files of the reference are gone", "one", "pin another run")
     QueryValues(((1, None),), {"ndcg@10": np.array([0.5])}).write(Path(bench.paths("one").query_values))
     assert bench.week("other", {"train": {"query_length": 10}}).reference is None
-    assert "has other tokens or lengths" in caplog.text
+    assert "has other tokens, lengths or metrics" in caplog.text
     store.write_bytes(bench.paths("one").plan, b'{"run": "of another version"}')
     bench.shard("d.jsonl", rows(400, 500))
     bench.start("old")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from transformers import BertConfig, BertModel
 
 from pipeline import store
@@ -100,12 +101,19 @@ def test_every_format_in_object_storage(bench: Bench, model: Path, s3_root: str,
 
 
 @pytest.mark.parametrize(
-    ("bf16", "computes"), [(True, "cpu in bf16"), (False, "cpu in fp32: no bf16 instructions, so about half as fast")]
+    ("instructions", "seconds", "computes"),
+    [
+        (True, 1.0, "cpu in bf16"),
+        (True, 3.0, "cpu in fp32: bf16 is no faster here"),
+        (False, 1.0, "cpu in fp32: bf16 is no faster here"),
+    ],
 )
 def test_the_metrics_say_which_precision_auto_chose_and_why(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, bf16: bool, computes: str
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, instructions: bool, seconds: float, computes: str
 ) -> None:
-    monkeypatch.setattr("pipeline.backends.device.processor_computes_bf16", lambda: bf16)
+    monkeypatch.setattr("pipeline.backends.device.processor_computes_bf16", lambda: instructions)
+    times = {torch.bfloat16: seconds, torch.float32: 2.0}
+    monkeypatch.setattr("pipeline.backends.device.product_seconds", times.__getitem__)
     bench.shard("a.jsonl", rows(0, 130))
     bench.config["device"]["precision"] = "auto"
     assert bench.prepare("run").metrics["computes"] == computes
@@ -295,6 +303,17 @@ def test_an_input_that_contradicts_the_plan_is_refused(bench: Bench) -> None:
         ({"compile": {"cache": "local/cache"}}, ["compile.cache", "s3://"]),
         ({"device": {"loader": {"batches_per_execution": 2}}}, ["batches_per_execution = 2", "sync_points"]),
         ({"model": {"pooling": "max"}}, ["model.pooling"]),
+        ({"train": {"dimensions": [16, 8, 16]}}, ["train.dimensions", "stands there twice"]),
+        (
+            {"train": {"dimensions": [16, 32]}, "embed": {"dimensions": 40}},
+            ["train.dimensions: 32", "embed.dimensions: 40", "below 32"],
+        ),
+        ({"train": {"dimensions": [24]}, "model": {"head": [{"out": 40}, {"out": 24}]}}, ["train.dimensions: 24", "below 24"]),
+        ({"model": {"head": []}}, ["model.head", "either `hidden` or a list of layers"]),
+        ({"model": {"head": {"hidden": 8, "layers": [{"out": 8}]}}}, ["model.head", "either `hidden` or a list of layers"]),
+        ({"model": {"head": [{"out": 0}]}}, ["model.head.layers.0.out"]),
+        ({"model": {"head": [{"out": 8, "activation": "selu"}]}}, ["model.head.layers.0.activation"]),
+        ({"model": {"head_key": "mlp"}}, ["model.head_key", "exactly one {}"]),
         ({"model": {"parent": None}}, ["registry/current.json", "set model.initial"]),
         ({"model": {"parent": None}, "registry": None}, ["registry = None", "set model.initial"]),
     ],

@@ -13,7 +13,7 @@ import pytest
 from pipeline import store
 from pipeline.contract import Stage, reference_uri, registry_uri
 from pipeline.dataset.deletions import Deletions
-from pipeline.dataset.ids import IdDigest, id_hash
+from pipeline.dataset.ids import IdDigest, id_hash, id_hashes
 from pipeline.dataset.parts import PartWriter
 from pipeline.dataset.row_files import read_table
 from pipeline.dataset.rows import normalized_hash
@@ -55,9 +55,7 @@ def rewrite_part(run: Any, tmp_path: Path, ids: list[str], index: int = 1) -> No
     with PartWriter(path, 32, "float32") as writer:
         writer.write(ids, np.ones((len(ids), 32), np.float32))
     artifact = store.upload(path, run.paths.part(index, 4))
-    digest = IdDigest()
-    for identifier in ids:
-        digest.add(identifier)
+    digest = IdDigest.of(id_hashes(ids))
     uri = run.paths.part_manifest(index, 4)
     store.write_json(uri, store.read_json(uri) | {"sha256": artifact.sha256, "size": artifact.size, "ids": str(digest)})
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import store
+from pipeline.commands.search import open_search
 from pipeline.contract import Stage
 from pipeline.errors import MissingInput, Superseded
 from pipeline.run.registry import change_pointer, publications, read_pointer
@@ -127,6 +128,10 @@ def test_a_refresh_embeds_what_changed_and_equals_a_whole_embedding(bench: Bench
     assert found["copied_bytes"] == found["copied"] * 32 * 4
     assert 0 < found["tokens"] < whole["tokens"] * 0.06
     assert (pointer(bench).run, pointer(bench).embeddings_run) == ("one", "daily")
+    if precision == "fp32":
+        # What is searched is the refresh's: its documents, and their texts.
+        hits = {hit.id: hit.text for hit in open_search(state=Path(bench.root).parent)("a new one", 91)}
+        assert (hits.keys(), hits["new"], hits["doc7"]) == (after.keys(), "a new one", "another text")
     # The same corpus embedded as a whole: nothing to copy from.
     full = embedded_whole(bench, "whole")
     # bf16 lets two batches differ, whatever is in them; by one rounding at least.

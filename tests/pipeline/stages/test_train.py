@@ -23,6 +23,7 @@ from pipeline.dataset.seen import read_record
 from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.dropout import BitDropout
 from pipeline.model.encoder import Encoder
+from pipeline.model.folder import load_encoder
 from pipeline.plan import ResumedRun
 from pipeline.ports import free_port
 from pipeline.run.context import StageOutput
@@ -113,6 +114,18 @@ def test_learns_and_leaves_what_the_contract_names(training_run: PlanTraining, c
     assert sentence_transformer(run.paths.model).encode(["bake limo"]).shape == (1, 32)
     seen = read_record(run.paths.bucket_root, run.plan.run)
     assert (seen.rows, seen.steps, seen.lineage) == (150, 40, (run.plan.run,))
+
+
+def test_the_layers_of_a_head_learn(training_run: PlanTraining) -> None:
+    layers = [{"out": 48, "activation": "gelu"}, {"out": 24}]
+    run = training_run(steps=2, head=layers)
+    before = load_encoder(Path(run.plan.parent.folder), run.plan.config.model).head_layers
+    train(run)
+    after = load_encoder(Path(run.paths.model), run.plan.config.model).head_layers
+    for name, layer in before.items():
+        assert not torch.equal(layer.weight, after[name].weight)
+        assert not torch.equal(layer.bias, after[name].bias)
+    assert sentence_transformer(run.paths.model).encode(["bake limo"]).shape == (1, 24)
 
 
 def test_processors_compute_no_padding_and_drop_by_bits(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,12 +325,12 @@ def test_ranks_that_drift_apart_are_noticed_at_the_next_checkpoint(
         )
         for rank in range(2)
     ]
-    said, _ = ranks[1].communicate(timeout=120)
+    said, _ = ranks[1].communicate(timeout=600)
     assert ranks[1].returncode == 4
     assert "this rank's weights are not the leader's" in said
     assert "rank 1: 2 sums differ" in said
     ranks[0].kill()
-    ranks[0].communicate(timeout=30)
+    ranks[0].communicate(timeout=600)
 
 
 def test_loss_that_is_not_finite_is_named_by_step_and_rows(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,7 +351,7 @@ def test_a_denied_run_folder_ends_the_stage_with_its_code_and_remedy(
     store.write_json(paths.input, {})
     faulty(Rule(Answer(403, "AccessDenied"), method="GET", times=None))
     command = [sys.executable, "-m", "pipeline.cli", "stage", "prepare", "--run", paths.root]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 66
     last = ended.stderr.splitlines()[-4:]
     assert "denied" in last[0]

@@ -18,17 +18,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BertConfig, MPNetConfig, PreTrainedConfig, XLMRobertaConfig
+from transformers import BertConfig, ModernBertConfig, MPNetConfig, PreTrainedConfig, XLMRobertaConfig
 
 from pipeline.config import RunConfig, build_config
+from pipeline.model.classifier import add_classifiers
 from pipeline.model.encoder import Encoder, new_encoder
 from pipeline.model.folder import inspect_folder
 from pipeline.run.world import World
 from pipeline.training import step
-from pipeline.training.lowered_step import lower_training
+from tests.pipeline.training.lowering import lower_training
 from tests.tiny import make_model
 
 BASE = {"train": {"batch_size": 2, "query_length": 4, "length": 16, "batch_tokens": 48}}
+CLASSES: dict[str, Any] = {
+    "data": {"holdout_by": "query", "corpus": ["s3://bucket/corpus"]},
+    "train": {"batch_by": "task", "classes": {"color": ["warm", "cold"], "size": ["large", "small", "none"]}},
+}
 SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     # name: rank, ranks, settings, precision
     "rank 0": (0, 64, {}, "fp32"),
@@ -50,29 +55,44 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "sharded, rank 63": (63, 64, {"train": {"shard_optimizer": True}}, "fp32"),
     "sharded, accumulation": (0, 64, {"train": {"shard_optimizer": True, "accumulation": 2}}, "fp32"),
     "frozen words": (0, 64, {"train": {"freeze_word_embeddings": True}}, "fp32"),
+    "sizes": (0, 64, {"train": {"dimensions": [16, 8]}}, "fp32"),
+    "sizes, rank 63": (63, 64, {"train": {"dimensions": [8, 16]}}, "fp32"),
+    "classes": (0, 64, CLASSES, "fp32"),
+    "classes, rank 63": (63, 64, CLASSES, "fp32"),
+    "classes, sharded": (0, 64, {**CLASSES, "train": {**CLASSES["train"], "shard_optimizer": True}}, "fp32"),
     "cut": (0, 64, {"train": {"batch_size": 4, "micro_batches": 2, "dropout": 0.1}}, "fp32"),
     "cut, rank 63": (63, 64, {"train": {"batch_size": 4, "micro_batches": 2, "dropout": 0.1}}, "fp32"),
+    "cut, alone": (0, 1, {"train": {"batch_size": 4, "micro_batches": 2, "dropout": 0.1}}, "fp32"),
     "cut, one sync": (0, 64, {"train": {"batch_size": 4, "micro_batches": 2}, "device": {"sync_points": 1}}, "fp32"),
     "cut, accumulation": (0, 64, {"train": {"batch_size": 4, "micro_batches": 2, "accumulation": 2}}, "fp32"),
 }
 
 
-FAMILIES = {"bert": BertConfig, "xlm-roberta": XLMRobertaConfig, "mpnet": MPNetConfig}
+FAMILIES = {"bert": BertConfig, "xlm-roberta": XLMRobertaConfig, "mpnet": MPNetConfig, "modernbert": ModernBertConfig}
 LAYERS = (2, 5)
+CUT = {"batch_size": 4, "micro_batches": 2}
+FORMS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", sharded": {"shard_optimizer": True},
+    ", cut": CUT,
+    ", cut, sharded": {**CUT, "shard_optimizer": True},
+}
 
 
 def lower(folder: Path, rank: int, ranks: int, settings: dict[str, Any], precision: str) -> list[dict[str, Any]]:
     """The graphs of a step."""
     config = build_config(BASE, settings)
     backbone, _ = inspect_folder(folder, config.model)
-    return lower_encoder(new_encoder(backbone, config.model), config, precision, World(rank=rank, size=ranks))
+    encoder = new_encoder(backbone, config.model)
+    add_classifiers(encoder, folder, config.train.classes)
+    return lower_encoder(encoder, config, precision, World(rank=rank, size=ranks))
 
 
-def lower_family(family: type[PreTrainedConfig], layers: int, *, sharded: bool) -> list[dict[str, Any]]:
+def lower_family(family: type[PreTrainedConfig], layers: int, train: dict[str, Any]) -> list[dict[str, Any]]:
     """The graphs of an encoder of this family, in bf16."""
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
     backbone = family(vocab_size=105, pad_token_id=1, num_hidden_layers=layers, **sizes)
-    config = build_config(BASE, {"train": {"shard_optimizer": sharded}})
+    config = build_config(BASE, {"train": train})
     return lower_encoder(new_encoder(backbone, config.model), config, "bf16", World(rank=1, size=64))
 
 
@@ -121,8 +141,8 @@ def main(folder: Path) -> None:
     found = {name: lower(folder, *settings) for name, settings in SETTINGS.items()}
     for name, family in FAMILIES.items():
         for layers in LAYERS:
-            for sharded in (False, True):
-                found[f"{name}, {layers} layers{', sharded' * sharded}"] = lower_family(family, layers, sharded=sharded)
+            for form, train in FORMS.items():
+                found[f"{name}, {layers} layers{form}"] = lower_family(family, layers, train)
     planted = [rank_in_the_graph(folder, rank) for rank in (0, 63)]
     for graphs in (graph for step_graphs in (*found.values(), *planted) for graph in step_graphs):
         # The number of operations that a text has, to hold the description against; texts are large.

@@ -13,7 +13,7 @@ import pyarrow as pa
 from pipeline import store
 from pipeline.config import build_config
 from pipeline.contract import RunPaths, now
-from pipeline.dataset.row_files import SCHEMAS, PairLengths
+from pipeline.dataset.row_files import SCHEMAS, row_schemas
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.steps import write_steps
 from pipeline.dataset.tokens import TextTokenizer
@@ -22,7 +22,7 @@ from pipeline.model.folder import WEIGHTS, inspect_folder
 from pipeline.plan import EmbedPlan, HoldoutPlan, RowFile, RunPlan, Shard, TrainPlan
 from pipeline.run_inputs import Parent, PlannedWorld
 from tests.pipeline.ingesting import tokenizer_plan
-from tests.tiny import WORDS, make_model
+from tests.tiny import WORDS, Head, head_form, make_model
 
 SETTINGS = {
     "seed": 5,
@@ -48,13 +48,13 @@ def pairs(count: int, seed: int) -> list[tuple[str, str]]:
     return [(" ".join(rng.permutation(words)[:2]), " ".join(words)) for words in documents]
 
 
-def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, rows: int, held: int) -> None:
-    """The Arrow files of a run's rows."""
+def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, rows: int, held: int, negatives: int = 0) -> None:
+    """The Arrow files of a run's rows, which have so many negatives at most, by turns."""
     folder.mkdir(parents=True)
     tokenizer = TextTokenizer(model)
     train, holdout = pairs(rows, 1), pairs(held, 2)
     documents = tokenizer.encode([document for _, document in train], longest)
-    files: dict[str, Mapping[str, Any]] = {
+    files: dict[str, dict[str, Any]] = {
         "train.arrow": {
             "query_tokens": tokenizer.encode([query for query, _ in train], query_length),
             "document_tokens": documents,
@@ -64,8 +64,10 @@ def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, ro
             "version": [normalized_hash(query) | 1 for query, _ in train],
             "new": [True] * rows,
             "task": [None] * rows,
+            "locale": [None] * rows,
             "shard": [0] * rows,
             "line": list(range(1, rows + 1)),
+            "class": [-1] * rows,
         },
         "holdout.arrow": {
             "id": [f"held-{index}" for index in range(held)],
@@ -85,8 +87,15 @@ def write_rows(folder: Path, model: Path, query_length: int, longest: int, *, ro
         },
         "known.arrow": {name: [] for name in SCHEMAS["known.arrow"].names},
     }
+    for number in range(negatives):
+        texts = [document if row % (negatives + 1) > number else "" for row, (_, document) in enumerate(pairs(rows, 3 + number))]
+        tokens = tokenizer.encode(texts, longest)
+        files["train.arrow"] |= {
+            f"negative_{number}_tokens": [each if text else [] for each, text in zip(tokens, texts, strict=True)],
+            f"negative_{number}_hash": [normalized_hash(text) if text else 0 for text in texts],
+        }
     for name, columns in files.items():
-        table = pa.table(columns, schema=SCHEMAS[name])
+        table = pa.table(columns, schema=row_schemas(pa.uint16(), negatives)[name])
         with pa.ipc.new_file(str(folder / name), table.schema) as writer:
             writer.write_table(table, max_chunksize=50)
 
@@ -99,7 +108,7 @@ def plan_training(
     nodes: int = 1,
     steps: int | None = None,
     rows: int = 150,
-    head: int | None = None,
+    head: Head | None = None,
     kind: str = "cpu",
     parent: Path | None = None,
     sections: Mapping[str, Any] | None = None,
@@ -111,16 +120,17 @@ def plan_training(
         parent: a model folder; None: a tiny random one is made.
         sections: settings beside those of `train`.
     """
-    model = {"model": {"head": {"hidden": head}}} if head else {}
+    model = {"model": {"head": head_form(head)}}
     config = build_config(SETTINGS, {"device": {"kind": kind}, "train": train}, model, sections or {})
     settings = config.train
     if parent is None:
         make_model(local / "parent", head=head)
     else:
         shutil.copytree(parent, local / "parent")
-    write_rows(local / "rows", local / "parent", settings.query_length, settings.length, rows=rows, held=40)
+    lengths = settings.query_length, settings.length
+    write_rows(local / "rows", local / "parent", *lengths, rows=rows, held=40, negatives=settings.negatives)
     enough = build_config(config.model_dump(mode="json"), {"train": {"steps": steps}} if steps else {})
-    counts = write_steps(local / "rows", PairLengths(local / "rows" / "train.arrow"), rows, enough, ranks)
+    counts = write_steps(local / "rows", rows, enough, ranks)
     files = {
         name: RowFile(sha256=artifact.sha256, size=artifact.size, rows={"train.arrow": rows}.get(name, 40))
         for name, artifact in store.upload_folder(local / "rows", paths.rows).items()

@@ -101,7 +101,7 @@ def main(folder: Path) -> None:
 def lower() -> None:
     """The graphs of a step of 64 ranks, as the first and the last of them would compile them."""
     # Imported here: it takes over the process.
-    from pipeline.training.lowered_step import lower_training
+    from tests.pipeline.training.lowering import lower_training
 
     config = build_config({"train": {"batch_size": 32, "query_length": 32, "length": 128, "micro_batches": 2}})
     found: dict[str, Any] = {"ranks": {}}

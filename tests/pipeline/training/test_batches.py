@@ -11,7 +11,7 @@ import torch
 
 from pipeline.backends.device import Batch
 from pipeline.config import build_config
-from pipeline.dataset.row_files import PairLengths, read_table
+from pipeline.dataset.row_files import read_table
 from pipeline.dataset.steps import step_bins, write_steps
 from pipeline.model.loss import DocumentRole
 from pipeline.packing import texts_per_row
@@ -54,7 +54,7 @@ def open_batches(
     if not ordered.exists():
         ordered.mkdir()
         (ordered / "train.arrow").symlink_to(folder / "train.arrow")
-        write_steps(ordered, PairLengths(folder / "train.arrow"), 101, config, size)
+        write_steps(ordered, 101, config, size)
     return TrainingBatches(
         ordered,
         World(rank=rank, size=size),

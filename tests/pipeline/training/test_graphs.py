@@ -25,6 +25,7 @@ from pipeline.run.world import World
 from pipeline.training.host_state import OPTIMIZER_FILE, host_state, load_optimizer
 from pipeline.training.step import build_optimizer
 from tests.pipeline.training.planned import plan_training
+from tests.tiny import Head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -57,10 +58,11 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """A function that plans a run on kind xla in the module's bucket."""
     root = tmp_path_factory.mktemp("xla")
 
-    def planned(name: str, *, seed: int = 5, **settings: Any) -> Run:
-        paths = RunPaths(str(root / "bucket" / "runs" / name))
+    def planned(name: str, *, seed: int = 5, head: Head = 16, **settings: Any) -> Run:
+        # The models of a bucket have one form.
+        paths = RunPaths(str(root / ("bucket" if head == 16 else "another-bucket") / "runs" / name))
         sections = {**SMALL, "seed": seed, **settings.pop("sections", {})}
-        return paths, plan_training(paths, root / name, kind="xla", head=16, sections=sections, **settings)
+        return paths, plan_training(paths, root / name, kind="xla", head=head, sections=sections, **settings)
 
     return planned
 
@@ -181,6 +183,7 @@ def test_deliberate_breaks_are_caught(compiled: Run, planned: Callable[..., Run]
     [
         pytest.param({"accumulation": 2}, id="accumulation", marks=pytest.mark.long),
         pytest.param({"micro_batches": 4, "dropout": 0.1}, id="micro-batches"),
+        pytest.param({"head": [{"out": 48, "activation": "gelu"}, {"out": 24, "activation": "tanh"}]}, id="layers as head"),
         pytest.param(
             {"micro_batches": 2, "accumulation": 2, "activation_checkpointing": True},
             id="micro-batches added up",

@@ -11,7 +11,7 @@ from tests.pipeline.training.conftest import Lowering
 
 pytestmark = pytest.mark.long
 
-FAMILIES, LAYERS = ("bert", "xlm-roberta", "mpnet"), (2, 5)
+FAMILIES, LAYERS = ("bert", "xlm-roberta", "mpnet", "modernbert"), (2, 5)
 """As tests.pipeline.training.lowered has them, which loads torch-xla."""
 
 ACROSS_64 = {"all-gather x64": 1, "all-reduce x64": 2, "reduce-scatter x64": 1}
@@ -45,6 +45,8 @@ def test_collectives_span_all_ranks(lowering: Lowering) -> None:
         ("cut, rank 63", "cut"),
         ("sharded, rank 63", "sharded"),
         ("bf16 weights, rank 63", "bf16 weights"),
+        ("sizes, rank 63", "sizes"),
+        ("classes, rank 63", "classes"),
     ],
 )
 def test_every_rank_compiles_the_same(rank: str, zero: str, lowering: Lowering) -> None:
@@ -76,6 +78,29 @@ def test_autocast_leaves_the_optimizer_alone(lowering: Lowering) -> None:
 
 def test_the_learning_rate_is_data(lowering: Lowering) -> None:
     assert fingerprints(lowering, "rate") == fingerprints(lowering, "rank 0")
+
+
+def test_matryoshka_sizes_share_one_gather(lowering: Lowering) -> None:
+    """Prefixes are taken of what all ranks have gathered, and nothing is updated in place."""
+    assert collectives(lowering, "sizes") == collectives(lowering, "rank 0")
+    (backward, update), (plain, same) = (lowering["lowered"][name] for name in ("sizes", "rank 0"))
+    # The scores of each size, and their gradients with respect to queries and documents.
+    assert backward["operations"]["dot"] == plain["operations"]["dot"] + 2 * 3
+    assert backward["operations"]["scatter"] == 1
+    assert "dynamic-update-slice" not in backward["operations"]
+    assert update["fingerprint"] == same["fingerprint"]
+
+
+@pytest.mark.parametrize("name", ["classes", "classes, sharded"])
+def test_a_task_with_classes_has_one_graph_more(name: str, lowering: Lowering) -> None:
+    """A backward graph for pairs and one for each task, which meets no other rank's embeddings; all share the update."""
+    pairs, update, color, again, size, third = fingerprints(lowering, name)
+    assert update == again == third
+    assert len({pairs, color, size}) == 3
+    of_pairs, _, of_color, _, of_size, _ = collectives(lowering, name)
+    assert of_pairs["all-gather x64"] == 1
+    assert "all-gather x64" not in of_color
+    assert of_color == of_size
 
 
 def test_sync_points_cut_a_step(lowering: Lowering) -> None:
@@ -166,6 +191,19 @@ def test_the_optimizer_does_not_grow_with_the_layers(family: str, sharded: str, 
     }
     assert many.get("power", 0) <= 4
     assert many["constant"] <= 30
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sharded", ["", ", sharded"])
+def test_gradients_that_add_up_bring_no_constants_of_their_own(family: str, sharded: str, lowering: Lowering) -> None:
+    """A scale and a zero for each would be two of a parameter: hundreds of a large encoder."""
+    few, many = (lowering["lowered"][f"{family}, {layers} layers, cut{sharded}"][-1]["operations"] for layers in LAYERS)
+    assert few["constant"] == many["constant"] <= 31
+
+
+def test_every_gradient_of_several_ranks_is_scaled_to_a_mean(lowering: Lowering) -> None:
+    gang, alone = (lowering["lowered"][name][-1]["operations"]["multiply"] for name in ("cut", "cut, alone"))
+    assert gang - alone == 37  # parameters of the tiny model
 
 
 def test_descriptions_count_what_the_text_says(lowering: Lowering) -> None:

@@ -216,7 +216,7 @@ def test_on_two_ranks_too(folder: Path) -> None:
         )
         for rank in range(2)
     ]
-    answers = [rank.communicate(timeout=180) for rank in ranks]
+    answers = [rank.communicate(timeout=900) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], answers
     for out, _ in answers:
         for off, largest in json.loads(out.splitlines()[-1]):

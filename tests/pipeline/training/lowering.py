@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
@@ -19,8 +20,11 @@ from torch import Tensor
 
 from pipeline.backends.hlo import GraphDescription, describe
 from pipeline.backends.lazy import LazyDevice
-from pipeline.config import LoaderConfig
+from pipeline.config import LoaderConfig, RunConfig
+from pipeline.model.encoder import Encoder
 from pipeline.run.world import World
+from pipeline.training.step import RecentLosses, build_optimizer, prepare_encoder, step_seed, train_step
+from pipeline.training.trial import TrialBatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +84,48 @@ def _is_pending(tensor: Tensor) -> bool:
     information = torch_xla._XLAC._get_xla_tensor_debug_info(tensor)
     recorded = next((line for line in information.splitlines() if line.startswith("IR: ")), "IR: None")
     return recorded != "IR: None" and "xla::device_data" not in recorded and "prim::Constant" not in recorded
+
+
+def lower_training(encoder: Encoder, config: RunConfig, precision: str, world: World) -> list[LoweredGraph]:
+    """Return the graphs of a step of each form (`train.classes` makes others) in the order of the sync points.
+
+    Args:
+        encoder: on the host; it is moved to the lowering device.
+        precision: resolved.
+        world: the rank whose graphs are asked for, and how many there are.
+    """
+    device = LoweringDevice(precision, world, config.device.loader)
+    prepare_encoder(encoder, config.train, device)
+    encoder.to(device.torch_device).train()
+    optimizer = build_optimizer(encoder, config.train, device, adds_up=config.adds_up(device.kind))
+    losses = RecentLosses(config.train.log_every, device)
+    device.results = lambda: _results(encoder, optimizer, losses)
+    device.sync()
+    batches = TrialBatches(config, world, encoder.config.vocab_size, config.cuts_batches(device.kind), steps=1)
+    steps, batches_of_step = 1 + len(config.train.classes), config.train.accumulation
+    device.graphs_lowered.clear()
+    for position, batch in enumerate(batches.iterate(0, steps)):
+        train_step(
+            encoder,
+            optimizer,
+            device,
+            {name: tensor.to(device.torch_device) for name, tensor in batch.items()},
+            config.train,
+            losses,
+            seed_of=partial(step_seed, config.seed, position, 0),
+            last=position % batches_of_step == batches_of_step - 1,
+            sync_points=config.device.sync_points,
+        )
+        device.sync()
+    return list(device.graphs_lowered)
+
+
+def _results(encoder: Encoder, optimizer: torch.optim.Optimizer, losses: RecentLosses) -> Iterator[Tensor]:
+    for parameter in encoder.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+        yield from optimizer.state.get(parameter, {}).values()
+    for group in optimizer.param_groups:
+        yield group["lr"]
+    yield from losses.tensors

@@ -1,0 +1,202 @@
+"""The section `train` of the run configuration: what training learns from, and how it computes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from pipeline.config.sections import Fraction, KeyRole, PositiveInt, RunId, Section, matching, refuse_if
+from pipeline.packing import MICRO_BATCH_TOKENS, PAIR_TOKENS, BinShape, bins_of, largest_divisor
+
+TaskName = Annotated[str, matching(re.compile(r"[A-Za-z0-9_-]{1,64}"))]
+Classes = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2)]
+
+
+class TrainConfig(Section):
+    """Contrastive training of the bi-encoder."""
+
+    steps: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        None, description="Optimizer steps; None: `epochs` over the run's rows."
+    )
+    epochs: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        1, description="Passes over the run's training rows, unless `steps` is set."
+    )
+    batch_size: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        128,
+        description="Pairs per rank whose documents compete, at most: as many as their tokens leave room for.",
+    )
+    batch_tokens: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        None, description=f"Tokens per rank of a batch's packed rows. None: {PAIR_TOKENS} x batch_size x (1 + negatives)."
+    )
+    negatives: Annotated[int, Field(ge=0, le=64), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        0, description="Negatives of a row, the first ones, that compete for the queries of its batch, too."
+    )
+    symmetric: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        False, description="Also let the batch's queries compete for each document: the mean of both losses."
+    )
+    batch_by: Annotated[Literal["any", "task", "locale"], KeyRole.LEARNED] = Field(
+        "any",
+        description="Which pairs share a step, and compete: any; those of one task; or those of one task and locale.",
+    )
+    sampling_temperature: Annotated[float, KeyRole.LEARNED] = Field(
+        1.0,
+        ge=1,
+        description="With batch_by: steps of each task, or task and locale, in the ratio of rows ** (1 / this). 1: every pair "
+        "comes once an epoch; the larger, the more alike are their numbers of steps.",
+    )
+    task_weights: Annotated[dict[str, Annotated[float, Field(gt=0)]], KeyRole.LEARNED] = Field(
+        default_factory=dict, description="With batch_by: factors of the tasks' steps, 1 where there is none: {TASK: FACTOR}."
+    )
+    classes: Annotated[dict[TaskName, Classes], KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        default_factory=dict,
+        description="Tasks whose rows are classified, and their classes: {TASK: [CLASS, ...]}. The document of such a row names "
+        "its class. Needs a batch_by other than any.",
+    )
+    class_weights: Annotated[dict[TaskName, dict[str, Annotated[float, Field(gt=0)]]], KeyRole.LEARNED] = Field(
+        default_factory=dict,
+        description="Factors of texts' losses by class, 1 where there is none: {TASK: {CLASS: FACTOR}}. A step's loss is "
+        "the weighted mean.",
+    )
+    accumulation: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        1, description="Batches whose gradients are added up before an optimizer step: a larger batch in the same memory."
+    )
+    micro_batches: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        None,
+        description="Equal pieces of a batch, a divisor of batch_size, that pass through the encoder one at a time: less memory, "
+        f"the same loss, two forward passes. None: as few as have {MICRO_BATCH_TOKENS} tokens; cpu and cuda take all at once.",
+    )
+    activation_checkpointing: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
+        False, description="Compute each layer's activations again in the backward pass instead of keeping them."
+    )
+    shard_optimizer: Annotated[Literal["auto"] | bool, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE] = Field(
+        "auto",
+        description="Each rank keeps one share of the optimizer's state instead of all of it, and ranks gather the weights after "
+        "each step. auto: where 16 bytes per parameter exceed a quarter of a device's memory (neuron, cuda).",
+    )
+    bf16_weights: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        False, description="Keep weights and gradients in bf16, and fp32 weights, which AdamW updates, only in the ranks' shares."
+    )
+    freeze_word_embeddings: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        False, description="Leave the word embeddings as they are: no gradient, no optimizer state. For large vocabularies."
+    )
+    query_length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        32, description="Tokens at which queries are cut."
+    )
+    length: Annotated[int, Field(ge=4), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        256, description="Tokens of a packed row, and those at which documents are cut."
+    )
+    learning_rate: Annotated[float, KeyRole.LEARNED] = Field(2e-5, gt=0, description="Peak learning rate of AdamW.")
+    schedule: Annotated[Literal["cosine", "linear", "constant"], KeyRole.LEARNED] = Field(
+        "cosine", description="After the warmup."
+    )
+    warmup_fraction: Annotated[Fraction, KeyRole.LEARNED] = Field(
+        0.1, description="Share of the steps in which the learning rate rises linearly to its peak."
+    )
+    final_lr_fraction: Annotated[Fraction, KeyRole.LEARNED] = Field(0.0, description="The last rate, as a share of the peak.")
+    weight_decay: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(0.01, ge=0, description="Decoupled weight decay.")
+    beta1: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        0.9, ge=0, lt=1, description="AdamW's decay rate of the first moment."
+    )
+    beta2: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        0.999, ge=0, lt=1, description="AdamW's decay rate of the second moment."
+    )
+    epsilon: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    clip_norm: Annotated[float | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        1.0, gt=0, description="Largest norm of the gradient of a step; None: no clipping."
+    )
+    dimensions: Annotated[tuple[PositiveInt, ...], KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        (),
+        description="Matryoshka sizes: train the first so many numbers of an embedding to be one, too. The loss is the sum over "
+        "these sizes and the full one, each with weight 1.",
+    )
+    temperature: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        0.05, gt=0, description="Divisor of the similarities in the contrastive loss."
+    )
+    dropout: Annotated[Annotated[float, Field(ge=0.0, lt=1.0)] | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+        None, description="Dropout of hidden states in training; None: the model's own. Attention probabilities have none."
+    )
+    resume: Annotated[RunId | None, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
+        None, description="Id of a run whose training this run resumes, on other nodes or ranks. None: begin with the parent."
+    )
+    log_every: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.GRAPH, KeyRole.RESUMABLE] = Field(
+        10, description="Steps between two lines of training metrics."
+    )
+    validate_every: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
+        100, description="Steps between two evaluations on hold-out queries."
+    )
+    validation_queries: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.RESUMABLE] = Field(
+        512, description="Hold-out queries of the evaluation inside training."
+    )
+    checkpoint_every: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        200, description="Steps between two checkpoints."
+    )
+    keep_checkpoints: Annotated[PositiveInt, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        3, description="Newest checkpoints to keep; training removes older ones, except those of keep_every and keep_best."
+    )
+    keep_every: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        None, description="Also keep the checkpoints of steps that are multiples of this; None: no others."
+    )
+    keep_best: Annotated[bool, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
+        True, description="Also keep the checkpoint with the best validation of gate.metric."
+    )
+
+    @model_validator(mode="after")
+    def _sampled_by_something(self) -> TrainConfig:
+        refuse_if(
+            self.batch_by == "any" and (self.sampling_temperature != 1 or self.task_weights),
+            "sampling_temperature and task_weights choose between batches of one task, and batch_by = any mixes tasks: set "
+            "batch_by to task or locale",
+        )
+        return self
+
+    @field_validator("classes")
+    @classmethod
+    def _each_class_once(cls, classes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        for task, names in classes.items():
+            refuse_if(len({" ".join(name.casefold().split()) for name in names}) < len(names), f"{task} has a class twice")
+        return dict(sorted(classes.items()))
+
+    @model_validator(mode="after")
+    def _classifies_apart(self) -> TrainConfig:
+        refuse_if(
+            self.classes and self.batch_by == "any",
+            "a step has one loss, and batch_by = any mixes tasks with classes and others: set batch_by to task or locale",
+        )
+        for task, weights in self.class_weights.items():
+            unknown = sorted({*weights} - {*self.classes.get(task, ())})
+            refuse_if(unknown, f"class_weights: {task} has no class {', '.join(unknown)} in classes")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> TrainConfig:
+        count = self.micro_batches or 1
+        refuse_if(
+            self.batch_size % count,
+            f"micro_batches = {count} does not divide batch_size = {self.batch_size}, but all micro-batches "
+            f"have the same size: set micro_batches = {largest_divisor(self.batch_size, count)}, or leave it out",
+        )
+        return self
+
+    @field_validator("dimensions")
+    @classmethod
+    def _each_size_once(cls, dimensions: tuple[int, ...]) -> tuple[int, ...]:
+        refuse_if(len({*dimensions}) < len(dimensions), "a size stands there twice: its loss would count twice")
+        return tuple(sorted(dimensions, reverse=True))  # the graph does not depend on the order in which they are written
+
+    @property
+    def bins(self) -> int:
+        """Micro-batches into which a rank's batch is packed, also where they are computed at once."""
+        return self._packed[0]
+
+    @property
+    def bin_shape(self) -> BinShape:
+        """The shape of each."""
+        return self._packed[1]
+
+    @property
+    def _packed(self) -> tuple[int, BinShape]:
+        documents = 1 + self.negatives
+        tokens = self.batch_tokens or PAIR_TOKENS * documents * self.batch_size
+        return bins_of(self.batch_size, tokens, self.length, self.micro_batches, documents)

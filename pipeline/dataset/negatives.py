@@ -1,0 +1,71 @@
+"""The negatives of rows: documents that do not answer the query, named by the row itself, or by others of the same query."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.dataset.ingested import SLICES, Hashes, mixed, string_hashes
+from pipeline.dataset.tokens import cut
+from pipeline.run_inputs import TokenizerPlan
+
+JUDGED = 4
+"""Documents that other rows give a row, at most: each is stored with every row of its query."""
+
+
+def add_judged(rows: pa.Table) -> pa.Table:
+    """Add to the `negatives` of rows the documents that rows with a label of 0 or less have for the same query, locale and task.
+
+    Args:
+        rows: see pipeline/dataset/rows.SCHEMAS.
+    """
+    wrong = rows["label"].to_numpy() <= 0
+    if not wrong.any():
+        return rows
+    query = mixed(mixed(rows["query_hash"].to_numpy()) ^ string_hashes(rows["locale"])) ^ string_hashes(rows["task"])
+    judged = np.flatnonzero(wrong)[np.argsort(query[wrong], kind="stable")]
+    first, behind = (np.searchsorted(query[judged], query, side) for side in ("left", "right"))
+    counts = np.where(wrong, 0, np.minimum(behind - first, JUDGED))
+    taken = judged[np.repeat(first, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)]
+    own, numbers = pc.list_value_length(rows["negatives"]).to_numpy(), np.arange(len(rows))
+    # A row's own come first.
+    order = pa.array(np.argsort(np.concatenate([np.repeat(numbers, own), np.repeat(numbers, counts)]), kind="stable"))
+    ends = np.concatenate([[0], np.cumsum(own + counts)])
+    for name, document in (("negatives", "document"), ("negative_hashes", "document_hash")):
+        both = [rows[name].combine_chunks().flatten(), rows[document].take(pa.array(taken)).combine_chunks()]
+        lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.concat_arrays(both).take(order))
+        rows = rows.set_column(rows.schema.get_field_index(name), name, lists)
+    return rows
+
+
+def negative_columns(
+    tokens: pa.ListArray, hashes: pa.ListArray, own: Hashes, count: int, length: int, tokenizer: TokenizerPlan, held: int
+) -> dict[str, pa.Array]:
+    """Return the columns of `train.arrow` with each row's first negatives, see pipeline/dataset/row_files.row_schemas.
+
+    Left out are texts without tokens, a row's own document, and documents that are held out: no model may be trained on them.
+
+    Args:
+        tokens, hashes: of the negatives of each row.
+        own: hash of the document of each row, (rows,).
+        count: negatives of a row, at most.
+        length: tokens at which they are cut.
+        held: slices of documents' hashes that are held out.
+    """
+    texts, values = cut(tokens.flatten(), length, tokenizer), hashes.flatten().to_numpy()
+    lengths = pc.list_value_length(hashes).to_numpy()
+    rows = np.repeat(np.arange(len(own)), lengths)
+    good = np.asarray(texts.is_valid()) & (values != own[rows]) & (values // np.uint64((1 << 64) // SLICES) >= held)
+    before = np.concatenate([[0], np.cumsum(good)])
+    place = before[:-1] - before[np.cumsum(lengths) - lengths][rows]
+    # Behind the last one, what a row without a negative gets.
+    texts, values = pa.concat_arrays([texts, pa.array([[]], texts.type)]), np.append(values, np.uint64(0))
+    found: dict[str, pa.Array] = {}
+    for number in range(count):
+        chosen = np.full(len(own), len(values) - 1)
+        taken = np.flatnonzero(good & (place == number))
+        chosen[rows[taken]] = taken
+        found[f"negative_{number}_tokens"] = texts.take(pa.array(chosen))
+        found[f"negative_{number}_hash"] = pa.array(values[chosen])
+    return found

@@ -1,0 +1,331 @@
+"""Tasks whose rows are classified, from the shard to the report: rows, batches, training, evaluation, the model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from pipeline import store
+from pipeline.contract import Stage
+from pipeline.errors import BadConfig, BadData
+from pipeline.evaluation.reference import write_reference
+from pipeline.run.context import StageContext
+from pipeline.run.heartbeat import Heartbeat
+from pipeline.run.world import World
+from pipeline.stages import evaluate
+from pipeline.training.batches import TrainingBatches
+from tests.pipeline.stages.planning import Bench, refusal, rows
+
+COLORS = {
+    "warm": ["red", "orange", "amber", "rust"],
+    "cold": ["blue", "teal", "navy", "cyan"],
+    "Grey": ["ash", "slate", "lead", "fog"],
+}
+SETTINGS: dict[str, Any] = {
+    "nodes": 1,
+    "device": {"ranks_per_node": 1},
+    "data": {"holdout_by": "query"},
+    "train": {
+        "classes": {"color": [*COLORS]},
+        "batch_by": "task",
+        "batch_size": 8,
+        "steps": 60,
+        "learning_rate": 5e-3,
+        "validate_every": 60,
+        "checkpoint_every": 30,
+    },
+}
+
+
+def classified(count: int, seed: int = 0, task: str = "color") -> list[dict[str, Any]]:
+    """Texts of two words of one class."""
+    draw = random.Random(seed)
+    found = []
+    for number in range(count):
+        name = draw.choice([*COLORS])
+        text = f"{draw.choice(COLORS[name])} {draw.choice(COLORS[name])} {number}"
+        # Case and white space are no difference, as in the hashes of all texts.
+        found.append({"id": f"{task}{seed}-{number}", "query": text, "document": f" {name.upper()} ", "task": task})
+    return found
+
+
+@pytest.fixture
+def shop(bench: Bench) -> Bench:
+    for section, values in SETTINGS.items():
+        bench.config[section] = bench.config.get(section, {}) | values if isinstance(values, dict) else values
+    bench.shard("pairs.jsonl", rows(0, 150, task="search"))
+    bench.shard("colors.jsonl", classified(240))
+    bench.config["data"]["corpus"] = [bench.shard("corpus.jsonl", rows_of_corpus(), folder="corpus")]
+    return bench
+
+
+def rows_of_corpus() -> list[dict[str, Any]]:
+    return [{"id": f"d{number}", "text": f"document {number}"} for number in range(20)]
+
+
+def test_classes_are_learned_judged_saved_and_continued(shop: Bench) -> None:
+    shop.start("first")
+    plan = shop.plan("first")
+    trained = shop.rows("first")
+    assert {row["class"] for row in trained if row["task"] == "color"} == {0, 1, 2}
+    assert all(not row["document_tokens"] for row in trained if row["task"] == "color")
+    assert all(row["class"] == -1 and row["document_tokens"] for row in trained if row["task"] == "search")
+    held = shop.rows("first", "classes.arrow")
+    assert len(held) > 20
+    assert {row["task"] for row in held} == {"color"}
+    # No class is a document, and no classified text a query.
+    assert {row["task"] for row in shop.rows("first", "holdout.arrow")} == {"search"}
+    assert plan.train.strata.keys() == {"color", "search"}
+
+    output = shop.stage(Stage.TRAIN, "first")
+    assert output is not None
+    shop.stage(Stage.EVALUATE, "first")
+    found = store.read_json(shop.paths("first").scorecard)["slices"]["task:color"]
+    assert found["queries"] == len(held)
+    # The parent knows no classes. A guess would be right in a third of the rows.
+    assert found.keys() == {"queries", "units", "new"}
+    assert found["new"]["accuracy"] > 0.8
+    assert found["new"]["macro-f1"] > 0.8
+
+    folder = Path(shop.paths("first").model)
+    texts = [row["query"] for row in classified(40, seed=1)]
+    right = [text.split()[0] in COLORS[name] for text, name in zip(texts, their_classes(folder, texts), strict=True)]
+    assert sum(right) > 0.8 * len(right)
+
+    classes = embedded(shop, "first")
+    assert {name for name, _ in classes} <= set(COLORS)
+    assert all(1 / 3 <= probability <= 1 for _, probability in classes)
+    documents = [row["text"] for row in rows_of_corpus()]
+    assert [name for name, _ in classes] == their_classes(folder, documents)
+
+    # Next week: another order of the classes, and one more.
+    shop.train("first")
+    shop.publish("first", str(folder))
+    shop.config["model"] = {}
+    shop.config["train"]["classes"] = {"color": ["Grey", "bright", "warm", "cold"]}
+    shop.config["train"]["steps"] = 2
+    shop.shard("more.jsonl", [*rows(150, 200, task="search"), *classified(60, seed=2)])
+    shop.start("second")
+    shop.stage(Stage.TRAIN, "second")
+    shop.stage(Stage.EVALUATE, "second")
+    slices = store.read_json(shop.paths("second").scorecard)["slices"]
+    assert slices["task:color"]["baseline"]["accuracy"] > 0.8
+    assert slices["task:color"]["new"]["accuracy"] > 0.8
+    assert set(slices["task:color"]["difference"]) == {"accuracy"}
+    gate = store.read_json(shop.paths("second").scorecard)["gate"]
+    assert ("task:color", "accuracy") in {(rule["slice"], rule["metric"]) for rule in gate["guardrails"]}
+    home = Path(shop.paths("second").model) / "classifiers" / "color"
+    assert json.loads((home / "classes.json").read_text()) == ["Grey", "bright", "warm", "cold"]
+    assert load_file(home / "model.safetensors")["linear.weight"].shape == (4, 32)
+
+
+def test_a_run_of_classes_alone_is_judged_by_its_accuracy(bench: Bench) -> None:
+    """As a model that classifies reviews: no row searches anything."""
+    for section, values in {**SETTINGS, "gate": {"metric": "accuracy", "max_drop": 0.2}}.items():
+        bench.config[section] = bench.config.get(section, {}) | values if isinstance(values, dict) else values
+    rule = {"slice": "locale:*", "metric": "accuracy"}
+    bench.config["gate"]["guardrails"] = [rule]
+    bench.shard("colors.jsonl", [{**row, "locale": "de" if len(row["id"]) % 2 else "en"} for row in classified(400)])
+    bench.config["data"]["corpus"] = [bench.shard("corpus.jsonl", rows_of_corpus(), folder="corpus")]
+    bench.start("first")
+    held = bench.rows("first", "classes.arrow")
+    plan = bench.plan("first")
+    assert (plan.holdout.queries, plan.holdout.candidates, plan.train.strata.keys()) == (len(held), 0, {"color"})
+    trained = bench.stage(Stage.TRAIN, "first")
+    assert trained is not None
+    bench.stage(Stage.EVALUATE, "first")
+    scores = store.read_json(bench.paths("first").scorecard)
+    # The parent has no classifier, and so answers nothing.
+    assert scores["baseline"] == {"accuracy": 0.0}
+    assert scores["new"]["accuracy"] > 0.8
+    assert scores["gate"]["verdict"] == "accepted"
+    first = scores
+    assert scores["slices"].keys() == {"locale:de", "locale:en", "task:color"}
+    assert evaluated_by(bench, "first", 3) == scores
+    assert scores["slices"]["task:color"]["new"]["accuracy"] == scores["new"]["accuracy"]
+    assert trained.metrics["last_validation"] == pytest.approx({"accuracy": scores["new"]["accuracy"]}, abs=1e-9)
+    assert len(embedded(bench, "first")) == len(rows_of_corpus())
+
+    bench.train("first")
+    bench.publish("first", bench.paths("first").model)
+    write_reference(bench.root, "current", "first")
+    bench.config["model"] = {}
+    bench.shard("more.jsonl", classified(80, seed=2))
+    bench.config["train"]["steps"] = 2
+    bench.start("second")
+    bench.stage(Stage.TRAIN, "second")
+    bench.stage(Stage.EVALUATE, "second")
+    scores = store.read_json(bench.paths("second").scorecard)
+    assert scores["baseline"]["accuracy"] > 0.8
+    judged = [(one["slice"], one["metric"]) for one in scores["gate"]["guardrails"]]
+    assert judged == [("locale:de", "accuracy"), ("locale:en", "accuracy")]
+    assert scores["drift"]["documents"] == scores["queries"]
+    # What the first model answered to its own hold-out.
+    assert scores["reference"]["queries"] == len(held)
+    assert scores["reference"]["baseline"]["accuracy"] == first["new"]["accuracy"]
+    assert "new_on_old" not in scores["drift"]
+
+
+def evaluated_by(bench: Bench, run: str, ranks: int) -> dict[str, Any]:
+    """The scorecard of a host with several ranks, here threads over one scratch folder."""
+    scratch = bench.scratch / f"{run}-ranks"
+    contexts = [
+        StageContext(
+            stage=Stage.EVALUATE,
+            paths=bench.paths(run),
+            world=World(rank=rank, size=ranks, local_rank=rank, local_size=ranks),
+            scratch=scratch,
+            heartbeat=Heartbeat(None, rank),
+        )
+        for rank in range(ranks)
+    ]
+    scratch.mkdir()
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(evaluate.run, contexts, timeout=60))
+    found: dict[str, Any] = store.read_json(bench.paths(run).scorecard)
+    return found
+
+
+def test_a_class_without_a_held_out_text_is_said(shop: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    shop.config["train"]["classes"] = {"color": [*COLORS, "bright", "pale"]}
+    shop.start("one")
+    assert "task color: no text of the class bright, pale is held out" in caplog.text
+    assert "warm" not in caplog.text
+
+
+def test_rows_to_search_in_a_run_that_is_judged_by_its_accuracy(shop: Bench) -> None:
+    shop.config["gate"] = {"metric": "accuracy"}
+    shop.prepare("one")
+    shop.ingest("one")
+    refusal(BadConfig, lambda: shop.stage(Stage.PLAN, "one"), "rows of tasks without classes", "set gate.metric=ndcg@10")
+
+
+PROGRAM = """
+import json, sys, torch
+from sentence_transformers import SentenceTransformer, models
+folder, texts = sys.argv[1], json.loads(sys.argv[2])
+embeddings = torch.from_numpy(SentenceTransformer(folder).encode(texts))
+classifier = models.Dense.load(folder + "/classifiers/color")
+classes = json.load(open(folder + "/classifiers/color/classes.json"))
+found = classifier({"sentence_embedding": embeddings})["sentence_embedding"].argmax(dim=1)
+print(json.dumps([classes[number] for number in found.tolist()]))
+"""
+
+
+def their_classes(folder: Path, texts: list[str]) -> list[str]:
+    """The classes that a model folder gives texts, with sentence-transformers alone."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, folder, json.dumps(texts)], capture_output=True, text=True, check=True)
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def embedded(bench: Bench, run: str) -> list[tuple[str, float]]:
+    """The class of each document of the corpus, by number, as embed writes it."""
+    plan = bench.plan(run)
+    found = {}
+    for child in range(plan.embed.children):
+        bench.stage(Stage.EMBED, run, child)
+    for index in range(len(plan.embed.parts)):
+        for row in pq.read_table(bench.paths(run).part(index, len(plan.embed.parts))).to_pylist():
+            found[int(row["id"][1:])] = row["color.class"], row["color.probability"]
+    return [found[number] for number in range(len(found))]
+
+
+def test_class_weights_make_a_steps_loss_the_weighted_mean(shop: Bench) -> None:
+    """As torch's cross entropy has it, over all ranks and the batches that a step accumulates."""
+    train = {"class_weights": {"color": {"warm": 4.0, "Grey": 0.5}}, "accumulation": 2, "batch_size": 3}
+    shop.start("one", {"train": train, "device": {"ranks_per_node": 2}})
+    config, folder = shop.plan("one").config.train, Path(shop.paths("one").rows)
+    ranks = [TrainingBatches(folder, World(rank=rank, size=2), config, learning_rate=lambda _: 1e-3) for rank in range(2)]
+    batches = list(zip(*(batches.iterate(0, batches.steps) for batches in ranks), strict=True))
+    steps = [[*first, *second] for first, second in zip(batches[::2], batches[1::2], strict=True)]
+    classified = [step for step in steps if "classes:color" in step[0]]
+    assert len(classified) > 1
+    for seed, step in enumerate(classified):
+        classes = torch.cat([batch["classes:color"] for batch in step]).long()
+        weights = torch.cat([batch["weights"] for batch in step])
+        logits = torch.randn(len(classes), 3, generator=torch.Generator().manual_seed(seed))
+        there = weights > 0
+        expected = F.cross_entropy(logits[there], classes[there], weight=torch.tensor([4.0, 1.0, 0.5]))
+        losses = F.cross_entropy(logits, classes, reduction="none")
+        assert float((losses * weights).sum() / 2) == pytest.approx(float(expected), rel=1e-5)
+        assert len(set(weights[there].tolist())) == len(set(classes[there].tolist()))
+
+
+def test_a_class_that_the_task_does_not_have(shop: Bench) -> None:
+    uri = shop.shard("wrong.jsonl", [{"query": "a tiger", "document": "stripes", "task": "color"}])
+    shop.prepare("one")
+    shop.ingest("one")
+    refusal(BadData, lambda: shop.stage(Stage.PLAN, "one"), "task color: 1 of", f"{uri}:1", "warm, cold, Grey")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"train": {"batch_by": "any"}}, ["set batch_by to task or locale"]),
+        ({"data": {"corpus": []}}, ["names of classes", "set data.corpus"]),
+        ({"embed": {"dimensions": 8}}, ["classes of whole embeddings"]),
+        ({"data": {"holdout_by": "document"}}, ["hold out whole classes", "query or group"]),
+        ({"train": {"classes": {"color": ["warm", "WARM "]}}}, ["color has a class twice"]),
+        ({"train": {"classes": {"color": ["warm"]}}}, ["at least 2"]),
+        ({"gate": {"metric": "accuracy"}, "report": {"texts": True}}, ["report.texts", "leave it out"]),
+        ({"gate": {"guardrails": [{"slice": "locale:*", "metric": "accuracy"}]}}, ["locale:* has an accuracy only where"]),
+        ({"train": {"class_weights": {"color": {"red": 2, "warm": 1}}}}, ["color has no class red"]),
+        ({"train": {"class_weights": {"size": {"small": 2}}}}, ["size has no class small"]),
+        ({"train": {"classes": {"a/b": ["warm", "cold"]}}}, ["a/b"]),
+        ({"device": {"loader": {"batches_per_execution": 2}, "sync_points": 1}}, ["steps of one form"]),
+    ],
+)
+def test_settings_that_cannot_be(shop: Bench, settings: dict[str, Any], words: list[str]) -> None:
+    refusal(BadConfig, lambda: shop.prepare("one", settings), *words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [False, True])
+def test_training_with_classes_meets_the_graphs_of_the_trial(shop: Bench, alone: bool) -> None:
+    """On xla, where every form of a step is a graph."""
+    settings: dict[str, Any] = {
+        "device": {"kind": "xla"},
+        "train": {"steps": 8, "batch_tokens": 64},
+        "compile": {"trial_steps": 2},
+    }
+    if alone:
+        Path(shop.root, "data", "pairs.jsonl").unlink()
+        settings["gate"] = {"metric": "accuracy", "max_drop": 0.9, "undecided": "accept"}
+    shop.start("one", settings)
+    met = {stage: on_xla(shop, stage) for stage in (Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE)}
+    # A step of pairs is one graph.
+    assert met[Stage.COMPILE]["graphs"] == (6 if alone else 7)
+    assert [met[stage]["graphs"]["new"] for stage in (Stage.TRAIN, Stage.EVALUATE)] == [0, 0]
+    assert store.read_json(shop.paths("one").scorecard)["slices"]["task:color"]["new"]["accuracy"] > 0
+
+
+def on_xla(bench: Bench, stage: Stage) -> dict[str, Any]:
+    """Run a stage in a process of its own, as torch-xla takes over the one that loads it; return its metrics."""
+    command = [
+        "-m",
+        "tests.pipeline.training.xla_scenarios",
+        "stage",
+        bench.paths("one").root,
+        stage,
+        bench.scratch / f"xla-{stage}",
+    ]
+    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, check=False, env={**os.environ, **flags}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -1,0 +1,133 @@
+"""The examples, as their README files tell to run them, with a small encoder and few rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from tests.chain.runs import LocalState
+from tests.tiny import WORDS, make_model
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = {
+    "device.precision": "fp32",
+    "train.query_length": 24,
+    "train.length": 32,
+    "train.batch_size": 16,
+    "train.steps": 60,
+    "train.learning_rate": "2e-3",
+    "train.validate_every": 60,
+    "train.validation_queries": 8,
+    "health_check.memory_mib": 1,
+    "health_check.storage_mib": 1,
+    "embed.length": 32,
+    "embed.children": 1,
+}
+
+
+def reviews(count: int) -> list[dict[str, str]]:
+    """Reviews with the label 0 use half of the words, those with 1 the other half; a title has two words of its review."""
+    draw, found = random.Random(0), []
+    for number in range(count):
+        label = number % 2
+        words = draw.sample(WORDS[label::2], 8)
+        found.append({"title": " ".join(words[:2]), "content": " ".join(words[2:] + words[:2]), "label": str(label)})
+    return found
+
+
+def example(name: str, state: str) -> list[str]:
+    """The arguments of the command for a state folder in an example's README, in which a backslash continues a line."""
+    told = (EXAMPLES / name / "README.md").read_text().replace("\\\n", " ")
+    [command] = [line for line in re.findall(r"^trnpipe (.*)$", told, re.MULTILINE) if f"--state {name}/{state} " in line]
+    return shlex.split(command)
+
+
+def run(arguments: list[str], folder: Path, **more: str) -> Path:
+    """Run an example's command in a folder, with a small encoder and settings that make it small; return the run's folder."""
+    make_model(folder / "parent")
+    (folder / "examples").symlink_to(EXAMPLES)
+    words = [str(folder / "parent") if word == "demo" else word for word in arguments]
+    settings = [word for name, value in {**SMALL, **more}.items() for word in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "pipeline.cli", *words, "--nodes", "1", "--device", "cpu", *settings]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [found] = LocalState(folder / words[words.index("--state") + 1], Path()).runs
+    return found
+
+
+@pytest.mark.parametrize("state", [pytest.param("state", marks=pytest.mark.slow), pytest.param("labels", marks=pytest.mark.long)])
+def test_reviews(tmp_path: Path, state: str) -> None:
+    rows = reviews(400)
+    pyarrow.csv.write_csv(pa.Table.from_pylist(rows), tmp_path / "reviews.csv")
+    command = [sys.executable, EXAMPLES / "reviews" / "rows.py", tmp_path / "reviews.csv", tmp_path / "reviews"]
+    said, classes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == f"{len(rows)} reviews; set train.classes to"
+    assert json.loads(classes) == {"label": ["0", "1"]}
+    done = run(example("reviews", state), tmp_path)
+    scores = json.loads((done / "evaluate" / "scorecard.json").read_text())
+    assert scores["slices"]["task:label"]["new"]["accuracy"] > 0.8
+    assert scores["gate"]["metric"] == ("accuracy" if state == "labels" else "ndcg@10")
+    parts = sorted((done / "embed").rglob("part-*.parquet"))
+    found = {row["id"]: row["label.class"] for part in parts for row in pq.read_table(part).to_pylist()}
+    # Reviews of the same words are one document.
+    right = [found[f"review-{number}"] == row["label"] for number, row in enumerate(rows) if f"review-{number}" in found]
+    assert sum(right) > 0.8 * len(right) > 300
+
+
+def shop(folder: Path, queries: int) -> None:
+    """The files of the Shopping Queries data set, with eight judged products of each query: exact ones have all its words,
+    irrelevant ones none. Each judgement has a word of its own, which a small encoder learns in a few steps."""
+    draw, examples, products = random.Random(0), [], []
+    for query in range(queries):
+        words, locale = draw.sample(WORDS[4:], 3), draw.choice(["us", "es"])
+        for number, label in enumerate("EESSCCII"):
+            others = [word for word in WORDS[4:] if word not in words]
+            title = [WORDS[number // 2], *words[: 3 - number // 2], *draw.sample(others, 2)]
+            common = {"product_id": f"B{query:04d}{number}", "product_locale": locale}
+            judged = {
+                "query": " ".join(words),
+                "query_id": query,
+                "esci_label": label,
+                "split": "test" if query % 5 == 0 else "train",
+            }
+            examples.append({**common, **judged, "example_id": len(examples), "small_version": 1, "large_version": 1})
+            products.append({**common, "product_title": " ".join(title), "product_brand": draw.choice([None, "acme"])})
+            products[-1] |= {
+                "product_color": None,
+                "product_bullet_point": " ".join(draw.sample(words, 1)),
+                "product_description": "",
+            }
+    folder.mkdir()
+    for name, rows in (("examples", examples), ("products", products)):
+        schema = pa.schema([(key, pa.int64() if isinstance(value, int) else pa.string()) for key, value in rows[0].items()])
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), folder / f"shopping_queries_dataset_{name}.parquet")
+
+
+@pytest.mark.long
+def test_esci(tmp_path: Path) -> None:
+    shop(tmp_path / "esci", 300)
+    command = [sys.executable, EXAMPLES / "esci" / "rows.py", tmp_path / "esci", tmp_path / "esci" / "rows"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told == "2400 judgements of 2400 products\n"
+    more = {"data.holdout_fraction": "0.2", "gate.undecided": "accept", "train.steps": "120"}
+    done = run(example("esci", "state"), tmp_path, **more)
+    slices = json.loads((done / "evaluate" / "scorecard.json").read_text())["slices"]
+    assert {"locale:us", "locale:es", "task:search", "task:esci", "golden:esci"} <= slices.keys()
+    assert slices["golden:esci"]["queries"] == 60
+    # Each class would be right in a quarter of the texts.
+    assert slices["task:esci"]["new"]["accuracy"] > 0.6
+    plan = json.loads((done / "plan.json").read_text())
+    assert plan["train"]["strata"].keys() == {"esci/es", "esci/us", "search/es", "search/us"}
+    assert plan["config"]["train"]["negatives"] == 2
