@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from moto import backends
 from moto.stepfunctions.parser.api import HistoryEventType, TaskFailedEventDetails
 from moto.stepfunctions.parser.asl.component.common.error_name.error_equals_decl import ErrorEqualsDecl
 from moto.stepfunctions.parser.asl.component.common.error_name.failure_event import FailureEvent, FailureEventException
@@ -29,6 +31,7 @@ from moto.stepfunctions.parser.asl.component.state.exec.state_task.service.state
 from moto.stepfunctions.parser.asl.component.state.wait.wait_function.wait_function import WaitFunction
 from moto.stepfunctions.parser.asl.eval.event.event_detail import EventDetails
 from moto.stepfunctions.parser.asl.utils import boto_client as client_module
+from moto.stepfunctions.parser.asl.utils import json_path
 from moto.stepfunctions.parser.asl.utils.json_path import NoSuchJsonPathError
 
 CALLER = "X-Trnpipe-Caller"
@@ -45,6 +48,7 @@ Timeouts = Callable[[str, str, int], float]
 @contextmanager
 def quick_engine(timeout: Timeouts = lambda _execution, _state, seconds: seconds) -> Iterator[None]:
     """Within it, and inside an endpoint that is up: waits hardly wait, and what is always the same is made once."""
+    modules = [*backends.list_of_moto_modules()]
     with ExitStack() as undo:
 
         def replace(owner: Any, name: str, value: Any) -> None:
@@ -53,6 +57,8 @@ def quick_engine(timeout: Timeouts = lambda _execution, _state, seconds: seconds
 
         replace(callback_module, "_DELAY_SECONDS_SYNC_CONDITION_CHECK", POLL_SECONDS)
         replace(client_module, "boto3", SimpleNamespace(client=_clients(client_module.boto3.client)))
+        replace(json_path, "parse", cache(json_path.parse))
+        replace(backends, "list_of_moto_modules", lambda: modules)
         replace(retrier_decl, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 60 * MINUTE_SECONDS)))
         replace(WaitFunction, "_wait_interval", _wait)
         replace(StateTaskService, "_eval_execution", _named(StateTaskService._eval_execution))

@@ -57,8 +57,8 @@ def main(reviews: Path, folder: Path) -> None:
     )
     write(folder / "corpus.jsonl.gz", ({"id": f"review-{number}", "text": row["content"]} for number, row in enumerate(rows)))
     counts = Counter(row["label"] for row in rows)
-    print(f"{len(rows)} reviews; set train.classes to")
-    print(json.dumps({TASK: sorted(counts)}, ensure_ascii=False))
+    print(f"{len(rows)} reviews; set train.tasks to")
+    print(json.dumps({TASK: {"classes": sorted(counts)}}, ensure_ascii=False))
 
 
 if __name__ == "__main__":

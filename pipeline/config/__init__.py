@@ -188,15 +188,15 @@ class RunConfig(Section):
         refuse_if(
             self.train.classes and self.embed.dimensions is not None,
             "embed writes the classes of whole embeddings, and embed.dimensions cuts them: leave out one of embed.dimensions and "
-            "train.classes",
+            "the classes of train.tasks",
         )
         refuse_if(
             self.train.classes and self.data.holdout_by == "document",
-            "data.holdout_by = document would hold out whole classes of train.classes: set it to query or group",
+            "data.holdout_by = document would hold out whole classes of train.tasks: set it to query or group",
         )
         refuse_if(
             self.classifies_only and not self.train.classes,
-            "gate.metric = accuracy is that of classified texts: name their classes in train.classes",
+            "gate.metric = accuracy is that of classified texts: name their classes in train.tasks",
         )
         others = [rule.slice for rule in self.gate.guardrails if rule.metric == "accuracy" and not rule.slice.startswith("task:")]
         refuse_if(
@@ -236,7 +236,7 @@ class RunConfig(Section):
         refuse_if(
             self.train.classes,
             f"device.loader.batches_per_execution = {joined} joins steps into one graph: it needs steps of one form, and "
-            "train.classes makes others",
+            "train.tasks with classes make others",
         )
         refuse_if(
             self.train.accumulation > 1,

@@ -211,6 +211,11 @@ class ModelConfig(Section):
     weights_key: Annotated[str | None, KeyRole.BOOKKEEPING] = Field(
         None, description="Key of the weights in a training checkpoint; None: find it."
     )
+    prompts: Annotated[dict[str, str] | None, KeyRole.LEARNED] = Field(
+        None,
+        description="Texts before every query and every document, and those before the queries of a task in place of the first: "
+        "{query: TEXT, document: TEXT, TASK: TEXT}. They go into the model's folder. None: those of the parent's folder.",
+    )
     pooling: Annotated[Literal["mean", "cls"], KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         "mean", description="How token vectors become one vector: their mean, or the first token's vector."
     )
@@ -437,7 +442,7 @@ class Guardrail(Section):
     )
     metric: MetricName | ClassMetricName | DriftName = Field(
         "ndcg@10",
-        description="Metric of the slice; `accuracy` of a task with train.classes, of a locale or the newest week where "
+        description="Metric of the slice; `accuracy` of a task with classes, of a locale or the newest week where "
         "gate.metric is it, too; of `drift` the mean `cosine`, or `overlap@10`: of neighbours that stay.",
     )
     max_drop: Drop = Field(
@@ -458,7 +463,7 @@ class GateConfig(Section):
 
     metric: MetricName | ClassMetricName = Field(
         "ndcg@10",
-        description="Metric that decides. `accuracy`: of held-out texts; every row then has a task of train.classes.",
+        description="Metric that decides. `accuracy`: of held-out texts; every row then has a task with classes.",
     )
     max_drop: Drop = Field(0.005, description="The drop that the new model must not have, absolute: 0.005 = 0.5 %.")
     undecided: Literal["refuse", "accept"] = Field(

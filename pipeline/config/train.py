@@ -11,11 +11,33 @@ from pipeline.config.sections import Fraction, KeyRole, PositiveInt, RunId, Sect
 from pipeline.packing import MICRO_BATCH_TOKENS, PAIR_TOKENS, BinShape, bins_of, largest_divisor
 
 TaskName = Annotated[str, matching(re.compile(r"[A-Za-z0-9_-]{1,64}"))]
-Classes = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class TaskConfig(Section):
+    """A task, by the name that its rows have in column `task`. With `classes` its texts are classified, else they are pairs."""
+
+    classes: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2)] | None = Field(
+        None, description="Classes of its texts: the document of each row names one. None: rows are pairs."
+    )
+    class_weights: dict[str, PositiveFloat] = Field(
+        default_factory=dict,
+        description="Factors of texts' losses by class, 1 where there is none: {CLASS: FACTOR}. A step's loss is the weighted "
+        "mean.",
+    )
+    weight: PositiveFloat = Field(1.0, description="Factor of the number of its steps.")
+
+    @model_validator(mode="after")
+    def _each_class_once(self) -> TaskConfig:
+        names = self.classes or ()
+        refuse_if(len({" ".join(name.casefold().split()) for name in names}) < len(names), "a class is there twice")
+        unknown = sorted({*self.class_weights} - {*names})
+        refuse_if(unknown, f"class_weights: {', '.join(unknown)} is not in classes")
+        return self
 
 
 class TrainConfig(Section):
-    """Contrastive training of the bi-encoder."""
+    """Training of the encoder: contrastive on pairs, and of a classifier for each task with classes."""
 
     steps: Annotated[PositiveInt | None, KeyRole.BOOKKEEPING, KeyRole.RESUMABLE] = Field(
         None, description="Optimizer steps; None: `epochs` over the run's rows."
@@ -46,18 +68,10 @@ class TrainConfig(Section):
         description="With batch_by: steps of each task, or task and locale, in the ratio of rows ** (1 / this). 1: every pair "
         "comes once an epoch; the larger, the more alike are their numbers of steps.",
     )
-    task_weights: Annotated[dict[str, Annotated[float, Field(gt=0)]], KeyRole.LEARNED] = Field(
-        default_factory=dict, description="With batch_by: factors of the tasks' steps, 1 where there is none: {TASK: FACTOR}."
-    )
-    classes: Annotated[dict[TaskName, Classes], KeyRole.LEARNED, KeyRole.GRAPH] = Field(
+    tasks: Annotated[dict[TaskName, TaskConfig], KeyRole.LEARNED] = Field(
         default_factory=dict,
-        description="Tasks whose rows are classified, and their classes: {TASK: [CLASS, ...]}. The document of such a row names "
-        "its class. Needs a batch_by other than any.",
-    )
-    class_weights: Annotated[dict[TaskName, dict[str, Annotated[float, Field(gt=0)]]], KeyRole.LEARNED] = Field(
-        default_factory=dict,
-        description="Factors of texts' losses by class, 1 where there is none: {TASK: {CLASS: FACTOR}}. A step's loss is "
-        "the weighted mean.",
+        description="Tasks with classes, or with another number of steps than their rows would bring: {TASK: SECTION}. Needs a "
+        "batch_by other than any.",
     )
     accumulation: Annotated[PositiveInt, KeyRole.LEARNED, KeyRole.GRAPH, KeyRole.RESUMABLE, KeyRole.TUNABLE] = Field(
         1, description="Batches whose gradients are added up before an optimizer step: a larger batch in the same memory."
@@ -143,30 +157,12 @@ class TrainConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _sampled_by_something(self) -> TrainConfig:
+    def _keeps_tasks_apart(self) -> TrainConfig:
         refuse_if(
-            self.batch_by == "any" and (self.sampling_temperature != 1 or self.task_weights),
-            "sampling_temperature and task_weights choose between batches of one task, and batch_by = any mixes tasks: set "
-            "batch_by to task or locale",
+            self.batch_by == "any" and (self.sampling_temperature != 1 or self.tasks),
+            "sampling_temperature and tasks are about steps of one task, and batch_by = any mixes tasks: set batch_by to task or "
+            "locale",
         )
-        return self
-
-    @field_validator("classes")
-    @classmethod
-    def _each_class_once(cls, classes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        for task, names in classes.items():
-            refuse_if(len({" ".join(name.casefold().split()) for name in names}) < len(names), f"{task} has a class twice")
-        return dict(sorted(classes.items()))
-
-    @model_validator(mode="after")
-    def _classifies_apart(self) -> TrainConfig:
-        refuse_if(
-            self.classes and self.batch_by == "any",
-            "a step has one loss, and batch_by = any mixes tasks with classes and others: set batch_by to task or locale",
-        )
-        for task, weights in self.class_weights.items():
-            unknown = sorted({*weights} - {*self.classes.get(task, ())})
-            refuse_if(unknown, f"class_weights: {task} has no class {', '.join(unknown)} in classes")
         return self
 
     @model_validator(mode="after")
@@ -184,6 +180,11 @@ class TrainConfig(Section):
     def _each_size_once(cls, dimensions: tuple[int, ...]) -> tuple[int, ...]:
         refuse_if(len({*dimensions}) < len(dimensions), "a size stands there twice: its loss would count twice")
         return tuple(sorted(dimensions, reverse=True))  # the graph does not depend on the order in which they are written
+
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """The classes of each task that has any, in the order of the tasks' names."""
+        return {name: task.classes for name, task in sorted(self.tasks.items()) if task.classes}
 
     @property
     def bins(self) -> int:

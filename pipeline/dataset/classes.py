@@ -1,11 +1,13 @@
-"""Rows that are classified: of tasks with `train.classes`, whose rows name their class in place of a document."""
+"""Rows that are classified: of tasks with classes, whose rows name their class in place of a document."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.dataset.ingested import IngestedShard
@@ -35,15 +37,28 @@ def class_numbers(
         for number, name in enumerate(names):
             found[own & (documents == normalized_hash(name))] = number
         if len(unknown := np.flatnonzero(own & (found == NO_CLASS))):
-            first, lines = int(unknown[0]), table["line"].to_pylist()
+            shard = listed[int(shards[unknown[0]])]
             raise BadData(
                 "rows name classes that their task does not have",
-                value=f"task {task}: {len(unknown)} of {own.sum()} rows looked at, with {len(np.unique(documents[unknown]))} "
-                f"other classes; the first is {listed[int(shards[first])].shard.uri}:{lines[first]}",
-                rule=f"the document of such a row is one of train.classes: {', '.join(names)}",
-                remedy="add the class to train.classes, or correct the rows",
+                value=[
+                    f"task {task}: {len(unknown)} of {own.sum()} rows looked at",
+                    f"the first: {shard.shard.uri}:{table['line'][int(unknown[0])]}",
+                    f"rows of this file by other class: {_other_classes(shard, task, names)}",
+                ],
+                rule=f"the document of such a row is one of train.tasks.{task}.classes: {', '.join(names)}",
+                remedy="add the class there, or correct the rows",
             )
     return found
+
+
+def _other_classes(shard: IngestedShard, task: str, names: Sequence[str]) -> str:
+    """Return the most frequent classes of a task's rows in a shard that are none of these, each with its number of rows."""
+    known, found = pa.array([normalized_hash(name) for name in names], pa.uint64()), Counter[str]()
+    for number, file in enumerate(shard.profile.files):
+        for facts, texts in zip(shard.facts(number, 0, file.rows), shard.texts(number, 0, file.rows), strict=True):
+            other = pc.and_not(pc.equal(facts["task"], task), pc.is_in(facts["document_hash"], known))
+            found.update(pc.list_element(texts["texts"], 1).filter(other).to_pylist())
+    return ", ".join(f"{name} {rows}" for name, rows in found.most_common(10))
 
 
 def without_documents(table: pa.Table, rows: NDArray[np.bool_]) -> pa.Table:

@@ -2,7 +2,7 @@
 
 Under `plan/rows`: `train.arrow` (pairs to train on), `holdout.arrow` (queries to evaluate, with their relevant documents),
 `candidates.arrow` (the distinct documents that queries are ranked against), `known.arrow` (queries with other candidates that are
-relevant, but not held out), `classes.arrow` (held-out texts of tasks with `train.classes`). Uncompressed, so that every rank of a
+relevant, but not held out), `classes.arrow` (held-out texts of tasks with classes). Uncompressed, so that every rank of a
 node shares one copy in the page cache. Where the published model has another tokenizer, `published/` has the hold-out, the
 candidates and the classified texts in its tokens, row by row.
 """

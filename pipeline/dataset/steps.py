@@ -49,7 +49,7 @@ def write_steps(folder: Path, rows: int, config: RunConfig, ranks: int) -> StepC
         rows: number of pairs.
 
     Raises:
-        BadData: `train.task_weights` names a task that has no rows.
+        BadData: `train.tasks` names a task that has no rows.
     """
     train, path = config.train, folder / "train.arrow"
     limit = ("steps", train.steps) if train.steps else ("epochs", train.epochs)
@@ -89,16 +89,16 @@ def _weights(rows: Mapping[str, int], train: TrainConfig) -> list[float] | None:
     Temperature: Arivazhagan et al. 2019, "Massively Multilingual Neural Machine Translation in the Wild", arXiv:1907.05019.
     """
     tasks = [name.rpartition("/")[0] if train.batch_by == "locale" else name for name in rows]
-    if unknown := sorted(train.task_weights.keys() - set(tasks)):
+    if unknown := sorted(train.tasks.keys() - set(tasks)):
         raise BadData(
-            "a task with a weight has no rows to train on",
+            "a task has no rows to train on",
             value=unknown,
-            rule=f"train.task_weights names tasks of the rows: {', '.join(filter(None, sorted(set(tasks))))}",
-            remedy="correct the name, or leave the weight out",
+            rule=f"train.tasks names tasks of the rows: {', '.join(filter(None, sorted(set(tasks))))}",
+            remedy="correct the name; add rows; or let seen ones come again with data.replay_fraction",
         )
-    if train.sampling_temperature == 1 and not train.task_weights:
+    if train.sampling_temperature == 1 and all(task.weight == 1 for task in train.tasks.values()):
         return None
     return [
-        count ** (1 / train.sampling_temperature) * train.task_weights.get(task, 1.0)
+        count ** (1 / train.sampling_temperature) * (train.tasks[task].weight if task in train.tasks else 1.0)
         for task, count in zip(tasks, rows.values(), strict=True)
     ]

@@ -55,7 +55,7 @@ class TextTokenizer:
 
     Args:
         folder: with tokenizer files and config.json.
-        prompts: text that precedes every text of one of SIDES (pipeline/model/inventory.read_prompts).
+        prompts: text that precedes every text of one of SIDES, or every query of a task (pipeline/model/inventory.read_prompts).
         lower: put texts into lower case, which the tokenizer need not do itself.
 
     Attributes:
@@ -126,7 +126,7 @@ class TextTokenizer:
         self._direction = direction
         self.prompts = prompts
         self.vocabulary = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
-        named = json.dumps([prompts[side] for side in SIDES]) if any(prompts.values()) else ""
+        named = json.dumps(prompts) if any(prompts.values()) else ""
         self.digest = hashlib.sha256(f"{self._direction} {self._backend.to_str()}{named}".encode()).hexdigest()
 
     def plan(self, cap: int) -> TokenizerPlan:
@@ -151,6 +151,11 @@ class TextTokenizer:
             encodings = self._backend.encode_batch_fast(some, add_special_tokens=True)
             found += (np.array(encoding.ids, dtype=np.int32) for encoding in encodings)
         return found
+
+    def with_prompts(self, queries: pa.ChunkedArray, tasks: pa.ChunkedArray) -> pa.ChunkedArray:
+        """Return queries behind the prompts of their tasks, or of all queries: `encode` then takes them without a prompt."""
+        prompts = [self.prompts.get(task, self.prompts["query"]) for task in tasks.to_pylist()]
+        return pc.binary_join_element_wise(pa.array(prompts, pa.string()), queries, "")
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return a text with these token ids, without the special ones; the tokenizer may have normalized it."""

@@ -84,6 +84,7 @@ def plan_graphs(config: RunConfig, world: PlannedWorld, backbone: PreTrainedConf
         **compiler,
         "sources": sources_digest(TRAINING),
         "training": graph_settings(config, "device", "train"),
+        "classes": config.train.classes,
         # The settings may leave them to the program.
         "bins": [config.train.bins, *config.train.bin_shape, config.cuts_batches(world.kind)],
     }

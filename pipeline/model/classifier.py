@@ -1,4 +1,4 @@
-"""Classifiers of embeddings: a linear layer for each task with `train.classes`.
+"""Classifiers of embeddings: a linear layer for each task with classes.
 
 Their input is the whole embedding, normalized where embeddings are, so no second forward pass is needed. In a model
 folder they are `classifiers/TASK`: a `Dense` module of sentence-transformers, and the names of the classes in `classes.json`.

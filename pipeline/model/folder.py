@@ -153,6 +153,7 @@ def save_folder(
     weights: Mapping[str, Tensor] | None = None,
     max_length: int | None = None,
     dimensions: int | None = None,
+    prompts: Mapping[str, str] | None = None,
 ) -> None:
     """Write an encoder as a model folder.
 
@@ -162,6 +163,7 @@ def save_folder(
         weights: the encoder's state in host memory, where it is on a device; None: it is on the host.
         max_length: tokens at which texts are cut, special ones included; None: as the source says.
         dimensions: size at which embeddings are published, see `read_dimensions`; None: whole.
+        prompts: besides those of the source.
     """
     weights = encoder.state_dict() if weights is None else weights
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,8 +171,8 @@ def save_folder(
     for path in (origin / name for name in TOKENIZER_FILES):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
-    if record := read_object(source / PROMPTS):
-        prompts = read_prompts(source)
+    if (record := read_object(source / PROMPTS)) or prompts:
+        prompts = {**read_prompts(source), **(prompts or {})}
         # By these names, `encode_query`, `encode_document` and `encode`, which takes texts for documents, find what we found.
         own = {"prompts": {**(record.get("prompts") or {}), **prompts}, "default_prompt_name": "document"}
         record.pop("truncate_dim", None)  # it would cut the new embeddings as it did the source's

@@ -234,7 +234,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_prompts(folder: Path) -> dict[str, str]:
-    """Return the texts that a model folder puts before every `query` and every `document`; empty ones where it has none.
+    """Return the texts that a model folder puts before every `query` and every `document`, empty ones where it has none; and
+    under their names its others, which precede the queries of the tasks of these names.
 
     A side that the folder names no prompt for has its default prompt, if it has one.
 
@@ -251,7 +252,10 @@ def read_prompts(folder: Path) -> dict[str, str]:
             rule="prompts: {name: text}; default_prompt_name is one of the names, or null",
         )
     named = {side: [prompts[name] for name in names if name in prompts] for side, names in PROMPT_NAMES.items()}
-    return {side: next(filter(None, found or [prompts.get(default)]), "") for side, found in named.items()}
+    return {
+        **{side: next(filter(None, found or [prompts.get(default)]), "") for side, found in named.items()},
+        **{name: text for name, text in sorted(prompts.items()) if text and name not in sum(PROMPT_NAMES.values(), ())},
+    }
 
 
 def load_tokenizer(folder: Path, plan: TokenizerPlan | None = None) -> TextTokenizer:

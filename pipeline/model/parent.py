@@ -15,10 +15,11 @@ from pathlib import Path
 from pipeline import store
 from pipeline.allowed_uris import is_inside
 from pipeline.config import ModelConfig
-from pipeline.errors import BadData
+from pipeline.errors import BadConfig, BadData
 from pipeline.log import log
+from pipeline.model.classifier import load_classifiers
 from pipeline.model.folder import CONFIG_FILES, WEIGHTS, load_encoder, save_folder
-from pipeline.model.inventory import local_model, model_files
+from pipeline.model.inventory import local_model, model_files, read_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,16 @@ class ResolvedParent:
 
 
 def resolve_parent(uri: str, config: ModelConfig, scratch: Path) -> ResolvedParent:
-    """Fetch a parent, check every tensor of it, and convert it where it is not a model folder already.
+    """Fetch a parent, check every tensor of it, and convert it where it is not a model folder already, or lacks a prompt.
 
     Args:
         uri: s3:// or local; a folder or a weight file.
-        config: the form of the encoder, `base` and `weights_key`.
+        config: the form of the encoder, its prompts, `base` and `weights_key`.
         scratch: local folder for downloads and the conversion.
 
     Raises:
         MissingInput: nothing there, or no config.json.
-        BadConfig: weights that do not fit, a pickle with code in it, an unsupported encoder, no tokenizer.
+        BadConfig: weights that do not fit, a pickle with code in it, an unsupported encoder, no tokenizer, other prompts.
         BadData: truncated or corrupt files.
     """
     base = store.local_folder(config.base, scratch / "base") if config.base else None
@@ -57,10 +58,20 @@ def resolve_parent(uri: str, config: ModelConfig, scratch: Path) -> ResolvedPare
         model = store.local_folder(uri, scratch / "parent") if store.is_s3(uri) else local_model(uri)
         _verify_manifest(model)
     files, source = model_files(model, uri, base)
-    if source != model or [path.name for path in files] != [WEIGHTS]:
+    known = read_prompts(source)
+    prompts = {name: text for name, text in (config.prompts or {}).items() if text != known.get(name, "")}
+    if other := [f"{name}: {known[name]!r}, model.prompts: {text!r}" for name, text in prompts.items() if known.get(name)]:
+        raise BadConfig(
+            "the model has other prompts",
+            value=[f"{source}: {each}" for each in other],
+            rule="a model embeds texts behind the prompts that it was trained with",
+            remedy="set model.prompts as the folder has them, or leave it out; or continue from a model without prompts",
+        )
+    if prompts or source != model or [path.name for path in files] != [WEIGHTS]:
         # Without `files` a folder's head is read as well.
         encoder = load_encoder(source, config, None if source == model else files)
-        save_folder(encoder, scratch / "converted", source)
+        encoder.classifiers.update(load_classifiers(source, encoder))
+        save_folder(encoder, scratch / "converted", source, prompts=prompts)
         log.info("converted %s into a model folder", files[0].name)
         return ResolvedParent(scratch / "converted", _digest(files), converted=True)
     load_encoder(model, config)

@@ -133,14 +133,16 @@ class Ingester:
             name: one of TEXTS_OF.
         """
         column, side = TEXTS_OF[name]
-        whole = rows[column]
+        whole = self.tokenizer.with_prompts(rows[column], rows["task"]) if side == "query" else rows[column]
         lists = whole.combine_chunks() if pa.types.is_list(whole.type) else None
         encoded = (whole if lists is None else pa.chunked_array([lists.flatten()])).dictionary_encode().combine_chunks()
         kind = token_schema(DOCUMENTS, self.tokenizer.vocabulary).field(0).type
         distinct = [pa.array([], kind)]
         for start in range(0, len(encoded.dictionary), TEXTS_AT_ONCE):
             texts = encoded.dictionary.slice(start, TEXTS_AT_ONCE).to_pylist()
-            found = self.tokenizer.encode_each(texts, self.inputs.tokenizer.cap, self.tokenizer.prompts[side])
+            found = self.tokenizer.encode_each(
+                texts, self.inputs.tokenizer.cap, "" if side == "query" else self.tokenizer.prompts[side]
+            )
             missing = pa.array([isinstance(tokens, str) for tokens in found])
             tokens = [np.empty(0, np.int32) if isinstance(each, str) else each for each in found]
             offsets = pa.array(np.cumsum([0, *map(len, tokens)]), pa.int32())
@@ -323,7 +325,10 @@ def tokenize_again(worker: Ingester, shard: InputShard) -> None:
     with tempfile.TemporaryDirectory(dir=context.scratch) as name:
         made = Made.within(Path(name), shard)
         for number, file in enumerate(ingested.profile.files):
-            texts = pa.concat_tables(ingested.texts(number, 0, file.rows))
+            texts = pa.concat_tables(
+                _with(facts, **dict(zip(found.column_names, found.columns, strict=True)))
+                for facts, found in zip(ingested.facts(number, 0, file.rows), ingested.texts(number, 0, file.rows), strict=True)
+            )
             for place, side in enumerate(SIDES if shard.kind == PAIRS else ("document",)):
                 texts = texts.append_column(side, pc.list_element(texts["texts"], place))
             encoded = [worker.encode(texts, name) for name in TOKENS[shard.kind]]

@@ -326,8 +326,8 @@ def check_queries(paths: RunPaths, inputs: RunInputs, rows: PlannedRows) -> str:
     if config.classifies_only and rows.queries:
         raise BadConfig(
             "rows of tasks without classes are held out, which gate.metric = accuracy does not judge",
-            value=f"{rows.queries} queries; train.classes: {', '.join(config.train.classes)}",
-            rule="with gate.metric = accuracy every row has a task of train.classes",
+            value=f"{rows.queries} queries; tasks with classes: {', '.join(config.train.classes)}",
+            rule="with gate.metric = accuracy every row has a task with classes (train.tasks)",
             remedy="set gate.metric=ndcg@10; guardrails then judge the accuracy of each task",
         )
     if not rows.judged:

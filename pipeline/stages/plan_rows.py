@@ -210,8 +210,12 @@ class PlannedRows:
         if self._published:
             tokenizer, own_lengths = self._published
             for place, (name, length) in enumerate(own_lengths.of_columns(columns).items()):
-                texts = pc.list_element(table["texts"], place).to_pylist()
-                tokens = tokenizer.encode_each(texts, length, tokenizer.prompts[name.removesuffix("_tokens")])
+                texts = pc.list_element(table["texts"], place)
+                tokens = (
+                    tokenizer.encode_each(tokenizer.with_prompts(texts, table["task"]).to_pylist(), length)
+                    if name == "query_tokens"
+                    else tokenizer.encode_each(texts.to_pylist(), length, tokenizer.prompts["document"])
+                )
                 values = [None if isinstance(one, str) else one for one in tokens]
                 table = table.append_column(OWN[name], pa.array(values, pa.list_(pa.uint32())))
             table = _whole(table, [OWN[name] for name in columns])

@@ -30,7 +30,7 @@ def check_corpus(config: RunConfig) -> None:
     """Refuse to embed names of classes: without a corpus, the documents of training rows are embedded."""
     if config.train.classes and not config.data.corpus:
         raise BadConfig(
-            "the documents of rows with train.classes are names of classes",
+            "the documents of rows whose task has classes are names of classes",
             value="data.corpus is empty",
             rule="without data.corpus the documents of training rows are embedded",
             remedy="set data.corpus",

@@ -73,7 +73,8 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
         )
     check_compiled(paths, graphs, config)
     published, published_lineage = None, lineage
-    if pointer and (pointer.model == origin.uri or config.mode == "refresh"):
+    # The published model lacks a prompt that is new, so its own tokens are others.
+    if pointer and ((pointer.model == origin.uri and not resolved.converted) or config.mode == "refresh"):
         published = Published(
             run=pointer.run,
             folder=pointer.model,

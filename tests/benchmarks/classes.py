@@ -92,7 +92,7 @@ def main() -> None:
             "device": {"kind": "cpu", "ranks_per_node": 1, "precision": "fp32"},
             "data": {**bench.config["data"], "corpus": [corpus], "holdout_by": "query", "holdout_fraction": FRACTION},
             "train": {
-                "classes": {TASK: classes},
+                "tasks": {TASK: {"classes": classes}},
                 "batch_by": "task",
                 "epochs": chosen.epochs,
                 "batch_size": 64,

@@ -165,41 +165,37 @@ def test_bad_rows_over_the_limit_end_with_65_and_a_quarantine(state: LocalState,
 
 
 @pytest.mark.long
-def test_a_stopped_run_resumes_where_it_stopped(state: LocalState, tmp_path: Path) -> None:
-    command = state.command(write_pairs(tmp_path / "a.jsonl", 300), arguments=("--parent", str(state.parent)), train__epochs=1)
-    with started(command, tmp_path / "out.txt") as process:
-        deadline = time.monotonic() + 1000
-        while not list(state.folder.rglob("train/result.json")) and time.monotonic() < deadline:
-            assert process.poll() is None, (tmp_path / "out.txt").read_text()
-            time.sleep(0.05)
+def test_a_run_is_stopped_and_resumed_and_every_stage_is_killed_once(state: LocalState, tmp_path: Path) -> None:
+    parent = tmp_path / "modernbert"  # other tests' models are BERT's
+    make_model(parent, family=partial(ModernBertConfig, local_attention=8))
+    rows = write_pairs(tmp_path / "a.jsonl", 300)
+    command = state.command(rows, arguments=("--parent", str(parent), "--nodes", "1"), train__epochs=1, embed__children=1)
+    # Those that run on a processor: compile is killed in test_xla_run.
+    waiting = [stage.value for stage in Stage if stage not in COMPILING]
+
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        for stage in waiting:
+            if kill_descendant(process.pid, lambda command, stage=stage: f"cli stage {stage}" in command):  # type: ignore[misc]
+                waiting.remove(stage)
+                break
+        time.sleep(0.2)
+
+    with started(command, tmp_path / "first.txt") as process:
+        while not list(state.folder.rglob("train/result.json")):
+            assert process.poll() is None, (tmp_path / "first.txt").read_text()
+            kill(process)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=600) == 130
+    assert "train" not in waiting
     (run,) = state.runs
     assert not (run / "publish" / "result.json").exists()
     trained = (run / "train" / "result.json").read_bytes()
     command = [sys.executable, "-m", "pipeline.cli", "local", "--state", str(state.folder), "--run", run.name, "--device", "cpu"]
-    again = subprocess.run(command, capture_output=True, text=True, timeout=1100)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert (run / "train" / "result.json").read_bytes() == trained
-    assert state.published()["run"] == run.name
-
-
-@pytest.mark.long
-def test_sigkill_in_every_stage_leads_to_retries_and_a_successful_run(state: LocalState, tmp_path: Path) -> None:
-    parent = tmp_path / "modernbert"  # other tests' models are BERT's
-    make_model(parent, family=partial(ModernBertConfig, local_attention=8))
-    command = state.command(write_pairs(tmp_path / "a.jsonl", 300), arguments=("--parent", str(parent)), train__epochs=1)
-    # Those that run on a processor: compile is killed in test_xla_run.
-    waiting = [stage.value for stage in Stage if stage not in COMPILING]
-    with started(command, tmp_path / "out.txt") as process:
+    with started(command, tmp_path / "second.txt") as process:
         while process.poll() is None:
-            for stage in waiting:
-                if kill_descendant(process.pid, lambda command, stage=stage: f"cli stage {stage}" in command):  # type: ignore[misc]
-                    waiting.remove(stage)
-                    break
-            time.sleep(0.2)
-    assert process.returncode == 0, (tmp_path / "out.txt").read_text()
+            kill(process)
+    assert process.returncode == 0, (tmp_path / "second.txt").read_text()
     assert waiting == []
-    (run,) = state.runs
+    assert (run / "train" / "result.json").read_bytes() == trained
     assert state.published()["run"] == run.name
     assert len(embeddings(run)) == 300

@@ -51,8 +51,11 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         return [[zlib.crc32(word.encode()) % VOCABULARY for word in text.split()][:max_length] for text in texts]
 
-    def encode_each(self, texts: Sequence[str], max_length: int, prompt: str) -> list[list[int] | str]:
+    def encode_each(self, texts: Sequence[str], max_length: int, prompt: str = "") -> list[list[int] | str]:
         return [*self.encode(texts, max_length)]
+
+    def with_prompts(self, queries: pa.ChunkedArray, tasks: pa.ChunkedArray) -> pa.ChunkedArray:
+        return queries
 
 
 def cut(tokens: pa.ListArray, length: int, plan: Any) -> pa.ListArray:

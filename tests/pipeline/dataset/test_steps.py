@@ -103,8 +103,8 @@ def test_a_step_is_of_one_task_or_locale(batch_by: str, expected: dict[str, int]
         ({"steps": 16}, {"": 1, "browse": 3, "search": 12}),
         ({"sampling_temperature": 2}, {"": 3, "browse": 4, "search": 9}),
         ({"sampling_temperature": 1e9}, {"": 5, "browse": 5, "search": 6}),
-        ({"task_weights": {"browse": 4, "search": 0.5}}, {"": 1, "browse": 10, "search": 5}),
-        ({"steps": 40, "task_weights": {"search": 0.125}}, {"": 7, "browse": 22, "search": 11}),
+        ({"tasks": {"browse": {"weight": 4}, "search": {"weight": 0.5}}}, {"": 1, "browse": 10, "search": 5}),
+        ({"steps": 40, "tasks": {"search": {"weight": 0.125}}}, {"": 7, "browse": 22, "search": 11}),
     ],
 )
 def test_steps_are_shared_between_tasks(train: dict[str, object], expected: dict[str, int], tmp_path: Path) -> None:
@@ -119,20 +119,20 @@ def test_steps_are_shared_between_tasks(train: dict[str, object], expected: dict
 
 def test_a_task_that_gets_next_to_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        strata_of(tmp_path, batch_by="task", task_weights={"search": 0.01})
+        strata_of(tmp_path, batch_by="task", tasks={"search": {"weight": 0.01}})
     [line] = [record.getMessage() for record in caplog.records]
     assert line == "search: 0 of 16 steps (0.0 %) for 75.0 % of the rows"
 
 
 def test_a_weight_of_a_task_without_rows(tmp_path: Path) -> None:
     with pytest.raises(BadData) as error:
-        strata_of(tmp_path, batch_by="task", task_weights={"serach": 2})
+        strata_of(tmp_path, batch_by="task", tasks={"serach": {"weight": 2}})
     assert error.value.value == ["serach"]
     assert "browse, search" in error.value.rule
 
 
 def test_weights_need_batches_of_one_task() -> None:
-    for train in ({"sampling_temperature": 2}, {"task_weights": {"search": 2}}):
+    for train in ({"sampling_temperature": 2}, {"tasks": {"search": {"weight": 2}}}):
         with pytest.raises(BadConfig, match="batch_by to task or locale"):
             build_config({"train": train})
 

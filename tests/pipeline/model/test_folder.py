@@ -170,10 +170,12 @@ def test_half_precision_of_the_parent_is_not_the_models(tmp_path: Path) -> None:
         ({"prompts": {"other": "o: "}}, "", ""),
     ],
 )
-def test_prompts_stay_when_a_folder_is_saved(tmp_path: Path, content: dict[str, object], query: str, document: str) -> None:
+def test_prompts_stay_when_a_folder_is_saved(tmp_path: Path, content: dict[str, Any], query: str, document: str) -> None:
     encoder = make_model(tmp_path / "tiny")
     (tmp_path / "tiny" / PROMPTS).write_text(json.dumps({"similarity_fn_name": "cosine", **content}))
-    expected = {"query": query, "document": document}
+    # Its other prompts are those of tasks.
+    others = {name: text for name, text in content.get("prompts", {}).items() if name == "other"}
+    expected = {"query": query, "document": document, **others}
     assert read_prompts(tmp_path / "tiny") == expected
     save_folder(encoder, tmp_path / "model", tmp_path / "tiny")
     assert read_prompts(tmp_path / "model") == expected

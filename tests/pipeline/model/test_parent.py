@@ -23,8 +23,10 @@ from pipeline import store
 from pipeline.config import HeadConfig, ModelConfig
 from pipeline.dataset.tokens import TextTokenizer
 from pipeline.errors import BadConfig, BadData, MissingInput, TrnpipeError
+from pipeline.model.classifier import add_classifiers, load_classifiers
 from pipeline.model.encoder import Encoder
-from pipeline.model.folder import WEIGHTS, load_encoder
+from pipeline.model.folder import WEIGHTS, load_encoder, save_folder
+from pipeline.model.inventory import read_prompts
 from pipeline.model.parent import ResolvedParent, resolve_parent
 from tests.tiny import make_model
 
@@ -79,6 +81,18 @@ def test_folder_is_taken_as_it_is(tmp_path: Path, encoder: Encoder, resolve: Cal
     resolved = resolve(tmp_path / "tiny", base=None)
     assert (resolved.folder, resolved.converted) == (tmp_path / "tiny", False)
     assert resolved.sha256 == hashlib.sha256((tmp_path / "tiny" / WEIGHTS).read_bytes()).hexdigest()
+
+
+def test_a_prompt_is_added_to_a_folder_which_keeps_its_classifiers(tmp_path: Path, encoder: Encoder) -> None:
+    add_classifiers(encoder, tmp_path, {"color": ["warm", "cold"]})
+    save_folder(encoder, tmp_path / "ours", tmp_path / "tiny")
+    resolved = resolve_parent(str(tmp_path / "ours"), ModelConfig(prompts={"color": "shade "}), tmp_path / "scratch")
+    assert resolved.converted
+    assert resolved.sha256 == store.sha256_file(tmp_path / "ours" / WEIGHTS)
+    assert read_prompts(resolved.folder) == {"query": "", "document": "", "color": "shade "}
+    require_same(resolved, make_model(tmp_path / "again", seed=1))
+    before, after = (load_classifiers(folder, encoder)["color"] for folder in (tmp_path / "ours", resolved.folder))
+    assert torch.equal(before.weight, after.weight)
 
 
 def test_folder_on_s3(tmp_path: Path, encoder: Encoder, resolve: Callable[..., ResolvedParent], s3_root: str) -> None:

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "device": {"ranks_per_node": 1},
     "data": {"holdout_by": "query"},
     "train": {
-        "classes": {"color": [*COLORS]},
+        "tasks": {"color": {"classes": [*COLORS]}},
         "batch_by": "task",
         "batch_size": 8,
         "steps": 60,
@@ -114,7 +114,7 @@ def test_classes_are_learned_judged_saved_and_continued(shop: Bench) -> None:
     shop.train("first")
     shop.publish("first", str(folder))
     shop.config["model"] = {}
-    shop.config["train"]["classes"] = {"color": ["Grey", "bright", "warm", "cold"]}
+    shop.config["train"]["tasks"] = {"color": {"classes": ["Grey", "bright", "warm", "cold"]}}
     shop.config["train"]["steps"] = 2
     shop.shard("more.jsonl", [*rows(150, 200, task="search"), *classified(60, seed=2)])
     shop.start("second")
@@ -199,7 +199,7 @@ def evaluated_by(bench: Bench, run: str, ranks: int) -> dict[str, Any]:
 
 
 def test_a_class_without_a_held_out_text_is_said(shop: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    shop.config["train"]["classes"] = {"color": [*COLORS, "bright", "pale"]}
+    shop.config["train"]["tasks"] = {"color": {"classes": [*COLORS, "bright", "pale"]}}
     shop.start("one")
     assert "task color: no text of the class bright, pale is held out" in caplog.text
     assert "warm" not in caplog.text
@@ -245,7 +245,7 @@ def embedded(bench: Bench, run: str) -> list[tuple[str, float]]:
 
 def test_class_weights_make_a_steps_loss_the_weighted_mean(shop: Bench) -> None:
     """As torch's cross entropy has it, over all ranks and the batches that a step accumulates."""
-    train = {"class_weights": {"color": {"warm": 4.0, "Grey": 0.5}}, "accumulation": 2, "batch_size": 3}
+    train = {"tasks": {"color": {"class_weights": {"warm": 4.0, "Grey": 0.5}}}, "accumulation": 2, "batch_size": 3}
     shop.start("one", {"train": train, "device": {"ranks_per_node": 2}})
     config, folder = shop.plan("one").config.train, Path(shop.paths("one").rows)
     ranks = [TrainingBatches(folder, World(rank=rank, size=2), config, learning_rate=lambda _: 1e-3) for rank in range(2)]
@@ -265,10 +265,11 @@ def test_class_weights_make_a_steps_loss_the_weighted_mean(shop: Bench) -> None:
 
 
 def test_a_class_that_the_task_does_not_have(shop: Bench) -> None:
-    uri = shop.shard("wrong.jsonl", [{"query": "a tiger", "document": "stripes", "task": "color"}])
+    wrong = {"a tiger": "stripes", "a zebra": "stripes", "a leopard": "spots", "a rose": "Warm"}
+    uri = shop.shard("wrong.jsonl", [{"query": text, "document": name, "task": "color"} for text, name in wrong.items()])
     shop.prepare("one")
     shop.ingest("one")
-    refusal(BadData, lambda: shop.stage(Stage.PLAN, "one"), "task color: 1 of", f"{uri}:1", "warm, cold, Grey")
+    refusal(BadData, lambda: shop.stage(Stage.PLAN, "one"), "task color: ", f"{uri}:", "stripes 2, spots 1", "warm, cold, Grey")
 
 
 @pytest.mark.parametrize(
@@ -278,13 +279,13 @@ def test_a_class_that_the_task_does_not_have(shop: Bench) -> None:
         ({"data": {"corpus": []}}, ["names of classes", "set data.corpus"]),
         ({"embed": {"dimensions": 8}}, ["classes of whole embeddings"]),
         ({"data": {"holdout_by": "document"}}, ["hold out whole classes", "query or group"]),
-        ({"train": {"classes": {"color": ["warm", "WARM "]}}}, ["color has a class twice"]),
-        ({"train": {"classes": {"color": ["warm"]}}}, ["at least 2"]),
+        ({"train": {"tasks": {"color": {"classes": ["warm", "WARM "]}}}}, ["train.tasks.color", "a class is there twice"]),
+        ({"train": {"tasks": {"color": {"classes": ["warm"]}}}}, ["at least 2"]),
         ({"gate": {"metric": "accuracy"}, "report": {"texts": True}}, ["report.texts", "leave it out"]),
         ({"gate": {"guardrails": [{"slice": "locale:*", "metric": "accuracy"}]}}, ["locale:* has an accuracy only where"]),
-        ({"train": {"class_weights": {"color": {"red": 2, "warm": 1}}}}, ["color has no class red"]),
-        ({"train": {"class_weights": {"size": {"small": 2}}}}, ["size has no class small"]),
-        ({"train": {"classes": {"a/b": ["warm", "cold"]}}}, ["a/b"]),
+        ({"train": {"tasks": {"color": {"class_weights": {"red": 2, "warm": 1}}}}}, ["class_weights: red is not in classes"]),
+        ({"train": {"tasks": {"size": {"class_weights": {"small": 2}}}}}, ["class_weights: small is not in classes"]),
+        ({"train": {"tasks": {"a/b": {"classes": ["warm", "cold"]}}}}, ["a/b"]),
         ({"device": {"loader": {"batches_per_execution": 2}, "sync_points": 1}}, ["steps of one form"]),
     ],
 )

@@ -32,7 +32,10 @@ from tests.tiny import make_model
 BASE = {"train": {"batch_size": 2, "query_length": 4, "length": 16, "batch_tokens": 48}}
 CLASSES: dict[str, Any] = {
     "data": {"holdout_by": "query", "corpus": ["s3://bucket/corpus"]},
-    "train": {"batch_by": "task", "classes": {"color": ["warm", "cold"], "size": ["large", "small", "none"]}},
+    "train": {
+        "batch_by": "task",
+        "tasks": {"color": {"classes": ["warm", "cold"]}, "size": {"classes": ["large", "small", "none"]}},
+    },
 }
 SETTINGS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     # name: rank, ranks, settings, precision

@@ -87,7 +87,7 @@ def _is_pending(tensor: Tensor) -> bool:
 
 
 def lower_training(encoder: Encoder, config: RunConfig, precision: str, world: World) -> list[LoweredGraph]:
-    """Return the graphs of a step of each form (`train.classes` makes others) in the order of the sync points.
+    """Return the graphs of a step of each form (tasks with classes have others) in the order of the sync points.
 
     Args:
         encoder: on the host; it is moved to the lowering device.
