@@ -318,6 +318,19 @@ def test_cost_of_all_attempts_beside_what_was_expected(plan_run: Any, root: str 
     assert "No sum in dollars" not in text
 
 
+@pytest.mark.parametrize(("metric", "published"), [("accuracy", True), ("ndcg@10", False)])
+def test_price_and_performance_of_training(plan_run: Any, metric: str, published: bool) -> None:
+    run = plan_run()
+    put_input(run, prices=PRICES, hosts={"train": "trn1.32xlarge"})
+    for node in range(2):
+        put_attempt(run, Stage.TRAIN, (0, 90), node=node, host=f"h{node}")
+    run.finish(Stage.TRAIN, StageOutput(metrics={"steps": 5000, "seconds": 2000.0}))
+    run.finish(Stage.EVALUATE, StageOutput(metrics={"new": {metric: 0.9712}, "gate": {"verdict": "accepted", "metric": metric}}))
+    text = page_of(run).text
+    assert "this run 2 × trn1.32xlarge 20.00 2.50 0.971 10,800 60.00" in text
+    assert ("BERT on Amazon reviews, published by AWS 1 × trn1.32xlarge 24.75 6.64 0.984 6,033 41.47" in text) == published
+
+
 def test_node_hours_without_dollars_where_nothing_has_a_price(plan_run: Any) -> None:
     run = plan_run()
     put_attempt(run, Stage.TRAIN, (0, 90))
