@@ -56,14 +56,14 @@ class Node:
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {seconds} s:\n{self.log}")
 
-    def rank_process(self, seconds: float = 20) -> int:
+    def rank_process(self, seconds: float = 120) -> int:
         """Process id of the node's first rank, once it is started."""
         self.wait_until(lambda: "is process" in self.log, seconds)
         found = re.search(r"rank \d+ is process (\d+)", self.log)
         assert found
         return int(found.group(1))
 
-    def wait_until(self, condition: Callable[[], object], seconds: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], object], seconds: float = 300) -> None:
         """Wait for something that this node brings about; its log is shown if it does not."""
         deadline = time.monotonic() + seconds
         while not condition():

@@ -88,7 +88,7 @@ def step_of(run: TrainingRun) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("nodes", "ranks", "told", "sharded"),
-    [(2, 1, 1, False), (2, 2, 0, True)],
+    [(2, 2, 1, False), (2, 2, 0, True)],
 )
 def test_sigterm_leaves_a_checkpoint_of_the_step_and_is_75(
     training_run: PlanTraining, supervise: Any, s3_root: str, tmp_path: Path, nodes: int, ranks: int, told: int, sharded: bool
