@@ -133,23 +133,6 @@ def test_roles_allow_every_call_of_the_real_stages(two_weeks: LocalState) -> Non
     assert Roles(two_weeks.folder / "cdk.out").refused(calls) == []
 
 
-@pytest.mark.long
-def test_a_worse_model_is_refused_and_nothing_is_published(state: LocalState, tmp_path: Path) -> None:
-    result = state.run(
-        write_pairs(tmp_path / "a.jsonl", 300),
-        arguments=("--parent", str(state.parent), "--nodes", "1"),
-        train__learning_rate=1.0,
-        train__clip_norm="null",
-        train__epochs=1,
-    )
-    assert result.returncode == 67, result.stdout + result.stderr
-    assert "ndcg@10" in result.stdout + result.stderr
-    (run,) = state.runs
-    assert not list(state.folder.rglob("current.json"))
-    assert not (run / "embed").exists()
-    assert (run / "report" / "index.html").exists()
-
-
 def test_bad_rows_over_the_limit_end_with_65_and_a_quarantine(state: LocalState, tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "a.jsonl", 100)
     # Bad rows that only prepare can find: an id's second document. The others end the command before there is a run.
