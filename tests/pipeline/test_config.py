@@ -181,7 +181,7 @@ def test_lists_of_keys_follow_from_roles() -> None:
     assert {"device", "lock", "data.train", "train.batch_size"} < set(keys_of(KeyRole.BOOKKEEPING, RunConfig))
     assert not {"seed", "train", "train.accumulation", "embed.length"} & set(keys_of(KeyRole.BOOKKEEPING, RunConfig))
     assert {"micro_batches", "resume"} < set(keys_of(KeyRole.RESUMABLE, TrainConfig))
-    assert keys_of(KeyRole.LEARNED, ModelConfig) == ("pooling", "normalize", "head")
+    assert keys_of(KeyRole.LEARNED, ModelConfig) == ("prompts", "pooling", "normalize", "head")
     assert keys_of(KeyRole.EXECUTION, RunConfig) == ("run", "share", "time_budget", "lock")
     assert "train.micro_batches" in keys_of(KeyRole.TUNABLE, RunConfig)
     assert "model.parent" in keys_of(KeyRole.URI, RunConfig)
