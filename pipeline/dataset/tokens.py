@@ -154,7 +154,8 @@ class TextTokenizer:
 
     def with_prompts(self, queries: pa.ChunkedArray, tasks: pa.ChunkedArray) -> pa.ChunkedArray:
         """Return queries behind the prompts of their tasks, or of all queries: `encode` then takes them without a prompt."""
-        prompts = [self.prompts.get(task, self.prompts["query"]) for task in tasks.to_pylist()]
+        # A task may have the name of a side, whose prompt is not the task's.
+        prompts = [self.prompts.get("query" if task in SIDES else task, self.prompts["query"]) for task in tasks.to_pylist()]
         return pc.binary_join_element_wise(pa.array(prompts, pa.string()), queries, "")
 
     def decode(self, tokens: Iterable[int]) -> str:

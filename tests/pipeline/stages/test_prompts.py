@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -80,6 +81,13 @@ def test_a_prompt_that_is_new_leaves_the_published_model_its_own(mixed: Bench) -
         assert new[text] == expected(mixed, BUY if 60 <= int(text.split()[1]) < 120 else "", text, 12)
         assert published[text] == expected(mixed, "", text, 12)
     assert any(new[text] != published[text] for text in new)
+
+
+def test_a_task_with_the_name_of_a_side_has_the_prompt_of_queries(model: Path) -> None:
+    tokenizer = TextTokenizer(model, {"query": FIND, "document": PAGE, "shop": BUY})
+    tasks = pa.chunked_array([["document", "query", "shop", None, "other"]], pa.string())
+    found = tokenizer.with_prompts(pa.chunked_array([["shoes"] * 5]), tasks)
+    assert found.to_pylist() == [f"{prompt}shoes" for prompt in (FIND, FIND, BUY, FIND, FIND)]
 
 
 def test_prompts_that_contradict_the_folder_are_refused(mixed: Bench, tmp_path: Path) -> None:
