@@ -116,29 +116,33 @@ TAG ?= $(shell sed -nE 's/.*"images": *\{.*"tag": *"([^"]+)".*/\1/p' cdk.json)
 # The first that works here; a client without its daemon does not.
 ENGINE ?= $(shell for name in docker podman buildah; do $$name info >/dev/null 2>&1 && { echo $$name; break; }; done)
 KINDS ?= cpu neuron
-# Of the CPU image. Empty where the index of torch's CPU builds is out of reach: the ordinary build, 5 GB larger, in the versions that are tested.
+# Of the CPU image. Empty where the index of torch's CPU builds is out of reach: the ordinary build, which is that for CUDA, 5 GB larger.
 TORCH_BACKEND ?= cpu
-LOCK := cpu/$(if $(TORCH_BACKEND),requirements,ordinary).lock
+CPU_BUILD = --build-arg LOCK=$(if $(TORCH_BACKEND),cpu,cuda)/requirements.lock --build-arg TORCH_BACKEND=$(TORCH_BACKEND)
+CUDA_BUILD = --build-arg LOCK=cuda/requirements.lock --build-arg TORCH_BACKEND=
 # Bases other than the Dockerfiles' own. The Neuron image's has a digest, see `mirror`.
 PYTHON_IMAGE ?=
 NEURON_IMAGE ?=
 REVISION ?= $(shell git rev-parse HEAD)
 BASES = $(foreach name,PYTHON_IMAGE NEURON_IMAGE,$(if $($(name)),--build-arg $(name)=$($(name))))
 
-images: containers/$(LOCK) ## Build the two container images (TAG=0.1.0 ENGINE=docker, podman or buildah, KINDS=cpu)
+images: ## Build container images (TAG=0.1.0 ENGINE=docker, podman or buildah, KINDS="cpu cuda neuron")
 	@test -n "$(ENGINE)" || { echo "no docker, podman or buildah works here; set ENGINE=/path/to/one"; exit 66; }
 	for kind in $(KINDS); do \
-		$(ENGINE) build --platform linux/amd64 --file containers/$$kind/Dockerfile --tag trnpipe/$$kind:$(TAG) $(BASES) \
-			$$(test $$kind != cpu || echo --build-arg LOCK=$(LOCK) --build-arg TORCH_BACKEND=$(TORCH_BACKEND)) \
+		case $$kind in \
+			cpu) set -- cpu $(CPU_BUILD);; \
+			cuda) set -- cpu $(CUDA_BUILD);; \
+			*) set -- $$kind;; \
+		esac; \
+		folder=$$1; \
+		shift; \
+		$(ENGINE) build --platform linux/amd64 --file containers/$$folder/Dockerfile --tag trnpipe/$$kind:$(TAG) $(BASES) "$$@" \
 			--build-arg VERSION=$(TAG) --build-arg REVISION=$(REVISION) . || exit $$?; \
 	done
 
 images-check: KINDS = cpu
 images-check: images setup ## Build the CPU image, run two stages in it and print its layers (same variables as images)
 	$(VENV)/bin/python -m tests.containers.check $(ENGINE) trnpipe/cpu:$(TAG)
-
-containers/cpu/ordinary.lock: requirements.lock | setup
-	$(COMPILE) --constraints requirements.lock --universal --python-version 3.10 -o $@
 
 # The image that containers/neuron is written for. skopeo takes the credentials of `docker login`.
 BASE ?= $(shell sed -n 's/^ARG NEURON_IMAGE=//p' containers/neuron/Dockerfile)
@@ -162,6 +166,7 @@ IN_NEURON_IMAGE = torch torch-xla triton setuptools networkx sympy mpmath \
 lock: setup ## Resolve the dependencies again
 	$(COMPILE) --extra infra --extra demo --extra dev --universal --python-version 3.10 -o requirements.lock
 	$(COMPILE) $(CONTAINER) --torch-backend cpu -o containers/cpu/requirements.lock
+	$(COMPILE) $(CONTAINER) --constraints requirements.lock -o containers/cuda/requirements.lock
 	$(COMPILE) $(CONTAINER) $(foreach name,$(IN_NEURON_IMAGE),--no-emit-package $(name)) -o containers/neuron/requirements.lock
 	$(VENV)/bin/uv pip compile tests/benchmarks/peers/requirements.in $(LOCK_FORMAT) --universal --python-version 3.10 \
 		-o tests/benchmarks/peers/requirements.lock

@@ -131,12 +131,13 @@ class Images(SettingsSection):
     tag: str = Field(
         "0.1.0",
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}$",
-        description="Tag of both images in the deployment's repositories.",
+        description="Tag of the images in the deployment's repositories.",
     )
-    neuron: str | None = Field(None, description="Full URI of the image for accelerator hosts.")
-    cpu: str | None = Field(None, description="Full URI of the image for Fargate.")
+    neuron: str | None = Field(None, description="Full URI of the image for Trainium and Inferentia hosts.")
+    cpu: str | None = Field(None, description="Full URI of the image for Fargate, and for hosts without accelerators.")
+    cuda: str | None = Field(None, description="Full URI of the image for hosts with GPUs.")
 
-    @field_validator("tag", "neuron", "cpu")
+    @field_validator("tag", "neuron", "cpu", "cuda")
     @classmethod
     def _pinned(cls, image: str | None) -> str | None:
         if image is not None and (image == "latest" or image.endswith(":latest")):

@@ -98,12 +98,24 @@ class Settings(SettingsSection):
         "zone above.",
     )
     vpc: ExistingVpc | None = Field(None, description="None: the stack creates a VPC without a route to the internet.")
-    instance_type: Literal["trn1.2xlarge", "trn1.32xlarge", "trn1n.32xlarge", "c7i.2xlarge", "c7i.4xlarge"] = Field(
+    instance_type: Literal[
+        "trn1.2xlarge",
+        "trn1.32xlarge",
+        "trn1n.32xlarge",
+        "c7i.2xlarge",
+        "c7i.4xlarge",
+        "g6e.12xlarge",
+        "g6e.48xlarge",
+        "p4d.24xlarge",
+        "p5.48xlarge",
+    ] = Field(
         "trn1.32xlarge",
         description="Type of the gangs' hosts. trn1.2xlarge: one chip without EFA, for development on a single node. c7i: CPUs "
-        "only, to try a deployment for little money.",
+        "only, to try a deployment for little money. g6e, p4d and p5: GPUs, on a single node.",
     )
-    embed_instance_type: str = Field("trn1.32xlarge", description="Type of the hosts that evaluate and embed: trn1, inf2 or c7i.")
+    embed_instance_type: str = Field(
+        "trn1.32xlarge", description="Type of the hosts that evaluate and embed: trn1, inf2, c7i, g6e, p4d or p5."
+    )
     embed_market: Literal["on-demand", "spot"] = Field(
         "on-demand",
         description="spot: cheaper; when EC2 reclaims a host, Batch retries its child, which skips finished parts.",
@@ -141,8 +153,8 @@ class Settings(SettingsSection):
     )
     ami: str | None = Field(
         None,
-        description="AMI of all accelerator hosts: `ami-0123456789abcdef0`, or `ssm:/parameter/name:VERSION`. None: the one that "
-        "AWS Batch chooses, which has no Neuron driver.",
+        description="AMI of Trainium and Inferentia hosts: `ami-0123456789abcdef0`, or `ssm:/parameter/name:VERSION`. None: the "
+        "one that AWS Batch chooses, which has no Neuron driver. Other hosts always boot Batch's choice.",
     )
     capacity_reservation: CapacityReservation | None = Field(None, description="Hosts that EC2 reserves for the gangs.")
     images: Images = Images()
@@ -357,11 +369,10 @@ class Settings(SettingsSection):
                 rule=DRIVER_RULE,
                 remedy="name an image with driver 2.27, by id or by SSM parameter and version",
             )
-        # Nodes communicate by EFA, or without NeuronCores by TCP.
-        meets = bool(self.train_hardware.efa_interfaces) or not self.train_hardware.neuron_devices
         refuse_if(
-            not meets and self.allowed_nodes != (1,),
-            f"allowed_nodes {list(self.allowed_nodes)}: a {self.instance_type} has no EFA and trains alone",
+            self.train_hardware.kind != "cpu" and not self.train_hardware.efa_interfaces and self.allowed_nodes != (1,),
+            f"allowed_nodes {list(self.allowed_nodes)}: a {self.instance_type} trains alone",
+            rule="gangs of accelerators communicate by EFA, which trn1.32xlarge and trn1n.32xlarge have here",
             remedy="set allowed_nodes: [1], or take instance_type trn1.32xlarge",
         )
         widest = max(self.allowed_nodes)
@@ -389,7 +400,7 @@ class Settings(SettingsSection):
             return self
         refuse_if(
             reserved.block and self.instance_type != BLOCK_TYPE,
-            f"capacity_reservation.block: no Capacity Blocks of {self.instance_type}",
+            f"capacity_reservation.block: hosts of {self.instance_type} start in none",
             remedy=f"take {BLOCK_TYPE} instead",
         )
         refuse_if(
@@ -466,27 +477,30 @@ class Settings(SettingsSection):
             f"{', '.join(local)}: a local path, which the hosts do not have",
             remedy="put it on S3",
         )
-        if config.device.kind == "neuron":
-            if hosts := [kind for kind in self.instance_types if not HARDWARE[kind].neuron_devices]:
-                raise InvalidSetting(
-                    f"{where}.device.kind neuron: {', '.join(hosts)} has no NeuronCores",
-                    remedy=f"set {where}.device.kind: cpu, or take trn1 and inf2 hosts",
-                )
+        wanted = config.device.kind
+        for instance_type, hardware in ((one, HARDWARE[one]) for one in self.instance_types):
+            refuse_if(
+                not self.local_paths and wanted != hardware.kind and (wanted in ("neuron", "cuda") or hardware.gpus),
+                f"{where}.device.kind {wanted}: a {instance_type} is of kind {hardware.kind}",
+                rule="hosts have the devices that runs compute on, and nobody pays for GPUs that are idle",
+                remedy=f"set {where}.device.kind: {hardware.kind}, or take other hosts",
+            )
+        if wanted == "neuron":
             least = -(-FARGATE_VCPUS * STAGES[Stage.PRECOMPILE].size * 100 // (100 - self.compute_reservation))
             refuse_if(
                 config.compile.where == "cpu" and self.cpu_max_vcpus < least,
                 f"{where}.compile.where cpu: a single share has too few of cpu_max_vcpus {self.cpu_max_vcpus} for precompile",
                 remedy=f"set cpu_max_vcpus to {least} or more, or {where}.compile.where: gang",
             )
-            for key, ranks, host, kind in (
-                ("device.ranks_per_node", config.device.ranks_per_node, self.train_hardware, self.instance_type),
-                ("embed.ranks_per_child", config.embed.ranks_per_child, self.embed_hardware, self.embed_instance_type),
-            ):
-                refuse_if(
-                    ranks is not None and ranks > host.cores,
-                    f"{where}.{key} {ranks}: a {kind} has {host.cores} NeuronCores, and a rank takes one",
-                    remedy=f"set {where}.{key} to {host.cores} or less, or leave it out",
-                )
+        for key, ranks, host, kind in (
+            ("device.ranks_per_node", config.device.ranks_per_node, self.train_hardware, self.instance_type),
+            ("embed.ranks_per_child", config.embed.ranks_per_child, self.embed_hardware, self.embed_instance_type),
+        ):
+            refuse_if(
+                wanted in ("neuron", "cuda") and not self.local_paths and ranks is not None and ranks > host.ranks,
+                f"{where}.{key} {ranks}: a {kind} has {host.ranks} {'GPUs' if host.gpus else 'NeuronCores'}, one for each rank",
+                remedy=f"set {where}.{key} to {host.ranks} or less, or leave it out",
+            )
 
     @property
     def zones(self) -> tuple[str, ...]:
@@ -520,6 +534,11 @@ class Settings(SettingsSection):
         """Types of the hosts that Batch starts, that of the gangs first."""
         return tuple(dict.fromkeys([self.instance_type, self.embed_instance_type]))
 
+    @property
+    def image_kinds(self) -> tuple[str, ...]:
+        """Container images that jobs run, that of the gangs first."""
+        return tuple(dict.fromkeys([self.train_hardware.kind, self.embed_hardware.kind, "cpu"]))
+
     def minutes(self, stage: Stage) -> int:
         """Minutes after which Batch ends an attempt of a stage."""
         return self.timeouts.get(stage, DEFAULT_MINUTES[stage])
@@ -531,14 +550,16 @@ class Settings(SettingsSection):
         """
         train, embed = self.train_hardware, self.embed_hardware
         under: dict[str, Any] = {}
-        if not train.neuron_devices:
+        if train.kind != "neuron":
             under["device"] = {"host_memory_gib": train.job_memory_mib / 1024}
-        elif build_config(self.config).device.kind == "neuron":
-            if train != STANDARD:
-                under["device"] = {"ranks_per_node": train.cores, "host_memory_gib": train.job_memory_mib / 1024}
-                under["health_check"] = {"neuron_devices": train.neuron_devices, "efa_devices": train.efa_interfaces}
-            if embed.cores not in (0, train.cores):
-                under["embed"] = {"ranks_per_child": embed.cores}
+        if train.gpus:
+            # Fargate, where runs are planned, has no GPU to ask; all of these compute bf16.
+            under["device"] |= {"ranks_per_node": train.ranks, "memory_gib": train.gpu_memory_gib, "precision": "bf16"}
+        elif train.neuron_devices and build_config(self.config).device.kind == "neuron" and train != STANDARD:
+            under["device"] = {"ranks_per_node": train.ranks, "host_memory_gib": train.job_memory_mib / 1024}
+            under["health_check"] = {"neuron_devices": train.neuron_devices, "efa_devices": train.efa_interfaces}
+        if embed.ranks not in (0, train.ranks) and build_config(self.config).device.kind == embed.kind:
+            under["embed"] = {"ranks_per_child": embed.ranks}
         return merge(under, self.config)
 
     def run_config(self) -> RunConfig:
@@ -560,8 +581,8 @@ class Settings(SettingsSection):
 
     def readable(self) -> tuple[str, ...]:
         """Locations outside the deployment's bucket that runs may name: `read`, and the URIs in the settings' configurations."""
-        configs = self.run_configs().values()
-        return tuple(dict.fromkeys([*self.read, *(uri for config in configs for _, uri in config.uris() if is_s3(uri))]))
+        named = (uri for config in self.run_configs().values() for _, uri in config.uris() if is_s3(uri))
+        return tuple(dict.fromkeys([*self.read, *named]))
 
     def readable_objects(self, *, shards: bool, model: bool) -> tuple[str, ...]:
         """Patterns `BUCKET/KEY` of objects that runs read outside the deployment's bucket: `read`, and the URIs in the

@@ -98,19 +98,18 @@ class DataStack(Stack):
             "ImageBuilder",
             settings=settings,
             source=source,
-            repositories=f"{self.storage.cpu_repository.registry_uri}/{settings.name}",
+            repositories=f"{self.storage.base_repository.registry_uri}/{settings.name}",
             log_group=self.storage.build_logs.log_group_name,
         )
         self._grant_builds(settings, builder.role)
         # The other stack imports these only where no image URI is set. CloudFormation refuses to remove an export that is
         # imported, and this stack is deployed first: so they are always there.
-        for repository in (self.storage.neuron_repository, self.storage.cpu_repository):
+        for repository in self.storage.repositories.values():
             self.export_value(repository.repository_arn)
             self.export_value(repository.repository_name)
         for name, value in (
             ("BucketName", self.storage.bucket.bucket_name),
-            ("NeuronRepositoryUri", self.storage.neuron_repository.repository_uri),
-            ("CpuRepositoryUri", self.storage.cpu_repository.repository_uri),
+            *((f"{kind.capitalize()}RepositoryUri", one.repository_uri) for kind, one in self.storage.repositories.items()),
             ("ImageProject", builder.project_name),
             ("ImageSource", source),
         ):
@@ -118,10 +117,13 @@ class DataStack(Stack):
 
     def _grant_builds(self, settings: Settings, role: iam.IRole) -> None:
         """Read the source, pull the bases, push to the deployment's repositories and write the log: nothing else."""
-        repositories = (self.storage.neuron_repository, self.storage.cpu_repository, self.storage.base_repository)
         _allow(role, ["s3:GetObject", "s3:GetObjectVersion"], [self.storage.bucket.arn_for_objects(IMAGE_SOURCE)])
         _allow_keys(role, ["kms:Decrypt"], [settings.customer_key] if settings.customer_key else [])
-        _allow(role, ECR_BUILD_ACTIONS, [repository.repository_arn for repository in repositories])
+        _allow(
+            role,
+            ECR_BUILD_ACTIONS,
+            [one.repository_arn for one in (*self.storage.repositories.values(), self.storage.base_repository)],
+        )
         _allow(role, ECR_PASSWORDS, ["*"])
         _allow(role, ["logs:CreateLogStream", "logs:PutLogEvents"], [self.storage.build_logs.log_group_arn])
 
@@ -145,8 +147,7 @@ class PipelineStack(Stack):
             self,
             "Jobs",
             settings=settings,
-            neuron_repository=storage.neuron_repository,
-            cpu_repository=storage.cpu_repository,
+            repositories=storage.repositories,
             log_group=storage.job_logs,
         )
         topic = Topic(self, "Notifications", settings=settings)

@@ -459,7 +459,7 @@ def doctor(
 
 @app.command()
 def images(
-    kinds: Annotated[str, typer.Option("--kinds", help="Which images: cpu, neuron or cpu,neuron.")] = "cpu,neuron",
+    kinds: Annotated[str, typer.Option("--kinds", help="Which images: some of cpu, cuda and neuron.")] = "cpu,neuron",
     tag: Annotated[str | None, typer.Option("--tag", help="Their tag; by default `images.tag` of cdk.json.")] = None,
     stack: StackOption = DEFAULT_STACK,
 ) -> None:

@@ -32,6 +32,9 @@ CURRENCY = "USD"
 REGIONS = ("us-east-1", "us-east-2", "us-west-2")
 """Regions of the prices below, which do not differ between them."""
 
+IMAGE_KINDS = ("cpu", "cuda", "neuron")
+"""Container images, by the kind of device on which their jobs compute."""
+
 CORES_PER_DEVICE = 2
 """NeuronCores of a Trainium chip, and of an Inferentia2 chip."""
 
@@ -42,19 +45,28 @@ class Hardware:
 
     Attributes:
         vcpus, memory_mib: of the whole host.
-        neuron_devices: chips, /dev/neuron0 and so on; 0: the host computes on its processor.
-        efa_interfaces: network cards with EFA, 0 where the type has none. Neuron hosts without EFA cannot form a gang.
+        neuron_devices: chips, /dev/neuron0 and so on.
+        efa_interfaces: network cards with EFA that a gang uses; without any, accelerators of two hosts cannot form one.
+        gpus: GPUs; without these and chips the host computes on its processor.
+        gpu_memory_gib: memory of a GPU.
     """
 
     vcpus: int
     memory_mib: int
     neuron_devices: int = 0
     efa_interfaces: int = 0
+    gpus: int = 0
+    gpu_memory_gib: int = 0
 
     @property
-    def cores(self) -> int:
-        """NeuronCores, one rank each."""
-        return self.neuron_devices * CORES_PER_DEVICE
+    def kind(self) -> str:
+        """Kind of device on which its jobs compute, and name of their image."""
+        return "neuron" if self.neuron_devices else "cuda" if self.gpus else "cpu"
+
+    @property
+    def ranks(self) -> int:
+        """NeuronCores or GPUs, one rank each; 0 on processors."""
+        return self.neuron_devices * CORES_PER_DEVICE + self.gpus
 
     @property
     def job_vcpus(self) -> int:
@@ -78,10 +90,15 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         "inf2.48xlarge": Hardware(vcpus=192, memory_mib=768 * 1024, neuron_devices=12),
         "c7i.2xlarge": Hardware(vcpus=8, memory_mib=16 * 1024),
         "c7i.4xlarge": Hardware(vcpus=16, memory_mib=32 * 1024),
+        "g6e.12xlarge": Hardware(vcpus=48, memory_mib=384 * 1024, gpus=4, gpu_memory_gib=44),
+        "g6e.48xlarge": Hardware(vcpus=192, memory_mib=1536 * 1024, gpus=8, gpu_memory_gib=44),
+        "p4d.24xlarge": Hardware(vcpus=96, memory_mib=1152 * 1024, gpus=8, gpu_memory_gib=39),
+        "p5.48xlarge": Hardware(vcpus=192, memory_mib=2048 * 1024, gpus=8, gpu_memory_gib=79),
     }
 )
 """The one table of instance types: a deployment names its hosts from it, and `trnpipe plan` compares them. Sources: trn1-arch.rst
-and inf2-arch.rst of the Neuron SDK's documentation; EC2's page on C7i."""
+and inf2-arch.rst of the Neuron SDK's documentation; EC2's pages on C7i, G6e (L40S), P4 (A100 of 40 GB) and P5 (H100 of 80 GB). Of
+a GPU's memory its driver leaves about a gigabyte less than its name says, of an L40S with ECC four."""
 
 INSTANCE_HOUR: Mapping[str, float] = MappingProxyType(
     {
@@ -94,6 +111,10 @@ INSTANCE_HOUR: Mapping[str, float] = MappingProxyType(
         "inf2.48xlarge": 12.98127,
         "c7i.2xlarge": 0.357,
         "c7i.4xlarge": 0.714,
+        "g6e.12xlarge": 10.49264,
+        "g6e.48xlarge": 30.13118,
+        "p4d.24xlarge": 21.957642,
+        "p5.48xlarge": 55.04,
     }
 )
 

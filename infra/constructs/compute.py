@@ -58,6 +58,9 @@ image of 10 GB; the stages of a run share a host and pull once; jobs on a Spot h
 reach the instance's role: a gang's containers, which have an interface of their own, are blocked by the agent's setting; others,
 which share the host's network, by a rule on the control group in which the agent runs all tasks under cgroup v2."""
 
+FORMS = {"neuron": "", "cuda": "Gpu", "cpu": "Cpu"}
+"""Kind of a host's devices -> part of the ids of its environment."""
+
 MISCONFIGURED_SECONDS = 600
 """A job that can never start is cancelled as soon as Batch allows; one that waits for capacity may wait as long as set."""
 
@@ -68,7 +71,7 @@ class Compute(Construct):
     Args:
         subnets: zone -> id of its private subnet.
         efa_group: on the gangs' EFA interfaces; None where their hosts have none.
-        gang_group: of gangs on processors; None where their hosts have NeuronCores.
+        gang_group: of gangs on processors; None where their hosts have accelerators.
         host_group: of all other hosts and of Fargate tasks.
 
     Attributes:
@@ -138,8 +141,7 @@ class Compute(Construct):
         settings = self._settings
         reservation = settings.capacity_reservation
         block = reservation is not None and reservation.block
-        form = "Block" if block else "Cpu" if not settings.train_hardware.neuron_devices else "" if efa_group is None else "Efa"
-        construct_id = f"Train{form}"
+        construct_id = f"Train{'Block' if block else 'Efa' if efa_group is not None else FORMS[settings.train_hardware.kind]}"
         return self._accelerator_environment(
             construct_id,
             queue=Queue.TRAIN,
@@ -161,7 +163,7 @@ class Compute(Construct):
 
     def _embed(self, host_group: ec2.ISecurityGroup) -> batch.CfnComputeEnvironment:
         settings = self._settings
-        construct_id = "Embed" if settings.embed_hardware.neuron_devices else "EmbedCpu"
+        construct_id = f"Embed{FORMS[settings.embed_hardware.kind]}"
         return self._accelerator_environment(
             construct_id,
             queue=Queue.EMBED,
@@ -210,7 +212,7 @@ class Compute(Construct):
                 placement_group=placement_group,
                 ec2_configuration=[
                     environment.Ec2ConfigurationObjectProperty(
-                        image_type="ECS_AL2023",
+                        image_type="ECS_AL2023_NVIDIA" if HARDWARE[instance_type].gpus else "ECS_AL2023",
                         image_id_override=self._image_id() if HARDWARE[instance_type].neuron_devices else None,
                     )
                 ],

@@ -63,8 +63,7 @@ class Jobs(Construct):
         construct_id: str,
         *,
         settings: Settings,
-        neuron_repository: ecr.IRepository,
-        cpu_repository: ecr.IRepository,
+        repositories: Mapping[str, ecr.IRepository],
         log_group: logs.ILogGroup,
     ) -> None:
         super().__init__(scope, construct_id)
@@ -72,10 +71,12 @@ class Jobs(Construct):
         self._log_group = log_group
         self._execution_role = self._container_role("ExecutionRole", "Pulls images and writes logs for every job")
         log_group.grant_write(self._execution_role)
-        cpu = self._image("CpuImage", settings.images.cpu, cpu_repository)
-        self._images = {Queue.CPU: cpu, Queue.TRAIN: cpu, Queue.EMBED: cpu}
-        if accelerated := [queue for queue in (Queue.TRAIN, Queue.EMBED) if self._hardware(queue).neuron_devices]:
-            self._images |= dict.fromkeys(accelerated, self._image("NeuronImage", settings.images.neuron, neuron_repository))
+        images = {kind: self._image(kind, repositories[kind]) for kind in settings.image_kinds}
+        self._images = {
+            Queue.CPU: images["cpu"],
+            Queue.TRAIN: images[settings.train_hardware.kind],
+            Queue.EMBED: images[settings.embed_hardware.kind],
+        }
         self.roles = {stage: self._container_role(f"{_camel(stage)}Role", f"Stage {stage}") for stage in STAGES}
         self.names: list[str] = []
         self.arns: dict[Stage, str] = {}
@@ -154,6 +155,7 @@ class Jobs(Construct):
         hardware = None if fargate else self._hardware(spec.queue)
         task = FARGATE_VCPUS * spec.size, FARGATE_MEMORY_MIB * spec.size
         vcpus, memory = (hardware.job_vcpus, hardware.job_memory_mib) if hardware else task
+        needs = {"VCPU": vcpus, "MEMORY": memory} | ({"GPU": hardware.gpus} if hardware and hardware.gpus else {})
         return definition.ContainerPropertiesProperty(
             # precompile runs the compiler of the hosts that train.
             image=self._images[Queue.TRAIN if stage is Stage.PRECOMPILE else spec.queue],
@@ -163,8 +165,7 @@ class Jobs(Construct):
                 for name, value in self._environment(stage, hardware if spec.shape is Shape.GANG else None).items()
             ],
             resource_requirements=[
-                definition.ResourceRequirementProperty(type="VCPU", value=str(vcpus)),
-                definition.ResourceRequirementProperty(type="MEMORY", value=str(memory)),
+                definition.ResourceRequirementProperty(type=resource, value=str(value)) for resource, value in needs.items()
             ],
             job_role_arn=self.roles[stage].role_arn,
             execution_role_arn=self._execution_role.role_arn,
@@ -201,24 +202,24 @@ class Jobs(Construct):
         if gang is not None and gang.efa_interfaces:
             # EFA carries the collectives; the rendezvous goes over the task's own interface.
             environment |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "CCOM_SOCKET_IFNAME": "eth0"}
-        if gang is not None and not gang.neuron_devices:
+        if gang is not None and gang.kind == "cpu":
             environment["GLOO_SOCKET_IFNAME"] = "eth0"
         return environment | self._settings.environment
 
     def _hardware(self, queue: Queue) -> Hardware:
         return self._settings.train_hardware if queue is Queue.TRAIN else self._settings.embed_hardware
 
-    def _image(self, construct_id: str, uri: str | None, repository: ecr.IRepository) -> str:
-        if uri is None:
+    def _image(self, kind: str, repository: ecr.IRepository) -> str:
+        if (uri := getattr(self._settings.images, kind)) is None:
             repository.grant_pull(self._execution_role)
             return repository.repository_uri_for_tag(self._settings.images.tag)
         if elsewhere := PRIVATE_IMAGE.match(uri):
             name = elsewhere["name"]
             arn = f"arn:{Stack.of(self).partition}:ecr:{elsewhere['region']}:{elsewhere['account']}:repository/{name}"
-            ecr.Repository.from_repository_attributes(self, construct_id, repository_arn=arn, repository_name=name).grant_pull(
-                self._execution_role
-            )
-        return uri
+            ecr.Repository.from_repository_attributes(
+                self, f"{kind.capitalize()}Image", repository_arn=arn, repository_name=name
+            ).grant_pull(self._execution_role)
+        return str(uri)
 
     def _container_role(self, construct_id: str, description: str) -> iam.Role:
         return iam.Role(self, construct_id, assumed_by=iam.ServicePrincipal("ecs-tasks.amazonaws.com"), description=description)

@@ -53,7 +53,7 @@ class Network(Construct):
         self.task_group = ec2.SecurityGroup.from_security_group_id(self, "Task", group_id, mutable=False)
         self.efa_group = self._closed_group("Efa", "EFA") if settings.train_hardware.efa_interfaces else None
         # On processors the nodes' collectives go over the addresses of their containers.
-        self.gang_group = None if settings.train_hardware.neuron_devices else self._closed_group("Gang", "TCP")
+        self.gang_group = self._closed_group("Gang", "TCP") if settings.train_hardware.kind == "cpu" else None
         self.host_group = ec2.SecurityGroup(
             self, "Host", vpc=self.vpc, description="Hosts and tasks that work alone", allow_all_outbound=False
         )

@@ -13,6 +13,7 @@ from constructs import Construct
 from infra.setting_sections import Marker
 from infra.settings import Settings, base_repository
 from pipeline.contract import RESUME, RETENTION_TAG
+from pipeline.cost import IMAGE_KINDS
 
 KEEP = RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE
 """Kept for good, except when the very first deployment is rolled back: what has a name would be in the next one's way."""
@@ -45,7 +46,7 @@ class Storage(Construct):
     Attributes:
         bucket: `runs/`, `registry/`, `data/`, `ingested/`, `seen/`, `graphs/` and `images/`.
         lock_table: one item per registry name: {name, owner, run, since}.
-        neuron_repository, cpu_repository: container images, immutable tags.
+        repositories: kind of image -> its repository; tags never move.
         base_repository: copies of the images that the Neuron image was built on.
         job_logs, machine_logs, watch_logs: of all jobs, of the state machine, of its watches. They have names
             and are kept, so in the pipeline's own stack they would stop it from being deployed a second time.
@@ -112,9 +113,12 @@ class Storage(Construct):
             deletion_protection=True,
             removal_policy=KEEP,
         )
-        untagged = Duration.days(keep.untagged_image_days)
-        self.neuron_repository = self._repository("NeuronImage", f"{settings.name}/neuron", untagged)
-        self.cpu_repository = self._repository("CpuImage", f"{settings.name}/cpu", untagged)
+        self.repositories = {
+            kind: self._repository(
+                f"{kind.capitalize()}Image", f"{settings.name}/{kind}", Duration.days(keep.untagged_image_days)
+            )
+            for kind in IMAGE_KINDS
+        }
         self.base_repository = self._repository("NeuronBaseImage", base_repository(settings.name), None)
         retention = RETENTION[keep.log_days]
         self.job_logs = self._log_group("JobLogs", job_log_group(settings.name), retention)

@@ -27,7 +27,7 @@ class ContainerImage:
     """A container image that jobs run.
 
     Attributes:
-        name: `neuron` or `cpu`, the folder of its Dockerfile.
+        name: its kind: `cpu`, `cuda` or `neuron`.
         uri: as the settings give it, else repository and tag.
         repository: in ECR; None for an image that is elsewhere.
         version: tag or digest in that repository.
@@ -172,10 +172,7 @@ def read_blueprint(assembly: Path, settings: Settings) -> Blueprint:
         bootstrap_version=max(properties["requiresBootstrapStackVersion"] for properties in stacks),
         bootstrap_parameter=stacks[0]["bootstrapStackVersionSsmParameter"],
         endpoint_services=tuple(getattr(ec2.InterfaceVpcEndpointAwsService, name).short_name for name in INTERFACE_ENDPOINTS),
-        containers=(
-            _container(settings, "neuron", settings.images.neuron),
-            _container(settings, "cpu", settings.images.cpu),
-        ),
+        containers=tuple(_container(settings, kind, getattr(settings.images, kind)) for kind in settings.image_kinds),
     )
 
 

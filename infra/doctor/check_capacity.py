@@ -15,12 +15,16 @@ from infra.settings import Settings
 from pipeline.cost import HARDWARE
 
 QUOTAS: dict[tuple[str, str], tuple[str, str, str]] = {
-    ("EC2", "Trn"): ("ec2", "L-2C3B7624", "Running On-Demand Trn instances"),
-    ("EC2", "Inf"): ("ec2", "L-1945791B", "Running On-Demand Inf instances"),
-    ("EC2", "C7i"): ("ec2", "L-1216C47A", "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"),
-    ("SPOT", "Trn"): ("ec2", "L-6B0D517C", "All Trn Spot Instance Requests"),
-    ("SPOT", "Inf"): ("ec2", "L-B5D1601B", "All Inf Spot Instance Requests"),
-    ("SPOT", "C7i"): ("ec2", "L-34B43A08", "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests"),
+    ("EC2", "trn"): ("ec2", "L-2C3B7624", "Running On-Demand Trn instances"),
+    ("EC2", "inf"): ("ec2", "L-1945791B", "Running On-Demand Inf instances"),
+    ("EC2", "c"): ("ec2", "L-1216C47A", "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"),
+    ("EC2", "g"): ("ec2", "L-DB2E81BA", "Running On-Demand G and VT instances"),
+    ("EC2", "p"): ("ec2", "L-417A185B", "Running On-Demand P instances"),
+    ("SPOT", "trn"): ("ec2", "L-6B0D517C", "All Trn Spot Instance Requests"),
+    ("SPOT", "inf"): ("ec2", "L-B5D1601B", "All Inf Spot Instance Requests"),
+    ("SPOT", "c"): ("ec2", "L-34B43A08", "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests"),
+    ("SPOT", "g"): ("ec2", "L-3819A6DF", "All G and VT Spot Instance Requests"),
+    ("SPOT", "p"): ("ec2", "L-7212CCBC", "All P Spot Instance Requests"),
     ("FARGATE", ""): ("fargate", "L-3032A538", "Fargate On-Demand vCPU resource count"),
 }
 """(market, family) -> service code, quota code and name in Service Quotas. All count vCPUs."""
@@ -52,8 +56,8 @@ def needs(fleets: list[Fleet], gang_nodes: int) -> dict[tuple[str, str], Need]:
         if fleet.instance_type is None:
             key, least = (fleet.market, ""), 1
         else:
-            # The family has the quota: `Trn`, `Inf` or `C7i`.
-            key = (fleet.market, fleet.instance_type[:3].capitalize())
+            # The letters before the generation have the quota.
+            key = (fleet.market, fleet.instance_type.split(next(filter(str.isdigit, fleet.instance_type)))[0])
             least = HARDWARE[fleet.instance_type].vcpus * (gang_nodes if fleet.forms_gangs else 1)
         before = summed[key]
         summed[key] = Need(least=max(before.least, least), most=before.most + fleet.max_vcpus)

@@ -164,9 +164,9 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
     }
     wanted = {"imageDigest" if container.version.startswith("sha256:") else "imageTag": container.version}
     named = f"{container.repository}:{container.version}"
+    pushed = f"{container.registry or subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com/{named}"
     push = (
-        f"docker buildx build --platform {WANTED_PLATFORM} -f containers/{container.name}/Dockerfile --push "
-        f"-t {container.registry or subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com/{named} ."
+        f"make images KINDS={container.name} TAG=new && docker tag trnpipe/{container.name}:new {pushed} && docker push {pushed}"
     )
     try:
         [details] = subject.ask("ecr", "DescribeImages", imageIds=[wanted], **reference)["imageDetails"]

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -157,7 +158,7 @@ def open_device(
             several or the host itself computes.
         timeout_seconds: how long a collective may wait for another rank.
         loader: how batches are put on a device that compiles.
-        inference: only for encoding.
+        inference: only for encoding, and without knowing of other ranks.
 
     Raises:
         BadConfig: an unknown or unavailable kind, or one that cannot do what is asked.
@@ -169,6 +170,7 @@ def open_device(
     if threads is not None:
         torch.set_num_threads(threads)
     options: dict[str, Any] = {"timeout_seconds": timeout_seconds}
+    world = replace(world, rank=0, size=1) if inference else world
     if inference and kind == "neuron":
         return cast(Device, module.open_inference_device(precision, world, **options))
     if kind not in EAGER_KINDS:

@@ -72,8 +72,13 @@ class Bench:
         try:
             plan = self._plan(settings, name)
         except TrnpipeError as error:
-            words = sentence(error.what, error.value)
-            row = Row(name=name, settings=settings, status="refused", exit_code=int(error.exit_code), what=words)
+            row = Row(
+                name=name,
+                settings=settings,
+                status="refused",
+                exit_code=int(error.exit_code),
+                what=sentence(error.what, error.value),
+            )
         else:
             row = self._run(settings, plan, on_progress)
         self.table.put(row)

@@ -171,7 +171,7 @@ class Estimator:
 
     def train(self, work: Workload, nodes: int) -> Option:
         """Return training on this many trn1.32xlarge."""
-        settings, ranks = self.config.train, HARDWARE[TRAIN_HOST].cores * nodes
+        settings, ranks = self.config.train, HARDWARE[TRAIN_HOST].ranks * nodes
         batches = settings.accumulation * ranks
         steps = settings.steps or math.ceil(settings.epochs * work.train_rows / (batches * batch_pairs(self.config, work)))
         flops = steps * batches * batch_flops(self.shape, self.config, ranks)
@@ -188,7 +188,7 @@ class Estimator:
 
     def embed(self, work: Workload, host: str, children: int) -> Option:
         """Return embedding on this many hosts. Ranks get whole parts, so the rank with the most of them decides."""
-        cores = HARDWARE[host].cores
+        cores = HARDWARE[host].ranks
         parts = part_count(work.corpus_rows, self.config.embed.rows_per_part, children * cores)
         children = min(children, parts)
         rows = math.ceil(parts / (children * cores)) * work.corpus_rows / parts

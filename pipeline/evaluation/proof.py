@@ -86,8 +86,7 @@ class QualityProof:
         Raises:
             Defect: too far: the parts do not hold what evaluate judged.
         """
-        depth = min(ranked_depth(self._known), len(self._vectors))
-        ranked = np.concatenate(list(self._rankings(depth)))
+        ranked = np.concatenate(list(self._rankings(min(ranked_depth(self._known), len(self._vectors)))))
         values = measure_others(ranked, self._relevant, self._known)[metric]
         difference = float((values - self._expected[metric]).mean())
         if abs(difference) > MAX_DIFFERENCE:

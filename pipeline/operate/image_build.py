@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
+from pipeline.cost import IMAGE_KINDS
 from pipeline.errors import BadConfig, Defect, Transient, plain
 from pipeline.operate.deployment import Site, stack_outputs
 
-KINDS = ("cpu", "neuron")
 POLL_SECONDS = 15.0
 LOG_LINES = 40
 
@@ -29,7 +29,7 @@ def build_images(stack: str, kinds: Sequence[str], tag: str, root: Path) -> str:
 
     Args:
         stack: name of the pipeline's stack; the build needs its data stack alone.
-        kinds: which of KINDS.
+        kinds: which of IMAGE_KINDS.
         root: the clone.
 
     Raises:
@@ -38,8 +38,8 @@ def build_images(stack: str, kinds: Sequence[str], tag: str, root: Path) -> str:
         Transient: the build timed out, was stopped, or CodeBuild failed; see also `Site.asking`.
         Defect: a build succeeded without pushing an image.
     """
-    if unknown := set(kinds) - set(KINDS):
-        raise BadConfig("unknown kind of image", value=sorted(unknown), rule=f"--kinds is {','.join(KINDS)} or one of them")
+    if unknown := set(kinds) - set(IMAGE_KINDS):
+        raise BadConfig("unknown kind of image", value=sorted(unknown), rule=f"--kinds is {','.join(IMAGE_KINDS)} or one of them")
     site = Site("", stack=stack)
     outputs = stack_outputs(site, f"{stack}-data")
     if "ImageProject" not in outputs:

@@ -171,9 +171,9 @@ def open_worker(context: StageContext, model: Artifact, todo: Sequence[int]) -> 
     plan, config = context.plan, context.plan.config
     context.heartbeat.beat(note="loading the model")
     folder = store.local_folder(model.uri.rpartition("/")[0], context.scratch / "model")
-    alone = replace(context.world, rank=0, size=1)
-    threads = config.device.threads_per_rank
-    device = open_device(plan.world.kind, plan.world.precision, alone, threads=threads, inference=True)
+    device = open_device(
+        plan.world.kind, plan.world.precision, context.world, threads=config.device.threads_per_rank, inference=True
+    )
     encoder = load_encoder(folder, config.model)
     form = embedding_form(
         {
@@ -366,8 +366,7 @@ def embed_window(
         found = encode(worker.encode_with, worker.device, lists, config.length, config.tokens_per_batch, on_progress=on_progress)
         worker.work += len(tokens)
         with np.errstate(over="ignore", invalid="ignore"):
-            normalize = worker.context.plan.config.model.normalize
-            vectors = shortened(found.embeddings.numpy(), worker.dimension, normalize=normalize)
+            vectors = shortened(found.embeddings.numpy(), worker.dimension, normalize=worker.context.plan.config.model.normalize)
             embeddings[todo] = vectors.astype(config.dtype, copy=False)
         made.tokens += found.tokens
         made.padded_tokens += found.slots

@@ -287,8 +287,7 @@ def embeds_alike(plan: RunPlan, folder: Path) -> bool:
 
 def open_alone(context: StageContext, kind: str, precision: str) -> Device:
     """Open a device that knows of no other rank."""
-    alone = replace(context.world, rank=0, size=1)
-    return open_device(kind, precision, alone, threads=context.plan.config.device.threads_per_rank, inference=True)
+    return open_device(kind, precision, context.world, threads=context.plan.config.device.threads_per_rank, inference=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The data stages, prepare, ingest, plan and publish's proof: what a week costs as the history grows, and what more rows cost.
 
-    PYTHONPATH=. python tests/benchmarks/weeks.py history [--weeks 26] [--rows 10000]
+    PYTHONPATH=. python tests/benchmarks/weeks.py history [--weeks 26] [--rows 10000] [--folder]
     PYTHONPATH=. python tests/benchmarks/weeks.py size [--rows 1000000 3000000]
     PYTHONPATH=. python tests/benchmarks/weeks.py feed [--rows 200000] [--ranks 32]
 
@@ -9,7 +9,8 @@ tokens; one row in twenty is there twice. The bucket is on a local S3 endpoint (
 counts the bytes of what it gets from storage. What training leaves (`seen/`, the registry's pointer) is written in its place. The
 hold-out has as many queries and candidates as the first week brings, as that of a long history has its limits.
 Printed for each week: bytes that the three stages read, without 16 for each row of the history (a pair that is a document too is
-two rows, as each is ingested); and their seconds.
+two rows, as each is ingested); and their seconds, of the clock and of the processor. moto reads a whole object for each range
+of it, so that seconds grow with the size of files; `--folder` has the bucket in a local folder, where bytes are not counted.
 
 `size`: one week of so many pairs and documents in 30 files, of 12 to some 60 tokens, in a folder. Two children ingest. Parts are
 written with made-up embeddings of four values, and publish proves them. Printed for each stage: seconds of the clock and of the
@@ -22,11 +23,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -66,6 +69,7 @@ def main() -> None:
     history = commands.add_parser("history")
     history.add_argument("--weeks", type=int, default=26)
     history.add_argument("--rows", type=int, default=10_000, help="of a week")
+    history.add_argument("--folder", action="store_true", help="the bucket is a local folder")
     history.set_defaults(run=measure_history)
     size = commands.add_parser("size")
     size.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 3_000_000])
@@ -86,10 +90,15 @@ def main() -> None:
 
 def measure_history(options: argparse.Namespace) -> None:
     """Weeks one after another, and the last one beside the second."""
-    root, found = f"s3://{BUCKET}", {}
-    texts = made_rows(LONG)
-    with endpoint():
-        print(f"{'week':>4}{'history rows':>14}{'bytes read':>14}{f'less {PER_ROW} a row':>16}{'seconds':>9}")
+    found, texts = {}, made_rows(LONG)
+    with ExitStack() as stack:
+        if options.folder:
+            root = f"{stack.enter_context(tempfile.TemporaryDirectory())}/bucket"
+        else:
+            root = f"s3://{BUCKET}"
+            stack.enter_context(endpoint())
+        columns = ("bytes read", f"less {PER_ROW} a row", "seconds", "processor")
+        print(f"{'week':>4}{'history rows':>14}{columns[0]:>14}{columns[1]:>16}{columns[2]:>9}{columns[3]:>11}")
         for week in range(1, options.weeks + 1):
             for half in range(2):
                 write_shard(f"{root}/data/week-{week:02d}-{half}.jsonl", islice(texts, options.rows // 2))
@@ -98,11 +107,12 @@ def measure_history(options: argparse.Namespace) -> None:
             request(root, name, held, ingest_children=1)
             steps = [step(one, root, name) for one in STAGES]
             step("train", root, name)
-            read, history = sum(one["bytes"] for one in steps), 2 * options.rows * (week - 1)
-            found[week] = (read, read - PER_ROW * history, sum(one["seconds"] for one in steps))
-            print(f"{week:>4}{history:>14,}{read:>14,}{found[week][1]:>16,}{found[week][2]:>9.1f}", flush=True)
-    last, second = found[options.weeks], found[2]
-    print(f"week {options.weeks} : week 2: bytes {last[1] / second[1]:.2f}, seconds {last[2] / second[2]:.2f}")
+            read, history = sum(one["bytes"] for one in steps) or math.nan, 2 * options.rows * (week - 1)
+            seconds, processor = (sum(one[name] for one in steps) for name in ("seconds", "cpu"))
+            found[week] = (read - PER_ROW * history, seconds, processor)
+            print(f"{week:>4}{history:>14,}{read:>14,.0f}{found[week][0]:>16,.0f}{seconds:>9.1f}{processor:>11.1f}", flush=True)
+    ratios = [last / second for last, second in zip(found[options.weeks], found[2], strict=True)]
+    print(f"week {options.weeks} : week 2: bytes {ratios[0]:.2f}, seconds {ratios[1]:.2f}, of the processor {ratios[2]:.2f}")
 
 
 def measure_size(options: argparse.Namespace) -> None:

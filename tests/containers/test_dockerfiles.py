@@ -258,7 +258,7 @@ def test_the_wheel_is_built_from_what_is_copied_and_whole(tmp_path: Path) -> Non
     assert {entry.date_time for entry in held.values()} == {(1980, 1, 1, 0, 0, 0)}
 
 
-@pytest.mark.parametrize("name", ["cpu/requirements.lock", "neuron/requirements.lock", "build.lock"])
+@pytest.mark.parametrize("name", ["cpu/requirements.lock", "cuda/requirements.lock", "neuron/requirements.lock", "build.lock"])
 def test_images_have_the_versions_that_are_tested(name: str) -> None:
     tested = locked(ROOT / "requirements.lock")
     image = locked(CONTAINERS / name)
@@ -275,6 +275,41 @@ def test_the_cpu_image_holds_no_cuda() -> None:
     packages = locked(CONTAINERS / "cpu/requirements.lock")
     assert packages["torch"].endswith("+cpu")
     assert not [name for name in packages if name.startswith("nvidia-") or name == "triton"]
+
+
+def test_the_image_for_gpus_holds_the_build_for_cuda() -> None:
+    packages = locked(CONTAINERS / "cuda/requirements.lock")
+    assert packages["torch"] == locked(ROOT / "requirements.lock")["torch"]
+    assert {"nvidia-nccl-cu12", "nvidia-cudnn-cu12", "triton"} <= set(packages)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, [("cpu", "cpu", "cpu"), ("neuron", "neuron", None)]),
+        ({"KINDS": "cuda cpu"}, [("cuda", "cpu", "cuda"), ("cpu", "cpu", "cpu")]),
+        ({"KINDS": "cpu", "TORCH_BACKEND": ""}, [("cpu", "cpu", "cuda")]),
+    ],
+)
+def test_make_images_builds_each_kind_from_its_dockerfile_and_lock(
+    tmp_path: Path, variables: dict[str, str], expected: list[tuple[str, str, str | None]]
+) -> None:
+    """The image's name, the folder of its Dockerfile and that of its lock."""
+    engine = tmp_path / "engine"
+    engine.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path / "calls"}\n')
+    engine.chmod(0o755)
+    given = [f"{name}={value}" for name, value in {"ENGINE": str(engine), **variables}.items()]
+    subprocess.run(["make", "--silent", "images", *given], cwd=ROOT, check=True, capture_output=True)
+    found = []
+    for call in (tmp_path / "calls").read_text().splitlines():
+        lock = re.search(r"LOCK=(\w+)/requirements.lock", call)
+        backend = re.search(r"TORCH_BACKEND=(\w*)", call)
+        assert (backend and backend[1]) == (None if lock is None else "cpu" if lock[1] == "cpu" else "")
+        tag, folder = re.search(r"trnpipe/(\w+):", call), re.search(r"containers/(\w+)/Dockerfile", call)
+        assert tag
+        assert folder
+        found.append((tag[1], folder[1], lock and lock[1]))
+    assert found == expected
 
 
 def test_the_neuron_images_lock_leaves_the_bases_builds_alone() -> None:
@@ -296,7 +331,7 @@ def test_the_neuron_image_holds_bytecode() -> None:
     assert any(text.startswith("python -m compileall ") for text in stages[-1].texts("RUN"))
 
 
-@pytest.mark.parametrize("name", ["cpu/requirements.lock", "neuron/requirements.lock", "build.lock"])
+@pytest.mark.parametrize("name", ["cpu/requirements.lock", "cuda/requirements.lock", "neuron/requirements.lock", "build.lock"])
 def test_every_locked_package_has_a_hash(name: str) -> None:
     blocks = re.split(r"(?m)^(?=[a-z])", (CONTAINERS / name).read_text())
     assert all("--hash=sha256:" in block for block in blocks if block.strip())

@@ -217,6 +217,21 @@ def chips_have_an_image_with_their_driver(batch: Batch) -> Iterator[str]:
 
 
 @rule
+def gpus_have_the_image_with_their_driver(batch: Batch) -> Iterator[str]:
+    """API_Ec2Configuration: only images of the types ..._NVIDIA have the driver; on Fargate "GPUs aren't available"
+    (API_ResourceRequirement)."""
+    for name in batch.environments:
+        resources = batch.resources(name)
+        for instance_type in resources.get("InstanceTypes", ()):
+            on_nvidia = [image["ImageType"].endswith("_NVIDIA") for image in resources.get("Ec2Configuration", ())]
+            if on_nvidia != [instance_type.startswith(("g6e.", "p4d.", "p5."))]:
+                yield f"{name}: {instance_type} with the image types {resources.get('Ec2Configuration')}"
+    for name, container in _containers(batch):
+        if "FARGATE" in batch.definitions[name].get("PlatformCapabilities", ()) and "GPU" in _needs(container):
+            yield f"{name}: GPUs on Fargate"
+
+
+@rule
 def interfaces_fit_their_cards(batch: Batch) -> Iterator[str]:
     """One primary interface, one index per card and device; no public address with several
     (https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/using-eni.html#network-cards)."""
@@ -454,7 +469,7 @@ def gangs_find_hosts(batch: Batch) -> Iterator[str]:
             elif nodes["NumNodes"] * HARDWARE[instance_type].vcpus > _usable(batch, queue, environment):
                 yield f"{name}: {nodes['NumNodes']} hosts are more than {environment} may use at once"
             host = HARDWARE[instance_type]
-            if nodes["NumNodes"] > 1 and host.neuron_devices and not host.efa_interfaces:
+            if nodes["NumNodes"] > 1 and (host.neuron_devices or host.gpus) and not host.efa_interfaces:
                 yield f"{name}: several nodes on {instance_type}, which has no EFA"
 
 
@@ -473,6 +488,8 @@ def jobs_fit_their_hosts(batch: Batch) -> Iterator[str]:
                     host = HARDWARE[instance_type]
                     if needs.get("VCPU", 0) > host.vcpus or needs.get("MEMORY", 0) >= host.memory_mib:
                         yield f"{name}: asks for more than a {instance_type} has"
+                    if needs.get("GPU", 0) != host.gpus:
+                        yield f"{name}: {needs.get('GPU', 0):g} GPUs of the {host.gpus} of a {instance_type}"
 
 
 @rule

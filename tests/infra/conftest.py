@@ -183,6 +183,12 @@ def smoke_deployment(shared: Path) -> Deployment:
     return deploy(shared / "cdk-smoke", **yaml.safe_load((ENVIRONMENTS / "smoke.yaml").read_text()))
 
 
+@pytest.fixture(scope="session")
+def gpu_deployment(shared: Path) -> Deployment:
+    """Hosts with GPUs, as their file has it."""
+    return deploy(shared / "cdk-gpu", **yaml.safe_load((ENVIRONMENTS / "gpu.yaml").read_text()))
+
+
 @dataclass(frozen=True)
 class Synth:
     """The output of synth in its own process: the assembly's folder, and module -> file."""

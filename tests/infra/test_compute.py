@@ -191,6 +191,17 @@ def test_a_job_that_cannot_start_is_cancelled_for_every_reason_that_batch_acts_o
         assert {(action["State"], action["Action"]) for action in limits.values()} == {("RUNNABLE", "CANCEL")}
 
 
+def test_hosts_with_gpus_boot_the_image_that_has_their_driver(gpu_deployment: Any) -> None:
+    train, embed = (each["ComputeResources"] for each in gpu_deployment.resources(ENVIRONMENT) if "InstanceTypes" in str(each))
+    assert (train["InstanceTypes"], embed["InstanceTypes"]) == (["g6e.48xlarge"], ["g6e.12xlarge"])
+    for each in (train, embed):
+        # Of Batch's choice, although cdk.json names an AMI for Trainium.
+        assert each["Ec2Configuration"] == [{"ImageType": "ECS_AL2023_NVIDIA"}]
+        assert "PlacementGroup" not in each
+    templates = [each["LaunchTemplateData"] for each in gpu_deployment.resources("AWS::EC2::LaunchTemplate")]
+    assert not any("NetworkInterfaces" in each for each in templates)
+
+
 def test_nodes_on_processors_reach_each_other_and_boot_the_image_of_batch(smoke_deployment: Any) -> None:
     train, embed = (each for each in smoke_deployment.resources(ENVIRONMENT) if each["ComputeResources"]["Type"] == "EC2")
     [group] = train["ComputeResources"]["SecurityGroupIds"]

@@ -6,13 +6,18 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import botocore.session
@@ -45,6 +50,7 @@ PAGES = {
 }
 RUNBOOK = PAGES[ROOT / runbook.GUIDE]
 DEPLOY = PAGES[ROOT / "docs/deploy.md"]
+GPUS = PAGES[ROOT / "docs/gpus.md"]
 GUIDES = DEPLOY + RUNBOOK
 
 
@@ -239,6 +245,55 @@ def test_what_is_to_be_typed_exists(command: str) -> None:
         assert (ROOT / words[1]).parent == ENVIRONMENTS
     elif program not in ("source", "export", "cd", "for", "done"):
         assert program in SYSTEM_PROGRAMS, program
+
+
+STARTED_HERE = {"trnpipe": ["-m", "pipeline.cli"], "python": []}
+"""Programs of the guides that the test below starts -> what Python gets in their place."""
+
+
+def test_the_guides_run_up_to_their_first_call_of_aws(tmp_path: Path) -> None:
+    """In the order of the pages, in a copy of the clone, without credentials: what needs no account succeeds, and everything else
+    fails for the want of credentials alone."""
+    for name in (
+        "infra",
+        "pipeline",
+        "cdk.json",
+        "Makefile",
+        ".dockerignore",
+        "containers",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    ):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    (tmp_path / "first.yaml").write_text("nodes: 1\n")
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(tmp_path),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        **dict.fromkeys(("BUCKET", "GPU_BUCKET"), "some-bucket"),
+    }
+    succeeded: list[str] = []
+    for line in dict.fromkeys(line for page in (DEPLOY, GPUS) for block in blocks(page, "bash") for line in joined_lines(block)):
+        program, *words = (Template(word).safe_substitute(environment) for word in shlex.split(line))
+        if program == "export":
+            environment |= dict(word.split("=", 1) for word in words)
+        if program == "cp":
+            shutil.copy(*(tmp_path / word for word in words))
+        if program not in STARTED_HERE:
+            continue
+        command = [sys.executable, *STARTED_HERE[program], *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600)
+        if done.returncode == 0:
+            succeeded.append(line)
+        else:
+            told = f"{line}\n{done.stdout}{done.stderr}"
+            assert re.search("credentials", told), told
+            assert "Traceback" not in told, told
+    assert succeeded == ["python -m infra.local.demo demo", "python -m infra.app -c env=prod", "trnpipe config check first.yaml"]
+    assert {path.name for path in (tmp_path / "demo").iterdir()} == {"pairs", "model"}
 
 
 def test_commands_that_sentences_name_exist() -> None:

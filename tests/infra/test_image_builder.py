@@ -76,7 +76,10 @@ def test_its_role_reads_the_source_uses_its_own_repositories_and_writes_its_log(
     }
     assert {action for action in found if action.startswith("s3:")} == {"s3:GetObject", "s3:GetObjectVersion"}
     assert found["s3:GetObject"].endswith('"/images/source.zip"]]}')
-    assert all(name in found["ecr:PutImage"] for name in ("StorageCpuImage", "StorageNeuronImage", "StorageNeuronBaseImage"))
+    assert all(
+        name in found["ecr:PutImage"]
+        for name in ("StorageCpuImage", "StorageCudaImage", "StorageNeuronImage", "StorageNeuronBaseImage")
+    )
     assert {action for action in found if action.startswith("logs:")} == {"logs:CreateLogStream", "logs:PutLogEvents"}
     assert "StorageBuildLogs" in found["logs:PutLogEvents"]
     assert {action.partition(":")[0] for action in found} == {"s3", "ecr", "ecr-public", "sts", "logs"}

@@ -138,6 +138,23 @@ def test_a_gang_of_one_small_host_has_its_chip_and_asks_for_no_efa(small_deploym
     assert not [item["Name"] for item in properties["Environment"] if item["Name"].startswith("FI_")]
 
 
+def test_jobs_on_gpus_ask_for_all_of_a_host_and_run_their_own_image(gpu_deployment: Any) -> None:
+    for stage, nodes, gpus in (
+        (Stage.TRAIN, 1, 8),
+        (Stage.HEALTH_CHECK, 1, 8),
+        (Stage.EVALUATE, None, 4),
+        (Stage.EMBED, None, 4),
+    ):
+        properties = definition(gpu_deployment, stage, nodes, "trnpipe-gpu")
+        assert needs(properties)["GPU"] == gpus
+        assert "/cuda:" in json.dumps(container(properties)["Image"]) or "CudaImage" in json.dumps(container(properties)["Image"])
+        assert container(properties)["LinuxParameters"]["Devices"] == []
+        assert not [name for name in variables(properties) if name.startswith(("FI_", "CCOM_", "NEURON_", "GLOO_"))]
+    report = definition(gpu_deployment, Stage.REPORT, prefix="trnpipe-gpu")
+    assert "GPU" not in needs(report)
+    assert "CpuImage" in json.dumps(container(report)["Image"])
+
+
 def test_jobs_on_processors_run_the_image_of_fargate_and_ask_for_no_devices(smoke_deployment: Any) -> None:
     image = container(definition(smoke_deployment, Stage.PREPARE, prefix="trnpipe-smoke"))["Image"]
     for stage, nodes in ((Stage.TRAIN, 2), (Stage.EMBED, None)):

@@ -16,6 +16,8 @@ from pipeline.cost import HARDWARE
 from pipeline.errors import BadConfig, ExitCode
 
 BASE: dict[str, Any] = {"ami": "ami-0123456789abcdef0"}
+GPUS = {"instance_type": "g6e.48xlarge", "embed_instance_type": "g6e.12xlarge", "allowed_nodes": [1]}
+CUDA = {"device": {"kind": "cuda"}}
 
 
 EVERY_WEEK = {"when": "cron(0 3 ? * SUN *)", "every_days": 7}
@@ -69,9 +71,10 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
     [
         ({"ami": "ssm:/aws/service/ecs/optimized-ami/amazon-linux-2023/neuron/recommended/image_id:1"}, "trnpipe.ami"),
         ({"ami": None}, "without a Neuron driver"),
-        ({"instance_type": "c7i.2xlarge", "config": {"device": {"kind": "neuron"}}}, "c7i.2xlarge has no NeuronCores"),
+        ({"instance_type": "c7i.2xlarge", "config": {"device": {"kind": "neuron"}}}, "a c7i.2xlarge is of kind cpu"),
         ({"regoin": "us-east-2"}, "trnpipe.regoin"),
-        ({"instance_type": "p4d.24xlarge"}, "trnpipe.instance_type"),
+        ({"instance_type": "p4de.24xlarge"}, "trnpipe.instance_type"),
+        ({"instance_type": "p5.48xlarge", "allowed_nodes": [1]}, "config.device.kind auto: a p5.48xlarge is of kind cuda"),
         ({"shares": {"weekly": 0, "manual": 1}}, "trnpipe.shares.weekly"),
         ({"images": {"tag": "latest"}}, "moves under a run"),
         ({"images": {"cpu": "example.com/cpu:latest"}}, "moves under a run"),
@@ -90,7 +93,7 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
         ({"capacity_wait_hours": 48}, "trnpipe.capacity_wait_hours"),
         ({"budget": 500}, "put an e-mail address into `notify`"),
         ({"budget": 0, "notify": ["team@example.com"]}, "trnpipe.budget"),
-        ({"prices": {"p4d.24xlarge": 30}}, "prices for ['p4d.24xlarge']: a key is one of"),
+        ({"prices": {"p4de.24xlarge": 30}}, "prices for ['p4de.24xlarge']: a key is one of"),
         ({"prices": {"train": 0}}, "trnpipe.prices.train"),
         ({"compute_reservation": 100}, "trnpipe.compute_reservation"),
         ({"keep_hosts_minutes": 19}, "trnpipe.keep_hosts_minutes"),
@@ -148,9 +151,21 @@ NEURON = {"device": {"kind": "neuron"}}
             "set trnpipe.vpc.default_security_group_id: The VPC's default security group",
         ),
         ({"train_market": "spot"}, "no multi-node job on Spot", "set embed_market: spot"),
-        ({"instance_type": "trn1.2xlarge"}, "has no EFA and trains alone", "set allowed_nodes: [1]"),
-        ({"instance_type": "trn1.2xlarge", "allowed_nodes": [2]}, "has no EFA", "or take instance_type trn1.32xlarge"),
-        ({"embed_instance_type": "p4d.24xlarge"}, "embed_instance_type 'p4d.24xlarge' is none of", "name one of them"),
+        ({"instance_type": "trn1.2xlarge"}, "a trn1.2xlarge trains alone", "set allowed_nodes: [1]"),
+        ({"instance_type": "trn1.2xlarge", "allowed_nodes": [2]}, "trains alone", "or take instance_type trn1.32xlarge"),
+        ({"instance_type": "p4d.24xlarge", "config": CUDA}, "a p4d.24xlarge trains alone", "set allowed_nodes: [1]"),
+        ({"config": CUDA}, "config.device.kind cuda: a trn1.32xlarge is of kind neuron", "set config.device.kind: neuron"),
+        (
+            {"embed_instance_type": "g6e.12xlarge", "config": NEURON},
+            "config.device.kind neuron: a g6e.12xlarge is of kind cuda",
+            "or take other hosts",
+        ),
+        (
+            {**GPUS, "config": {"device": {"kind": "cuda", "ranks_per_node": 9}}},
+            "config.device.ranks_per_node 9: a g6e.48xlarge has 8 GPUs",
+            "set config.device.ranks_per_node to 8 or less",
+        ),
+        ({"embed_instance_type": "p4de.24xlarge"}, "embed_instance_type 'p4de.24xlarge' is none of", "name one of them"),
         ({"allowed_nodes": [4, 2]}, "ascend", "list them as in [1, 2, 4]"),
         ({"allowed_nodes": []}, "ascend", "list them"),
         (
@@ -168,7 +183,7 @@ NEURON = {"device": {"kind": "neuron"}}
         ),
         (
             {"capacity_reservation": {"id": "cr-0a1b2c3d", "block": True}, "instance_type": "trn1n.32xlarge"},
-            "no Capacity Blocks of trn1n.32xlarge",
+            "hosts of trn1n.32xlarge start in none",
             "take trn1.32xlarge instead",
         ),
         (
@@ -294,7 +309,11 @@ def test_what_the_hosts_are_lies_under_the_configuration() -> None:
     own = {**NEURON, "embed": {"ranks_per_child": 1}}
     assert settings(embed_instance_type="inf2.8xlarge", config=own).run_config().embed.ranks_per_child == 1
     assert settings(instance_type="trn1.2xlarge", allowed_nodes=[1]).deployed_config() == {}
-    # Hosts without chips differ from each other in memory alone.
+    # Runs are planned where no GPU can be asked.
+    gpus = settings(**GPUS, config=CUDA).run_config()
+    assert (gpus.device.ranks_per_node, gpus.embed.ranks_per_child, gpus.device.precision) == (8, 4, "bf16")
+    assert (gpus.device.memory_gib, gpus.device.host_memory_gib) == (44, 1439)
+    # Hosts on processors differ from each other in memory alone.
     processors = settings(instance_type="c7i.2xlarge", embed_instance_type="c7i.2xlarge", ami=None).deployed_config()
     assert processors == {"device": {"host_memory_gib": 14}}
 

@@ -107,7 +107,7 @@ def test_images_with_a_tag_never_expire(deployment: Any) -> None:
     """Registered job definitions name them, and ECR does not know those. Bases are named by digest and never expire."""
     repositories = {each["RepositoryName"]: each for each in deployment.resources("AWS::ECR::Repository")}
     assert "LifecyclePolicy" not in repositories.pop("trnpipe/neuron-base")
-    assert len(repositories) == 2
+    assert len(repositories) == 3
     for repository in repositories.values():
         found = json.loads(repository["LifecyclePolicy"]["LifecyclePolicyText"])["rules"]
         assert [one["selection"]["tagStatus"] for one in found] == ["untagged"]
@@ -122,5 +122,5 @@ def test_the_lock_table_is_keyed_by_registry_name(deployment: Any) -> None:
 
 def test_image_tags_never_move(deployment: Any) -> None:
     repositories = {each["RepositoryName"]: each for each in deployment.resources("AWS::ECR::Repository")}
-    assert set(repositories) == {"trnpipe/neuron", "trnpipe/cpu", "trnpipe/neuron-base"}
+    assert set(repositories) == {"trnpipe/neuron", "trnpipe/cuda", "trnpipe/cpu", "trnpipe/neuron-base"}
     assert {each["ImageTagMutability"] for each in repositories.values()} == {"IMMUTABLE"}

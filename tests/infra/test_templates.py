@@ -22,7 +22,7 @@ from infra.templates import Stacks
 from tests.infra import batch_rules
 from tests.infra.batch_rules import Batch
 
-VARIANTS = ("deployment", "other_deployment", "small_deployment", "smoke_deployment")
+VARIANTS = ("deployment", "other_deployment", "small_deployment", "smoke_deployment", "gpu_deployment")
 
 
 @pytest.fixture(scope="session", params=VARIANTS)
@@ -131,6 +131,7 @@ EXPECTED = {
     "other_deployment": CALLS.keys() - {"AWS::EC2::PlacementGroup"},
     "small_deployment": CALLS.keys() - {"AWS::EC2::PlacementGroup"},
     "smoke_deployment": CALLS.keys() - {"AWS::EC2::PlacementGroup"},
+    "gpu_deployment": CALLS.keys() - {"AWS::EC2::PlacementGroup"},
 }
 
 
@@ -235,6 +236,10 @@ def ask(batch: Batch, name: str, kind: str, value: str) -> None:
     need["Value"] = value
 
 
+def want(batch: Batch, name: str, kind: str, value: str) -> None:
+    container(batch, name)["ResourceRequirements"].append({"Type": kind, "Value": value})
+
+
 def nodes(batch: Batch, name: str = "trnpipe-train-2") -> dict[str, Any]:
     found: dict[str, Any] = batch.definitions[name]["NodeProperties"]
     return found
@@ -278,6 +283,11 @@ BREAKS: dict[str, list[tuple[Break, str]]] = {
     "chips_have_an_image_with_their_driver": [
         (lambda b: hosts(b)["Ec2Configuration"][0].pop("ImageIdOverride"), "trn1.32xlarge with an image of Batch's own"),
         (lambda b: hosts(b).update(Ec2Configuration=[{"ImageType": "ECS_AL2"}]), "Amazon Linux 2"),
+    ],
+    "gpus_have_the_image_with_their_driver": [
+        (lambda b: hosts(b).update(InstanceTypes=["p5.48xlarge"]), "p5.48xlarge with the image types"),
+        (lambda b: hosts(b)["Ec2Configuration"][0].update(ImageType="ECS_AL2023_NVIDIA"), "trn1.32xlarge with the image types"),
+        (lambda b: want(b, "trnpipe-report", "GPU", "1"), "GPUs on Fargate"),
     ],
     "interfaces_fit_their_cards": [
         (lambda b: interfaces(b)[0].update(DeviceIndex=1), "no primary interface"),
@@ -401,6 +411,7 @@ BREAKS: dict[str, list[tuple[Break, str]]] = {
         (lambda b: ask(b, "trnpipe-train-2", "VCPU", "129"), "asks for more than a trn1.32xlarge has"),
         (lambda b: ask(b, "trnpipe-embed", "MEMORY", str(512 * 1024)), "asks for more than a trn1.32xlarge has"),
         (lambda b: b.definitions["trnpipe-embed"].update(PlatformCapabilities=["FARGATE"]), "platform ['FARGATE'] on EC2"),
+        (lambda b: want(b, "trnpipe-embed", "GPU", "8"), "8 GPUs of the 0 of a trn1.32xlarge"),
     ],
     "shares_go_with_a_policy": [
         (lambda b: submission(b).pop("ShareIdentifier.$"), "train: ShareIdentifier missing"),

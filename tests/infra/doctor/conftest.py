@@ -90,6 +90,12 @@ def smoke_blueprint(smoke_deployment: Any) -> Blueprint:
     return read_blueprint(smoke_deployment.folder, read_settings(smoke_deployment.context))
 
 
+@pytest.fixture(scope="session")
+def gpu_blueprint(gpu_deployment: Any) -> Blueprint:
+    """Hosts with GPUs."""
+    return read_blueprint(gpu_deployment.folder, read_settings(gpu_deployment.context))
+
+
 Look = Callable[..., list[DoctorFinding]]
 
 

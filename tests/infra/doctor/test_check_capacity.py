@@ -25,10 +25,16 @@ def quota_answers(values: dict[str, float], requests: tuple[dict[str, Any], ...]
 
 def test_what_quotas_have_to_allow(blueprint: Blueprint, other_blueprint: Blueprint) -> None:
     # Two fleets of one family share a quota: 640 and 512 vCPUs; the widest gang has four nodes of 128.
-    assert needs(blueprint.fleets(), 4) == {("EC2", "Trn"): Need(least=512, most=1152), ("FARGATE", ""): Need(least=1, most=64)}
-    assert needs(other_blueprint.fleets(), 2)[("EC2", "Inf")] == Need(least=32, most=512)
+    assert needs(blueprint.fleets(), 4) == {("EC2", "trn"): Need(least=512, most=1152), ("FARGATE", ""): Need(least=1, most=64)}
+    assert needs(other_blueprint.fleets(), 2)[("EC2", "inf")] == Need(least=32, most=512)
     on_spot = [dataclasses.replace(fleet, market="SPOT") if fleet.interfaces == 1 else fleet for fleet in blueprint.fleets()[:2]]
-    assert needs(on_spot, 4) == {("EC2", "Trn"): Need(least=512, most=640), ("SPOT", "Trn"): Need(least=128, most=512)}
+    assert needs(on_spot, 4) == {("EC2", "trn"): Need(least=512, most=640), ("SPOT", "trn"): Need(least=128, most=512)}
+
+
+def test_hosts_with_gpus_have_the_quotas_of_their_letter(gpu_blueprint: Blueprint) -> None:
+    # A host of 192 vCPUs and one more, and 512 of hosts that embed.
+    assert needs(gpu_blueprint.fleets(), 1)["EC2", "g"] == Need(least=192, most=896)
+    assert set(needs(gpu_blueprint.fleets(), 1)) <= set(check_capacity.QUOTAS)
 
 
 def test_hosts_without_accelerators_have_quotas_and_zones_too(smoke_blueprint: Blueprint, look: Any, bad: Any) -> None:

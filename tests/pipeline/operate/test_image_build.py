@@ -16,6 +16,7 @@ import boto3
 import pytest
 import yaml
 
+from pipeline.cost import IMAGE_KINDS
 from pipeline.errors import BadConfig, MissingInput, Transient
 from pipeline.operate import image_build
 from pipeline.operate.deployment import Site
@@ -29,6 +30,7 @@ OUTPUTS = {
     "ImageProject": f"{NAME}-images",
     "ImageSource": f"{BUCKET}/images/source.zip",
     "CpuRepositoryUri": f"{REGISTRY}/{NAME}/cpu",
+    "CudaRepositoryUri": f"{REGISTRY}/{NAME}/cuda",
     "NeuronRepositoryUri": f"{REGISTRY}/{NAME}/neuron",
 }
 BUILD = f"{NAME}-images:0a1b"
@@ -60,7 +62,7 @@ def data_stack(account: str) -> str:
         environment={"type": "LINUX_CONTAINER", "image": "aws/codebuild/standard:8.0", "computeType": "BUILD_GENERAL1_LARGE"},
         serviceRole="arn:aws:iam::123456789012:role/images",
     )
-    for kind in image_build.KINDS:
+    for kind in IMAGE_KINDS:
         boto3.client("ecr").create_repository(repositoryName=f"{NAME}/{kind}")
     return NAME
 
@@ -127,7 +129,7 @@ def test_a_build_is_followed_and_its_images_are_named_by_digest(
 
     def follow(*given: Any) -> Any:
         ended = real(*given)
-        digests.update({kind: put_image(kind, "1.0") for kind in image_build.KINDS})
+        digests.update({kind: put_image(kind, "1.0") for kind in IMAGE_KINDS})
         return ended
 
     monkeypatch.setattr(image_build, "_follow", follow)
