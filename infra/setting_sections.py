@@ -25,6 +25,19 @@ ENDPOINTS: dict[str, tuple[str, str]] = {
 }
 """Protocol of SNS -> form and example of its endpoints (https://docs.aws.amazon.com/sns/latest/api/API_Subscribe.html)."""
 
+TrainHost = Literal[
+    "trn1.2xlarge",
+    "trn1.32xlarge",
+    "trn1n.32xlarge",
+    "c7i.2xlarge",
+    "c7i.4xlarge",
+    "g6e.12xlarge",
+    "g6e.48xlarge",
+    "p4d.24xlarge",
+    "p5.48xlarge",
+]
+"""Instance types of gangs."""
+
 
 class InvalidSetting(ValueError):
     """A setting that cannot work, with the remedy."""

@@ -18,6 +18,7 @@ from infra.setting_sections import (
     Schedule,
     SettingsSection,
     Subscriber,
+    TrainHost,
     refuse_if,
 )
 from pipeline.allowed_uris import is_s3, objection
@@ -98,24 +99,12 @@ class Settings(SettingsSection):
         "zone above.",
     )
     vpc: ExistingVpc | None = Field(None, description="None: the stack creates a VPC without a route to the internet.")
-    instance_type: Literal[
-        "trn1.2xlarge",
-        "trn1.32xlarge",
-        "trn1n.32xlarge",
-        "c7i.2xlarge",
-        "c7i.4xlarge",
-        "g6e.12xlarge",
-        "g6e.48xlarge",
-        "p4d.24xlarge",
-        "p5.48xlarge",
-    ] = Field(
+    instance_type: TrainHost = Field(
         "trn1.32xlarge",
         description="Type of the gangs' hosts. trn1.2xlarge: one chip without EFA, for development on a single node. c7i: CPUs "
         "only, to try a deployment for little money. g6e, p4d and p5: GPUs, on a single node.",
     )
-    embed_instance_type: str = Field(
-        "trn1.32xlarge", description="Type of the hosts that evaluate and embed: trn1, inf2, c7i, g6e, p4d or p5."
-    )
+    embed_instance_type: str = Field("trn1.32xlarge", description="Type of the hosts that evaluate and embed, also inf2.")
     embed_market: Literal["on-demand", "spot"] = Field(
         "on-demand",
         description="spot: cheaper; when EC2 reclaims a host, Batch retries its child, which skips finished parts.",

@@ -154,8 +154,9 @@ def follow_jobs(undo: ExitStack) -> None:
 
 def share_clients(undo: ExitStack) -> None:
     # The key that the environment has now: what the engine leaves behind must not sign with its user's own key.
-    names = ("aws_access_key_id", "aws_secret_access_key")
-    key = {name: os.environ[name.upper()] for name in names if name.upper() in os.environ}
+    key = {
+        name: os.environ[name.upper()] for name in ("aws_access_key_id", "aws_secret_access_key") if name.upper() in os.environ
+    }
     make, made, lock = boto_client.boto3.client, {}, threading.Lock()
 
     def client(*, service_name: str, region_name: str, **others: Any) -> Any:
