@@ -7,6 +7,7 @@ November 2026:
 
 - EC2: the AWS Price List as SkyPilot's catalog holds it (skypilot-org/skypilot-catalog, catalogs/v8/aws/vms.csv at 00148f2): the
   same figures in the three regions. trn1 is offered on demand in no other.
+- GPU types: the AWS Price List of us-east-1, editions of July and September 2026; not confirmed for the other two regions.
 - Fargate: the AWS Price List's `Fargate-vCPU-Hours:perCPU`, `Fargate-GB-Hours` and `Fargate-EphemeralStorage-GB-Hours`
   (aws.amazon.com/fargate/pricing): Linux on x86.
 
