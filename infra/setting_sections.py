@@ -238,7 +238,7 @@ class Schedule(SettingsSection):
     @classmethod
     def _known_zone(cls, name: str) -> str:
         known = available_timezones()
-        # A machine without the database knows no zone.
+        # Without the database no zone is known.
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise InvalidSetting(

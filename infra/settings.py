@@ -270,7 +270,7 @@ class Settings(SettingsSection):
                 )
         refuse_if(
             len(shares) > MOST_SHARES,
-            f"{len(shares)} shares, and a queue knows {MOST_SHARES}",
+            f"{len(shares)} shares, and a queue has at most {MOST_SHARES}",
             remedy="join shares of one weight under a prefix, such as team*",
         )
         return shares
@@ -471,7 +471,7 @@ class Settings(SettingsSection):
             refuse_if(
                 not self.local_paths and wanted != hardware.kind and (wanted in ("neuron", "cuda") or hardware.gpus),
                 f"{where}.device.kind {wanted}: a {instance_type} is of kind {hardware.kind}",
-                rule="hosts have the devices that runs compute on, and nobody pays for GPUs that are idle",
+                rule="hosts have the devices that runs compute on; a run without them would leave paid GPUs idle",
                 remedy=f"set {where}.device.kind: {hardware.kind}, or take other hosts",
             )
         if wanted == "neuron":

@@ -12,7 +12,7 @@ from constructs import Construct
 from infra.settings import Settings
 
 BUILD_IMAGE = "aws/codebuild/standard:8.0"
-"""Ubuntu 24.04 with Docker 28, buildx, make and the AWS CLI. Its package index has a skopeo that knows `--preserve-digests`; that
+"""Ubuntu 24.04 with Docker 28, buildx, make and the AWS CLI. Its package index has a skopeo with `--preserve-digests`; that
 of standard:7.0 is older (https://github.com/aws/aws-codebuild-docker-images/blob/master/ubuntu/standard/8.0/Dockerfile)."""
 
 COMPUTE_TYPE = "BUILD_GENERAL1_LARGE"

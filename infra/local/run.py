@@ -341,7 +341,7 @@ def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | 
     if request.model is not None and request.config.model.parent is None:
         filled = merge(filled, {"model": {"initial": request.model}})
     there = request.kept and (request.state / "bucket" / CORPUS).is_dir()
-    # What the options name is beside what the configuration names.
+    # Options add to what the configuration names.
     named = {
         **({"train": [*data.train, f"{root}/{INPUT}/"]} if request.training or request.kept else {}),
         **({"corpus": [*data.corpus, f"{root}/{CORPUS}/"]} if request.corpus or there else {}),

@@ -210,7 +210,7 @@ def _neither(path: str, *tests: str) -> list[dict[str, Any]]:
 
 
 def _lock_states(targets: Targets, *, then: str) -> States:
-    """One run per registry name, and one refresh beside it: a run holds its lock for days, which no refresh waits for.
+    """One run and one refresh per registry name at a time: a run holds its lock for days, which no refresh waits for.
 
     An owner that no longer runs has lost its lock: it is taken over by compare-and-swap.
     """

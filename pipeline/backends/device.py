@@ -158,7 +158,7 @@ def open_device(
             several or the host itself computes.
         timeout_seconds: how long a collective may wait for another rank.
         loader: how batches are put on a device that compiles.
-        inference: only for encoding, and without knowing of other ranks.
+        inference: only for encoding: without collectives.
 
     Raises:
         BadConfig: an unknown or unavailable kind, or one that cannot do what is asked.

@@ -102,7 +102,7 @@ def write_order(
 ) -> list[int]:
     """Write the rows of every step, (steps, bins * shape.pairs) int32, MASKED behind the pairs of each bin.
 
-    Needs memory for a million rows; disk for the rows beside the file.
+    Needs memory for a million rows; disk for the rows in addition to the file.
 
     Args:
         rows: number of pairs.

@@ -31,5 +31,5 @@ def exchange(context: StageContext, name: str, own: npt.NDArray[Any]) -> list[np
     while not all(path.exists() for path in paths):
         context.heartbeat.beat(note=f"waiting for other ranks: {name}")
         time.sleep(POLL_SECONDS)
-    # Copied where it is written to, which nobody does; torch wants no array that cannot be.
+    # Copy on write, and no rank writes: torch warns about arrays that are read-only.
     return [np.lib.format.open_memmap(path, mode="c") for path in paths]

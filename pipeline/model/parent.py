@@ -2,7 +2,7 @@
 
 Accepted: a Hugging Face or sentence-transformers folder, one of our checkpoint folders, a `.safetensors` file, what `torch.save`
 wrote (a state_dict, also from a GPU, or a training checkpoint around one). Bare weight files take config.json and tokenizer from
-`model.base`, or from the files beside them.
+`model.base`, or from the files in the same folder.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def parallel_compile(
         raise BadConfig(f"there is no {TOOL} on PATH", value=path, remedy="use the image with torch-neuronx")
     tool = [TOOL, "--command", half] if half else [TOOL]
     code, lines = _run(
-        # The command is tied to the tool, which knows nothing of that, and the tool to this process.
+        # The command is tied to the tool, which does not do that itself, and the tool to this process.
         tether.tied([*tool, "--num_parallel", str(parallel), *tether.tied(command, any_parent=True)]),
         {
             **environment,

@@ -286,7 +286,7 @@ def embeds_alike(plan: RunPlan, folder: Path) -> bool:
 
 
 def open_alone(context: StageContext, kind: str, precision: str) -> Device:
-    """Open a device that knows of no other rank."""
+    """Open a device without collectives, for encoding."""
     return open_device(kind, precision, context.world, threads=context.plan.config.device.threads_per_rank, inference=True)
 
 
@@ -366,7 +366,7 @@ def prepare(context: StageContext, device: Device, holdout: Holdout, name: str, 
     if plan.published and uri == plan.published.folder:
         known = published_vectors(context, plan.published, device, texts)
     elif name == "parent":
-        size = size or plan.config.embed.dimensions  # nobody reads its embeddings: what training has changed is to be seen
+        size = size or plan.config.embed.dimensions  # to show what training has changed: its embeddings are not published
     return share_out(context, name, folder, form, size, device, holdout, known)
 
 
