@@ -584,7 +584,7 @@ class Settings(SettingsSection):
         named = list(self.read)
         for config in self.run_configs().values():
             golden = [uri for each in config.evaluate.sets for uri in each.uris]
-            named += [*config.data.train, *config.data.corpus, *golden] if shards else []
+            named += [*config.data.training_uris, *config.data.corpus, *golden] if shards else []
             named += [uri for uri in (config.model.initial, config.model.base) if uri] if model else []
         found = []
         for path in [uri.removeprefix("s3://") for uri in named if is_s3(uri)]:

@@ -271,8 +271,9 @@ class RunPlan(PlanFile):
     """The runs whose rows count as seen: the parent's run and its ancestors, the oldest first (pipeline/dataset/seen)."""
     pairs: tuple[str, ...] = ()
     """Names of the ingested rows of all training shards that were listed."""
-    identity: str = ""
-    """Hash of what identifies a row: columns, templates and normalization; seen rows of another one cannot be recognised."""
+    identity: dict[str, str] = Field({})
+    """Setting that names training shards -> hash of what identifies their rows: columns, templates and normalization; seen rows
+    of another one cannot be recognised."""
     fingerprint: str = ""
 
     def sealed(self) -> RunPlan:

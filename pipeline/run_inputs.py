@@ -63,6 +63,7 @@ class InputShard(PlanSection):
         modified: seconds since 1970 of the last write. Of rows that contradict each other, those of the newest shard count.
         kind: `pairs` (training rows) or `documents` (what is embedded: corpus rows, or the documents of training rows).
         of_pairs: the file holds training rows; so without a corpus of its own the same file comes as both kinds.
+        setting: the one whose columns it has, in `DataConfig.training`; `data.train` also for the corpus.
         generation: of documents; a later one replaces the documents of earlier ones. 0 in `data.corpus_mode: files`.
         rows, tokens: names of the ingested rows and of their tokens.
         deletions: digest of what `data.delete` names (pipeline/dataset/deletions): none of it may be in the ingested rows.
@@ -74,6 +75,7 @@ class InputShard(PlanSection):
     modified: float = 0.0
     kind: str
     of_pairs: bool = True
+    setting: str = "data.train"
     generation: int = 0
     rows: str
     tokens: str
@@ -282,7 +284,7 @@ class RunInputs(PlanFile):
     shards: tuple[InputShard, ...]
     lineage: tuple[str, ...] = ()
     published_lineage: tuple[str, ...] = ()
-    identity: str
+    identity: dict[str, str]
     deletions: str = ""
     reference: str | None = None
 

@@ -172,17 +172,17 @@ class LocalRequest:
                 rule="one GPU per rank",
                 remedy="leave --device out: auto takes what there is; if there is a GPU, install its driver",
             )
-        if demo_size and (inputs or config.data.train):
+        if demo_size and (inputs or config.data.training_uris):
             raise BadConfig(
                 "the demo brings its own data",
                 value=f"--demo {demo_size} and {'--input' if inputs else 'data.train'}",
                 remedy="leave one of them out",
             )
         training, model = tuple(find_inputs(inputs)), None
-        kept = config.mode == "refresh" and not config.data.train and (state / "bucket" / INPUT).is_dir()
+        kept = config.mode == "refresh" and not config.data.training_uris and (state / "bucket" / INPUT).is_dir()
         if run is None:
             # Those that jobs read where they are, which prepare would refuse as well.
-            local = [uri for uri in (*config.data.train, *config.data.corpus) if not is_s3(uri)]
+            local = [uri for uri in (*config.data.training_uris, *config.data.corpus) if not is_s3(uri)]
             list(find_inputs([Path(uri.removeprefix(FILE)) for uri in local]))
             published = config.registry is not None and Path(registry_uri(str(state / "bucket"), config.registry)).is_file()
             model = config.model.parent or (None if published else config.model.initial or str(demo.initial_folder()))
@@ -193,7 +193,7 @@ class LocalRequest:
             training=training,
             corpus=tuple(find_inputs(corpus)),
             kept=kept,
-            demo=not training and not config.data.train and not kept,
+            demo=not training and not config.data.training_uris and not kept,
             model=model,
             demo_size=demo_size,
         )
@@ -369,7 +369,7 @@ def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with local paths made absolute, as job processes have working folders of their own, and the demo's model
     by its folder."""
     changed: dict[str, Any] = {}
-    for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus", "delete")), ("evaluate", ("sets",))):
+    for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus", "delete", "tasks")), ("evaluate", ("sets",))):
         values = given.get(section)
         if isinstance(values, Mapping):
             # `demo` is a model, and no file of data.
@@ -385,8 +385,8 @@ def _absolute_paths(value: Any, named: Callable[[str], str]) -> Any:
     """
     if isinstance(value, list):
         return [_absolute_paths(item, named) for item in value]
-    if isinstance(value, Mapping):  # a golden set
-        return {key: item if key == "name" else _absolute_paths(item, named) for key, item in value.items()}
+    if isinstance(value, Mapping):  # a golden set, or files of tasks
+        return {key: item if key in ("name", "columns") else _absolute_paths(item, named) for key, item in value.items()}
     return str(Path(named(value)).expanduser().absolute()) if isinstance(value, str) and "://" not in value else value
 
 

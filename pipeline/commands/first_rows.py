@@ -109,15 +109,19 @@ def check_first_rows(
     Raises:
         BadConfig, BadData, MissingInput: as prepare would.
     """
-    columns = config.data.columns
+    (own, (_, columns)), *tasks = config.data.training.items()
     check_columns(columns)
     if corpus:
         read_first_rows(find_shards(corpus, "data.corpus"), columns, config.data.max_bad_fraction, DOCUMENTS)
+    for setting, (uris, their_columns) in tasks:
+        check_columns(their_columns, setting.removesuffix("train") + "columns")
+        read_first_rows(find_shards(uris, setting), their_columns, config.data.max_bad_fraction)
     if training:
-        first = read_first_rows(find_shards(training, "data.train"), columns, config.data.max_bad_fraction)
-        # What the gate needs later depends on the last evaluation. Without a positive row there is nothing to hold out: plan
-        # names that cause.
-        if not earlier and earlier is not None and first.complete and (np.asarray(first.rows["label"]) > 0).any():
+        first = read_first_rows(find_shards(training, own), columns, config.data.max_bad_fraction)
+        # What the gate needs later depends on the last evaluation, and on the tasks' files. Without a positive row there is
+        # nothing to hold out: plan names that cause.
+        alone = earlier is not None and not earlier and not tasks
+        if alone and first.complete and (np.asarray(first.rows["label"]) > 0).any():
             check_holdout(held_out_queries(first.rows, config.data), config.gate)
 
 

@@ -147,6 +147,8 @@ class RunConfig(Section):
             yield from ((key, uri) for uri in ([value] if isinstance(value, str) else value or ()))
         for golden in self.evaluate.sets:
             yield from ((f"evaluate.sets: {golden.name}", uri) for uri in golden.uris)
+        for setting, (uris, _) in list(self.data.training.items())[1:]:
+            yield from ((setting, uri) for uri in uris)
 
     def cuts_batches(self, kind: str) -> bool:
         """Return whether micro-batches are computed one at a time there, and so every step has two forward passes."""

@@ -58,6 +58,7 @@ Uri = Annotated[str, AfterValidator(_well_formed)]
 """s3://BUCKET/KEY or a local path; which of them a deployment may read is checked later (pipeline/allowed_uris)."""
 
 RunId = Annotated[str, matching(RUN_ID_PATTERN)]
+TaskName = Annotated[str, matching(re.compile(r"[A-Za-z0-9_-]{1,64}"))]
 
 PREFETCH_BATCHES = 4
 """Batches that are prepared ahead in host memory where nothing is compiled."""
@@ -104,6 +105,13 @@ class DataLimits(Section):
     documents_gone: Fraction | None = Field(None, description="Share of last week's documents that are no longer there.")
 
 
+class TaskData(Section):
+    """Files of one task. All of their rows belong to it, so they need no column `task`."""
+
+    train: Annotated[tuple[Uri, ...], Field(min_length=1)] = Field(description="URIs of training shards or folders of them.")
+    columns: dict[str, str] = Field(default_factory=dict, description="More of `data.columns`, or others in their place.")
+
+
 class DataConfig(Section):
     """Input files. Folders are listed recursively; `.jsonl`, `.csv`, `.tsv` (also `.gz` or `.zst`) and `.parquet` are shards."""
 
@@ -131,7 +139,13 @@ class DataConfig(Section):
     )
     columns: Annotated[dict[str, str], KeyRole.LEARNED] = Field(
         default_factory=dict,
-        description='Our column name -> the file\'s, or a template: {query: title, document: "{name}. {brand}"}.',
+        description="Our column name -> the file's, a template, or what all rows have, `=` alone for nothing: {query: title, "
+        'document: "{name}. {brand}", locale: "=de"}.',
+    )
+    tasks: Annotated[dict[TaskName, TaskData], KeyRole.BOOKKEEPING] = Field(
+        default_factory=dict,
+        description="More training files by their task, perhaps with columns of their own: {TASK: SECTION}. A file may have "
+        "rows of several tasks; it then is none of `train`.",
     )
     holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0), KeyRole.LEARNED] = Field(
         0.02, description="Share of rows kept from training, chosen by hash of the normalized document text."
@@ -163,6 +177,20 @@ class DataConfig(Section):
         4,
         description="Array size of ingest: independent jobs that divide the shards which are not ingested yet among themselves.",
     )
+
+    @property
+    def training(self) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
+        """Setting -> its URIs of training shards, and the columns of their files."""
+        tasks = {
+            f"data.tasks.{name}.train": (task.train, {**self.columns, **task.columns, "task": f"={name}"})
+            for name, task in sorted(self.tasks.items())
+        }
+        return {"data.train": (self.train, self.columns), **tasks}
+
+    @property
+    def training_uris(self) -> tuple[str, ...]:
+        """URIs of all training shards."""
+        return tuple(uri for uris, _ in self.training.values() for uri in uris)
 
 
 class HeadLayer(Section):

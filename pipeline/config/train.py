@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.sections import Fraction, KeyRole, PositiveInt, RunId, Section, matching, refuse_if
+from pipeline.config.sections import Fraction, KeyRole, PositiveInt, RunId, Section, TaskName, refuse_if
 from pipeline.packing import MICRO_BATCH_TOKENS, PAIR_TOKENS, BinShape, bins_of, largest_divisor
 
-TaskName = Annotated[str, matching(re.compile(r"[A-Za-z0-9_-]{1,64}"))]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 

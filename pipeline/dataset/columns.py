@@ -32,7 +32,7 @@ class Columns:
     """The columns of one file.
 
     Attributes:
-        names: our name -> the file's column, or a template; without `id` where documents are known by their text.
+        names: our name -> the file's column, a template or a constant; without `id` where documents are known by their text.
         templates: each template in `names` -> its parts, see `parts_of`.
         missing: our names of required columns that the file does not have.
         hints: reason for which rows are refused -> what to add to it.
@@ -49,26 +49,26 @@ class Columns:
         return list(dict.fromkeys(field for name in self.names.values() for field in fields_of(name)))
 
 
-def check_columns(columns: Mapping[str, str]) -> None:
+def check_columns(columns: Mapping[str, str], setting: str = "data.columns") -> None:
     """Refuse a mapping of a column we do not have, or to a template that cannot be read.
 
     Raises:
-        BadConfig: naming the keys that `data.columns` takes, or the template.
+        BadConfig: naming the keys that the setting takes, or the template.
     """
     known = sorted({*TRAINING_COLUMNS, *CORPUS_COLUMNS})
-    if unknown := [f"data.columns.{name}" for name in columns if name not in known]:
-        raise BadConfig("unknown column", value=unknown, rule=f"keys of data.columns are our names: {', '.join(known)}")
+    if unknown := [f"{setting}.{name}" for name in columns if name not in known]:
+        raise BadConfig("unknown column", value=unknown, rule=f"its keys are our names: {', '.join(known)}")
     for name, column in columns.items():
         try:
             parts = parts_of(column)
         except ValueError as error:
             raise BadConfig(
                 "invalid template",
-                value=f"data.columns.{name} = {column!r}: {error}",
+                value=f"{setting}.{name} = {column!r}: {error}",
                 rule='columns in braces: "{title}. {brand}"',
             ) from error
         if "{" in column and not any(field for _, field in parts):
-            raise BadConfig("a template names no column", value=f"data.columns.{name} = {column!r}")
+            raise BadConfig("a template names no column", value=f"{setting}.{name} = {column!r}")
 
 
 def parts_of(template: str) -> tuple[tuple[str, str], ...]:
@@ -83,8 +83,15 @@ def parts_of(template: str) -> tuple[tuple[str, str], ...]:
     return tuple((literal, field or "") for literal, field, *_ in parts)
 
 
+def constant_of(name: str) -> str | None:
+    """Return the text that all rows have, where a name says it: `=TEXT`. None: it names columns, or says that rows have none."""
+    return name[1:] or None if name.startswith("=") else None
+
+
 def fields_of(name: str) -> list[str]:
     """Return the file's columns that a name or a template reads."""
+    if name.startswith("="):
+        return []
     return [field for _, field in parts_of(name) if field] if "{" in name else [name]
 
 
@@ -150,7 +157,7 @@ def resolve(uri: str, ours: Sequence[str], given: Mapping[str, str], present: Se
         _log_choice("; ".join([*choice, f"not used: {', '.join(unused[:LISTED_COLUMNS])}"] if unused else choice))
     return Columns(
         names=names,
-        templates={column: parts_of(column) for column in names.values() if "{" in column},
+        templates={column: parts_of(column) for column in names.values() if "{" in column and fields_of(column)},
         missing=missing,
         hints={f"lacks the field {names[name]!r}": _hint(name, present, unused) for name in missing},
     )

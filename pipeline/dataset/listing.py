@@ -22,10 +22,11 @@ def list_pairs(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) -> t
         deletions: digest of what `data.delete` names.
 
     Raises:
-        BadConfig: data.train is empty.
+        BadConfig: there is none.
         MissingInput: a URI names nothing.
     """
-    return tuple(_named(config, tokenizer, PAIRS, shard, deletions=deletions) for shard in _training(config))
+    named = partial(_named, config, tokenizer, PAIRS, deletions=deletions)
+    return tuple(named(shard, setting) for shard, setting in _training(config))
 
 
 def list_documents(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) -> tuple[InputShard, ...]:
@@ -38,10 +39,13 @@ def list_documents(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) 
         BadConfig, MissingInput: as in `list_pairs`.
     """
     data = config.data
-    corpus = list_corpus(data.corpus, data.corpus_mode) if data.corpus else [(shard, 0) for shard in _training(config)]
     named = partial(_named, config, tokenizer, DOCUMENTS, of_pairs=not data.corpus, deletions=deletions)
-    log.info("%d shards of documents", len(corpus))
-    return tuple(named(shard, generation=generation) for shard, generation in corpus)
+    if data.corpus:
+        found = [named(shard, "data.train", generation=each) for shard, each in list_corpus(data.corpus, data.corpus_mode)]
+    else:
+        found = [named(shard, setting) for shard, setting in _training(config)]
+    log.info("%d shards of documents", len(found))
+    return tuple(found)
 
 
 def list_documents_again(config: RunConfig, tokenizer: TokenizerPlan, deletions: str) -> tuple[InputShard, ...] | None:
@@ -54,18 +58,26 @@ def list_documents_again(config: RunConfig, tokenizer: TokenizerPlan, deletions:
         return None
 
 
-def _training(config: RunConfig) -> list[store.ObjectInfo]:
-    if not config.data.train:
+def _training(config: RunConfig) -> list[tuple[store.ObjectInfo, str]]:
+    """Return the training shards, sorted by URI, and the setting that names each: those of tasks are not in data.train, too."""
+    (own, (uris, _)), *tasks = config.data.training.items()
+    found = [(shard, setting) for setting, (named, _) in tasks for shard in find_shards(named, setting)]
+    taken = {shard.uri for shard, _ in found}
+    found += [(shard, own) for shard in find_shards(uris, own) if shard.uri not in taken]
+    if not found:
         raise BadConfig(
             "there is nothing to train on",
             value="data.train = []",
-            rule="data.train names at least one shard or folder of shards",
+            rule="data.train, or the train of a task in data.tasks, names at least one shard or folder of shards",
             remedy="set data.train",
         )
-    return find_shards(config.data.train, "data.train")
+    return sorted(found, key=lambda one: (one[0].uri, one[1]))
 
 
-def _named(config: RunConfig, tokenizer: TokenizerPlan, kind: str, info: store.ObjectInfo, **more: Any) -> InputShard:
+def _named(
+    config: RunConfig, tokenizer: TokenizerPlan, kind: str, info: store.ObjectInfo, setting: str, **more: Any
+) -> InputShard:
     file = {"uri": info.uri, "version": info.version, "size": info.size}
-    rows = rows_name(file, kind, config.data.columns, config.data.holdout_by)
-    return InputShard(**file, modified=info.modified, kind=kind, rows=rows, tokens=tokens_name(rows, tokenizer), **more)
+    rows = rows_name(file, kind, config.data.training[setting][1], config.data.holdout_by)
+    tokens = tokens_name(rows, tokenizer)
+    return InputShard(**file, modified=info.modified, kind=kind, setting=setting, rows=rows, tokens=tokens, **more)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.dataset.columns import CORPUS_COLUMNS, TRAINING_COLUMNS, Columns, filled, resolve
+from pipeline.dataset.columns import CORPUS_COLUMNS, TRAINING_COLUMNS, Columns, constant_of, filled, resolve
 from pipeline.dataset.ingested import DOCUMENTS, PAIRS, TOMBSTONE, Hashes, with_values
 from pipeline.dataset.records import BadRow, Column, Records, bad_row, file_columns, read_records, values_at, written
 
@@ -167,7 +167,7 @@ def _block(uri: str, kind: str, columns: Columns, records: Records) -> Block:
     for name, (convert, check) in CHECKS.items():
         if name in columns.names:
             ours, column = "document" if name == "text" else name, columns.names[name]
-            exact, taken = partial(check, column=column), values.get(column, [None] * count)
+            exact, taken = partial(check, column=column), values.get(column, [constant_of(column)] * count)
             if name == "text" and made["deleted"].true_count:
                 # Any text will do.
                 given = zip(values_at(taken, range(count)), made["deleted"].to_pylist(), strict=True)

@@ -52,7 +52,7 @@ class SeenRecord(PlanSection):
 
     run: str
     lineage: tuple[str, ...]
-    identity: str
+    identity: dict[str, str]
     holdout_by: str
     shards: tuple[str, ...]
     slices: tuple[int, ...]

@@ -92,9 +92,9 @@ def run(context: StageContext) -> StageOutput | None:
     inputs = RunInputs.from_json(store.read_bytes(context.paths.inputs))
     listed = MissingShards.model_validate_json(store.read_bytes(context.paths.missing))
     child, begun = context.world.node.array_index, time.monotonic()
-    files: dict[tuple[str, str], list[InputShard]] = {}
+    files: dict[tuple[str, str, str], list[InputShard]] = {}
     for shard in listed.shards:
-        files.setdefault((shard.uri, shard.version), []).append(shard)
+        files.setdefault((shard.uri, shard.version, shard.setting), []).append(shard)
     own = list(files.values())[child :: listed.children or 1]
     # This child, or another run, may have made some of them by now.
     missing = set(not_ingested(context.paths.bucket_root, [shard for shards in own for shard in shards]))
@@ -400,6 +400,7 @@ def read_rows(worker: Ingester, made: Sequence[Made], path: Path, quarantine: Pa
         The columns of the file, and the reasons of the refused rows.
     """
     config, shard = worker.inputs.config.data, made[0].shard
+    columns = config.training[shard.setting][1]
     source = PAIRS if shard.of_pairs else DOCUMENTS
     refusals = Refusals()
     with quarantine.open("w", encoding="utf-8") as stream:
@@ -415,7 +416,7 @@ def read_rows(worker: Ingester, made: Sequence[Made], path: Path, quarantine: Pa
                     one.deleted += len(block.rows) - len(kept)
                 yield kept
 
-        for rows in files_of(good(read_blocks(shard.uri, source, config.columns, str(path)))):
+        for rows in files_of(good(read_blocks(shard.uri, source, columns, str(path)))):
             # Each step leaves little behind: the texts, sorted, are gone when tokens are made, and all is before the next file.
             rows = add_judged(rows) if source == PAIRS else rows
             orders = [one.write_rows(rows, config.holdout_by) for one in made]
@@ -423,7 +424,7 @@ def read_rows(worker: Ingester, made: Sequence[Made], path: Path, quarantine: Pa
             for one, order in zip(made, orders, strict=True):
                 one.write_tokens([encoded[name].take(order) for name in TOKENS[one.shard.kind]], worker.tokenizer.vocabulary)
             del rows, encoded
-    return shard_columns(shard.uri, source, config.columns, str(path)), refusals
+    return shard_columns(shard.uri, source, columns, str(path)), refusals
 
 
 def files_of(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:

@@ -298,7 +298,7 @@ def check_selection(inputs: RunInputs, rows: PlannedRows, pairs: Sequence[Ingest
     if inputs.lineage and data.require_new and not new:
         raise MissingInput(
             "no training row is new",
-            value=f"{len(pairs)} shards under {', '.join(data.train)}, all of their rows seen by run {inputs.parent.run}",
+            value=f"{len(pairs)} shards under {', '.join(data.training_uris)}, all of their rows seen by run {inputs.parent.run}",
             rule="data.require_new: a run needs rows that its parent has not been trained on",
             remedy="upload new rows, or set data.require_new=false to train on earlier rows only",
         )

@@ -162,6 +162,6 @@ def is_published(paths: RunPaths) -> bool:
 def missing_shards(paths: RunPaths, config: RunConfig, shards: Sequence[InputShard]) -> MissingShards:
     """Return what is not ingested yet."""
     missing = not_ingested(paths.bucket_root, shards)
-    files = {(shard.uri, shard.version) for shard in missing}
+    files = {(shard.uri, shard.version, shard.setting) for shard in missing}
     children = min(config.data.ingest_children, len(files))
     return MissingShards(shards=tuple(missing), children=children)

@@ -36,7 +36,8 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     """
     paths, scratch = context.paths, context.scratch
     config = build_config(request.deployment.config, request.execution)
-    check_columns(config.data.columns)
+    for setting, (_, columns) in config.data.training.items():
+        check_columns(columns, setting.removesuffix("train") + "columns")
     check_nodes(config.nodes, request.deployment.allowed_nodes)
     check_corpus(config)
     places = places_of(paths, request)
@@ -55,7 +56,10 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     origin = find_origin(config, paths, pointer)
     if config.mode == "refresh":
         config = as_it_embedded(config, paths.bucket_root, origin.run)
-    identity = hashlib.sha256(json.dumps([IDENTITY_VERSION, sorted(config.data.columns.items())]).encode()).hexdigest()[:32]
+    identity = {
+        setting: hashlib.sha256(json.dumps([IDENTITY_VERSION, sorted(columns.items())]).encode()).hexdigest()[:32]
+        for setting, (_, columns) in config.data.training.items()
+    }
     lineage = find_lineage(paths.bucket_root, origin.run, identity, config)
     resolved = resolve_parent(origin.uri, config.model, scratch)
     shape = read_shape(resolved.folder, config.model)

@@ -5,6 +5,7 @@ Reads the registry's pointer, records of earlier runs and the models' folders; d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def as_it_embedded(config: RunConfig, bucket_root: str, run: str | None) -> RunC
     return config.model_copy(update={"embed": embed, "train": earlier.train, "model": model})
 
 
-def find_lineage(bucket_root: str, run: str | None, identity: str, config: RunConfig) -> tuple[str, ...]:
+def find_lineage(bucket_root: str, run: str | None, identity: Mapping[str, str], config: RunConfig) -> tuple[str, ...]:
     """Return the runs whose rows the model of a run was trained on: its ancestors, the oldest first, and itself.
 
     Args:
@@ -125,12 +126,12 @@ def find_lineage(bucket_root: str, run: str | None, identity: str, config: RunCo
         log.warning("data.new_identity: every row counts as new, and what run %s was trained on may be in the hold-out", run)
         return ()
     record = read_record(bucket_root, run)
-    if record.identity != identity:
+    if differ := [name for name, value in identity.items() if record.identity.get(name, value) != value]:
         raise BadConfig(
             f"rows cannot be compared with those that run {run} was trained on",
-            value=f"data.columns = {dict(config.data.columns)}",
+            value=[f"{name}: columns {config.data.training[name][1]}" for name in differ],
             rule="a row is known by its columns and templates, which differ from that run's",
-            remedy="set data.columns as it was there; or set data.new_identity=true: every row then counts as new",
+            remedy="set the columns as they were there; or set data.new_identity=true: every row then counts as new",
         )
     return record.lineage
 

@@ -239,7 +239,7 @@ def run_stage(name: str) -> None:
         shape=SHAPE,
         tokenizer=tokenizer,
         shards=tuple(shards),
-        identity="0",
+        identity={},
     )
     store.write_bytes(paths.inputs, inputs.to_json())
     missing = MissingShards(shards=tuple(shards), children=int(children))
