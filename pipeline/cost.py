@@ -134,8 +134,11 @@ def fargate_hour(region: str, *, vcpus: float, memory_gib: float, disk_gib: floa
     """Return the USD for an hour of a Fargate task of this size; None if unknown."""
     if region not in REGIONS:
         return None
-    disk = max(0.0, disk_gib - FARGATE_FREE_DISK_GIB)
-    return vcpus * FARGATE_VCPU_HOUR + memory_gib * FARGATE_GIB_HOUR + disk * FARGATE_DISK_GIB_HOUR
+    return (
+        vcpus * FARGATE_VCPU_HOUR
+        + memory_gib * FARGATE_GIB_HOUR
+        + max(0.0, disk_gib - FARGATE_FREE_DISK_GIB) * FARGATE_DISK_GIB_HOUR
+    )
 
 
 # ---- what a run has used and costs ----

@@ -64,8 +64,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
         cells = ("–" if number is None else f"{number:{form}}" for form, number in numbers.items())
         documents = "–" if row["documents"] is None else f"{row['documents']:,}"
         by = "itself" if row["embeddings_run"] == row["run"] else row["embeddings_run"]
-        moment = row["published"][:16].replace("T", " ")
-        shown.add_row(row["run"], row["kind"] or "–", by, moment, ", ".join(marks), *cells, documents)
+        shown.add_row(
+            row["run"], row["kind"] or "–", by, row["published"][:16].replace("T", " "), ", ".join(marks), *cells, documents
+        )
     return shown
 
 

@@ -80,8 +80,7 @@ def count_documents(
             conflicts[shard] += 1
             refuse(bad)
         beat(int(per_slice[:end].sum()))
-    total = sum((digest.count for digest in digests), 0)
-    count = part_count(total, rows_per_part, least)
+    count = part_count(sum((digest.count for digest in digests), 0), rows_per_part, least)
     parts = [IdDigest.joined(digests[start : start + bins // count]) for start in range(0, bins, bins // count)]
     return CountedDocuments(
         parts=tuple(PartPlan(rows=part.count, ids=str(part)) for part in parts),

@@ -88,8 +88,7 @@ class EarlierParts:
 
     def covering(self, index: int) -> Parts:
         """Return the parts that hold the documents of a part, in the order of their keys; empty: none do."""
-        own = self._paths.part(index, self._count)
-        sets = [[own]] + [_overlapping(uris, index, self._count) for uris in self._sets]
+        sets = [[self._paths.part(index, self._count)]] + [_overlapping(uris, index, self._count) for uris in self._sets]
         for uris in sets:
             with suppress(MissingInput, BadData):
                 found = [(uri, PartRecord.from_json(store.read_bytes(f"{uri.removesuffix('.parquet')}.json"))) for uri in uris]

@@ -122,8 +122,9 @@ def token_schema(kind: str, vocabulary: int) -> pa.Schema:
 
 def with_values(lists: pa.ListArray, values: pa.Array) -> pa.ListArray:
     """Return lists of other values: as many in each as it has. No list is null."""
-    ends = np.cumsum(pc.list_value_length(lists).to_numpy())
-    return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], ends]), pa.int32()), values)
+    return pa.ListArray.from_arrays(
+        pa.array(np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())]), pa.int32()), values
+    )
 
 
 def mixed(values: Hashes) -> Hashes:

@@ -79,5 +79,6 @@ def _named(
 ) -> InputShard:
     file = {"uri": info.uri, "version": info.version, "size": info.size}
     rows = rows_name(file, kind, config.data.training[setting][1], config.data.holdout_by)
-    tokens = tokens_name(rows, tokenizer)
-    return InputShard(**file, modified=info.modified, kind=kind, setting=setting, rows=rows, tokens=tokens, **more)
+    return InputShard(
+        **file, modified=info.modified, kind=kind, setting=setting, rows=rows, tokens=tokens_name(rows, tokenizer), **more
+    )

@@ -137,9 +137,12 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self._dtype = np.dtype(dtype)
         # Embeddings look random: neither a dictionary nor compression makes them smaller. Ids do compress.
         compression = {"id": "zstd", "embedding.list.element": "none", "locale": "zstd", **dict.fromkeys(COLUMNS[3:], "none")}
-        compression |= dict.fromkeys(self._schema.names[len(COLUMNS) :], "zstd")
-        repeated = ["locale", *(f"{task}.class" for task in tasks)]
-        self._writer = pq.ParquetWriter(path, self._schema, compression=compression, use_dictionary=repeated)
+        self._writer = pq.ParquetWriter(
+            path,
+            self._schema,
+            compression=compression | dict.fromkeys(self._schema.names[len(COLUMNS) :], "zstd"),
+            use_dictionary=["locale", *(f"{task}.class" for task in tasks)],
+        )
 
     def __exit__(self, *_: object) -> None:
         self._writer.close()

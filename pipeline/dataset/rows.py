@@ -108,8 +108,7 @@ def normalized_hash(text: str) -> int:
     """Return the first 8 bytes of the SHA-256 of the text after NFKC, case folding and collapsing white space, as an integer."""
     if not text.isascii():  # NFKC leaves ASCII unchanged
         text = unicodedata.normalize("NFKC", text)
-    normalized = " ".join(text.casefold().split())
-    return int.from_bytes(sha256(normalized.encode()).digest()[:8], "big")
+    return int.from_bytes(sha256(" ".join(text.casefold().split()).encode()).digest()[:8], "big")
 
 
 def normalized_hashes(texts: pa.Array) -> Hashes:

@@ -100,8 +100,12 @@ def requirements(
     shards = "name fewer shards in data.train"
     files = (work.train_rows + work.queries) * (ROW_FILE_BYTES + 4 * tokens) + candidates * (16 + 4 * work.document_tokens)
     remedy = f"{shards}, lower data.replay_fraction, or shorten train.length"
-    hashes = HASH_BYTES * (work.known_rows + work.corpus_rows)
-    yield Requirement("plan, disk: row files and hashes", files + hashes, FARGATE_DISK_GIB * GIB, remedy)
+    yield Requirement(
+        "plan, disk: row files and hashes",
+        files + HASH_BYTES * (work.known_rows + work.corpus_rows),
+        FARGATE_DISK_GIB * GIB,
+        remedy,
+    )
     what = "train, disk of a node: row files and two checkpoints"
     yield Requirement(what, files + 2 * 3 * FP32 * shape.parameters, ROOT_VOLUME_GIB * GIB, remedy)
 

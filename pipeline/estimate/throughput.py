@@ -102,8 +102,7 @@ class Rates:
         """Return the rates of a run on Neuron, as far as its results have them; else the published ones."""
         rates, plan, config, ranks = cls.published(shape.hidden), run.plan, run.plan.config, run.plan.world.ranks
         if speed := run.train.get("pairs_per_second"):
-            pairs = run.train["pairs"] / run.train["steps"]
-            seconds = pairs / speed - all_reduce_seconds(shape.parameters, plan.world.nodes)
+            seconds = run.train["pairs"] / run.train["steps"] / speed - all_reduce_seconds(shape.parameters, plan.world.nodes)
             work = config.train.accumulation * ranks * batch_flops(shape, config, ranks)
             source = f"measured: run {plan.run}, {speed:,.0f} pairs/s on {plan.world.nodes} nodes"
             if seconds > 0:

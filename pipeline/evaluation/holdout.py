@@ -171,6 +171,5 @@ def token_lists(column: pa.ChunkedArray) -> list[TokenList]:
     found: list[TokenList] = []
     for chunk in column.chunks:
         offsets = chunk.offsets.to_numpy()
-        values = chunk.values.to_numpy()[: offsets[-1]]
-        found += np.split(values, offsets[:-1])[1:]
+        found += np.split(chunk.values.to_numpy()[: offsets[-1]], offsets[:-1])[1:]
     return found

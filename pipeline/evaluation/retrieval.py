@@ -60,8 +60,9 @@ def rank(queries: Tensor, candidates: Sequence[Block], k: int) -> Integers:
             "embeddings that are not finite", rule="every value of an embedding is a number", remedy="look at the model"
         )
     k = min(k, sum(len(indices) for indices, _ in blocks))
-    starts = range(0, len(queries), QUERIES_AT_ONCE)
-    chunks = [_best(queries[start : start + QUERIES_AT_ONCE], blocks, k).cpu() for start in starts]
+    chunks = [
+        _best(queries[start : start + QUERIES_AT_ONCE], blocks, k).cpu() for start in range(0, len(queries), QUERIES_AT_ONCE)
+    ]
     # The lower half of a key is minus an index.
     return (-torch.cat(chunks) & 0xFFFFFFFF).numpy() if chunks else np.empty((0, k), dtype=np.int64)
 

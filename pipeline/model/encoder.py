@@ -158,8 +158,7 @@ class Encoder(nn.Module):
         """
         # Padding sees padding, so no softmax is over nothing.
         additive = (segments[:, :, None] != segments[:, None, :]).to(self.backbone.dtype)[:, None] * MASKED
-        masks = self._masks(additive, positions)
-        hidden = self._hidden(tokens, positions + self._first_position, attention_mask=masks)
+        hidden = self._hidden(tokens, positions + self._first_position, attention_mask=self._masks(additive, positions))
         with torch.autocast(tokens.device.type, enabled=False):
             return self._finish(pool_packed(hidden.float(), segments, positions, self.pooling).flatten(0, 1))
 
@@ -334,5 +333,4 @@ def new_encoder(backbone: PreTrainedConfig, config: ModelConfig) -> Encoder:
     family = family_of(backbone)
     backbone._attn_implementation = "sdpa" if family.fused else "eager"
     head = new_head(int(backbone.hidden_size), config.head) if config.head else None
-    model = family.model(backbone).float()
-    return Encoder(model, pooling=config.pooling, normalize=config.normalize, head=head)
+    return Encoder(family.model(backbone).float(), pooling=config.pooling, normalize=config.normalize, head=head)

@@ -260,8 +260,7 @@ def probe_rows(slots: int, length: int, vocabulary: int) -> tuple[tuple[Tensor, 
         segments[-1], positions[-1] = 1, places[-1]
     # What is left of a row after its last text is padding.
     segments[segments > texts_per_row(length)] = 0
-    room = torch.arange(texts_per_row(length)) + 1
-    texts = (segments[:, :, None] == room).any(dim=1).flatten().nonzero().flatten()
+    texts = (segments[:, :, None] == (torch.arange(texts_per_row(length)) + 1)).any(dim=1).flatten().nonzero().flatten()
     return (tokens, segments, positions), texts
 
 

@@ -160,9 +160,14 @@ class Worker:
         work = self.work + share * tokens
         total_work = (self.work + tokens) / (self.done + rows) * self.total
         done += self.done
-        rate = done / max(time.monotonic() - self.begun, 1e-9)
         self.context.heartbeat.beat(
-            done, self.total, work=work, total_work=total_work, unit="documents", rate=rate, note="embedding"
+            done,
+            self.total,
+            work=work,
+            total_work=total_work,
+            unit="documents",
+            rate=done / max(time.monotonic() - self.begun, 1e-9),
+            note="embedding",
         )
 
 
@@ -362,8 +367,14 @@ def embed_window(
     if len(todo):
         tokens = pc.list_flatten(documents[DOCUMENT_TOKENS].take(pa.array(todo))).to_numpy().astype(np.int32)
         lists = np.split(tokens, np.cumsum(lengths[todo])[:-1])
-        on_progress = partial(worker.beat, len(ids), len(tokens))
-        found = encode(worker.encode_with, worker.device, lists, config.length, config.tokens_per_batch, on_progress=on_progress)
+        found = encode(
+            worker.encode_with,
+            worker.device,
+            lists,
+            config.length,
+            config.tokens_per_batch,
+            on_progress=partial(worker.beat, len(ids), len(tokens)),
+        )
         worker.work += len(tokens)
         with np.errstate(over="ignore", invalid="ignore"):
             vectors = shortened(found.embeddings.numpy(), worker.dimension, normalize=worker.context.plan.config.model.normalize)

@@ -114,8 +114,7 @@ def run(context: StageContext) -> StageOutput | None:
         old_texts, new_texts = encoded.get("published", encoded["parent"]), encoded["new"]
         drift = measure_drift(old_texts.candidates, new_texts.candidates) if context.world.is_leader else None
         if old_texts.queries.shape[1] == new_texts.queries.shape[1] and holdout.candidates:
-            mixed = replace(old_texts, queries=new_texts.queries)
-            measured[MIXED] = measure(context, replace(models[-1], name=MIXED), mixed)
+            measured[MIXED] = measure(context, replace(models[-1], name=MIXED), replace(old_texts, queries=new_texts.queries))
     golden = {}
     for one in config.evaluate.sets:
         golden[f"{GOLDEN}:{one.name}"] = compare_on(context, rows / GOLDEN / one.name, one.name, models)
@@ -221,8 +220,7 @@ def compare_on(context: StageContext, folder: Path, name: str, models: Sequence[
         exam = read_holdout(folder, tokens_of(context, model))
         computed = np.full(len(exam.candidates) + len(exam.queries), -1), np.empty((0, 0), np.float32)
         again = share_out(context, f"{name}-{model.name}", model.folder, model.form, model.size, model.device, exam, computed)
-        own = encode_texts(context, again, 0, again.tokens)
-        found.append(measure(context, again, share_vectors(context, again, own)))
+        found.append(measure(context, again, share_vectors(context, again, encode_texts(context, again, 0, again.tokens))))
     return compare(found[0], found[1], exam.units, np.ones(len(exam.queries), np.bool_), context.plan.config)
 
 

@@ -351,8 +351,12 @@ def reduce_scatter(device: Device, elements: int) -> Measured:
     base = _base(elements * size)
     mine = _placed(device, base + rank)
     own = _placed(device, _sum_of_all(base, size)[rank * elements : (rank + 1) * elements])
-    error = _largest(device, device.reduce_scatter(mine) - own)
-    return error, f"{size} ranks", _best_seconds(device, lambda: device.reduce_scatter(mine)), (size - 1) / size
+    return (
+        _largest(device, device.reduce_scatter(mine) - own),
+        f"{size} ranks",
+        _best_seconds(device, lambda: device.reduce_scatter(mine)),
+        (size - 1) / size,
+    )
 
 
 def _base(elements: int) -> npt.NDArray[np.int64]:

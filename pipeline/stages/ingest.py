@@ -241,8 +241,7 @@ class Made:
         self.files.append(write_file(self.rows_folder, len(self.files), kind, table)[0])
         for name, column in (("locales", "locale"), ("tasks", "task")):
             if column in table.column_names:
-                found = table[column].value_counts().to_pylist()
-                self._count(name, {each["values"] or "": each["counts"] for each in found})
+                self._count(name, {each["values"] or "": each["counts"] for each in table[column].value_counts().to_pylist()})
         if kind == DOCUMENTS:
             self.tombstones += int((table["document_hash"].to_numpy() == TOMBSTONE).sum())
         else:
@@ -445,8 +444,7 @@ def files_of(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 def _pairs(rows: pa.Table, holdout_by: str) -> tuple[pa.Table, pa.Array]:
     """Return the rows with the columns of ingested pairs, sorted by their key, and their order."""
     query, document = (rows[name].to_numpy() for name in ("query_hash", "document_hash"))
-    labels = rows["label"].to_numpy()
-    versions = row_versions(query, document, string_hashes(rows["locale"]), string_hashes(rows["task"]), labels)
+    versions = row_versions(query, document, string_hashes(rows["locale"]), string_hashes(rows["task"]), rows["label"].to_numpy())
     key = query if holdout_by == "query" else document
     if holdout_by == "group":
         group = rows["group"].combine_chunks()

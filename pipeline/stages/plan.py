@@ -445,8 +445,10 @@ def used_by(paths: RunPaths, run_id: str) -> dict[Stage, float]:
     """Return the node-hours that a run's report counted, stage by stage; empty where no report counts them."""
     try:
         uri = RunPaths(f"{paths.bucket_root}/runs/{run_id}").result(Stage.REPORT)
-        result = StageResult.from_json(store.read_bytes(uri))
-        return {Stage(name): float(stage["node_hours"]) for name, stage in result.metrics["cost"]["stages"].items()}
+        return {
+            Stage(name): float(stage["node_hours"])
+            for name, stage in StageResult.from_json(store.read_bytes(uri)).metrics["cost"]["stages"].items()
+        }
     except (MissingInput, BadData, ValueError, KeyError, TypeError, AttributeError):
         return {}  # a report never fails a run, and neither does a missing one
 

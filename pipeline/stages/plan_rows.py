@@ -30,7 +30,7 @@ from pipeline.dataset.tokens import TextTokenizer, cut
 from pipeline.evaluation.reference import copy_reference
 from pipeline.run_inputs import RunInputs, TokenizerPlan
 
-HOLDOUT_GROUP = 1 << 17
+HOLDOUT_GROUP = 1 << 16
 """Rows of a group of which facts and tokens are in memory."""
 
 Beat = Callable[[str, int], None]
@@ -203,8 +203,9 @@ class PlannedRows:
             order: columns of hashes by which the rows are sorted, the last one first.
         """
         sorted_rows = np.stack(rows)[:, np.lexsort(rows[::-1])]
-        lengths = self._lengths.of_columns(columns)
-        found = read_rows(shards, sorted_rows, self._inputs.tokenizer, lengths, texts=self._published is not None)
+        found = read_rows(
+            shards, sorted_rows, self._inputs.tokenizer, self._lengths.of_columns(columns), texts=self._published is not None
+        )
         table = pa.concat_tables([table.append_column("shard", pa.array(sorted_rows[0][places])) for table, places in found])
         table = table.take(pa.array(np.lexsort([table[name].to_numpy() for name in order])))
         if self._published:

@@ -163,5 +163,4 @@ def missing_shards(paths: RunPaths, config: RunConfig, shards: Sequence[InputSha
     """Return what is not ingested yet."""
     missing = not_ingested(paths.bucket_root, shards)
     files = {(shard.uri, shard.version, shard.setting) for shard in missing}
-    children = min(config.data.ingest_children, len(files))
-    return MissingShards(shards=tuple(missing), children=children)
+    return MissingShards(shards=tuple(missing), children=min(config.data.ingest_children, len(files)))

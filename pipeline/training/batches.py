@@ -249,8 +249,10 @@ class TrainingBatches:
         return query, np.stack(documents, axis=1), there
 
     def _packed(self, rows: Rows) -> Batch:
-        bins = rows.reshape(-1, self._shape.pairs)
-        lists = [[column.lists(each[each != MASKED]) for column in self._tokens.values()] for each in bins]
+        lists = [
+            [column.lists(each[each != MASKED]) for column in self._tokens.values()]
+            for each in rows.reshape(-1, self._shape.pairs)
+        ]
         return packed_texts([list(zip(*towers, strict=True)) for towers in lists], self._shape)
 
     def _unpacked(self, rows: Rows) -> Batch:
@@ -310,8 +312,11 @@ def packed_texts(bins: Sequence[Sequence[Sequence[Tokens]]], shape: BinShape) ->
             places = bin_.add(*(len(tokens) for _, tokens in present))
             assert places is not None
             for (tower, tokens), (row, start, text) in zip(present, places, strict=True):
-                there = slice(start, start + len(tokens))
-                rows[:, number, row, there] = tokens, np.full(len(tokens), text + 1), np.arange(len(tokens))
+                rows[:, number, row, slice(start, start + len(tokens))] = (
+                    tokens,
+                    np.full(len(tokens), text + 1),
+                    np.arange(len(tokens)),
+                )
                 texts[tower, number, pair] += row * texts_per_row(shape.length) + text
     named = zip(("tokens", "segments", "positions"), rows.reshape(3, -1, shape.length), strict=True)
     return {name: torch.from_numpy(values) for name, values in named} | _of_towers(texts.reshape(1 + shape.documents, -1))

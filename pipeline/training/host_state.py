@@ -91,7 +91,6 @@ def restore_random_states(device: Device, path: Path) -> None:
     gauss = states["python_gauss"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss = states["numpy_position"].tolist()
-    key = states["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, position, has_gauss, states["numpy_gauss"].item()))
+    np.random.set_state(("MT19937", states["numpy"].numpy().astype(np.uint32), position, has_gauss, states["numpy_gauss"].item()))
     torch.set_rng_state(states["torch"])
     device.restore_random_state(states["device"])

@@ -167,10 +167,12 @@ def _read(run: Training, progress: Progress, losses: RecentLosses) -> None:
     values = losses.read()
     for number, (loss, norm) in enumerate(values, start=progress.step - len(values)):
         if run.device.computes and not (math.isfinite(loss) and math.isfinite(norm)):
-            rows = run.batches.row_ids(number)
             raise BadData(
                 "the loss or its gradient is not finite",
-                value=[f"step {number + 1}: loss {loss}, gradient norm {norm}", *(f"row {row}" for row in rows)],
+                value=[
+                    f"step {number + 1}: loss {loss}, gradient norm {norm}",
+                    *(f"row {row}" for row in run.batches.row_ids(number)),
+                ],
                 rule="loss and gradient are numbers at every step; the rows are those of the first step where they are not",
                 remedy="look at these rows, or lower train.learning_rate",
             )

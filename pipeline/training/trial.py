@@ -117,8 +117,7 @@ def run_trial(context: StageContext, device: Device, *, loading: bool = False) -
     meet_graphs(device)
     steps = config.device.loader.batches_per_execution if loading else config.compile.trial_steps
     steps *= len(step_forms(config))
-    apart = config.cuts_batches(device.kind)
-    batches = TrialBatches(config, context.world, state.encoder.config.vocab_size, apart, steps)
+    batches = TrialBatches(config, context.world, state.encoder.config.vocab_size, config.cuts_batches(device.kind), steps)
     at_end = dict.fromkeys(("validate_every", "checkpoint_every"), batches.steps)
     local = context.scratch / "trial"
     # A checkpoint needs somewhere to go; this one is not read.
