@@ -59,7 +59,7 @@ def make_seen(root: Path, run: str, rows: Sequence[Pair]) -> None:
     found = np.array(sorted(rows), np.uint64).reshape(-1, 2)
     for name, column in ((KEYS, 0), (VERSIONS, 1)):
         (folder / name).write_bytes(np.ascontiguousarray(found[:, column]).tobytes())
-    known: dict[str, Any] = {"run": run, "lineage": (run,), "identity": "", "shards": (), "rows": len(rows), "steps": 1}
+    known: dict[str, Any] = {"run": run, "lineage": (run,), "identity": {}, "shards": (), "rows": len(rows), "steps": 1}
     record = SeenRecord(**known, holdout_by="document", slices=slice_rows(found[:, 0]))
     (folder / RECORD).write_text(record.model_dump_json())
 

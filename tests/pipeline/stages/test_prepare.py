@@ -138,7 +138,12 @@ def test_rows_of_another_identity_are_refused_or_all_new(bench: Bench, caplog: p
     bench.week("one")
     columns = {"columns": {"query": "query {query}"}}
     error = refusal(
-        BadConfig, lambda: bench.prepare("two", {"data": columns}), "run one", "data.columns", "data.new_identity=true"
+        BadConfig,
+        lambda: bench.prepare("two", {"data": columns}),
+        "run one",
+        "data.train",
+        "'query {query}'",
+        "data.new_identity=true",
     )
     assert error.exit_code == ExitCode.BAD_CONFIG
     with caplog.at_level("WARNING"):
