@@ -39,9 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context: dict[str, Any] = parse_context(parser.parse_args(arguments).context)
         # The CDK CLI hands over outdir and its own context itself.
         alone = "CDK_OUTDIR" not in os.environ
-        whole = {**read_context(), **context} if alone else context
         # stdout is for programs.
-        synthesize(whole, "cdk.out" if alone else None, tell=lambda line: sys.stderr.write(f"{line}\n"))
+        synthesize(
+            {**read_context(), **context} if alone else context,
+            "cdk.out" if alone else None,
+            tell=lambda line: sys.stderr.write(f"{line}\n"),
+        )
     except TrnpipeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

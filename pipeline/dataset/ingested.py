@@ -25,17 +25,18 @@ import gzip
 import hashlib
 import json
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, PlainSerializer, ValidationError
 
 from pipeline import store
 from pipeline.dataset.ids import id_hash
@@ -176,6 +177,10 @@ def part_range(index: int, count: int) -> tuple[int, int]:
     return index * width, (index + 1) * width - 1
 
 
+Offsets = Annotated[Sequence[int], AfterValidator(partial(array, "q")), PlainSerializer(list)]
+"""Ascending numbers, 8 bytes each: as Python's integers, those of 10 million rows take 75 MB of each process that reads them."""
+
+
 class IngestedFile(PlanSection):
     """One file of rows.
 
@@ -186,9 +191,9 @@ class IngestedFile(PlanSection):
     """
 
     rows: int
-    slices: tuple[int, ...]
-    facts: tuple[int, ...]
-    texts: tuple[int, ...]
+    slices: Offsets
+    facts: Offsets
+    texts: Offsets
 
 
 class Profile(PlanSection):
@@ -244,7 +249,7 @@ class TokenProfile(PlanSection):
     schema_version: int
     rows_name: str
     vocabulary: int
-    files: tuple[tuple[int, ...], ...]
+    files: tuple[Offsets, ...]
     without_tokens: int
     sizes: dict[str, int]
 
