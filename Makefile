@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target sets up what it needs; `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup local parity test test-long chaos year bench check docs diff site images images-check mirror lock clean
+.PHONY: help setup local parity test quick test-long chaos year bench check docs diff site images images-check mirror lock clean
 
 SUPPORTED := import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))
 PYTHON ?= $(shell for name in python3.12 python3.11 python3.10 python3; do \
@@ -58,8 +58,11 @@ parity: setup ## Train twice from one parent and compare all evaluations (A=cpu-
 # More than there are processors: many tests wait for processes, deadlines or time to pass.
 WORKERS ?= $(shell expr $$(nproc) + 2)
 
+# `make -j2 test` checks and tests at the same time.
+test: check quick ## Lint, type check and test
+
 # In the order of their folders: tests/chain, whose files take longest, begins at once.
-test: check ## Lint, type check and test
+quick: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Only the files that have some: to import all others takes each worker half a minute.
