@@ -63,7 +63,7 @@ test: check quick ## Lint, type check and test
 
 # In the order of their folders: tests/chain, whose files take longest, begins at once.
 quick: setup
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	MAKEFLAGS= OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Only the files that have some: to import all others takes each worker half a minute.
 LONG = $(shell grep -rl --include='test_*.py' 'mark\.long' tests | sort)
