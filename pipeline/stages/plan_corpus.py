@@ -152,7 +152,10 @@ def check_bad_rows(
     Args:
         new: numbers of the training shards that the lineage did not have.
     """
-    conflicts = {documents[number].shard.uri: count for number, count in counted.conflicts.items()}
+    # A file may be of several tasks.
+    conflicts = {
+        (documents[number].shard.uri, documents[number].shard.setting): count for number, count in counted.conflicts.items()
+    }
     groups = {
         "new training shards": [pairs[number] for number in new],
         "earlier training shards": [shard for number, shard in enumerate(pairs) if number not in set(new)],
@@ -160,7 +163,11 @@ def check_bad_rows(
     }
     limit, own_corpus = inputs.config.data.max_bad_fraction, bool(groups["corpus"])
     for name, shards in groups.items():
-        differ = sum(conflicts.get(shard.shard.uri, 0) for shard in shards) if (name == "corpus") == own_corpus else 0
+        differ = (
+            sum(conflicts.get((shard.shard.uri, shard.shard.setting), 0) for shard in shards)
+            if (name == "corpus") == own_corpus
+            else 0
+        )
         bad = differ + sum(map(refused, shards))
         total = sum(shard.profile.rows + shard.profile.bad_rows for shard in shards)
         log.info("%s: %d rows, %d of them refused", name, total, bad)

@@ -11,6 +11,7 @@ import pytest
 from infra.local.run import LocalRequest
 from pipeline.commands.first_rows import check_first_rows
 from pipeline.config import build_config
+from pipeline.contract import Stage
 from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadConfig, BadData, MissingInput
 from tests.pipeline.stages.planning import Bench, refusal, rows
@@ -93,6 +94,20 @@ def test_what_a_task_names_is_checked_like_other_files(tasks: Bench) -> None:
     refusal(BadData, lambda: check_first_rows(wrong, first, []), "reviews.jsonl", "'rating'")
     refusal(BadConfig, lambda: build_config(tasks.config, {"data": {"tasks": {"a b": {"train": ["x"]}}}}), "a b")
     refusal(BadConfig, lambda: build_config(tasks.config, {"data": {"tasks": {"a": {"train": []}}}}), "data.tasks.a.train")
+
+
+def test_bad_rows_of_a_task_are_counted_once_where_another_task_has_the_file(bench: Bench) -> None:
+    lines = [{"id": f"row{number}", "query": "query", "one": f"one {number}", "two": f"one {number}"} for number in range(100)]
+    # An id with two documents, in the columns of one task alone.
+    uri = bench.shard("both.jsonl", [*lines, {**lines[0], "one": "another"}])
+    bench.config["data"] |= {
+        "train": [],
+        "max_bad_fraction": 0,
+        "tasks": {name: {"train": [uri], "columns": {"document": name}} for name in ("one", "two")},
+    }
+    bench.prepare("one")
+    bench.ingest("one")
+    refusal(BadData, lambda: bench.stage(Stage.PLAN, "one"), "are bad: 1 of 202", "id 'row0' has another document")
 
 
 def test_a_local_run_finds_files_of_tasks_in_the_current_folder(
