@@ -6,7 +6,7 @@ node first, the others once it is RUNNING, and only the main node's exit counts;
 ids and are reused, so that a fault can stick to one. Every node of every attempt has its own log file under the log folder.
 
 This module answers Batch's operations and runs attempts; batch_checks.py refuses requests, batch_nodes.py runs processes,
-batch_jobs.py has the jobs, fair_share.py their turns.
+batch_jobs.py has the jobs. Every job gets its hosts at once: which of several waits for hosts is Batch's own affair.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from infra.local.batch_jobs import Attempt, Job, build_job, milliseconds, named
 from infra.local.batch_nodes import POLL_SECONDS, BatchSettings, start_node, stop_nodes
 from infra.local.definitions import ClientError, JobDefinition, JobQueue, refuse_if
 from infra.local.ecs import HostPool
-from infra.local.fair_share import Turns
 from pipeline.contract import JOB_ENDED, JOBS_AT_ONCE
 from pipeline.log import log
 from pipeline.ports import free_port
@@ -54,7 +53,6 @@ class BatchRunner:
         self._threads: list[threading.Thread] = []
         self._children = ThreadPoolExecutor(max_workers=settings.side_by_side)
         self._ended = threading.Condition()
-        self._turns = {queue.name: Turns(queue.fair_share, settings.hosts, settings.clock) for queue in queues}
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
         """Answer one operation, named as in its path (`submitjob`).
@@ -79,8 +77,6 @@ class BatchRunner:
         self._jobs |= {one.id: one for one in (job, *job.children)}
         thread = threading.Thread(target=self._run, args=(job,), name=f"batch-{job.name}", daemon=True)
         self._threads.append(thread)
-        if not job.children:
-            self._turns[queue.name].join(job)
         thread.start()
         return {"jobArn": job.arn, "jobName": job.name, "jobId": job.id}
 
@@ -170,18 +166,12 @@ class BatchRunner:
         self._finish(job, "FAILED" if failed else "SUCCEEDED", "Array Child Job failed" if failed else "")
 
     def _run_attempts(self, job: Job, *, side_by_side: int) -> None:
-        turns = self._turns[job.queue.name]
         for number in count(1):
             self._set_status(job, "RUNNABLE")
-            turns.join(job)
-            while not turns.take(job) and job.stop_reason is None:
-                time.sleep(POLL_SECONDS)
             if job.stop_reason is not None:
-                turns.leave(job)
                 self._finish(job, "FAILED", job.stop_reason)
                 return
             attempt, retryable = self._run_attempt(job, number, side_by_side)
-            turns.leave(job)
             job.attempts.append(attempt)
             succeeded = attempt.exit_code == 0 and retryable
             retry = job.definition.retry

@@ -53,8 +53,6 @@ class BatchSettings:
         side_by_side: array children that run at the same time.
         cores: processor cores that processes running side by side share.
         grace: between SIGTERM and SIGKILL.
-        hosts: the most that each queue has at once; None: as many as jobs ask for.
-        clock: seconds, for the order of jobs that wait for hosts.
         start: starts a node's process, with the arguments and the result of `subprocess.Popen`.
     """
 
@@ -64,8 +62,6 @@ class BatchSettings:
     side_by_side: int = 2
     cores: int = field(default_factory=available_cores)
     grace: timedelta = timedelta(seconds=10)
-    hosts: int | None = None
-    clock: Callable[[], float] = time.monotonic
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 

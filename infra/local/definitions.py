@@ -120,36 +120,11 @@ class JobDefinition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FairShare:
-    """A fair-share policy (https://docs.aws.amazon.com/batch/latest/APIReference/API_FairsharePolicy.html).
-
-    Attributes:
-        weights: share identifier, or its beginning and `*` -> weight factor.
-        decay_seconds: how long past use counts.
-    """
-
-    weights: Mapping[str, float] = field(default_factory=dict)
-    decay_seconds: float = 600
-
-    def weight(self, share: str | None) -> float:
-        """Return the weight factor of a share identifier."""
-        return next((weight for known, weight in self.weights.items() if fnmatchcase(share or "", known)), 1.0)
-
-    @classmethod
-    def parse(cls, properties: Mapping[str, Any]) -> FairShare:
-        """Read the resolved properties of an `AWS::Batch::SchedulingPolicy`."""
-        policy = properties["FairsharePolicy"]
-        weights = {one["ShareIdentifier"]: one.get("WeightFactor", 1.0) for one in policy.get("ShareDistribution", ())}
-        # 0 stands for the default.
-        return cls(weights=weights, decay_seconds=policy.get("ShareDecaySeconds") or cls().decay_seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JobQueue:
-    """A job queue, and its scheduling policy."""
+    """A job queue, and whether it has a scheduling policy."""
 
     name: str
-    fair_share: FairShare | None = None
+    fair_share: bool = False
 
     @property
     def arn(self) -> str:

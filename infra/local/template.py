@@ -19,7 +19,7 @@ from typing import Any
 
 import infra
 from infra.cdk_context import CONTEXT_KEY, ENVIRONMENT_KEY, ENVIRONMENTS, read_context
-from infra.local.definitions import ACCOUNT, REGION, FairShare, JobDefinition, JobQueue
+from infra.local.definitions import ACCOUNT, REGION, JobDefinition, JobQueue
 from infra.templates import Resource, Stacks
 from pipeline import allowed_uris, config, contract, cost, errors, packing
 from pipeline.errors import BadConfig, Defect
@@ -142,7 +142,6 @@ def read_stack(folder: Path) -> LocalStack:
         if "ABORTED" in rule.properties["EventPattern"]["detail"].get("status", ())
         for target in rule.properties["Targets"]
     }
-    policies = {one.name: FairShare.parse(one.properties) for one in stacks.of_type("AWS::Batch::SchedulingPolicy")}
     table = _only("lock table", stacks.of_type("AWS::DynamoDB::Table"))
     return LocalStack(
         state_machine=machine.name,
@@ -163,9 +162,7 @@ def read_stack(folder: Path) -> LocalStack:
             JobDefinition.parse(resource.name, resource.properties) for resource in stacks.of_type("AWS::Batch::JobDefinition")
         ),
         queues=tuple(
-            JobQueue(
-                name=resource.name, fair_share=policies.get(resource.properties.get("SchedulingPolicyArn", "").rpartition(":")[2])
-            )
+            JobQueue(name=resource.name, fair_share="SchedulingPolicyArn" in resource.properties)
             for resource in stacks.of_type("AWS::Batch::JobQueue")
         ),
         watches={one.name: _definition(one) for one in machines if machine_arn(one.name) in started_by_aborts},

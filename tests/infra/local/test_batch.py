@@ -17,7 +17,7 @@ import pytest
 
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
-from infra.local.definitions import ClientError, Container, FairShare, JobDefinition, JobQueue, RetryStrategy
+from infra.local.definitions import ClientError, Container, JobDefinition, JobQueue, RetryStrategy
 from tests.infra.faulty_batch import FaultyBatchRunner
 
 SOON = timedelta(seconds=30)
@@ -61,7 +61,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         **settings: Any,
     ) -> FaultyBatchRunner:
         settings = {"grace": timedelta(seconds=2), "cores": 2, **settings}
-        queues = [JobQueue(name="plain"), JobQueue(name="fair", fair_share=FairShare())]
+        queues = [JobQueue(name="plain"), JobQueue(name="fair", fair_share=True)]
         runner = FaultyBatchRunner(definitions, queues, BatchSettings(logs=tmp_path / "logs", **settings), changed)
         runners.append(runner)
         return runner

@@ -19,7 +19,7 @@ import pytest
 from infra.local import moto_adapter
 from infra.local.batch_jobs import Job
 from infra.local.batch_nodes import BatchSettings
-from infra.local.definitions import Container, FairShare, JobDefinition, JobQueue
+from infra.local.definitions import Container, JobDefinition, JobQueue
 from infra.local.moto_adapter import CHANGES, Change, adapted
 from infra.local.server import LocalEndpoint, WsgiApplication, local_endpoint
 from infra.local.template import LocalStack
@@ -60,7 +60,7 @@ def endpoint_on(
         },
         topics=(),
         job_definitions=(JobDefinition(name="job", containers=(Container(command=("sleep", str(seconds))),)),),
-        queues=(JobQueue(name="queue", fair_share=FairShare()),),
+        queues=(JobQueue(name="queue", fair_share=True),),
     )
     settings = BatchSettings(logs=state / "logs")
     runner = lambda _: FaultyBatchRunner(stack.job_definitions, stack.queues, settings)  # noqa: E731
