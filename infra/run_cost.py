@@ -120,6 +120,7 @@ def expectation(settings: Settings) -> Iterator[str]:
         Stage.COLLECT: config.nodes * apart,
         Stage.PRECOMPILE: STAGES[Stage.PRECOMPILE].size * apart,
         Stage.INGEST: min(config.data.ingest_children, settings.cpu_max_vcpus // FARGATE_VCPUS),
+        Stage.MINE: min(config.embed.children, most_embed_hosts(settings)) * bool(config.train.mine),
         Stage.EMBED: min(config.embed.children, most_embed_hosts(settings)),
     }
     budget_hours = config.time_budget.total_seconds() / 3600

@@ -35,6 +35,9 @@ PARENT_READERS = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, *COMPILING, Stage.TRA
 INGESTED = "ingested/*"
 """Rows and tokens of input shards, shared by all runs: written by ingest alone."""
 
+MINED = "mined/*"
+"""Mined negatives of these rows: written by mine alone, and removed with rows by ingest."""
+
 SEEN = "seen/*"
 """The rows that each run was the first of its lineage to train on: written by train alone."""
 
@@ -50,9 +53,10 @@ HEALTH_GRAPHS = "graphs/health/*"
 READERS: dict[str, tuple[Stage, ...]] = {
     HEALTH_GRAPHS: (Stage.HEALTH_CHECK,),
     # Stages that look for compiled sets or load them.
-    GRAPHS: (Stage.PREPARE, Stage.PLAN, *COMPILING, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED),
+    GRAPHS: (Stage.PREPARE, Stage.MINE, Stage.PLAN, *COMPILING, Stage.TRAIN, Stage.EVALUATE, Stage.EMBED),
     # prepare asks whether a shard is ingested; publish names the documents without an embedding.
-    INGESTED: (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH),
+    INGESTED: (Stage.PREPARE, Stage.INGEST, Stage.MINE, Stage.PLAN, Stage.EVALUATE, Stage.EMBED, Stage.PUBLISH),
+    MINED: (Stage.PREPARE, Stage.MINE, Stage.PLAN),
     SEEN: (Stage.PREPARE, Stage.PLAN, Stage.TRAIN),
     "data/*": (*SHARD_READERS, *PARENT_READERS),
 }
@@ -236,6 +240,7 @@ class PipelineStack(Stack):
         bucket = storage.bucket
         written: dict[Stage, list[str]] = {
             Stage.INGEST: [INGESTED],
+            Stage.MINE: [MINED],
             Stage.PLAN: ["runs/*/plan.json", "runs/*/embed/plan.json"],
             Stage.COLLECT: [COMPILER_CACHE],
             Stage.PRECOMPILE: [COMPILER_CACHE],
@@ -256,7 +261,7 @@ class PipelineStack(Stack):
         # A new attempt removes the failure.json of the last one; train removes its older checkpoints; a compiling stage removes
         # its lock from the cache; ingest removes rows that must not be used any more. The bucket keeps versions.
         removed = [f"runs/*/{stage}/*"]
-        removed += [COMPILER_CACHE] if stage in CACHE_WRITERS else [INGESTED] if stage is Stage.INGEST else []
+        removed += [COMPILER_CACHE] if stage in CACHE_WRITERS else [INGESTED, MINED] if stage is Stage.INGEST else []
         _allow(role, ["s3:DeleteObject"], [bucket.arn_for_objects(pattern) for pattern in removed])
 
     def _grant_accelerator_stage(self, stage: Stage, role: iam.IRole, environments: list[str]) -> None:

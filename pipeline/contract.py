@@ -103,6 +103,7 @@ class Stage(str, Enum):
 
     PREPARE = "prepare"
     INGEST = "ingest"
+    MINE = "mine"
     PLAN = "plan"
     COLLECT = "collect"
     PRECOMPILE = "precompile"
@@ -164,6 +165,7 @@ STAGES: dict[Stage, StageSpec] = {
     Stage.INGEST: StageSpec(
         queue=Queue.CPU, shape=Shape.ARRAY, timeout_minutes=6 * 60, attempts=6, resumes=True, always_runs=True
     ),
+    Stage.MINE: StageSpec(queue=Queue.EMBED, shape=Shape.ARRAY, timeout_minutes=12 * 60, resumes=True, always_runs=True),
     Stage.PLAN: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=120, always_runs=True),
     Stage.COLLECT: StageSpec(queue=Queue.TRAIN, shape=Shape.GANG, timeout_minutes=60, always_runs=True),
     # Fargate's largest job, because several compilers run at once.
@@ -177,12 +179,12 @@ STAGES: dict[Stage, StageSpec] = {
     Stage.REPORT: StageSpec(queue=Queue.CPU, shape=Shape.SINGLE, timeout_minutes=30, attempts=2, always_runs=True),
 }
 
-STAGES_WITHOUT_PLAN = (Stage.PREPARE, Stage.INGEST, Stage.PLAN, Stage.REPORT)
-"""prepare and ingest come before the plan, which plan writes; a report is written even for a run without a plan."""
-
+STAGES_WITHOUT_PLAN = (Stage.PREPARE, Stage.INGEST, Stage.MINE, Stage.PLAN, Stage.REPORT)
+"""The first ones come before the plan, which plan writes; a report is written even for a run without a plan."""
 
 COMPILED_APART = (Stage.COLLECT, Stage.PRECOMPILE)
-"""Stages that only a run with compile.where = cpu has."""
+UNUSUAL = (Stage.MINE, *COMPILED_APART)
+"""Stages of runs with compile.where = cpu; and all that few runs have: mine, only with train.mine, and those."""
 
 TRIAL_STAGES = (Stage.COLLECT, Stage.COMPILE)
 """Gangs whose nodes run one process each on `neuron`: it starts torchrun itself, below neuron_parallel_compile."""
@@ -343,7 +345,7 @@ class RunPaths:
     inputs = _Inside("prepare/inputs.json")
     """Everything that prepare decided, and the shards that it found: `pipeline.run_inputs.RunInputs`, written once."""
     missing = _Inside("prepare/missing.json")
-    """Which of these shards are to be ingested: `pipeline.run_inputs.MissingShards`, written by every prepare of the run."""
+    """Which of these ingest and mine are to do: `pipeline.run_inputs.MissingShards`, written by every prepare of the run."""
     corpus = _Inside("prepare/corpus.json")
     """The corpus as it is to be embedded, and the model: `pipeline.run_inputs.Corpus`, by the prepare after the gate."""
     plan = _Inside("plan.json")
@@ -452,10 +454,7 @@ class RunPaths:
 
 
 def retention_tags(key: str) -> dict[str, str]:
-    """Return the tags for a new object of the deployment's bucket, which decide how long S3 keeps it.
-
-    A checkpoint serves only to resume: the finished model is in `runs/RUN_ID/model`.
-    """
+    """Return the tags for a new object of the bucket, by which S3 expires what only serves to resume: checkpoints."""
     return {RETENTION_TAG: RESUME} if CHECKPOINT_KEY.fullmatch(key) else {}
 
 

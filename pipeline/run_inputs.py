@@ -65,7 +65,7 @@ class InputShard(PlanSection):
         of_pairs: the file holds training rows; so without a corpus of its own the same file comes as both kinds.
         setting: the one whose columns it has, in `DataConfig.training`; `data.train` also for the corpus.
         generation: of documents; a later one replaces the documents of earlier ones. 0 in `data.corpus_mode: files`.
-        rows, tokens: names of the ingested rows and of their tokens.
+        rows, tokens, mined: names of the ingested rows, of their tokens, and of their mined negatives (empty without train.mine).
         deletions: digest of what `data.delete` names (pipeline/dataset/deletions): none of it may be in the ingested rows.
     """
 
@@ -79,6 +79,7 @@ class InputShard(PlanSection):
     generation: int = 0
     rows: str
     tokens: str
+    mined: str = ""
     deletions: str = ""
 
 
@@ -124,6 +125,7 @@ class Published(PlanSection):
         run: the run that made it.
         folder: its model folder.
         sha256: of its weight file.
+        embeddings: URI of the manifest of the published embeddings.
         epoch: of the registry's pointer (pipeline/run/registry); publish replaces this run's model in this epoch, and no other.
         own_tokens: whether its tokens differ from the parent's; `plan/rows/published` then has the hold-out in them.
         positions: tokens of its longest text, where its tokens are its own.
@@ -133,6 +135,7 @@ class Published(PlanSection):
     run: str
     folder: str
     sha256: str
+    embeddings: str = ""
     epoch: int = 0
     own_tokens: bool = False
     positions: int = 0
@@ -309,15 +312,19 @@ class RunInputs(PlanFile):
 
 
 class MissingShards(PlanSection):
-    """`prepare/missing.json`: what ingest has to make. Every prepare of a run writes it anew; ingest looks at nothing else.
+    """`prepare/missing.json`: what ingest and mine have to make. Every prepare of a run writes it anew.
 
     Attributes:
         shards: those that are not ingested.
         children: jobs that share the files.
+        to_mine: shards for whose rows negatives are to be mined.
+        mine_children: jobs that share them.
     """
 
     shards: tuple[InputShard, ...]
     children: int
+    to_mine: tuple[InputShard, ...] = ()
+    mine_children: int = 0
 
 
 def digest_of(record: Any) -> str:

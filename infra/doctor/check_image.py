@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import urllib3
-
 from infra.app import CDK
-from infra.doctor.asking import DoctorFinding, Findings, Refused, Subject, Unavailable, check, ok, problem, warning
+from infra.doctor.asking import Findings, Refused, Subject, check, ok, problem, warning
 from infra.doctor.blueprint import ContainerImage
-from infra.settings import AMI_ID, AMI_PARAMETER, DRIVER_RULE, base_repository
+from infra.settings import AMI_ID, AMI_PARAMETER, DRIVER_RULE
 from pipeline.contract import ROOT_DEVICE, ROOT_VOLUME_GIB
 
 DRIVER = (2, 27)
@@ -23,17 +20,6 @@ DRIVER_WORDS = re.compile(
 """A driver's version after one of its usual names, as in `aws-neuronx-dkms 2.27.4.0` or `neuron-driver-2.27`; `trnpipe ami` tags
 a copy as `2.27.x presumed`."""
 
-MANIFEST_TYPES = (
-    "application/vnd.oci.image.index.v1+json",
-    "application/vnd.docker.distribution.manifest.list.v2+json",
-    "application/vnd.oci.image.manifest.v1+json",
-    "application/vnd.docker.distribution.manifest.v2+json",
-)
-"""Indices of several images, and manifests of single ones."""
-WANTED_PLATFORM = "linux/amd64"
-LARGEST_CONFIG = 1 << 20
-BASE_LABEL = "org.opencontainers.image.base.name"
-DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})$")
 GONE = ("RepositoryNotFoundException", "ImageNotFoundException")
 
 
@@ -136,7 +122,7 @@ def judge_ami(image: Mapping[str, Any], account: str) -> Findings:
         yield warning("the AMI has another Neuron driver", value=found, rule=DRIVER_RULE, remedy=bake)
 
 
-@check("Images", "ecr:DescribeImages", "ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer")
+@check("Images", "ecr:DescribeImages")
 def containers(subject: Subject) -> Findings:
     for container in subject.blueprint.containers:
         if container.repository is None:
@@ -187,84 +173,6 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
         else:
             raise
         return
-    manifest = _manifest(subject, reference, details["imageDigest"])
-    if "manifests" in manifest:
-        platforms = {_platform(one["platform"]): one["digest"] for one in manifest["manifests"] if "platform" in one}
-    else:
-        platforms = {_platform(_configuration(subject, reference, manifest)): details["imageDigest"]}
-    if WANTED_PLATFORM not in platforms:
-        yield problem(
-            f"the image {named} is for another processor",
-            value=", ".join(sorted(platforms)) or "it names none",
-            rule=f"{WANTED_PLATFORM}: any other ends with `exec format error`",
-            remedy=push,
-        )
-        return
     # ECR gives no size for an index of several images.
     size = details.get("imageSizeInBytes")
-    yield ok(f"image {named}", WANTED_PLATFORM + (f", {size / 2**30:.1f} GiB compressed" if size else ""))
-    if container.name == "neuron":
-        configuration = _configuration(subject, reference, _manifest(subject, reference, platforms[WANTED_PLATFORM]))
-        labels = configuration.get("config", {}).get("Labels") or {}
-        yield judge_base(subject, container.uri, labels.get(BASE_LABEL, ""))
-
-
-def judge_base(subject: Subject, uri: str, base: str) -> DoctorFinding:
-    """Judge whether the Neuron image can be built again: its base is named by digest, and the deployment's registry has a copy.
-
-    Args:
-        uri: of the Neuron image.
-        base: the name of its base; "": the image does not name it.
-    """
-    mirror = base_repository(subject.settings.name)
-    registry = f"{subject.account}.dkr.ecr.{subject.settings.region}.amazonaws.com"
-    remedy = f"make mirror REPOSITORY={registry}/{mirror}, and build with the NEURON_IMAGE that it prints"
-    if (digest := DIGEST.search(base)) is None:
-        return problem(
-            "the Neuron image names no base by digest",
-            value=f"{uri}: label {BASE_LABEL} = {base or 'none'}",
-            rule="AWS publishes no further release of this base; a tag may be moved to another image, or removed",
-            remedy=remedy,
-        )
-    copied = subject.seek(GONE, "ecr", "DescribeImages", repositoryName=mirror, imageIds=[{"imageDigest": digest[1]}])
-    if copied is None:
-        return problem(
-            "the Neuron image's base is not in the deployment's registry",
-            value=f"{mirror}@{digest[1]}",
-            rule="AWS publishes no further release of this base; without a copy the image cannot be built again",
-            remedy=remedy,
-        )
-    return ok("base of the Neuron image", f"{mirror}@{digest[1]}")
-
-
-def _manifest(subject: Subject, reference: Mapping[str, str | None], digest: str) -> dict[str, Any]:
-    """An image's manifest, or an index of several images."""
-    answer = subject.ask(
-        "ecr", "BatchGetImage", imageIds=[{"imageDigest": digest}], acceptedMediaTypes=list(MANIFEST_TYPES), **reference
-    )
-    if not answer["images"]:
-        failure = answer["failures"][0]
-        raise Refused(f"{failure['failureCode']}Exception", failure.get("failureReason", ""))
-    return dict(json.loads(answer["images"][0]["imageManifest"]))
-
-
-def _configuration(subject: Subject, reference: Mapping[str, str | None], manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Download the configuration of a single image."""
-    layer = subject.ask("ecr", "GetDownloadUrlForLayer", layerDigest=manifest["config"]["digest"], **reference)
-    return dict(json.loads(download(layer["downloadUrl"])))
-
-
-def _platform(described: Mapping[str, Any]) -> str:
-    return f"{described.get('os')}/{described.get('architecture')}"
-
-
-def download(url: str) -> bytes:
-    """An image's configuration from the address that the registry gave for it; a megabyte at most.
-
-    Raises:
-        Unavailable: the service does not answer.
-    """
-    try:
-        return urllib3.request("GET", url, preload_content=False, timeout=30.0).read(LARGEST_CONFIG)
-    except urllib3.exceptions.HTTPError as error:
-        raise Unavailable(str(error)) from error
+    yield ok(f"image {named}", f"{size / 2**30:.1f} GiB compressed" if size else "there")

@@ -1,9 +1,9 @@
 """The state machine: one execution is one run. Its definition is plain data, so that it can be read and tested without CDK;
 infra/constructs/workflow.py deploys it.
 
-    read and check the input ─► lock ─► prepare ─► (ingest) ─► plan ─► health_check ─► (compile) ─► train ─► evaluate ─► gate
-                                           ▲                    └─► embed ─► publish ─┐                             │
-                                           └──────────────────────────────────────────│─────────────────────────────┘
+    read and check the input ─► lock ─► prepare ─► (ingest) ─► (mine) ─► plan ─► health_check ─► (compile) ─► train ─► evaluate
+                                           ▲                              └─► embed ─► publish ─┐                         │
+                                           └────────────────────────────────────────────────────│────── gate ◄────────────┘
     every other way out ─► keep the failure ─► its words ───────────────────────► report ─► unlock ─► notify ─► end
 
 With compile.where = cpu, collect and precompile come before health_check when compiled sets are missing.
@@ -63,8 +63,11 @@ def definition(targets: Targets) -> dict[str, Any]:
             **_lock_states(targets, then="WriteInput"),
             **_write_input(targets, then="prepare"),
             **job(targets, Stage.PREPARE, then="ReadInputs"),
-            **read_result(targets, "ReadInputs", Stage.PREPARE, "$.inputs", needed=("ingest_children",), then="ChooseIngest"),
-            **_array(targets, Stage.INGEST, "$.inputs.metrics.ingest_children", then="plan", none="plan"),
+            **read_result(
+                targets, "ReadInputs", Stage.PREPARE, "$.inputs", needed=("ingest_children", "mine_children"), then="ChooseIngest"
+            ),
+            **_array(targets, Stage.INGEST, "$.inputs.metrics.ingest_children", then="ChooseMine", none="ChooseMine"),
+            **_array(targets, Stage.MINE, "$.inputs.metrics.mine_children", then="plan", none="plan"),
             **job(targets, Stage.PLAN, then="ReadPlan"),
             **read_result(
                 targets, "ReadPlan", Stage.PLAN, "$.plan", needed=("nodes", "embed_children", "next"), then="ChooseNext"

@@ -52,7 +52,7 @@ def find(root: str, keep_days: int) -> list[OldFolder]:
     old = [run for name, run in runs.items() if name not in needed and run.written < limit]
     recent = [*_newest(runs).values(), *(run for run in runs.values() if run.written >= limit)]
     listed = {shard.get("rows") for run in recent for shard in _shards(run.folder)}
-    ingested = [*_folders(root, "ingested/rows").items(), *_folders(root, "ingested/tokens").items()]
+    ingested = [found for kind in ("ingested/rows", "ingested/tokens", "mined") for found in _folders(root, kind).items()]
     return old + [shard for rows, shard in ingested if rows not in listed and shard.written < limit]
 
 

@@ -47,7 +47,7 @@ from pipeline.config.sections import (
     matching,
     refuse_if,
 )
-from pipeline.config.train import TrainConfig
+from pipeline.config.train import MineConfig, TrainConfig
 from pipeline.contract import EAGER_KINDS, REGISTRY_NAME_PATTERN, SHARE_PATTERN, Queue, Stage
 from pipeline.errors import BadConfig, MissingInput
 
@@ -65,6 +65,7 @@ __all__ = [
     "HealthCheckConfig",
     "KeyRole",
     "LoaderConfig",
+    "MineConfig",
     "ModelConfig",
     "Prices",
     "RunConfig",

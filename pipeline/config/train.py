@@ -34,6 +34,22 @@ class TaskConfig(Section):
         return self
 
 
+class MineConfig(Section):
+    """Hard negatives: documents that the published model ranks high for a row's query and that no row calls relevant to it."""
+
+    count: PositiveInt = Field(4, description="Negatives of a row, at most. Those that it names itself come first.")
+    first: PositiveInt = Field(1, description="First rank among the documents that are not relevant.")
+    last: Annotated[int, Field(ge=1, le=1000)] = Field(100, description="Last rank.")
+    margin: Fraction = Field(
+        0.05, description="A negative's score is at most that of the row's own document, less this share of it."
+    )
+
+    @model_validator(mode="after")
+    def _ranks_in_order(self) -> MineConfig:
+        refuse_if(self.last < self.first, f"first = {self.first} is behind last = {self.last}")
+        return self
+
+
 class TrainConfig(Section):
     """Training of the encoder: contrastive on pairs, and of a classifier for each task with classes."""
 
@@ -52,6 +68,9 @@ class TrainConfig(Section):
     )
     negatives: Annotated[int, Field(ge=0, le=64), KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         0, description="Negatives of a row, the first ones, that compete for the queries of its batch, too."
+    )
+    mine: Annotated[MineConfig | None, KeyRole.LEARNED] = Field(
+        None, description="Negatives that are mined for new rows among the published documents; null: none. Needs `negatives`."
     )
     symmetric: Annotated[bool, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         False, description="Also let the batch's queries compete for each document: the mean of both losses."
@@ -155,7 +174,8 @@ class TrainConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _keeps_tasks_apart(self) -> TrainConfig:
+    def _fits_together(self) -> TrainConfig:
+        refuse_if(self.mine and not self.negatives, "mine finds negatives, and negatives = 0 trains on none: set negatives")
         refuse_if(
             self.batch_by == "any" and (self.sampling_temperature != 1 or self.tasks),
             "sampling_temperature and tasks are about steps of one task, and batch_by = any mixes tasks: set batch_by to task or "

@@ -13,6 +13,9 @@ profile is replaced by one that names that folder, and the files before it are r
     ingested/tokens/ROWS/NAME/
                            tokens-00000.arrow   token ids of the rows of that name, for one tokenizer
                            profile.json.gz      TokenProfile
+    mined/ROWS/NAME/
+                           mined-00000.arrow    mined negatives of these rows, see `mined_schema`; only with train.mine
+                           profile.json.gz      TokenProfile
 
 A file holds at most FILE_ROWS rows, sorted by `key`, a hash: of pairs the hash of what is held out together (`data.holdout_by`),
 of documents the hash of the id. So the hold-out, a sample to replay, and the documents of an output part are intervals of keys,
@@ -39,6 +42,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, PlainSerializer, ValidationError
 
 from pipeline import store
+from pipeline.config import MineConfig
 from pipeline.dataset.ids import id_hash
 from pipeline.dataset.reading import in_threads, read_records
 from pipeline.errors import BadData, MissingInput
@@ -119,6 +123,12 @@ def token_schema(kind: str, vocabulary: int) -> pa.Schema:
     """Return the schema of the tokens of a kind of rows, with the smallest integers that hold the vocabulary."""
     tokens = pa.list_(pa.uint16() if vocabulary <= 1 << 16 else pa.uint32())
     return pa.schema([(name, pa.list_(tokens) if name == "negative_tokens" else tokens) for name in TOKENS[kind]])
+
+
+def mined_schema(vocabulary: int) -> pa.Schema:
+    """Return the schema of mined negatives: of each row their token ids, the hardest first, and the hashes of their texts."""
+    texts = token_schema(PAIRS, vocabulary).field("negative_tokens")
+    return pa.schema([texts, FACTS[PAIRS].field("negative_hashes")])
 
 
 def with_values(lists: pa.ListArray, values: pa.Array) -> pa.ListArray:
@@ -273,6 +283,11 @@ def tokens_name(rows: str, tokenizer: TokenizerPlan) -> str:
     return _named([rows, tokenizer.digest, tokenizer.cap, SCHEMA_VERSION])
 
 
+def mined_name(tokens: str, mine: MineConfig) -> str:
+    """Return the name of the mined negatives of rows with these tokens, whatever model was published when they were mined."""
+    return _named([tokens, mine.model_dump()])
+
+
 def _named(content: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -298,6 +313,10 @@ class IngestedShard:
         return ingested_tokens_uri(self.bucket_root, self.shard.rows, self.shard.tokens)
 
     @property
+    def mined_uri(self) -> str:
+        return f"{self.bucket_root}/mined/{self.shard.rows}/{self.shard.mined}"
+
+    @property
     def files_name(self) -> str:
         """What the files of rows are named by: other files, other tokens."""
         return f"{self.shard.rows}/{self.profile.folder}".rstrip("/")
@@ -314,6 +333,13 @@ class IngestedShard:
     @cached_property
     def token_profile(self) -> TokenProfile:
         return _read_profile(TokenProfile, self.tokens_uri)
+
+    @cached_property
+    def mined_profile(self) -> TokenProfile | None:
+        """None: nothing is mined for these rows, or it was for rows that are no longer there."""
+        there = self.shard.mined and store.exists(f"{self.mined_uri}/{PROFILE}")
+        profile = _read_profile(TokenProfile, self.mined_uri) if there else None
+        return profile if profile and profile.rows_name == self.files_name else None
 
     def rows_in(self, file: int, first_slice: int, last_slice: int) -> tuple[int, int]:
         """Return the rows [start, stop) of a file whose keys are in the slices [first, last)."""
@@ -342,6 +368,13 @@ class IngestedShard:
         """Yield the tokens of the rows [start, stop) of a file, in the same pieces."""
         schema = token_schema(self.profile.kind, self.token_profile.vocabulary)
         return _ranges(f"{self.tokens_uri}/tokens-{file:05d}.arrow", schema, self.token_profile.files[file], start, stop)
+
+    def mined(self, file: int, start: int, stop: int) -> Iterator[pa.Table]:
+        """Yield the mined negatives of the rows [start, stop) of a file, in the same pieces; only where there is a
+        `mined_profile`."""
+        assert self.mined_profile
+        schema, offsets = mined_schema(self.mined_profile.vocabulary), self.mined_profile.files[file]
+        return _ranges(f"{self.mined_uri}/mined-{file:05d}.arrow", schema, offsets, start, stop)
 
     def has_rows(self, sizes: Mapping[str, int] | None = None) -> bool:
         """Return whether the rows are complete; log what is damaged.
@@ -390,6 +423,12 @@ def not_ingested(bucket_root: str, shards: Sequence[InputShard]) -> list[InputSh
     sizes = ingested_sizes(store.join(bucket_root, "ingested"))
     found = in_threads(lambda shard: IngestedShard(bucket_root, shard).is_ingested(sizes), shards)
     return [shard for shard, there in zip(shards, found, strict=True) if not there]
+
+
+def not_mined(bucket_root: str, shards: Sequence[InputShard]) -> list[InputShard]:
+    """Return the shards that have no mined negatives."""
+    found = in_threads(lambda shard: IngestedShard(bucket_root, shard).mined_profile, shards)
+    return [shard for shard, profile in zip(shards, found, strict=True) if profile is None]
 
 
 def _path(uri: str) -> str:

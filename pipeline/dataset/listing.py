@@ -8,7 +8,7 @@ from typing import Any
 from pipeline import store
 from pipeline.config import RunConfig
 from pipeline.dataset.generations import list_corpus
-from pipeline.dataset.ingested import DOCUMENTS, PAIRS, rows_name, tokens_name
+from pipeline.dataset.ingested import DOCUMENTS, PAIRS, mined_name, rows_name, tokens_name
 from pipeline.dataset.shards import find_shards
 from pipeline.errors import BadConfig, MissingInput
 from pipeline.log import log
@@ -79,6 +79,6 @@ def _named(
 ) -> InputShard:
     file = {"uri": info.uri, "version": info.version, "size": info.size}
     rows = rows_name(file, kind, config.data.training[setting][1], config.data.holdout_by)
-    return InputShard(
-        **file, modified=info.modified, kind=kind, setting=setting, rows=rows, tokens=tokens_name(rows, tokenizer), **more
-    )
+    tokens, mine = tokens_name(rows, tokenizer), config.train.mine
+    mined = mined_name(tokens, mine) if mine and kind == PAIRS else ""
+    return InputShard(**file, modified=info.modified, kind=kind, setting=setting, rows=rows, tokens=tokens, mined=mined, **more)

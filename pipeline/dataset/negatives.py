@@ -27,16 +27,21 @@ def add_judged(rows: pa.Table) -> pa.Table:
     judged = np.flatnonzero(wrong)[np.argsort(query[wrong], kind="stable")]
     first, behind = (np.searchsorted(query[judged], query, side) for side in ("left", "right"))
     counts = np.where(wrong, 0, np.minimum(behind - first, JUDGED))
-    taken = judged[np.repeat(first, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)]
-    own, numbers = pc.list_value_length(rows["negatives"]).to_numpy(), np.arange(len(rows))
-    # A row's own come first.
-    order = pa.array(np.argsort(np.concatenate([np.repeat(numbers, own), np.repeat(numbers, counts)]), kind="stable"))
-    ends = np.concatenate([[0], np.cumsum(own + counts)])
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    taken = pa.array(judged[np.repeat(first - ends[:-1], counts) + np.arange(ends[-1])])
     for name, document in (("negatives", "document"), ("negative_hashes", "document_hash")):
-        both = [rows[name].combine_chunks().flatten(), rows[document].take(pa.array(taken)).combine_chunks()]
-        lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.concat_arrays(both).take(order))
+        more = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), rows[document].take(taken).combine_chunks())
+        lists = joined(rows[name].combine_chunks(), more)
         rows = rows.set_column(rows.schema.get_field_index(name), name, lists)
     return rows
+
+
+def joined(first: pa.ListArray, second: pa.ListArray) -> pa.ListArray:
+    """Return lists of the values of both, those of the first one before the others. No list is null."""
+    lengths = [pc.list_value_length(each).to_numpy() for each in (first, second)]
+    rows = np.concatenate([np.repeat(np.arange(len(first)), each) for each in lengths])
+    values = pa.concat_arrays([first.flatten(), second.flatten()]).take(pa.array(np.argsort(rows, kind="stable")))
+    return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(sum(lengths))]), pa.int32()), values)
 
 
 def negative_columns(

@@ -1,6 +1,6 @@
 """Read the records of shards in columns: JSON Lines, CSV and TSV (plain, gzip, zstd) and Parquet, some thousand rows at a time.
 
-A shard is never held in memory as a whole, and no row of it, however it is packed, can fill the memory.
+A shard is never held in memory as a whole, and longer rows than MAX_ROW_BYTES are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -36,12 +36,8 @@ SUFFIXES = (*(kind + packed for kind in (".jsonl", *CSV_DELIMITERS) for packed i
 MAX_ROW_BYTES = 16 << 20
 """Longer lines, and Parquet rows with longer texts, are refused unread: one row must not fill the memory."""
 
-LARGE_LINE_BYTES = 1 << 20
-MAX_ELEMENTS = 1 << 16
-"""Keys and list items of a large line. Python needs some 30 times the bytes of a JSON document that is all keys."""
-
-ITEM_BYTES = MAX_ROW_BYTES // MAX_ELEMENTS
-"""What an item of a list in a Parquet row counts besides its text, for the same reason."""
+ITEM_BYTES = 256
+"""What an item of a list in a Parquet row counts besides its text: in Python it takes more than that."""
 
 FIRST_ROWS = 100
 """Rows of a JSON Lines file that tell its columns."""
@@ -55,18 +51,7 @@ BLOCK_BYTES = 1 << 20
 
 PARQUET_BATCH_ROWS = 2048
 PARQUET_BATCH_BYTES = 64 << 20
-"""Text of a batch: rows are as long as in the mean of their row group, or as the largest value of a dictionary, one of which may
-be in every row."""
-
-MAX_CHUNK_VALUES = 1 << 26
-"""Items of lists in a column of a row group: packed, any number of equal ones takes a few bytes."""
-
-MAX_CHUNK_BYTES = 1 << 30
-MAX_EXPANSION = 20
-"""A column of a row group may be larger than MAX_CHUNK_BYTES, decompressed, only if it expands less than MAX_EXPANSION times.
-
-Arrow decompresses page by page; a page may be as large as its chunk, up to 2 GiB (its size has 31 bits), but usual pages have
-about a megabyte."""
+"""Text of a batch whose rows are as long as in the mean of their row group."""
 
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -212,7 +197,7 @@ def _decoded_block(block: bytes) -> list[Record]:
     ends = np.flatnonzero(content == ord("\n"))
     starts = np.append(0, ends + 1)[: len(ends)]
     # Every line from brace to brace, and as many records as lines: no record on two lines, and no line with two records.
-    whole = len(ends) and ends[-1] == len(block) - 1 and (ends - starts).max() <= LARGE_LINE_BYTES
+    whole = len(ends) and ends[-1] == len(block) - 1 and (ends - starts).max() <= MAX_ROW_BYTES
     if whole and (content[starts] == ord("{")).all() and (content[ends - 1] == ord("}")).all():
         with suppress(msgspec.MsgspecError, ValueError, RecursionError):
             records = cast(list[Record], DECODER.decode_lines(block))
@@ -226,12 +211,9 @@ def _json_record(uri: str, number: int, line: bytes) -> Record | BadRow | None:
         return bad_row(uri, number, f"is longer than {MAX_ROW_BYTES >> 20} MiB", "")
     if not line or line.isspace():
         return None
-    if len(line) <= LARGE_LINE_BYTES:
-        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-            return cast(Record, DECODER.decode(line))
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        return cast(Record, DECODER.decode(line))
     excerpt = line[: 4 * EXCERPT_CHARACTERS].decode(errors="replace")
-    if len(line) > LARGE_LINE_BYTES and _has_many_elements(line):
-        return bad_row(uri, number, f"has more than {MAX_ELEMENTS:,} keys and list items", excerpt)
     try:
         record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         if SURROGATE_ESCAPE.search(line):
@@ -242,12 +224,6 @@ def _json_record(uri: str, number: int, line: bytes) -> Record | BadRow | None:
     except (ValueError, RecursionError) as error:
         return bad_row(uri, number, f"is not JSON: {error}", excerpt)
     return record if isinstance(record, dict) else bad_row(uri, number, "is not a JSON object", excerpt)
-
-
-def _has_many_elements(line: bytes) -> bool:
-    unescaped = line.replace(rb"\\", b"").replace(rb"\"", b"")
-    # Each element has a quote or a comma outside of quotes; counting quotes first bounds the split.
-    return unescaped.count(b'"') > 4 * MAX_ELEMENTS or b"".join(unescaped.split(b'"')[::2]).count(b",") > MAX_ELEMENTS
 
 
 def _split(block: bytes) -> list[bytes]:
@@ -345,67 +321,21 @@ def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]
         wanted = [name for name in present if name not in nested]
         paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
         items = [item for item in paths if item.startswith(tuple(f"{name}." for name in listed))]
-        _check_chunks(uri, metadata, [*wanted, *items])
-
-        def opened(dictionaries: Sequence[str]) -> pq.ParquetFile:
-            return pq.ParquetFile(
-                stream, metadata=metadata, buffer_size=READ_BYTES, pre_buffer=False, read_dictionary=dictionaries
-            )
-
-        # Lists come as dictionaries always: equal texts in them are then in memory once.
-        file, dictionaries = opened(items), opened([*(name for name in wanted if name not in listed), *items])
+        # Lists come as dictionaries: equal texts in them are then in memory once.
+        file = pq.ParquetFile(stream, metadata=metadata, buffer_size=READ_BYTES, pre_buffer=False, read_dictionary=items)
         line = 0
-        for batch in _batches(file, dictionaries, wanted):
-            lengths = sum((_text_lengths(column) for column in batch.columns), np.zeros(len(batch), np.int64))
-            kept = lengths <= MAX_ROW_BYTES
-            # Lists have no limit but this.
-            full = np.diff(np.cumsum(lengths * kept) // PARQUET_BATCH_BYTES)
-            for start, stop in pairwise([0, *(np.flatnonzero(full) + 1).tolist(), len(batch)]):
-                lines = line + 1 + np.arange(start, stop)
-                rows, good = batch.slice(start, stop - start), kept[start:stop]
-                too_long = f"is longer than {MAX_ROW_BYTES >> 20} MiB"
-                refused = [(number, bad_row(uri, number, too_long, "")) for number in lines[~good].tolist()]
-                yield _arrow_records(uri, lines[good], rows if good.all() else rows.filter(pa.array(good)), refused, nested)
-            line += len(batch)
-
-
-def _batches(file: pq.ParquetFile, dictionaries: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the file's rows. If a dictionary has large values, each of which may be in every row, batches have fewer rows.
-
-    Args:
-        dictionaries: the same file, opened to read these columns as dictionaries.
-    """
-    for group in range(file.num_row_groups):
-        first = next(dictionaries.iter_batches(1, row_groups=[group], columns=columns), None)
-        columns_read = [column for column in first.columns if pa.types.is_dictionary(column.type)] if first else []
-        largest = max((int(_text_lengths(column.dictionary).max(initial=1)) for column in columns_read), default=1)
-        row_group = file.metadata.row_group(group)
-        mean = row_group.total_byte_size // max(row_group.num_rows, 1)
-        rows = max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES // max(largest, mean)))
-        yield from file.iter_batches(rows, row_groups=[group], columns=columns)
-
-
-def _check_chunks(uri: str, metadata: pq.FileMetaData, columns: Sequence[str]) -> None:
-    """Refuse a column that would fill the memory, before Arrow reads it.
-
-    Raises:
-        BadData: a column of a row group is too large.
-    """
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        for index in range(row_group.num_columns):
-            chunk = row_group.column(index)
-            most = max(MAX_CHUNK_BYTES, MAX_EXPANSION * chunk.total_compressed_size)
-            too_large = chunk.total_uncompressed_size > min(most, MAX_ROW_BYTES * (row_group.num_rows + 1))
-            if chunk.path_in_schema in columns and (too_large or chunk.num_values > MAX_CHUNK_VALUES + row_group.num_rows):
-                raise BadData(
-                    "a column of a Parquet file is too large to read",
-                    value=f"{uri}: {chunk.total_uncompressed_size:,} bytes and {chunk.num_values:,} values of "
-                    f"{chunk.path_in_schema!r} in row group {group}",
-                    rule=f"decompressed, at most {MAX_CHUNK_BYTES >> 30} GiB or {MAX_EXPANSION} times its size in the file, and "
-                    f"at most {MAX_ROW_BYTES >> 20} MiB a row; in lists, at most {MAX_CHUNK_VALUES:,} items",
-                    remedy="write the file with smaller row groups",
-                )
+        for group in range(metadata.num_row_groups):
+            size, count = metadata.row_group(group).total_byte_size, metadata.row_group(group).num_rows
+            rows = max(1, min(PARQUET_BATCH_ROWS, PARQUET_BATCH_BYTES * count // max(size, 1)))
+            for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
+                lines = line + 1 + np.arange(len(batch))
+                good = sum((_text_lengths(column) for column in batch.columns), np.zeros(len(batch), np.int64)) <= MAX_ROW_BYTES
+                refused = [
+                    (number, bad_row(uri, number, f"is longer than {MAX_ROW_BYTES >> 20} MiB", ""))
+                    for number in lines[~good].tolist()
+                ]
+                yield _arrow_records(uri, lines[good], batch if good.all() else batch.filter(pa.array(good)), refused, nested)
+                line += len(batch)
 
 
 def _is_list(kind: pa.DataType) -> bool:

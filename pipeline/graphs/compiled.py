@@ -29,6 +29,7 @@ from pipeline.graphs.fingerprint import set_uri
 from pipeline.model.encoder import Encoder
 from pipeline.model.inference import batch_rows, inference_form, probe_rows
 from pipeline.run.context import StageContext
+from pipeline.run_inputs import RunInputs
 
 KnownGraphs = Mapping[str, GraphDescription | None]
 """Recorded graphs by key."""
@@ -61,23 +62,27 @@ def traces_uri(bucket_root: str, fingerprint: str) -> str:
     return f"{graphs_uri(bucket_root)}/infer/{fingerprint}"
 
 
-def encode_function(context: StageContext, device: Device, encoder: Encoder) -> EncodeFunction:
-    """Return a model as evaluate and embed call it: the compiled form where there is one, else the encoder on the device.
+def encode_function(context: StageContext, device: Device, encoder: Encoder, inputs: RunInputs | None = None) -> EncodeFunction:
+    """Return a model as evaluate, embed and mine call it: the compiled form where there is one, else the encoder on the device.
 
     Every process compares its own traced form with the host's encoder, because each has put the weights on its own core.
+
+    Args:
+        inputs: of the run, where there is no plan yet.
 
     Raises:
         Defect: the traced form gives other embeddings than the encoder.
     """
-    bf16 = inference_in_bf16(context.plan.config.compile, device.kind, device.precision)
+    planned = inputs or context.plan
+    bf16 = inference_in_bf16(planned.config.compile, device.kind, device.precision)
     form = inference_form(encoder, compiles=device.compiles, bf16=bf16)
-    if device.kind != "neuron" or not context.plan.graphs:
+    if device.kind != "neuron" or not planned.graphs:
         return device.for_inference(form, None)
     context.heartbeat.beat(note="fetching the traced encoder")
-    uri = traces_uri(context.paths.bucket_root, context.plan.graphs.infer)
+    uri = traces_uri(context.paths.bucket_root, planned.graphs.infer)
     traced = device.for_inference(form, store.local_folder(uri, context.scratch / "traces"))
     context.heartbeat.beat(note="comparing the traced encoder with the encoder on the host")
-    config = context.plan.config.embed
+    config = planned.config.embed
     rows = batch_rows(config.length, config.tokens_per_batch)
     require_faithful(traced, form, (rows, config.length), int(encoder.config.vocab_size))
     return traced

@@ -480,10 +480,11 @@ class PlanNumbers(Record):
             BadData: it cannot be read.
         """
         try:
-            plan = json.loads(store.read_bytes(paths.plan))
+            # Only prepare has decided where mine's ranks run.
+            plan = json.loads(store.read_bytes(paths.inputs if stage is Stage.MINE else paths.plan))
             graphs = plan.get("graphs") or {"compiler_flags": "", "cache": "", "environment": {}}
             numbers = {
-                "fingerprint": _fingerprint(stage, paths) or plan["fingerprint"],
+                "fingerprint": _fingerprint(stage, paths) or plan.get("fingerprint", ""),
                 **{name: plan["world"][name] for name in ("kind", "nodes", "ranks_per_node")},
                 "ranks_per_child": plan["config"]["embed"].get("ranks_per_child"),
                 **{name: graphs[name] for name in ("compiler_flags", "cache", "environment")},

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.errors import BadConfig
 from pipeline.model import unpadded
-from pipeline.model.dropout import use_bit_dropout
 from pipeline.model.embeddings import avoid_scatters
 from pipeline.model.families import family_of
 from pipeline.model.unpadded import PaddedBatch
@@ -241,7 +240,6 @@ def prepare_for_training(
     *,
     fused_attention: bool,
     unpadded_rows: bool = False,
-    bit_dropout: bool = False,
     dropout: float | None = None,
     scatters: bool = True,
 ) -> None:
@@ -253,14 +251,11 @@ def prepare_for_training(
     Args:
         fused_attention: False on processors, whose fused kernel has a backward pass far slower than plain products (torch 2.9).
         unpadded_rows: allow `Encoder.unpadded`, where the library lets attention be replaced (`Encoder.unpads` says so).
-        bit_dropout: see pipeline.model.dropout; for processors.
         dropout: of hidden states; None: as configured in the model.
         scatters: False on devices where a scatter is slow: only the gradient of the word embeddings then has one.
     """
     if not scatters:
         avoid_scatters(encoder.backbone, encoder._first_position)
-    if bit_dropout:
-        use_bit_dropout(encoder.backbone)
     for module in encoder.backbone.modules():
         if isinstance(module, nn.Dropout) and dropout is not None:
             module.p = dropout

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.commands.terminal import clock, say
-from pipeline.contract import COMPILED_APART, JOB_ENDED, STAGES, Shape, Stage
+from pipeline.contract import JOB_ENDED, STAGES, UNUSUAL, Shape, Stage
 from pipeline.errors import plain
 from pipeline.operate.run_files import IN_FOLDER, Listed, RunFiles, json_object, number, read_metrics
 
@@ -31,7 +31,7 @@ PLAIN_PROGRESS = timedelta(seconds=15)
 SKIPPED = {Stage.PLAN: (Stage.INGEST, "no new shard"), Stage.TRAIN: (Stage.COMPILE, "nothing to compile")}
 """Stage -> the stage that the state machine may go past just before it, and why."""
 
-USUAL = tuple(stage for stage in Stage if stage not in COMPILED_APART)
+USUAL = tuple(stage for stage in Stage if stage not in UNUSUAL)
 
 BATCH_SUBMITS = ("submitJob", "submitJob.sync")
 SHOWN_METRICS = ("ndcg@10", "accuracy")

@@ -311,6 +311,8 @@ def delete_rows(worker: Ingester, shard: InputShard) -> None:
                 "deleted": profile.deleted + deleted,
             }
             profile = write_profile(Path(name), ingested.rows_uri, profile.model_copy(update=changed))
+    # Some of the mined negatives may be named, too: later rows get new ones, these keep those that they name themselves.
+    store.delete_folder(f"{context.paths.bucket_root}/mined/{shard.rows}")
     for info in store.list_objects(ingested.rows_uri):
         if info.uri.rpartition(f"/{shard.rows}/")[2] not in (*profile.sizes, PROFILE):
             store.delete(info.uri)

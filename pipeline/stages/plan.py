@@ -432,7 +432,10 @@ def expect_cost(inputs: RunInputs, paths: RunPaths, children: int, deployment: D
     """Estimate the run's cost: as much as the one published last, and at most what its time budget allows."""
     prices = deployment.prices.by_queue()
     ingesting = MissingShards.model_validate_json(store.read_bytes(paths.missing)).children
-    at_once = {Stage.INGEST: ingesting, Stage.EMBED: min(children, deployment.embed_hosts or children)}
+    at_once = {
+        Stage.INGEST: ingesting,
+        **dict.fromkeys((Stage.MINE, Stage.EMBED), min(children, deployment.embed_hosts or children)),
+    }
     at_most = most(prices, nodes=inputs.config.nodes, children=at_once, time_budget=inputs.config.time_budget)
     last = inputs.published.run if inputs.published else None
     used = used_by(paths, last) if last else {}

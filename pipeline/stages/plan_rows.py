@@ -20,7 +20,7 @@ from pipeline.dataset.classes import NO_CLASS, class_numbers, without_documents
 from pipeline.dataset.corpus_plan import Places, sample_documents
 from pipeline.dataset.deletions import Deletions
 from pipeline.dataset.ingested import SLICES, IngestedShard
-from pipeline.dataset.negatives import negative_columns
+from pipeline.dataset.negatives import joined, negative_columns
 from pipeline.dataset.reading import in_threads
 from pipeline.dataset.row_files import CLASSES, HOLDOUT_FILES, KNOWN, PUBLISHED, Lengths, PairLengths, RowWriter
 from pipeline.dataset.seen import SeenRows
@@ -313,9 +313,12 @@ def read_rows(
         for name, length in lengths.items():
             table = table.append_column(name, cut(tokens[name].combine_chunks(), length, tokenizer))
         if negatives:
-            facts = table["negative_hashes"].combine_chunks(), table["document_hash"].to_numpy()
-            length = lengths["document_tokens"]
-            columns = negative_columns(tokens["negative_tokens"].combine_chunks(), *facts, negatives, length, tokenizer, held)
+            lists = [tokens["negative_tokens"].combine_chunks(), table["negative_hashes"].combine_chunks()]
+            if shard.mined_profile:
+                [mined] = (found.take(own) for found in shard.mined(file, first, last))
+                lists = [joined(each, more.combine_chunks()) for each, more in zip(lists, mined.columns, strict=True)]
+            documents, length = table["document_hash"].to_numpy(), lengths["document_tokens"]
+            columns = negative_columns(lists[0], lists[1], documents, negatives, length, tokenizer, held)
             for name, column in columns.items():
                 table = table.append_column(name, column)
         if texts:

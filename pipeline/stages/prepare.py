@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pipeline import store
 from pipeline.config import KeyRole, RunConfig, RunInput, build_config, keys_of
 from pipeline.contract import Artifact, RunPaths, Stage, StageResult, now
-from pipeline.dataset.ingested import DOCUMENTS, not_ingested
+from pipeline.dataset.ingested import DOCUMENTS, PAIRS, not_ingested, not_mined
 from pipeline.dataset.listing import list_documents_again
-from pipeline.errors import BadConfig
+from pipeline.errors import BadConfig, BadData, MissingInput
+from pipeline.graphs.fingerprint import set_uri
 from pipeline.log import log
 from pipeline.plan import EmbedPlan, RunPlan
 from pipeline.run.context import StageContext, StageOutput
@@ -42,9 +44,9 @@ def run(context: StageContext) -> StageOutput:
 
         inputs = new_inputs(context, request)
     corpus = corpus_to_embed(context.paths, inputs, request.deployment.noncurrent_days)
-    missing = missing_shards(context.paths, inputs.config, corpus.shards if corpus else inputs.shards)
+    missing = missing_shards(context.paths, inputs, corpus)
     store.write_bytes(context.paths.missing, missing.to_json())
-    metrics = {**inputs.summary(), "ingest_children": missing.children}
+    metrics = {**inputs.summary(), "ingest_children": missing.children, "mine_children": missing.mine_children}
     for name, value in metrics.items():
         log.info("prepare: %s = %s", name, value)
     models = {"parent": inputs.parent, "published": inputs.published}
@@ -159,8 +161,31 @@ def is_published(paths: RunPaths) -> bool:
     return result.fingerprint == plan.fingerprint and not result.metrics["again"]
 
 
-def missing_shards(paths: RunPaths, config: RunConfig, shards: Sequence[InputShard]) -> MissingShards:
-    """Return what is not ingested yet."""
-    missing = not_ingested(paths.bucket_root, shards)
+def missing_shards(paths: RunPaths, inputs: RunInputs, corpus: Corpus | None) -> MissingShards:
+    """Return what is not ingested yet, and for which shards no negatives are mined."""
+    missing = not_ingested(paths.bucket_root, corpus.shards if corpus else inputs.shards)
     files = {(shard.uri, shard.version, shard.setting) for shard in missing}
-    return MissingShards(shards=tuple(missing), children=min(config.data.ingest_children, len(files)))
+    to_mine = [] if corpus else shards_to_mine(paths, inputs)
+    return MissingShards(
+        shards=tuple(missing),
+        children=min(inputs.config.data.ingest_children, len(files)),
+        to_mine=tuple(to_mine),
+        mine_children=min(inputs.config.embed.children, len(to_mine)),
+    )
+
+
+def shards_to_mine(paths: RunPaths, inputs: RunInputs) -> list[InputShard]:
+    """Return the new shards for which negatives are to be mined, where the published model and its embeddings can be used."""
+    published, graphs = inputs.published, inputs.graphs
+    if not inputs.config.train.mine:
+        return []
+    ready = graphs is None or store.exists(set_uri(paths.bucket_root, "infer", graphs.infer))
+    if not (published and published.same_graphs and ready) or published.own_tokens:
+        log.warning(
+            "no negatives are mined: nothing is published, or the published model has other tokens or graphs than this run"
+        )
+        return []
+    known: tuple[str, ...] = ()
+    with suppress(MissingInput, BadData, IndexError):  # its plan is removed, or of another version; a training from the beginning
+        known = RunPlan.from_json(store.read_bytes(RunPaths(f"{paths.bucket_root}/runs/{inputs.lineage[-1]}").plan)).pairs
+    return not_mined(paths.bucket_root, [shard for shard in inputs.shards_of(PAIRS) if shard.rows not in known])

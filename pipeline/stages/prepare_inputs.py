@@ -45,7 +45,8 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     world = plan_world(config)
     pointer = read_pointer(paths.bucket_root, config.registry) if config.registry is not None else None
     if pointer:
-        places.check([("the registry's model", pointer.model)], BadData)
+        mined = [("the registry's embeddings", pointer.embeddings)] if config.train.mine else []
+        places.check([("the registry's model", pointer.model), *mined], BadData)
     if config.mode == "train" and pointer and pointer.held:
         raise Superseded(
             "models are held: none is published under this registry name",
@@ -83,6 +84,7 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
             run=pointer.run,
             folder=pointer.model,
             sha256=resolved.sha256 if pointer.model == origin.uri else str(pointer.content.get("model_sha256")),
+            embeddings=pointer.embeddings,
             epoch=pointer.epoch,
         )
     elif pointer:

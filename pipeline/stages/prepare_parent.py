@@ -224,6 +224,7 @@ def plan_published(
         run=pointer.run,
         folder=pointer.model,
         sha256=sha256,
+        embeddings=pointer.embeddings,
         epoch=pointer.epoch,
         own_tokens=not same_tokens,
         positions=0 if same_tokens else text_positions(backbone),

@@ -23,6 +23,7 @@ from pipeline.contract import (
     COMPILED_APART,
     REGISTRY_NAME_PATTERN,
     STAGES,
+    UNUSUAL,
     Artifact,
     RunPaths,
     Stage,
@@ -165,16 +166,17 @@ class RunRecord:
 
     @property
     def skipped(self) -> set[Stage]:
-        """Stages that the state machine goes past: every shard is ingested already; every compiled set is there; a refresh."""
+        """Stages that the state machine goes past: no shard is to be ingested, or mined for; no set to be compiled; a refresh."""
         if self.plan and self.plan.config.mode == "refresh":
             training = {Stage.HEALTH_CHECK, Stage.COMPILE, Stage.TRAIN, Stage.EVALUATE}
-            return {Stage.INGEST, *COMPILED_APART, *training} - {*self.results}
+            return {Stage.INGEST, *UNUSUAL, *training} - {*self.results}
         nothing: dict[Stage, tuple[Stage, str, Any]] = {
             Stage.INGEST: (Stage.PREPARE, "ingest_children", 0),
             **dict.fromkeys(COMPILED_APART, (Stage.PLAN, "precompile", False)),
             Stage.COMPILE: (Stage.PLAN, "compile", False),
         }
-        return {stage for stage, (said_by, key, value) in nothing.items() if self.metrics(said_by).get(key) == value}
+        found = {stage for stage, (said_by, key, value) in nothing.items() if self.metrics(said_by).get(key) == value}
+        return found if self.metrics(Stage.PREPARE).get("mine_children") else {*found, Stage.MINE}
 
     def metrics(self, stage: Stage) -> dict[str, Any]:
         """A stage's metrics, empty if it has no result."""
@@ -271,7 +273,7 @@ def states(record: RunRecord) -> list[dict[str, Any]]:
     """Return stage, status, duration and place on one time axis of the stages in their order, None where unknown."""
     verdict, spans = record.verdict, {}
     # The report itself is the last one.
-    for stage in [one for one in Stage if one not in COMPILED_APART or one not in record.skipped][:-1]:
+    for stage in [one for one in Stage if one not in UNUSUAL or one not in record.skipped][:-1]:
         result, failure = record.results.get(stage), record.failures.get(stage)
         if result:
             refused = verdict.kind == "refused" and stage is verdict.stage

@@ -29,7 +29,6 @@ def prepare_encoder(encoder: Encoder, config: TrainConfig, device: Device) -> No
         encoder,
         fused_attention=device.kind == "cuda",
         unpadded_rows=not device.compiles,
-        bit_dropout=device.kind == "cpu",
         dropout=config.dropout,
         scatters=not device.compiles,
     )

@@ -29,12 +29,7 @@ from pipeline.dataset.records import BadRow, _number, bad_row, delimiter, file_c
 from pipeline.dataset.rows import RefusedRow, normalized_hash
 from pipeline.dataset.unpack import READ_BYTES, Unpacked, arrow_errors, pieces
 
-LARGE_LINE_BYTES = 1 << 20
-MAX_ELEMENTS = 1 << 16
-"""Keys and list items of a large line. Python needs some 30 times the bytes of a JSON document that is all keys."""
-
-ITEM_BYTES = limits.MAX_ROW_BYTES // MAX_ELEMENTS
-"""What an item of a list in a Parquet row counts besides its text, for the same reason."""
+ITEM_BYTES = limits.ITEM_BYTES
 
 PARQUET_BATCH_ROWS = 2048
 PARQUET_BATCH_BYTES = 64 << 20
@@ -319,12 +314,6 @@ def json_records(uri: str, lines: Iterable[tuple[int, bytes | None]]) -> Iterato
             continue
         if not line or line.isspace():
             continue
-        if len(line) > LARGE_LINE_BYTES and _has_many_elements(line):
-            yield (
-                number,
-                bad_row(uri, number, f"has more than {MAX_ELEMENTS:,} keys and list items", line.decode(errors="replace")),
-            )
-            continue
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             if SURROGATE_ESCAPE.search(line):
@@ -337,14 +326,6 @@ def json_records(uri: str, lines: Iterable[tuple[int, bytes | None]]) -> Iterato
         else:
             is_object = isinstance(record, dict)
             yield number, record if is_object else bad_row(uri, number, "is not a JSON object", line.decode())
-
-
-def _has_many_elements(line: bytes) -> bool:
-    unescaped = line.replace(rb"\\", b"").replace(rb"\"", b"")
-    # Each element has a quote or a comma outside of quotes; counting quotes first bounds the split.
-    if unescaped.count(b'"') > 4 * MAX_ELEMENTS:
-        return True
-    return b"".join(unescaped.split(b'"')[::2]).count(b",") > MAX_ELEMENTS
 
 
 def _lines(uri: str, path: str = "") -> Iterator[bytes | None]:
@@ -466,7 +447,6 @@ def _parquet_rows(uri: str, path: str, columns: Columns) -> Iterator[RawRows]:
         wanted = [name for name in present if name not in nested]
         paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
         items = [item for item in paths if item.startswith(tuple(f"{name}." for name in listed))]
-        limits._check_chunks(uri, metadata, [*wanted, *items])
 
         def opened(dictionaries: Sequence[str]) -> pq.ParquetFile:
             return pq.ParquetFile(

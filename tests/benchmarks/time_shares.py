@@ -74,7 +74,7 @@ def trained(model: Path, lists: Sequence[tuple[list[list[int]], ...]]) -> tuple[
     config = build_config({})
     device = open_device("cpu", "auto", World(), threads=1)
     encoder = device.place(load_encoder(model, config.model))
-    prepare_for_training(encoder, fused_attention=False, unpadded_rows=True, bit_dropout=True, dropout=0.1)
+    prepare_for_training(encoder, fused_attention=False, unpadded_rows=True, dropout=0.1)
     encoder.train()
     optimizer, losses = build_optimizer(encoder, config.train, device), RecentLosses(len(lists), device)
     batches = [batch_of(own, BATCH, places=True) for own in lists]

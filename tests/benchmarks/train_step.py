@@ -6,7 +6,7 @@ Batches are docstrings and their first lines, of lengths as they are, the rows o
 model's own dropout of 0.1. Variants run in turn, A B C A B C ..., each in a process of its own; printed are the median CPU and
 wall seconds of a step and their ratios to the product's form. Variants: `product` (tokens without padding, both towers at once,
 dropout from random bits, plain attention products, memory kept by malloc), `malloc` (glibc's own settings), `padded` (each tower
-padded to its longest row), `torch-dropout` (torch's own), `fused` (torch's fused attention, whose backward pass is slow on CPU).
+padded to its longest row), `fused` (torch's fused attention, whose backward pass is slow on CPU).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
-VARIANTS = ("product", "malloc", "padded", "torch-dropout", "fused")
+VARIANTS = ("product", "malloc", "padded", "fused")
 
 
 def main() -> None:
@@ -76,7 +76,6 @@ def measure(options: argparse.Namespace) -> tuple[float, float]:
         encoder,
         fused_attention=variant == "fused",
         unpadded_rows=variant != "padded",
-        bit_dropout=variant != "torch-dropout",
         dropout=0.1,
     )
     encoder.train()

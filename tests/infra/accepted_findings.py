@@ -50,7 +50,7 @@ ACCEPTED: tuple[Accepted, ...] = (
         "batch:DescribeJobs knows no resource-level permissions; a gang asks for its own job's parameters.",
     ),
     _accepted(
-        _wildcard(r".*/(runs|registry|graphs|ingested|seen|data)/.*"),
+        _wildcard(r".*/(runs|registry|graphs|ingested|mined|seen|data)/.*"),
         r"Jobs/\w+Role/",
         "Run ids and the objects of a stage are not known at deploy time; the folder of the stage is spelled out.",
     ),
@@ -61,7 +61,7 @@ ACCEPTED: tuple[Accepted, ...] = (
     ),
     _accepted(
         _wildcard(r"arn:\w+:ecs:.*:(container-instance|task)/.*/\*"),
-        r"Jobs/(Collect|HealthCheck|Compile|Train|Evaluate|Embed)Role/",
+        r"Jobs/(Mine|Collect|HealthCheck|Compile|Train|Evaluate|Embed)Role/",
         "Batch adds a random part to the name of the cluster it makes, and instance and task ids come and go.",
     ),
     _accepted(

@@ -86,7 +86,7 @@ def tasks(machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 RESULTS: dict[str, dict[str, Any]] = {
-    "prepare": {"ingest_children": 2},
+    "prepare": {"ingest_children": 2, "mine_children": 2},
     "plan": {"nodes": 2, "embed_children": 3, "compile": True, "precompile": True},
     "evaluate": {"gate": {"verdict": "accepted", "reason": "+0.002"}, "refresh": True},
     "publish": {"again": False, "refused": None, "model": "week-1", "documents": 1000},
@@ -103,7 +103,7 @@ def with_refresh(stages: Iterable[str]) -> list[str]:
     """Return the stages of a run in their order, with those that list the corpus anew before it is embedded."""
     found = list(stages)
     place = found.index(Stage.EMBED.value)
-    again = [stage.value for stage in (Stage.PREPARE, Stage.INGEST, Stage.PLAN) if stage.value in found]
+    again = [stage.value for stage in (Stage.PREPARE, Stage.INGEST, Stage.MINE, Stage.PLAN) if stage.value in found]
     return [*found[:place], *again, *found[place:]]
 
 

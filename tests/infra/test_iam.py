@@ -89,11 +89,15 @@ WRITTEN = {
 }
 """Stage -> what its processes write in a run's folder; others are in `SHARED_FOLDERS`."""
 
+UNHEARD = {*map(str, COMPILING), str(Stage.MINE)}
+"""Stages that these executions do not have."""
+
 SHARED_FOLDERS = {
     "registry/*/runs/*": "report",
     "registry/*/index.html": "report",
     "registry/*": "publish",
     "ingested/*": "ingest",
+    "mined/*": "mine",
     "seen/*": "train",
 }
 """Objects outside the run's folder, which all runs share -> their one writer. The first pattern that fits counts."""
@@ -138,7 +142,7 @@ def test_every_call_is_allowed(recorded: Recorded) -> None:
 
 def test_all_stages_and_the_machine_have_been_heard(recorded: Recorded) -> None:
     """Those that compile are no stages of a processor's: tests/chain/test_xla_run.py looks at the calls of one."""
-    assert {call.caller for call in recorded.calls} == {*map(str, STAGES), MACHINE} - {*map(str, COMPILING)}
+    assert {call.caller for call in recorded.calls} == {*map(str, STAGES), MACHINE} - UNHEARD
     for stage, patterns in WRITTEN.items():
         keys = {in_run(recorded, call) for call in written(recorded) if call.caller == stage}
         for pattern in patterns:
@@ -150,7 +154,7 @@ def test_all_stages_and_the_machine_have_been_heard(recorded: Recorded) -> None:
         key = call.resource.removeprefix(f"{recorded.bucket}/")
         if pattern := next((pattern for pattern in SHARED_FOLDERS if fnmatch(key, pattern)), None):
             writers[pattern].add(call.caller)
-    assert writers == {pattern: {writer} for pattern, writer in SHARED_FOLDERS.items()}
+    assert writers == {pattern: {writer} - UNHEARD for pattern, writer in SHARED_FOLDERS.items()}
     actions = {call.action for call in recorded.calls}
     assert {"s3:GetObject", "s3:ListBucket", "s3:PutObject", "s3:DeleteObject", "ecs:UpdateContainerInstancesState"} <= actions
 
@@ -193,7 +197,8 @@ def test_no_role_may_make_a_call_that_no_stage_makes(recorded: Recorded, role: s
     ):
         assert not may("s3:DeleteObject", f"{bucket}/{key}"), key
     # Rows that must not be used any more.
-    assert may("s3:DeleteObject", f"{bucket}/ingested/rows/shard/facts-00000.arrow") == (role == Stage.INGEST.value)
+    for key in ("ingested/rows/shard/facts-00000.arrow", "mined/rows/name/mined-00000.arrow"):
+        assert may("s3:DeleteObject", f"{bucket}/{key}") == (role == Stage.INGEST.value)
     assert not may("s3:PutObject", f"{bucket}/data/shard.jsonl")
     for key, writer in (
         ("registry/current.json", Stage.PUBLISH),
@@ -219,7 +224,7 @@ def test_no_role_may_make_a_call_that_no_stage_makes(recorded: Recorded, role: s
 @pytest.mark.parametrize("role", [*map(str, STAGES), MACHINE])
 def test_no_role_has_an_action_that_nothing_needs(recorded: Recorded, role: str) -> None:
     made = {call.action for call in recorded.calls if call.caller == role}
-    if role in {*map(str, COMPILING)}:
+    if role in UNHEARD:
         made = {"s3:GetObject", "s3:PutObject", "s3:ListBucket"}
     known = OF_THE_SERVICE | {"s3:ListBucket"} if role == MACHINE else set(UNRECORDED)
     assert recorded.roles.of(role).actions() - made - known == set()

@@ -11,7 +11,7 @@ import pytest
 from infra.cdk_context import read_context, read_settings
 from infra.run_cost import expectation, hourly_prices, most_embed_hosts
 from infra.settings import COST_TAG, Settings
-from pipeline.contract import COMPILED_APART, STAGES, Queue
+from pipeline.contract import STAGES, UNUSUAL, Queue
 from pipeline.cost import HARDWARE, INSTANCE_HOUR
 
 UNPRICED: set[str] = set()
@@ -63,7 +63,9 @@ def test_one_machine_for_all_stages_has_no_hourly_price() -> None:
 def test_synth_says_what_each_stage_and_a_run_cost_at_most() -> None:
     told = lines(config={"nodes": 2, "time_budget": "PT6H", "embed": {"children": 3}}, embed_instance_type="inf2.48xlarge")
     by_stage = {line.split()[0]: line.split() for line in told if line.split()[0] in set(map(str, STAGES))}
-    assert list(by_stage) == [str(stage) for stage in STAGES if stage not in COMPILED_APART]
+    assert list(by_stage) == [str(stage) for stage in STAGES if stage not in UNUSUAL]
+    mining = lines(config={"embed": {"children": 3}, "train": {"negatives": 1, "mine": {}}}, embed_instance_type="inf2.48xlarge")
+    assert next(line.split()[1] for line in mining if line.split()[0] == "mine") == "2"
     # nodes x hours x price: an attempt of train may take a day, but the budget is six hours.
     assert by_stage["train"][1:] == ["2", "trn1.32xlarge", "21.5000", "6.0", f"{2 * 6 * 21.5:.2f}"]
     assert by_stage["health_check"][-2:] == ["0.5", f"{2 * 0.5 * 21.5:.2f}"]
@@ -79,7 +81,7 @@ def test_a_deployment_without_trainium_is_tried_for_two_dollars() -> None:
     smoke = read_settings({**read_context(), "env": "smoke"})
     told = list(expectation(smoke))
     stages = [line.split() for line in told if line.split()[0] in set(map(str, STAGES))]
-    assert len(stages) == len(STAGES) - len(COMPILED_APART)
+    assert len(stages) == len(STAGES) - len(UNUSUAL)
     assert sum(float(words[-1]) for words in stages) < 2
     assert smoke.run_config().time_budget == timedelta(hours=1)
 

@@ -78,7 +78,8 @@ def test_a_stage_writes_its_own_part_of_a_run_only(deployment: Any, stage: Stage
 @pytest.mark.parametrize(
     ("folder", "writer", "readers"),
     [
-        ("ingested", Stage.INGEST, {"prepare", "ingest", "plan", "evaluate", "embed", "publish"}),
+        ("ingested", Stage.INGEST, {"prepare", "ingest", "mine", "plan", "evaluate", "embed", "publish"}),
+        ("mined", Stage.MINE, {"prepare", "mine", "plan"}),
         ("seen", Stage.TRAIN, {"prepare", "plan", "train"}),
     ],
 )
@@ -92,7 +93,7 @@ def test_ingested_shards_and_seen_rows_have_one_writer_and_rows_are_removed_by_i
     expected = {
         "s3:PutObject": stage is writer,
         "s3:GetObject": stage.value in readers,
-        "s3:DeleteObject": folder == "ingested" and stage is writer,
+        "s3:DeleteObject": folder in ("ingested", "mined") and stage is Stage.INGEST,
     }
     assert granted_for == expected
 
@@ -134,7 +135,7 @@ KEY = "arn:aws:kms:us-east-2:210987654321:key/0a1b2c3d"
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_who_reads_inputs_may_decrypt_them_through_s3_alone(other_deployment: Any, stage: Stage) -> None:
-    reads = stage not in (Stage.HEALTH_CHECK, Stage.EMBED, Stage.REPORT)
+    reads = stage not in (Stage.MINE, Stage.HEALTH_CHECK, Stage.EMBED, Stage.REPORT)
     compiles = stage in CACHE_WRITERS
     role = role_of(stage)
     assert (KEY in granted(other_deployment, role, "kms:Decrypt")) == reads

@@ -508,6 +508,7 @@ def test_a_deployment_at_a_glance(small_deployment: Any) -> None:
         "dev-evaluate: 1 x 72 vCPUs, 367616 MiB, 6 devices, 4 attempts of 120 min",
         "dev-health_check-1: 1 x 6 vCPUs, 29696 MiB, 1 devices, 4 attempts of 30 min",
         "dev-ingest: 1 x 4 vCPUs, 30720 MiB, 0 devices, 6 attempts of 360 min",
+        "dev-mine: 1 x 72 vCPUs, 367616 MiB, 6 devices, 4 attempts of 720 min",
         "dev-plan: 1 x 4 vCPUs, 30720 MiB, 0 devices, 4 attempts of 120 min",
         "dev-precompile: 1 x 16 vCPUs, 122880 MiB, 0 devices, 4 attempts of 240 min",
         "dev-prepare: 1 x 4 vCPUs, 30720 MiB, 0 devices, 4 attempts of 120 min",

@@ -49,7 +49,8 @@ ROUTES: dict[str, dict[str, Any]] = {
     "ReadLock": {"owners": ("SUCCEEDED",)},
     "ReadOwner": {"owners": ("SUCCEEDED",)},
     "TakeOverLock": {"owners": ("SUCCEEDED",)},
-    "ingest (single)": {"results": {"prepare": {"ingest_children": 1}}},
+    "ingest (single)": {"results": {"prepare": {**RESULTS["prepare"], "ingest_children": 1}}},
+    "mine (single)": {"results": {"prepare": {**RESULTS["prepare"], "mine_children": 1}}},
     "embed (single)": {"results": {"plan": SINGLE}},
     **{state: {"jobs": {"prepare": FAILED_JOB}} for state in ("report", "ReleaseLock", "Notify", "ReadFailure")},
     **{f"{stage} (stop)": {"jobs": {stage.value: JobEnd(status="RUNNING")}} for stage in GANGS},
@@ -171,12 +172,15 @@ OTHERS = {
         Walk(name="nowhere", given={"registry": None, "run": None}),
         Walk(
             name="one-node",
-            results={"prepare": {"ingest_children": 1}, "plan": {"nodes": 1, "embed_children": 1, "compile": False}},
+            results={
+                "prepare": {"ingest_children": 1, "mine_children": 1},
+                "plan": {"nodes": 1, "embed_children": 1, "compile": False},
+            },
         ),
         Walk(name="no-gang", results={"plan": {"nodes": 16, "embed_children": 1}}),
         Walk(name="no-number", results={"plan": {"nodes": {"of": "them"}, "embed_children": 1}}),
         Walk(name="no-inputs", results={"prepare": {"nodes": 2}}),
-        Walk(name="nothing-new", results={"prepare": {"ingest_children": 0}}),
+        Walk(name="nothing-new", results={"prepare": {"ingest_children": 0, "mine_children": 0}}),
         Walk(name="no-plan", results={"plan": None}),
         Walk(name="plan-of-text", results={"plan": b"not json"}),
         Walk(name="plan-of-nothing", results={"plan": b"[]"}),
@@ -305,13 +309,13 @@ def test_a_service_that_is_sick_for_a_while_is_asked_again(walks: Walks) -> None
 def test_without_a_new_shard_no_job_ingests(walks: Walks) -> None:
     found = walks["nothing-new"]
     assert found.status == "SUCCEEDED"
-    assert list(found.submitted) == with_refresh(stage.value for stage in STAGES if stage is not Stage.INGEST)
+    assert list(found.submitted) == with_refresh(stage.value for stage in STAGES if stage not in (Stage.INGEST, Stage.MINE))
 
 
 def test_a_refresh_trains_nothing_and_has_a_lock_of_its_own(walks: Walks) -> None:
     found = walks["refresh"]
     assert found.status == "SUCCEEDED"
-    assert found.submitted == ("prepare", "ingest", "plan", "embed", "publish", "report")
+    assert found.submitted == ("prepare", "ingest", "mine", "plan", "embed", "publish", "report")
     names = [call["Item"]["name"] for state, call in found.calls() if state == "AcquireLock"]
     assert names == [{"S": "refresh/refresh"}]
     assert {"S": "good/train"} in [call["Item"]["name"] for state, call in walks["good"].calls() if state == "AcquireLock"]
@@ -320,8 +324,8 @@ def test_a_refresh_trains_nothing_and_has_a_lock_of_its_own(walks: Walks) -> Non
 def test_documents_that_changed_meanwhile_are_embedded_before_the_run_publishes(walks: Walks) -> None:
     found = walks["changed-meanwhile"]
     assert found.status == "SUCCEEDED"
-    embedded = ["prepare", "ingest", "plan", "embed", "publish"]
-    assert list(found.submitted[-11:]) == [*embedded, *embedded, "report"]
+    embedded = ["prepare", "ingest", "mine", "plan", "embed", "publish"]
+    assert list(found.submitted[-13:]) == [*embedded, *embedded, "report"]
 
 
 def test_what_comes_after_the_outcome_does_not_change_it(walks: Walks) -> None:

@@ -43,7 +43,7 @@ from tests.infra.machines import (
     with_refresh,
 )
 
-SINGLE = ("ingest (single)", "embed (single)")
+SINGLE = ("ingest (single)", "mine (single)", "embed (single)")
 """States of the array stages for an array of one."""
 
 
@@ -105,9 +105,10 @@ def test_stages_run_in_their_order_under_their_own_names(machine: dict[str, Any]
         assert earlier.value not in reachable(states, later.value, without=back)
 
 
-def test_ingest_and_those_that_compile_are_the_stages_that_may_be_left_out(machine: dict[str, Any]) -> None:
+def test_ingest_mine_and_those_that_compile_are_the_stages_that_may_be_left_out(machine: dict[str, Any]) -> None:
     states = machine["States"]
-    assert successors(states["ChooseIngest"]) == {"ingest", "ingest (single)", "plan"}
+    assert successors(states["ChooseIngest"]) == {"ingest", "ingest (single)", "ChooseMine"}
+    assert successors(states["ChooseMine"]) == {"mine", "mine (single)", "plan"}
     assert successors(states["ChooseEmbed"]) == {"embed", "embed (single)"}
     assert successors(states["ChooseCompile"]) == {"compile", "train"}
     assert states["ChooseCompile"]["Default"] == "compile"
@@ -117,9 +118,9 @@ def test_ingest_and_those_that_compile_are_the_stages_that_may_be_left_out(machi
     assert successors(states["ChoosePrecompile"]) == {"collect", "health_check"}
     assert states["ChoosePrecompile"]["Default"] == "health_check"
     assert states["ChoosePrecompile"]["Choices"][0]["And"][0] == {"Variable": "$.plan.metrics.precompile", "IsPresent": True}
-    spared = frozenset({"collect", "precompile", "compile", "ingest", "ingest (single)"})
+    spared = frozenset({"collect", "precompile", "compile", "ingest", "ingest (single)", "mine", "mine (single)"})
     assert "publish" in reachable(states, machine["StartAt"], without=spared)
-    for stage in set(STAGES) - {Stage.INGEST, Stage.COLLECT, Stage.PRECOMPILE, Stage.COMPILE, Stage.REPORT}:
+    for stage in set(STAGES) - {Stage.INGEST, Stage.MINE, Stage.COLLECT, Stage.PRECOMPILE, Stage.COMPILE, Stage.REPORT}:
         without = frozenset({stage.value, f"{stage} (single)"})
         order = list(STAGES)
         # A refresh trains nothing; but no model comes to the gate without these.
@@ -391,7 +392,7 @@ def test_a_run_from_end_to_end(account: Account) -> None:
     assert by_stage["prepare"]["jobName"] == "prepare-week-1"
     assert {request["shareIdentifier"] for request in account.batch.submitted} == {"weekly"}
     tags = {"trnpipe": "ranker", SHARE_TAG: "weekly", RUN_TAG: "week-1", EXECUTION_TAG: found["executionArn"]}
-    assert [request["tags"] for request in account.batch.submitted] == [tags] * (len(STAGES) + 3)
+    assert [request["tags"] for request in account.batch.submitted] == [tags] * (len(STAGES) + 4)
     assert {request["parameters"]["run"] for request in account.batch.submitted} == {f"s3://{BUCKET}/runs/week-1"}
     assert account.notices[0]["subject"] == "trnpipe: week-1 succeeded"
     message = account.notices[0]["message"]
@@ -421,7 +422,7 @@ def test_a_gang_that_fails(account: Account) -> None:
     assert found["status"] == "FAILED"
     assert "Host EC2 (instance i-1) terminated." in found["cause"]
     apart = ["collect", "precompile"]
-    assert account.batch.stages() == ["prepare", "ingest", "plan", *apart, "health_check", "compile", "report"]
+    assert account.batch.stages() == ["prepare", "ingest", "mine", "plan", *apart, "health_check", "compile", "report"]
 
 
 @pytest.mark.parametrize(("name", "given"), [("week-1", {}), ("again", {"run": "week-1"})])
@@ -436,16 +437,16 @@ def test_stopping_an_execution_ends_its_own_gang_only(account: Account, name: st
             "submitjob", {"jobName": other, "jobQueue": queue, "parameters": {"run": f"s3://{BUCKET}/runs/x"}, **more}
         )
     arn = account.start(name, given)
-    wait_until(lambda: len(account.batch.submitted) == 6)
+    wait_until(lambda: len(account.batch.submitted) == 7)
     account.endpoint.client("stepfunctions").stop_execution(executionArn=arn)
     client = account.endpoint.client("stepfunctions")
     watch = account.machine_arn + "-cleanup"
     wait_until(lambda: [one["status"] for one in client.list_executions(stateMachineArn=watch)["executions"]] == ["SUCCEEDED"])
-    assert account.batch.stages() == ["health_check", "health_check", "prepare", "ingest", "plan", "health_check"]
-    assert account.batch.terminated == ["job-6"]
+    assert account.batch.stages() == ["health_check", "health_check", "prepare", "ingest", "mine", "plan", "health_check"]
+    assert account.batch.terminated == ["job-7"]
     [notice] = [account.notices[number] for number in range(len(account.notices))]
     assert notice["subject"] == "trnpipe: a job of an ended run was terminated"
-    assert notice["message"].startswith("Job health_check-week-1 (job-6) was RUNNING when its execution had ended")
+    assert notice["message"].startswith("Job health_check-week-1 (job-7) was RUNNING when its execution had ended")
     assert CONSOLE.execution.format(arn) in notice["message"]
 
 
@@ -461,7 +462,7 @@ def test_no_gang_is_started_where_nothing_is_to_be_compiled(account: Account) ->
 def test_graphs_are_compiled_on_fargate_between_two_gangs_where_the_plan_says_so(account: Account) -> None:
     account.run("week-1")
     jobs = {request["jobName"].partition("-")[0]: request for request in account.batch.submitted}
-    assert list(jobs)[3:7] == ["collect", "precompile", "health_check", "compile"]
+    assert list(jobs)[4:8] == ["collect", "precompile", "health_check", "compile"]
     assert [jobs[stage]["jobQueue"].rpartition("/")[2] for stage in ("collect", "precompile")] == ["train", "cpu"]
 
 
@@ -469,7 +470,7 @@ def test_graphs_are_compiled_on_fargate_between_two_gangs_where_the_plan_says_so
 def test_nothing_is_precompiled_unless_the_plan_clearly_says_so(account: Account, said: dict[str, Any]) -> None:
     account.batch.results["plan"] = {"nodes": 2, "embed_children": 3, **said}
     assert account.run("week-1")["status"] == "SUCCEEDED"
-    assert account.batch.stages()[:4] == ["prepare", "ingest", "plan", "health_check"]
+    assert account.batch.stages()[:5] == ["prepare", "ingest", "mine", "plan", "health_check"]
 
 
 @pytest.mark.parametrize("said", [{}, {"compile": "false"}, {"compile": None}])
@@ -479,7 +480,9 @@ def test_compile_runs_unless_the_plan_clearly_said_no(account: Account, said: di
     assert "compile" in account.batch.stages()
 
 
-@pytest.mark.parametrize(("stage", "said_by", "children"), [("ingest", "prepare", 2), ("embed", "plan", 3)])
+@pytest.mark.parametrize(
+    ("stage", "said_by", "children"), [("ingest", "prepare", 2), ("mine", "prepare", 2), ("embed", "plan", 3)]
+)
 def test_one_child_is_a_plain_job(account: Account, stage: str, said_by: str, children: int) -> None:
     account.run("week-1")
     account.batch.results[said_by][f"{stage}_children"] = 1
@@ -489,10 +492,11 @@ def test_one_child_is_a_plain_job(account: Account, stage: str, said_by: str, ch
     assert sizes == {"week-1": {"size": children}, "week-2": None}
 
 
-def test_nothing_is_ingested_where_no_shard_is_new(account: Account) -> None:
-    account.batch.results["prepare"]["ingest_children"] = 0
+@pytest.mark.parametrize("stage", [Stage.INGEST, Stage.MINE])
+def test_nothing_is_done_where_no_shard_is_new(account: Account, stage: Stage) -> None:
+    account.batch.results["prepare"][f"{stage}_children"] = 0
     assert account.run("week-2")["status"] == "SUCCEEDED"
-    assert account.batch.stages() == with_refresh(stage.value for stage in STAGES if stage is not Stage.INGEST)
+    assert account.batch.stages() == with_refresh(other.value for other in STAGES if other is not stage)
 
 
 def test_the_gate_refuses(account: Account) -> None:
@@ -581,7 +585,7 @@ def test_a_plan_without_a_matching_gang(account: Account) -> None:
     assert found["error"] == "NoSuchGang"
     assert "16 nodes" in found["cause"]
     assert "one of 1, 2" in found["cause"]
-    assert account.batch.stages() == ["prepare", "ingest", "plan", "report"]
+    assert account.batch.stages() == ["prepare", "ingest", "mine", "plan", "report"]
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "known_graphs": lambda context: None,
     },
     "pipeline.graphs.fingerprint": {
+        "set_uri": lambda root, kind, name: f"{root}/graphs/{kind}/{name}.json",
         "plan_graphs": lambda config, world, backbone, bucket: None,
         "missing_sets": lambda bucket, plan, kinds=(): [],
     },

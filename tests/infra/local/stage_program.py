@@ -17,7 +17,7 @@ import urllib.request
 from pipeline.contract import RunPaths, Stage, StageFailure, StageResult, now
 
 METRICS = {
-    "prepare": {"ingest_children": 2},
+    "prepare": {"ingest_children": 2, "mine_children": 0},
     "plan": {"nodes": 1, "embed_children": 2, "compile": True, "precompile": True},
     "train": {"steps": 10, "pairs_per_second": 123.4},
     "evaluate": {

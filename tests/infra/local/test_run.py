@@ -109,7 +109,7 @@ def test_a_run_that_has_nothing_to_ingest_or_to_compile_says_so(
     state: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = {
-        "prepare": {"metrics": {"ingest_children": 0}},
+        "prepare": {"metrics": {"ingest_children": 0, "mine_children": 0}},
         "plan": {"metrics": {"nodes": 1, "embed_children": 2, "compile": False}},
     }
     assert run(state, monkeypatch, script, inputs=(shard,)) == 0

@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -172,7 +171,6 @@ def test_lines_of_every_size_are_divided_well(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("pipeline.dataset.unpack.READ_BYTES", 100)
     monkeypatch.setattr(records_module, "MAX_ROW_BYTES", 2000)
     monkeypatch.setattr(records_module, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(records_module, "LARGE_LINE_BYTES", 500)
     path = tmp_path / "s.jsonl"
     sizes = [10, 90, 400, 1000, 1900, 2500, 20, 2001, 30, 5000]
     path.write_bytes(b"\n".join(json.dumps({**ROW, "document": "x" * size}).encode() for size in sizes))
@@ -255,28 +253,6 @@ def test_lists_in_parquet(tmp_path: Path) -> None:
     # With another name the same list is no text.
     [block] = check_same(path, {"negatives": "id", "group": "negatives"})
     assert {row.reason for row in block.bad} == {"'negatives' is neither text nor an integer"}
-
-
-def test_one_large_value_in_every_list_does_not_fill_the_memory(tmp_path: Path) -> None:
-    path, rows = tmp_path / "s.parquet", 300
-    lists = pa.ListArray.from_arrays(
-        pa.array(range(0, 4 * rows + 1, 4), pa.int32()),
-        pa.DictionaryArray.from_arrays(pa.array([0] * 4 * rows, pa.int32()), ["x" * (1 << 20)]),
-    )
-    ids = pa.array([str(row) for row in range(rows)])
-    pq.write_table(pa.table({"id": ids, "query": ["q"] * rows, "document": ["d"] * rows, "negatives": lists}), path)
-    assert path.stat().st_size < 4 << 20
-    program = (
-        "import resource, sys\n"
-        "from pipeline.dataset.rows import read_blocks\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before = peak()\n"
-        "print(sum(len(block.rows) for block in read_blocks(sys.argv[1], 'pairs', {})), (peak() - before) >> 10)"
-    )
-    out = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True).stdout
-    found, grown = map(int, out.split())
-    assert found == rows
-    assert grown < 600
 
 
 @given(

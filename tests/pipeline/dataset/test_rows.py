@@ -6,13 +6,9 @@ import csv
 import gzip
 import io
 import json
-import subprocess
-import sys
-from json import JSONDecoder
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -271,41 +267,6 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch
     assert good == ROWS[0]._replace(line=2)
 
 
-def test_a_line_of_very_many_keys_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {f"key {number}": number for number in range(120_000)}
-    items = [0] * 600_000
-    text = 'with "quotes", commas, \\ and more ' * 40_000
-    path = tmp_path / "s.jsonl"
-    path.write_bytes(jsonl([RECORDS[0] | keys, RECORDS[0] | {"items": items}, RECORDS[0] | {"document": text}]))
-    parsed = []
-    monkeypatch.setattr(records_module.json, "loads", lambda line: parsed.append(line) or JSONDecoder().decode(line))
-    *bad, good = read_training_rows(str(path), {})
-    assert [row.reason for row in bad if isinstance(row, BadRow)] == ["has more than 65,536 keys and list items"] * 2
-    assert isinstance(good, TrainingRow)
-    assert good.document == text.strip()
-    assert len(parsed) == 1
-
-
-def test_one_large_value_in_every_row_of_a_parquet_file_does_not_fill_the_memory(tmp_path: Path) -> None:
-    path, rows = tmp_path / "s.parquet", 300
-    documents = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), ["x" * (4 << 20)])
-    ids = pa.array([str(row) for row in range(rows)])
-    pq.write_table(pa.table({"id": ids, "query": ["q"] * rows, "document": documents}), path, compression="zstd")
-    program = (
-        "import resource, sys\n"
-        "from pipeline.dataset.rows import read_blocks\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before = peak()\n"
-        "blocks = (block.rows['document'].to_pylist() for block in read_blocks(sys.argv[1], 'pairs', {}))\n"
-        "print(sum(len(document) for documents in blocks for document in documents), peak() - before)"
-    )
-    out = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True).stdout
-    characters, peak_kib = map(int, out.split())
-    assert characters == rows * (4 << 20)
-    # Decoded at once the rows are 1.2 GiB. (macOS counts in bytes.)
-    assert peak_kib < (600 << 10) * (1024 if sys.platform == "darwin" else 1)
-
-
 def test_parquet_rows_that_are_too_long_are_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records_module, "MAX_ROW_BYTES", 1 << 20)
     path = tmp_path / "s.parquet"
@@ -315,27 +276,6 @@ def test_parquet_rows_that_are_too_long_are_refused_alone(tmp_path: Path, monkey
     assert isinstance(bad, BadRow)
     assert (bad.at, bad.reason) == (f"{path}:2", "is longer than 1 MiB")
     assert [row.id for row in (first, last) if isinstance(row, TrainingRow)] == ["1", "3"]
-
-
-def test_a_parquet_column_that_only_holds_rows_too_long_is_refused_unread(tmp_path: Path) -> None:
-    path = tmp_path / "s.parquet"
-    table = pa.table({"id": ["1"], "query": ["q"], "document": ["x" * (40 << 20)]})
-    pq.write_table(table, path, use_dictionary=False, compression="zstd")
-    with pytest.raises(BadData, match=r"too large to read.*\n.*'document'"):
-        list(read_training_rows(str(path), {}))
-
-
-def test_a_large_parquet_column_is_read_if_it_is_no_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "MAX_CHUNK_BYTES", 1 << 20)
-    numbers = np.random.default_rng(0).integers(0, 1 << 60, (200, 1000))
-    texts = [" ".join(map(hex, row)) for row in numbers]
-    ids = [str(row) for row in range(len(texts))]
-    path = tmp_path / "s.parquet"
-    pq.write_table(pa.table({"id": ids, "query": ["q"] * 200, "document": texts}), path, compression="zstd")
-    assert [row.document for row in read_training_rows(str(path), {}) if isinstance(row, TrainingRow)] == texts
-    pq.write_table(pa.table({"id": ids, "query": ["q"] * 200, "document": ["x" * 20_000] * 200}), path, use_dictionary=False)
-    with pytest.raises(BadData, match=r"or 20 times its size in the file"):
-        list(read_training_rows(str(path), {}))
 
 
 def test_lists_in_parquet_are_not_text(tmp_path: Path) -> None:

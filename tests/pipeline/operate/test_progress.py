@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.commands.terminal import clock
-from pipeline.contract import COMPILED_APART, Stage, StageResult
+from pipeline.contract import UNUSUAL, Stage, StageResult
 from pipeline.model.inference import plan_batches
 from pipeline.operate import progress
 from pipeline.operate.progress import LiveDisplay, PlainDisplay, Tracker
@@ -204,10 +204,10 @@ def test_the_remaining_time_is_right_although_the_longest_texts_go_first(tmp_pat
 
 def test_stages_that_few_runs_have_appear_when_they_are_reached(tmp_path: Path) -> None:
     tracker = Tracker(LocalFiles(tmp_path))
-    assert not {*COMPILED_APART} & {*tracker.lines}
-    tracker.update(history("prepare", "plan", "collect", "precompile"))
+    assert not {*UNUSUAL} & {*tracker.lines}
+    tracker.update(history("prepare", "ingest", "mine", "plan", "collect", "precompile"))
     assert list(tracker.lines) == list(Stage)
-    assert [tracker.lines[stage].state for stage in COMPILED_APART] == ["done", "running"]
+    assert [tracker.lines[stage].state for stage in UNUSUAL] == ["done", "done", "running"]
 
 
 def test_plain_lines_say_each_change_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_the_live_table_shows_every_stage(tmp_path: Path) -> None:
     with LiveDisplay(console) as display:
         display.show(tracker)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert {stage for stage in Stage if stage.value in text} == {*Stage} - {*COMPILED_APART}
+    assert {stage for stage in Stage if stage.value in text} == {*Stage} - {*UNUSUAL}
     assert "skipped" not in text
     tracker.update(history("prepare", "health_check", "health_check failed", "report", "train"))
     with LiveDisplay(console) as display:
@@ -269,7 +269,7 @@ def test_the_live_table_stays_in_place_with_a_bar_for_the_running_stage(tmp_path
         [embed] = [text for line in lines if "embed" in (text := "".join(segment.text for segment in line))]
         assert embed.count("━") == done // 5
         assert f"{done}/100" in embed
-    assert heights == {len(Stage) - len(COMPILED_APART)}
+    assert heights == {len(Stage) - len(UNUSUAL)}
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (7.6, "0:08"), (750, "12:30"), (3723, "1:02:03"), (-1, "0:00")])

@@ -40,7 +40,7 @@ def test_a_first_run(bench: Bench, model: Path) -> None:
     tokenizer = inputs.tokenizer
     assert (tokenizer.cap, tokenizer.prefix, tokenizer.suffix, tokenizer.side) == (48, 1, 1, "right")
     assert bench.missing("first") == MissingShards(shards=inputs.shards, children=2)
-    assert output.metrics == {**inputs.summary(), "ingest_children": 2}
+    assert output.metrics == {**inputs.summary(), "ingest_children": 2, "mine_children": 0}
     assert output.metrics["computes"] == "cpu in fp32"
     assert output.outputs["inputs"].sha256 == store.sha256(bench.paths("first").inputs)
     assert StageResult.from_json(store.read_bytes(bench.paths("first").result(Stage.PREPARE))).fingerprint == ""
@@ -130,7 +130,7 @@ def test_the_parents_runs_are_known(bench: Bench) -> None:
     bench.prepare("three")
     inputs = bench.inputs("three")
     assert (inputs.parent.run, inputs.lineage, inputs.published_lineage) == ("two", ("one", "two"), ())
-    assert inputs.published == Published(run="two", folder=str(bench.model), sha256=inputs.parent.sha256, epoch=0)
+    assert inputs.published == Published(run="two", folder=str(bench.model), sha256=inputs.parent.sha256, embeddings="e", epoch=0)
 
 
 def test_rows_of_another_identity_are_refused_or_all_new(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -198,7 +198,7 @@ def test_the_published_model_is_noted_whatever_the_parent(bench: Bench, model: P
     bench.publish("one", published)
     bench.prepare("run")
     inputs = bench.inputs("run")
-    assert inputs.published == Published(run="one", folder=published, sha256=inputs.parent.sha256, epoch=0)
+    assert inputs.published == Published(run="one", folder=published, sha256=inputs.parent.sha256, embeddings="e", epoch=0)
     assert (inputs.parent.uri, inputs.lineage, inputs.published_lineage) == (str(model), (), ("one",))
     bench.prepare("nowhere", {"registry": None})
     assert bench.inputs("nowhere").published is None

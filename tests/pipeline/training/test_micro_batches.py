@@ -70,7 +70,7 @@ def seed_of(part: int) -> int:
 def encoder_in(folder: Path, device: Device, form: Padding, *, dropout: float = 0.0, checkpointed: bool = False) -> Encoder:
     encoder = load_encoder(folder, build_config({}).model).train()
     unpads = form is Padding.NONE
-    prepare_for_training(encoder, fused_attention=False, unpadded_rows=unpads, bit_dropout=True, dropout=dropout)
+    prepare_for_training(encoder, fused_attention=False, unpadded_rows=unpads, dropout=dropout)
     if checkpointed:
         checkpoint_activations(encoder, device.checkpointed())
     return device.place(encoder)

@@ -95,7 +95,7 @@ def plain_gradients(encoder: Encoder, folder: Path, rows: list[int], *, symmetri
 
 def encoder_for(folder: Path, padding: Padding) -> Encoder:
     encoder = load_encoder(folder / "model", build_config({}).model).train()
-    prepare_for_training(encoder, fused_attention=False, unpadded_rows=padding is Padding.NONE, bit_dropout=True, dropout=0.0)
+    prepare_for_training(encoder, fused_attention=False, unpadded_rows=padding is Padding.NONE, dropout=0.0)
     return encoder.double()
 
 

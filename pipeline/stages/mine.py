@@ -1,0 +1,277 @@
+"""mine: one child of the array that finds hard negatives of new training rows: documents that the published model ranks high for
+a row's query, and that no row calls relevant to it.
+
+Reads `prepare/inputs.json`, `prepare/missing.json`, the ingested shards and the published embeddings; writes `mined`
+(pipeline/dataset/ingested), where plan finds them in this run and in those to come. The device encodes queries and their own
+documents; every query is compared with every published embedding, exactly, on the host. What is complete is left alone. The child
+that finds the shards of all children complete speaks for the stage.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline import store
+from pipeline.backends.device import Device, EncodeFunction, open_device
+from pipeline.config import MineConfig
+from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
+from pipeline.dataset.ids import id_hashes
+from pipeline.dataset.ingested import (
+    DOCUMENTS,
+    FACTS,
+    PAIRS,
+    SCHEMA_VERSION,
+    SLICES,
+    Hashes,
+    IngestedShard,
+    TokenProfile,
+    mined_schema,
+    mixed,
+    not_mined,
+    write_batches,
+    write_profile,
+)
+from pipeline.dataset.parts import embeddings_of, read_batches
+from pipeline.dataset.selection import holdout_slices
+from pipeline.dataset.tokens import cut
+from pipeline.evaluation.vectors import shortened
+from pipeline.graphs.compiled import encode_function
+from pipeline.log import log
+from pipeline.model.folder import load_encoder
+from pipeline.model.inference import encode
+from pipeline.run.context import StageContext, StageOutput
+from pipeline.run_inputs import InputShard, MissingShards, RunInputs
+
+QUERIES_AT_ONCE = 512
+"""Rows of a block of scores: with a batch of 65,536 embeddings 128 MiB of fp32."""
+
+RELEVANT = 32
+"""Documents that are relevant to one query, at most, which its list has room for besides the wanted ranks."""
+
+
+def run(context: StageContext) -> StageOutput | None:
+    """Mine for this process's share of the shards.
+
+    Returns:
+        The stage's output if the shards of all children are complete, else None.
+    """
+    inputs, begun = RunInputs.from_json(store.read_bytes(context.paths.inputs)), time.monotonic()
+    listed, world = MissingShards.model_validate_json(store.read_bytes(context.paths.missing)), context.world
+    first, step = world.node.array_index * world.size + world.rank, listed.mine_children * world.size
+    todo = not_mined(context.paths.bucket_root, listed.to_mine[first::step])
+    log.info("mine: child %d of %d: %d shards are to do", world.node.array_index, listed.mine_children, len(todo))
+    if todo:
+        miner = open_miner(context, inputs)
+        for shard in todo:
+            mine_shard(miner, shard)
+        miner.device.close()
+    if not_mined(context.paths.bucket_root, listed.to_mine):
+        log.info("mine: this child is done; others still run")
+        return None
+    return StageOutput(metrics={"shards": len(listed.to_mine), "seconds": time.monotonic() - begun})
+
+
+@dataclass(kw_only=True)
+class Miner:
+    """This process's model on its device, what it searches, and its progress in rows.
+
+    Attributes:
+        parts: URIs of the published parts.
+        dimension: of the published embeddings.
+    """
+
+    context: StageContext
+    inputs: RunInputs
+    mine: MineConfig
+    device: Device
+    encode_with: EncodeFunction
+    parts: list[str]
+    dimension: int
+    done: int = 0
+
+    @cached_property
+    def relevant(self) -> Hashes:
+        """The pairs of all listed rows whose document is relevant to the query, see `pair_hashes`; sorted."""
+        found = [np.empty(0, np.uint64)]
+        for shard in self.inputs.shards_of(PAIRS):
+            ingested = IngestedShard(self.context.paths.bucket_root, shard)
+            for number, file in enumerate(ingested.profile.files):
+                for facts in ingested.facts(number, 0, file.rows):
+                    rows = facts.filter(pc.field("label") > 0)
+                    found.append(pair_hashes(rows["query_hash"].to_numpy(), rows["document_hash"].to_numpy()))
+                self.beat("reading what is relevant")
+        return np.unique(np.concatenate(found))
+
+    def beat(self, note: str, *_: float) -> None:
+        self.context.heartbeat.beat(self.done, unit="rows", note=note)
+
+    def encode(self, tokens: pa.ListArray, length: int) -> Tensor:
+        """Return the embeddings of texts cut to a length, as long as the published ones: (n, D) fp32."""
+        texts, embed = cut(tokens, length, self.inputs.tokenizer), self.inputs.config.embed
+        found = encode(
+            self.encode_with,
+            self.device,
+            [np.asarray(text, np.int32) for text in texts.to_numpy(zero_copy_only=False)],
+            embed.length,
+            embed.tokens_per_batch,
+            on_progress=partial(self.beat, "encoding"),
+        ).embeddings
+        return torch.from_numpy(shortened(found.numpy(), self.dimension, normalize=self.inputs.config.model.normalize))
+
+
+def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
+    """Load the published model onto this process's device."""
+    config, world, published = inputs.config, inputs.world, inputs.published
+    assert config.train.mine is not None
+    assert published is not None, "prepare asks for this stage only where there is something to mine with"
+    context.heartbeat.beat(note="loading the model")
+    device = open_device(world.kind, world.precision, context.world, threads=config.device.threads_per_rank, inference=True)
+    folder = store.local_folder(published.folder, context.scratch / "model")
+    manifest = store.read_json(published.embeddings)
+    return Miner(
+        context=context,
+        inputs=inputs,
+        mine=config.train.mine,
+        device=device,
+        encode_with=encode_function(context, device, load_encoder(folder, config.model), inputs),
+        parts=[part["uri"] for part in manifest["parts"]],
+        dimension=manifest["dimension"],
+    )
+
+
+def mine_shard(miner: Miner, shard: InputShard) -> None:
+    """Mine for the rows of one shard, and write what is found as one."""
+    ingested, begun = IngestedShard(miner.context.paths.bucket_root, shard), time.monotonic()
+    vocabulary, found = ingested.token_profile.vocabulary, 0
+    with tempfile.TemporaryDirectory(dir=miner.context.scratch) as name:
+        folder, offsets = Path(name) / "mined", list[tuple[int, ...]]()
+        folder.mkdir()
+        for number in range(len(ingested.profile.files)):
+            table = pa.table(mine_file(miner, ingested, number), schema=mined_schema(vocabulary))
+            offsets.append(write_batches(folder / f"mined-{number:05d}.arrow", table))
+            found += len(table["negative_hashes"].combine_chunks().flatten())
+            miner.done += len(table)
+        write_profile(
+            folder,
+            ingested.mined_uri,
+            TokenProfile(
+                schema_version=SCHEMA_VERSION,
+                rows_name=ingested.files_name,
+                vocabulary=vocabulary,
+                files=tuple(offsets),
+                without_tokens=0,
+                sizes={},
+            ),
+        )
+    log.info("%s: %d rows, %d negatives, %.1f seconds", shard.uri, ingested.profile.rows, found, time.monotonic() - begun)
+
+
+def mine_file(miner: Miner, shard: IngestedShard, number: int) -> list[pa.ListArray]:
+    """Return the columns of `mined_schema` for the rows of one file: empty lists where a row is not relevant, or has a class."""
+    rows, config = shard.profile.files[number].rows, miner.inputs.config
+    facts, tokens = (pa.concat_tables(read(number, 0, rows)) for read in (shard.facts, shard.tokens))
+    classified = pc.is_in(facts["task"], pa.array(config.train.classes, pa.string()))
+    usable = [np.asarray(tokens[name].is_valid()) for name in ("query_tokens", "document_tokens")]
+    wanted = pa.array(np.flatnonzero((facts["label"].to_numpy() > 0) & ~np.asarray(classified) & usable[0] & usable[1]))
+    found, keys, hashes = np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint64)
+    if len(wanted):
+        queries = miner.encode(tokens["query_tokens"].take(wanted).combine_chunks(), config.train.query_length)
+        documents = miner.encode(tokens["document_tokens"].take(wanted).combine_chunks(), config.embed.length)
+        found, keys, hashes = search(miner, queries, (queries * documents).sum(dim=1).numpy(), facts.take(wanted))
+    there, texts = tokens_of(miner, keys, hashes, tokens["query_tokens"].type)
+    counts = np.bincount(wanted.to_numpy()[found[there]], minlength=rows)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
+    return [pa.ListArray.from_arrays(offsets, values) for values in (texts, pa.array(hashes[there]))]
+
+
+def search(miner: Miner, queries: Tensor, own: NDArray[np.float32], facts: pa.Table) -> tuple[NDArray[np.int64], Hashes, Hashes]:
+    """Find the negatives of rows among the published documents.
+
+    As `mine_hard_negatives` of sentence-transformers does with a relative margin: of the documents that are not relevant, those
+    of the wanted ranks whose score is at most that of the row's own document, less a share of it; the best ones first.
+
+    Args:
+        queries: embeddings, (n, D).
+        own: score of each row's own document, (n,).
+        facts: of the rows, in this order.
+
+    Returns:
+        Of each negative its row, ascending; the hash of its id; and that of its text.
+    """
+    mine, data = miner.mine, miner.inputs.config.data
+    depth, keys, hashes = mine.last + RELEVANT, [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    scores, places = torch.full((len(queries), depth), -torch.inf), torch.zeros((len(queries), depth), dtype=torch.int64)
+    folder = miner.context.scratch / f"parts-{miner.context.world.local_rank}"
+    for uri in miner.parts:
+        path = store.local_file(uri, folder)
+        for batch in read_batches(path, ["id", "embedding", "document_hash"]):
+            vectors = torch.from_numpy(embeddings_of(batch).astype(np.float32))
+            keep_best(queries, vectors, sum(map(len, keys)), scores, places)
+            keys.append(id_hashes(batch["id"].to_pylist()))
+            hashes.append(batch["document_hash"].to_numpy())
+            miner.beat("searching the published embeddings")
+        if store.is_s3(uri):
+            path.unlink()
+    found = np.concatenate(hashes)[places.numpy()]
+    relevant = np.isin(pair_hashes(facts["query_hash"].to_numpy()[:, None], found), miner.relevant)
+    ranks, limit = np.cumsum(~relevant, axis=1), (1 - mine.margin) * own[:, None]
+    held = holdout_slices(data.holdout_fraction) if data.holdout_by == "document" else 0
+    good = ~relevant & (ranks >= mine.first) & (ranks <= mine.last) & (scores.numpy() <= limit) & np.isfinite(scores.numpy())
+    good &= found // np.uint64((1 << 64) // SLICES) >= held
+    rows, columns = np.nonzero(good & (np.cumsum(good, axis=1) <= mine.count))
+    return rows, np.concatenate(keys)[places.numpy()[rows, columns]], found[rows, columns]
+
+
+def keep_best(queries: Tensor, vectors: Tensor, first: int, scores: Tensor, places: Tensor) -> None:
+    """Take more documents into each query's list of the best ones.
+
+    Args:
+        queries, vectors: embeddings, (n, D) and (m, D).
+        first: number of the first of these documents.
+        scores, places: of the best documents so far, (n, depth), best first; replaced.
+    """
+    depth = scores.shape[1]
+    for start in range(0, len(queries), QUERIES_AT_ONCE):
+        rows = slice(start, start + QUERIES_AT_ONCE)
+        best, order = (queries[rows] @ vectors.T).topk(min(depth, len(vectors)))
+        scores[rows], kept = torch.cat([scores[rows], best], dim=1).topk(depth)
+        places[rows] = torch.cat([places[rows], order + first], dim=1).gather(1, kept)
+
+
+def pair_hashes(queries: Hashes, documents: Hashes) -> Hashes:
+    """Return a hash of each pair of hashes of a query and a document."""
+    return mixed(mixed(queries) ^ documents)
+
+
+def tokens_of(miner: Miner, keys: Hashes, hashes: Hashes, kind: pa.DataType) -> tuple[NDArray[np.bool_], pa.ListArray]:
+    """Return which documents are still there with the same text, and the tokens of these.
+
+    Args:
+        keys, hashes: of their ids and texts.
+        kind: type of a text's tokens.
+    """
+    reader = CorpusReader(miner.context.paths.bucket_root, miner.inputs.shards_of(DOCUMENTS))
+    schema = pa.schema([FACTS[DOCUMENTS].field("key"), FACTS[DOCUMENTS].field("document_hash"), pa.field(DOCUMENT_TOKENS, kind)])
+    tables, wanted = [schema.empty_table()], np.unique(keys)
+    for part in range(len(miner.parts) if len(wanted) else 0):
+        documents = reader.read_part(part, len(miner.parts), lambda tokens: tokens).select(schema.names)
+        chosen = np.isin(documents["key"].to_numpy(), wanted) & np.asarray(documents[DOCUMENT_TOKENS].is_valid())
+        tables.append(documents.filter(pa.array(chosen)).cast(schema))
+        miner.beat("reading the negatives")
+    documents = pa.concat_tables(tables)
+    place = np.searchsorted(documents["key"].to_numpy(), keys)
+    there = place < len(documents)
+    own = documents.take(pa.array(place[there]))
+    there[there] = (own["key"].to_numpy() == keys[there]) & (own["document_hash"].to_numpy() == hashes[there])
+    return there, documents[DOCUMENT_TOKENS].take(pa.array(place[there])).combine_chunks()

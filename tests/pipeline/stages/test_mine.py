@@ -1,0 +1,194 @@
+"""Mined negatives: against a search written out in numpy, row by row, with the published model and its published embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import store
+from pipeline.contract import Stage, StageResult
+from pipeline.dataset.ingested import IngestedShard
+from pipeline.dataset.parts import read_part
+from pipeline.dataset.rows import normalized_hash
+from pipeline.errors import BadConfig
+from tests.chain.year_checks import Outsider
+from tests.pipeline.stages.planning import Bench, held_out, refusal
+from tests.tiny import WORDS, make_model
+
+MINE = {"count": 3, "first": 2, "last": 9, "margin": 0.02}
+QUERY_LENGTH, LENGTH = 12, 40
+
+
+def items(start: int, stop: int) -> list[dict[str, Any]]:
+    """Rows of few words, so that many documents are close to each query; every third query has a second relevant document."""
+    random = np.random.default_rng(start)
+    texts = [
+        " ".join([*random.choice(WORDS[:12], 4), WORDS[number % 100], WORDS[number // 100]]) for number in range(start, stop)
+    ]
+    return [
+        {"id": f"row{number}", "query": " ".join(text.split()[:2]), "document": text} for number, text in enumerate(texts, start)
+    ]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Two weeks: the first is published with its embeddings, the second has listed its rows and ingested them."""
+    make_model(tmp_path / "model")
+    (tmp_path / "scratch").mkdir()
+    bench = Bench(str(tmp_path / "bucket"), tmp_path / "scratch", tmp_path / "model")
+    bench.config["nodes"] = 1
+    bench.config["device"]["ranks_per_node"] = 1
+    bench.config["train"] |= {"negatives": 3, "mine": MINE, "steps": 2, "validation_queries": 1}
+    bench.shard("one.jsonl", items(0, 90))
+    first(bench)
+    bench.shard("two.jsonl", items(90, 130))
+    return bench
+
+
+def first(bench: Bench) -> None:
+    """The first week, from the initial model: nothing is published, so nothing can be mined with."""
+    bench.start("one")
+    assert bench.missing("one").mine_children == 0
+    for stage in (Stage.TRAIN, Stage.EVALUATE):
+        bench.stage(stage, "one")
+    bench.stage(Stage.PREPARE, "one")
+    bench.stage(Stage.PLAN, "one")
+    for child in range(3):
+        bench.stage(Stage.EMBED, "one", child)
+    bench.stage(Stage.PUBLISH, "one")
+    bench.config["model"] = {}
+
+
+def mined(bench: Bench, run: str = "two") -> dict[str, list[int]]:
+    """Id of each row of the new shards -> the hashes of its mined negatives."""
+    found = {}
+    for shard in bench.missing(run).to_mine:
+        ingested = IngestedShard(bench.root, shard)
+        for number, file in enumerate(ingested.profile.files):
+            both = zip(ingested.facts(number, 0, file.rows), ingested.mined(number, 0, file.rows), strict=True)
+            for facts, negatives in both:
+                found |= dict(zip(facts["id"].to_pylist(), negatives["negative_hashes"].to_pylist(), strict=True))
+    return found
+
+
+def wanted(bench: Bench) -> dict[str, list[int]]:
+    """The same, found one row at a time with sentence-transformers and the published parts."""
+    week = items(90, 130)
+    model = Outsider(Path(bench.paths("one").model), QUERY_LENGTH, LENGTH)
+    queries, own = model.queries([row["query"] for row in week]), model.documents([row["document"] for row in week])
+    ids, vectors = [], []
+    for part in store.read_json(bench.paths("one").embed_manifest)["parts"]:
+        for names, embeddings, _ in read_part(Path(part["uri"])):
+            ids += names
+            vectors.append(embeddings.astype(np.float32))
+    published = np.concatenate(vectors)
+    known = {row["id"]: row for row in items(0, 90)}
+    relevant = {(row["query"], row["document"]) for row in items(0, 130)}
+    found = {}
+    for row, query, document in zip(week, queries, own, strict=True):
+        scores = published @ query
+        ranked = [known[ids[place]] for place in np.argsort(-scores, kind="stable")]
+        best = dict(zip((ids[place] for place in range(len(ids))), scores.tolist(), strict=True))
+        others = [other for other in ranked if (row["query"], other["document"]) not in relevant]
+        limit = float(query @ document) * (1 - MINE["margin"])
+        chosen = [
+            other for other in others[MINE["first"] - 1 : int(MINE["last"])] if best[other["id"]] <= limit and not held_out(other)
+        ]
+        found[row["id"]] = [normalized_hash(other["document"]) for other in chosen[: int(MINE["count"])]]
+    return found
+
+
+def test_mined_negatives_are_those_of_a_search_written_out(bench: Bench) -> None:
+    assert bench.prepare("two").metrics["mine_children"] == 1
+    bench.ingest("two")
+    output = bench.stage(Stage.MINE, "two")
+    assert output is not None
+    assert output.metrics["shards"] == 1
+    found, expected = mined(bench), wanted(bench)
+    assert found == expected
+    # The case has rows of every kind: with all, with some and, because of the margin, with fewer than there are in the ranks.
+    assert {len(each) for each in expected.values()} >= {1, 3}
+    assert StageResult.from_json(store.read_bytes(bench.paths("two").result(Stage.MINE))).fingerprint == ""
+
+
+def test_training_rows_have_them_behind_their_own(bench: Bench) -> None:
+    own = items(90, 130)
+    own[3]["negatives"] = ["a lamp of its own"]
+    bench.shard("two.jsonl", own)
+    bench.prepare("two")
+    bench.ingest("two")
+    bench.stage(Stage.MINE, "two")
+    bench.stage(Stage.PLAN, "two")
+    negatives, texts = mined(bench), {normalized_hash(row["document"]): row["document"] for row in items(0, 90)}
+    of_line = {row["line"]: row for row in bench.rows("two") if row["shard"] == 0}
+    assert of_line
+    for number, row in enumerate(own, 1):
+        if number not in of_line:
+            continue
+        planned = [of_line[number][f"negative_{place}_hash"] for place in range(3)]
+        expected = [normalized_hash(text) for text in row.get("negatives", [])] + negatives[row["id"]]
+        assert planned == (expected + [0] * 3)[:3]
+        for place, value in enumerate(planned):
+            assert bool(of_line[number][f"negative_{place}_tokens"]) == (value != 0)
+            assert value == 0 or value in texts or place == 0
+    # What came with the first week was mined for nobody.
+    assert not any(row["negative_0_hash"] for row in bench.rows("two") if row["shard"])
+    bench.stage(Stage.TRAIN, "two")
+    assert store.exists(bench.paths("two").result(Stage.TRAIN))
+
+
+def test_a_shard_is_mined_once_and_for_runs_to_come(bench: Bench) -> None:
+    bench.shard("three.jsonl", items(130, 150))
+    assert bench.prepare("two").metrics["mine_children"] == 2
+    bench.ingest("two")
+    assert bench.stage(Stage.MINE, "two", 0) is None
+    assert bench.prepare("again").metrics["mine_children"] == 1
+    assert bench.stage(Stage.MINE, "two", 1) is not None
+    assert bench.stage(Stage.MINE, "two", 0) is not None
+    assert bench.prepare("again").metrics["mine_children"] == 0
+    bench.stage(Stage.PLAN, "again")
+    assert any(row["negative_0_hash"] for row in bench.rows("again"))
+    # With other ranks they are others.
+    assert bench.prepare("other", {"train": {"mine": {**MINE, "last": 5}}}).metrics["mine_children"] == 2
+
+
+def test_a_deletion_removes_what_is_mined(bench: Bench) -> None:
+    bench.start("two")
+    bench.stage(Stage.MINE, "two")
+    [shard] = bench.missing("two").to_mine
+    assert IngestedShard(bench.root, shard).mined_profile
+    store.write_bytes(store.join(bench.root, "delete", "ids.txt"), b"row7\n")
+    execution = {"data": {"delete": [store.join(bench.root, "delete")]}}
+    bench.prepare("three", execution)
+    bench.ingest("three")
+    assert IngestedShard(bench.root, shard).mined_profile is None
+    assert not [info.uri for info in store.list_objects(store.join(bench.root, "mined"))]
+    bench.prepare("three", execution)
+    bench.stage(Stage.MINE, "three")
+    assert normalized_hash(items(0, 90)[7]["document"]) not in {
+        value for each in mined(bench, "three").values() for value in each
+    }
+
+
+def test_without_a_model_to_mine_with_the_run_goes_on(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    # With a prompt of its own the run has other tokens than the published model.
+    assert bench.prepare("two", {"model": {"prompts": {"query": "ba "}}}).metrics["mine_children"] == 0
+    assert "no negatives are mined" in caplog.text
+    bench.ingest("two")
+    bench.stage(Stage.PLAN, "two")
+    assert not any(row["negative_0_hash"] for row in bench.rows("two"))
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"negatives": 0, "mine": MINE}, "negatives = 0"),
+        ({"negatives": 1, "mine": {"first": 5, "last": 4}}, "first = 5 is behind last = 4"),
+        ({"negatives": 1, "mine": {"margin": 1.5}}, "margin"),
+    ],
+)
+def test_settings_that_contradict_themselves(bench: Bench, train: dict[str, Any], words: str) -> None:
+    refusal(BadConfig, lambda: bench.prepare("bad", {"train": train}), words)
