@@ -38,7 +38,7 @@ POLL_SECONDS = 1.0
 SOON_SECONDS = 0.1
 """The same once a job has ended: the execution starts the next one, or ends."""
 LOOKS_SOON = 5
-INPUT, DEMO, DEMO_CORPUS = "data/input", "data/demo", "data/demo-corpus"
+INPUT, DEMO, DEMO_CORPUS = "data/input", "data/docstrings", "data/demo-corpus"
 CORPUS = "data/corpus"
 """Folders of the bucket: training shards and corpus that the options name, and those of the demo."""
 MAX_NODES = 8
@@ -337,7 +337,7 @@ def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | 
     if request.config.run is not None:
         return request.given
     root, data = f"s3://{stack.bucket}", request.config.data
-    filled = merge(size.config, {"data": {"train": [f"{root}/{DEMO}/"], "corpus": [f"{root}/{DEMO_CORPUS}/"]}}) if size else {}
+    filled = merge(size.config, demo.two_tasks(f"{root}/{DEMO}/", f"{root}/{DEMO_CORPUS}/")) if size else {}
     if request.model is not None and request.config.model.parent is None:
         filled = merge(filled, {"model": {"initial": request.model}})
     there = request.kept and (request.state / "bucket" / CORPUS).is_dir()
