@@ -122,22 +122,24 @@ SIZES: dict[str, DemoSize] = {
     "S": DemoSize(
         least_gflops=0,
         gflop=32_000,
-        rows=10_900,
+        rows=10_800,
         config=merge(
             CONFIG,
             {
                 # A larger share of less text: the first week needs the gate's 2,435 queries.
                 "data": {"holdout_fraction": 0.48, "replay_fraction": 1.0},
-                # Small batches, which are more steps: the classifier begins at random.
+                # More steps and larger ones: the classifier begins at random.
                 "train": {
                     "batch_size": 32,
                     "batch_tokens": 2048,
                     "length": 48,
+                    "learning_rate": 1e-4,
                     "checkpoint_every": 30,
                     "validate_every": 100,
                     "validation_queries": 128,
                 },
-                "evaluate": {"candidates": 300},
+                # Half of these are held out anyway.
+                "evaluate": {"candidates": 600},
                 "embed": {"length": 48},
             },
         ),

@@ -189,4 +189,5 @@ def test_the_model_is_a_real_one_and_the_configuration_valid() -> None:
         both = build_config(merge(size.config, demo.two_tasks("rows/", "corpus/")))
         assert both.data.training_uris == ("rows/", "rows/")
         # A step of the search has as many tokens for each of its pairs in every size, or more.
-        assert both.train.batch_tokens == build_config(size.config).train.batch_tokens >= 64 * both.train.batch_size
+        assert both.train.batch_tokens is not None
+        assert both.train.batch_tokens >= 64 * both.train.batch_size
