@@ -40,7 +40,8 @@ SOON_SECONDS = 0.1
 LOOKS_SOON = 5
 INPUT, DEMO, DEMO_CORPUS = "data/input", "data/docstrings", "data/demo-corpus"
 CORPUS = "data/corpus"
-"""Folders of the bucket: training shards and corpus that the options name, and those of the demo."""
+"""Folders of the bucket: training shards and corpus that the options name, and those of the demo. The demo's rows of earlier
+versions, which name no package, are in another folder: a state folder that has them begins with the first weeks again."""
 MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "data": {"ingest_children": 2}, "embed": {"children": 2}}
 """The local deployment's own run configuration, as `config` in cdk.json is a real one's."""
