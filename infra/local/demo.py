@@ -3,7 +3,8 @@
 Real text, present wherever the demo runs, nothing to download. Files are read with `ast`, never imported. A docstring's
 first line is the query; the rest, under the signature, is the document: a programmer remembers what a function does and looks
 for it. Which rows make up which week is decided by hash, so every machine with the same packages has the same weeks. The amount
-of text and of training depends on the demo's size, which a state folder's first run chooses by the machine's speed.
+of text and of training depends on the demo's size, which a state folder's first run chooses by the machine's speed. A local run
+trains two tasks on the rows: the search, and the package that a document belongs to.
 
 `python -m infra.local.demo FOLDER` writes the first run's shards and the model, to be copied to a deployment's bucket.
 """
@@ -32,6 +33,12 @@ from pipeline.errors import BadConfig, MissingInput
 from pipeline.files import write_atomically
 
 PACKAGES = ("torch", "sympy", "networkx", "numpy", "scipy", "sklearn")
+STANDARD_LIBRARY = "python"
+"""The package of all modules of the standard library."""
+
+LABELLED = 5
+"""One row in so many has a label for the task `package`, which so takes little of the time."""
+
 NAME = "demo"
 """Name of the demo's model wherever a local run takes a model."""
 
@@ -67,7 +74,31 @@ CONFIG: dict[str, Any] = {
     # A later week has a few steps and three thousand queries, which move nDCG by half a percent either way.
     "gate": {"max_drop": 0.01},
 }
-"""The partial run configuration of size M, under everything that is given on the command line; the other sizes differ from it."""
+"""The partial run configuration of size M, under everything that is given on the command line; the other sizes differ from it.
+This is the search alone."""
+
+
+def two_tasks(rows: str, corpus: str) -> dict[str, Any]:
+    """Return what a local run has over the configuration of a size: two tasks on the same rows.
+
+    Args:
+        rows, corpus: URIs of shards, or of folders of them.
+    """
+    return {
+        "data": {
+            # Texts are held out, not packages.
+            "holdout_by": "query",
+            "corpus": [corpus],
+            "tasks": {
+                "search": {"train": [rows]},
+                "package": {
+                    "train": [rows],
+                    "columns": {"query": "document", "document": "package", "label": "labelled"},
+                },
+            },
+        },
+        "train": {"batch_by": "task", "tasks": {"package": {"classes": [STANDARD_LIBRARY, *PACKAGES]}}},
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +122,24 @@ SIZES: dict[str, DemoSize] = {
     "S": DemoSize(
         least_gflops=0,
         gflop=32_000,
-        rows=11_200,
+        rows=10_800,
         config=merge(
             CONFIG,
             {
                 # A larger share of less text: the first week needs the gate's 2,435 queries.
                 "data": {"holdout_fraction": 0.48, "replay_fraction": 1.0},
-                "train": {"batch_tokens": 4096, "length": 48, "checkpoint_every": 15, "validation_queries": 128},
-                "evaluate": {"candidates": 300},
+                # More steps and larger ones: the classifier begins at random.
+                "train": {
+                    "batch_size": 32,
+                    "batch_tokens": 2048,
+                    "length": 48,
+                    "learning_rate": 1e-4,
+                    "checkpoint_every": 30,
+                    "validate_every": 100,
+                    "validation_queries": 128,
+                },
+                # Half of these are held out anyway.
+                "evaluate": {"candidates": 600},
                 "embed": {"length": 48},
             },
         ),
@@ -196,7 +237,7 @@ def weekly_shards(folder: Path, *, rows: int | None = None) -> list[Path]:
     """
     shards = [folder / f"week-{week:02d}.jsonl.gz" for week in range(1, WEEKS + 1)]
     stamp = folder / "rows.txt"
-    wanted = f"{rows} of {WEEKS} weeks, with a corpus"
+    wanted = f"{rows} of {WEEKS} weeks, with a corpus and packages"
     if stamp.is_file() and stamp.read_text() == wanted and all(shard.is_file() for shard in shards):
         return shards
     (folder / CORPUS).mkdir(parents=True, exist_ok=True)
@@ -205,13 +246,22 @@ def weekly_shards(folder: Path, *, rows: int | None = None) -> list[Path]:
     for pair in sorted(read_pairs(), key=lambda pair: _hash(pair.id))[:rows]:
         weeks[_hash(f"week {pair.id}") % WEEKS].append(pair)
     for shard, pairs in zip(shards, weeks, strict=True):
-        _write_rows(shard, map(asdict, pairs))
+        _write_rows(shard, map(_row, pairs))
         _write_rows(folder / CORPUS / shard.name, ({"id": pair.id, "text": pair.document} for pair in pairs))
     stamp.write_text(wanted)
     return shards
 
 
-def _write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def _row(pair: Pair) -> dict[str, Any]:
+    """A row of a shard; the label 0 keeps it out of the task `package`."""
+    return {
+        **asdict(pair),
+        "package": next((name for name in PACKAGES if pair.id.startswith(f"{name}.")), STANDARD_LIBRARY),
+        "labelled": int(_hash(f"label {pair.id}") % LABELLED == 0),
+    }
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     # Without a time stamp the same rows are the same bytes.
     write_atomically(path, gzip.compress(text.encode("utf-8", "replace"), mtime=0))

@@ -38,9 +38,10 @@ POLL_SECONDS = 1.0
 SOON_SECONDS = 0.1
 """The same once a job has ended: the execution starts the next one, or ends."""
 LOOKS_SOON = 5
-INPUT, DEMO, DEMO_CORPUS = "data/input", "data/demo", "data/demo-corpus"
+INPUT, DEMO, DEMO_CORPUS = "data/input", "data/docstrings", "data/demo-corpus"
 CORPUS = "data/corpus"
-"""Folders of the bucket: training shards and corpus that the options name, and those of the demo."""
+"""Folders of the bucket: training shards and corpus that the options name, and those of the demo. The demo's rows of earlier
+versions, which name no package, are in another folder: a state folder that has them begins with the first weeks again."""
 MAX_NODES = 8
 DEPLOYMENT_CONFIG: dict[str, Any] = {"nodes": 2, "data": {"ingest_children": 2}, "embed": {"children": 2}}
 """The local deployment's own run configuration, as `config` in cdk.json is a real one's."""
@@ -337,7 +338,7 @@ def _execution_input(request: LocalRequest, stack: LocalStack, size: DemoSize | 
     if request.config.run is not None:
         return request.given
     root, data = f"s3://{stack.bucket}", request.config.data
-    filled = merge(size.config, {"data": {"train": [f"{root}/{DEMO}/"], "corpus": [f"{root}/{DEMO_CORPUS}/"]}}) if size else {}
+    filled = merge(size.config, demo.two_tasks(f"{root}/{DEMO}/", f"{root}/{DEMO_CORPUS}/")) if size else {}
     if request.model is not None and request.config.model.parent is None:
         filled = merge(filled, {"model": {"initial": request.model}})
     there = request.kept and (request.state / "bucket" / CORPUS).is_dir()

@@ -13,7 +13,7 @@ import yaml
 from infra.cdk_context import ENVIRONMENTS
 from infra.local import demo
 from infra.local.demo import FIRST_RUN_WEEKS, WEEKS, initial_folder, next_weeks, read_pairs, weekly_shards
-from pipeline.config import build_config
+from pipeline.config import build_config, merge
 from pipeline.errors import BadConfig, MissingInput
 
 PACKAGE = {
@@ -141,8 +141,27 @@ def test_shards_are_the_same_bytes_every_time_and_hold_every_row_once(package: P
     assert [shard.read_bytes() for shard in first] == [shard.read_bytes() for shard in second]
     rows = [json.loads(line) for shard in first for line in gzip.decompress(shard.read_bytes()).splitlines()]
     assert sorted(row["id"] for row in rows) == [pair.id for pair in read_pairs()]
-    assert all(set(row) == {"id", "query", "document"} for row in rows)
+    assert all(set(row) == {"id", "query", "document", "package", "labelled"} for row in rows)
     assert [shard.name for shard in first] == [f"week-{week:02d}.jsonl.gz" for week in range(1, WEEKS + 1)]
+
+
+def test_every_row_names_its_package_and_one_in_some_has_a_label() -> None:
+    packages = build_config(demo.two_tasks("rows/", "corpus/")).train.classes["package"]
+    modules = [demo._row(demo.Pair(name, "query", "document")) for name, _ in demo._modules()]
+    for package in packages:
+        # Labels of texts to train on, and of held-out ones.
+        assert len({row["labelled"] for row in modules if row["package"] == package}) == 2, package
+    assert {row["package"] for row in modules} == {*packages}
+    assert {row["id"]: row["package"] for row in modules}["torch.nn.functional"] == "torch"
+    assert 0.8 < demo.LABELLED * sum(row["labelled"] for row in modules) / len(modules) < 1.2
+
+
+def test_shards_without_packages_are_cut_again(package: Path, tmp_path: Path) -> None:
+    [shard, *_] = weekly_shards(tmp_path)
+    before = shard.read_bytes()
+    shard.write_bytes(b"")
+    (tmp_path / "rows.txt").write_text(f"None of {WEEKS} weeks, with a corpus")
+    assert weekly_shards(tmp_path)[0].read_bytes() == before
 
 
 def test_fewer_rows_are_cut_again_and_the_same_rows_are_kept(package: Path, tmp_path: Path) -> None:
@@ -167,4 +186,8 @@ def test_the_model_is_a_real_one_and_the_configuration_valid() -> None:
     assert json.loads((initial_folder() / "config.json").read_text())["model_type"] == "bert"
     assert (initial_folder() / "model.safetensors").stat().st_size > 50 << 20
     for size in demo.SIZES.values():
-        assert build_config(size.config).train.batch_size == 64
+        both = build_config(merge(size.config, demo.two_tasks("rows/", "corpus/")))
+        assert both.data.training_uris == ("rows/", "rows/")
+        # A step of the search has as many tokens for each of its pairs in every size, or more.
+        assert both.train.batch_tokens is not None
+        assert both.train.batch_tokens >= 64 * both.train.batch_size

@@ -21,6 +21,7 @@ from infra.local import demo
 from infra.local.run import DEPLOYMENT_CONFIG, LocalRequest, run_local
 from infra.local.state_folder import LAYOUT
 from infra.local.template import read_stack
+from pipeline.config import build_config
 from pipeline.errors import BadConfig, MissingInput
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("stage_program.py")))
@@ -200,18 +201,21 @@ def test_the_demo_s_second_week_has_the_size_of_the_first(
     monkeypatch.setattr(demo, "measure_gflops", lambda: 500.0)
     monkeypatch.setitem(demo.SIZES, "M", replace(demo.SIZES["M"], rows=130))
     assert run(state, monkeypatch) == 0
-    released = sorted((state / "bucket/data/demo").iterdir())
+    released = sorted((state / "bucket/data/docstrings").iterdir())
     assert len(released) == demo.FIRST_RUN_WEEKS
     monkeypatch.setattr(demo, "measure_gflops", lambda: 1.0)
     with pytest.raises(BadConfig, match="another size"):
         run(state, monkeypatch, demo_size="S")
     assert run(state, monkeypatch) == 0
-    assert sorted((state / "bucket/data/demo").iterdir()) == [*released, state / "bucket/data/demo/week-14.jsonl.gz"]
+    assert sorted((state / "bucket/data/docstrings").iterdir()) == [*released, state / "bucket/data/docstrings/week-14.jsonl.gz"]
     assert sum(len(gzip.decompress(path.read_bytes()).splitlines()) for path in (state / "demo").glob("week-*.jsonl.gz")) == 130
     for path in (state / "bucket/runs").glob("*/input.json"):
         given = json.loads(path.read_text())["execution"]
         assert given.keys() == {*demo.SIZES["M"].config, "model"}
-        assert given["train"] == demo.SIZES["M"].config["train"]
+        uri = f"s3://{read_stack(state / 'cdk.out').bucket}/data/docstrings/"
+        assert {name: task["train"] for name, task in given["data"]["tasks"].items()} == {"search": [uri], "package": [uri]}
+        assert given["train"] == {**demo.SIZES["M"].config["train"], "batch_by": "task", "tasks": given["train"]["tasks"]}
+        assert build_config(given).train.classes == {"package": ("python", *demo.PACKAGES)}
     text = capsys.readouterr().out
     assert "demo size M, because this machine computes 500 GFLOP/s" in text
     assert "demo size M, as in earlier weeks" in text
@@ -223,7 +227,7 @@ def test_the_demo_with_a_corpus_of_one_s_own(state: Path, shard: Path, monkeypat
     monkeypatch.setitem(demo.SIZES, "M", replace(demo.SIZES["M"], rows=130))
     assert run(state, monkeypatch, demo_size="M", corpus=(shard,)) == 0
     data = execution_input(state)["data"]
-    assert [uri.partition("/data/")[2] for uri in (*data["train"], *data["corpus"])] == ["demo/", "corpus/"]
+    assert [uri.partition("/data/")[2] for uri in data["corpus"]] == ["corpus/"]
     [stored] = (state / "bucket/data/corpus").iterdir()
     assert stored.read_bytes() == shard.read_bytes()
 

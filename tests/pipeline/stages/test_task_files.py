@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.local import demo
 from infra.local.run import LocalRequest
 from pipeline.commands.first_rows import check_first_rows
-from pipeline.config import build_config
+from pipeline.config import build_config, merge
 from pipeline.contract import Stage
 from pipeline.dataset.rows import normalized_hash
 from pipeline.errors import BadConfig, BadData, MissingInput
@@ -108,6 +110,27 @@ def test_bad_rows_of_a_task_are_counted_once_where_another_task_has_the_file(ben
     bench.prepare("one")
     bench.ingest("one")
     refusal(BadData, lambda: bench.stage(Stage.PLAN, "one"), "are bad: 1 of 202", "id 'row0' has another document")
+
+
+def test_the_demo_trains_both_tasks_on_the_same_rows(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = ("builtins", *demo.PACKAGES)
+    names = [f"{packages[number % len(packages)]}.name{number}" for number in range(700)]
+    monkeypatch.setattr(demo, "read_pairs", lambda: [demo.Pair(name, f"query {name}", f"document {name}") for name in names])
+    for week in demo.weekly_shards(tmp_path / "demo"):
+        lines = gzip.decompress(week.read_bytes()).splitlines()
+        bench.shard(week.name, lines, folder="docstrings")
+        bench.shard(week.name, gzip.decompress((tmp_path / "demo/corpus" / week.name).read_bytes()).splitlines(), folder="corpus")
+    del bench.config["data"]["train"]
+    bench.config = merge(bench.config, demo.two_tasks(f"{bench.root}/docstrings/", f"{bench.root}/corpus/"))
+    bench.start("one")
+    found = bench.rows("one")
+    held = Counter(row["task"] for name in ("holdout.arrow", "classes.arrow") for row in bench.rows("one", name))
+    labelled = sum(demo._row(pair)["labelled"] for pair in demo.read_pairs())
+    assert Counter(row["task"] for row in found) + held == {"search": 700, "package": labelled}
+    assert {row["class"] for row in found if row["task"] == "package"} == {*range(len(packages))}
+    # A fraction of the steps, which cost a fraction of the tokens: the demo is about the search.
+    steps = bench.plan("one").train.strata
+    assert 0 < steps["package"] < steps["search"] / 3
 
 
 def test_a_local_run_finds_files_of_tasks_in_the_current_folder(
