@@ -174,5 +174,4 @@ def _container(subject: Subject, container: ContainerImage) -> Findings:
             raise
         return
     # ECR gives no size for an index of several images.
-    size = details.get("imageSizeInBytes")
-    yield ok(f"image {named}", f"{size / 2**30:.1f} GiB compressed" if size else "there")
+    yield ok(f"image {named}", f"{size / 2**30:.1f} GiB compressed" if (size := details.get("imageSizeInBytes")) else "there")

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from pipeline import store
 from pipeline.backends.device import Device, EncodeFunction, open_device
-from pipeline.config import MineConfig
 from pipeline.dataset.corpus import DOCUMENT_TOKENS, CorpusReader
 from pipeline.dataset.ids import id_hashes
 from pipeline.dataset.ingested import (
@@ -76,10 +75,8 @@ def run(context: StageContext) -> StageOutput | None:
         for shard in todo:
             mine_shard(miner, shard)
         miner.device.close()
-    if not_mined(context.paths.bucket_root, listed.to_mine):
-        log.info("mine: this child is done; others still run")
-        return None
-    return StageOutput(metrics={"shards": len(listed.to_mine), "seconds": time.monotonic() - begun})
+    others = not_mined(context.paths.bucket_root, listed.to_mine)
+    return None if others else StageOutput(metrics={"shards": len(listed.to_mine), "seconds": time.monotonic() - begun})
 
 
 @dataclass(kw_only=True)
@@ -93,7 +90,6 @@ class Miner:
 
     context: StageContext
     inputs: RunInputs
-    mine: MineConfig
     device: Device
     encode_with: EncodeFunction
     parts: list[str]
@@ -133,7 +129,6 @@ class Miner:
 def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
     """Load the published model onto this process's device."""
     config, world, published = inputs.config, inputs.world, inputs.published
-    assert config.train.mine is not None
     assert published is not None, "prepare asks for this stage only where there is something to mine with"
     context.heartbeat.beat(note="loading the model")
     device = open_device(world.kind, world.precision, context.world, threads=config.device.threads_per_rank, inference=True)
@@ -142,7 +137,6 @@ def open_miner(context: StageContext, inputs: RunInputs) -> Miner:
     return Miner(
         context=context,
         inputs=inputs,
-        mine=config.train.mine,
         device=device,
         encode_with=encode_function(context, device, load_encoder(folder, config.model), inputs),
         parts=[part["uri"] for part in manifest["parts"]],
@@ -190,8 +184,8 @@ def mine_file(miner: Miner, shard: IngestedShard, number: int) -> list[pa.ListAr
         documents = miner.encode(tokens["document_tokens"].take(wanted).combine_chunks(), config.embed.length)
         found, keys, hashes = search(miner, queries, (queries * documents).sum(dim=1).numpy(), facts.take(wanted))
     there, texts = tokens_of(miner, keys, hashes, tokens["query_tokens"].type)
-    counts = np.bincount(wanted.to_numpy()[found[there]], minlength=rows)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
+    ends = np.cumsum(np.bincount(wanted.to_numpy()[found[there]], minlength=rows))
+    offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
     return [pa.ListArray.from_arrays(offsets, values) for values in (texts, pa.array(hashes[there]))]
 
 
@@ -209,12 +203,12 @@ def search(miner: Miner, queries: Tensor, own: NDArray[np.float32], facts: pa.Ta
     Returns:
         Of each negative its row, ascending; the hash of its id; and that of its text.
     """
-    mine, data = miner.mine, miner.inputs.config.data
+    mine, data = miner.inputs.config.train.mine, miner.inputs.config.data
+    assert mine is not None
     depth, keys, hashes = mine.last + RELEVANT, [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     scores, places = torch.full((len(queries), depth), -torch.inf), torch.zeros((len(queries), depth), dtype=torch.int64)
-    folder = miner.context.scratch / f"parts-{miner.context.world.local_rank}"
     for uri in miner.parts:
-        path = store.local_file(uri, folder)
+        path = store.local_file(uri, miner.context.scratch / f"parts-{miner.context.world.local_rank}")
         for batch in read_batches(path, ["id", "embedding", "document_hash"]):
             vectors = torch.from_numpy(embeddings_of(batch).astype(np.float32))
             keep_best(queries, vectors, sum(map(len, keys)), scores, places)

@@ -179,8 +179,8 @@ def shards_to_mine(paths: RunPaths, inputs: RunInputs) -> list[InputShard]:
     published, graphs = inputs.published, inputs.graphs
     if not inputs.config.train.mine:
         return []
-    ready = graphs is None or store.exists(set_uri(paths.bucket_root, "infer", graphs.infer))
-    if not (published and published.same_graphs and ready) or published.own_tokens:
+    compiled = graphs is None or store.exists(set_uri(paths.bucket_root, "infer", graphs.infer))
+    if not (published and published.same_graphs and compiled) or published.own_tokens:
         log.warning(
             "no negatives are mined: nothing is published, or the published model has other tokens or graphs than this run"
         )
