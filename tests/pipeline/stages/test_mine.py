@@ -140,6 +140,23 @@ def test_training_rows_have_them_behind_their_own(bench: Bench) -> None:
     assert store.exists(bench.paths("two").result(Stage.TRAIN))
 
 
+def test_nothing_is_mined_for_rows_that_are_classified_or_not_relevant(bench: Bench) -> None:
+    week = items(90, 130)
+    for row in week[:10]:
+        row["label"] = 0
+    for row in week[10:20]:
+        row["task"] = "shade"
+    bench.shard("two.jsonl", week)
+    bench.config["train"] |= {"batch_by": "task", "tasks": {"shade": {"classes": [row["document"] for row in week[10:20]]}}}
+    bench.prepare("two")
+    bench.ingest("two")
+    bench.stage(Stage.MINE, "two")
+    found = mined(bench)
+    assert len(found) == len(week)
+    assert {row["id"] for row in week[:20]} & {name for name, negatives in found.items() if negatives} == set()
+    assert any(found[row["id"]] for row in week[20:])
+
+
 def test_a_shard_is_mined_once_and_for_runs_to_come(bench: Bench) -> None:
     bench.shard("three.jsonl", items(130, 150))
     assert bench.prepare("two").metrics["mine_children"] == 2
