@@ -15,6 +15,7 @@ import pytest
 from transformers import ModernBertConfig
 
 from pipeline.contract import EMBEDDING, Stage
+from pipeline.dataset.row_files import read_table
 from tests.chain.recorded import read_calls
 from tests.chain.runs import LocalState, embeddings, kill_descendant, load, started
 from tests.infra.calls import Roles
@@ -55,7 +56,7 @@ def two_weeks(first_week: LocalState, tmp_path_factory: pytest.TempPathFactory) 
     """And next week's from what the first published."""
     # What 200 more rows bring a model of two layers is chance, and not the question here.
     rows = write_pairs(tmp_path_factory.mktemp("rows") / "week-2.jsonl", 200, seed=1, prefix="new")
-    second = first_week.run(rows, gate__max_drop=0.05)
+    second = first_week.run(rows, gate__max_drop=0.05, train__negatives=2, train__mine__count=2)
     assert second.returncode == 0, second.stdout + second.stderr
     return first_week
 
@@ -71,11 +72,12 @@ def test_every_stage_leaves_its_result(two_weeks: LocalState) -> None:
     for run in two_weeks.runs:
         fingerprint = load(run / "plan.json")["fingerprint"]
         for stage in Stage:
-            if stage in (*COMPILING, Stage.REPORT):
+            # The first week has nothing to mine with.
+            if stage in (*COMPILING, Stage.REPORT) or (stage is Stage.MINE and run == two_weeks.runs[0]):
                 continue
             result = load(run / stage.value / "result.json")
             # prepare comes again after the plan.
-            planned = fingerprint if stage is not Stage.INGEST else ""
+            planned = fingerprint if stage not in (Stage.INGEST, Stage.MINE) else ""
             if stage in EMBEDDING:
                 planned = load(run / "embed" / "plan.json")["fingerprint"]
             assert (result["status"], result["fingerprint"]) == ("done", planned)
@@ -104,6 +106,15 @@ def test_the_second_run_is_incremental(two_weeks: LocalState) -> None:
     assert new["uri"].endswith("-week-2.jsonl")
     assert {shard["sha256"] for shard in second["train"]["replay"]} <= {shard["sha256"] for shard in first["train"]["new"]}
     assert 0 < second["train"]["replay_rows"] <= second["train"]["new_rows"]
+
+
+def test_the_second_run_mined_negatives_for_its_new_rows(two_weeks: LocalState) -> None:
+    first, second = two_weeks.runs
+    assert not (first / "mine").exists()
+    assert load(second / "mine" / "result.json")["metrics"]["shards"] == 1
+    found = read_table(second / "plan" / "rows" / "train.arrow").select(["new", "negative_0_hash", "negative_1_hash"]).to_pylist()
+    assert all(row["negative_1_hash"] for row in found if row["new"])
+    assert not any(row["negative_0_hash"] for row in found if not row["new"])
 
 
 def test_sentence_transformers_gives_the_published_vectors(two_weeks: LocalState) -> None:
