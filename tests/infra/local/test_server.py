@@ -25,7 +25,7 @@ from infra.local.template import machine_arn
 from pipeline.contract import STAGES, Shape, Stage
 
 Start = Callable[..., Any]
-STAGES_IN_ORDER = [stage.value for stage in STAGES]
+STAGES_IN_ORDER = [stage.value for stage in STAGES if stage is not Stage.MINE]
 
 
 def until(stage: str) -> list[str]:

@@ -35,11 +35,16 @@ def items(start: int, stop: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """Two weeks: the first is published with its embeddings, the second has listed its rows and ingested them."""
+    return two_weeks(tmp_path)
+
+
+def two_weeks(tmp_path: Path, holdout_by: str = "document") -> Bench:
+    """Two weeks: the first is published with its embeddings, the second has its rows."""
     make_model(tmp_path / "model")
     (tmp_path / "scratch").mkdir()
     bench = Bench(str(tmp_path / "bucket"), tmp_path / "scratch", tmp_path / "model")
     bench.config["nodes"] = 1
+    bench.config["data"]["holdout_by"] = holdout_by
     bench.config["device"]["ranks_per_node"] = 1
     bench.config["train"] |= {"negatives": 3, "mine": MINE, "steps": 2, "validation_queries": 1}
     bench.shard("one.jsonl", items(0, 90))
@@ -140,13 +145,15 @@ def test_training_rows_have_them_behind_their_own(bench: Bench) -> None:
     assert store.exists(bench.paths("two").result(Stage.TRAIN))
 
 
-def test_nothing_is_mined_for_rows_that_are_classified_or_not_relevant(bench: Bench) -> None:
-    week = items(90, 130)
+def test_nothing_is_mined_for_rows_that_are_classified_or_not_relevant(tmp_path: Path) -> None:
+    bench, week = two_weeks(tmp_path, "query"), items(90, 130)
     for row in week[:10]:
         row["label"] = 0
     for row in week[10:20]:
         row["task"] = "shade"
     bench.shard("two.jsonl", week)
+    corpus = [{"id": row["id"], "text": row["document"]} for row in items(0, 90)]
+    bench.config["data"]["corpus"] = [bench.shard("corpus.jsonl", corpus, folder="corpus")]
     bench.config["train"] |= {"batch_by": "task", "tasks": {"shade": {"classes": [row["document"] for row in week[10:20]]}}}
     bench.prepare("two")
     bench.ingest("two")
