@@ -128,12 +128,11 @@ SIZES: dict[str, DemoSize] = {
             {
                 # A larger share of less text: the first week needs the gate's 2,435 queries.
                 "data": {"holdout_fraction": 0.48, "replay_fraction": 1.0},
-                # More steps and larger ones: the classifier begins at random.
+                # More steps: the classifier begins at random. Larger ones would cost the second week, which has ten, some quality.
                 "train": {
                     "batch_size": 32,
                     "batch_tokens": 2048,
                     "length": 48,
-                    "learning_rate": 1e-4,
                     "checkpoint_every": 30,
                     "validate_every": 100,
                     "validation_queries": 128,
