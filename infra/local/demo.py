@@ -128,7 +128,7 @@ SIZES: dict[str, DemoSize] = {
             {
                 # A larger share of less text: the first week needs the gate's 2,435 queries.
                 "data": {"holdout_fraction": 0.48, "replay_fraction": 1.0},
-                # More steps: the classifier begins at random. Larger ones would cost the second week, which has ten, some quality.
+                # More steps: the classifier begins at random. Larger ones would cost the second week some quality.
                 "train": {
                     "batch_size": 32,
                     "batch_tokens": 2048,
