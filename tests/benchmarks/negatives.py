@@ -31,6 +31,7 @@ from infra.local.demo import initial_folder
 from pipeline import store
 from pipeline.contract import Stage
 from pipeline.dataset.row_files import read_table
+from tests.benchmarks import incremental
 from tests.chain.year_checks import Outsider
 from tests.chain.year_inputs import WORDNET
 from tests.pipeline.stages.planning import Bench
@@ -38,18 +39,7 @@ from tests.pipeline.stages.planning import Bench
 QUERY_LENGTH, LENGTH = 16, 64
 GAINS = {"E": 1.0, "S": 0.1, "C": 0.01}
 DEPTH = 10
-TRAIN: dict[str, Any] = {
-    "batch_size": 32,
-    "batch_tokens": 4096,
-    "query_length": QUERY_LENGTH,
-    "length": LENGTH,
-    "learning_rate": 5e-5,
-    "dropout": 0.0,
-    "validate_every": 10**6,
-    "validation_queries": 1,
-    "checkpoint_every": 10**6,
-    "keep_checkpoints": 1,
-}
+TRAIN = incremental.TRAIN | {"batch_tokens": 4096, "query_length": QUERY_LENGTH, "length": LENGTH}
 MINED = {"negatives": 4, "mine": {"count": 4}, "batch_tokens": 4 * 4096}
 ARMS: dict[str, dict[str, Any]] = {
     "in-batch": {},
