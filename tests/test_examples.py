@@ -15,8 +15,13 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from pipeline.config import ModelConfig
 from pipeline.dataset.rows import normalized_hash
+from pipeline.model.classifier import add_classifiers
+from pipeline.model.folder import load_encoder, save_folder
 from tests.chain.runs import LocalState
 from tests.tiny import WORDS, make_model
 
@@ -82,6 +87,39 @@ def test_reviews(tmp_path: Path) -> None:
     # Without ids, the hash of a review is its id; reviews of the same words are one document.
     right = [found[f"{normalized_hash(row['content']):016x}"] == row["label"] for row in rows]
     assert sum(right) > 0.8 * len(right) > 300
+
+
+def test_a_classifier_of_the_first_token_is_one_of_transformers(tmp_path: Path) -> None:
+    """The code of the README, in a process without ours; what it saves has the logits of the model folder."""
+    make_model(tmp_path / "parent")
+    # A plain BERT: the pooling is the configuration's.
+    AutoModel.from_pretrained(tmp_path / "parent").save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tmp_path / "parent").save_pretrained(tmp_path / "base")
+    size = AutoConfig.from_pretrained(tmp_path / "base").hidden_size
+    form = {"pooling": "cls", "normalize": False, "head": [{"out": size, "activation": "tanh"}]}
+    encoder = load_encoder(tmp_path / "base", ModelConfig.model_validate(form))
+    add_classifiers(encoder, tmp_path, {"label": ("bad", "good", "neither")})
+    torch.nn.init.normal_(encoder.classifiers["label"].weight)  # type: ignore[arg-type]
+    save_folder(encoder, tmp_path / "model", tmp_path / "base")
+    [code] = re.findall(r"```python\n(.*?)```", (EXAMPLES / "reviews" / "README.md").read_text(), re.DOTALL)
+    text = " ".join(WORDS[:7])
+    compare = f"""
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers import pipeline
+
+embedding = torch.from_numpy(SentenceTransformer("model").encode([{text!r}]))
+expected = Dense.load("model/classifiers/label")({{"sentence_embedding": embedding}})["sentence_embedding"][0].softmax(dim=0)
+found = pipeline("text-classification", model="classifier", tokenizer="model", top_k=None)([{text!r}])[0]
+print(json.dumps([{{one["label"]: one["score"] for one in found}}, dict(zip(classes, expected.tolist()))]))
+"""
+    command = [sys.executable, "-I", "-c", code + compare]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, expected = json.loads(done.stdout.splitlines()[-1])
+    assert expected.keys() == {"bad", "good", "neither"}
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert max(expected.values()) > 0.4
 
 
 def shop(folder: Path, queries: int) -> None:

@@ -152,7 +152,7 @@ class Jobs(Construct):
     def _container(self, stage: Stage, spec: StageSpec) -> batch.CfnJobDefinition.ContainerPropertiesProperty:
         definition = batch.CfnJobDefinition
         fargate = spec.queue is Queue.CPU
-        hardware = None if fargate else self._hardware(spec.queue)
+        hardware = {Queue.TRAIN: self._settings.train_hardware, Queue.EMBED: self._settings.embed_hardware}.get(spec.queue)
         task = FARGATE_VCPUS * spec.size, FARGATE_MEMORY_MIB * spec.size
         vcpus, memory = (hardware.job_vcpus, hardware.job_memory_mib) if hardware else task
         needs = {"VCPU": vcpus, "MEMORY": memory} | ({"GPU": hardware.gpus} if hardware and hardware.gpus else {})
@@ -205,9 +205,6 @@ class Jobs(Construct):
         if gang is not None and gang.kind == "cpu":
             environment["GLOO_SOCKET_IFNAME"] = "eth0"
         return environment | self._settings.environment
-
-    def _hardware(self, queue: Queue) -> Hardware:
-        return self._settings.train_hardware if queue is Queue.TRAIN else self._settings.embed_hardware
 
     def _image(self, kind: str, repository: ecr.IRepository) -> str:
         if (uri := getattr(self._settings.images, kind)) is None:

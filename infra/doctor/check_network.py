@@ -228,7 +228,12 @@ def default_group(subject: Subject) -> Findings:
         (server, protocol)
         for server in (existing.resolvers if existing else ())
         for protocol in ("udp", "tcp")
-        if not any(_covers(rule, DNS, protocol) and _reaches(rule, server) for rule in outwards)
+        if not any(
+            server in ipaddress.IPv4Network(one["CidrIp"])
+            for rule in outwards
+            if _covers(rule, DNS, protocol)
+            for one in rule.get("IpRanges", ())
+        )
     ]
     meet = "the nodes of a gang meet over the interfaces that have this group"
     authorize = "aws ec2 authorize-security-group-{} --group-id " + f"{group_id} --ip-permissions "
@@ -301,11 +306,6 @@ def way_out(table: Mapping[str, Any]) -> str:
 def _covers(rule: Mapping[str, Any], port: int, protocol: str = "tcp") -> bool:
     """Whether a rule is about a port, for one protocol or all."""
     return _all(rule) or (rule["IpProtocol"] == protocol and rule["FromPort"] <= port <= rule["ToPort"])
-
-
-def _reaches(rule: Mapping[str, Any], address: ipaddress.IPv4Address) -> bool:
-    """Whether one of a rule's blocks holds an address."""
-    return any(address in ipaddress.IPv4Network(one["CidrIp"]) for one in rule.get("IpRanges", ()))
 
 
 def _groups(rule: Mapping[str, Any]) -> set[str]:

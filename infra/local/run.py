@@ -370,7 +370,11 @@ def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with local paths made absolute, as job processes have working folders of their own, and the demo's model
     by its folder."""
     changed: dict[str, Any] = {}
-    for section, keys in (("model", MODEL_URIS), ("data", ("train", "corpus", "delete", "tasks")), ("evaluate", ("sets",))):
+    for section, keys in (
+        ("model", MODEL_URIS),
+        ("data", ("train", "holdout", "corpus", "delete", "tasks")),
+        ("evaluate", ("sets",)),
+    ):
         values = given.get(section)
         if isinstance(values, Mapping):
             # `demo` is a model, and no file of data.

@@ -114,7 +114,7 @@ def check_first_rows(
     if corpus:
         read_first_rows(find_shards(corpus, "data.corpus"), columns, config.data.max_bad_fraction, DOCUMENTS)
     for setting, (uris, their_columns) in tasks:
-        check_columns(their_columns, setting.removesuffix("train") + "columns")
+        check_columns(their_columns, setting.rpartition(".")[0] + ".columns")
         read_first_rows(find_shards(uris, setting), their_columns, config.data.max_bad_fraction)
     if training:
         first = read_first_rows(find_shards(training, own), columns, config.data.max_bad_fraction)

@@ -123,7 +123,9 @@ def read_model(name: str, folder: str) -> ModelFacts:
         model_type=config["model_type"],
         dimension=int(config["hidden_size"]),
         longest=int(config["max_position_embeddings"]) - offset,
-        count=_token_counter(vocabulary) if vocabulary.is_file() else _estimate_tokens,
+        count=_token_counter(vocabulary)
+        if vocabulary.is_file()
+        else lambda texts: np.array([2 + math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts], np.int64),
         counted=vocabulary.is_file(),
     )
 
@@ -264,10 +266,6 @@ def _token_counter(vocabulary: Path) -> Count:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return lambda texts: np.array([len(found) for found in tokenizer.encode_batch_fast(texts)], np.int64)
-
-
-def _estimate_tokens(texts: Sequence[str]) -> NDArray[np.int64]:
-    return np.array([2 + math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts], np.int64)
 
 
 def _holdout(data: DataFacts) -> tuple[float, dict[str, Any]]:

@@ -109,6 +109,7 @@ class TaskData(Section):
     """Files of one task. All of their rows belong to it, so they need no column `task`."""
 
     train: Annotated[tuple[Uri, ...], Field(min_length=1)] = Field(description="URIs of training shards or folders of them.")
+    holdout: tuple[Uri, ...] = Field((), description="More of its files, all of whose rows are held out, as in `data.holdout`.")
     columns: dict[str, str] = Field(default_factory=dict, description="More of `data.columns`, or others in their place.")
 
 
@@ -147,6 +148,11 @@ class DataConfig(Section):
         description="More training files by their task, perhaps with columns of their own: {TASK: SECTION}. A file may have "
         "rows of several tasks; it then is none of `train`.",
     )
+    holdout: Annotated[tuple[Uri, ...], KeyRole.BOOKKEEPING] = Field(
+        (),
+        description="URIs of shards, or folders of them, whose rows are all held out; rows of training shards with their texts "
+        "are not trained on.",
+    )
     holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0), KeyRole.LEARNED] = Field(
         0.02, description="Share of rows kept from training, chosen by hash of the normalized document text."
     )
@@ -180,16 +186,22 @@ class DataConfig(Section):
 
     @property
     def training(self) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]:
-        """Setting -> its URIs of training shards, and the columns of their files."""
+        """Setting -> its URIs of training or held-out shards, and the columns of their files."""
         tasks = {
-            f"data.tasks.{name}.train": (task.train, {**self.columns, **task.columns, "task": f"={name}"})
+            f"data.tasks.{name}.{use}": (uris, {**self.columns, **task.columns, "task": f"={name}"})
             for name, task in sorted(self.tasks.items())
+            for use, uris in (("train", task.train), ("holdout", task.holdout))
         }
-        return {"data.train": (self.train, self.columns), **tasks}
+        every = {"data.train": (self.train, self.columns), "data.holdout": (self.holdout, self.columns), **tasks}
+        return {setting: one for setting, one in every.items() if one[0] or setting == "data.train"}
+
+    def held_out_by(self, setting: str) -> str:
+        """Return `holdout_by`, for shards that are held out as a whole behind `all `."""
+        return f"all {self.holdout_by}" if setting.endswith(".holdout") else self.holdout_by
 
     @property
     def training_uris(self) -> tuple[str, ...]:
-        """URIs of all training shards."""
+        """URIs of all training shards, and of those that are held out."""
         return tuple(uri for uris, _ in self.training.values() for uri in uris)
 
 

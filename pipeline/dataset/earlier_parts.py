@@ -88,7 +88,9 @@ class EarlierParts:
 
     def covering(self, index: int) -> Parts:
         """Return the parts that hold the documents of a part, in the order of their keys; empty: none do."""
-        sets = [[self._paths.part(index, self._count)]] + [_overlapping(uris, index, self._count) for uris in self._sets]
+        # Those that overlap with it: both numbers are powers of two, of equal intervals.
+        starts = [(uris, index * len(uris) // self._count, (index + 1) * len(uris) // self._count) for uris in self._sets]
+        sets = [[self._paths.part(index, self._count)], *(uris[start : max(end, start + 1)] for uris, start, end in starts)]
         for uris in sets:
             with suppress(MissingInput, BadData):
                 found = [(uri, PartRecord.from_json(store.read_bytes(f"{uri.removesuffix('.parquet')}.json"))) for uri in uris]
@@ -96,11 +98,6 @@ class EarlierParts:
                 if all(record.form == self._form and store.sha256(uri) == record.sha256 for uri, record in found):
                     return found
         return []
-
-
-def _overlapping(uris: Sequence[str], index: int, count: int) -> list[str]:
-    """Return which of some parts overlap with one of `count` parts: both numbers are powers of two, of equal intervals."""
-    return list(uris[index * len(uris) // count : max((index + 1) * len(uris) // count, index * len(uris) // count + 1)])
 
 
 class EarlierVectors:

@@ -273,7 +273,7 @@ def rows_name(shard: Mapping[str, Any], kind: str, columns: Mapping[str, str], h
     Args:
         shard: its `uri`, `version` and `size`.
         columns: `data.columns`.
-        holdout_by: `data.holdout_by`, which decides the key of pairs.
+        holdout_by: `DataConfig.held_out_by`, which decides the key of pairs.
     """
     return _named([dict(shard), kind, dict(columns), holdout_by if kind == PAIRS else "", SCHEMA_VERSION])
 

@@ -78,7 +78,7 @@ def _named(
     config: RunConfig, tokenizer: TokenizerPlan, kind: str, info: store.ObjectInfo, setting: str, **more: Any
 ) -> InputShard:
     file = {"uri": info.uri, "version": info.version, "size": info.size}
-    rows = rows_name(file, kind, config.data.training[setting][1], config.data.holdout_by)
+    rows = rows_name(file, kind, config.data.training[setting][1], config.data.held_out_by(setting))
     tokens, mine = tokens_name(rows, tokenizer), config.train.mine
     mined = mined_name(tokens, mine) if mine and kind == PAIRS else ""
     return InputShard(**file, modified=info.modified, kind=kind, setting=setting, rows=rows, tokens=tokens, mined=mined, **more)

@@ -319,10 +319,7 @@ def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]
         listed = [name for name in present if name == columns.names.get("negatives") and _is_list(schema.field(name).type)]
         nested = {name: schema.field(name).type for name in present if schema.field(name).type.num_fields and name not in listed}
         wanted = [name for name in present if name not in nested]
-        paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
-        items = [item for item in paths if item.startswith(tuple(f"{name}." for name in listed))]
-        # Lists come as dictionaries: equal texts in them are then in memory once.
-        file = pq.ParquetFile(stream, metadata=metadata, buffer_size=READ_BYTES, pre_buffer=False, read_dictionary=items)
+        file = pq.ParquetFile(stream, metadata=metadata, buffer_size=READ_BYTES, pre_buffer=False)
         line = 0
         for group in range(metadata.num_row_groups):
             size, count = metadata.row_group(group).total_byte_size, metadata.row_group(group).num_rows
@@ -340,10 +337,7 @@ def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]
 
 def _is_list(kind: pa.DataType) -> bool:
     """Return whether values are lists of text."""
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return False
-    item = kind.value_type
-    return _is_text(item.value_type if pa.types.is_dictionary(item) else item)
+    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(kind.value_type)
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -171,17 +171,13 @@ class TextTokenizer:
         try:
             encoded = self.encode(texts, max_length, prompt)
         except BaseException as error:
-            if not _is_about_a_text(error):
+            # One text may have caused it. A panic inside the tokenizers library is not an Exception.
+            if isinstance(error, MemoryError) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
                 raise
             if len(texts) == 1:
                 return [f"the tokenizer cannot take it: {type(error).__name__}: {error}"]
             return [found for text in texts for found in self.encode_each([text], max_length, prompt)]
         return [tokens if len(tokens) else "the tokenizer returns no token" for tokens in encoded]
-
-
-def _is_about_a_text(error: BaseException) -> bool:
-    """Return whether one text may have caused an exception. A panic inside the tokenizers library is not an Exception."""
-    return (isinstance(error, Exception) and not isinstance(error, MemoryError)) or type(error).__name__ == "PanicException"
 
 
 def cut(tokens: pa.ListArray, length: int, plan: TokenizerPlan) -> pa.ListArray:

@@ -36,6 +36,7 @@ from pipeline.dataset.ingested import (
     PAIRS,
     PROFILE,
     SCHEMA_VERSION,
+    SLICES,
     TOKENS,
     TOMBSTONE,
     IngestedFile,
@@ -420,7 +421,7 @@ def read_rows(worker: Ingester, made: Sequence[Made], path: Path, quarantine: Pa
         for rows in files_of(good(read_blocks(shard.uri, source, columns, str(path)))):
             # Each step leaves little behind: the texts, sorted, are gone when tokens are made, and all is before the next file.
             rows = add_judged(rows) if source == PAIRS else rows
-            orders = [one.write_rows(rows, config.holdout_by) for one in made]
+            orders = [one.write_rows(rows, config.held_out_by(shard.setting)) for one in made]
             encoded = {name: worker.encode(rows, name) for name, (column, _) in TEXTS_OF.items() if column in rows.column_names}
             for one, order in zip(made, orders, strict=True):
                 one.write_tokens([encoded[name].take(order) for name in TOKENS[one.shard.kind]], worker.tokenizer.vocabulary)
@@ -447,11 +448,13 @@ def _pairs(rows: pa.Table, holdout_by: str) -> tuple[pa.Table, pa.Array]:
     """Return the rows with the columns of ingested pairs, sorted by their key, and their order."""
     query, document = (rows[name].to_numpy() for name in ("query_hash", "document_hash"))
     versions = row_versions(query, document, string_hashes(rows["locale"]), string_hashes(rows["task"]), rows["label"].to_numpy())
-    key = query if holdout_by == "query" else document
-    if holdout_by == "group":
+    key = query if holdout_by.endswith("query") else document
+    if holdout_by.endswith("group"):
         group = rows["group"].combine_chunks()
         # Rows without a group are held out with the others of their document.
         key = np.where(np.asarray(group.is_valid()), normalized_hashes(group.fill_null("")), document)
+    if holdout_by.startswith("all"):
+        key = key // np.uint64(SLICES)  # all of them into the first slice, which is always held out
     order = np.argsort(key, kind="stable")
     # Texts are large: they are copied once, to their places.
     texts = pa.concat_arrays([*rows["query"].chunks, *rows["document"].chunks])

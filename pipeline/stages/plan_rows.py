@@ -87,6 +87,10 @@ class PlannedRows:
         self._compared = SeenRows(bucket_root, compared, self._config.data.holdout_by, cache)
         self._source = HashedRows(shards, seen, self._config.data.max_repeats, cache)
         self._lengths = Lengths.of(self._config)
+        # The keys of shards that are held out as a whole: those of their texts, divided by SLICES.
+        own = [(one, file) for one in shards if one.shard.setting.endswith(".holdout") for file in range(len(one.profile.files))]
+        tables = (table for one, file in own for table in one.facts(file, 0, one.profile.files[file].rows))
+        self._own = np.concatenate([np.empty(0, np.uint64), *(table["key"].to_numpy() for table in tables)])
         known = seen.shards
         self.new_shards = [number for number, one in enumerate(shards) if one.shard.rows not in known]
         self.numbers = {number: place for place, number in enumerate(self.new_shards)}
@@ -125,6 +129,7 @@ class PlannedRows:
         known: set[tuple[int, str | None]] = set()
         texts: set[tuple[int, str | None]] = set()
         documents: set[int] = set()
+        own = np.intersect1d(self._own, self._compared.keys(0, SLICES) // np.uint64(SLICES)) if len(self._own) else self._own
         searched = not self._config.classifies_only
         with ExitStack() as stack:
             writer = RowWriter(self.folder, self._inputs.tokenizer.vocabulary, [*HOLDOUT_FILES, KNOWN, CLASSES])
@@ -133,7 +138,8 @@ class PlannedRows:
                 other = RowWriter(self.folder / PUBLISHED, self._published[0].vocabulary, [*HOLDOUT_FILES, CLASSES])
                 writers[f"{PUBLISHED}/"] = stack.enter_context(other)
             for first, last, table in self._tables(0, held, most, self._untrained):
-                table = table.filter(pa.array(~np.isin(table["key"].to_numpy(), self._compared.keys(first, last))))
+                trained = np.concatenate([self._compared.keys(first, last), own])
+                table = table.filter(pa.array(~np.isin(table["key"].to_numpy(), trained)))
                 table = table.append_column("new", pa.array(np.isin(table["shard"].to_numpy(), self.new_shards)))
                 classified = table.filter((pc.field("class") != NO_CLASS) & (pc.field("label") > 0))
                 classified = classified.filter(pa.array(_within(classified, texts, most)))
@@ -157,8 +163,9 @@ class PlannedRows:
                 if len(places[0]):
                     table = self._read(self._corpus, places, ["document_tokens"], ["document_hash"])
                     _add(writers, "candidates.arrow", _documents(table, documents))
-            # The rows of a document are in the same slices as it is, or those of a query are; rows of groups may be anywhere.
-            anywhere = self._config.data.holdout_by == "group" and searched
+            # The rows of a document are in the same slices as it is, or those of a query are; rows of groups may be anywhere, and
+            # so may those of texts that are held out as a whole.
+            anywhere = (self._config.data.holdout_by == "group" or len(self._own) > 0) and searched
             last = SLICES if anywhere else last
             for _, _, table in self._tables(held, last, distractors, lambda group, *_: group.repeat == 1):
                 if not self._corpus:
@@ -265,6 +272,8 @@ class PlannedRows:
                 for table, places in read_rows(
                     self._shards, rows, self._inputs.tokenizer, longest, negatives=negatives, held=within
                 ):
+                    kept = ~np.isin(table["key"].to_numpy() // np.uint64(SLICES), self._own)
+                    table, places = table.filter(pa.array(kept)), places[kept]
                     new, shards = ~group.seen[places], group.shard[places]
                     self.new.update(shards[new].tolist())
                     self.replayed.update(shards[~new].tolist())

@@ -37,7 +37,7 @@ def new_inputs(context: StageContext, request: RunInput) -> RunInputs:
     paths, scratch = context.paths, context.scratch
     config = build_config(request.deployment.config, request.execution)
     for setting, (_, columns) in config.data.training.items():
-        check_columns(columns, setting.removesuffix("train") + "columns")
+        check_columns(columns, setting.rpartition(".")[0] + ".columns")
     check_nodes(config.nodes, request.deployment.allowed_nodes)
     check_corpus(config)
     places = places_of(paths, request)

@@ -1,40 +1,53 @@
 """Does incremental training work? Twelve weeks of it against one training on all of them, by cohort of weeks.
 
-    PYTHONPATH=. python tests/benchmarks/incremental.py [--weeks 12] [--rows 400] [--seeds 3] [--results FILE]
+    OMP_NUM_THREADS=1 PYTHONPATH=. python tests/benchmarks/incremental.py [--weeks 12] [--rows 200] [--seeds 3] [--processes 2]
+        [--weeks-by module|hash] [--results FILE]
 
-Real text: docstrings of the installed packages as pairs, in weeks by their hashes; all-MiniLM-L6-v2. Every week runs the
-pipeline's own prepare, ingest, plan and train stages in this process, one rank, from the model of the week before; `retrain` runs
+Real text: docstrings of the installed packages as pairs; all-MiniLM-L6-v2. Weeks are in the order of the modules, so that each
+brings text that no week before had, or, by hash, samples of the same text. Every week runs the
+pipeline's own prepare, ingest, plan and train stages in one process, one rank, from the model of the week before; `retrain` runs
 them once, from the initial model, on the rows of all weeks. All arms see every row that is not held out once, and replayed ones
-besides.
+besides. The pipeline starts AdamW afresh every week; the arm that continues it loads the moments and the number of steps that the
+week before left in its last checkpoint.
 
 Printed: nDCG@10 of the last model on held-out queries of all weeks, and of the first, the middle and the last third of them, each
-query's value the mean of the seeds; the largest difference of two seeds; and the pairs trained. A held-out query is ranked
-against the held-out documents of all weeks. Results are kept in a file, where given, and what is there is not run again.
+query's value the mean of the seeds; the largest difference of two seeds; the queries' mean difference from `retrain`, with its
+95 % interval; and the pairs trained. A held-out query is ranked against the held-out documents of all weeks. Results are kept in
+a file, where given, and what is there is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infra.local.demo import initial_folder
 from pipeline.contract import Stage
+from pipeline.training import setup
+from pipeline.training.host_state import OPTIMIZER_FILE, load_optimizer
+from pipeline.training.step import build_optimizer
 from tests.benchmarks.peers.texts import pairs
 from tests.chain.year_checks import Outsider
 from tests.pipeline.stages.planning import Bench, held_out
 
-FRACTION = 0.2
-QUERY_LENGTH, LENGTH = 24, 96
+FRACTION = 0.4
+QUERY_LENGTH, LENGTH = 16, 64
 TRAIN: dict[str, Any] = {
-    "batch_size": 32,
-    "batch_tokens": 3072,
+    "batch_size": 16,
+    "batch_tokens": 1280,
     "query_length": QUERY_LENGTH,
     "length": LENGTH,
     "learning_rate": 5e-5,
@@ -44,14 +57,32 @@ TRAIN: dict[str, Any] = {
     "checkpoint_every": 10**6,
     "keep_checkpoints": 1,
 }
-ARMS: dict[str, tuple[bool, float, dict[str, Any]]] = {
-    # name: week by week, replay, settings of train
-    "initial model": (False, 0.0, {"steps": 0}),
-    "retrain": (False, 0.0, {}),
-    "incremental, no replay": (True, 0.0, {}),
-    "incremental, replay 0.1": (True, 0.1, {}),
-    "incremental, replay 0.5": (True, 0.5, {}),
-    "incremental, replay 0.1, constant rate": (True, 0.1, {"schedule": "constant", "warmup_fraction": 0.0}),
+CONSTANT = {"schedule": "constant", "warmup_fraction": 0.0}
+
+
+class Arm(NamedTuple):
+    """A way to train all weeks.
+
+    Attributes:
+        weekly: a run for each week, not one for all of them.
+        continued: AdamW goes on with the state of the week before.
+    """
+
+    weekly: bool = True
+    replay: float = 0.0
+    train: Mapping[str, Any] = MappingProxyType({})
+    continued: bool = False
+
+
+ARMS = {
+    "initial model": Arm(weekly=False, train={"steps": 0}),
+    "retrain": Arm(weekly=False),
+    "incremental, no replay": Arm(),
+    "incremental, replay 0.1": Arm(replay=0.1),
+    "incremental, replay 0.5": Arm(replay=0.5),
+    "replay 0.1, constant rate": Arm(replay=0.1, train=CONSTANT),
+    "replay 0.1, continued AdamW": Arm(replay=0.1, continued=True),
+    "replay 0.1, constant rate, continued AdamW": Arm(replay=0.1, train=CONSTANT, continued=True),
 }
 
 Rows = list[dict[str, Any]]
@@ -61,56 +92,78 @@ Values = NDArray[np.float64]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weeks", type=int, default=12)
-    parser.add_argument("--rows", type=int, default=400, help="pairs of a week, held-out ones included")
+    parser.add_argument("--rows", type=int, default=200, help="pairs of a week, held-out ones included")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2, help="arms that run at the same time")
+    parser.add_argument("--weeks-by", choices=("module", "hash"), default="module")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
-    chosen = pairs()[: options.weeks * options.rows]
+    chosen = list(pairs()[: options.weeks * options.rows])
+    if options.weeks_by == "module":
+        chosen.sort(key=lambda pair: pair.id)
     rows = [{"id": pair.id, "query": pair.query, "document": pair.document} for pair in chosen]
     weeks = [rows[start : start + options.rows] for start in range(0, len(rows), options.rows)]
     held = [(week, row) for week, of_week in enumerate(weeks) for row in of_week if held_out(row, FRACTION)]
     print(f"{len(weeks)} weeks of {options.rows} pairs; {len(held)} held-out queries", flush=True)
     found: dict[str, list[Any]] = json.loads(options.results.read_text()) if options.results and options.results.exists() else {}
-    for seed in range(options.seeds):
-        for name, arm in ARMS.items():
-            if (key := f"{name}/{seed}") in found:
-                continue
-            begun = time.monotonic()
-            with tempfile.TemporaryDirectory() as folder:
-                model, trained = last_model(Path(folder), weeks, arm, seed)
-                found[key] = [values_of(model, [row for _, row in held]).tolist(), trained]
-            print(f"{key}: {np.mean(found[key][0]):.4f}, {time.monotonic() - begun:.0f} s", flush=True)
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        to_run = [(name, seed) for seed, name in itertools.product(range(options.seeds), ARMS) if f"{name}/{seed}" not in found]
+        running = [pool.submit(measure, weeks, [row for _, row in held], *one) for one in to_run]
+        for one in as_completed(running):
+            key, values, trained, seconds = one.result()
+            found[key] = [values.tolist(), trained]
+            print(f"{key}: {values.mean():.4f}, {seconds:.0f} s", flush=True)
             if options.results:
                 options.results.write_text(json.dumps(found))
     show(found, np.array([week for week, _ in held]), options.seeds, len(weeks))
 
 
-def last_model(folder: Path, weeks: list[Rows], arm: tuple[bool, float, dict[str, Any]], seed: int) -> tuple[Path, int]:
+def measure(weeks: list[Rows], held: Rows, name: str, seed: int) -> tuple[str, Values, int, float]:
+    """Train an arm; return its key, the value of each held-out query, the pairs trained and the seconds."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        model, trained = last_model(Path(folder), weeks, ARMS[name], seed)
+        return f"{name}/{seed}", values_of(model, held), trained, time.monotonic() - begun
+
+
+def last_model(folder: Path, weeks: list[Rows], arm: Arm, seed: int) -> tuple[Path, int]:
     """Train all weeks; return the last model's folder, and the pairs trained."""
-    weekly, replay, train = arm
-    if train.get("steps") == 0:
+    if arm.train.get("steps") == 0:
         return initial_folder(), 0
     (folder / "scratch").mkdir()
     bench = Bench(str(folder / "bucket"), folder / "scratch", initial_folder())
-    data = {**bench.config["data"], "holdout_fraction": FRACTION, "replay_fraction": replay}
+    data = {**bench.config["data"], "holdout_fraction": FRACTION, "replay_fraction": arm.replay}
     bench.config |= {
         "nodes": 1,
         "seed": seed,
         "device": {"kind": "cpu", "ranks_per_node": 1, "precision": "fp32"},
         "data": data,
-        "train": {**TRAIN, **train},
+        "train": {**TRAIN, **arm.train},
     }
-    trained = 0
-    for number, run_weeks in enumerate([[week] for week in weeks] if weekly else [weeks]):
+    trained, state = 0, None
+    for number, run_weeks in enumerate([[week] for week in weeks] if arm.weekly else [weeks]):
         for part, week in enumerate(run_weeks):
             bench.shard(f"week-{number:02d}-{part:02d}.jsonl", week)
         run = f"week-{number:02d}"
         bench.start(run)
-        bench.stage(Stage.TRAIN, run)
+        with mock.patch.object(setup, "build_optimizer", continued(state) if arm.continued and state else build_optimizer):
+            bench.stage(Stage.TRAIN, run)
+        [state] = Path(bench.paths(run).checkpoints).rglob(OPTIMIZER_FILE)
         trained += bench.plan(run).train.rows
         bench.publish(run, bench.paths(run).model)
         bench.config["model"] = {}
     return Path(bench.paths(run).model), trained
+
+
+def continued(state: Path) -> Callable[..., Any]:
+    """`build_optimizer` that puts an earlier run's state into the optimizer."""
+
+    def build_and_load(encoder: Any, *arguments: Any, **options: Any) -> Any:
+        optimizer = build_optimizer(encoder, *arguments, **options)
+        load_optimizer(encoder, optimizer, state)
+        return optimizer
+
+    return build_and_load
 
 
 def values_of(model: Path, held: Rows) -> Values:
@@ -124,12 +177,16 @@ def values_of(model: Path, held: Rows) -> Values:
 
 def show(found: dict[str, list[Any]], week_of: NDArray[np.int64], seeds: int, weeks: int) -> None:
     thirds = [week_of * 3 // weeks == third for third in range(3)]
-    print(f"{'':<42}{'all':>8}{'first':>8}{'middle':>8}{'last':>8}{'seeds':>8}{'pairs':>9}")
-    for name in ARMS:
-        of_seeds = np.array([found[f"{name}/{seed}"][0] for seed in range(seeds)])
+    of_arms = {name: np.array([found[f"{name}/{seed}"][0] for seed in range(seeds)]) for name in ARMS}
+    retrained = of_arms["retrain"].mean(axis=0)
+    draws = np.random.default_rng(0).integers(0, len(retrained), (10_000, len(retrained)))
+    print(f"{'':<44}{'all':>8}{'first':>8}{'middle':>8}{'last':>8}{'seeds':>8}{'against retrain':>29}{'pairs':>9}")
+    for name, of_seeds in of_arms.items():
         means = of_seeds.mean(axis=0)
         figures = [means.mean(), *(means[third].mean() for third in thirds), np.ptp(of_seeds.mean(axis=1))]
-        print(f"{name:<42}{''.join(f'{figure:>8.4f}' for figure in figures)}{found[f'{name}/0'][1]:>9,}")
+        low, high = np.quantile((means - retrained)[draws].mean(axis=1), [0.025, 0.975])
+        difference = f"{(means - retrained).mean():+.4f} ({low:+.4f} to {high:+.4f})"
+        print(f"{name:<44}{''.join(f'{figure:>8.4f}' for figure in figures)}{difference:>29}{found[f'{name}/0'][1]:>9,}")
 
 
 if __name__ == "__main__":
