@@ -1,13 +1,14 @@
-"""A task with classes on real text: WordNet's glosses and the lexicographer file of each (45 classes), beside word -> gloss.
+"""A task with classes on real text, beside a search of the same texts.
 
-    PYTHONPATH=. python tests/benchmarks/classes.py [--rows 20000] [--epochs 2]
+    PYTHONPATH=. python tests/benchmarks/classes.py [--texts glosses|docstrings] [--rows 10000] [--epochs 2]
 
-all-MiniLM-L6-v2 is trained by the pipeline's own prepare, ingest, plan and train stages in this process, one rank, on pairs of a
-word and its gloss and on glosses with their classes in turn, and evaluated by evaluate. Its peer is a logistic regression on
-TF-IDF of words and pairs of words (scikit-learn), fitted on the same glosses and measured on the same held-out ones. Needs the
-package wordnet-base.
+Texts: WordNet's glosses, the class of each the lexicographer file that it comes from (45), and pairs of a word and its gloss
+(package wordnet-base); or docstrings, the class of each its package, and pairs of their first lines and the rest.
+all-MiniLM-L6-v2 is trained by the pipeline's own prepare, ingest, plan and train stages in this process, one rank, on pairs and
+on texts with their classes in turn, and evaluated by evaluate. Its peer is a logistic regression on TF-IDF of words and pairs of
+words (scikit-learn), fitted on the same texts and measured on the same held-out ones.
 
-Printed: accuracy and macro F1 of both on the held-out glosses, the share of the most frequent class, nDCG@10 of the pairs before
+Printed: accuracy and macro F1 of both on the held-out texts, the share of the most frequent class, nDCG@10 of the pairs before
 and after, and the seconds of training.
 """
 
@@ -27,37 +28,43 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score
 
-from infra.local.demo import initial_folder
+from infra.local.demo import _row, initial_folder
 from pipeline import store
 from pipeline.contract import Stage
 from pipeline.dataset.ingested import SLICES
 from pipeline.dataset.rows import normalized_hash
 from pipeline.dataset.selection import holdout_slices
+from tests.benchmarks.peers.texts import pairs
 from tests.chain.year_inputs import PARTS_OF_SPEECH, WORDNET
 from tests.pipeline.stages.planning import Bench
 
-FRACTION, TASK = 0.1, "lexicographer"
+FRACTION, TASK = 0.1, "class"
 LENGTH = 64
 
 
-class Gloss(NamedTuple):
-    """A gloss, one of its words, and the lexicographer file that it comes from."""
+class Text(NamedTuple):
+    """A text, a query that it answers, and its class."""
 
-    word: str
+    query: str
     text: str
-    file: str
+    name: str
 
 
-def glosses(count: int) -> list[Gloss]:
+def docstrings(count: int) -> list[Text]:
+    """So many docstrings with their packages."""
+    return [Text(pair.query, pair.document, str(_row(pair)["package"])) for pair in pairs()[:count]]
+
+
+def glosses(count: int) -> list[Text]:
     """So many glosses of all parts of speech, by chance but always the same; of equal ones one."""
-    found: dict[str, Gloss] = {}
+    found: dict[str, Text] = {}
     for part in PARTS_OF_SPEECH:
         for line in (WORDNET / f"data.{part}").read_text(errors="replace").splitlines():
             if line.startswith(" "):
                 continue
             synset, _, text = line.partition(" | ")
             _, file, _, _, word, *_ = synset.split()
-            found.setdefault(text.strip().casefold(), Gloss(re.sub(r"\(.*\)$", "", word.replace("_", " ")), text.strip(), file))
+            found.setdefault(text.strip().casefold(), Text(re.sub(r"\(.*\)$", "", word.replace("_", " ")), text.strip(), file))
     return random.Random(0).sample(sorted(found.values()), min(count, len(found)))
 
 
@@ -65,27 +72,28 @@ def is_held_out(text: str) -> bool:
     return normalized_hash(text) * SLICES >> 64 < holdout_slices(FRACTION)
 
 
-def of_peer(train: list[Gloss], held: list[Gloss]) -> np.ndarray[Any, Any]:
-    """The classes that TF-IDF with a logistic regression gives held-out glosses."""
+def of_peer(train: list[Text], held: list[Text]) -> np.ndarray[Any, Any]:
+    """The classes that TF-IDF with a logistic regression gives held-out texts."""
     words = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2)
     model = LogisticRegression(C=10.0, max_iter=1000)
-    model.fit(words.fit_transform([one.text for one in train]), [one.file for one in train])
+    model.fit(words.fit_transform([one.text for one in train]), [one.name for one in train])
     return model.predict(words.transform([one.text for one in held]))
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("--rows", type=int, default=20_000)
+    arguments.add_argument("--texts", choices=("glosses", "docstrings"), default="glosses")
+    arguments.add_argument("--rows", type=int, default=10_000)
     arguments.add_argument("--epochs", type=int, default=2)
     chosen = arguments.parse_args()
-    rows = glosses(chosen.rows)
-    classes = sorted({one.file for one in rows})
+    rows = (glosses if chosen.texts == "glosses" else docstrings)(chosen.rows)
+    classes = sorted({one.name for one in rows})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "scratch").mkdir()
         bench = Bench(str(folder / "bucket"), folder / "scratch", initial_folder())
-        bench.shard("words.jsonl", [{"query": one.word, "document": one.text, "task": "word"} for one in rows])
-        bench.shard("files.jsonl", [{"query": one.text, "document": one.file, "task": TASK} for one in rows])
+        bench.shard("pairs.jsonl", [{"query": one.query, "document": one.text, "task": "search"} for one in rows])
+        bench.shard("classes.jsonl", [{"query": one.text, "document": one.name, "task": TASK} for one in rows])
         corpus = bench.shard("corpus.jsonl", [{"id": "one", "text": "one"}], folder="corpus")
         bench.config |= {
             "nodes": 1,
@@ -116,17 +124,17 @@ def main() -> None:
         scores = store.read_json(bench.paths("one").scorecard)
     found = scores["slices"][f"task:{TASK}"]
     train, held = ([one for one in rows if is_held_out(one.text) == side] for side in (False, True))
-    assert len(held) == found["queries"], "the peer is measured on other glosses"
-    predicted, true = of_peer(train, held), [one.file for one in held]
-    frequent = Counter(one.file for one in train).most_common(1)[0][0]
-    print(f"{len(train):,} glosses of {len(classes)} classes, {len(held):,} held out; training took {seconds:.0f} s")
-    print(f"most frequent class: accuracy {np.mean([file == frequent for file in true]):.3f}")
+    assert len(held) == found["queries"], "the peer is measured on other texts"
+    predicted, true = of_peer(train, held), [one.name for one in held]
+    frequent = Counter(one.name for one in train).most_common(1)[0][0]
+    print(f"{len(train):,} {chosen.texts} of {len(classes)} classes, {len(held):,} held out; training took {seconds:.0f} s")
+    print(f"most frequent class: accuracy {np.mean([one == frequent for one in true]):.3f}")
     print(
         f"TF-IDF and logistic regression: accuracy {accuracy_score(true, predicted):.3f}, "
         f"macro F1 {f1_score(true, predicted, labels=sorted({*true}), average='macro', zero_division=0):.3f}"
     )
     print(f"MiniLM: accuracy {found['new']['accuracy']:.3f}, macro F1 {found['new']['macro-f1']:.3f}")
-    print(f"nDCG@10 of word -> gloss: {scores['baseline']['ndcg@10']:.3f} before, {scores['new']['ndcg@10']:.3f} after")
+    print(f"nDCG@10 of the pairs: {scores['baseline']['ndcg@10']:.3f} before, {scores['new']['ndcg@10']:.3f} after")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,29 @@
 """What negatives bring: a week in which no row has any, in which they are mined, and in which the batch is larger besides.
 
-    PYTHONPATH=. python tests/benchmarks/negatives.py [--rows 4000] [--queries 1000] [--corpus 20000] [--seeds 3]
+    OMP_NUM_THREADS=1 PYTHONPATH=. python tests/benchmarks/negatives.py [--rows 2000] [--queries 400] [--corpus 8000] [--seeds 3]
+        [--processes 2]
 
 Real text, WordNet's nouns: a word is the query, the definition of its synset the document. Two weeks of all-MiniLM-L6-v2, by the
-pipeline's own stages in this process, one rank. The first one trains in batches and publishes the model and the embeddings of the
+pipeline's own stages in one process, one rank. The first one trains in batches and publishes the model and the embeddings of the
 corpus; every arm is the second week on the same rows from there. Needs the package wordnet-base.
 
 Printed: nDCG@10 on words that no row has, against all definitions of the corpus, graded by WordNet's relations in the schema of
 ESCI (Reddy et al. 2022, "Shopping Queries Dataset", arXiv:2206.06588), with its gains: exact 1, a synset of the word; substitute
 0.1, its hypernym or a sibling; complement 0.01, a part of it, or of its domain; irrelevant 0, all others, among them those that
-share a word with the query. Mean of the seeds; the largest difference of two seeds; the same with exact answers alone; mined
-negatives of a row; and the seconds of training.
+share a word with the query. Mean of the seeds; the largest difference of two seeds; the mean difference of words from `in-batch`
+with its 95 % interval; nDCG@10 with exact answers alone; mined negatives of a row; and the seconds of training.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,9 +134,32 @@ def weeks(synsets: dict[str, Synset], held: set[str], rows: int) -> Iterator[lis
         yield [{"id": one, "query": synsets[one].words[0], "document": synsets[one].definition} for one in week]
 
 
+class Texts(NamedTuple):
+    """What every arm has: words to ask for, and the documents that they are asked of."""
+
+    cases: list[Case]
+    offsets: list[str]
+    definitions: list[str]
+
+
+class Measured(NamedTuple):
+    """Of an arm with one seed.
+
+    Attributes:
+        graded, exact: nDCG@10 of each word, with all gains and with those of exact answers.
+        negatives: mined ones of a row.
+        seconds: of training.
+    """
+
+    graded: Values
+    exact: Values
+    negatives: float = 0.0
+    seconds: float = 0.0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("--rows", 4000), ("--queries", 1000), ("--corpus", 20_000), ("--seeds", 3)):
+    for name, value in (("--rows", 2000), ("--queries", 400), ("--corpus", 8000), ("--seeds", 3), ("--processes", 2)):
         parser.add_argument(name, type=int, default=value)
     options = parser.parse_args()
     synsets = read_synsets()
@@ -144,35 +170,58 @@ def main() -> None:
     trained = {row["id"] for week in both for row in week}
     others = random.Random(2).sample(sorted({*synsets} - asked - trained), max(0, options.corpus - len(asked | trained)))
     offsets = sorted({*asked, *trained, *others})
+    texts = Texts(chosen, offsets, [synsets[offset].definition for offset in offsets])
     print(f"{len(chosen)} words, {len(offsets)} definitions", flush=True)
-    results: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
-    for seed in range(options.seeds):
-        with tempfile.TemporaryDirectory() as name:
-            bench = published(Path(name), both[0], offsets, synsets, seed)
-            bench.shard("two.jsonl", both[1])
-            models = {"initial model": (initial_folder(), 0.0, 0.0), "first week": (Path(bench.paths("one").model), 0.0, 0.0)}
-            models |= {arm: second_week(bench, f"two-{number}", train) for number, (arm, train) in enumerate(ARMS.items())}
-            for arm, (folder, negatives, seconds) in models.items():
-                model = Outsider(folder, QUERY_LENGTH, LENGTH)
-                documents = model.documents([synsets[offset].definition for offset in offsets])
-                scores = model.queries([case.word for case in chosen]) @ documents.T
-                values = [ndcg(scores, chosen, offsets, gains).mean() for gains in (GAINS, {"E": 1.0})]
-                results[arm].append((values[0], values[1], negatives, seconds))
-                print(f"seed {seed}, {arm}: {values[0]:.4f}", flush=True)
-    print(f"{'':<26}{'graded':>8}{'seeds':>8}{'exact':>8}{'mined':>8}{'seconds':>9}")
-    for arm, found in results.items():
-        graded, exact, negatives, seconds = np.array(found).T
+    found: dict[str, dict[int, Measured]] = defaultdict(dict)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool,
+    ):
+        seeds = range(options.seeds)
+        benches = list(
+            pool.map(published, [Path(name) / str(seed) for seed in seeds], [both] * len(seeds), [texts] * len(seeds), seeds)
+        )
+        running = {pool.submit(second_week, bench, texts, arm): (arm, seed) for seed, bench in enumerate(benches) for arm in ARMS}
+        running |= {
+            pool.submit(measured, Path(bench.paths("one").model), texts): ("first week", seed)
+            for seed, bench in enumerate(benches)
+        }
+        running[pool.submit(measured, initial_folder(), texts)] = "initial model", 0
+        for one in as_completed(running):
+            arm, seed = running[one]
+            found[arm][seed] = one.result()
+            print(f"seed {seed}, {arm}: {found[arm][seed].graded.mean():.4f}", flush=True)
+    show({arm: list(found[arm].values()) for arm in ("initial model", "first week", *ARMS)})
+
+
+def show(found: dict[str, list[Measured]]) -> None:
+    first = np.mean([one.graded for one in found[next(iter(ARMS))]], axis=0)
+    draws = np.random.default_rng(0).integers(0, len(first), (10_000, len(first)))
+    print(f"{'':<26}{'graded':>8}{'seeds':>8}{'against in-batch':>29}{'exact':>8}{'mined':>8}{'seconds':>9}")
+    for arm, of_seeds in found.items():
+        graded = np.array([one.graded for one in of_seeds])
+        apart = graded.mean(axis=0) - first
+        low, high = np.quantile(apart[draws].mean(axis=1), [0.025, 0.975])
+        exact, negatives, seconds = np.array([(one.exact.mean(), one.negatives, one.seconds) for one in of_seeds]).mean(axis=0)
         print(
-            f"{arm:<26}{graded.mean():>8.4f}{np.ptp(graded):>8.4f}{exact.mean():>8.4f}{negatives.mean():>8.1f}{seconds.mean():>9.0f}"
+            f"{arm:<26}{graded.mean():>8.4f}{np.ptp(graded.mean(axis=1)):>8.4f}"
+            f"{f'{apart.mean():+.4f} ({low:+.4f} to {high:+.4f})':>29}{exact:>8.4f}{negatives:>8.1f}{seconds:>9.0f}"
         )
 
 
-def published(folder: Path, rows: list[dict[str, Any]], offsets: list[str], synsets: dict[str, Synset], seed: int) -> Bench:
-    """A bucket in which the first week is published with the embeddings of the corpus."""
-    (folder / "scratch").mkdir()
+def measured(folder: Path, texts: Texts, negatives: float = 0.0, seconds: float = 0.0) -> Measured:
+    model = Outsider(folder, QUERY_LENGTH, LENGTH)
+    scores = model.queries([case.word for case in texts.cases]) @ model.documents(texts.definitions).T
+    graded, exact = (ndcg(scores, texts.cases, texts.offsets, gains) for gains in (GAINS, {"E": 1.0}))
+    return Measured(graded, exact, negatives, seconds)
+
+
+def published(folder: Path, weeks: list[list[dict[str, Any]]], texts: Texts, seed: int) -> Bench:
+    """A bucket in which the first week is published with the embeddings of the corpus, and the second one is there."""
+    (folder / "scratch").mkdir(parents=True)
     bench = Bench(str(folder / "bucket"), folder / "scratch", initial_folder())
-    bench.shard("one.jsonl", rows)
-    corpus = [{"id": offset, "text": synsets[offset].definition} for offset in offsets]
+    bench.shard("one.jsonl", weeks[0])
+    corpus = [{"id": offset, "text": text} for offset, text in zip(texts.offsets, texts.definitions, strict=True)]
     bench.config |= {
         "nodes": 1,
         "seed": seed,
@@ -190,13 +239,16 @@ def published(folder: Path, rows: list[dict[str, Any]], offsets: list[str], syns
     for stage in (Stage.TRAIN, Stage.EVALUATE, Stage.PREPARE, Stage.PLAN, Stage.EMBED, Stage.PUBLISH):
         bench.stage(stage, "one")
     bench.config["model"] = {}
+    bench.shard("two.jsonl", weeks[1])
+    bench.prepare("ingest")
+    bench.ingest("ingest")
     return bench
 
 
-def second_week(bench: Bench, run: str, train: dict[str, Any]) -> tuple[Path, float, float]:
-    """Train the second week; return the model's folder, the mean of mined negatives of a row, and the seconds of training."""
-    bench.prepare(run, {"train": train})
-    bench.ingest(run)
+def second_week(bench: Bench, texts: Texts, arm: str) -> Measured:
+    """Train the second week as an arm says."""
+    run = f"two-{list(ARMS).index(arm)}"
+    bench.prepare(run, {"train": ARMS[arm]})
     if bench.missing(run).mine_children:
         bench.stage(Stage.MINE, run)
     bench.stage(Stage.PLAN, run)
@@ -205,7 +257,7 @@ def second_week(bench: Bench, run: str, train: dict[str, Any]) -> tuple[Path, fl
     mined = sum(float((table[name].to_numpy() != 0).mean()) for name in names)
     begun = time.monotonic()
     bench.stage(Stage.TRAIN, run)
-    return Path(bench.paths(run).model), mined, time.monotonic() - begun
+    return measured(Path(bench.paths(run).model), texts, mined, time.monotonic() - begun)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ Trainer would choose as its device). Prints one JSON line; knows nothing of this
 
     python peer.py embed --way WAY --model FOLDER --corpus ROWS.jsonl --output PART.parquet --threads N
     python peer.py train --way WAY --model FOLDER --pairs ROWS.jsonl --steps N --batch 64 --length 128 --threads N
+    python peer.py classify --model FOLDER --pairs ROWS.jsonl --steps N --batch 16 --length 128 --threads N
     python peer.py input --corpus ROWS.jsonl --model FOLDER --length 256
 """
 
@@ -19,7 +20,7 @@ WAYS = {"embed": ("default", "bf16", "onnx", "openvino", "openvino-bf16"), "trai
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, run in (("embed", embed), ("train", train), ("input", read)):
+    for name, run in (("embed", embed), ("train", train), ("classify", classify), ("input", read)):
         command = commands.add_parser(name)
         command.set_defaults(run=run)
         command.add_argument("--model", type=Path, required=True)
@@ -27,10 +28,10 @@ def main() -> None:
         command.add_argument("--threads", type=int, default=2)
         if name in WAYS:
             command.add_argument("--way", choices=WAYS[name], required=True)
-        command.add_argument("--pairs" if name == "train" else "--corpus", type=Path, required=True)
+        command.add_argument("--pairs" if name in ("train", "classify") else "--corpus", type=Path, required=True)
         if name == "embed":
             command.add_argument("--output", type=Path, required=True)
-        if name == "train":
+        if name in ("train", "classify"):
             command.add_argument("--steps", type=int, required=True)
             command.add_argument("--batch", type=int, default=64)
             command.add_argument("--learning-rate", type=float, default=5e-5)
@@ -119,6 +120,66 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     seconds = moments[-1] - moments[warm - 1]
     counted = len(moments) - warm
     return {"steps": counted, "seconds": seconds, "rate": counted * options.batch / seconds, "loss": losses[-1]}
+
+
+def classify(options: argparse.Namespace) -> dict[str, object]:
+    """The loss and the seconds of each of the Trainer's steps over all rows, and the process's peak memory in MiB. `document` is
+    the number of a text's class. AdamW has a constant rate and a large epsilon."""
+    import resource
+    import tempfile
+    from itertools import pairwise
+
+    import torch
+    from datasets import Dataset
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    torch.set_num_threads(options.threads)
+    moments: list[float] = []
+    losses: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: object, **__: object) -> None:
+            moments.append(time.perf_counter())
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            moments.append(time.perf_counter())
+
+        def on_log(self, _args: object, _state: object, _control: object, logs: dict[str, float], **__: object) -> None:
+            losses.extend([float(logs["loss"])] if "loss" in logs else [])
+
+    with open(options.pairs, encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    encoded = tokenizer([row["query"] for row in rows], truncation=True, max_length=options.length)
+    data = Dataset.from_dict({**encoded, "labels": [int(row["document"]) for row in rows]})
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=options.batch,
+            learning_rate=options.learning_rate,
+            adam_epsilon=1e-3,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=0.0,
+            use_cpu=True,
+            save_strategy="no",
+            report_to="none",
+            logging_steps=1,
+            disable_tqdm=True,
+        )
+        model = AutoModelForSequenceClassification.from_pretrained(options.model)
+        collate = DataCollatorWithPadding(tokenizer)
+        Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[Clock()]).train()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"losses": losses, "seconds": [end - begin for begin, end in pairwise(moments)], "memory": memory}
 
 
 def read(options: argparse.Namespace) -> dict[str, float]:
