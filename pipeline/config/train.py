@@ -133,6 +133,9 @@ class TrainConfig(Section):
     beta2: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         0.999, ge=0, lt=1, description="AdamW's decay rate of the second moment."
     )
+    continue_optimizer: Annotated[bool, KeyRole.LEARNED] = Field(
+        False, description="Begin with AdamW's state at the end of the parent's run, from its last checkpoint, not without any."
+    )
     epsilon: Annotated[float, KeyRole.LEARNED, KeyRole.GRAPH] = Field(1e-8, gt=0, description="AdamW's epsilon.")
     clip_norm: Annotated[float | None, KeyRole.LEARNED, KeyRole.GRAPH] = Field(
         1.0, gt=0, description="Largest norm of the gradient of a step; None: no clipping."

@@ -316,7 +316,11 @@ def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]
         schema = metadata.schema.to_arrow_schema()
         present = [name for name in columns.wanted if name in schema.names]
         # Other lists and the like are not text whatever they hold, so they are not read: their type stands for every value.
-        listed = [name for name in present if name == columns.names.get("negatives") and _is_list(schema.field(name).type)]
+        listed = [
+            name
+            for name, kind in ((name, schema.field(name).type) for name in present if name == columns.names.get("negatives"))
+            if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(kind.value_type)
+        ]
         nested = {name: schema.field(name).type for name in present if schema.field(name).type.num_fields and name not in listed}
         wanted = [name for name in present if name not in nested]
         file = pq.ParquetFile(stream, metadata=metadata, buffer_size=READ_BYTES, pre_buffer=False)
@@ -333,11 +337,6 @@ def _parquet_records(uri: str, path: str, columns: Columns) -> Iterator[Records]
                 ]
                 yield _arrow_records(uri, lines[good], batch if good.all() else batch.filter(pa.array(good)), refused, nested)
                 line += len(batch)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    """Return whether values are lists of text."""
-    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(kind.value_type)
 
 
 def _is_text(kind: pa.DataType) -> bool:

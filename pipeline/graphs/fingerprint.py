@@ -67,7 +67,8 @@ def plan_graphs(config: RunConfig, world: PlannedWorld, backbone: PreTrainedConf
         return None
     neuron = world.kind == "neuron"
     flags = training_flags(config.compile, world.precision) if neuron else []
-    infer_flags = inference_flags(config.compile, world.precision) if neuron else []
+    cast = config.compile.inference_cast(world.precision)
+    infer_flags = _flags(config.compile, config.compile.infer_target, cast, config.compile.infer_auto_cast_type) if neuron else []
     environment = graph_environment(world.nodes) if neuron else {}
     common = {
         "kind": world.kind,
@@ -119,11 +120,6 @@ def _fingerprint(record: Mapping[str, Any]) -> str:
 def training_flags(config: CompileConfig, precision: str) -> list[str]:
     """Return neuronx-cc's flags for training's graphs, including the optimizer's: a cast applies to its arithmetic as well."""
     return _flags(config, config.target, config.training_cast(precision), config.auto_cast_type)
-
-
-def inference_flags(config: CompileConfig, precision: str) -> list[str]:
-    """Return neuronx-cc's flags for the graphs of evaluate and embed."""
-    return _flags(config, config.infer_target, config.inference_cast(precision), config.infer_auto_cast_type)
 
 
 def _flags(config: CompileConfig, target: str, cast: str, cast_type: str) -> list[str]:

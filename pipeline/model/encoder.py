@@ -278,11 +278,13 @@ def checkpoint_activations(encoder: Encoder, checkpoint: Callable[..., Any]) -> 
         checkpoint: the device's, see `Device.checkpointed`.
     """
 
-    def where_kept(function: Callable[..., Any], *arguments: Any) -> Any:
+    encoder.backbone._set_gradient_checkpointing(
+        enable=True,
         # Without gradients nothing is kept: the first pass through micro-batches needs no checkpoint.
-        return checkpoint(function, *arguments) if torch.is_grad_enabled() else function(*arguments)
-
-    encoder.backbone._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=where_kept)
+        gradient_checkpointing_func=lambda function, *arguments: (
+            checkpoint(function, *arguments) if torch.is_grad_enabled() else function(*arguments)
+        ),
+    )
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:

@@ -204,6 +204,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 def find_checkpoint(paths: RunPaths, fingerprint: str, scratch: Path) -> Checkpoint | None:
     """The newest whole checkpoint of this plan, fetched into `scratch`; None if training has none yet.
 
+    Args:
+        fingerprint: see `fetch_checkpoint`.
+
     Raises:
         MissingInput: there are checkpoints, and none of them is whole.
     """
@@ -231,13 +234,16 @@ def find_checkpoint(paths: RunPaths, fingerprint: str, scratch: Path) -> Checkpo
 def fetch_checkpoint(paths: RunPaths, step: int, fingerprint: str, scratch: Path) -> Checkpoint:
     """Fetch one checkpoint and check every file.
 
+    Args:
+        fingerprint: of the plan that it must belong to; empty: of any.
+
     Raises:
         BadData: truncated, changed or of another plan.
         MissingInput: files are missing.
     """
     uri, folder = paths.checkpoint(step), scratch / f"step-{step:08d}"
     owner, files = _read_manifest(store.join(uri, MANIFEST_FILE))
-    if owner != fingerprint:
+    if fingerprint and owner != fingerprint:
         raise BadData("the checkpoint belongs to another plan", value=uri)
     with ThreadPoolExecutor(FILES_AT_ONCE, "checkpoint") as pool:
         fetched = [

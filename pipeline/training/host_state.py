@@ -59,11 +59,16 @@ def checkpoint_files(encoder: Encoder, optimizer: AdamW, device: Device, model_s
     return write
 
 
-def load_optimizer(model: nn.Module, optimizer: AdamW, path: Path) -> None:
-    """Put the optimizer's tensors back. Hyper-parameters are the configuration's, not the checkpoint's."""
+def load_optimizer(model: nn.Module, optimizer: AdamW, path: Path) -> bool:
+    """Put the optimizer's tensors back, unless the model has parameters that the checkpoint has not; return whether it has all.
+
+    Hyper-parameters are the configuration's, not the checkpoint's.
+    """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     with safe_open(path, framework="pt") as file:
-        optimizer.load(lambda parameter, kind: file.get_tensor(f"{names[parameter]}/{kind}"))
+        if whole := {f"{name}/step" for name in names.values()} <= {*file.keys()}:
+            optimizer.load(lambda parameter, kind: file.get_tensor(f"{names[parameter]}/{kind}"))
+    return whole
 
 
 def random_states(device: Device) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ def load_state(context: StageContext, device: Device) -> TrainState:
     plan, config = context.plan, context.plan.config
     if context.world.size != plan.world.ranks:
         raise BadConfig("the number of ranks is not the plan's", value=context.world.size, rule=f"{plan.world.ranks} ranks")
-    checkpoint = newest_checkpoint(context, device)
+    checkpoint = newest_checkpoint(context, device, checkpoint_sources(context))
     if checkpoint:
         source = checkpoint.folder
     else:
@@ -79,6 +79,11 @@ def load_state(context: StageContext, device: Device) -> TrainState:
             # The leader's states: every other rank has its own, on which no step depends.
             restore_random_states(device, checkpoint.folder / RANDOM_FILE)
         log.info("resuming from the checkpoint of step %d", checkpoint.progress.step)
+    elif config.train.continue_optimizer and plan.parent.run:
+        # Whatever plan it is of: the run has ended.
+        last = newest_checkpoint(context, device, [(RunPaths(f"{context.paths.bucket_root}/runs/{plan.parent.run}"), "")])
+        if not (last and load_optimizer(encoder, optimizer, last.folder / OPTIMIZER_FILE)):
+            log.warning("run %s left no state of AdamW for all of these parameters: it starts afresh", plan.parent.run)
     return TrainState(encoder=encoder, optimizer=optimizer, source=source, checkpoint=checkpoint)
 
 
@@ -95,14 +100,16 @@ def gang_device(context: StageContext, plan: RunPlan) -> Iterator[Device]:
         device.close()
 
 
-def newest_checkpoint(context: StageContext, device: Device) -> Checkpoint | None:
-    """Return the checkpoint that all ranks resume from: the leader chooses, one rank of each node fetches it."""
-    scratch, sources = context.scratch / "resumed", checkpoint_sources(context)
+def newest_checkpoint(context: StageContext, device: Device, sources: Sequence[tuple[RunPaths, str]]) -> Checkpoint | None:
+    """Return the checkpoint that all ranks load: the leader chooses, one rank of each node fetches it.
+
+    Args:
+        sources: folders and fingerprints, see `fetch_checkpoint`, of which the first one with a checkpoint counts.
+    """
+    scratch = context.scratch / "resumed"
     context.heartbeat.beat(note="looking for a checkpoint")
-    place, found = 0, None
-    if context.world.is_leader:
-        looks = ((number, find_checkpoint(*source, scratch)) for number, source in enumerate(sources))
-        place, found = next((look for look in looks if look[1]), (0, None))
+    looks = ((number, find_checkpoint(*source, scratch)) for number, source in enumerate(sources))
+    place, found = next((look for look in looks if look[1]), (0, None)) if context.world.is_leader else (0, None)
     # 0 is no checkpoint.
     chosen = torch.tensor([found.progress.step + 1 if found else 0, place], dtype=torch.int32, device=device.torch_device)
     step, place = (int(value) for value in device.read(device.broadcast(chosen)))

@@ -7,8 +7,7 @@ Real text: docstrings of the installed packages as pairs; all-MiniLM-L6-v2. Week
 brings text that no week before had, or, by hash, samples of the same text. Every week runs the
 pipeline's own prepare, ingest, plan and train stages in one process, one rank, from the model of the week before; `retrain` runs
 them once, from the initial model, on the rows of all weeks. All arms see every row that is not held out once, and replayed ones
-besides. The pipeline starts AdamW afresh every week; the arm that continues it loads the moments and the number of steps that the
-week before left in its last checkpoint.
+besides. AdamW starts afresh every week, or continues (`train.continue_optimizer`).
 
 Printed: nDCG@10 of the last model on held-out queries of all weeks, and of the first, the middle and the last third of them, each
 query's value the mean of the seeds; the largest difference of two seeds; the queries' mean difference from `retrain`, with its
@@ -24,21 +23,17 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infra.local.demo import initial_folder
 from pipeline.contract import Stage
-from pipeline.training import setup
-from pipeline.training.host_state import OPTIMIZER_FILE, load_optimizer
-from pipeline.training.step import build_optimizer
 from tests.benchmarks.peers.texts import pairs
 from tests.chain.year_checks import Outsider
 from tests.pipeline.stages.planning import Bench, held_out
@@ -58,20 +53,15 @@ TRAIN: dict[str, Any] = {
     "keep_checkpoints": 1,
 }
 CONSTANT = {"schedule": "constant", "warmup_fraction": 0.0}
+CONTINUED = {"continue_optimizer": True}
 
 
 class Arm(NamedTuple):
-    """A way to train all weeks.
-
-    Attributes:
-        weekly: a run for each week, not one for all of them.
-        continued: AdamW goes on with the state of the week before.
-    """
+    """A way to train all weeks: `weekly` with a run for each, not one for all of them."""
 
     weekly: bool = True
     replay: float = 0.0
     train: Mapping[str, Any] = MappingProxyType({})
-    continued: bool = False
 
 
 ARMS = {
@@ -81,8 +71,8 @@ ARMS = {
     "incremental, replay 0.1": Arm(replay=0.1),
     "incremental, replay 0.5": Arm(replay=0.5),
     "replay 0.1, constant rate": Arm(replay=0.1, train=CONSTANT),
-    "replay 0.1, continued AdamW": Arm(replay=0.1, continued=True),
-    "replay 0.1, constant rate, continued AdamW": Arm(replay=0.1, train=CONSTANT, continued=True),
+    "replay 0.1, continued AdamW": Arm(replay=0.1, train=CONTINUED),
+    "replay 0.1, constant rate, continued AdamW": Arm(replay=0.1, train=CONSTANT | CONTINUED),
 }
 
 Rows = list[dict[str, Any]]
@@ -140,30 +130,17 @@ def last_model(folder: Path, weeks: list[Rows], arm: Arm, seed: int) -> tuple[Pa
         "data": data,
         "train": {**TRAIN, **arm.train},
     }
-    trained, state = 0, None
+    trained = 0
     for number, run_weeks in enumerate([[week] for week in weeks] if arm.weekly else [weeks]):
         for part, week in enumerate(run_weeks):
             bench.shard(f"week-{number:02d}-{part:02d}.jsonl", week)
         run = f"week-{number:02d}"
         bench.start(run)
-        with mock.patch.object(setup, "build_optimizer", continued(state) if arm.continued and state else build_optimizer):
-            bench.stage(Stage.TRAIN, run)
-        [state] = Path(bench.paths(run).checkpoints).rglob(OPTIMIZER_FILE)
+        bench.stage(Stage.TRAIN, run)
         trained += bench.plan(run).train.rows
         bench.publish(run, bench.paths(run).model)
         bench.config["model"] = {}
     return Path(bench.paths(run).model), trained
-
-
-def continued(state: Path) -> Callable[..., Any]:
-    """`build_optimizer` that puts an earlier run's state into the optimizer."""
-
-    def build_and_load(encoder: Any, *arguments: Any, **options: Any) -> Any:
-        optimizer = build_optimizer(encoder, *arguments, **options)
-        load_optimizer(encoder, optimizer, state)
-        return optimizer
-
-    return build_and_load
 
 
 def values_of(model: Path, held: Rows) -> Values:

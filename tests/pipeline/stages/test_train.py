@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline import store
@@ -28,8 +28,11 @@ from pipeline.ports import free_port
 from pipeline.run.context import StageOutput
 from pipeline.stages import train as stage
 from pipeline.training import loop, step
+from pipeline.training.checkpoint import MANIFEST_FILE
+from pipeline.training.host_state import OPTIMIZER_FILE
 from pipeline.training.metrics import WATCHED
 from pipeline.training.resumption import resumed_run
+from pipeline.training.setup import gang_device, load_state
 from tests.pipeline.training.conftest import TrainingRun, training_run
 from tests.tiny import sentence_transformer
 
@@ -417,3 +420,74 @@ def test_a_run_that_is_not_there_cannot_be_gone_on_with(training_run: PlanTraini
     on = training_run(run="on", steps=24, resume="left")
     with pytest.raises(MissingInput, match="left/plan"):
         resumed_run(on.plan, on.paths)
+
+
+def next_week(training_run: PlanTraining, first: TrainingRun, **settings: Any) -> TrainingRun:
+    """A run whose parent is the model of another one, with `train.continue_optimizer`."""
+    run: TrainingRun = training_run(run="week-02", steps=4, **settings)
+    parent = run.plan.parent.model_copy(update={"run": first.paths.run_id, "folder": first.paths.model})
+    changed = run.plan.config.train.model_copy(update={"continue_optimizer": True})
+    run.plan = run.plan.model_copy(
+        update={"parent": parent, "config": run.plan.config.model_copy(update={"train": changed})}
+    ).sealed()
+    store.write_bytes(run.paths.plan, run.plan.to_json())
+    return run
+
+
+def moments_at_the_start(run: TrainingRun) -> dict[str, Tensor]:
+    """AdamW's state before the first step, by the names that checkpoints have; those of parameters without any are missing."""
+    context = run.context()
+    with gang_device(context, run.plan) as device:
+        state = load_state(context, device)
+        names = {parameter: name for name, parameter in state.encoder.named_parameters()}
+        return {
+            f"{names[parameter]}/{kind}": tensor.clone()
+            for parameter, values in state.optimizer.state.items()
+            for kind, tensor in values.items()
+        }
+
+
+def test_adamw_goes_on_with_the_state_of_the_week_before(training_run: PlanTraining, caplog: pytest.LogCaptureFixture) -> None:
+    first = training_run(steps=8)
+    train(first)
+    run = next_week(training_run, first)
+    expected = load_file(Path(first.paths.checkpoint(8)) / OPTIMIZER_FILE)
+    found = moments_at_the_start(run)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    output = train(run)
+    assert output.metrics["resumed_from"] is None
+    steps = {
+        float(tensor) for name, tensor in load_file(Path(run.paths.checkpoint(4)) / OPTIMIZER_FILE).items() if "/step" in name
+    }
+    assert steps == {12.0}
+    assert "afresh" not in caplog.text
+    # A retry resumes from its own checkpoint, and not from that of the week before.
+    assert train(run).metrics["resumed_from"] == 4
+    # Without the setting, nothing of it is read.
+    asked = run.plan.config.train.model_copy(update={"continue_optimizer": False})
+    run.plan = run.plan.model_copy(update={"config": run.plan.config.model_copy(update={"train": asked})}).sealed()
+    store.write_bytes(run.paths.plan, run.plan.to_json())
+    shutil.rmtree(run.paths.checkpoints)
+    assert all(not tensor.any() for tensor in moments_at_the_start(run).values())
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_adamw_starts_afresh_where_the_week_before_left_nothing_of_use(
+    training_run: PlanTraining, gone: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = training_run(steps=4)
+    train(first)
+    run = next_week(training_run, first)
+    if gone:
+        shutil.rmtree(first.paths.checkpoints)
+    else:
+        path = Path(first.paths.checkpoint(4)) / OPTIMIZER_FILE
+        save_file(dict(list(load_file(path).items())[3:]), path)
+        manifest = path.with_name(MANIFEST_FILE)
+        record = json.loads(manifest.read_bytes())
+        record["files"][OPTIMIZER_FILE] = {"size": path.stat().st_size, "sha256": store.sha256(str(path))}
+        manifest.write_text(json.dumps(record))
+    assert all(not tensor.any() for tensor in moments_at_the_start(run).values())
+    assert "run week-01 left no state of AdamW for all of these parameters: it starts afresh" in caplog.text
+    assert train(run).metrics["pairs"] == 4 * 8
