@@ -113,6 +113,7 @@ def stage(folder: Path, train: list[dict[str, Any]], held: list[dict[str, Any]],
     corpus = bench.shard("corpus.jsonl", [{"id": "one", "text": "one"}], folder="corpus")
     bench.config |= {
         "nodes": 1,
+        "model": {**bench.config["model"], "pooling": "cls", "normalize": False, "head": [{"out": 768, "activation": "tanh"}]},
         "device": {"kind": "cpu", "ranks_per_node": 1, "precision": "fp32", "threads_per_rank": options.threads},
         "data": {**bench.config["data"], "corpus": [corpus], "holdout_by": "query", "holdout_fraction": FRACTION},
         "gate": {"metric": "accuracy", "undecided": "accept"},
