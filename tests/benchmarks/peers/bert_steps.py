@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import statistics
 import tempfile
@@ -34,6 +35,7 @@ from pipeline.model.classifier import add_classifiers
 from pipeline.model.folder import load_encoder, save_folder
 from tests.benchmarks.peers.__main__ import peer
 from tests.benchmarks.peers.texts import pairs
+from tests.benchmarks.train_step import KEEP_MEMORY
 from tests.pipeline.stages.planning import Bench, held_out
 
 CLASSES = ("0", "1")
@@ -67,8 +69,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_models(folder)
+        measured = [trainer(folder, train, options)]
+        # As ranks are started; a process reads it at its start.
+        os.environ |= KEEP_MEMORY
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            measured = [trainer(folder, train, options), pool.submit(stage, folder, train, held, options).result()]
+            measured.append(pool.submit(stage, folder, train, held, options).result())
     print(f"{'step':<10}{'Trainer':>12}{'trnpipe':>12}{'relative difference':>22}")
     for step, (theirs, ours) in enumerate(zip(*(one.losses for one in measured), strict=True), 1):
         print(f"{step:<10}{theirs:>12.7f}{ours:>12.7f}{abs(ours / theirs - 1):>22.1e}")

@@ -151,8 +151,12 @@ def classify(options: argparse.Namespace) -> dict[str, object]:
         def on_step_end(self, *_: object, **__: object) -> None:
             moments.append(time.perf_counter())
 
-        def on_log(self, _args: object, _state: object, _control: object, logs: dict[str, float], **__: object) -> None:
-            losses.extend([float(logs["loss"])] if "loss" in logs else [])
+    class Exact(Trainer):
+        def compute_loss(self, *arguments: object, **more: object) -> torch.Tensor:
+            # What it logs is rounded to four digits.
+            loss: torch.Tensor = super().compute_loss(*arguments, **more)
+            losses.append(loss.item())
+            return loss
 
     with open(options.pairs, encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
@@ -172,12 +176,11 @@ def classify(options: argparse.Namespace) -> dict[str, object]:
             use_cpu=True,
             save_strategy="no",
             report_to="none",
-            logging_steps=1,
             disable_tqdm=True,
         )
         model = AutoModelForSequenceClassification.from_pretrained(options.model)
         collate = DataCollatorWithPadding(tokenizer)
-        Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[Clock()]).train()
+        Exact(model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[Clock()]).train()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"losses": losses, "seconds": [end - begin for begin, end in pairwise(moments)], "memory": memory}
 
