@@ -89,8 +89,8 @@ class EarlierParts:
     def covering(self, index: int) -> Parts:
         """Return the parts that hold the documents of a part, in the order of their keys; empty: none do."""
         # Those that overlap with it: both numbers are powers of two, of equal intervals.
-        starts = [(uris, index * len(uris) // self._count, (index + 1) * len(uris) // self._count) for uris in self._sets]
-        sets = [[self._paths.part(index, self._count)], *(uris[start : max(end, start + 1)] for uris, start, end in starts)]
+        ranges = [(uris, index * len(uris) // self._count, (index + 1) * len(uris) // self._count) for uris in self._sets]
+        sets = [[self._paths.part(index, self._count)], *(uris[start : max(end, start + 1)] for uris, start, end in ranges)]
         for uris in sets:
             with suppress(MissingInput, BadData):
                 found = [(uri, PartRecord.from_json(store.read_bytes(f"{uri.removesuffix('.parquet')}.json"))) for uri in uris]

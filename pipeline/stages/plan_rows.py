@@ -90,7 +90,7 @@ class PlannedRows:
         # The keys of shards that are held out as a whole: those of their texts, divided by SLICES.
         own = [(one, file) for one in shards if one.shard.setting.endswith(".holdout") for file in range(len(one.profile.files))]
         tables = (table for one, file in own for table in one.facts(file, 0, one.profile.files[file].rows))
-        self._own = np.concatenate([np.empty(0, np.uint64), *(table["key"].to_numpy() for table in tables)])
+        self._held_keys = np.concatenate([np.empty(0, np.uint64), *(table["key"].to_numpy() for table in tables)])
         known = seen.shards
         self.new_shards = [number for number, one in enumerate(shards) if one.shard.rows not in known]
         self.numbers = {number: place for place, number in enumerate(self.new_shards)}
@@ -129,7 +129,8 @@ class PlannedRows:
         known: set[tuple[int, str | None]] = set()
         texts: set[tuple[int, str | None]] = set()
         documents: set[int] = set()
-        own = np.intersect1d(self._own, self._compared.keys(0, SLICES) // np.uint64(SLICES)) if len(self._own) else self._own
+        # Texts of shards that are held out as a whole may have been trained on with a key of any slice.
+        everywhere = (self._compared.keys(0, SLICES) if len(self._held_keys) else self._held_keys) // np.uint64(SLICES)
         searched = not self._config.classifies_only
         with ExitStack() as stack:
             writer = RowWriter(self.folder, self._inputs.tokenizer.vocabulary, [*HOLDOUT_FILES, KNOWN, CLASSES])
@@ -138,7 +139,7 @@ class PlannedRows:
                 other = RowWriter(self.folder / PUBLISHED, self._published[0].vocabulary, [*HOLDOUT_FILES, CLASSES])
                 writers[f"{PUBLISHED}/"] = stack.enter_context(other)
             for first, last, table in self._tables(0, held, most, self._untrained):
-                trained = np.concatenate([self._compared.keys(first, last), own])
+                trained = np.concatenate([self._compared.keys(first, last), everywhere])
                 table = table.filter(pa.array(~np.isin(table["key"].to_numpy(), trained)))
                 table = table.append_column("new", pa.array(np.isin(table["shard"].to_numpy(), self.new_shards)))
                 classified = table.filter((pc.field("class") != NO_CLASS) & (pc.field("label") > 0))
@@ -165,7 +166,7 @@ class PlannedRows:
                     _add(writers, "candidates.arrow", _documents(table, documents))
             # The rows of a document are in the same slices as it is, or those of a query are; rows of groups may be anywhere, and
             # so may those of texts that are held out as a whole.
-            anywhere = (self._config.data.holdout_by == "group" or len(self._own) > 0) and searched
+            anywhere = (self._config.data.holdout_by == "group" or len(self._held_keys) > 0) and searched
             last = SLICES if anywhere else last
             for _, _, table in self._tables(held, last, distractors, lambda group, *_: group.repeat == 1):
                 if not self._corpus:
@@ -272,7 +273,7 @@ class PlannedRows:
                 for table, places in read_rows(
                     self._shards, rows, self._inputs.tokenizer, longest, negatives=negatives, held=within
                 ):
-                    kept = ~np.isin(table["key"].to_numpy() // np.uint64(SLICES), self._own)
+                    kept = ~np.isin(table["key"].to_numpy() // np.uint64(SLICES), self._held_keys)
                     table, places = table.filter(pa.array(kept)), places[kept]
                     new, shards = ~group.seen[places], group.shard[places]
                     self.new.update(shards[new].tolist())

@@ -59,14 +59,18 @@ def checkpoint_files(encoder: Encoder, optimizer: AdamW, device: Device, model_s
     return write
 
 
-def load_optimizer(model: nn.Module, optimizer: AdamW, path: Path) -> bool:
-    """Put the optimizer's tensors back, unless the model has parameters that the checkpoint has not; return whether it has all.
+def load_optimizer(model: nn.Module, optimizer: AdamW, path: Path, *, of_another_run: bool = False) -> bool:
+    """Put the optimizer's tensors back. Hyper-parameters are the configuration's, not the checkpoint's.
 
-    Hyper-parameters are the configuration's, not the checkpoint's.
+    Args:
+        of_another_run: whose model may have lacked parameters; then nothing is put back.
+
+    Returns:
+        Whether it was.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     with safe_open(path, framework="pt") as file:
-        if whole := {f"{name}/step" for name in names.values()} <= {*file.keys()}:
+        if whole := not of_another_run or {f"{name}/step" for name in names.values()} <= {*file.keys()}:
             optimizer.load(lambda parameter, kind: file.get_tensor(f"{names[parameter]}/{kind}"))
     return whole
 

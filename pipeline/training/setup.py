@@ -82,7 +82,7 @@ def load_state(context: StageContext, device: Device) -> TrainState:
     elif config.train.continue_optimizer and plan.parent.run:
         # Whatever plan it is of: the run has ended.
         last = newest_checkpoint(context, device, [(RunPaths(f"{context.paths.bucket_root}/runs/{plan.parent.run}"), "")])
-        if not (last and load_optimizer(encoder, optimizer, last.folder / OPTIMIZER_FILE)):
+        if not (last and load_optimizer(encoder, optimizer, last.folder / OPTIMIZER_FILE, of_another_run=True)):
             log.warning("run %s left no state of AdamW for all of these parameters: it starts afresh", plan.parent.run)
     return TrainState(encoder=encoder, optimizer=optimizer, source=source, checkpoint=checkpoint)
 

@@ -39,6 +39,11 @@ def main() -> None:
     print(json.dumps(options.run(options)))
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def embed(options: argparse.Namespace) -> dict[str, float]:
     """From the first row read to the closed Parquet file; the model is loaded and has run once before."""
     import numpy as np
@@ -61,8 +66,7 @@ def embed(options: argparse.Namespace) -> dict[str, float]:
     model.max_seq_length = options.length
     model.encode(["a text that warms up"] * 32)
     begun = time.perf_counter()
-    with open(options.corpus, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = read_rows(options.corpus)
     embeddings = model.encode([row["text"] for row in rows], show_progress_bar=False)
     values = pa.array(np.ascontiguousarray(embeddings, dtype=np.float32).reshape(-1))
     table = pa.table(
@@ -95,8 +99,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
         def on_log(self, _args: object, _state: object, _control: object, logs: dict[str, float], **__: object) -> None:
             losses.extend([logs["loss"]] if "loss" in logs else [])
 
-    with open(options.pairs, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = read_rows(options.pairs)
     data = Dataset.from_dict({"anchor": [row["query"] for row in rows], "positive": [row["document"] for row in rows]})
     model = SentenceTransformer(str(options.model), device="cpu")
     model.max_seq_length = options.length
@@ -158,8 +161,7 @@ def classify(options: argparse.Namespace) -> dict[str, object]:
             losses.append(loss.item())
             return loss
 
-    with open(options.pairs, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = read_rows(options.pairs)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     encoded = tokenizer([row["query"] for row in rows], truncation=True, max_length=options.length)
     data = Dataset.from_dict({**encoded, "labels": [int(row["document"]) for row in rows]})
