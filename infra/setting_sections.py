@@ -61,7 +61,7 @@ def refuse_if(wrong: object, what: str, *, remedy: str, rule: str = "") -> None:
 class SettingsSection(BaseModel):
     """Base of all sections: immutable, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PrivateSubnet(SettingsSection):

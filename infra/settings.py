@@ -180,13 +180,13 @@ class Settings(SettingsSection):
         6, description="After this Batch cancels a job that waits for hosts."
     )
     notify: tuple[Subscriber, ...] = Field((), description="Who gets notifications: e-mail addresses, or {protocol, endpoint}.")
-    prices: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+    prices: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
         description="USD for an hour of one host, where that is not the on-demand price of pipeline/cost.py (Savings Plans, "
         "Capacity Blocks, another region): by instance type, or by queue (train, embed, cpu), which takes precedence and so can "
         "price the Spot hosts of one queue. cpu: one Fargate task.",
     )
-    budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    budget: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description="USD a month. AWS Budgets notifies `notify` when 80 % of it is spent, and when the forecast exceeds it. It "
         "counts costs with the deployment's tag, once that is activated for cost allocation: see the output CostAllocationTag.",

@@ -15,7 +15,7 @@ from pipeline.errors import BadData
 
 
 class PlanSection(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def to_json(self) -> bytes:
         return self.model_dump_json(indent=1).encode()

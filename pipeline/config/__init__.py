@@ -306,9 +306,9 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 class Prices(Section):
     """USD for an hour of one node, by queue, as the deployment pays it. None: unknown, or not paid by the hour."""
 
-    train: float | None = Field(None, ge=0, allow_inf_nan=False)
-    embed: float | None = Field(None, ge=0, allow_inf_nan=False)
-    cpu: float | None = Field(None, ge=0, allow_inf_nan=False)
+    train: float | None = Field(None, ge=0)
+    embed: float | None = Field(None, ge=0)
+    cpu: float | None = Field(None, ge=0)
     currency: Literal["USD"] = "USD"
 
     def by_queue(self) -> dict[Queue, float]:

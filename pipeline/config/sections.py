@@ -89,7 +89,7 @@ class KeyRole(Enum):
 class Section(BaseModel):
     """Base of all sections: immutable, no unknown keys, no silent coercion of numbers to strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DataLimits(Section):

@@ -1,7 +1,7 @@
 """Does incremental training work? Twelve weeks of it against one training on all of them, by cohort of weeks.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python tests/benchmarks/incremental.py [--weeks 12] [--rows 200] [--seeds 3] [--processes 2]
-        [--weeks-by module|hash] [--results FILE]
+        [--weeks-by module|hash] [--arms NAME ...] [--results FILE]
 
 Real text: docstrings of the installed packages as pairs; all-MiniLM-L6-v2. Weeks are in the order of the modules, so that each
 brings text that no week before had, or, by hash, samples of the same text. Every week runs the
@@ -86,8 +86,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2, help="arms that run at the same time")
     parser.add_argument("--weeks-by", choices=("module", "hash"), default="module")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS], help="which to run; `retrain` is always one")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
+    arms = [name for name in ARMS if name in {"retrain", *options.arms}]
     chosen = list(pairs()[: options.weeks * options.rows])
     if options.weeks_by == "module":
         chosen.sort(key=lambda pair: pair.id)
@@ -97,7 +99,7 @@ def main() -> None:
     print(f"{len(weeks)} weeks of {options.rows} pairs; {len(held)} held-out queries", flush=True)
     found: dict[str, list[Any]] = json.loads(options.results.read_text()) if options.results and options.results.exists() else {}
     with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
-        to_run = [(name, seed) for seed, name in itertools.product(range(options.seeds), ARMS) if f"{name}/{seed}" not in found]
+        to_run = [(name, seed) for seed, name in itertools.product(range(options.seeds), arms) if f"{name}/{seed}" not in found]
         running = [pool.submit(measure, weeks, [row for _, row in held], *one) for one in to_run]
         for one in as_completed(running):
             key, values, trained, seconds = one.result()
@@ -105,7 +107,9 @@ def main() -> None:
             print(f"{key}: {values.mean():.4f}, {seconds:.0f} s", flush=True)
             if options.results:
                 options.results.write_text(json.dumps(found))
-    show(found, np.array([week for week, _ in held]), options.seeds, len(weeks))
+    show(
+        {name: [found[f"{name}/{seed}"] for seed in range(options.seeds)] for name in arms}, np.array([week for week, _ in held])
+    )
 
 
 def measure(weeks: list[Rows], held: Rows, name: str, seed: int) -> tuple[str, Values, int, float]:
@@ -152,9 +156,10 @@ def values_of(model: Path, held: Rows) -> Values:
     return np.where(ranks <= 10, 1 / np.log2(1 + ranks), 0.0)
 
 
-def show(found: dict[str, list[Any]], week_of: NDArray[np.int64], seeds: int, weeks: int) -> None:
-    thirds = [week_of * 3 // weeks == third for third in range(3)]
-    of_arms = {name: np.array([found[f"{name}/{seed}"][0] for seed in range(seeds)]) for name in ARMS}
+def show(found: dict[str, list[Any]], week_of: NDArray[np.int64]) -> None:
+    """Print the table; `found` has values and pairs trained by arm and seed."""
+    thirds = [week_of * 3 // (week_of.max() + 1) == third for third in range(3)]
+    of_arms = {name: np.array([values for values, _ in of_seeds]) for name, of_seeds in found.items()}
     retrained = of_arms["retrain"].mean(axis=0)
     draws = np.random.default_rng(0).integers(0, len(retrained), (10_000, len(retrained)))
     print(f"{'':<44}{'all':>8}{'first':>8}{'middle':>8}{'last':>8}{'seeds':>8}{'against retrain':>29}{'pairs':>9}")
@@ -163,7 +168,7 @@ def show(found: dict[str, list[Any]], week_of: NDArray[np.int64], seeds: int, we
         figures = [means.mean(), *(means[third].mean() for third in thirds), np.ptp(of_seeds.mean(axis=1))]
         low, high = np.quantile((means - retrained)[draws].mean(axis=1), [0.025, 0.975])
         difference = f"{(means - retrained).mean():+.4f} ({low:+.4f} to {high:+.4f})"
-        print(f"{name:<44}{''.join(f'{figure:>8.4f}' for figure in figures)}{difference:>29}{found[f'{name}/0'][1]:>9,}")
+        print(f"{name:<44}{''.join(f'{figure:>8.4f}' for figure in figures)}{difference:>29}{found[name][0][1]:>9,}")
 
 
 if __name__ == "__main__":

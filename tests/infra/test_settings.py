@@ -95,6 +95,7 @@ def test_context_given_on_the_command_line_lies_over_the_file() -> None:
         ({"budget": 0, "notify": ["team@example.com"]}, "trnpipe.budget"),
         ({"prices": {"p4de.24xlarge": 30}}, "prices for ['p4de.24xlarge']: a key is one of"),
         ({"prices": {"train": 0}}, "trnpipe.prices.train"),
+        ({"prices": {"train": float("inf")}}, "trnpipe.prices.train"),
         ({"compute_reservation": 100}, "trnpipe.compute_reservation"),
         ({"keep_hosts_minutes": 19}, "trnpipe.keep_hosts_minutes"),
         ({"keep_hosts_minutes": 10_081}, "trnpipe.keep_hosts_minutes"),

@@ -70,13 +70,15 @@ def test_unknown_key_names_the_nearest_valid_one(key: str, nearest: str) -> None
         ["time_budget=PT0S"],
         ["device.kind=tpu"],
         ["gate.metric=accuracy"],
+        ["train.batch_by=task", "train.sampling_temperature=.inf"],
+        ["train.temperature=.nan"],
         ["train=5"],
     ],
 )
 def test_values_out_of_range_are_refused_by_name(settings: list[str]) -> None:
     with pytest.raises(BadConfig) as caught:
         build_config(parse_settings(settings))
-    assert settings[0].split("=")[0].split(".")[-1] in str(caught.value)
+    assert settings[-1].split("=")[0].split(".")[-1] in str(caught.value)
 
 
 def test_settings_are_yaml_and_numbers_without_a_dot_are_numbers() -> None:
