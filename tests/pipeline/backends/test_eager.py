@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pipeline.backends import eager
 from pipeline.backends.device import EMULATED_BF16, open_device, resolve_precision
-from pipeline.ports import free_port
 from pipeline.run.world import World
+from tests.gangs import run_gang
 
 RANKS = 2
 ROWS = 3
@@ -42,11 +42,11 @@ def listening():
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets]
 
 
-rank, port, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank, port = int(sys.argv[1]), int(sys.argv[2])
 eager.REDUCE_BUCKET_ELEMENTS = 10  # several pieces, one tensor larger than a piece
 node = NodeWorld(listen="127.0.0.1")
 device = open_device("cpu", "fp32", World(rank=rank, size=2, port=port, node=node), threads=1, timeout_seconds=60)
-weights, inputs = (tensor.requires_grad_() for tensor in torch.load(sys.argv[4]))
+weights, inputs = (tensor.requires_grad_() for tensor in torch.load(sys.argv[3]))
 bias = torch.zeros(4, requires_grad=True)
 
 rows = torch.nn.functional.normalize(inputs[rank * 3 : rank * 3 + 3] @ weights + bias)
@@ -56,22 +56,20 @@ loss.backward()
 device.reduce_gradients([weights, bias])
 
 mine = torch.arange(4.0) + 10 * rank
-json.dump(
-    {
-        "weights": weights.grad.tolist(),
-        "bias": bias.grad.tolist(),
-        "inputs": inputs.grad.tolist(),
-        "gathered": device.gather(mine).tolist(),
-        "all_reduce": device.all_reduce(mine).tolist(),
-        "reduce_scatter": device.reduce_scatter(mine).tolist(),
-        "broadcast": device.broadcast(mine).tolist(),
-        "untouched": mine.tolist(),
-        "listening": listening(),
-    },
-    open(out, "w"),
-)
+found = {
+    "weights": weights.grad.tolist(),
+    "bias": bias.grad.tolist(),
+    "inputs": inputs.grad.tolist(),
+    "gathered": device.gather(mine).tolist(),
+    "all_reduce": device.all_reduce(mine).tolist(),
+    "reduce_scatter": device.reduce_scatter(mine).tolist(),
+    "broadcast": device.broadcast(mine).tolist(),
+    "untouched": mine.tolist(),
+    "listening": listening(),
+}
 device.barrier()
 device.close()
+print(json.dumps(found))
 """
 
 
@@ -87,17 +85,10 @@ def found(tmp_path_factory: pytest.TempPathFactory, tensors: tuple[Tensor, Tenso
     """What each of two gloo processes computed."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     torch.save(tensors, folder / "tensors.pt")
-    port = free_port()
-    outputs = [folder / f"rank-{rank}.json" for rank in range(RANKS)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_PROGRAM, str(rank), str(port), str(output), str(folder / "tensors.pt")], env=environment
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    assert [process.wait(120) for process in processes] == [0, 0]
-    return [json.loads(output.read_text()) for output in outputs]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        said = run_gang(RANK_PROGRAM, RANKS, folder / "tensors.pt")
+    return [json.loads(one.splitlines()[-1]) for one in said]
 
 
 def test_gathered_gradients_are_those_of_one_process_over_all_rows(

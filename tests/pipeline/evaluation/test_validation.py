@@ -22,8 +22,8 @@ from pipeline.evaluation.query_values import QueryValues
 from pipeline.evaluation.retrieval import retrieve
 from pipeline.evaluation.retrieval_metrics import DEPTH
 from pipeline.evaluation.validation import GATHER_ROWS, validate
-from pipeline.ports import free_port
 from pipeline.run.world import World
+from tests.gangs import run_gang
 from tests.tiny import make_model
 
 
@@ -113,11 +113,7 @@ def test_two_ranks_share_blocks_of_one_shape_whatever_the_data(tmp_path: Path) -
     encoder = make_model(tmp_path / "model")
     for name, found in rows.items():
         write(tmp_path / name, found, sorted({document for _, document, *_ in found}))
-    port = free_port()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RANK_PROGRAM]
-    ranks = [subprocess.Popen([*command, str(rank), str(port), str(tmp_path)], env=environment) for rank in range(2)]
-    assert [process.wait(120) for process in ranks] == [0, 0]
+    run_gang(RANK_PROGRAM, 2, tmp_path)
 
     alone = open_device("cpu", "fp32", World(), threads=1)
     for name in rows:

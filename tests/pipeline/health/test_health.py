@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,10 +20,10 @@ from pipeline.errors import ExitCode, UnhealthyHost
 from pipeline.health import neuron_host
 from pipeline.health.quick import meet_graphs, quick_check
 from pipeline.health.results import NodeReport, TestRecord
-from pipeline.ports import free_port
 from pipeline.run.context import StageContext
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import NodeWorld, World
+from tests.gangs import run_gang
 from tests.trainium import HANG, NCCOM_FAILURE, TrainiumHost, neuron_ls
 
 CONFIG = HealthCheckConfig(tool_timeout_seconds=20, nccom_timeout_seconds=20)
@@ -295,7 +293,8 @@ from pipeline.backends.eager import EagerDevice
 from pipeline.health.quick import meet_graphs, quick_check
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.world import World
-kind, rank, size, port, folder, fault = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5]), sys.argv[6]
+rank, port, kind, size = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+folder, fault = Path(sys.argv[5]), sys.argv[6]
 world = World(rank=rank, size=size, local_rank=rank, local_size=size, port=port)
 beat = Heartbeat(None, rank)
 context = StageContext(stage=Stage.TRAIN, paths=RunPaths("/nowhere"), world=world, scratch=folder, heartbeat=beat)
@@ -322,16 +321,7 @@ except TrnpipeError as error:
 
 def quick_ranks(tmp_path: Path, kind: str, size: int, fault: str = "none") -> list[list[str]]:
     """What every rank says after a check of healthy ranks, and after one more with a rank that adds wrongly."""
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, kind, str(rank), str(size), str(port), str(tmp_path), fault],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    return [process.communicate(timeout=600)[0].splitlines()[-2:] for process in processes]
+    return [said.splitlines()[-2:] for said in run_gang(RANKS, size, kind, size, tmp_path, fault)]
 
 
 def test_a_rank_that_adds_wrongly_takes_its_whole_node_out(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.model.loss import DocumentRole, contrastive_loss
-from pipeline.ports import free_port
 from pipeline.training.batches import roles
+from tests.gangs import run_gang
 
 TEMPERATURE = 0.05
 QUERY_HASH = np.array([1, 2, 3, 1, 5, 6, 7, 8], np.uint64)
@@ -120,13 +117,7 @@ def test_one_rank_equals_plain_computation() -> None:
 
 
 def test_two_ranks_equal_plain_computation(tmp_path: Path) -> None:
-    port = free_port()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), str(port), str(tmp_path)], env=environment)
-        for rank in range(2)
-    ]
-    assert [process.wait(120) for process in ranks] == [0, 0]
+    run_gang(PROGRAM, 2, tmp_path)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     expected, query_gradient, document_gradient = reference()
     torch.testing.assert_close((results[0]["loss"] + results[1]["loss"]) / 2, expected.float())

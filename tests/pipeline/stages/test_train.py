@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,6 @@ from pipeline.errors import BadConfig, BadData, MissingInput
 from pipeline.model.encoder import Encoder
 from pipeline.model.folder import load_encoder
 from pipeline.plan import ResumedRun
-from pipeline.ports import free_port
 from pipeline.run.context import StageOutput
 from pipeline.stages import train as stage
 from pipeline.training import loop, step
@@ -33,6 +29,7 @@ from pipeline.training.host_state import OPTIMIZER_FILE
 from pipeline.training.metrics import WATCHED
 from pipeline.training.resumption import resumed_run
 from pipeline.training.setup import gang_device, load_state
+from tests.gangs import gang, run_gang
 from tests.pipeline.training.conftest import TrainingRun, training_run
 from tests.tiny import sentence_transformer
 
@@ -253,17 +250,9 @@ except Defect as error:
 def trained_by_two(run: TrainingRun, folder: Path) -> dict[str, torch.Tensor]:
     """Train with two ranks; return the weights of the model."""
     number = len([*folder.glob("shared-*")])
-    scratch, port = folder / f"shared-{number}", free_port()
+    scratch = folder / f"shared-{number}"
     scratch.mkdir()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(port), run.paths.root, str(scratch)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=Path.cwd(),
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(120) for process in ranks] == [0, 0]
+    run_gang(PROGRAM, 2, run.paths.root, scratch)
     found: dict[str, torch.Tensor] = load_file(
         store.download_folder(run.paths.model, folder / f"model-{number}") / "model.safetensors"
     )
@@ -313,25 +302,12 @@ def test_ranks_that_drift_apart_are_noticed_at_the_next_checkpoint(
     training_run: PlanTraining, s3_root: str, tmp_path: Path
 ) -> None:
     run = training_run(s3_root, run="drift", steps=10, ranks=2, batch_size=4)
-    port = free_port()
     scratch = tmp_path / "shared"
     scratch.mkdir()
-    command = [sys.executable, "-c", DIVERGING]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), run.paths.root, str(scratch)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said, _ = ranks[1].communicate(timeout=600)
-    assert ranks[1].returncode == 4
-    assert "this rank's weights are not the leader's" in said
-    assert "rank 1: 2 sums differ" in said
-    ranks[0].kill()
-    ranks[0].communicate(timeout=600)
+    with gang(DIVERGING, 2, run.paths.root, scratch) as ranks:
+        assert ranks[1].wait() == 4, ranks[1].complaint
+        assert "this rank's weights are not the leader's" in ranks[1].said
+        assert "rank 1: 2 sums differ" in ranks[1].said
 
 
 def test_loss_that_is_not_finite_is_named_by_step_and_rows(training_run: PlanTraining, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +18,11 @@ from pipeline.config import ModelConfig, TrainConfig
 from pipeline.model.encoder import prepare_for_training
 from pipeline.model.folder import load_encoder
 from pipeline.model.inventory import load_tokenizer
-from pipeline.ports import free_port
 from pipeline.run.world import World
 from pipeline.training.batches import grouped_texts, roles
 from pipeline.training.micro_batches import micro_batches
 from pipeline.training.step import RecentLosses, batch_loss, both_towers, cached_backward
+from tests.gangs import run_gang
 from tests.tiny import WORDS, make_model, sentence_transformer
 
 PAIRS, WIDTH = 8, 32
@@ -205,9 +203,7 @@ device.close()
 
 def test_on_two_ranks(folder: Path, tmp_path: Path) -> None:
     """Each with half of the pairs; theirs is one process with all of them."""
-    port = str(free_port())
-    ranks = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), port, str(folder), str(tmp_path)]) for rank in range(2)]
-    assert [process.wait(180) for process in ranks] == [0, 0]
+    run_gang(PROGRAM, 2, folder, tmp_path)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     expected = [(kind, their_gradient(folder, kind, **case)) for kind in BOUNDS for case in CASES]
     for (kind, theirs), first, second in zip(expected, *results, strict=True):

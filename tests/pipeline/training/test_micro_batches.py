@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,11 @@ from pipeline.model.encoder import Encoder, checkpoint_activations, prepare_for_
 from pipeline.model.folder import load_encoder
 from pipeline.model.loss import contrastive_loss
 from pipeline.packing import BinShape
-from pipeline.ports import free_port
 from pipeline.run.world import World
 from pipeline.training.batches import Padding, grouped_texts, packed_texts
 from pipeline.training.micro_batches import micro_batches
 from pipeline.training.step import RecentLosses, both_towers, build_optimizer, train_step
+from tests.gangs import run_gang
 from tests.tiny import make_model
 
 SHAPE = BinShape(rows=4, length=24, pairs=5)
@@ -206,19 +204,7 @@ print(json.dumps(found))
 
 def test_on_two_ranks_too(folder: Path) -> None:
     """Documents of both ranks compete, and each rank's gradient is the mean of both."""
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), port, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    answers = [rank.communicate(timeout=900) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], answers
-    for out, _ in answers:
+    for out in run_gang(PROGRAM, 2, folder):
         for off, largest in json.loads(out.splitlines()[-1]):
             assert off < 1e-6
             assert largest > 1e-3

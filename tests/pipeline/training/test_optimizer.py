@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,11 @@ from torch import nn
 
 from pipeline.backends.device import Device, open_device
 from pipeline.config import TrainConfig
-from pipeline.ports import free_port
 from pipeline.run.world import World
 from pipeline.training import optimizer as module
 from pipeline.training.host_state import OPTIMIZER_FILE
 from pipeline.training.optimizer import FlatAdamW
+from tests.gangs import run_gang
 from tests.tiny import make_model
 
 SHAPES = ((3, 4), (7,), (2, 3, 5), (1,), (11, 2), (6,))
@@ -116,7 +113,7 @@ from pipeline.training import optimizer as module
 from pipeline.training.host_state import OPTIMIZER_FILE, host_state, load_optimizer
 from pipeline.training.step import RecentLosses, build_optimizer, prepare_encoder, require_equal_weights, train_step
 
-what, rank, size, port = sys.argv[1], *map(int, sys.argv[2:5])
+rank, port, what, size = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 model, saved, out = map(Path, sys.argv[5:8])
 module.BUCKET_ELEMENTS = 3000  # several buckets, some with padding
 world = World(rank=rank, size=size, local_rank=rank, local_size=size, port=port)
@@ -155,11 +152,7 @@ device.close()
 
 def gang(what: str, size: int, *paths: Path) -> Path:
     """Run the program on ranks of their own; the folder that the leader wrote."""
-    arguments = [str(size), str(free_port()), *map(str, paths)]
-    command = [sys.executable, "-c", RANK_PROGRAM, what]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([*command, str(rank), *arguments], env=environment, cwd=Path.cwd()) for rank in range(size)]
-    assert [process.wait(240) for process in ranks] == [0] * size
+    run_gang(RANK_PROGRAM, size, what, size, *paths)
     return paths[-1]
 
 
